@@ -3,14 +3,16 @@
     python tools/check_structure.py            prints the numbers; exit code 1 if a rule is broken
     python tools/check_structure.py --room config
 
-Rules: no import cycle between modules; no public class or function name twice. Entry points (``main`` of a command,
-``run`` of a job) are exempt, since the command line finds them by name.
+Rules: no import cycle between modules; no public class or function name twice; no first sentence of a docstring with
+more than 20 words. Entry points (``main`` of a command, ``run`` of a job) may share a name: the command line finds
+them by name.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -18,6 +20,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "megarl"
 ENTRY_POINTS = {"main", "run"}
+MAX_WORDS = 20
+"""Limit for the first sentence of a docstring."""
 
 
 def module_paths(package: Path = PACKAGE) -> dict[str, Path]:
@@ -84,6 +88,24 @@ def public_names(paths: Mapping[str, Path]) -> dict[str, list[str]]:
     return dict(places)
 
 
+def first_sentence(docstring: str) -> str:
+    """Return a docstring's text up to the first full stop before a capital letter, or up to a blank line."""
+    paragraph = " ".join(docstring.strip().split("\n\n")[0].split())
+    return re.split(r"(?<=[.!?])\s+(?=[A-Z`:*\"'(])", paragraph)[0]
+
+
+def long_first_sentences(module: str, source: str) -> list[str]:
+    """Describe the docstrings of a module whose first sentence has more than :data:`MAX_WORDS` words."""
+    problems = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            sentence = first_sentence(ast.get_docstring(node) or "")
+            words = len(sentence.split())
+            if words > MAX_WORDS:
+                problems.append(f"{module}, line {getattr(node, 'lineno', 1)}: {words} words: {sentence}")
+    return problems
+
+
 def main() -> int:
     """Print the structure; return 1 if a rule is broken."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -118,7 +140,11 @@ def main() -> int:
     print(f"module names used more than once: {len(repeated)}")
     for stem, places in sorted(repeated.items()):
         print(f"  {stem}: {', '.join(places)}")
-    return int(bool(cycles or twice))
+    sentences = [line for name, path in paths.items() for line in long_first_sentences(name, path.read_text())]
+    print(f"first sentences of more than {MAX_WORDS} words: {len(sentences)}")
+    for line in sentences:
+        print(f"  {line}")
+    return int(bool(cycles or twice or sentences))
 
 
 if __name__ == "__main__":

@@ -213,5 +213,5 @@ class Transcript:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Return the seed of a turn, counted from 0: the conversation's seed for turn 0, a derived seed for later turns."""
+    """Return the seed of a turn: the conversation's for turn 0, a derived one for later turns."""
     return seed if turn == 0 else derive_seed(seed, f"turn {turn}")

@@ -27,7 +27,7 @@ _TICKS = 10
 async def monitored_loop(
     report: Callable[[str], None] = logger.warning, blocked_s: float = BLOCKED_S
 ) -> AsyncIterator[None]:
-    """Scope in which a thread watches the running event loop, and reports each blockage once.
+    """Watch the running event loop from a thread, within the context, and report each blockage once.
 
     Args:
         report: prints a line for the user; called in the thread.

@@ -236,7 +236,7 @@ class AgentRunner:
 
 
 def request_capacity(slots: int) -> int:
-    """Return the requests that an engine gets at a time: an eighth more than slots, so that a free one is refilled."""
+    """Return the concurrent requests per engine: an eighth above its slots, so that free slots are refilled."""
     return slots + slots // 8
 
 

@@ -117,7 +117,7 @@ def load_advantage(spec: str) -> AdvantageEstimator:
 def generalized_advantages(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation, before whitening (Schulman et al. 2015, arXiv:1506.02438, eq. 11 to 16).
+    """Compute generalized advantages (GAE) before whitening (Schulman et al. 2015, arXiv:1506.02438, eq. 11 to 16).
 
     ``delta_t = r_t + gamma * V_{t+1} - V_t`` and ``A_t = delta_t + gamma * lam * A_{t+1}``. ``t + 1`` is the next token
     of the mask; values and advantages after the last token are 0. A token outside the mask (a tool result, for example)
@@ -149,13 +149,13 @@ def generalized_advantages(
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Discounted returns ``G_t = r_t + gamma * G_{t+1}`` over the tokens of the mask, ``[b, R]``, 0 outside."""
+    """Compute discounted returns ``G_t = r_t + gamma * G_{t+1}`` over the tokens of the mask, ``[b, R]``, 0 outside."""
     return generalized_advantages(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[0]
 
 
 @register_advantage("gae")
 def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """GAE (see :func:`generalized_advantages`), the advantages whitened over all trained tokens of the batch."""
+    """Compute GAE (:func:`generalized_advantages`) and whiten the advantages over all trained tokens of the batch."""
     assert inputs.values is not None
     advantages, returns = generalized_advantages(
         inputs.token_level_rewards, inputs.values, inputs.response_mask, inputs.gamma, inputs.lam

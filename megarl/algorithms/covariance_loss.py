@@ -49,7 +49,7 @@ def _sample_keys(prompt: Tensor, response: Tensor, seed: int, step: int) -> Tens
 
 
 def covariances(whole: WholeMiniBatch) -> Tensor:
-    """Covariance ``cov`` of each token, ``[n]`` in double precision; valid for trained tokens only."""
+    """Compute the covariance ``cov`` of each token, ``[n]`` in double precision; valid for trained tokens only."""
     mask, advantages, log_prob = whole.response_mask, whole.advantages.double(), whole.log_prob.double()
     return (advantages - masked_mean(advantages, mask)) * (log_prob - masked_mean(log_prob, mask))
 

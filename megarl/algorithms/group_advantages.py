@@ -46,17 +46,17 @@ class GroupedScores:
         return total.index_add(0, self._group, numbers)[self._group]
 
     def largest(self, numbers: Tensor) -> Tensor:
-        """Maximum of ``numbers [b]`` over the counted rows of each row's group; ``-inf`` if no row counts."""
+        """Return the maximum of ``numbers [b]`` over the counted rows of each group; ``-inf`` if no row counts."""
         largest = np.full(len(numbers), -np.inf)
         np.maximum.at(largest, self._group[self.counted].numpy(force=True), numbers[self.counted].numpy(force=True))
         return torch.from_numpy(largest).to(numbers.device)[self._group]
 
     def mean(self) -> Tensor:
-        """Mean score of each row's group, ``[b]``; 0 in a group of one."""
+        """Return the mean score of each row's group, ``[b]``; 0 in a group of one."""
         return torch.where(self.several, self.sum(self.scores) / self.size.clamp(min=1), 0.0)
 
     def deviation(self) -> Tensor:
-        """Sample standard deviation of the scores of each row's group, ``[b]``; 1 in a group of one."""
+        """Return the sample standard deviation of each row's group, ``[b]``; 1 in a group of one."""
         residuals = torch.where(self.counted, self.scores - self.mean(), 0.0)
         variance = self.sum(residuals**2) / (self.size - 1).clamp(min=1)
         return torch.where(self.several, variance.sqrt(), 1.0)

@@ -25,7 +25,7 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def masked_variance(values: Tensor, mask: Tensor) -> Tensor:
-    """Sample variance (divisor ``n - 1``) over the mask, a scalar; 0 for fewer than two entries."""
+    """Compute the sample variance (divisor ``n - 1``) over the mask, a scalar; 0 for fewer than two entries."""
     count = mask.bool().sum()
     squares = masked_sum((values - masked_mean(values, mask)) ** 2, mask)
     return squares / (count - 1).clamp(min=1)
@@ -50,7 +50,7 @@ def masked_whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, eps: float = 1e-5) -> float:
-    """Explained variance of a critic: ``1 - Var(G - V) / (Var(G) + eps)``; all tensors have one shape.
+    """Compute a critic's explained variance ``1 - Var(G - V) / (Var(G) + eps)``; all tensors have one shape.
 
     1 is a perfect critic, 0 a critic no better than a constant, a negative value a worse one.
     """

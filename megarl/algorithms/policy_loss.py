@@ -184,7 +184,7 @@ def _clipped(ratio: Tensor, inputs: PolicyLossInputs) -> tuple[Tensor, Tensor]:
 
 @register_policy_loss("vanilla")
 def clipped_policy_loss(inputs: PolicyLossInputs) -> TokenLoss:
-    """PPO's clipped loss with dual clip.
+    """Compute PPO's clipped loss with dual clip.
 
     ``L = max(-A r, -A clip(r, 1 - low, 1 + high))`` (Schulman et al. 2017, arXiv:1707.06347, eq. 7; a separate
     ``high``: Yu et al. 2025, arXiv:2503.14476). For ``A < 0``: ``min(L, -A c)`` (Ye et al. 2020, arXiv:1912.09729).
@@ -290,5 +290,5 @@ def sapo(inputs: PolicyLossInputs) -> TokenLoss:
 
 
 def entropy_loss(entropy: Tensor, entropy_coeff: float) -> Tensor:
-    """Entropy bonus as a loss per token: ``-entropy_coeff * H`` (Schulman et al. 2017, eq. 9); any shape."""
+    """Compute the entropy bonus as a loss per token: ``-entropy_coeff * H`` (Schulman et al. 2017, eq. 9)."""
     return -entropy_coeff * entropy

@@ -55,7 +55,7 @@ class PreferenceInputs:
     options: PreferenceLossOptions = field(kw_only=True)
 
     def log_ratios(self) -> tuple[Tensor, Tensor]:
-        """``log p(y) - log q(y)`` of the chosen and of the rejected responses.
+        """Return ``log p(y) - log q(y)`` of the chosen and of the rejected responses.
 
         Raises:
             ValueError: there are no log-probs of a reference.

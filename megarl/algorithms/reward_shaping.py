@@ -12,7 +12,7 @@ from megarl.algorithms.masked import masked_mean, masked_whiten
 
 
 def sequence_quality(ref_log_prob: Tensor, mask: Tensor) -> Tensor:
-    """Reference quality of a response: the geometric mean of its token probabilities (inverse perplexity).
+    """Compute the reference quality of a response: the geometric mean of its token probabilities (inverse perplexity).
 
     ``q = exp(sum_t m_t log p_t / sum_t m_t)``, in (0, 1]; 1 only if the reference is certain of every token. The mean
     makes responses of different lengths comparable; their plain likelihood falls with every token.
@@ -59,7 +59,7 @@ def add_at_last(rewards: Tensor, amounts: Tensor, rows: Tensor, last: Tensor) ->
 
 
 def row_cosine_similarity(left: Tensor, right: Tensor) -> Tensor:
-    """Cosine similarity of corresponding rows of two ``[b, hidden]`` tensors, ``[b]`` float64; 0 for a zero row."""
+    """Compute the cosine similarity of corresponding rows of ``[b, hidden]``, ``[b]`` float64; 0 for a zero row."""
     return F.cosine_similarity(left.double(), right.double(), dim=-1, eps=1e-12)
 
 

@@ -200,7 +200,7 @@ def _outside(log_ratio: Tensor, compared: Tensor, rule: Rejection) -> Tensor:
 
 
 def off_policy_statistics(old: Tensor, rollout: Tensor, compared: Tensor) -> Statistics:
-    """Off-policy metrics between actor ("training") and engine ("rollout"): KL, perplexities, chi-squared.
+    """Compute off-policy metrics between actor ("training") and engine ("rollout"): KL, perplexities, chi-squared.
 
     Perplexities are computed per sequence and averaged over sequences with a compared token; empty without any.
 

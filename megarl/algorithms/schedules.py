@@ -62,7 +62,7 @@ class WeightSchedule:
 
 
 def warmup_steps(warmup_ratio: float, total_steps: int) -> int:
-    """Number of warm-up steps for a share of a run's steps, rounded down."""
+    """Count the warm-up steps for a share of a run's steps, rounded down."""
     return int(warmup_ratio * total_steps + _ROUNDING)
 
 
@@ -105,38 +105,38 @@ def _check_shape(spec: str, function: Callable[[float], Any]) -> None:
 
 @SCHEDULES.register("linear")
 def linear(progress: float, stairs: int = 1) -> float:
-    """``x``."""
+    """Return ``x``."""
     return progress
 
 
 @SCHEDULES.register("cosine")
 def cosine(progress: float, stairs: int = 1) -> float:
-    """Half a wave: ``(1 - cos(pi x)) / 2``."""
+    """Follow half a wave: ``(1 - cos(pi x)) / 2``."""
     return 0.5 * (1.0 - math.cos(math.pi * progress))
 
 
 @SCHEDULES.register("sigmoid")
 def sigmoid(progress: float, stairs: int = 1) -> float:
-    """``(s(x) - s(0)) / (s(1) - s(0))`` with ``s(x) = 1 / (1 + exp(-10 (x - 1/2)))``."""
+    """Compute ``(s(x) - s(0)) / (s(1) - s(0))`` with ``s(x) = 1 / (1 + exp(-10 (x - 1/2)))``."""
     start, end = _logistic(0.0), _logistic(1.0)
     return (_logistic(progress) - start) / (end - start)
 
 
 @SCHEDULES.register("exp")
 def exponential(progress: float, stairs: int = 1) -> float:
-    """``(exp(5 x) - 1) / (exp(5) - 1)``: slow at first, then steep."""
+    """Compute ``(exp(5 x) - 1) / (exp(5) - 1)``: slow at first, then steep."""
     return math.expm1(EXP_STEEPNESS * progress) / math.expm1(EXP_STEEPNESS)
 
 
 @SCHEDULES.register("step")
 def step(progress: float, stairs: int = 1) -> float:
-    """``stairs`` equal stairs: ``floor(stairs x) / stairs``; the last stair is the end of the warm-up."""
+    """Climb ``stairs`` equal stairs: ``floor(stairs x) / stairs``; the last stair is the end of the warm-up."""
     return math.floor(progress * stairs + _ROUNDING) / stairs
 
 
 @SCHEDULES.register("constant")
 def constant(progress: float, stairs: int = 1) -> float:
-    """1 from the start: the warm-up has no effect."""
+    """Return 1 from the start: the warm-up has no effect."""
     return 1.0
 
 

@@ -10,7 +10,7 @@ from megarl.algorithms.policy_loss import TokenLoss
 
 
 def clipped_value_loss(vpreds: Tensor, values: Tensor, returns: Tensor, cliprange_value: float) -> TokenLoss:
-    """Clipped squared error of a critic (PPO): no gradient for a value that moved too far from the old one.
+    """Compute a critic's clipped squared error (PPO): no gradient for values far from the old ones.
 
     ``0.5 * max((v - G)^2, (clip(v, V - c, V + c) - G)^2)``, as in the reference implementation of Schulman et al. 2017.
     Tensors are rectangles ``[b, R]`` or packed tokens ``[n]``.
@@ -35,7 +35,7 @@ def clipped_value_loss(vpreds: Tensor, values: Tensor, returns: Tensor, cliprang
 def bradley_terry_loss(
     chosen: Tensor, rejected: Tensor, margins: Tensor | None = None, center_coefficient: float = 0.0
 ) -> TokenLoss:
-    """Bradley-Terry loss of a reward model: negative log-likelihood that the chosen response wins, per pair.
+    """Compute the Bradley-Terry loss: negative log-likelihood that the chosen response wins, per pair.
 
     ``-log sigmoid(r_c - r_r - m) + c * (r_c + r_r)^2``: Ouyang et al. 2022 (arXiv:2203.02155), equation 1; the margin
     ``m`` is that of Touvron et al. 2023 (arXiv:2307.09288), equation 2; the second term, which keeps rewards around

@@ -75,10 +75,10 @@ WEIGHT_SCHEDULES = ("linear", "sigmoid", "cosine", "exp", "step", "constant")
 
 
 def estimator_needs(name: str, required: str) -> bool:
-    """Whether the advantage estimator ``name`` requires an input; nothing is known of custom estimators."""
+    """Return whether the advantage estimator ``name`` requires an input; nothing is known of custom estimators."""
     return required in ADV_ESTIMATORS.get(name, ())
 
 
 def default_aggregation(loss_mode: str) -> str:
-    """The default ``loss_agg_mode`` of a policy loss, built-in or custom."""
+    """Return the default ``loss_agg_mode`` of a policy loss, built-in or custom."""
     return LOSS_MODES.get(loss_mode, DEFAULT_AGGREGATION)

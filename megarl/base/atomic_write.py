@@ -1,4 +1,4 @@
-"""Atomic writes of files and folders: a reader finds the old content or the new content, never a part of it."""
+"""Atomic writes of files and folders: readers see the old content or the new content, never a mixture."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def restore_replaced_folder(path: Path) -> bool:
 
 
 def replaced_name(path: Path) -> Path:
-    """Temporary name of the old folder on file systems that cannot exchange names."""
+    """Return the temporary name of the old folder on file systems that cannot exchange names."""
     return path.with_name(f".{path.name}.replaced")
 
 

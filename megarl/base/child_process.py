@@ -77,7 +77,7 @@ class ChildProcess:
         return self._process.pid
 
     def is_dead(self) -> bool:
-        """Whether the process has ended."""
+        """Return whether the process has ended."""
         return self._process.poll() is not None
 
     def request(self, message: Any, timeout_s: float) -> Any:

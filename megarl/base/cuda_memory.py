@@ -24,7 +24,7 @@ def without_expandable_segments(variables: Mapping[str, str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def ipc_memory() -> Iterator[None]:
-    """Scope in which torch allocates memory that other processes can open through CUDA IPC.
+    """Make torch allocate memory that other processes can open through CUDA IPC, within the context.
 
     Expandable segments are shared by file descriptors, for which a container may lack the rights. The scope ends their
     use for new blocks, and restores the settings of the environment.

@@ -50,7 +50,7 @@ class WorkerError(MegarlError):
 
 
 class RayLost(MegarlError):
-    """The GCS or the raylet of the run's Ray died; the message has the newest checkpoint and the command to resume."""
+    """The run's GCS or raylet died; the message has the newest checkpoint and the command to resume."""
 
 
 class WorkerLost(MegarlError):

@@ -1,4 +1,4 @@
-"""Folder lock: one run at a time writes into a folder, also on a network file system; a dead run's lock is stale.
+"""Folder lock: one run at a time writes into a folder, also on network file systems.
 
 The lock is a file that its holder has locked with ``flock``, with a record of the holder as JSON. The kernel releases
 ``flock`` with the process, so a killed run leaves no lock. Some network file systems have no ``flock``, or one that
@@ -60,15 +60,15 @@ class LockHolder:
         return f"{self.run} in {self.folder}, process {self.pid} on {self.host}, since {self.since}"
 
     def shares_kernel(self) -> bool:
-        """Whether the holder runs, or ran, on this machine since its last boot."""
+        """Return whether the holder runs, or ran, on this machine since its last boot."""
         return bool(self.kernel) and self.kernel == read_kernel_file("/proc/sys/kernel/random/boot_id").strip()
 
     def shares_process_ids(self) -> bool:
-        """Whether :meth:`is_dead` can tell."""
+        """Return whether :meth:`is_dead` can tell."""
         return self.shares_kernel() and self.process_ids == _link("/proc/self/ns/pid")
 
     def is_dead(self) -> bool:
-        """Whether the process of a holder on this machine has ended."""
+        """Return whether the process of a holder on this machine has ended."""
         return _start_time(self.pid) != self.started
 
 

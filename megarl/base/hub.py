@@ -20,12 +20,12 @@ _DATA = re.compile(r"hf://datasets/(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+?)(?:@(?P<
 
 
 def is_model_name(text: str) -> bool:
-    """Whether a model path is a name of the Hub, ``owner/name`` or ``owner/name@revision``, and no local path."""
+    """Return whether a model path is a Hub name, ``owner/name`` or ``owner/name@revision``, instead of a local path."""
     return _MODEL.fullmatch(text) is not None and not Path(text).exists()
 
 
 def is_data_url(text: str) -> bool:
-    """Whether a data file is one of the Hub, ``hf://datasets/owner/name/file``."""
+    """Return whether a data file is one of the Hub, ``hf://datasets/owner/name/file``."""
     return text.startswith("hf://")
 
 

@@ -12,7 +12,7 @@ from types import ModuleType
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Scope for imports: they create objects that stay, which the collector would visit again and again.
+    """Suspend garbage collection during imports: their objects stay, and the collector would visit them repeatedly.
 
     Collections take a quarter of the CPU time of importing torch and transformers. Objects that exist at the end of the
     block are never visited again.

@@ -91,11 +91,11 @@ class WrappedStream(io.TextIOBase):
         return self._stream.buffer
 
     def fileno(self) -> int:
-        """File descriptor of the wrapped stream."""
+        """Return the file descriptor of the wrapped stream."""
         return self._stream.fileno()
 
     def writable(self) -> bool:
-        """Whether the stream supports writing: always."""
+        """Return whether the stream supports writing: always."""
         return True
 
     def flush(self) -> None:
@@ -128,7 +128,7 @@ class SteadyStream(WrappedStream):
 
 @contextlib.contextmanager
 def steady_output() -> Iterator[None]:
-    """Scope in which no write to standard output or error raises, unless it is a terminal.
+    """Ignore failed writes to standard output and error within the context, unless it is a terminal.
 
     At the end, text that the disk still refuses is discarded: the interpreter would fail on it at its exit.
     """
@@ -163,7 +163,7 @@ class TimestampedStream(WrappedStream):
         self._lost = 0
 
     def write(self, text: str) -> int:
-        """Write text of any number of lines, complete or not; a full disk loses it, and does not end the process."""
+        """Write text of complete or partial lines; a full disk loses text, and does not end the process."""
         for line in redact_text(text).splitlines(keepends=True):
             try:
                 if self._lost:

@@ -9,7 +9,7 @@ from megarl.base.provenance import install_command
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module can be found, without the seconds that importing may take.
+    """Return whether a module can be found, without the seconds that importing may take.
 
     Args:
         module: dotted name; its parents are imported.

@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Whether a process has ended; a zombie has."""
+    """Return whether a process has ended; a zombie has."""
     try:
         return _repeated(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
     except psutil.AccessDenied:

@@ -79,7 +79,7 @@ def redact_text(text: str) -> str:
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether the values of a key are secrets, by its name."""
+    """Return whether the values of a key are secrets, by its name."""
     name = name.lower().replace("-", "_")
     return bool(_NAME.search(name)) and not _SPECIAL_TOKEN.search(name)
 

@@ -13,7 +13,7 @@ _started: float | None = None
 
 
 def start_run_clock() -> None:
-    """Start the clock: for the first run of a process at the start of the process, for a later one of a sweep now."""
+    """Start the clock at the process's start, or, for a later run of a sweep, now."""
     global _started
     age = time.time() - psutil.Process().create_time() if _started is None else 0.0
     _started = time.monotonic() - age

@@ -73,7 +73,7 @@ class RunWriter:
         self._say(messages)
 
     def is_waiting(self, path: Path) -> bool:
-        """Whether content of the file waits to be written."""
+        """Return whether content of the file waits to be written."""
         return path in self._waiting
 
     def forget(self, path: Path) -> None:

@@ -142,14 +142,14 @@ def exit_at_once_on_signals() -> None:
 
 @contextlib.contextmanager
 def signals_exit_at_once() -> Iterator[None]:
-    """Scope of :func:`exit_at_once_on_signals`, for imports after a job has opened files."""
+    """Apply :func:`exit_at_once_on_signals` within the context, for imports after a job has opened files."""
     with _handled(_exit_at_once, ENDING_SIGNALS):
         yield
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Scope in which :func:`request_interrupt` ends the work of the main thread, also where it does not wait.
+    """Let :func:`request_interrupt` end the main thread's work within the context, also outside its waits.
 
     Scopes may be nested. An interrupt that was never raised is raised at the normal end of the outermost one.
     """
@@ -185,7 +185,7 @@ def interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def signals_exit_in_order() -> Iterator[None]:
-    """Scope in which SIGTERM, SIGHUP and Ctrl-C end the work at its next wait; a second one does not wait for it.
+    """Let SIGTERM, SIGHUP and Ctrl-C end the work at its next wait, within the context.
 
     SIGTERM and SIGHUP raise :class:`SystemExit`, Ctrl-C raises :class:`KeyboardInterrupt`.
     """
@@ -195,7 +195,7 @@ def signals_exit_in_order() -> Iterator[None]:
 
 @contextlib.contextmanager
 def signals_ignored() -> Iterator[None]:
-    """Scope of a shutdown, which no signal and no pending interrupt disturbs."""
+    """Ignore signals and pending interrupts within the context, during a shutdown."""
     with _handled(signal.SIG_IGN, ENDING_SIGNALS):
         _INTERRUPT.held += _in_main_thread()
         try:

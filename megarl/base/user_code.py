@@ -18,7 +18,7 @@ _Base = TypeVar("_Base")
 
 
 def is_spec(text: str) -> bool:
-    """Whether a config value is a spec of user code (``path.py:name``, ``package.module.name``), not a plain name."""
+    """Return whether a config value names user code (``path.py:name``, ``package.module.name``), not a plain name."""
     return ":" in text or "." in text
 
 
@@ -150,5 +150,5 @@ def load_user_function(spec: str, label: str, *, arguments: int | None = None) -
 
 
 def public_functions(module: ModuleType) -> list[str]:
-    """Names of a module's public functions, sorted, for error messages."""
+    """List the names of a module's public functions, sorted, for error messages."""
     return sorted(n for n, value in vars(module).items() if inspect.isfunction(value) and not n.startswith("_"))

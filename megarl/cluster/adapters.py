@@ -35,7 +35,7 @@ class GroupSource:
         return self._group.submit("open_transfer", session)
 
     def checksums(self) -> PendingCall:
-        """Partial checksums of every rank's weights; each element counts once."""
+        """Return the partial checksums of every rank's weights; each element counts once."""
         return self._group.submit("weight_shares")
 
     def close_transfer(self, completed: bool) -> PendingCall:
@@ -77,7 +77,7 @@ class GroupTarget:
         return self._group.submit("open_transfer", session)
 
     def checksums(self) -> ResultsByRank:
-        """Partial checksums of every rank's weights."""
+        """Return the partial checksums of every rank's weights."""
         return ResultsByRank(self._group.submit("weight_shares"))
 
     def close_transfer(self, completed: bool) -> ResultsByRank:
@@ -123,11 +123,11 @@ class ReplicaProcess:
         self._handle = handle
 
     async def accept(self, client: str, requests: Sequence[Request], aborted: Sequence[str]) -> None:
-        """See :meth:`megarl.rollout.router.Replica.accept`."""
+        """Send requests to the engine; see :meth:`megarl.rollout.router.Replica.accept`."""
         await self._call("accept", client, requests, aborted)
 
     async def completions(self, client: str, wait_s: float) -> list[Completion]:
-        """See :meth:`megarl.rollout.router.Replica.completions`."""
+        """Return finished requests; see :meth:`megarl.rollout.router.Replica.completions`."""
         done: list[Completion] = await self._call("completions", client, wait_s)
         return done
 

@@ -1,4 +1,4 @@
-"""Agent runners in processes: conversations are led outside the driver, and survive the loss of a runner."""
+"""Agent runners as processes: conversations run outside the driver and survive the loss of a runner."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REPORT_S = 1.0
-"""Seconds after which a runner without a finished sample reports that it works."""
+"""Heartbeat interval in seconds: a runner without finished samples reports its progress."""
 MOST_LOST = 3
-"""Runners that may be lost between opening and closing; more losses have a cause that a new process does not end."""
+"""Maximum runner losses per generation; more end the run."""
 SHUTDOWN_S = 5.0
 ROLE = "agents"
 
 
 class RunnersLost(WorkerError, StepImpossible):
-    """Agent runners die again and again."""
+    """Too many agent runners were lost."""
 
 
 @dataclass(frozen=True)
 class RunnerReport:
-    """News of an agent runner.
+    """Report of an agent runner: finished samples, progress, warnings, failure.
 
     Attributes:
         samples: samples that have ended.
         progress: generated turns so far.
         warnings: warnings for the user, in the runner's log too.
-        failure: error that ended all of its conversations; None = it works.
+        failure: error that ended all of its conversations; None = no failure.
     """
 
     samples: PackedSamples
@@ -84,7 +84,7 @@ class AgentRunnerWorker:
 
     @verb(Dispatch.ALL)
     def open(self, replicas: Sequence[Replica], client: str) -> None:
-        """Serve conversations with these replicas, under a new name."""
+        """Connect the runner to these replicas, under a new client name."""
         self._runner.open(replicas, client)
 
     @verb(Dispatch.ALL)
@@ -115,12 +115,12 @@ class AgentRunnerWorker:
 
     @verb(Dispatch.ALL)
     def endpoint_metrics(self) -> dict[str, float]:
-        """Metrics of external requests."""
+        """Return the metrics of external requests."""
         return self._runner.endpoint_metrics()
 
     @verb(Dispatch.ALL)
     def describe(self) -> str:
-        """One line about the chat endpoint; empty without one."""
+        """Describe the chat endpoint in one line; empty without one."""
         return self._runner.endpoint.describe() if self._runner.endpoint else ""
 
     @verb(Dispatch.ALL)
@@ -137,7 +137,7 @@ class WarningList(logging.Handler):
         self._texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a warning."""
+        """Record the text of a warning."""
         self._texts.append(record.getMessage())
 
     def take(self) -> list[str]:
@@ -178,12 +178,12 @@ class _Runner:
 class AgentRunners:
     """Runner processes as one :class:`~megarl.agents.types.ConversationService`; a context manager.
 
-    A group of conversations goes to the runner with the fewest unfinished ones. If a runner dies or does not answer,
-    the others repeat its unfinished conversations; if it was the only one, it is replaced at once. A repeated
-    conversation has the same seeds, so its sample is the same.
+    Each group goes to the runner with the fewest unfinished conversations. If a runner dies or stops responding, the
+    others repeat its unfinished conversations; if it was the only one, it is replaced at once. A repeated conversation
+    has the same seeds, so its sample is the same.
 
-    The constructor returns at once; :meth:`wait_ready` waits for the start. At the end of the context the chat endpoint
-    is closed; the processes live as long as Ray's session, since the timeline fetches their last events.
+    The constructor does not wait for the processes; :meth:`wait_ready` does. Exiting the context closes the chat
+    endpoint. The processes live until Ray's session ends, since the timeline fetches their last events.
 
     Args:
         config: complete configuration of the job.
@@ -223,17 +223,17 @@ class AgentRunners:
         return str(self._group.call("describe")[0])
 
     def open(self, replicas: Sequence[Replica]) -> None:
-        """See :class:`~megarl.agents.types.ConversationService`; the replicas are sent to the runners."""
+        """Send the replicas to the runners; see :class:`~megarl.agents.types.ConversationService`."""
         self._replicas, self._groups, self._losses = replicas, {}, 0
         self._runners = {rank: self._open(rank) for rank in range(self._group.world_size)}
 
     def submit(self, groups: Sequence[ConversationGroup]) -> None:
-        """See :class:`~megarl.agents.types.ConversationService`."""
+        """Distribute groups over the runners; see :class:`~megarl.agents.types.ConversationService`."""
         self._groups |= {group.number: group for group in groups}
         self._distribute(groups)
 
     def finished(self, wait_s: float) -> list[FinishedSample]:
-        """See :class:`~megarl.agents.types.ConversationService`.
+        """Collect finished samples of all runners; see :class:`~megarl.agents.types.ConversationService`.
 
         Raises:
             RunnersLost: more than :data:`MOST_LOST` runners were lost since :meth:`open`.
@@ -258,7 +258,7 @@ class AgentRunners:
         return samples
 
     def abort(self, names: Sequence[SampleId]) -> None:
-        """See :class:`~megarl.agents.types.ConversationService`."""
+        """Abort conversations; see :class:`~megarl.agents.types.ConversationService`."""
         for runner in self._runners.values():
             chosen = [name for name in names if name in runner.running]
             runner.running.difference_update(chosen)
@@ -266,7 +266,10 @@ class AgentRunners:
                 runner.call("abort", chosen)
 
     def close(self) -> RouterStats:
-        """See :class:`~megarl.agents.types.ConversationService`. Lost runners are replaced."""
+        """Abort the remaining conversations; see :class:`~megarl.agents.types.ConversationService`.
+
+        Lost runners are replaced.
+        """
         stats = []
         for rank, runner in list(self._runners.items()):
             runner.running.clear()
@@ -282,7 +285,7 @@ class AgentRunners:
         return RouterStats.merged(stats, self._losses)
 
     def endpoint_metrics(self) -> dict[str, float]:
-        """See :class:`~megarl.agents.types.ConversationService`; runner 0 serves external requests."""
+        """Return the metrics of external requests, which runner 0 serves; empty if it is lost."""
         if not self._serves_endpoint:
             return {}
         with contextlib.suppress(WorkerError):  # a lost runner is replaced by the next round
@@ -337,7 +340,7 @@ class AgentRunners:
         return samples
 
     def _lose(self, rank: int, error: Exception) -> None:
-        """Have the other runners repeat the unfinished conversations of a lost one; without others, replace it.
+        """Replace a lost runner: the other runners, or a new one, repeat its unfinished conversations.
 
         Raises:
             RunnersLost: too many runners were lost.
@@ -361,5 +364,5 @@ class AgentRunners:
 
 
 def _is_lost(failure: WorkerFailed | WorkerSilent) -> bool:
-    """Whether a runner died or is silent, so that it is replaced; an exception of its verb ends the run."""
+    """Return whether a runner died or is silent; an exception of its verb ends the run instead."""
     return isinstance(failure, WorkerSilent) or failure.died

@@ -20,14 +20,14 @@ _SETTINGS = 4
 
 
 def available_cpus() -> int:
-    """Number of CPU cores that this process may run on."""
+    """Count the CPU cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def local_node() -> dict[str, float]:
-    """Resources of a Ray that is started on this machine: CPU cores, and GPUs that ``CUDA_VISIBLE_DEVICES`` leaves.
+    """Return the CPU cores and the visible GPUs of this machine (``CUDA_VISIBLE_DEVICES``), for a local Ray.
 
     The GPUs are counted by Ray, which asks the driver; torch is not imported.
     """

@@ -1,4 +1,4 @@
-"""Ray on this machine alone, with as few processes as a run needs, reachable by loopback and with a token only."""
+"""Local Ray with as few processes as a run needs, on loopback and protected by a token."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class RunProcesses:
     groups: list[RoleProcesses] = field(default_factory=list)
 
     def members(self) -> Iterator[Member]:
-        """Processes that have described themselves; their workers may not be built yet."""
+        """Return the processes that have described themselves; their workers may not be built yet."""
         for group in self.groups:
             for rank, info in group.processes.items():
                 yield Member(group.role, rank, info.pid, info.host)
@@ -152,7 +152,7 @@ class RunProcesses:
 
 
 def nsight_options(profile: ProfileOptions | None) -> dict[str, Any]:
-    """Options of a Ray actor that start it under ``nsys profile``, if that is the profiler."""
+    """Return the options of a Ray actor that start it under ``nsys profile``, if that is the profiler."""
     if profile is None or profile.tool != "nsys":
         return {}
     return {"runtime_env": {"nsight": dict(profile.nsight)}}

@@ -1,4 +1,4 @@
-"""Token authentication of a Ray that a run starts: a random token, in a file that only this user can read."""
+"""Token authentication of a Ray that a run starts: a random token in a private file."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def processes_of(token_file: Path, group: int | None) -> list[psutil.Process]:
 
 
 def owner_file(token_file: Path) -> Path:
-    """File with Ray's folder of sessions and the driver's process ID, which the driver locks."""
+    """Return the file with Ray's session folder and the driver's process ID, which the driver locks."""
     return token_file.with_name("owner")
 
 

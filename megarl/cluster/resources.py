@@ -56,17 +56,17 @@ class ResourcePool:
         return sum(self.devices_per_node)
 
     def bundle(self) -> dict[str, float]:
-        """Ray resources of one device; a GPU reserves one CPU slot too."""
+        """Return the Ray resources of one device; a GPU reserves one CPU slot too."""
         return {"CPU": 1.0} if self.device == "cpu" else {"GPU": 1.0, "CPU": 1.0}
 
     def process_options(self) -> dict[str, float]:
-        """Ray resources of one process, as options of a Ray actor."""
+        """Return the Ray resources of one process, as options of a Ray actor."""
         options = {"num_cpus": _PROCESS_SHARE}
         return options if self.device == "cpu" else {**options, "num_gpus": _PROCESS_SHARE}
 
 
 def cluster_nodes() -> list[dict[str, float]]:
-    """Total resources of each living node of the connected cluster, such as ``{"CPU": 8.0, "GPU": 1.0}``."""
+    """Return the total resources of each living node of the cluster, such as ``{"CPU": 8.0, "GPU": 1.0}``."""
     return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
 
 
@@ -144,26 +144,26 @@ class PlacedPool:
             self._devices += [(group, bundle, nodes[bundle]) for bundle in sorted(nodes)]
 
     def device_of(self, rank: int) -> int:
-        """Device of a rank of a role."""
+        """Return the device of a rank of a role."""
         return rank % len(self._devices)
 
     def local_rank(self, rank: int) -> int:
-        """Number of lower ranks of the same role on the same node."""
+        """Count the lower ranks of the same role on the same node."""
         return sum(self._node(lower) == self._node(rank) for lower in range(rank))
 
     def actor_options(self, rank: int) -> dict[str, Any]:
-        """Ray options that place a rank of a role on its device."""
+        """Return the Ray options that place a rank of a role on its device."""
         group, bundle, _ = self._devices[self.device_of(rank)]
         strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
         return {**self.pool.process_options(), "scheduling_strategy": strategy}
 
     def host_options(self, rank: int) -> dict[str, Any]:
-        """Ray options of a process without a device: rank 0 on the driver's node, the others on nodes of the pool."""
+        """Return the Ray options of a process without device: rank 0 on the driver's node, others across nodes."""
         node = self._node(rank) if rank else ray.get_runtime_context().get_node_id()
         return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
 
     def gpu_ids(self, ranks: Sequence[int]) -> list[str]:
-        """Ids of the ranks' GPUs on their node, for a process that computes on all of them.
+        """Return the ids of the ranks' GPUs on their node, for a process that computes on all of them.
 
         Raises:
             ResourceError: the GPUs are not on one node.

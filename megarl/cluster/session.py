@@ -267,7 +267,7 @@ def _log_message(data: dict[str, Any], ignore_prefix: bool) -> None:
 
 
 def _log_unhandled_error(error: Exception) -> None:
-    """Log the error of a Ray task whose result is never read, as after a failed sync, instead of printing it."""
+    """Log, instead of print, the error of a Ray task whose result is never read."""
     logger.info("error of a Ray task whose result was not read: %s", error)
 
 

@@ -29,7 +29,7 @@ Plan = list[list[int]]
 
 
 def row_lengths(batch: DataProto) -> list[int] | None:
-    """Real tokens of each row, from ``attention_mask`` ``[rows, P + R]``; None if there are no responses yet."""
+    """Count the real tokens of each row in ``attention_mask`` ``[rows, P + R]``; None before there are responses."""
     columns = batch.tensors
     if "attention_mask" not in columns or not {"responses", "rejected"} & columns.keys():
         return None
@@ -37,7 +37,7 @@ def row_lengths(batch: DataProto) -> list[int] | None:
 
 
 def row_costs(batch: DataProto, cost: SequenceCost = TOKENS) -> list[float]:
-    """Work per row, from its number of tokens.
+    """Estimate the work per row from its number of tokens.
 
     Every row costs 1 if there are no ``responses`` or ``meta_info["balance_batch"]`` is False.
     """
@@ -142,7 +142,7 @@ def plan_split(costs: Sequence[float], dp: int, mini_batch_rows: int | None = No
 
 
 def mini_batch_sizes(plan: Plan, mini_batch_rows: int) -> list[list[int]]:
-    """Rows of each mini-batch (``mini_batch_rows`` consecutive rows of the caller's order), by DP rank."""
+    """Count the rows of each mini-batch (``mini_batch_rows`` consecutive rows of the caller's order), by DP rank."""
     count = 1 + max(map(max, plan)) // mini_batch_rows
     return [np.bincount(np.array(rows) // mini_batch_rows, minlength=count).tolist() for rows in plan]
 
@@ -201,7 +201,7 @@ def collect(results: Sequence[Any], plan: Plan) -> Any:
 def seqlen_metrics(
     lengths: Sequence[int], costs: Sequence[float], plan: Plan, mini_batch_rows: int | None = None
 ) -> dict[str, float]:
-    """Metrics of the gain from partition balancing.
+    """Compute the metrics of the gain from partition balancing.
 
     Args:
         lengths: tokens per row.
@@ -235,7 +235,7 @@ def seqlen_metrics(
 
 
 def rank_loads(lengths: Sequence[int], costs: Sequence[float], plan: Plan) -> tuple[list[float], list[float]]:
-    """Tokens of each DP rank, and its work relative to the mean of the ranks."""
+    """Sum the tokens of each DP rank, and its work relative to the mean of the ranks."""
     tokens, work = (np.array([sum(values[row] for row in rows) for rows in plan], float) for values in (lengths, costs))
     return tokens.tolist(), (work / work.mean()).tolist()
 

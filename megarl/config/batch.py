@@ -80,7 +80,7 @@ class BatchPlan:
         return self.prompts_per_step * self.samples_per_prompt
 
     def phase(self, name: str) -> PhasePlan:
-        """The plan of a phase.
+        """Return the plan of a phase.
 
         Raises:
             KeyError: the job has no such phase.
@@ -104,7 +104,7 @@ def plan_batches(config: TrainConfig | SupervisedConfig) -> BatchPlan:
 
 
 def batch_problems(config: TrainConfig | SupervisedConfig) -> list[Problem]:
-    """Every division that is not exact; empty if :func:`plan_batches` succeeds."""
+    """List the divisions that are not exact; empty if :func:`plan_batches` succeeds."""
     try:
         plan_batches(config)
     except InvalidConfigError as error:
@@ -113,7 +113,7 @@ def batch_problems(config: TrainConfig | SupervisedConfig) -> list[Problem]:
 
 
 def reward_micro_batches(config: ScoredJobConfig) -> MicroBatches:
-    """Micro-batches of the reward model, for batches of any size.
+    """Return the micro-batch settings of the reward model, for batches of any size.
 
     Args:
         config: complete, with ``reward_model.enable``.
@@ -128,7 +128,7 @@ def reward_micro_batches(config: ScoredJobConfig) -> MicroBatches:
 
 
 def reward_model_problems(config: ScoredJobConfig) -> list[Problem]:
-    """The problems of :func:`reward_micro_batches`; none without a reward model."""
+    """List the problems of :func:`reward_micro_batches`; none without a reward model."""
     planner = _Planner()
     if config.reward_model.enable:
         planner.reward_model(config)
@@ -406,7 +406,7 @@ _ROWS: tuple[tuple[str, Callable[[PhasePlan], object]], ...] = (
 
 
 def render_plan(plan: BatchPlan) -> str:
-    """The plan as a text table with units, one column per phase."""
+    """Render the plan as a text table with units, one column per phase."""
     text = f"One training step: {_count(plan.samples_per_step, 'sample')}"
     if plan.samples_per_prompt > 1 or any(phase.prompts_per_mini_batch is not None for phase in plan.phases):
         prompts, each = (

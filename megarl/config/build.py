@@ -120,12 +120,12 @@ def _writable(node: DictConfig) -> DictConfig:
 
 @cache
 def defaults(schema: type) -> Mapping[str, Any]:
-    """The schema's defaults as nested plain values, read-only."""
+    """Return the schema's defaults as nested plain values, read-only."""
     return cast(dict[str, Any], OmegaConf.to_container(_typed(schema)))
 
 
 def verl_notes(schema: type, values: Mapping[str, Any] | DictConfig) -> list[str]:
-    """Notes on verl's keys in ``values``: one line for each that is translated or has no effect."""
+    """Describe verl's keys in ``values``: one line for each that is translated or has no effect."""
     return _adopted(schema, values).notes
 
 
@@ -223,7 +223,7 @@ def _assign(node: DictConfig, item: Key, value: Any, path: str) -> Problem | Non
 
 
 def unknown_key(path: str, value: Any, known: list[str]) -> Problem:
-    """The problem of a key that the job lacks, with its name in megarl, or else the nearest known keys."""
+    """Describe a key that the job lacks, with its name in megarl, or else the nearest keys."""
     if path in _training_keys():
         nearest = " or ".join(namesakes(path, known))
         text = "is a key of training, without effect here"

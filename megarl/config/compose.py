@@ -371,7 +371,7 @@ def _arguments(arguments: Sequence[str]) -> Iterator[None]:
 
 
 def to_yaml(config: JobConfig) -> str:
-    """The complete configuration as YAML in its stored form, without secrets."""
+    """Render the complete configuration as YAML in its stored form, without secrets."""
     return OmegaConf.to_yaml(OmegaConf.create(stored_config(config)))
 
 
@@ -395,7 +395,7 @@ class ChangedKey(NamedTuple):
 def changed_keys(
     config: JobConfig, values: Mapping[str, Any] | DictConfig, overrides: Iterable[str]
 ) -> list[ChangedKey]:
-    """Every key of a complete configuration that differs from the schema's defaults, with the origin of its value.
+    """List the keys that differ from the schema's defaults, with the origins of their values.
 
     Args:
         config: complete, as :func:`megarl.config.build.build` returns it.

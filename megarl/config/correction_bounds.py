@@ -32,7 +32,7 @@ class RejectionRule(NamedTuple):
 
 
 def weight_bounds(config: RolloutCorrectionConfig) -> WeightBounds:
-    """The bounds of `rollout_is_threshold`.
+    """Parse the bounds of `rollout_is_threshold`.
 
     Raises:
         ValueError: it is neither one bound nor two; the message shows the right form.
@@ -44,7 +44,7 @@ def weight_bounds(config: RolloutCorrectionConfig) -> WeightBounds:
 
 
 def rejection_rules(config: RolloutCorrectionConfig) -> list[RejectionRule]:
-    """The options of `rollout_rs` with their bounds; empty without rejection.
+    """Parse the options of `rollout_rs` with their bounds; empty without rejection.
 
     Raises:
         ValueError: an option is unknown, or the bounds do not fit; the message shows the right form.

@@ -1,4 +1,4 @@
-"""Derived values: fill keys documented as "null = ..." from the keys they follow, so that no reader repeats a rule."""
+"""Derived values: fill keys documented as "null = ..." from the keys that they follow."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SIMPO_GAMMA = 0.5
 
 
 def with_derived(config: JobT, files_root: str | None = None) -> JobT:
-    """A copy of a configuration with its null keys filled.
+    """Return a copy of a configuration with its null keys filled.
 
     A layout that does not divide the devices leaves its size null; the checks report it.
 

@@ -150,7 +150,7 @@ SHARES = (
 
 
 def render_verl_page() -> str:
-    """The page as Markdown."""
+    """Render the page as Markdown."""
     parts = [
         _INTRODUCTION.replace("@SHARES@", _shares()),
         "## Keys",

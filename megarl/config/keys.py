@@ -35,7 +35,7 @@ class KeyLimits(NamedTuple):
     allowed: tuple[int, ...] = ()  # special values outside the range, such as -1
 
     def complaint(self, value: Any) -> str | None:
-        """The violated limit of a value of the right type, as "must be ...", or None."""
+        """Return the violated limit of a value of the right type, as "must be ...", or None."""
         if value is None:
             return None
         if isinstance(value, list | tuple):
@@ -64,7 +64,7 @@ class KeyLimits(NamedTuple):
         )
 
     def describe(self) -> str:
-        """The limits in words, such as ``> 0 and <= 1``; empty without limits."""
+        """Describe the limits in words, such as ``> 0 and <= 1``; empty without limits."""
         if self.choices:
             words = ", ".join(self.choices)
             custom = f", or your own as path.py:{self.custom} or package.module.{self.custom}" if self.custom else ""
@@ -150,7 +150,7 @@ def section(factory: Any, doc: str = "", **overrides: Any) -> Any:
 
 
 def keys_of(schema: Any) -> Sequence[Key]:
-    """The declared keys of a configuration class, or of an instance, whose values then count as defaults.
+    """Return the declared keys of a configuration class, or of an instance, whose values then count as defaults.
 
     Args:
         schema: a dataclass, or an instance of one.
@@ -172,7 +172,7 @@ def _keys_of_class(cls: Any) -> tuple[Key, ...]:
 
 
 def walk(schema: Any, prefix: str = "") -> Iterator[tuple[str, Key]]:
-    """All keys of a configuration class with their dotted paths; a section comes before its keys.
+    """Iterate over all keys of a configuration class with their dotted paths; a section precedes its keys.
 
     Sections with free names have paths only in an instance.
     """
@@ -187,7 +187,7 @@ def walk(schema: Any, prefix: str = "") -> Iterator[tuple[str, Key]]:
 
 
 def key_at(schema: type, path: str) -> Key:
-    """The declaration of a key, also inside sections with free names.
+    """Return the declaration of a key, also inside sections with free names.
 
     Raises:
         KeyError: no such key.
@@ -204,7 +204,7 @@ def key_at(schema: type, path: str) -> Key:
 
 
 def value_at(config: Any, path: str) -> Any:
-    """The value at a dotted path of a typed configuration, for paths that are data; code reads attributes.
+    """Return the value at a dotted path of a typed configuration, for paths that are data; code reads attributes.
 
     Raises:
         AttributeError: no such key.
@@ -215,7 +215,7 @@ def value_at(config: Any, path: str) -> Any:
 
 
 def with_values(config: _Config, values: Mapping[str, Any]) -> _Config:
-    """A copy of a configuration with other values.
+    """Return a copy of a configuration with other values.
 
     Args:
         config: any configuration; it is frozen and stays unchanged.

@@ -1,4 +1,4 @@
-"""Paths that a job writes besides its run's own folder, and the check that the runs of a sweep share none."""
+"""Paths that a job writes in addition to its folder; the runs of a sweep must share none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BEST_KEY, ANSWERS_KEY = "best_answers.file", "data.output_path"
 
 
 def may_save(config: TrainConfig | SupervisedConfig) -> bool:
-    """Whether the configuration lets the run save checkpoints."""
+    """Return whether the configuration lets the run save checkpoints."""
     trainer = config.trainer
     best = isinstance(config, TrainConfig) and config.trainer.best_metric is not None
     return trainer.save_freq > 0 or trainer.max_wall_seconds is not None or best
@@ -48,7 +48,7 @@ def output_files(config: JobConfig) -> dict[str, str]:
 
 
 def check_sweep_outputs(configs: Sequence[JobConfig]) -> None:
-    """Reject a sweep of which two runs write the same path, unless it replaces work by request or is a dry run.
+    """Reject a sweep in which two runs write the same path, except intended replacements and dry runs.
 
     Args:
         configs: of all runs; paths that are not set explicitly differ, since each run has its own folder.

@@ -25,7 +25,7 @@ class Problem(NamedTuple):
     doc: str = ""
 
     def describe(self) -> str:
-        """The problem in lines of text, with the key written as an override."""
+        """Describe the problem in lines of text, with the key written as an override."""
         lines = [f"{self.path}={format_value(self.value)}", f"    {self.text}"]
         if self.doc:
             lines.append(f"    meaning: {self.doc}")
@@ -47,7 +47,7 @@ class InvalidConfigError(ConfigError):
 
 
 def format_value(value: Any) -> str:
-    """A value in the syntax of an override, cut to a readable length."""
+    """Format a value in the syntax of an override, cut to a readable length."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -57,7 +57,7 @@ def format_value(value: Any) -> str:
 
 
 def nearest_keys(path: str, known: Iterable[str]) -> list[str]:
-    """The known keys closest to a misspelt or misplaced one, best first.
+    """List the valid keys closest to a misspelt or misplaced one, best first.
 
     Several if the name occurs in equally close sections; empty if no key is close.
     """
@@ -79,7 +79,7 @@ def nearest_keys(path: str, known: Iterable[str]) -> list[str]:
 
 
 def namesakes(path: str, known: Iterable[str]) -> list[str]:
-    """The known keys with the name of a misplaced one, best first, or else the most similar key of its section."""
+    """List the keys with the name of a misplaced one, or the most similar key of its section."""
     group, _, name = path.rpartition(".")
     same = [key for key in known if key.rpartition(".")[2] == name]
     siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == group}

@@ -40,7 +40,7 @@ Each run writes to `outputs/<experiment_name>/<time>`, with its complete configu
 
 
 def render_reference() -> str:
-    """The page as Markdown."""
+    """Render the page as Markdown."""
     jobs = (
         ("`megarl.train`", TrainConfig),
         ("`megarl.sft`", SFTConfig),

@@ -72,7 +72,7 @@ def sweeper_of(overrides: Sequence[Override]) -> str:
 
 
 def runs_of(overrides: Sequence[Override]) -> list[tuple[str, ...]]:
-    """Overrides of the runs to check before the sweep: all runs, or the first corner if the sweeper samples values.
+    """Return the overrides of the runs to check: all, or the first corner if the sweeper samples values.
 
     Raises:
         ConfigError: the sweeper does not support an override.
@@ -102,7 +102,7 @@ def _corner(override: Override) -> str:
 
 
 def sweep_overrides(overrides: Sequence[Override], minimize: bool) -> list[str]:
-    """Overrides to add to a sweep: Optuna's direction, unless set; Optuna's default would search for the worst run.
+    """Return the overrides to add to a sweep: Optuna's direction, unless set, since its default may be wrong.
 
     Args:
         overrides: of the sweep.

@@ -83,7 +83,7 @@ def _merged(name: str, adapters: AdapterMap, base: CheckpointSource, views: Mapp
 
 
 def base_of_role(path: Path, document: Mapping[str, Any], model: Path | None) -> Path:
-    """Folder of the base model of a role's checkpoint.
+    """Return the folder of the base model of a role's checkpoint.
 
     Args:
         path: the checkpoint.
@@ -106,7 +106,7 @@ def base_of_role(path: Path, document: Mapping[str, Any], model: Path | None) ->
 
 
 def options_of_folder(folder: AdapterFolder) -> LoraOptions:
-    """Options of adapters in peft's format.
+    """Read the options of adapters in peft's format.
 
     Raises:
         ConfigError: a setting is not supported.
@@ -126,12 +126,12 @@ def options_of_folder(folder: AdapterFolder) -> LoraOptions:
 
 
 def options_of_role(document: Mapping[str, Any]) -> LoraOptions:
-    """Options of the adapters of a role's checkpoint, from its ``state.json``."""
+    """Read the options of the adapters of a role's checkpoint, from its ``state.json``."""
     stored = document["lora"]
     return LoraOptions(**{**stored, "targets": tuple(stored["targets"]), "excludes": tuple(stored["excludes"])})
 
 
 def read_document(path: Path) -> Mapping[str, Any]:
-    """Contents of a ``state.json``, which has been checked."""
+    """Read a ``state.json``, which has been checked."""
     document: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return document

@@ -121,8 +121,8 @@ _declare(
         "token_level_rewards": "Reward for the advantages: the scores after reward shaping and KL penalty.",
         "advantages": "Advantage of each token.",
         "returns": "Target of the value function at each token.",
-        "proximal_fractions": "Place of the proximal policy between behaviour (0) and current policy (1), by weight "
-        "versions; old log-probs are then the behaviour policy's.",
+        "proximal_fractions": "Interpolation weight of the proximal policy: 0 = behaviour, 1 = current policy; old "
+        "log-probs are then the behaviour policy's.",
         "rollout_is_weights": "Importance weight of each token's policy loss; absent without rollout correction.",
     },
 )

@@ -25,7 +25,7 @@ _PADDED = ("dummy_tensor", "input_ids", "position_ids", "raw_prompt_ids", "full_
 
 
 def takes_verls_arguments(kind: type) -> bool:
-    """Whether a data set class is built from ``data_files, tokenizer, config, processor, max_samples``."""
+    """Return whether a data set class is built from ``data_files, tokenizer, config, processor, max_samples``."""
     return {"data_files", "config"} <= inspect.signature(kind).parameters.keys()
 
 

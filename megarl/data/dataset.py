@@ -68,7 +68,7 @@ class RowDataset(torch.utils.data.Dataset[Sample]):
             encoder.check_vocabulary(prompts, self.source.location(rows[0]))
 
     def rows_of_files(self) -> list[int]:
-        """Number of kept rows of each file."""
+        """Count the kept rows of each file."""
         ends = np.cumsum([0, *self.source.rows_of_files()])
         counts: list[int] = np.diff(np.searchsorted(self._rows, ends)).tolist()
         return counts
@@ -100,7 +100,7 @@ class RowDataset(torch.utils.data.Dataset[Sample]):
 
 
 def sample_rows(rows: int, max_samples: int, seed: int | None) -> np.ndarray:
-    """Numbers of the rows to keep, ascending.
+    """Choose the numbers of the rows to keep, ascending.
 
     Args:
         rows: number of rows.
@@ -115,7 +115,7 @@ def sample_rows(rows: int, max_samples: int, seed: int | None) -> np.ndarray:
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Token id that pads batches; 0 for a tokenizer without a padding token."""
+    """Return the token id that pads batches; 0 for a tokenizer without a padding token."""
     return 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
 
 

@@ -106,7 +106,7 @@ def measure_lengths(rows: Rows, measure: LengthMeasure, workers: int | None = No
 
 
 def default_workers(rows: int) -> int:
-    """Number of processes that pay off for this number of rows."""
+    """Return the number of processes that pay off for this number of rows."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores // 2, rows // ROWS_PER_WORKER))
 

@@ -90,11 +90,11 @@ class StatefulLoader:
         self.order.update(batch)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the order for the last returned batch."""
+        """Return the metrics of the order for the last batch."""
         return self.order.metrics()
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint: epoch, position, and the state of the order, as plain values."""
+        """Return the state for a checkpoint: epoch, position, and the state of the order, as plain values."""
         finished = self._position == len(self)
         position = {"epoch": self.epoch + finished, "position": 0 if finished else self._position}
         return {**self.order.identity, **position, "order": self.order.state_dict()}
@@ -131,10 +131,10 @@ class Loader(Protocol):
         """Process a finished step's batch."""
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last returned batch."""
+        """Return the metrics of the last batch."""
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint."""
+        """Return the state for a checkpoint."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume at a saved state."""
@@ -178,11 +178,11 @@ class PromptQueue:
         self.loader.update(batch)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the loader for the last returned batch."""
+        """Return the metrics of the loader for the last batch."""
         return self.loader.metrics()
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint: the loader's state, and the number of rows taken from its current batch."""
+        """Return the loader's state and the number of rows taken from its current batch, for a checkpoint."""
         return self.loader.state_dict() if self._rest is None else {**self._before, TAKEN: self._taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -45,10 +45,10 @@ class RowOrder(Protocol):
         """Process a finished step's batch with all its computed columns."""
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last returned batch."""
+        """Return the metrics of the last batch."""
 
     def state_dict(self) -> dict[str, Any]:
-        """State that :meth:`batches` needs in addition to epoch and position."""
+        """Return the state that :meth:`batches` needs in addition to epoch and position."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume at a saved state."""
@@ -133,7 +133,7 @@ class EpochOrder(StatelessOrder):
             yield order[number * self.batch_size : (number + 1) * self.batch_size].tolist()
 
     def epoch_rows(self, epoch: int) -> np.ndarray:
-        """All rows in the order of an epoch."""
+        """Return all rows in the order of an epoch."""
         order = permutation(self.rows, self.seed, epoch) if self.shuffle else np.arange(self.rows)
         if self._difficulty is None or epoch >= self._sorted_epochs:
             return order
@@ -191,11 +191,11 @@ class SamplerOrder:
             self.sampler.update(batch)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the sampler if it has any."""
+        """Return the metrics of the sampler if it has any."""
         return dict(self.sampler.metrics()) if hasattr(self.sampler, "metrics") else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """State of a stateful sampler."""
+        """Return the state of a stateful sampler."""
         return {"sampler": self.sampler.state_dict()} if self._stateful else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -248,7 +248,7 @@ class MixtureSchedule:
         return cls(points)
 
     def at(self, step: int) -> float:
-        """Weight at a step."""
+        """Return the weight at a step."""
         steps, weights = zip(*self.points, strict=True)
         return float(np.interp(step, steps, weights))
 
@@ -336,7 +336,7 @@ class MixtureOrder:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Number of returned batches, and rows given and credit of each set."""
+        """Return the number of batches, and rows and credit of each set."""
         names = [data_set.name for data_set in self.sets]
         given, credit = dict(zip(names, self._given, strict=True)), dict(zip(names, self._credit, strict=True))
         return {"step": self._step, "given": given, "owed": credit}

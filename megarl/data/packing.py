@@ -15,12 +15,12 @@ from megarl.data.balance import Capacity, Parts, local_search
 
 
 def fewest_micro_batches(lengths: Sequence[int], *, max_tokens: int | None = None, size: int | None = None) -> int:
-    """Number of micro-batches of :func:`plan_micro_batches` without a given count; same arguments and errors."""
+    """Count the micro-batches of :func:`plan_micro_batches` without a given count; same arguments and errors."""
     return len(_fewest(lengths, max_tokens, size))
 
 
 def common_micro_batch_count(counts: Sequence[int], multiple: int) -> int:
-    """Smallest number of micro-batches that all data-parallel ranks can use, from the minimum of each rank.
+    """Find the smallest number of micro-batches that all data-parallel ranks can use, from each rank's minimum.
 
     Ranks must agree if the forward pass of a micro-batch contains a collective of all ranks (expert parallelism). The
     interleaved pipeline schedule needs a ``multiple`` of the number of stages.

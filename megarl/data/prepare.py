@@ -117,7 +117,7 @@ def write_parquet(rows: list[Row], path: Path) -> None:
 
 
 def file_entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Iterate over the entries of a file of JSON lines, of a JSON list, or of a parquet file, with their locations."""
+    """Iterate over the entries of a JSON-lines, JSON-list or parquet file, with their locations."""
     if not path.is_file():
         raise DataError(f"{path}: there is no such file")
     if path.suffix == ".parquet":

@@ -88,7 +88,7 @@ class PackedBatch(NamedTuple):
 
 
 class RowSelection(Mapping[str, Tensor]):
-    """Some rows of the columns of a batch; they are copied when a column is read, and packed without a copy.
+    """Some rows of the columns of a batch: copied when a column is read, packed without a copy.
 
     Args:
         columns: of the whole batch.
@@ -372,7 +372,7 @@ def merge_mappings(parts: Sequence[Mapping[str, Any]], kind: str) -> dict[str, A
 
 
 def same_value(first: Any, second: Any) -> bool:
-    """Whether two values are equal: tensors and arrays elementwise, with NaN equal to NaN."""
+    """Return whether two values are equal: tensors and arrays elementwise, with NaN equal to NaN."""
     if first is second:
         return True
     if isinstance(first, Tensor) and isinstance(second, Tensor):

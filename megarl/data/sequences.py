@@ -86,7 +86,7 @@ def _spans_of(mask: Tensor, prompt_width: int, response_width: int) -> Spans:
 
 
 def sequence_lengths(batch: TensorBatch) -> tuple[Tensor, Tensor]:
-    """Lengths of each row's prompt and response in tokens, from ``attention_mask``.
+    """Count the prompt and response tokens of each row in ``attention_mask``.
 
     Returns:
         ``(prompt_lengths, response_lengths)``, both ``[b]`` int64; response lengths are 0 before generation.

@@ -68,7 +68,7 @@ class SharedPromptRows:
         return sum(prompts.values()) + sum(self.response_lengths[row] for row in rows)
 
     def cost(self, rows: Sequence[int], cost: CostModel) -> float:
-        """Cost of ``rows`` in one micro-batch, with attention over complete sequences."""
+        """Estimate the cost of ``rows`` in one micro-batch, with attention over complete sequences."""
         pairs = sum((self.prompt_lengths[row] + self.response_lengths[row]) ** 2 for row in rows)
         return cost.linear * self.tokens(rows) + cost.quadratic * pairs
 

@@ -67,7 +67,7 @@ class Item(NamedTuple):
 def items_of(
     key: str, blocks: Iterable[TensorBlock], shapes: Mapping[str, tuple[int, ...]], memory: TensorMemory
 ) -> Iterable[Item]:
-    """Items of kind ``key`` for blocks whose elements are in ``memory``.
+    """Build the items of kind ``key`` for blocks whose elements are in ``memory``.
 
     Args:
         key: kind of the values: weights, or a kind of optimizer state.
@@ -164,7 +164,7 @@ def read_items(runtime: Runtime, folder: Path, metadata: Metadata, items: Sequen
 
 
 def tensor_shapes(metadata: Metadata) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Shapes of the tensors in a checkpoint by kind and Hugging Face name."""
+    """Return the shapes of the tensors in a checkpoint by kind and Hugging Face name."""
     shapes: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
     for full_key, stored in metadata.state_dict_metadata.items():
         key, _, name = full_key.partition("/")
@@ -336,7 +336,7 @@ class TensorBlock(NamedTuple):
 
 
 def blocks_of_range(param: LocalParam, start: int, stop: int) -> Iterator[TensorBlock]:
-    """Rectangles of Hugging Face tensors in elements ``[start, stop)`` of a flattened local parameter.
+    """Find the rectangles of Hugging Face tensors in elements ``[start, stop)`` of a flattened local parameter.
 
     Each piece of the parameter gives at most three: the end of a row, whole rows, the beginning of a row. Vocabulary
     padding is in none.

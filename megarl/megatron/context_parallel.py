@@ -37,7 +37,7 @@ def attend(
     scale: float | None,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Causal attention of this rank's tokens to all ranks' tokens; communicates, differentiable.
+    """Compute causal attention of this rank's tokens to all ranks' tokens; communicates, differentiable.
 
     Keys and values are gathered and put in order. Each of a rank's two chunks of a sequence then attends to the prefix
     of the sequence that ends with it, so that masked products are computed within the chunk only.
@@ -180,7 +180,7 @@ class MicroBatchPart:
         )
 
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """Runs of neighbouring whole sequences of equal length: (number of sequences, their length)."""
+        """Return the runs of neighbouring whole sequences of equal length: (number of sequences, their length)."""
         return tuple((len(list(run)), length) for length, run in groupby(self.lengths))
 
 
@@ -234,7 +234,7 @@ def context_parallel_part(
 
 
 def stored_indices(micro_batch: PackedMicroBatch, ranks: int = 1, rank: int = 0, multiple: int = 1) -> Tensor:
-    """Index among the micro-batch's tokens of each token of one rank's part; -1 for padding.
+    """Return the micro-batch index of each token of one rank's part; -1 for padding.
 
     The arguments are those of :func:`context_parallel_part`.
     """
@@ -252,7 +252,7 @@ def _ends(lengths: Sequence[int]) -> Tensor:
 
 
 def part_tokens(micro_batch: PackedMicroBatch, ranks: int = 1, multiple: int = 1) -> int:
-    """Number of tokens of each rank's part, for the arguments of :func:`context_parallel_part`."""
+    """Count the tokens of each rank's part, for the arguments of :func:`context_parallel_part`."""
     if micro_batch.shared is not None:
         return micro_batch.num_tokens + -micro_batch.num_tokens % multiple
     return sum(padded_lengths(micro_batch.lengths, ranks, multiple)) // ranks
@@ -293,7 +293,7 @@ def padded_lengths(lengths: Sequence[int], ranks: int, multiple: int = 1) -> tup
 
 
 def rank_indices(lengths: Sequence[int], ranks: int, rank: int) -> Tensor:
-    """Indices of a rank's tokens, in the rank's order: ``[sum of lengths / ranks]`` int64.
+    """Return the indices of a rank's tokens, in the rank's order: ``[sum of lengths / ranks]`` int64.
 
     Args:
         lengths: of the sequences; multiples of ``2 * ranks``, unless there is one rank.

@@ -100,7 +100,7 @@ def _is_cuda(value: Any) -> bool:
 
 @contextlib.contextmanager
 def active() -> Iterator[None]:
-    """Scope in which torch reads ``cuda`` as ``cpu`` in this thread, once :func:`install` ran; may be nested."""
+    """Make torch read ``cuda`` as ``cpu`` in this thread within the context, once :func:`install` ran."""
     if not _installed or getattr(_thread, "active", False):
         yield
         return
@@ -114,7 +114,7 @@ def active() -> Iterator[None]:
 
 @contextlib.contextmanager
 def lean_import() -> Iterator[None]:
-    """Scope for importing Megatron without packages that only its own loggers and compiled fusions use.
+    """Import Megatron without packages that only its loggers and compiled fusions use, within the context.
 
     Megatron imports wandb and TensorBoard if they are installed, and compiles its fusions at import. megarl logs with
     its own trackers, and without CUDA the fusions are off; loading all this costs each process seconds of CPU time.

@@ -26,7 +26,7 @@ class DeviceMemory(NamedTuple):
     process: int | None
 
     def describe(self) -> str:
-        """One line in GiB."""
+        """Describe the memory in one line, in GiB."""
         used, total, reserved = (f"{nbytes / 2**30:.1f}" for nbytes in (self.used, self.total, self.reserved))
         if self.process is None:
             own = f"torch has {reserved} GiB; the rest of this process is unknown, as NVML does not list it"

@@ -172,7 +172,7 @@ class MegatronEngine:
         return self.offload_manager.offload(return_cached=return_cached)
 
     def describe(self) -> str:
-        """One line: layout, number format and kernels."""
+        """Describe layout, number format and kernels in one line."""
         options = self.options
         trains, has_experts = options.optimizer is not None, self.model.experts is not None
         used = kernels(self.runtime.device, options.dtype, trains=trains, has_experts=has_experts)
@@ -240,7 +240,7 @@ class MegatronEngine:
             self.weights.export(writer)
 
     def named_local_params(self) -> Mapping[str, Tensor]:
-        """This rank's weights by their names in the weight map, adapters merged; only to be read; may communicate."""
+        """Return this rank's weights by weight-map name, adapters merged; only to be read; may communicate."""
         return self.weights.named()
 
     def weights_to_host(self) -> dict[str, Tensor]:
@@ -257,7 +257,7 @@ class MegatronEngine:
         return self.offload_manager.copy_weights(reuse)
 
     def swapped_weights(self, copy: HostCopy) -> AbstractContextManager[None]:
-        """Scope in which the model computes with the weights of ``copy``; the optimizer must not step in it.
+        """Swap in the weights of ``copy`` within the context; the optimizer must not step in it.
 
         Raises:
             ValueError: the copy is of another model.
@@ -266,7 +266,7 @@ class MegatronEngine:
         return self.offload_manager.swapped_weights(copy)
 
     def adapters_off(self) -> AbstractContextManager[None]:
-        """Scope in which the model computes without adapters: the reference policy of a model with LoRA."""
+        """Compute without adapters within the context: the reference policy of a model with LoRA."""
         assert self._adapters is not None, "the model has no adapters"
         return self._adapters.off()
 
@@ -277,7 +277,7 @@ class MegatronEngine:
         return self._adapters.copy()
 
     def swapped_adapters(self, copy: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Scope in which the model computes with the adapters of ``copy``; the optimizer must not step in it."""
+        """Swap in the adapters of ``copy`` within the context; the optimizer must not step in it."""
         assert self._adapters is not None, "the model has no adapters"
         self.weights.settle()
         return self._adapters.swapped(copy)
@@ -338,8 +338,9 @@ class MegatronEngine:
             return outputs if self.runtime.is_last_stage else None
 
     def output_weight(self) -> Tensor | None:
-        """Copy of this rank's rows of the output layer, ``[padded vocabulary / tp, hidden]``, with its adapter merged
-        unless it is off; None before the last stage.
+        """Copy this rank's rows of the output layer, ``[padded vocab / tp, hidden]``; None before the last stage.
+
+        The adapter is merged unless it is off.
         """
         self.offload_manager.onload(PARAM)
         weight = self._stage.chunks[-1].output_weight()
@@ -459,7 +460,7 @@ class MegatronEngine:
         return total.to(tensor.device)
 
     def max_over_ranks(self, tensor: Tensor) -> Tensor:
-        """Maximum of ``tensor`` over all ranks of the role, on the tensor's device; communicates."""
+        """Compute the maximum of ``tensor`` over all ranks of the role, on the tensor's device; communicates."""
         largest = tensor.to(self.runtime.device, copy=True)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return largest.to(tensor.device)
@@ -545,7 +546,7 @@ class MegatronEngine:
     def _stage_exchange(
         self, micro_batches: Sequence[PackedMicroBatch], forward_only: bool
     ) -> AbstractContextManager[dict[str, Any]]:
-        """Scope of a run of the schedule, with its arguments for the exchange between stages; none for one stage."""
+        """Open the exchange between stages for a run of the schedule; yields its arguments, none for one stage."""
         if self._exchange is None:
             return nullcontext({})
         tokens = [part_tokens(micro_batch, self.runtime.layout.cp, self._multiple) for micro_batch in micro_batches]

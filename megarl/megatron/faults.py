@@ -107,7 +107,7 @@ class SkipReport(NamedTuple):
     parameters: int
 
     def describe(self) -> str:
-        """The report in two sentences."""
+        """Describe the report in two sentences."""
         if self.samples:
             shown = [f"{sample} ({quantity})" for sample, quantity in list(self.samples.items())[:SHOWN]]
             rest = len(self.samples) - len(shown)

@@ -75,7 +75,7 @@ class HostBuffer:
             part.copy_(piece, non_blocking=True)
 
     def pieces(self, offset: int, nbytes: int) -> tuple[Tensor, ...]:
-        """The memory of ``nbytes`` from ``offset`` on: flat byte tensors, one per chunk, at least one."""
+        """Return the memory of ``nbytes`` from ``offset`` on: flat byte tensors, one per chunk, at least one."""
         if not nbytes:
             return (torch.empty(0, dtype=torch.uint8),)
         pieces, stop = [], offset + nbytes
@@ -147,7 +147,7 @@ class TensorMemory(NamedTuple):
         return self.pieces[0].dtype
 
     def part(self, start: int, stop: int) -> TensorMemory:
-        """Memory of the elements ``[start, stop)``."""
+        """Return the memory of the elements ``[start, stop)``."""
         parts, first = [], 0
         for piece in self.pieces:
             low, high = max(start - first, 0), min(stop - first, len(piece))
@@ -157,7 +157,7 @@ class TensorMemory(NamedTuple):
         return self._replace(pieces=tuple(parts))
 
     def joined(self) -> Tensor:
-        """All elements: a view of the only piece, otherwise a copy."""
+        """Return all elements: a view of the only piece, otherwise a copy."""
         return self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces)
 
 

@@ -40,19 +40,19 @@ class Kernels(NamedTuple):
     adam: str
 
     def describe(self) -> str:
-        """One line, such as ``layers: torch, attention: torch's, Adam: torch's, Megatron-Core 0.16.1``."""
+        """Describe the kernels in one line, such as ``layers: torch, attention: torch's, Megatron-Core 0.16.1``."""
         named = {"layers": self.layers, "attention": self.attention, "experts": self.experts, "Adam": self.adam}
         parts = [f"{name}: {kernel}" for name, kernel in named.items() if kernel]
         return ", ".join([*parts, f"Megatron-Core {megatron_version}"])
 
 
 def uses_transformer_engine(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether Transformer Engine computes the layers: it needs CUDA, and packs sequences in half precision only."""
+    """Return whether Transformer Engine computes the layers: it needs CUDA, and half precision to pack sequences."""
     return device.type == "cuda" and dtype is torch.bfloat16 and has_transformer_engine()
 
 
 def kernels(device: torch.device, dtype: torch.dtype, *, trains: bool, has_experts: bool = False) -> Kernels:
-    """Kernels for a model of this number format on this device."""
+    """Select the kernels for a model of this number format on this device."""
     adam = adam_kernel(megatron_optimizer.Adam) if trains else ""
     if uses_transformer_engine(device, dtype):
         grouped = "Transformer Engine's (grouped)" if has_experts else ""
@@ -63,21 +63,21 @@ def kernels(device: torch.device, dtype: torch.dtype, *, trains: bool, has_exper
 
 
 def adam_kernel(adam: type) -> str:
-    """Package of Megatron's Adam: Transformer Engine's, else Apex's, else torch's."""
+    """Return the package of Megatron's Adam: Transformer Engine's, else Apex's, else torch's."""
     owners = {"transformer_engine": "Transformer Engine's (fused)", "apex": "Apex's (fused)"}
     return owners.get(adam.__module__.partition(".")[0], "torch's")
 
 
 @functools.cache
 def packed_attention() -> Callable[..., Any] | None:
-    """Torch's attention over packed sequences with grouped queries; None if the installed torch has none."""
+    """Return torch's packed attention with grouped queries; None if the installed torch has none."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return None
     return with_grouped_queries(importlib.import_module("torch.nn.attention.varlen").varlen_attn)
 
 
 def with_grouped_queries(varlen_attn: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Torch's ``varlen_attn``, called so that it accepts fewer key-value heads than queries.
+    """Wrap torch's ``varlen_attn`` so that it accepts fewer key-value heads than queries.
 
     Torch 2.11 groups queries without being asked; later releases compare the head counts unless ``enable_gqa`` is set.
 
@@ -91,7 +91,7 @@ def with_grouped_queries(varlen_attn: Callable[..., Any]) -> Callable[..., Any] 
 
 
 def fits_packed_attention(query: Tensor, value: Tensor) -> bool:
-    """Whether :func:`packed_attention` supports these heads: flash attention, so half precision and one head width."""
+    """Return whether :func:`packed_attention` supports these heads; it needs half precision and one head width."""
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
@@ -125,7 +125,7 @@ def check_fusions(config: TransformerConfig, device: torch.device) -> None:
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
-    """Torch's scaled dot-product attention with grouped queries.
+    """Compute torch's scaled dot-product attention with grouped queries.
 
     Args:
         query: ``[sequences, heads, tokens, head_dim]``.
@@ -146,7 +146,7 @@ def causal_attention(
 
 
 def lacks_grouped_kernel(query: Tensor) -> bool:
-    """Whether torch computes grouped queries only with all scores in memory: in single precision on a GPU.
+    """Return whether torch computes grouped queries only with all scores in memory: in single precision on a GPU.
 
     Flash attention has no single precision, and the memory-efficient kernel no grouped queries.
     """

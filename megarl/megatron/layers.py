@@ -58,7 +58,7 @@ class RMSNorm(nn.Module):
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  (Megatron's mark)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """``inputs / rms(inputs) * weight``, in the shape and dtype of the inputs."""
+        """Compute ``inputs / rms(inputs) * weight``, in the shape and dtype of the inputs."""
         result: Tensor = _RMSNorm.apply(inputs, self.weight, self.eps)
         return result
 
@@ -70,7 +70,7 @@ class SwiGLU(nn.Module):
         super().__init__()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """``[..., n]`` from ``[..., 2 * n]``."""
+        """Compute ``[..., n]`` from ``[..., 2 * n]``."""
         result: Tensor = _SwiGLU.apply(inputs)
         return result
 
@@ -189,7 +189,7 @@ class ValueHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(1, dtype=config.params_dtype, device=device)) if bias else None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Values ``[n]`` float32 of ``hidden [n, hidden size]``."""
+        """Compute the values ``[n]`` float32 of ``hidden [n, hidden size]``."""
         bias = None if self.bias is None else self.bias.float()
         return F.linear(hidden.float(), self.weight.float(), bias)[:, 0]
 
@@ -247,7 +247,7 @@ def _rows_at_once(inputs: Tensor) -> int:
 
 
 def rotation_table(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine ``[tokens, 1, head_dim / 2]`` float32 of each token's rotations.
+    """Compute cosine and sine ``[tokens, 1, head_dim / 2]`` float32 of each token's rotations.
 
     Rotary position embedding (Su et al., RoFormer, https://arxiv.org/abs/2104.09864), halves rotated as in Llama.
     """

@@ -92,13 +92,13 @@ class LowRankAdapter(nn.Module):
                 set_tensor_model_parallel_attributes(param, True, 1 - number, 1)
 
     def spread_b(self) -> Tensor:
-        """B ``[rows, adapters * rank]``: each row in the columns of its adapter, zero elsewhere."""
+        """Spread B to ``[rows, adapters * rank]``: each row in the columns of its adapter, zero elsewhere."""
         if self.owned is None:
             return self.b
         return (self.owned[:, :, None] * self.b[:, None, :]).flatten(1)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The adapters' part of the layer's output, ``[..., rows]``."""
+        """Compute the adapters' part of the layer's output, ``[..., rows]``."""
         if self.split is AdapterSplit.COLUMN:
             inputs = _Scaled.apply(inputs, 1.0, self._share)
         result: Tensor = F.linear(self._exchanged(F.linear(inputs, self.a)), self.spread_b()) * self.scale
@@ -109,7 +109,7 @@ class LowRankAdapter(nn.Module):
         return result.new_zeros(*result.shape[:-1], self._rows_of_layer).index_copy(-1, self.rows, result)
 
     def in_float32(self, inputs: Tensor) -> Tensor:
-        """The adapter's part of a router's logits, computed in float32 like the logits."""
+        """Compute the adapter's part of a router's logits, in float32 like the logits."""
         return F.linear(F.linear(inputs, self.a.float()), self.b.float()) * self.scale
 
     def _exchanged(self, low: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class LowRankAdapter(nn.Module):
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """A copy of the layer's weight plus ``scale * B A``, summed in float32 and rounded once."""
+        """Return a copy of the layer's weight plus ``scale * B A``, summed in float32 and rounded once."""
         result = weight.detach().float().clone()
         result.index_add_(0, self.rows, self.spread_b().float() @ self.a.float(), alpha=self.scale)
         return result.to(weight.dtype)
@@ -155,7 +155,7 @@ class Adapters:
         self._layers = layers
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """A and B of every adapted layer, by their names in :class:`~megarl.models.adapters.AdapterMap`."""
+        """Return A and B of every adapted layer, by their names in :class:`~megarl.models.adapters.AdapterMap`."""
         params: dict[str, nn.Parameter] = {}
         for weight, layer in self._layers.items():
             name = weight.removesuffix(".weight")
@@ -164,7 +164,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Scope in which the model computes without adapters."""
+        """Compute without adapters within the context."""
         for layer in self._layers.values():
             layer.enabled = False
         try:
@@ -180,7 +180,7 @@ class Adapters:
     @contextlib.contextmanager
     @torch.no_grad()
     def swapped(self, other: Mapping[str, Tensor]) -> Iterator[None]:
-        """Scope in which the model computes with the adapters of a :meth:`copy`; they must be on the device."""
+        """Swap in the adapters of a :meth:`copy` within the context; they must be on the device."""
         params, own = self.parameters(), self.copy()
         try:
             for name, param in params.items():
@@ -191,12 +191,12 @@ class Adapters:
                 param.copy_(own[name])
 
     def merged(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """View of the weights with adapters merged into them, one weight at a time."""
+        """Return a view of the weights with adapters merged into them, one weight at a time."""
         return _MergedWeights(weights, self._layers)
 
 
 class _MergedWeights(Mapping[str, Tensor]):
-    """Merges a weight when it is read, and keeps the last one: several slices of it are read in a row."""
+    """Merges a weight when it is read, and caches the last one, since its slices are read consecutively."""
 
     def __init__(self, weights: Mapping[str, Tensor], layers: Mapping[str, LowRankAdapter]) -> None:
         self._weights, self._layers = weights, layers
@@ -270,7 +270,7 @@ def _attach(layer: Any, adapter: LowRankAdapter) -> None:
 
 
 def initial_a(adapter_map: AdapterMap, param: LocalParam) -> Tensor:
-    """Initial values of a rank's part of A; those of B are zero.
+    """Return the initial values of a rank's part of A; those of B are zero.
 
     Each tensor has a seed of its own, and is drawn whole: the values do not depend on the layout.
     """

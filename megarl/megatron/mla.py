@@ -44,7 +44,7 @@ class LatentAttentionParts:
 
 
 def latent_attention_spec(model: ModelConfig, attention: ModuleSpec, column: Any) -> ModuleSpec:
-    """Specification of a layer's latent attention.
+    """Build the specification of a layer's latent attention.
 
     Args:
         model: the model.
@@ -68,7 +68,7 @@ class Projection(nn.Module):
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  (Megatron's mark)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """``[..., outputs]`` of ``[..., inputs]``."""
+        """Project ``[..., inputs]`` to ``[..., outputs]``."""
         return F.linear(inputs, self.weight)
 
 

@@ -126,7 +126,7 @@ class StageModel:
         return rotation_table(part.positions, self.frequencies)
 
     def sequences(self, part: MicroBatchPart) -> PackedSequences:
-        """Sequence boundaries and rotations of ``part``, computed once for all layers.
+        """Return sequence boundaries and rotations of ``part``, computed once for all layers.
 
         Lengths are those of whole sequences, from which Transformer Engine derives this rank's chunks of each. Padding
         is not declared: that would disable its flash attention, and causality hides padding anyway.
@@ -215,7 +215,7 @@ def _take_gathered_inputs(output_layer: Any, config: TransformerConfig) -> None:
 def decoder_spec(
     model: ModelConfig, layers: Iterable[int], *, fused: bool, adapted: bool = False
 ) -> TransformerBlockSubmodules:
-    """Specification of one chunk of the decoder, for ``GPTModel``.
+    """Build the specification of one chunk of the decoder, for ``GPTModel``.
 
     Args:
         model: the model.

@@ -27,7 +27,7 @@ from megarl.models.model_config import Experts
 
 
 def expert_settings(model: ModelConfig, layout: ParallelLayout, *, grouped: bool) -> dict[str, Any]:
-    """Fields of ``TransformerConfig`` for experts; empty for a dense model.
+    """Return the fields of ``TransformerConfig`` for experts; empty for a dense model.
 
     With experts, activations are always split by sequence over tensor-parallel ranks: Megatron would otherwise send
     every token to its experts once per rank.
@@ -62,7 +62,7 @@ def expert_settings(model: ModelConfig, layout: ParallelLayout, *, grouped: bool
 
 
 def expert_layer_spec(experts: Experts, *, fused: bool, grouped: bool) -> ModuleSpec:
-    """Specification of a layer's experts, in place of its dense MLP.
+    """Build the specification of a layer's experts, in place of its dense MLP.
 
     Args:
         experts: the experts.
@@ -132,7 +132,7 @@ def choose_experts(scores: Tensor, experts: Experts, correction: Tensor | None =
 
 
 def weigh_experts(scores: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
-    """Weights of the selected experts, ``[tokens, per token]``, differentiable in the scores."""
+    """Compute the weights of the selected experts, ``[tokens, per token]``, differentiable in the scores."""
     weights = scores.gather(1, chosen)
     if experts.normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)

@@ -87,7 +87,7 @@ class Offloader:
         self._is_read = is_read
 
     def memory(self, tensor: Tensor) -> tuple[Tensor, ...] | None:
-        """Host memory of a contiguous tensor, flat, one piece per chunk; None unless its storage is emptied."""
+        """Return a contiguous tensor's host memory, flat, one piece per chunk; None unless its storage is emptied."""
         index = self._index_of.get(tensor.untyped_storage()._cdata)
         if index is None or not self.is_offloaded:
             return None
@@ -97,7 +97,7 @@ class Offloader:
         return tuple(piece.view(tensor.dtype) for piece in pieces)
 
     def zeros_like(self, tensor: Tensor) -> Tensor:
-        """A tensor of zeros that joins the others, where they are: on the device or in host memory."""
+        """Allocate zeros that join the other tensors, where they are: on the device or in host memory."""
         if not self.is_offloaded:
             return torch.zeros_like(tensor)
         new = torch.empty_like(tensor)
@@ -122,7 +122,7 @@ class Offloader:
 
     @contextlib.contextmanager
     def swapped(self, other: HostCopy) -> Iterator[None]:
-        """Scope in which the storages have the contents of ``other``; restores the previous contents bit for bit.
+        """Swap in the contents of ``other`` within the context; restores the previous contents bit for bit.
 
         Raises:
             ValueError: ``other`` has storages of other sizes.
@@ -220,9 +220,7 @@ class OffloadManager:
         return tuple(part for part, offloader in self._offloaders.items() if offloader.is_offloaded)
 
     def pending_bytes(self) -> int:
-        """Device bytes that the first optimizer step adds and that stay between phases: Adam's moments, unless
-        offloaded.
-        """
+        """Return the device bytes that the first optimizer step adds permanently: Adam's moments, unless offloaded."""
         if self._optimizer is None or OPTIMIZER in self._offloaders:
             return 0
         return sum(
@@ -271,7 +269,7 @@ class OffloadManager:
                 offloader.mark_changed()
 
     def memory(self, tensor: Tensor) -> TensorMemory:
-        """Memory of a weight or a tensor of the optimizer, where it is now; onload brings values written there."""
+        """Return a weight's or optimizer tensor's current memory; onload brings values written there."""
         for part in (PARAM, OPTIMIZER):
             pieces = self._offloaders[part].memory(tensor) if part in self._offloaders else None
             if pieces is not None:
@@ -279,7 +277,7 @@ class OffloadManager:
         return TensorMemory((tensor.detach().view(-1),), False)
 
     def optimizer_zeros_like(self, tensor: Tensor) -> Tensor:
-        """A new tensor of the optimizer's state, where the state is now."""
+        """Allocate a tensor of the optimizer's state, where the state is now."""
         if OPTIMIZER in self._offloaders:
             return self._offloaders[OPTIMIZER].zeros_like(tensor)
         return torch.zeros_like(tensor)
@@ -299,7 +297,7 @@ class OffloadManager:
         return self._weights.copy(reuse)
 
     def swapped_weights(self, other: HostCopy) -> contextlib.AbstractContextManager[None]:
-        """Scope in which the device has the weights of ``other``; restores the previous weights bit for bit.
+        """Swap in the weights of ``other`` within the context; restores the previous weights bit for bit.
 
         Raises:
             ValueError: ``other`` is of another model.

@@ -95,7 +95,7 @@ class Optimizer:
                 use_fused_kernels(inner)
 
     def inner_optimizers(self) -> Iterator[torch.optim.Optimizer]:
-        """The optimizers that update this rank's tensors; a stage may lack some of Megatron's."""
+        """List the optimizers that update this rank's tensors; a stage may lack some of Megatron's."""
         for part in self.megatron.chained_optimizers:
             if getattr(part, "optimizer", None) is not None:
                 yield part.optimizer
@@ -172,7 +172,7 @@ class StateShard(NamedTuple):
 
 
 def is_sharded(optimizer: Optimizer) -> bool:
-    """Whether each data-parallel rank holds a part of the state; otherwise each holds all of it."""
+    """Return whether each data-parallel rank holds a part of the state; otherwise each holds all of it."""
     return any(isinstance(part, DistributedOptimizer) for part in optimizer.megatron.chained_optimizers)
 
 
@@ -181,7 +181,7 @@ def state_shards(
     params: Mapping[str, nn.Parameter],
     zeros_like: Callable[[Tensor], Tensor] = torch.zeros_like,
 ) -> dict[str, StateShard]:
-    """Optimizer state by parameter name; without parameters of which this rank holds no state.
+    """Return the optimizer state of this rank's parameters by name; without those it holds no state of.
 
     Creates state that does not exist before the first step: zeros, as the first step would.
 

@@ -165,7 +165,7 @@ def policy_outputs(
 def mean_of_rows(
     hidden: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch, group: dist.ProcessGroup
 ) -> Tensor:
-    """Mean hidden state over the tokens marked by :data:`POOLED`, row by row, summed in float32; communicates.
+    """Average the hidden states of tokens marked by :data:`POOLED`, row by row, in float32; communicates.
 
     Args:
         hidden: ``[this rank's response tokens, hidden]``.

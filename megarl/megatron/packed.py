@@ -18,7 +18,7 @@ from megarl.base.errors import DataError
 
 
 def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of the host to ``device``; for a GPU through pinned memory, so that the host does not wait.
+    """Copy a host tensor to ``device``; to a GPU through pinned memory, without waiting.
 
     The copy is in the order of the current stream. A copy from ordinary memory would first wait for all earlier work.
     """

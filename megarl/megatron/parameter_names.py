@@ -15,7 +15,7 @@ _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
 def first_expert(model: ModelConfig, runtime: Runtime) -> int:
-    """Index of a rank's first expert among all experts of a layer; 0 without experts."""
+    """Return the index of a rank's first expert among all experts of a layer; 0 without experts."""
     if model.experts is None:
         return 0
     layout = runtime.layout
@@ -23,7 +23,7 @@ def first_expert(model: ModelConfig, runtime: Runtime) -> int:
 
 
 def global_naming(chunk: GPTModel, first_expert: int = 0) -> Callable[[str], str]:
-    """Function from a chunk's name of a parameter to its name in the weight map.
+    """Return a function from a chunk's name of a parameter to its name in the weight map.
 
     Args:
         chunk: it numbers its layers, and the rank's experts, from 0.
@@ -41,6 +41,6 @@ def global_naming(chunk: GPTModel, first_expert: int = 0) -> Callable[[str], str
 
 
 def global_names(chunk: GPTModel, first_expert: int = 0) -> dict[str, nn.Parameter]:
-    """Parameters of a chunk by their names in the weight map; arguments as of :func:`global_naming`."""
+    """Return the parameters of a chunk by weight-map name; arguments as of :func:`global_naming`."""
     rename = global_naming(chunk, first_expert)
     return {rename(name): param for name, param in chunk.named_parameters()}

@@ -1,4 +1,4 @@
-"""Out of memory on a device during a pass of the model: all ranks agree to repeat the pass, or the run ends.
+"""Out-of-memory guard of a model pass: all ranks agree to repeat the pass, or the run ends.
 
 A rank that runs out of memory leaves its pass, while its peers may wait for it in a collective. The pass can be
 repeated only if no rank waits:

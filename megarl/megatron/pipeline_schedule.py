@@ -49,7 +49,7 @@ class StageExchange(P2PCommunicator):
 
     @contextmanager
     def expecting(self, tokens: Sequence[int], *, forward_only: bool) -> Iterator[dict[str, Any]]:
-        """Scope of one run of the schedule; yields the schedule's arguments that select this exchange.
+        """Exchange tensors for one run of the schedule; yields the schedule's arguments that select this exchange.
 
         Args:
             tokens: tokens of each micro-batch on a context-parallel rank.
@@ -73,7 +73,7 @@ class StageExchange(P2PCommunicator):
 
 
 def arrivals(micro_batches: int, chunks: int, stages: int, *, leads: bool) -> list[int]:
-    """Index of the micro-batch of each tensor that arrives at a stage in one direction of the pipeline, in order.
+    """Return the micro-batch index of each tensor that arrives at a stage in one direction, in order.
 
     Args:
         micro_batches: number of micro-batches.
@@ -122,5 +122,5 @@ class ScheduleTimer:
 
 
 def schedule_timers() -> Any:
-    """New timers, which count from 0; None if nothing is traced, so that Megatron skips its calls."""
+    """Create timers, which count from 0; None if nothing is traced, so that Megatron skips its calls."""
     return ScheduleTimers() if TRACER.active else None

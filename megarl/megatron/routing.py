@@ -156,7 +156,7 @@ class RouterState:
         self.due.clear()
 
     def next_tokens(self) -> tuple[RoutedTokens | None, bool]:
-        """Tokens of the current call of the router, and whether the call recomputes an earlier one.
+        """Return the tokens of the router's current call, and whether it recomputes an earlier one.
 
         A checkpointed layer computes its forward without gradients, and again with gradients when its backward begins.
         The backward passes of a chunk of layers follow the order of its forward passes.
@@ -172,7 +172,7 @@ class RouterState:
         return current, False
 
     def replayed(self, tokens: RoutedTokens | None, chosen: Tensor) -> Tensor:
-        """Experts of each token: the recorded ones where there are any, else those ``chosen`` now."""
+        """Return the experts of each token: the recorded ones, else those ``chosen`` now."""
         if tokens is None or tokens.routes is None:
             return chosen
         routes = tokens.routes[:, self.layer]
@@ -268,11 +268,11 @@ class Routing:
             router.state.clear()
 
     def load(self, micro_batch: PackedMicroBatch) -> RoutedTokens:
-        """This rank's tokens of a micro-batch, on the device."""
+        """Copy this rank's tokens of a micro-batch to the device."""
         return RoutedTokens.of(micro_batch, self.runtime, self._multiple)
 
     def sums(self) -> ExpertSums:
-        """Expert loads and losses of the pass over all ranks; communicates."""
+        """Sum expert loads and losses of the pass over all ranks; communicates."""
         layers = sum(self.experts.layers)
         table = torch.zeros(layers, self.experts.count + 2, dtype=torch.float64, device=self.runtime.device)
         for router in self._routers:
@@ -293,7 +293,7 @@ class Routing:
             router.expert_bias += self.bias_rate * (counts.mean() - counts).sign().float()
 
     def recorded(self, micro_batches: Sequence[PackedMicroBatch]) -> list[Tensor]:
-        """Routes of the pass, gathered from all ranks that share the sequences; communicates.
+        """Gather the routes of the pass from all ranks that share the sequences; communicates.
 
         Args:
             micro_batches: those of the pass.
@@ -317,7 +317,7 @@ class Routing:
 
 
 def local_indices(micro_batch: PackedMicroBatch, runtime: Runtime, multiple: int) -> Tensor:
-    """Index among the micro-batch's tokens of each token of this rank's routers; -1 for padding."""
+    """Return the micro-batch index of each token of this rank's routers; -1 for padding."""
     where = runtime.coordinate
     indices = stored_indices(micro_batch, runtime.layout.cp, where.cp, multiple)
     return indices.chunk(multiple)[where.tp % multiple]
@@ -338,7 +338,7 @@ class ExpertSums:
     z_loss: Tensor
 
     def metrics(self, balance: BalanceLosses) -> dict[str, float]:
-        """Metrics of each layer and of the whole model: load of the busiest expert, experts without a token, losses."""
+        """Compute metrics per layer and model: load of the busiest expert, experts without a token, losses."""
         busiest = self.load.amax(-1) / self.load.mean(-1).clamp(min=1)
         dead = (self.load == 0).sum(-1)
         metrics = {"expert_load/max_over_mean": busiest.max().item(), "expert_load/dead": float(dead.sum())}

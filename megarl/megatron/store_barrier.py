@@ -50,7 +50,7 @@ class StoreBarrier:
             self.wait_for_key(store, f"{key}/done")
 
     def turns(self) -> RankTurns:
-        """A series of turns, in which rank 0 calls the other ranks one after the other."""
+        """Create a series of turns, in which rank 0 calls the other ranks one after the other."""
         return RankTurns(self, self._rank, f"megarl/turns/{next(self._numbers)}")
 
     def wait_for_key(self, store: dist.Store, key: str, failed: str = "") -> None:
@@ -88,7 +88,7 @@ class RankTurns:
         _get_default_store().set(f"{self._key}/failed", reason)
 
     def wait(self) -> None:
-        """Other ranks: wait for the next turn of this rank.
+        """Wait for the next turn of this rank; for the ranks other than 0.
 
         Raises:
             CheckpointError: rank 0 failed, or gave no turn within the longest wait.

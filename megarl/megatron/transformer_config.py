@@ -63,7 +63,7 @@ def build_transformer_config(
 
 
 def user_fields(fields: Mapping[str, Any], *, fused: bool) -> dict[str, Any]:
-    """User-set fields, with an attention backend's name replaced by its enum member.
+    """Return the user-set fields, with an attention backend's name replaced by its enum member.
 
     Fields that select kernels of Transformer Engine are dropped for torch's layers, with a warning: the results are the
     same, and one configuration can then serve machines with and without Transformer Engine.

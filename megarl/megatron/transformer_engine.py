@@ -39,7 +39,7 @@ def transformer_engine_error() -> str:
 
 
 def has_transformer_engine() -> bool:
-    """Whether Megatron-Core found a Transformer Engine that it can use."""
+    """Return whether Megatron-Core found a Transformer Engine that it can use."""
     has: bool = importlib.import_module("megatron.core.extensions.transformer_engine").HAVE_TE
     return has
 

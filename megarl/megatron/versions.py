@@ -35,7 +35,7 @@ def supported_arguments(config: type, arguments: Mapping[str, Any]) -> dict[str,
 
 
 def submodules_of(spec: Any) -> Any:
-    """Submodules of a module's specification, to read or replace.
+    """Return the submodules of a module's specification, to read or replace.
 
     Later releases write a module and its submodules as a ``functools.partial``, earlier ones as a ``ModuleSpec``.
     """

@@ -70,13 +70,13 @@ class RankWeights:
         self._offload_manager.onload(PARAM)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Trained parameters on the device, by their names in the engine's ``trained_map``; they may be changed."""
+        """Return the trained parameters on the device, by their names in ``trained_map``; they may be changed."""
         self.settle()
         self._offload_manager.mark_changed(PARAM)
         return dict(self._trained)
 
     def stored(self) -> dict[str, nn.Parameter]:
-        """Trained parameters that may be offloaded, by their names in the engine's ``trained_map``.
+        """Return the trained parameters, offloaded or not, by their names in the engine's ``trained_map``.
 
         :meth:`~megarl.megatron.offload.OffloadManager.memory` gives their memory.
         """
@@ -84,7 +84,10 @@ class RankWeights:
         return dict(self._trained)
 
     def named(self) -> Mapping[str, Tensor]:
-        """Weights on the device, detached from autograd; only to be read. Those with adapters are merged copies."""
+        """Return the weights on the device, detached from autograd; only to be read.
+
+        Those with adapters are merged copies.
+        """
         self.settle()
         weights = {name: param.detach() for name, param in self._params.items()}
         return weights if self._adapters is None else self._adapters.merged(weights)
@@ -161,7 +164,7 @@ class RankWeights:
         }
 
     def _values(self, param: LocalParam) -> Tensor:
-        """The values of a weight: a view on the device, or a copy of offloaded memory, or merged with its adapters."""
+        """Return a weight's values: a device view, a copy of offloaded memory, or merged with its adapters."""
         if self._adapters is not None:
             return self.named()[param.name]
         return self._offload_manager.memory(self._params[param.name]).joined().view(param.shape)

@@ -99,8 +99,7 @@ class LocalAdapter(NamedTuple):
 
 
 class AdapterMap:
-    """Map of the trained parameters of a model with adapters, with the interface of
-    :class:`~megarl.models.WeightMap` for checkpoints: every A and B, and a scalar head.
+    """Weight map of the trained parameters of a model with adapters: every A and B, and a scalar head.
 
     Args:
         weights: weight map of the model.
@@ -117,7 +116,7 @@ class AdapterMap:
         self._check_targets()
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every A and B, by the name that peft gives it inside the model, and of a scalar head."""
+        """Return the shape of every A and B by peft's name, and of a scalar head."""
         rank, shapes = self.options.rank, dict[str, tuple[int, ...]]()
         for name in self.targets:
             rows, columns = self._shapes[name]
@@ -140,7 +139,7 @@ class AdapterMap:
         return self._weights.config
 
     def is_float32(self, hf_name: str) -> bool:
-        """Whether a tensor is float32 in every weight dtype: none is."""
+        """Return whether a tensor is float32 in every weight dtype: none is."""
         return False
 
     @property
@@ -149,17 +148,17 @@ class AdapterMap:
         return tuple(name for name in self._shapes if name.startswith("score.")) if self._weights.value_head else ()
 
     def adapters(self, layout: ParallelLayout, rank: int) -> list[LocalAdapter]:
-        """Adapters of one training rank."""
+        """Return the adapters of one training rank."""
         return list(filter(None, map(self._adapter, self._weights.megatron_params(layout, rank))))
 
     def megatron_params(self, layout: ParallelLayout, rank: int) -> list[LocalParam]:
-        """Trained parameters of one training rank."""
+        """Return the trained parameters of one training rank."""
         held = self._weights.megatron_params(layout, rank)
         pairs = [param for adapter in map(self._adapter, held) if adapter for param in (adapter.a, adapter.b)]
         return pairs + [param for param in held if self._is_head(param)]
 
     def contributions(self, layout: ParallelLayout, rank: int) -> list[Contribution]:
-        """The subset of :meth:`megatron_params` that a rank can contribute to a checkpoint, each element once."""
+        """Return the :meth:`megatron_params` that a rank contributes to a checkpoint, each element once."""
         result = []
         for contribution in self._weights.contributions(layout, rank):
             param, replica, replicas = contribution

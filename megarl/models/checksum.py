@@ -15,7 +15,7 @@ _PIECE_BYTES = 2**20
 
 
 def tensor_checksum(tensor: Tensor) -> str:
-    """BLAKE2b (128 bits, hexadecimal) of a tensor's dtype, shape and bytes.
+    """Hash a tensor's dtype, shape and bytes with BLAKE2b (128 bits, hexadecimal).
 
     Equal for equal bits, on any device and with any strides: a NaN equals itself, 0.0 differs from -0.0.
     """
@@ -36,7 +36,7 @@ _CHUNK = {"cpu": 2**18, "cuda": 2**24}
 
 
 def rectangle_checksum(tensor: Tensor, start: Sequence[int], dtype: torch.dtype | None = None) -> int:
-    """Additive checksum of a rectangle of a larger tensor; checksums of tiles add up to the checksum of the tensor.
+    """Compute the additive checksum of a rectangle of a tensor; checksums of tiles add up to the tensor's.
 
     Every 16-bit word of the rectangle is multiplied by a weight that depends on its position in the larger tensor, and
     the products are summed modulo 2**64. One number per shard then compares two layouts of a tensor and detects wrong

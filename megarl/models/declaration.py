@@ -73,7 +73,7 @@ class Declaration(NamedTuple):
 
 
 def dimension_sizes(config: ModelConfig) -> Mapping[str, int]:
-    """Size of each dimension name that a declaration may use."""
+    """Return the size of each dimension name that a declaration may use."""
     sizes = {
         "hidden": config.hidden_size,
         "q": config.num_attention_heads * config.head_dim,

@@ -180,7 +180,7 @@ def stored_dtypes(folder: Path, names: Collection[str]) -> dict[str, str]:
 
 
 def eos_token_ids(folder: str | Path) -> tuple[int, ...]:
-    """End-of-sequence tokens of a model folder, from ``generation_config.json`` or else from ``config.json``.
+    """Return the end-of-sequence tokens of a folder, from ``generation_config.json`` or else ``config.json``.
 
     Raises:
         ModelError: the folder contains no model, or a file is not valid JSON.
@@ -189,7 +189,7 @@ def eos_token_ids(folder: str | Path) -> tuple[int, ...]:
 
 
 def all_eos_token_ids(folder: str | Path) -> frozenset[int]:
-    """End-of-sequence tokens of both files; SGLang ends a sequence at any of them."""
+    """Return the end-of-sequence tokens of both files; SGLang ends a sequence at any of them."""
     return frozenset(eos_in(read_model_config(folder).raw) + _generation_eos(Path(folder)))
 
 

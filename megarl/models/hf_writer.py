@@ -112,7 +112,7 @@ def exported_config(config: ModelConfig, tensors: Collection[str], dtype: torch.
 
 
 def needs_head_bias(exported: dict[str, Any]) -> bool:
-    """Whether the architecture of an exported config has a bias on its scalar head."""
+    """Return whether the architecture of an exported config has a bias on its scalar head."""
     architecture: str = exported["architectures"][0]
     return architecture.endswith(VALUE_MODELS[1]) and bool(exported.get("token_classification_bias", True))
 

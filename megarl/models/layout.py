@@ -115,7 +115,7 @@ class ParallelLayout(NamedTuple):
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def chunk_sizes(self, num_layers: int) -> list[int]:
-        """Layers of every pipeline chunk, in the order of the forward pass.
+        """Count the layers of every pipeline chunk, in the order of the forward pass.
 
         Chunk ``c`` is the ``c // pp``-th chunk of stage ``c % pp``.
 
@@ -133,18 +133,18 @@ class ParallelLayout(NamedTuple):
         return sizes
 
     def layers(self, num_layers: int, pp_rank: int, chunk: int = 0) -> range:
-        """Global numbers of the decoder layers in one chunk of a pipeline stage."""
+        """Return the global numbers of the decoder layers in one chunk of a pipeline stage."""
         sizes = self.chunk_sizes(num_layers)
         index = chunk * self.pp + pp_rank
         ends = list(accumulate(sizes))
         return range(ends[index] - sizes[index], ends[index])
 
     def stage_layers(self, num_layers: int, pp_rank: int) -> list[int]:
-        """Global numbers of all decoder layers of a pipeline stage, chunk by chunk."""
+        """Return the global numbers of all decoder layers of a pipeline stage, chunk by chunk."""
         return [layer for chunk in range(self.vpp) for layer in self.layers(num_layers, pp_rank, chunk)]
 
     def describe(self) -> str:
-        """Short form for logs, such as ``TP2 PP1 DP4``; further sizes only if they differ from 1."""
+        """Format the layout for logs, such as ``TP2 PP1 DP4``; further sizes only if they differ from 1."""
         parts = [f"TP{self.tp}", f"PP{self.pp}", f"DP{self.dp}"]
         parts += [f"{name}{size}" for name, size in (("CP", self.cp), ("EP", self.ep), ("VPP", self.vpp)) if size > 1]
         if self.expert_tp != self.tp:
@@ -211,7 +211,7 @@ def check_pipeline(num_layers: int, layout: ParallelLayout, field: str) -> None:
 
 
 def fits_pipeline(num_layers: int, layout: ParallelLayout) -> bool:
-    """Whether the layers divide over stages and chunks, and no chunk between the first and the last is empty."""
+    """Return whether the layers divide over stages and chunks, and no chunk between the first and the last is empty."""
     if min(layout.pp, layout.vpp) < 1 or (layout.vpp > 1 and layout.pp == 1):
         return False
     try:

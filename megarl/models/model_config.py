@@ -117,7 +117,7 @@ class ModelConfig:
     """Multi-head latent attention; None for plain attention."""
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a decoder layer, by its global number, has experts instead of a dense MLP."""
+        """Return whether a decoder layer, by its global number, has experts instead of a dense MLP."""
         return self.experts is not None and self.experts.layers[layer]
 
     @property

@@ -29,7 +29,7 @@ class ModelIdentity:
     weights: str
 
     def difference(self, other: ModelIdentity) -> str | None:
-        """The field that differs from another model's; None for the same model."""
+        """Return the field that differs from another model's; None for the same model."""
         return next((part for part in ("settings", "weights") if getattr(self, part) != getattr(other, part)), None)
 
 

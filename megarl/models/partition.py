@@ -1,6 +1,4 @@
-"""Shard geometry: the rectangles of Hugging Face tensors that make up one rank's shard of a parameter, and chunks of
-logits.
-"""
+"""Shard geometry: the rectangles of Hugging Face tensors in a rank's shard, and chunks of logits."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ LOGITS_CHUNK_BYTES = 256 * 2**20
 
 
 def logits_chunk_rows(columns: int) -> int:
-    """Number of tokens whose logits are converted to float32 at a time; at least 1.
+    """Return the number of tokens whose logits are converted to float32 at a time; at least 1.
 
     Args:
         columns: a rank's columns of the vocabulary.

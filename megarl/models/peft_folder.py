@@ -86,7 +86,7 @@ class AdapterFolder:
                 )
 
     def as_model_folder(self, adapters: AdapterMap) -> ModelFolder:
-        """The tensors by their names in :class:`AdapterMap`, for a reader of model folders."""
+        """Return the tensors by their names in :class:`AdapterMap`, for a reader of model folders."""
         return ModelFolder(self.path, adapters.model, self.tensors)
 
     def check_supported(self) -> None:
@@ -104,7 +104,7 @@ class AdapterFolder:
 
 
 def peft_config(adapters: AdapterMap, base: str | None) -> dict[str, Any]:
-    """Contents of ``adapter_config.json``.
+    """Build the contents of ``adapter_config.json``.
 
     Args:
         adapters: the adapters.

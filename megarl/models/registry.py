@@ -47,12 +47,12 @@ def register_family(*architectures: str) -> Callable[[type], type]:
 
 
 def known_architectures() -> list[str]:
-    """Sorted names of the architectures that have a weight map."""
+    """List the architectures that have a weight map, sorted."""
     return list(FAMILIES)
 
 
 def known_families() -> list[str]:
-    """Sorted names of the model families that have a weight map."""
+    """List the model families that have a weight map, sorted."""
     return sorted({family.name for family in FAMILIES.values()})
 
 

@@ -16,7 +16,7 @@ from megarl.models.model_config import ModelConfig
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:
-    """Radians per position of each rotated pair, float32 ``[rotated dimensions / 2]``.
+    """Compute the radians per position of each rotated pair, float32 ``[rotated dimensions / 2]``.
 
     ``linear`` scaling divides all frequencies by ``factor``. ``llama3`` divides low frequencies, and partly medium
     ones, as in https://github.com/meta-llama/llama-models/blob/main/models/llama3/model.py (``apply_scaling``).
@@ -37,7 +37,7 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
 
 
 def attention_factor(config: ModelConfig) -> float:
-    """Factor on rotated queries and keys: 1, except that ``yarn`` sharpens attention."""
+    """Return the factor on rotated queries and keys: 1, except that ``yarn`` sharpens attention."""
     scaling = config.rope_scaling
     if scaling is None or scaling["rope_type"] != "yarn":
         return 1.0

@@ -20,7 +20,7 @@ class SequenceCost(NamedTuple):
     quadratic: float = 0.0
 
     def of(self, lengths: Sequence[int]) -> list[float]:
-        """Cost of sequences of ``lengths`` tokens."""
+        """Estimate the cost of sequences of ``lengths`` tokens."""
         return [self.linear * length + self.quadratic * length**2 for length in lengths]
 
 
@@ -29,7 +29,7 @@ TOKENS = SequenceCost()
 
 
 def sequence_cost(config: ModelConfig, *, value_head: bool = False) -> SequenceCost:
-    """Floating-point operations of a forward pass over one sequence; a backward pass has twice as many.
+    """Count the floating-point operations of one sequence's forward pass; a backward pass has twice as many.
 
     ``linear = 2 * weights`` counts the weight matrices that a token passes: in every layer the attention projections
     and the three matrices of the gated MLP (or the router and the token's experts), and the output layer. For plain
@@ -49,14 +49,14 @@ def sequence_cost(config: ModelConfig, *, value_head: bool = False) -> SequenceC
 
 
 def layer_cost(config: ModelConfig, layer: int) -> SequenceCost:
-    """Floating-point operations of a forward pass through one decoder layer, by its global number."""
+    """Count the floating-point operations of a forward pass through one decoder layer, by its global number."""
     value_dim = config.latent.v_dim if config.latent else config.head_dim
     weights = _attention_weights(config) + _mlp_weights(config, layer)
     return SequenceCost(2.0 * weights, float(config.num_attention_heads * (config.head_dim + value_dim)))
 
 
 def head_cost(config: ModelConfig, *, value_head: bool = False) -> SequenceCost:
-    """Floating-point operations of the output layer, or of a scalar head."""
+    """Count the floating-point operations of the output layer, or of a scalar head."""
     return SequenceCost(2.0 * config.hidden_size * (1 if value_head else config.vocab_size))
 
 

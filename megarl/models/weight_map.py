@@ -129,12 +129,12 @@ class WeightMap:
         return {tensor.name: tensor.shape for occurrence in listed for tensor in self._tensors(occurrence)}
 
     def padded_vocab(self, tp: int) -> int:
-        """Rows of Megatron's vocabulary: the model's, rounded up to a multiple of ``16 * tp``."""
+        """Return the rows of Megatron's vocabulary: the model's, rounded up to a multiple of ``16 * tp``."""
         multiple = VOCAB_MULTIPLE * tp
         return -(-self.config.vocab_size // multiple) * multiple
 
     def megatron_params(self, layout: ParallelLayout, rank: int) -> list[LocalParam]:
-        """Parameters of one training rank.
+        """Return the parameters of one training rank.
 
         Names are those of Megatron's local layer spec, with the global layer number (``decoder.layers.<n>...``) and the
         expert's number within its layer (``...local_experts.<n>...``). :func:`canonical_name` translates Transformer
@@ -144,7 +144,7 @@ class WeightMap:
         return [self._megatron_shard(occurrence, layout, rank) for occurrence in self._held(layout, rank)]
 
     def contributions(self, layout: ParallelLayout, rank: int) -> list[Contribution]:
-        """The subset of :meth:`megatron_params` that a rank can contribute to an export or a checkpoint.
+        """Return the :meth:`megatron_params` that a rank contributes to an export or a checkpoint.
 
         ``replica`` numbers data- and context-parallel replicas (of experts: the ranks outside expert and expert-tensor
         parallelism). Over the ranks of one replica each element of each Hugging Face tensor occurs exactly once:
@@ -163,11 +163,11 @@ class WeightMap:
         return result
 
     def export_params(self, layout: ParallelLayout, rank: int) -> list[LocalParam]:
-        """The :meth:`contributions` of the first replicas: over all ranks each element exactly once."""
+        """Return the :meth:`contributions` of the first replicas: over all ranks each element exactly once."""
         return [contribution.param for contribution in self.contributions(layout, rank) if contribution.replica == 0]
 
     def rollout_params(self, tp: int, tp_rank: int, ep: int = 1, vocab_multiple: int = 1) -> list[LocalParam]:
-        """Parameters of one rank of the rollout engine, under SGLang's fused names.
+        """Return the parameters of one rank of the rollout engine, under SGLang's fused names.
 
         ``qkv_proj`` contains this rank's rows of q, then k, then v; ``gate_up_proj`` its rows of gate, then up. The
         rank's experts of a layer are stacked: ``w13_weight`` is ``[experts, gate and up rows of this rank, hidden]``,
@@ -200,7 +200,7 @@ class WeightMap:
         return [partition.stacked(n, parts) if n in expert_names else parts[0] for n, parts in params.items()]
 
     def patterns(self, layout: ParallelLayout, tp: int, ep: int = 1, vocab_multiple: int = 1) -> list[ShardPattern]:
-        """Patterns of all parameters that both trainer and rollout engine hold, one for all layers and experts.
+        """List name patterns of all parameters that trainer and engine share, one for all layers and experts.
 
         Args:
             layout: layout of the trainer.
@@ -239,7 +239,7 @@ class WeightMap:
         return result
 
     def is_float32(self, hf_name: str) -> bool:
-        """Whether a Hugging Face tensor is float32 in every weight dtype."""
+        """Return whether a Hugging Face tensor is float32 in every weight dtype."""
         return hf_name in self._float32
 
     @cached_property

@@ -183,7 +183,7 @@ def exception_outcome(error: BaseException) -> Outcome:
 
 
 def is_infrastructure(error: BaseException) -> bool:
-    """Whether an exception means a failed service or connection, as opposed to a bad sample."""
+    """Return whether an exception means a failed service or connection, as opposed to a bad sample."""
     if isinstance(error, urllib.error.HTTPError):
         return error.code >= 500 or error.code in (408, 429)
     if isinstance(error, InfrastructureFailure | ConnectionError | TimeoutError | MemoryError | urllib.error.URLError):

@@ -303,7 +303,7 @@ class NullReward:
         """No process to end."""
 
     def score_early(self) -> None:
-        """Nothing to score."""
+        """Return nothing: there is no reward to score."""
         return
 
     def score(self, batch: BatchT, early: EarlyScores | None = None) -> Scored[BatchT]:

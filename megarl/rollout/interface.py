@@ -274,7 +274,7 @@ class RolloutEngine(abc.ABC):
         """
 
     def can_continue(self, params: SamplingParams) -> bool:
-        """Whether requests with these parameters may have a :attr:`Request.prior`."""
+        """Return whether requests with these parameters may have a :attr:`Request.prior`."""
         return True
 
     def _names_with(self, requests: Sequence[Request], running: Iterable[str]) -> set[str]:

@@ -73,7 +73,7 @@ class LengthEstimator:
         return SURVIVAL * (self._clock() - group.started_at) * self._tokens / self._seconds
 
     def started(self, key: str) -> bool:
-        """Whether a replica has got any request of this key."""
+        """Return whether a replica has got any request of this key."""
         return key in self._groups
 
     @property

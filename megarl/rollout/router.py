@@ -363,7 +363,7 @@ class Router:
 
     @contextlib.asynccontextmanager
     async def _answer_within(self, seconds: float) -> AsyncIterator[None]:
-        """Scope of a call to a replica, which is lost if it does not answer in time."""
+        """Declare a replica lost if the call within the context does not end in time."""
         try:
             async with asyncio.timeout(seconds):
                 yield

@@ -140,7 +140,7 @@ class Routes:
     transport: str = AUTO
 
     def needs_rendezvous(self) -> bool:
-        """Whether some processes may have to join a process group."""
+        """Return whether some processes may have to join a process group."""
         if self.transport != AUTO:
             return self.transport in PROCESS_GROUP_TRANSPORTS
         nodes = {location.node for location in (*self.train, *self.rollout)}

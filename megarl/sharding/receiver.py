@@ -1,4 +1,4 @@
-"""Receiving side of a weight sync: runs in the process of an engine rank and writes each bucket into its parameters."""
+"""Receiver of a weight sync: runs in an engine rank's process and writes buckets into parameters."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class Board:
 
 
 def find_file(pid: int, name: str) -> Path | None:
-    """Find an anonymous file of a process by the part of its name before a colon; None if there is none."""
+    """Find a process's anonymous file by its name before a colon; None if there is none."""
     prefixes = (f"/memfd:{name} ", f"/memfd:{name}:")
     try:
         for entry in Path(f"/proc/{pid}/fd").iterdir():

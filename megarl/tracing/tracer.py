@@ -204,6 +204,6 @@ def count_memory() -> None:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process in bytes; 0 if the system does not report it."""
+    """Return the resident memory of this process in bytes; 0 if the system does not report it."""
     numbers = read_kernel_file("/proc/self/statm").split()
     return int(numbers[1]) * _PAGE_BYTES if numbers else 0

@@ -255,7 +255,7 @@ def _count(steps: int) -> str:
 
 
 class _ProgressLines:
-    """Prints the progress of a phase as lines: the first report, the last one, and in between one every few seconds.
+    """Prints the progress of a phase: its first and last report, and others every few seconds.
 
     Args:
         show: prints a line.

@@ -83,7 +83,7 @@ def first_of(*names: str) -> Callable[[Metrics], float | None]:
 
 
 def tokens_per_second(metrics: Metrics) -> float | None:
-    """Tokens per second of a step, summed over devices."""
+    """Compute the tokens per second of a step, summed over devices."""
     tokens, seconds = metrics.get("perf/total_num_tokens"), metrics.get("timing_s/step")
     return tokens / seconds if tokens is not None and seconds else metrics.get("perf/throughput")
 

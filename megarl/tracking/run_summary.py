@@ -38,7 +38,7 @@ def sparkline(values: Sequence[float], width: int = 40, is_ascii: bool = False) 
 
 
 def summary_facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Labels and texts of a summary's entries, in display order."""
+    """Return labels and texts of a summary's entries, in display order."""
 
     def present(*names: str) -> bool:
         return all(summary.get(name) is not None for name in names)

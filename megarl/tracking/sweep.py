@@ -38,7 +38,7 @@ class RunResult:
 
 
 def objective(rows: Sequence[MetricsRow], metric: str | None) -> tuple[str | None, float | None]:
-    """Return the objective of a run: a metric's name and its last value; both None if there is no default metric.
+    """Return a run's objective: a metric's name and last value; None without a default metric.
 
     Args:
         rows: the run's metrics.
@@ -88,7 +88,7 @@ def result_of(folder: Path, overrides: Sequence[str], metric: str | None, error:
 
 
 def read_results(folder: Path) -> list[RunResult]:
-    """Read the results of all runs of a sweep, ordered by number; a run without a result file has an error."""
+    """Read the results of a sweep's runs by number; a missing result file is an error."""
     runs = [path.parent.parent for path in folder.glob("*/.hydra/overrides.yaml")]
     results = []
     for run in sorted(runs, key=lambda path: (len(path.name), path.name)):

@@ -58,7 +58,7 @@ class PolicyWorker(MegatronWorker):
     def log_probs(
         self, batch: DataProto, settings: LogProbSettings, *, with_entropy: bool, with_routes: bool = False
     ) -> dict[str, Tensor] | None:
-        """Log-probs and entropies of the response tokens, ``[b, R]`` each; None on non-owner ranks.
+        """Compute log-probs and entropies of the response tokens, ``[b, R]`` each; None on non-owner ranks.
 
         ``with_routes`` adds the experts of every token, ``[b, P + R, expert layers, per token]``.
         """
@@ -80,7 +80,7 @@ class PolicyWorker(MegatronWorker):
         return self.memory.run_pass(FORWARD, settings.budget, rows, compute)
 
     def representations(self, batch: DataProto, budget: MicroBatchBudget) -> DataProto | None:
-        """``representations``: mean final hidden state of each row's tokens with a set ``response_mask``.
+        """Compute ``representations``: mean final hidden state of each row's tokens with a set ``response_mask``.
 
         ``[b, hidden]`` float32; zeros for a row without such tokens; None on non-owner ranks.
         """
@@ -150,7 +150,7 @@ class ActorWorker(PolicyWorker):
                 self._reference_head = self.engine.output_weight()
 
     def _reference_model(self) -> AbstractContextManager[None]:
-        """Scope in which the actor's model is the reference."""
+        """Make the actor's model the reference within the context."""
         assert self._as_reference is not None, "checked in the configuration: the reference lives in the actor"
         return self._as_reference()
 
@@ -251,7 +251,7 @@ class ActorWorker(PolicyWorker):
         columns=(*SEQUENCES, ROUTES, "response_mask", *POLICY_COLUMNS, *TEACHER_COLUMNS, *SAMPLE_IDS),
     )
     def update_actor(self, batch: DataProto) -> dict[str, float]:
-        """PPO update: ``ppo_epochs`` passes over the mini-batches."""
+        """Update the policy (PPO): ``ppo_epochs`` passes over the mini-batches."""
         self._held.mark_changed()
         unread = () if self.config.use_kl_loss and not self._learns_full_kl else ("ref_log_prob",)
         columns = [name for name in (*POLICY_COLUMNS, *TEACHER_COLUMNS) if name in batch.tensors and name not in unread]
@@ -301,7 +301,7 @@ class ActorWorker(PolicyWorker):
 
     @verb(Dispatch.ALL)
     def sync_place(self) -> ProcessLocation:
-        """Location of this process, from which the transports to the rollout engines are chosen."""
+        """Return this process's location, from which the transports to the rollout engines are chosen."""
         return current_location(str(self.runtime.device))
 
     @verb(Dispatch.ALL)
@@ -360,7 +360,7 @@ class ActorWorker(PolicyWorker):
 
     @verb(Dispatch.ALL, phase="update_weights")
     def weight_shares(self) -> dict[str, PartialChecksum]:
-        """Checksums of this rank's part of every Hugging Face tensor; each element counts once over all ranks."""
+        """Compute checksums of this rank's part of every Hugging Face tensor; each element counts once."""
         params = self.engine.weight_map.export_params(self.settings.layout, self.rank)
         return partial_checksums(params, self.engine.named_local_params(), *self._sent_as, convert=True)
 
@@ -373,7 +373,7 @@ class ActorWorker(PolicyWorker):
 
 
 def loss_options(config: ActorConfig) -> PolicyLossOptions:
-    """Options of the policy loss."""
+    """Build the options of the policy loss."""
     loss = config.policy_loss
     return PolicyLossOptions(
         clip_ratio_low=config.clip_ratio_low or config.clip_ratio,
@@ -397,7 +397,7 @@ def policy_loss(
     micro_batch: PackedMicroBatch,
     correction: Truncation | None = None,
 ) -> TokenLosses:
-    """Per-token loss of the policy with entropy bonus and KL to the reference, and its metrics.
+    """Compute the policy's per-token loss with entropy bonus and KL to the reference, and its metrics.
 
     ``loss = pg_loss - entropy_coeff * entropy + kl_loss_coef * kl``; all tensors are packed ``[n]``. With rollout
     correction, ``pg_loss`` is the policy loss times the token's importance weight.

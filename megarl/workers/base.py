@@ -73,7 +73,7 @@ micro-batches.
 
 
 def no_extra_columns(rows: PackedRows, mini_batch: range, groups: Sequence[Sequence[int]]) -> Mapping[str, Tensor]:
-    """The default :data:`ColumnFunction`: no columns besides those of the batch."""
+    """Return no columns in addition to those of the batch; the default :data:`ColumnFunction`."""
     return {}
 
 
@@ -89,7 +89,7 @@ FIRST_STEP_BYTES = 2**30
 
 
 def offload_after(method: Callable[Concatenate[_Worker, _Arguments], _Result]) -> Callable[..., _Result]:
-    """Decorator: offload the configured parts to host memory after a worker's method."""
+    """Offload the configured parts to host memory after the decorated method of a worker."""
 
     @functools.wraps(method)
     def wrapped(self: _Worker, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -146,7 +146,7 @@ class MegatronWorker(SavingWorker):
         self._log_device_memory("after its start")
 
     def reference_scope(self) -> Callable[[], AbstractContextManager[None]]:
-        """Scopes in which the model is the reference policy: with copied weights or adapters, or without adapters."""
+        """List the contexts that make the model the reference policy: copied weights or adapters, or adapters off."""
         if self.settings.lora is None:
             return partial(self.engine.swapped_weights, self.engine.copy_weights())
         if self.settings.reference_adapter:
@@ -154,22 +154,22 @@ class MegatronWorker(SavingWorker):
         return self.engine.adapters_off
 
     def model_config(self) -> ModelConfig:
-        """Configuration of the model to build: that of the initial weights."""
+        """Return the configuration of the model to build: that of the initial weights."""
         return read_model_config(self.settings.model_path)
 
     @verb(Dispatch.ALL)
     def pending_device_bytes(self) -> int:
-        """Device bytes that the first step adds and that stay between phases: Adam's state, and collective buffers."""
+        """Return the device bytes that the first step adds permanently: Adam's state, and collective buffers."""
         return self.engine.offload_manager.pending_bytes() + FIRST_STEP_BYTES
 
     @verb(Dispatch.ONE)
     def memory_metrics(self) -> dict[str, float]:
-        """Out-of-memory errors since the last call and the budgets in use; an update returns them as well."""
+        """Return the out-of-memory errors since the last call and the budgets in use, as an update does."""
         return self.memory.take_metrics()
 
     @verb(Dispatch.ONE)
     def describe(self) -> str:
-        """One line: layout, number format and kernels."""
+        """Describe layout, number format and kernels in one line."""
         return self.engine.describe()
 
     @verb(Dispatch.ALL)
@@ -264,7 +264,7 @@ class MegatronWorker(SavingWorker):
     def step_metrics(
         self, result: StepResult, rows: PackedRows, groups: Sequence[Sequence[int]], sequences_per_row: int = 1
     ) -> dict[str, float]:
-        """Metrics of an optimizer step; reports a skipped step.
+        """Compute the metrics of an optimizer step; reports a skipped step.
 
         Args:
             result: of the step.
@@ -377,7 +377,7 @@ def _zero_untrained(column: Tensor, mask: Tensor) -> Tensor:
 def weighted_sums(
     loss: TokenLossFunction, rows: int, outputs: object, micro_batch: PackedMicroBatch
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A micro-batch's share of the loss and metrics of a mini-batch.
+    """Compute a micro-batch's share of the loss and metrics of a mini-batch.
 
     Sums over tokens of values times weights; ``sequence_means`` sum over rows.
 
@@ -409,7 +409,7 @@ def _rows_all_true(flags: Tensor, trained: Tensor, micro_batch: PackedMicroBatch
 
 
 def recompute_options(megatron: MegatronConfig) -> RecomputeOptions | None:
-    """Recomputation options with every null resolved."""
+    """Build the recomputation options with every null resolved."""
     if megatron.recompute_granularity is None:
         return None
     return RecomputeOptions(
@@ -421,13 +421,13 @@ def recompute_options(megatron: MegatronConfig) -> RecomputeOptions | None:
 
 
 def offloaded_parts(megatron: MegatronConfig) -> tuple[str, ...]:
-    """Parts that leave the device between a role's phases."""
+    """Return the parts that leave the device between a role's phases."""
     chosen = {PARAM: megatron.param_offload, GRAD: megatron.grad_offload, OPTIMIZER: megatron.optimizer_offload}
     return tuple(part for part, on in chosen.items() if on)
 
 
 def optimizer_options(optim: OptimConfig, megatron: MegatronConfig, total_updates: int) -> OptimizerOptions:
-    """The engine's optimizer options with every null resolved."""
+    """Build the engine's optimizer options with every null resolved."""
     return OptimizerOptions(
         **asdict(schedule_of(optim, total_updates)),
         betas=(optim.betas[0], optim.betas[1]),
@@ -439,7 +439,7 @@ def optimizer_options(optim: OptimConfig, megatron: MegatronConfig, total_update
 
 
 def schedule_of(optim: OptimConfig, updates: int) -> LearningRateSchedule:
-    """Learning-rate schedule of a run.
+    """Build the learning-rate schedule of a run.
 
     Args:
         optim: the optimizer's section.

@@ -67,7 +67,7 @@ class CriticWorker(MegatronWorker):
 
 
 def value_loss(config: CriticConfig, outputs: ValueOutputs, micro_batch: PackedMicroBatch) -> TokenLosses:
-    """Clipped value loss per token and its metrics; all tensors are packed ``[n]``.
+    """Compute the clipped value loss per token and its metrics; all tensors are packed ``[n]``.
 
     The minimized loss is ``vf_coef`` times ``vf_loss``.
     """

@@ -51,7 +51,7 @@ class HeldPolicy:
         self._is_current = False
 
     def in_model(self) -> AbstractContextManager[None]:
-        """Scope in which the model has the held weights; without a copy, or an update since, it has them anyway."""
+        """Swap in the held weights within the context; a no-op while the weights are unchanged."""
         if self._is_current or not self.is_held:
             return contextlib.nullcontext()
         if self._adapters is not None:

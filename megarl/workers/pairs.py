@@ -24,7 +24,7 @@ class PairRows(PackedRows):
         self.share = share
 
     def sequences(self, row: int) -> tuple[Tensor, Tensor]:
-        """Token ids of the chosen and of the rejected sequence of a pair, without padding."""
+        """Return the token ids of the chosen and of the rejected sequence of a pair, without padding."""
         chosen, rejected = self.batch.tensors["chosen"], self.batch.tensors["rejected"]
         start, stop = chosen.shape[1] - self.prompt_lengths[row], self.response_lengths[row]
         return chosen[row, start:], rejected[row, :stop]

@@ -43,7 +43,7 @@ class ResponsePairs(PairRows):
         self._boundaries = [batch.tensors[name].tolist() for name in PROMPT_TOKENS]
 
     def responses(self, row: int) -> list[tuple[Tensor, Tensor]]:
-        """Prompt and response token ids of the chosen and of the rejected sequence."""
+        """Return prompt and response token ids of the chosen and of the rejected sequence."""
         halves = zip(self.sequences(row), self._boundaries, strict=True)
         return [(ids[: at[row]], ids[at[row] :]) for ids, at in halves]
 

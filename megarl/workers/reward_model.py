@@ -122,7 +122,7 @@ class RewardTrainingWorker(MegatronWorker):
         self.pad_token_id = pad_token_id
 
     def model_config(self) -> ModelConfig:
-        """Configuration of the initial weights, with a scalar head."""
+        """Return the configuration of the initial weights, with a scalar head."""
         return read_model_config(self.settings.model_path).as_reward_model(self.pad_token_id)
 
     @verb(Dispatch.SPLIT, equal_rows=True, phase="update", columns=(*PAIRS, MARGINS, *SAMPLE_IDS))
@@ -145,7 +145,7 @@ class RewardTrainingWorker(MegatronWorker):
     @verb(Dispatch.SPLIT, phase="testing", columns=PAIRS)
     @offload_after
     def score_pairs(self, batch: DataProto) -> DataProto | None:
-        """``chosen_rewards`` and ``rejected_rewards`` of the pairs, ``[b]``; None on non-owner ranks."""
+        """Compute ``chosen_rewards`` and ``rejected_rewards`` of the pairs, ``[b]``; None on non-owner ranks."""
         rows = self._pairs(batch)
 
         def compute(groups: Sequence[Sequence[int]]) -> DataProto | None:
@@ -166,7 +166,7 @@ class RewardTrainingWorker(MegatronWorker):
 def pair_loss(
     center_coefficient: float, outputs: ValueOutputs, micro_batch: PackedMicroBatch
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A micro-batch's share of the mean loss over all pairs, and of the means of its metrics."""
+    """Compute a micro-batch's share of the mean loss over all pairs, and of the means of its metrics."""
     chosen, rejected = outputs.values[0::2], outputs.values[1::2]
     columns = {name: column[0::2] for name, column in micro_batch.columns.items()}
     result = bradley_terry_loss(chosen, rejected, columns.get(MARGINS), center_coefficient)

@@ -63,7 +63,7 @@ class RolloutWorker:
 
     @verb(Dispatch.ONE)
     def describe(self) -> str:
-        """One line: engine, devices, number format, and SGLang's share of the free device memory."""
+        """Describe engine, devices, number format and SGLang's memory share in one line."""
         rollout, options = self.settings.config, self._options
         text = f"{rollout.name}, TP{rollout.tensor_model_parallel_size}, {rollout.dtype}"
         share = options.server_args.get(FRACTION) if isinstance(options, SGLangOptions) else None
@@ -101,7 +101,7 @@ class RolloutWorker:
 
     @verb(Dispatch.ALL)
     def sync_places(self) -> list[ProcessLocation]:
-        """Locations of the replica's ranks, from which the transports are chosen."""
+        """Return the locations of the replica's ranks, from which the transports are chosen."""
         return self.engine.rank_locations()
 
     @verb(Dispatch.ALL)
@@ -140,7 +140,7 @@ class RolloutWorker:
 
     @verb(Dispatch.ALL, phase="update_weights")
     def weight_shares(self) -> list[dict[str, PartialChecksum]]:
-        """Partial checksums of each rank's part of every Hugging Face tensor; records the weights' fingerprint."""
+        """Compute partial checksums of every Hugging Face tensor per rank; records the weights' fingerprint."""
         rectangles = [weight_rectangles(params, *self._sent_as) for params in self._params]
         shares = list(map(checksums_by_name, self._params, self.engine.rectangle_checksums(rectangles)))
         self._fingerprint.record()
@@ -159,7 +159,7 @@ class RolloutWorker:
 
     @verb(Dispatch.ALL)
     def weight_version(self) -> int:
-        """Version of the weights that the engine serves."""
+        """Return the version of the weights that the engine serves."""
         return self.engine.weight_version
 
     @verb(Dispatch.ALL)

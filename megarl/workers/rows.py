@@ -72,14 +72,14 @@ class PackedRows:
         return [[chosen[index] for index in group] for group in plan]
 
     def fewest(self, budget: MicroBatchBudget, rows: Sequence[int]) -> int:
-        """Smallest number of micro-batches that ``rows`` need; each row must fit into one."""
+        """Find the smallest number of micro-batches that ``rows`` need; each row must fit into one."""
         lengths = [self.prompt_lengths[row] + self.response_lengths[row] for row in rows]
         if budget.max_tokens is not None and self._shared is not None:
             lengths = [self._shared.tokens(unit) for unit in micro_batch_units(self._shared, rows, budget.max_tokens)]
         return fewest_micro_batches(lengths, max_tokens=budget.max_tokens, size=budget.size)
 
     def load(self, budget: MicroBatchBudget, rows: Sequence[int]) -> int:
-        """Size of a micro-batch of ``rows`` in the budget's unit: tokens or rows."""
+        """Return the size of a micro-batch of ``rows`` in the budget's unit: tokens or rows."""
         if budget.max_tokens is None:
             return len(rows)
         if self._shared is not None:
@@ -132,7 +132,7 @@ class PackedRows:
         )
 
     def _routes(self, rows: Sequence[int]) -> list[Tensor]:
-        """Experts of each token of each row, without padding."""
+        """Return the experts of each token of each row, without padding."""
         routes, width = self.batch.tensors[ROUTES], self.batch.tensors["prompts"].shape[1]
         return [routes[row, width - self.prompt_lengths[row] : width + self.response_lengths[row]] for row in rows]
 
@@ -153,7 +153,7 @@ class PackedRows:
         return rectangle
 
     def samples(self, rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """Prompt and response token ids of each row, without padding."""
+        """Return the prompt and response token ids of each row, without padding."""
         prompts, responses = self.batch.tensors["prompts"], self.batch.tensors["responses"]
         width = prompts.shape[1]
         return [
@@ -162,11 +162,11 @@ class PackedRows:
         ]
 
     def pack_whole(self, rows: Sequence[int], pad: int | None) -> PackedMicroBatch:
-        """One micro-batch of the given rows, each with one output, at its last token that is not ``pad``."""
+        """Pack one micro-batch of the given rows, each with one output, at its last token that is not ``pad``."""
         return pack_whole(self.samples(rows), pad, share_prompts=self._shared is not None)
 
     def column(self, name: str, rows: Sequence[int]) -> Tensor:
-        """A response-aligned column of the rows, packed: ``[sum of response lengths, ...]``."""
+        """Pack a response-aligned column of the rows: ``[sum of response lengths, ...]``."""
         return self.take(self.batch.tensors[name], rows)
 
     def take(self, values: Tensor, rows: Sequence[int]) -> Tensor:
@@ -186,7 +186,7 @@ class PackedRows:
         return torch.cat([parts[row] for row in rows])
 
     def per_row(self, groups: Sequence[Sequence[int]], packed: Sequence[Tensor]) -> Tensor:
-        """One number per row, ``[batch]`` float32, from one tensor ``[rows]`` per micro-batch."""
+        """Return one number per row, ``[batch]`` float32, from one tensor ``[rows]`` per micro-batch."""
         numbers = torch.zeros(len(self))
         for rows, values in zip(groups, packed, strict=True):
             numbers[torch.tensor(rows)] = values.float().cpu()

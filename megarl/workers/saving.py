@@ -59,7 +59,7 @@ class SavingWorker:
 
     @verb(Dispatch.ALL)
     def checkpoint_written(self) -> bool:
-        """Whether this rank has finished writing, successfully or not."""
+        """Return whether this rank has finished writing, successfully or not."""
         return self._pending is None or self._pending.is_written
 
     @verb(Dispatch.ALL)

@@ -48,7 +48,7 @@ class MicroBatchBudget:
         return replace(self, size=limit) if self.max_tokens is None else replace(self, max_tokens=limit)
 
     def describe(self) -> str:
-        """The limit with its unit."""
+        """Describe the limit with its unit."""
         return count_noun(self.limit, "row" if self.max_tokens is None else "token")
 
 
@@ -139,7 +139,7 @@ class RolloutSettings:
 
 
 def layout_of(megatron: MegatronConfig) -> ParallelLayout:
-    """Layout of a role whose parallel sizes are complete."""
+    """Return the layout of a role whose parallel sizes are complete."""
     return ParallelLayout(
         tp=megatron.tensor_model_parallel_size,
         pp=megatron.pipeline_model_parallel_size,
@@ -156,7 +156,7 @@ def layout_of(megatron: MegatronConfig) -> ParallelLayout:
 
 
 def lora_options(model: AdapterKeys, seed: int) -> LoraOptions | None:
-    """Options of a role's adapters; None without adapters."""
+    """Return the options of a role's adapters; None without adapters."""
     if not model.lora_rank:
         return None
     return LoraOptions(

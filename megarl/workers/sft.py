@@ -39,8 +39,5 @@ class SFTWorker(MegatronWorker):
 
 
 def negative_log_likelihood(outputs: PolicyOutputs, micro_batch: PackedMicroBatch) -> TokenLosses:
-    """``-log p`` of each response token, packed ``[n]``; ``accuracy``: the share of rows that greedy decoding
-    reproduces.
-
-    """
+    """Compute ``-log p`` of each response token, packed ``[n]``; ``accuracy``: rows that greedy decoding reproduces."""
     return TokenLosses(-outputs.log_probs, {}, {}, {"accuracy": outputs.leads})

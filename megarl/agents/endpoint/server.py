@@ -132,7 +132,7 @@ def make_token() -> str:
 
 
 def is_authorized(token: str, header: str | None) -> bool:
-    """Whether an ``Authorization`` header has the token; compares in constant time."""
+    """Return whether an ``Authorization`` header has the token; compares in constant time."""
     scheme, _, credentials = (header or "").partition(" ")
     same = hmac.compare_digest(credentials.strip().encode("utf-8", "surrogateescape"), token.encode())
     return scheme.lower() == "bearer" and same

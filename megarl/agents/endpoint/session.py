@@ -153,7 +153,7 @@ class Session:
         return self._replay(path).end(reason, {name: float(value) for name, value in metrics.items()})
 
     def _match(self, request: ChatRequest) -> tuple[_Turn | None, list[int]]:
-        """Return the turn that a request continues and the token ids after it; None and a prompt for a new branch."""
+        """Return the turn that a request continues and its further token ids; None and a prompt otherwise."""
         digest, parent, matched = initial_digest(request.tools), None, 0
         for number, message in enumerate(request.messages, 1):
             digest = next_digest(digest, message)

@@ -20,7 +20,7 @@ _ENTRY_KEYS = {"class_name", "config", "tool_schema", "timeout_s", "retries"}
 
 
 class ToolError(MegarlError):
-    """A mistake of the model in a tool call; the message becomes the tool's result, so that the model can retry."""
+    """A model's mistake in a tool call; the message becomes the tool's result, for a retry."""
 
 
 @dataclass(frozen=True)

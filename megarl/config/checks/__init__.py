@@ -38,7 +38,7 @@ Check = Callable[[Any], Iterator[Problem]]
 
 
 def check(config: JobConfig) -> list[Problem]:
-    """All problems of a configuration whose keys are valid one by one."""
+    """List all problems of a configuration whose keys are valid one by one."""
     return [problem for one_check in _CHECKS[type(config)] for problem in one_check(config)]
 
 

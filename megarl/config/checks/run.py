@@ -166,7 +166,7 @@ def profilers(config: TrainConfig) -> Iterator[Problem]:
 
 
 def needs_cuda(tool: str) -> str:
-    """The message for a profiler that works on CUDA only, with the alternative on a CPU."""
+    """Return the message for a profiler that works on CUDA only, with the alternative on a CPU."""
     records = {"torch_memory": "CUDA memory", "nsys": "CUDA activity"}[tool]
     return (
         f"{tool} records {records}, and this run is on CPU: use tool=torch, with memory among "

@@ -55,7 +55,7 @@ class Adoption(NamedTuple):
 
 
 def is_verl_key(schema: type, path: str) -> bool:
-    """Whether a key outside megarl's schema is a key or section of verl."""
+    """Return whether a key outside megarl's schema is a key or section of verl."""
     return table_of(schema).rule_for(path) is not None
 
 

@@ -285,7 +285,7 @@ def _below(prefix: str, rules: Mapping[str, Rule]) -> dict[str, Rule]:
 
 
 def role_rules() -> dict[str, Rule]:
-    """The rules of all roles by path; ``*`` at the end matches any rest."""
+    """Return the rules of all roles by path; ``*`` at the end matches any rest."""
     rules = _below(_ACTOR, _UPDATE | _ACTOR_ONLY) | _below(_REF, _REF_ONLY) | _below(_CRITIC, _UPDATE | _CRITIC_ONLY)
     rules |= _below(_REWARD, _REWARD_ONLY)
     for role in (_ACTOR, _REF, _CRITIC, _REWARD):
@@ -305,7 +305,7 @@ def role_rules() -> dict[str, Rule]:
 
 
 def supervised_role_rules() -> dict[str, Rule]:
-    """The rules of a supervised job's model, engine and optimizer by path."""
+    """Return the rules of a supervised job's model, engine and optimizer by path."""
     rules = _below("megatron", _MEGATRON) | _below("optim", _OPTIM) | _below("model", _MODEL)
     rules["optim.override_optimizer_config.optimizer_cpu_offload"] = Renamed(
         "megatron.optimizer_offload",

@@ -291,6 +291,6 @@ VALUES: dict[str, Values] = {
 
 
 def run_rules() -> dict[str, Rule]:
-    """The rules by path; ``*`` at the end matches any rest."""
+    """Return the rules by path; ``*`` at the end matches any rest."""
     generation = {f"{_ROLLOUT}.{name}": rule for name, rule in _GENERATION.items()}
     return _DATA | _REWARDS | _ALGORITHM | _RUN | generation

@@ -74,5 +74,5 @@ SFT_VALUES: dict[str, Values] = {
 
 
 def sft_rules() -> dict[str, Rule]:
-    """The rules by path; ``*`` at the end matches any rest."""
+    """Return the rules by path; ``*`` at the end matches any rest."""
     return _DATA | _RUN | _ENGINE

@@ -41,7 +41,7 @@ class VerlTable:
         return sorted((path[:-1] for path in self.rules if path.endswith("*")), key=len, reverse=True)
 
     def rule_for(self, path: str) -> Rule | None:
-        """The rule for a key of verl, by its path or by the longest matching prefix; None for any other key.
+        """Find the rule for a key of verl, by its path or its longest prefix; None without one.
 
         The rule of a translated key names the full key of megarl.
         """
@@ -64,7 +64,7 @@ class VerlTable:
         return None
 
     def same_names(self) -> Iterator[tuple[str, list[str]]]:
-        """Sections with the keys that have the same name and meaning in verl and megarl."""
+        """List the sections with the keys that have the same name and meaning in verl and megarl."""
         for section, names in self.same.items():
             yield section, names.split()
 
@@ -196,5 +196,5 @@ _NO_TABLE = VerlTable()
 
 
 def table_of(schema: type) -> VerlTable:
-    """The table of a job's configuration class; empty for a job without a counterpart in verl."""
+    """Return the table of a job's configuration class; empty for a job without a counterpart in verl."""
     return _TABLES.get(schema, _NO_TABLE)

@@ -64,6 +64,6 @@ def digest(text: str) -> str:
 
 
 def file_identity(path: str) -> str:
-    """Fingerprint of a file's content: absolute path, size in bytes, modification time in ns."""
+    """Fingerprint a file's content: absolute path, size in bytes, modification time in ns."""
     status = os.stat(path)
     return f"{os.path.abspath(path)}|{status.st_size}|{status.st_mtime_ns}"

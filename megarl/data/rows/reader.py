@@ -211,7 +211,7 @@ class Rows:
         return "||".join(source.identity for source in self._sources)
 
     def rows_of_files(self) -> list[int]:
-        """Number of rows of each file."""
+        """Count the rows of each file."""
         return [len(source) for source in self._sources]
 
     def slice(self, names: Sequence[str], start: int, stop: int) -> list[dict[str, Any]]:
@@ -225,7 +225,7 @@ class Rows:
         return [dict.fromkeys(names) | values for values in rows]
 
     def scan(self, name: str) -> Iterator[Any]:
-        """Iterate over one column of all rows, with few in memory at a time; None if a file does not have it."""
+        """Iterate over one column of all rows in small blocks; None if a file lacks it."""
         for start in range(0, len(self), _SCAN):
             for values in self.slice([name], start, min(start + _SCAN, len(self))):
                 yield values[name]
@@ -239,7 +239,7 @@ class Rows:
         return first
 
     def location(self, row: int) -> str:
-        """File and row number within the file, for messages."""
+        """Name file and row number within the file, for messages."""
         file, number = self._locate(row)
         return f"{self.files[file]}, row {number}"
 

@@ -148,7 +148,7 @@ def _value_problem(name: str, value: Any, expected: RowSchema) -> str | None:
 
 
 def messages_problem(value: Any, empty: bool = False) -> str | None:
-    """The problem of a value that must be chat messages; None for valid messages.
+    """Describe the problem of a value that must be chat messages; None for valid messages.
 
     Args:
         value: the value.

@@ -105,7 +105,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def seconds(self, action: Callable[[], object], repeats: int = 5) -> float:
-        """Median seconds of an action; the first run does not count."""
+        """Return the median seconds of an action; the first run does not count."""
         action()
         taken = []
         for _ in range(repeats):
@@ -117,7 +117,7 @@ class Bench:
         return statistics.median(taken)
 
     def speed(self, value: float, target: float, unit: str, note: str = "") -> Result:
-        """Result of a speed; below its target it is no failure, and tiny sizes have no target."""
+        """Report a speed; below its target it is no failure, and tiny sizes have no target."""
         if self.is_tiny:
             return Result("", Verdict.INFO, value, unit, note=note)
         outcome = Verdict.OK if value >= target else Verdict.BELOW
@@ -130,13 +130,13 @@ class Bench:
 
 
 def within(value: float, limit: float, unit: str = "", note: str = "") -> Result:
-    """Result of a number with an upper limit; NaN fails."""
+    """Check a number against an upper limit; NaN fails."""
     outcome = Verdict.OK if value <= limit else Verdict.FAIL
     return Result("", outcome, value, unit, f"at most {limit:.3g}", note)
 
 
 def near_plan(value: float, plan: float, unit: str, tolerance: float, note: str = "") -> Result:
-    """Result of a measurement beside the estimate of ``megarl plan``."""
+    """Compare a measurement with the estimate of ``megarl plan``."""
     difference = value / plan - 1
     outcome = Verdict.OK if abs(difference) <= tolerance else Verdict.BELOW
     return Result(
@@ -145,7 +145,7 @@ def near_plan(value: float, plan: float, unit: str, tolerance: float, note: str 
 
 
 def facts(device: str) -> dict[str, str]:
-    """Date, device and versions of a report."""
+    """Return date, device and versions of a report."""
     found = {"date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())}
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
@@ -173,7 +173,7 @@ def require_package(package: str) -> str:
 
 
 def checkout() -> Path:
-    """Root of the checkout that megarl is imported from.
+    """Return the root of the checkout that megarl is imported from.
 
     Raises:
         MissingError: megarl is installed without its checkout.

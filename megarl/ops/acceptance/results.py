@@ -84,7 +84,7 @@ class StageReport:
         return replace(self, results=tuple(each for each in self.results if each.check != check))
 
     def count(self, outcome: Verdict) -> int:
-        """Number of results with an outcome."""
+        """Count the results with an outcome."""
         return sum(result.outcome is outcome for result in self.results)
 
     def write(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Speed and memory of an update and of a log-prob pass, beside the peak FLOP/s of the device and ``megarl plan``."""
+"""Speed and memory of an update and of a log-prob pass, compared with peak and plan."""
 
 from __future__ import annotations
 

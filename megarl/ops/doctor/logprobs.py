@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def dump_files(arguments: Sequence[str]) -> Iterator[Path]:
-    """Find the dumps: files, the ``.npz`` next to a ``.jsonl``, or all files of a folder in the order of their steps.
+    """Find the dumps: files, the ``.npz`` next to a ``.jsonl``, or a folder's files by step.
 
     Raises:
         DataError: a dump does not exist.

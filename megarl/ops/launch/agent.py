@@ -232,7 +232,7 @@ def _send_signal(processes: Sequence[psutil.Process], number: int) -> None:
 
 
 def port_is_free(address: str, port: int) -> bool:
-    """Whether a server could bind the port."""
+    """Return whether a server could bind the port."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
         try:
@@ -243,7 +243,7 @@ def port_is_free(address: str, port: int) -> bool:
 
 
 def accepts_connections(address: str, port: int) -> bool:
-    """Whether a server accepts connections; tested by a connection, since a test bind could block the server."""
+    """Return whether a server accepts connections; tested by a connection, since a test bind could block the server."""
     try:
         socket.create_connection((address, port), timeout=1.0).close()
     except OSError:

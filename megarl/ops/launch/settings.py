@@ -131,7 +131,7 @@ class ClusterSettings:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is an address of this machine's loopback interface."""
+    """Return whether a host is an address of this machine's loopback interface."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -139,7 +139,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_address(host: str) -> bool:
-    """Whether a host is an IP address."""
+    """Return whether a host is an IP address."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

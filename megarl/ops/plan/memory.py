@@ -256,8 +256,7 @@ def _stage_components(role: PlannedRole, stage: StageMemory, phase: str) -> Iter
 
 
 def _host(job: PlannedJob, roles: Mapping[str, RoleMemory]) -> tuple[Component, ...]:
-    """Return the host memory of the fullest node: offloaded states, reference weights, copies of background saves,
-    replayed routes, and the last sent weights of delta syncs.
+    """Return the host memory of the fullest node: offloaded states, reference weights, saves, routes, deltas.
 
     While the reference computes, host memory also holds the actor's weights, as an offload does.
     """
@@ -317,7 +316,7 @@ def _kept_for_deltas(job: PlannedJob) -> int:
 
 
 def _copied_for_save(role: PlannedRole, states: RankStates) -> int:
-    """Return the bytes that a save in the background copies on a rank: its share of states that are not offloaded."""
+    """Return the bytes that a background save copies on a rank: its share of states on the device."""
     layout, megatron = role.layout, role.megatron
     replicas = layout.dp * layout.cp  # they share the weights to write
     weights = 0 if megatron.param_offload else (states.weights - states.frozen) // replicas

@@ -96,7 +96,7 @@ def read_rollouts(runs: Sequence[RunRecord], budget: int, max_rows: int = MAX_RO
 
 
 def _within(files: Sequence[Sequence[tuple[Row, int, bool]]], budget: int, max_rows: int) -> list[Any]:
-    """Select as many rows per file as fit; if one per file is too many, one row of as many files as fit."""
+    """Select as many rows per file as fit; if not even one, then of as many files as fit."""
 
     def chosen(count: int) -> list[tuple[Row, int, bool]]:
         """Select ``count`` rows of each file."""

@@ -15,7 +15,7 @@ Rows = Sequence[Mapping[str, float]]
 
 @dataclass(frozen=True)
 class MetricRule:
-    """Threshold on the recent mean of a metric, on its share of the start of the run, or on a median.
+    """Threshold on a metric's recent mean, on its share of the start, or on a median.
 
     Attributes:
         name: name of the rule, as in ``docs/report.md``.

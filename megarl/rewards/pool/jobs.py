@@ -99,7 +99,7 @@ class RewardStream:
                 self._end()
 
     def take(self) -> tuple[list[RewardJob], bool]:
-        """See :class:`JobSource`; called in the thread."""
+        """Return the next tasks; see :class:`JobSource`; called in the thread."""
         with contextlib.suppress(BlockingIOError):  # woken by something else
             os.read(self.wake_handle, 65536)
         if self._is_cancelled:

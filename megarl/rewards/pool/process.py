@@ -129,7 +129,7 @@ class RewardProcess:
         self._last_message_ns = time.monotonic_ns()
 
     def is_dead(self) -> bool:
-        """Whether the process has ended."""
+        """Return whether the process has ended."""
         return self._process.is_dead()
 
     def end(self, grace_s: float = 0.0) -> str:

@@ -60,14 +60,14 @@ class InDriverRunner:
         return [function.traits for function in self.functions]
 
     def stream(self) -> None:
-        """Nothing runs beside this process."""
+        """Return None: nothing scores in parallel with this process."""
         return
 
     def start(self) -> None:
-        """No process to start."""
+        """Do nothing: there is no process to start."""
 
     def close(self) -> None:
-        """No process to end."""
+        """Do nothing: there is no process to end."""
 
     def run(self, jobs: Sequence[RewardJob]) -> tuple[list[Outcome], RunCounts]:
         """Return the outcome of each job, in order."""

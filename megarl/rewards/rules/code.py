@@ -152,7 +152,7 @@ class TestCases:
         return Trial(code + _CALL.format(name=self.function, token=self._token), json.dumps(arguments))
 
     def passes(self, number: int, execution: Execution) -> bool:
-        """Whether the program passes a case that is no assertion."""
+        """Return whether the program passes a case that is no assertion."""
         if not execution.succeeded:
             return False
         if self.function is None:

@@ -160,7 +160,7 @@ def search_structure(
 
 
 def has_structure(text: str) -> bool:
-    """Whether a response is well-formed: ``<think>``, any number of searches with ``<think>`` after them, ``<answer>``.
+    """Return whether a response has the form: ``<think>``, any searches with ``<think>`` after them, ``<answer>``.
 
     Only white space is allowed between the blocks.
     """

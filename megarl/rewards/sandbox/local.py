@@ -236,7 +236,7 @@ def _execution(report: dict[str, object], output: _Output) -> Execution:
 
 @cache
 def visible_paths() -> Sequence[str]:
-    """Paths of this machine that a program can read: system programs and libraries, and Python's."""
+    """List the paths that a sandboxed program can read: system programs and libraries, and Python's."""
     system = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives"]
     python = [sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parent)]
     extra = [path for path in dict.fromkeys(python) if not path.startswith("/usr/")]

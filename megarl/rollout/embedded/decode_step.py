@@ -38,7 +38,7 @@ class DecodeStep:
 
 
 class GraphedDecodeStep(DecodeStep):
-    """Replays a CUDA graph per number of slots and cache width, since a small model's step is bound by its launches.
+    """Replays a CUDA graph per number of slots and cache width, to avoid launch overhead.
 
     Numbers of slots are rounded up to a power of two. The additional slots compute token 0 at position 0 of unused
     slots. The first step of each size is eager, which prepares the libraries; the second one is captured.

@@ -92,7 +92,7 @@ class RequestQueue(Generic[Member]):
 
 
 def shared_prefix_length(prompts: Sequence[tuple[int, ...]]) -> int:
-    """Return the length of the prefix that all prompts share, such as a system prompt; 0 if it is not worth computing.
+    """Return the length of all prompts' common prefix; 0 if it is not worth computing.
 
     Every prompt keeps at least one token after the prefix, whose output gives its first new token.
     """

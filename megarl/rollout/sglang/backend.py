@@ -99,7 +99,7 @@ class SGLangBackend(Protocol):
         """Make one of :data:`CONTROL_CALLS`."""
 
     async def has(self, method: str) -> bool:
-        """Whether this SGLang supports one of :data:`CONTROL_CALLS`."""
+        """Return whether this SGLang supports one of :data:`CONTROL_CALLS`."""
 
     async def loaders(self) -> list[str]:
         """Return the custom weight loaders that it was started with."""
@@ -115,7 +115,7 @@ class SGLangBackend(Protocol):
 
     @property
     def ranks_host(self) -> str | None:
-        """Another host that runs some of its ranks; None = all run on this host and can read its shared memory."""
+        """Host that runs some of the ranks; None = all run here and read shared memory."""
 
     async def disconnect(self) -> None:
         """Close connections, if any."""

@@ -95,7 +95,7 @@ class HttpBackend:
         return body
 
     async def answers_strangers(self) -> bool:
-        """Whether the server answers requests without the key."""
+        """Return whether the server answers requests without the key."""
         status, _ = await self._send("GET", "/server_info", headers={})
         return status not in (401, 403)
 

@@ -120,7 +120,7 @@ class InProcessBackend:
         return f"one of its processes ended ({', '.join([*ranks, running])})"
 
     async def disconnect(self) -> None:
-        """No connections to close."""
+        """Do nothing: there are no connections to close."""
 
     def close(self) -> None:
         """See :class:`SGLangBackend`."""

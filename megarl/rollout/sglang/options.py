@@ -217,7 +217,7 @@ def check_server_args(arguments: Mapping[str, Any]) -> None:
 
 
 def decodes(folder: str, options: SGLangOptions) -> bool:
-    """Whether SGLang decodes responses, which stop strings require."""
+    """Return whether SGLang decodes responses, which stop strings require."""
     if options.stop_strings is None:
         return (Path(folder) / "tokenizer_config.json").is_file()
     return options.stop_strings
@@ -284,12 +284,12 @@ def environment(options: SGLangOptions) -> dict[str, str]:
 
 
 def on_one_node(options: SGLangOptions) -> bool:
-    """Whether all ranks of a started SGLang are on this machine and form one group."""
+    """Return whether all ranks of a started SGLang are on this machine and form one group."""
     return all(options.server_args.get(name) in (None, 1) for name in ("nnodes", "dp_size"))
 
 
 class RankRendezvous:
-    """Hosts the TCPStore at which the ranks of an SGLang on one node meet, on loopback, as long as the object lives.
+    """Hosts the loopback TCPStore at which the ranks of an SGLang on one node meet.
 
     Otherwise SGLang's rank 0 hosts a store that listens on all interfaces.
 
@@ -318,7 +318,7 @@ class RankRendezvous:
 
 
 def needs_shim(options: SGLangOptions) -> bool:
-    """Whether SGLang runs on a CPU without its compiled kernels."""
+    """Return whether SGLang runs on a CPU without its compiled kernels."""
     if not options.is_cpu:
         return False
     spec = importlib.util.find_spec("sgl_kernel")

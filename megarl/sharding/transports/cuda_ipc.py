@@ -51,7 +51,7 @@ class CudaIpcTransport:
         self._opened: dict[int, dict[str, Tensor]] = {}
 
     def open(self, session: int) -> None:
-        """No preparation needed."""
+        """Do nothing: no preparation is needed."""
 
     def send(self, buffer_slice: BufferSlice, dst_rank: int, tag: int) -> CudaIpcHandle:
         """See :meth:`Transport.send`; waits until the slice is packed."""
@@ -62,7 +62,7 @@ class CudaIpcTransport:
         return CudaIpcHandle(buffer.name, _uuid(buffer.data.device), rebuild, buffer_slice.start, buffer_slice.stop)
 
     def finish(self, handle: CudaIpcHandle) -> None:
-        """Nothing to wait for: the receiver has waited for its copies in :meth:`settle`."""
+        """Do nothing: the receiver has waited for its copies in :meth:`settle`."""
 
     def receive(self, handles: Mapping[int, CudaIpcHandle]) -> Iterator[tuple[int, Tensor]]:
         """See :meth:`Transport.receive`."""

@@ -33,14 +33,14 @@ class InlineTransport:
         self.peak_bytes = 0
 
     def open(self, session: int) -> None:
-        """No preparation needed."""
+        """Do nothing: no preparation is needed."""
 
     def send(self, buffer_slice: BufferSlice, dst_rank: int, tag: int) -> InlineHandle:
         """See :meth:`Transport.send`."""
         return InlineHandle(buffer_slice.data.numpy())
 
     def finish(self, handle: InlineHandle) -> None:
-        """Nothing to wait for: the channel copied the bytes before the handle arrived."""
+        """Do nothing: the channel copied the bytes before the handle arrived."""
 
     def receive(self, handles: Mapping[int, InlineHandle]) -> Iterator[tuple[int, Tensor]]:
         """See :meth:`Transport.receive`."""
@@ -52,10 +52,10 @@ class InlineTransport:
                 yield rank, torch.from_numpy(handle.data)
 
     def settle(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
     def end(self, completed: bool) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is no memory to release."""
 
 
 class SharedMemoryHandle(NamedTuple):
@@ -86,7 +86,7 @@ class SharedMemoryTransport:
         self._mapped: dict[int, dict[str, Tensor]] = {}  # by training rank and buffer, least recently used first
 
     def open(self, session: int) -> None:
-        """No preparation needed."""
+        """Do nothing: no preparation is needed."""
 
     def send(self, buffer_slice: BufferSlice, dst_rank: int, tag: int) -> SharedMemoryHandle:
         """See :meth:`Transport.send`."""
@@ -96,7 +96,7 @@ class SharedMemoryTransport:
         )
 
     def finish(self, handle: SharedMemoryHandle) -> None:
-        """Nothing to wait for: the receiver has copied the bytes."""
+        """Do nothing: the receiver has copied the bytes."""
 
     def receive(self, handles: Mapping[int, SharedMemoryHandle]) -> Iterator[tuple[int, Tensor]]:
         """See :meth:`Transport.receive`."""
@@ -104,10 +104,10 @@ class SharedMemoryTransport:
             yield rank, self._buffer(rank, handle)[handle.start : handle.stop]
 
     def settle(self) -> None:
-        """Nothing to wait for: copies from host memory are done when they return."""
+        """Do nothing: copies from host memory are done when they return."""
 
     def end(self, completed: bool) -> None:
-        """After a failure unmap the senders' buffers, which may be gone."""
+        """Unmap the senders' buffers after a failure, since the senders may be dead."""
         if not completed:
             self._mapped.clear()
 

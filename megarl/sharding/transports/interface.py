@@ -115,7 +115,7 @@ class Transport(Protocol):
         """
 
     def finish(self, handle: Any) -> None:
-        """Called after the receiver has read a handle: on return its slice may be overwritten."""
+        """Finish a transfer: called after the receiver has read its handle; the slice may then be overwritten."""
 
     def receive(self, handles: Mapping[int, Any]) -> Iterator[tuple[int, Tensor]]:
         """Receive the messages of a bucket.
@@ -131,7 +131,7 @@ class Transport(Protocol):
         """
 
     def settle(self) -> None:
-        """Called after the receiver has copied a bucket: on return nothing reads the sender's memory any more."""
+        """Settle a bucket that the receiver has copied: on return the sender's memory is no longer read."""
 
     def end(self, completed: bool) -> None:
         """End a sync and free memory that the next one does not reuse; after a failure drop everything in flight."""

@@ -123,7 +123,7 @@ class PointToPointTransport(abc.ABC):
             yield rank, part
 
     def settle(self) -> None:
-        """Nothing to wait for: the data is in this process's buffer and written in order."""
+        """Do nothing: the data is in this process's buffer and written in order."""
         return
 
     def end(self, completed: bool) -> None:
@@ -212,8 +212,7 @@ class GlooTransport(PointToPointTransport):
 
 @register_transport("nccl")
 class NcclTransport(PointToPointTransport):
-    """GPU to GPU: one communicator for each pair of processes that exchange weights, so that other pairs may share a
-    GPU.
+    """GPU to GPU: one communicator for each pair of processes that exchange weights.
 
     Raises:
         WeightSyncError: this process does not compute on a GPU.

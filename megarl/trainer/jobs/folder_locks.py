@@ -43,7 +43,7 @@ def locked_output_folders(config: JobConfig, folder: Path) -> Iterator[None]:
 
 
 def lock_files(config: JobConfig, folder: Path) -> dict[Path, str]:
-    """List the lock files of a run, each with the key of its folder; a folder with several uses has one."""
+    """List a run's lock files with the keys of their folders, one per folder."""
     files = {folder.resolve() / LOCK_FILE: RUN_FOLDER_KEY}
     if getattr(config.trainer, "dry_run", False):
         return files

@@ -53,7 +53,7 @@ class PairTraining(SupervisedJob):
         """Compute the loss of each pair from the columns of :meth:`score` and of the batch."""
 
     def is_validation_due(self, state: RunState) -> bool:
-        """Whether :meth:`validate` runs after the finished step."""
+        """Return whether :meth:`validate` runs after the finished step."""
         return state.due(self.config.trainer.test_freq)
 
     def validate(self, workers: MegatronGroup) -> Metrics:

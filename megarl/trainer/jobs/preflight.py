@@ -59,7 +59,7 @@ def check_data_classes(config: TrainConfig) -> None:
 
 
 def check_algorithm(config: TrainConfig) -> None:
-    """Check that estimator and loss can be loaded, and that the model has an EOS token if a missing one is penalized.
+    """Check that estimator and loss load, and that a missing-EOS penalty has an EOS token.
 
     Raises:
         ConfigError, ModelError: names the key, its value, and the remedy.

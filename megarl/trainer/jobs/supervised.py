@@ -99,7 +99,7 @@ class SupervisedJob(ABC):
         return {}
 
     def is_validation_due(self, state: RunState) -> bool:
-        """Whether :meth:`validate` runs after the finished step."""
+        """Return whether :meth:`validate` runs after the finished step."""
         return False
 
 

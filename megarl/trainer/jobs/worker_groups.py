@@ -53,7 +53,7 @@ def rollout_group(policy: PolicyConfig, pool: PlacedPool) -> RolloutGroup:
 
 
 def pending_device_bytes(groups: Sequence[MegatronGroup]) -> int:
-    """Bytes per device that training roles have yet to allocate, at most: each has one process per device."""
+    """Return the maximum device bytes that training roles have yet to allocate: one process per role and device."""
     by_group: list[list[int]] = wait_all([group.submit("pending_device_bytes") for group in groups])
     return sum(map(max, by_group))
 

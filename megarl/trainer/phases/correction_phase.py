@@ -34,7 +34,7 @@ class RolloutCorrectionPhase:
 
     Args:
         config: complete section ``algorithm.rollout_correction``.
-        loglinear: the actor estimates the proximal policy, and with it the weights, when it computes the loss.
+        loglinear: the actor interpolates the proximal policy and computes the importance weights within the loss.
         version: returns the version of the last weight sync, that of the proximal policy; read with ``loglinear``.
 
     Attributes:
@@ -70,7 +70,7 @@ class RolloutCorrectionPhase:
         return DataProto.from_dict(columns)
 
     def is_active(self, batch: DataProto, step: int) -> bool:
-        """Whether importance weights or rejection rules are configured."""
+        """Return whether importance weights or rejection rules are configured."""
         return self.level is not None or bool(self.rules)
 
     def run(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:

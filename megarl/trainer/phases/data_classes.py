@@ -44,7 +44,7 @@ def dataset_class(keys: CustomDatasetConfig) -> type[Dataset[Any]]:
 
 
 def reads_its_files(keys: CustomDatasetConfig) -> bool:
-    """Whether the user's data set class has verl's constructor, and so reads files of any kind itself."""
+    """Return whether the user's data set class has verl's constructor, and so reads files of any kind itself."""
     kind = dataset_class(keys)
     return not issubclass(kind, RLHFDataset) or takes_verls_arguments(kind)
 
@@ -59,7 +59,7 @@ def collate_function(data: DataConfig) -> Callable[..., Any] | None:
 
 
 def verls_section(data: PromptsConfig) -> DictConfig:
-    """The section ``data`` as verl's classes expect it: keys as attributes, as items, and by ``get``."""
+    """Return the section ``data`` as verl's classes expect it: keys as attributes, as items, and by ``get``."""
     return OmegaConf.create(dataclasses.asdict(data))
 
 

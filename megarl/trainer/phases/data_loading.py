@@ -169,10 +169,10 @@ def _check_teachers(config: TrainConfig, dataset: RLHFDataset) -> None:
     Raises:
         DataError: names the values without a teacher.
     """
-    key, known = config.distillation.teacher_key, list(config.distillation.teachers_by_key)
-    if len(known) > 1:
+    key, teachers = config.distillation.teacher_key, list(config.distillation.teachers_by_key)
+    if len(teachers) > 1:
         column = config.data.reward_fn_key if key == "data_source" else key
-        check_teacher_keys(list(dataset.source.first_rows(column)) or None, known, key)
+        check_teacher_keys(list(dataset.source.first_rows(column)) or None, teachers, key)
 
 
 def _sampler_order(sampler: Any, config: TrainConfig, dataset: Prompts) -> SamplerOrder:
@@ -198,7 +198,7 @@ def _set_files(data: DataSourceConfig, name: str) -> list[str]:
 
 
 def subset_options(data: DataSourceConfig) -> dict[str, Any]:
-    """Dataset arguments that limit the training rows: ``max_samples`` and the seed of the draw."""
+    """Return the dataset arguments that limit the training rows: ``max_samples`` and the seed of the draw."""
     return {"max_samples": data.train_max_samples, "sample_seed": data.seed or 0 if data.shuffle else None}
 
 

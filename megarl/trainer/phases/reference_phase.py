@@ -28,7 +28,7 @@ class BatchPhase(Protocol):
         """Name of the phase in ``timing_s/<name>``."""
 
     def is_active(self, batch: DataProto, step: int) -> bool:
-        """Whether the phase runs in this step."""
+        """Return whether the phase runs in this step."""
 
     def run(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
         """Return the batch with the columns of the phase; add its statistics to ``metrics``."""
@@ -111,7 +111,7 @@ class AlignmentPhase:
         self.max_response_length = max_response_length
 
     def is_active(self, batch: DataProto, step: int) -> bool:
-        """Whether the bonus has a weight in this step and the policy's mean entropy is above the threshold."""
+        """Return whether the bonus has a weight in this step and the policy's mean entropy is above the threshold."""
         if self.schedule.weight(step) == 0:
             return False
         entropy = masked_mean(batch.tensors["entropys"], batch.tensors["response_mask"]).item()

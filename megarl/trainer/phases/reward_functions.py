@@ -77,7 +77,7 @@ def function_manager(
 
 
 def val_reward_config(config: ScoredJobConfig) -> TrainConfig | None:
-    """The configuration with ``val_reward_fn`` as its only reward; None if validation scores like training."""
+    """Return the configuration with ``val_reward_fn`` as its only reward; None if validation scores like training."""
     if not isinstance(config, TrainConfig):
         return None
     custom: ValRewardConfig = config.val_reward_fn
@@ -213,7 +213,7 @@ def _judge_arguments(keys: RewardModelConfig) -> dict[str, Any]:
 
 
 def num_processes(keys: RewardModelConfig) -> int:
-    """Number of reward processes; 0 = the driver calls the functions."""
+    """Return the number of reward processes; 0 = the driver calls the functions."""
     return min(len(os.sched_getaffinity(0)), MAX_PROCESSES) if keys.num_workers is None else keys.num_workers
 
 

@@ -150,7 +150,7 @@ class RolloutPhase:
     def _lead(
         self, groups: Sequence[ConversationGroup], early: SampleSink | None
     ) -> tuple[list[Trajectory], RouterStats]:
-        """Lead all conversations to their end; trajectories have the order of the groups and their samples."""
+        """Run all conversations; return trajectories in the order of the groups and their samples."""
         names = [name for group in groups for name in group.ids]
         trajectories = dict.fromkeys(names)
         rows = {name: row for row, name in enumerate(names)}
@@ -253,7 +253,7 @@ class RolloutPhase:
         numbers: Sequence[int],
         keys: Sequence[str],
     ) -> list[ConversationGroup]:
-        """One group per prompt, with one conversation per entry of ``params``."""
+        """Build one group per prompt, with one conversation per entry of ``params``."""
         rectangle, (lengths, _) = prompts.tensors["prompts"], sequence_lengths(prompts)
         ids = [row[len(row) - length :] for row, length in zip(rectangle, lengths.tolist(), strict=True)]
         rows = [{name: column[row] for name, column in prompts.non_tensor_batch.items()} for row in range(len(prompts))]
@@ -275,7 +275,7 @@ class RolloutPhase:
 
 
 def _uid(stream: tuple[int, ...], row: int) -> str:
-    """Name of a prompt, unique in the run."""
+    """Return the name of a prompt, unique in the run."""
     return "-".join(map(str, (*stream, row)))
 
 

@@ -1,4 +1,4 @@
-"""The teachers' pass in on-policy distillation: routes the rows of a step to their teachers."""
+"""Teacher pass of on-policy distillation: routes the rows of a step to their teachers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class TeacherPhase:
         return batch.union(DataProto.concat(parts).reorder(order.tolist()))
 
     def _routes(self, batch: DataProto) -> dict[str, np.ndarray]:
-        """Rows of each teacher."""
+        """Find the rows of each teacher."""
         values = batch.non_tensor_batch.get(self.teacher_key)
         check_teacher_keys(None if values is None else values.tolist(), list(self.teachers), self.teacher_key)
         assert values is not None
@@ -88,6 +88,6 @@ def check_teacher_keys(values: list[object] | None, known: list[str], teacher_ke
 
 
 def _graded(teacher: TeacherWorkers, rows: DataProto) -> DataProto:
-    """The teacher's columns; rows are padded to a multiple of its data-parallel ranks."""
+    """Compute the teacher's columns; rows are padded to a multiple of its data-parallel ranks."""
     padded, added = rows.pad_to_divisor(teacher.layout.row_divisor)
     return teacher.compute_teacher_log_prob(padded).unpad(added)

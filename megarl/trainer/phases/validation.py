@@ -215,7 +215,7 @@ def expected_majority(values: np.ndarray, votes: np.ndarray, k: int) -> tuple[fl
 
 @cache
 def subsets(n: int, k: int) -> np.ndarray:
-    """List subsets of k out of n as ``[subsets, n]`` of 0.0 and 1.0: all, or ``MAX_SUBSETS`` with a fixed seed."""
+    """List subsets of k out of n, ``[subsets, n]`` of 0.0 and 1.0: all, or ``MAX_SUBSETS`` random ones."""
     if math.comb(n, k) <= MAX_SUBSETS:
         chosen = np.array(list(combinations(range(n), k)))
     else:

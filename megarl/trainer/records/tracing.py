@@ -68,7 +68,7 @@ class Timeline:
         TRACER.recording = self.records(0)
 
     def records(self, step: int) -> bool:
-        """Whether a step is recorded."""
+        """Return whether a step is recorded."""
         return not self.keys.steps or step in self.keys.steps
 
     def begin_step(self, processes: RunProcesses, step: int) -> None:

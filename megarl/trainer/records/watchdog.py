@@ -93,12 +93,12 @@ class PhaseLimits:
         return self._default is not None or any(value is not None for value in self._by_phase.values())
 
     def of(self, phase: str) -> float | None:
-        """Seconds without progress until a phase is reported; None = no limit."""
+        """Return the seconds without progress until a phase is reported; None = no limit."""
         limit = self._usual(phase)
         return None if limit is None else max(limit, self._doubled.get(phase, 0.0))
 
     def end_of(self, phase: str, completed: bool) -> float | None:
-        """Seconds without progress until the run ends; None = no limit.
+        """Return the seconds without progress until the run ends; None = no limit.
 
         Args:
             phase: name of the phase.

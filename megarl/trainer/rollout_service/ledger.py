@@ -3,10 +3,9 @@
 Versions count the batches of ``train_batch_size`` prompts that were trained, since a weight sync follows each. A group
 is admitted at a version, and its oldest token has at least that version. The ledger keeps two promises:
 
-- *Bound.* A group admitted at version ``a`` is trained at version ``a + ceil(max_staleness)`` or earlier. Until version
-  ``v`` is over, ``(max_staleness + v + 1) * batch`` groups are admitted at most (AReaL's rule). Hence there is a place
-  for every group in time, if batches keep it for those that can wait no longer. Training waits for them, and nothing is
-  dropped.
+- *Bound.* A group admitted at version ``a`` is trained at version ``a + ceil(max_staleness)`` or earlier. Up to the end
+  of version ``v``, at most ``(max_staleness + v + 1) * batch`` groups are admitted (AReaL's rule). Batches reserve
+  slots for groups at the staleness bound, and training waits for these groups. No sample is dropped.
 - *Once.* Each admitted group is trained exactly once, also by a run that resumes from :meth:`GroupLedger.state_dict`.
 """
 
@@ -24,7 +23,7 @@ from megarl.base.errors import CheckpointError, ConfigError
 
 @dataclass(frozen=True)
 class AdmissionRule:
-    """Limits the prompts in work by the staleness that their samples may reach.
+    """Admission rule: limits prompts in flight so that no sample exceeds the staleness bound.
 
     Attributes:
         batch: prompts that are trained per weight version.
@@ -146,7 +145,7 @@ class GroupLedger:
     def next_batch(self, size: int) -> list[int] | None:
         """Compose the next batch: finished groups in the order of completion, as far as the bound allows.
 
-        A batch takes no group that could wait if the place is needed for one that cannot, finished or not.
+        Groups at the bound have priority, even unfinished ones: their slots are not given to later groups.
 
         Args:
             size: groups of the batch; divides ``rule.batch``.
@@ -173,8 +172,8 @@ class GroupLedger:
         if unknown or not numbers:
             raise ConfigError(
                 f"trainer.replay_order: batch {self.trained // len(numbers) if numbers else 0} has group "
-                f"{unknown[0] if unknown else None}, which is not in work here; replay with the data, batch sizes and "
-                "async_training keys of the recorded run"
+                f"{unknown[0] if unknown else None}, which is not in flight in this run; replay with the data, batch "
+                "sizes and async_training keys of the recorded run"
             )
         return None if any(self._entries[number].missing for number in numbers) else list(numbers)
 
@@ -183,14 +182,14 @@ class GroupLedger:
         return self._entries[number].version + self.rule.bound
 
     def _spare_places(self) -> list[int]:
-        """Count the places that no group needs up to the end of the current version, of the next one, and so on."""
+        """Count the free batch slots per version, from the current one up to the bound."""
         latest = Counter(max(0, self._latest(number) - self.version) for number in self._entries)
         places = self.rule.batch - self.trained % self.rule.batch
         needed = itertools.accumulate(latest[ahead] for ahead in range(self.rule.bound + 1))
         return [places + ahead * self.rule.batch - count for ahead, count in enumerate(needed)]
 
     def staleness(self, number: int) -> int:
-        """Weight versions since the admission of a group."""
+        """Return the weight versions since the admission of a group."""
         return self.version - self._entries[number].version
 
     def train(self, numbers: Sequence[int]) -> None:
@@ -221,7 +220,7 @@ class GroupLedger:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state; unfinished samples are still missing, and have to be generated again.
+        """Restore a state; unfinished samples have to be generated again.
 
         Raises:
             CheckpointError: the state belongs to other batch sizes.
@@ -248,5 +247,5 @@ class GroupLedger:
             )
 
     def start_at(self, step: int) -> None:
-        """Continue a run without work in flight after this step, such as a synchronous one."""
+        """Continue after this step without work in flight, as after a synchronous run."""
         self.admitted = self.trained = step * self.rule.batch

@@ -98,7 +98,7 @@ class StepRounds:
         yield collector.finish(metrics), metrics
 
     def sync_weights(self) -> Metrics:
-        """See :meth:`SampleSource.sync_weights`."""
+        """Send the actor's weights; see :meth:`SampleSource.sync_weights`."""
         return self.roles.sync_weights()
 
     def state_dict(self) -> dict[str, Any]:

@@ -49,6 +49,6 @@ def token_versions(trajectory: Trajectory) -> np.ndarray:
         return np.empty(0, np.int64)
     if len(trajectory.weight_versions):
         versions: np.ndarray = np.asarray(trajectory.weight_versions, np.int64)[mask]
-        known: np.ndarray = versions[versions != NO_VERSION]
-        return known
+        sampled_by: np.ndarray = versions[versions != NO_VERSION]
+        return sampled_by
     return np.full(int(mask.sum()), trajectory.weight_version, np.int64)

@@ -1,4 +1,4 @@
-"""Conversations in flight on the rollout replicas: opened with the first, closed when none is left."""
+"""Conversations in flight on the rollout replicas: opened by the first submission, closed after the last."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from megarl.agents.types import ConversationGroup, ConversationService, Finished
 from megarl.rollout.router import Replica, RouterStats
 
 WAIT_S = 1.0
-"""Seconds to wait for finished samples, after which the wait begins again."""
+"""Timeout of one wait for finished samples, in seconds; callers wait again."""
 
 
 class RolloutTraffic:
-    """Leads conversations of training and validation at the same time.
+    """Shares the agent runners between training and validation.
 
-    The numbers of the groups distinguish them.
+    Groups have unique numbers, so that each caller receives its own samples.
 
     Args:
         runners: lead the conversations.

@@ -154,7 +154,7 @@ def verify_files(folder: Path) -> Manifest:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether all files exist with their sizes; does not read contents."""
+    """Return whether all files exist with their sizes; does not read contents."""
     try:
         return not list(_layout_problems(folder, read_manifest(folder)))
     except (CheckpointError, OSError):
@@ -207,7 +207,7 @@ def _warn_once(text: str) -> None:
 
 
 def is_foreign(name: str) -> bool:
-    """Whether a file is of a file system (``.nfs...``) or a desktop (``.DS_Store``), and no part of a checkpoint."""
+    """Return whether a file belongs to a file system (``.nfs...``) or desktop (``.DS_Store``), not to a checkpoint."""
     return _FOREIGN.fullmatch(name.rpartition("/")[2]) is not None
 
 
@@ -230,7 +230,7 @@ class BestBy(NamedTuple):
     mode: str = "max"
 
     def is_better(self, value: float, than: float | None) -> bool:
-        """Whether a value beats another value, or None; NaN beats nothing."""
+        """Return whether a value beats another value, or None; NaN beats nothing."""
         if math.isnan(value):
             return False
         return than is None or (value > than if self.mode == "max" else value < than)

@@ -182,7 +182,7 @@ class RunState:
         return self.is_last_step or self.stop.reason is not None
 
     def due(self, every: int) -> bool:
-        """Whether an action is due that runs every ``every`` steps and after the last; -1 = never."""
+        """Return whether an action is due that runs every ``every`` steps and after the last; -1 = never."""
         return every > 0 and (self.is_last_step or self.step % every == 0)
 
     def remaining_prompts(self, count: int) -> Iterator[DataProto]:
@@ -252,7 +252,7 @@ class RunState:
         self._score = Score(self._best_by.metric, float(metrics[self._best_by.metric]))
 
     def must_save(self) -> bool:
-        """Whether to save after this step: the save is due, the score is the best, or the run must end early."""
+        """Return whether to save after this step: when due, at the best score, or before an early end."""
         reason = self.stop.step_done(self.saver.slowest_s)
         ends_early = reason is not None and not self.is_last_step
         return ends_early or self.due(self.config.trainer.save_freq) or self._is_best()

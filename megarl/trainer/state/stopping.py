@@ -149,7 +149,7 @@ class StopCondition:
 
 @contextmanager
 def ends_on_signals(stop: StopCondition, notify: Callable[[str], None] = logger.warning) -> Iterator[None]:
-    """Handle the first SIGTERM, SIGHUP or Ctrl-C as a request to end after the current step; the next ends the run.
+    """End the run after the current step at a first SIGTERM, SIGHUP or Ctrl-C; at once after a second.
 
     A SIGHUP after the first signal changes nothing: a closed terminal sends several.
 

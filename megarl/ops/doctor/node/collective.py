@@ -43,7 +43,7 @@ class Bandwidth(NamedTuple):
 
     @property
     def bus(self) -> float:
-        """Bus bandwidth in bytes per second: a ring sends ``2 (n - 1) / n`` of the tensor over each link."""
+        """Return the bus bandwidth in bytes/s: a ring sends ``2 (n - 1) / n`` of the tensor per link."""
         return 2 * (self.world - 1) / self.world * self.size / self.seconds
 
 

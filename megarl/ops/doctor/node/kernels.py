@@ -79,7 +79,7 @@ def fusion_result(facts: KernelFacts) -> CheckResult:
 
 
 def has_experts(models: Sequence[str]) -> bool:
-    """Whether any model folder has a mixture of experts; unreadable folders are the subject of another check."""
+    """Return whether any model folder has a mixture of experts; unreadable folders are the subject of another check."""
     for path in models:
         try:
             if read_model_config(path).experts is not None:

@@ -28,7 +28,7 @@ class DiskSpeed(NamedTuple):
 
 
 def check_checkpoint_room(needs: Needs) -> list[CheckResult]:
-    """Check that the checkpoint folder is writable and has space for two: the old one is deleted after the new one."""
+    """Check that the checkpoint folder is writable and has space for two checkpoints, old and new."""
     name, folder = "checkpoint folder", needs.checkpoint_dir
     if folder is None:
         return []

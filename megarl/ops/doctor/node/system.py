@@ -42,7 +42,7 @@ def check_memory(needs: Needs) -> CheckResult:
 
 
 def free_cgroup_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes that the control group of this process may still allocate; None without a limit."""
+    """Return the bytes that the control group may still allocate; None without a limit."""
     for limit, used in zip(_CGROUP_LIMITS, _CGROUP_USED, strict=True):
         try:
             most, now = (root / limit).read_text().strip(), int((root / used).read_text())
