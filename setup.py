@@ -24,6 +24,7 @@ INSTALL_REQUIRES = [
     "aiohttp",  # the chat endpoint, calls to judges and sandboxes
     "math-verify",  # answers of mathematics
     "psutil",
+    'pyseccomp ; platform_system == "Linux"',  # system calls of programs in the code sandbox; needs libseccomp2
     "pyyaml",
     "rich",
     "plotly",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from megarl.base.errors import MegarlError
+from megarl.base.json_text import parse_json
 
 
 class RetrievalError(MegarlError):
@@ -144,7 +144,7 @@ class RetrievalClient:
 
     def _parse(self, content: bytes, queries: int) -> list[list[Hit]]:
         try:
-            answer = json.loads(content)
+            answer = parse_json(content)
         except ValueError as error:
             raise self._malformed(f"is not JSON: {content[:200]!r}") from error
         rows = answer.get("result") if isinstance(answer, dict) else None

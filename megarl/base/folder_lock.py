@@ -24,6 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from megarl.base.errors import ConfigError
+from megarl.base.json_text import parse_json
 from megarl.base.kernel_files import read_kernel_file
 
 HEARTBEAT_S = 5.0
@@ -110,8 +111,8 @@ def read_holder(file: Path) -> LockHolder | None:
     """Read the holder of a lock file; None without one, or if the record is damaged."""
     try:
         with open(file, "rb") as stream:
-            return LockHolder(**json.loads(stream.read(_RECORD_BYTES)))
-    except (OSError, ValueError, TypeError, RecursionError):
+            return LockHolder(**parse_json(stream.read(_RECORD_BYTES)))
+    except (OSError, ValueError, TypeError):
         return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.base.errors import CheckpointError, ConfigError
+from megarl.base.json_text import parse_json
 from megarl.convert.source import CheckpointSource, StoredAdapters
 from megarl.convert.stored import Files, Scratch, TensorView
 from megarl.models import WeightMap
@@ -133,5 +133,5 @@ def options_of_role(document: Mapping[str, Any]) -> LoraOptions:
 
 def read_document(path: Path) -> Mapping[str, Any]:
     """Read a ``state.json``, which has been checked."""
-    document: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    document: Mapping[str, Any] = parse_json(path.read_text(encoding="utf-8"))
     return document

@@ -23,6 +23,7 @@ import torch
 from megarl.base.atomic_write import atomic_write_text, replace_folder, restore_replaced_folder
 from megarl.base.errors import CheckpointError
 from megarl.base.files import flush_path
+from megarl.base.json_text import parse_json
 from megarl.convert.output import OutputPlan, plan_adapters, plan_hugging_face, plan_role, select
 from megarl.convert.source import HUGGING_FACE, MEGARL, PEFT, CheckpointSource
 from megarl.convert.transfer import progress, transfer
@@ -232,7 +233,7 @@ class UnfinishedOutput:
 
     def _read_journal(self) -> dict[str, Any] | None:
         try:
-            journal = json.loads((self.folder / _JOURNAL).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
+            journal = parse_json((self.folder / _JOURNAL).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
             return None
         return journal if isinstance(journal, dict) and isinstance(journal.get("finished"), list) else None

@@ -6,7 +6,6 @@ class replaced by an empty one, so that none of its code runs.
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 import zipfile
@@ -15,6 +14,7 @@ from typing import Any
 
 from megarl.base.checkpoint_index import INDEX, read_index
 from megarl.base.errors import CheckpointError, ModelError
+from megarl.base.json_text import parse_json
 from megarl.convert.adapters import base_of_role, options_of_folder, options_of_role, read_document, with_base
 from megarl.convert.source import (
     DTYPES,
@@ -283,7 +283,7 @@ def open_role(path: Path, config: ModelConfig, companions: Path, model: Path | N
 def _state_facts(path: Path) -> dict[str, Any]:
     file = path / STATE_FILE
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
+        document = parse_json(file.read_text(encoding="utf-8"))
         if document["format"] != STATE_FORMAT:
             raise CheckpointError(f"{file}: format={document['format']!r}, this megarl reads {STATE_FORMAT}")
         layout = ParallelLayout(**document["layout"]).describe()

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.base.errors import DataError, MegarlError
+from megarl.base.json_text import parse_json
 
 Row = dict[str, Any]
 SPLITS = ("train", "test")
@@ -151,7 +152,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _parse_json(location: Path | str, text: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError as error:
         raise DataError(f"{location}: is not JSON ({error})") from error
 

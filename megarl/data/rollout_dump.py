@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from megarl.base.errors import DataError
+from megarl.base.json_text import parse_json
 from megarl.data.protocol import DataProto
 from megarl.data.sequences import sequence_lengths
 
@@ -108,7 +109,7 @@ class RolloutDump:
         try:
             with np.load(path, allow_pickle=False) as file:
                 arrays = dict(file)
-            metadata = DumpMetadata(**json.loads(str(arrays["facts"])))
+            metadata = DumpMetadata(**parse_json(str(arrays["facts"])))
             prompts, responses = arrays["prompt_lengths"], arrays["response_lengths"]
             ragged = {name: _rows(arrays[name], prompts if name == "prompts" else responses) for name in _RAGGED}
             return cls(metadata, **ragged, weight_versions=arrays["weight_versions"])

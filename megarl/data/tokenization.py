@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megarl.base.errors import DataError
+from megarl.base.json_text import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -274,7 +275,7 @@ def truncate(ids: list[int], limit: int, truncation: str) -> list[int]:
 
 def _parse_tools(text: str, location: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError as error:
         raise DataError(f"{location}: column {TOOLS_COLUMN!r} is text but not JSON ({error})") from error
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import megarl
 from megarl.base.errors import CheckpointError
+from megarl.base.json_text import parse_json
 from megarl.base.provenance import installed_versions
 from megarl.models import ParallelLayout
 from megarl.models.adapters import LoraOptions
@@ -81,7 +82,7 @@ def read_state(folder: Path) -> RoleState:
     """
     path = folder / STATE_FILE
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = parse_json(path.read_text(encoding="utf-8"))
         if document["format"] != FORMAT:
             raise CheckpointError(f"{path}: format={document['format']!r}, this megarl reads {FORMAT}")
         return _parse(document)
@@ -168,4 +169,4 @@ def load_random_state(path: Path, device: torch.device) -> None:
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, json.loads(file.metadata()["extras"])  # noqa: SIM118
+        return {name: file.get_tensor(name) for name in file.keys()}, parse_json(file.metadata()["extras"])  # noqa: SIM118

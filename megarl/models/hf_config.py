@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megarl.base.errors import ConfigError, ModelError
+from megarl.base.json_text import parse_json
 from megarl.models.layout import ParallelLayout, check_pipeline
 from megarl.models.model_config import Experts, ModelConfig
 from megarl.models.registry import (
@@ -158,8 +158,8 @@ def _read_json(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ModelError(f"model folder {folder} has no config.json")
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raw = parse_json(file.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ModelError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ModelError(f"{file} holds a {type(raw).__name__}, expected a JSON object")

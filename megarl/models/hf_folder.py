@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.base.errors import ModelError
+from megarl.base.json_text import parse_json
 from megarl.models.hf_config import read_model_config
 from megarl.models.model_config import VALUE_MODELS, ModelConfig
 from megarl.models.weight_map import WeightMap
@@ -127,8 +127,8 @@ def _tensor_entries(folder: Path) -> dict[str, TensorEntry]:
 
 def _read_index(index: Path) -> dict[str, str]:
     try:
-        file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, RecursionError) as error:
+        file_of = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{index} is not a safetensors index: {error!r}") from None
     if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
         raise ModelError(f"{index}: weight_map must map tensor names to file names")
@@ -144,7 +144,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         if not 2 <= length <= size - 8:
             raise ModelError(f"{file} is truncated or not a safetensors file ({size} bytes)")
         try:
-            header: dict[str, Any] = json.loads(stream.read(length))
+            header: dict[str, Any] = parse_json(stream.read(length))
             header.pop("__metadata__", None)
             end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
             entries = {
@@ -157,7 +157,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
                 )
                 for name, e in header.items()
             }
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{file} is not a safetensors file: {error!r}") from None
     if size != 8 + length + end:
         raise ModelError(f"{file} is truncated: {size} bytes, its header describes {8 + length + end}")
@@ -198,8 +198,8 @@ def _generation_eos(folder: Path) -> tuple[int, ...]:
     if not file.is_file():
         return ()
     try:
-        return eos_in(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, RecursionError) as error:
+        return eos_in(parse_json(file.read_text(encoding="utf-8")))
+    except ValueError as error:
         raise ModelError(f"{file} is not valid JSON: {error}") from None
 
 

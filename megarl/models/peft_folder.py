@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megarl.base.errors import ConfigError, ModelError
+from megarl.base.json_text import parse_json
 from megarl.models.adapters import AdapterMap
 from megarl.models.hf_folder import ModelFolder, TensorEntry, read_header
 
@@ -42,7 +42,7 @@ class AdapterFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         try:
-            self.config: dict[str, Any] = json.loads((self.path / CONFIG_FILE).read_text(encoding="utf-8"))
+            self.config: dict[str, Any] = parse_json((self.path / CONFIG_FILE).read_text(encoding="utf-8"))
             stored = read_header(self.path / WEIGHTS_FILE)
         except FileNotFoundError as error:
             raise ConfigError(

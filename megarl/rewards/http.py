@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.base.json_text import parse_json
 from megarl.rewards.calling import InfrastructureFailure
 
 _SAMPLE_STATUSES = (400, 413, 422)
@@ -38,6 +38,6 @@ async def post_json(
         text = f"{url} answered with status {response.status}: {content[:_EXCERPT].decode(errors='replace')}"
         raise ValueError(text) if response.status in _SAMPLE_STATUSES else InfrastructureFailure(text)
     try:
-        return json.loads(content)
+        return parse_json(content)
     except ValueError as error:
         raise InfrastructureFailure(f"{url} answered no JSON but {content[:_EXCERPT]!r}") from error

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from megarl.base.errors import ConfigError
+from megarl.base.json_text import parse_json
 from megarl.base.run_writer import RUN_WRITER
 from megarl.tracing.tracer import Event
 
@@ -117,7 +118,7 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
             raise ConfigError(f"{file} is not a timeline: it does not begin with a line '['")
         for line in lines:
             try:
-                event = json.loads(line.strip().removesuffix(","))
+                event = parse_json(line.strip().removesuffix(","))
             except ValueError:
                 continue  # the closing bracket, or a truncated line
             events.append(event)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megarl.base.json_text import parse_json
 from megarl.base.run_writer import RUN_WRITER
 
 MetricsRow = dict[str, float]
@@ -157,7 +158,7 @@ def _read_rows(path: Path, kind: str, parse: Callable[[Any], _Row]) -> list[_Row
     rows: list[_Row] = []
     for number, line in enumerate(lines, start=1):
         try:
-            rows.append(parse(json.loads(line)))
+            rows.append(parse(parse_json(line)))
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             if number == len(lines):
                 break

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megarl.base.errors import ConfigError
+from megarl.base.json_text import parse_json
 from megarl.base.table import table_lines
 from megarl.tracking.jsonl_files import METRICS_FILE, MetricsRow, read_metrics
 
@@ -93,7 +94,7 @@ def read_results(folder: Path) -> list[RunResult]:
     results = []
     for run in sorted(runs, key=lambda path: (len(path.name), path.name)):
         try:
-            values = json.loads((run / RESULT_FILE).read_text(encoding="utf-8"))
+            values = parse_json((run / RESULT_FILE).read_text(encoding="utf-8"))
             results.append(RunResult(**{**values, "folder": run.name}))
         except (OSError, ValueError, TypeError):
             results.append(RunResult({}, None, None, "the run's process ended without a result", run.name))

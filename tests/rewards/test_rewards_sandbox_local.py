@@ -1,11 +1,22 @@
 """The local sandbox: programs that try to exceed their limits and to escape."""
 
+import errno
 import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
 
 import psutil
 import pytest
 
-from megarl.rewards.sandbox import LocalSandbox, SandboxLimits, isolation_problem, protections
+from megarl.rewards.sandbox import LocalSandbox, SandboxLimits, cgroup, isolation_problem, local, protections
+from megarl.rewards.sandbox.cgroup import find_memory_parent, memory_parent
+from megarl.rewards.sandbox.system_calls import SystemCallFilter
 
 LIMITS = SandboxLimits(timeout_s=4, memory_mb=256, max_processes=8, disk_mb=4, output_mb=1)
 
@@ -26,8 +37,135 @@ def test_program_reads_stdin_and_writes_files(run):
     assert execution.exit_code == 1 and "ZeroDivisionError" in execution.stderr
 
 
-def test_a_program_observes_all_protections_but_a_seccomp_filter():
-    assert [name for name, active in protections().items() if not active] in ([], ["seccomp filter"])
+def test_a_program_observes_all_protections():
+    inactive = {protection.name: protection.remedy for protection in protections() if not protection.active}
+    if isinstance(memory_parent(), Path):
+        assert inactive == {}
+    else:
+        assert list(inactive) == ["memory cgroup"] and "a supervisor adds up the memory" in inactive["memory cgroup"]
+
+
+WITHOUT_LIBRARY = """
+import sys
+sys.modules["pyseccomp"] = None  # as if it were not installed
+from megarl.ops.doctor.node.services import check_sandbox
+from megarl.rewards.sandbox import LocalSandbox, protections
+print([p.name for p in protections() if not p.active][0], LocalSandbox().run("print(6 * 7)").stdout)
+print(check_sandbox(None).found)
+"""
+
+
+def test_without_libseccomp_the_sandbox_runs_and_the_doctor_names_the_package():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_LIBRARY], capture_output=True, text=True, check=True)
+    inactive, _, found = done.stdout.splitlines()
+    assert inactive == "seccomp filter 42"
+    assert "not active: seccomp filter (install pyseccomp and libseccomp2" in found
+
+
+CALLS = """
+import ctypes, errno
+libc = ctypes.CDLL(None, use_errno=True)
+for number, *arguments in NUMBERS:
+    result = libc.syscall(number, *map(ctypes.c_long, arguments))
+    print("done" if result >= 0 else errno.errorcode[ctypes.get_errno()])
+"""
+DENIED = {  # name: number on x86-64, number on arm64 (the kernel's tables), arguments, result without a filter
+    "mount": (165, 40, (0, 0, 0, 0, 0), "EFAULT"),
+    "mount_setattr": (442, 442, (-1, 0, 0, 0, 0), "EINVAL"),
+    "unshare": (272, 97, (0,), "done"),
+    "setns": (308, 268, (-1, 0), "EBADF"),
+    "process_vm_readv": (310, 270, (1, 0, 0, 0, 0, 0), None),
+    "ptrace": (101, 117, (0, 0, 0, 0), "done"),
+    "pidfd_getfd": (438, 438, (-1, 0, 0), "EBADF"),
+    "perf_event_open": (298, 241, (0, 0, -1, -1, 0), None),
+    "bpf": (321, 280, (0, 0, 0), None),
+    "io_uring_setup": (425, 425, (1, 0), None),
+    "userfaultfd": (323, 282, (-1,), None),
+    "keyctl": (250, 219, (0, -3, 0, 0, 0), None),
+    "add_key": (248, 217, (0, 0, 0, 0, 0), None),
+    "memfd_secret": (447, 447, (-1,), None),
+    "init_module": (175, 105, (0, 0, 0), None),
+    "kexec_load": (246, 104, (0, 0, 0, 0), None),
+    "open_by_handle_at": (304, 265, (-1, 0, 0), None),
+    "pivot_root": (155, 41, (0, 0), None),
+    "chroot": (161, 51, (0,), "EFAULT"),
+    "swapon": (167, 224, (0, 0), None),
+    "reboot": (169, 142, (0, 0, 0, 0), None),
+    "settimeofday": (164, 170, (0, 0), None),
+    "clock_settime": (227, 112, (0, 0), None),
+    "clone of a user namespace": (56, 220, (0x10000011, 0, 0, 0, 0), None),
+    "clone of a network namespace": (56, 220, (0x40000011, 0, 0, 0, 0), None),
+}
+NUMBERS = [(row[os.uname().machine != "x86_64"], *row[2]) for row in DENIED.values()]
+
+
+@pytest.fixture(scope="module")
+def refusals(run):
+    execution = run(CALLS.replace("NUMBERS", repr(NUMBERS)))
+    assert execution.succeeded, execution
+    return dict(zip(DENIED, execution.stdout.split(), strict=True))
+
+
+@pytest.mark.parametrize("name", DENIED)
+def test_system_call_is_denied(refusals, name):
+    assert refusals[name] == "EPERM"
+
+
+def test_calls_are_denied_by_the_filter_and_not_for_another_reason(run, monkeypatch):
+    monkeypatch.setattr(local, "system_call_filter", lambda: SystemCallFilter(b"", "off"))
+    numbers = [number for number, row in zip(NUMBERS, DENIED.values(), strict=True) if row[3]]
+    results = run(CALLS.replace("NUMBERS", repr(numbers))).stdout.split()
+    assert results == [row[3] for row in DENIED.values() if row[3]]
+
+
+def test_clone3_is_unknown_and_foreign_calls_kill(run):
+    clone3 = (
+        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nprint(libc.syscall(435, None, 0), ctypes.get_errno())"
+    )
+    assert run(clone3).stdout == f"-1 {errno.ENOSYS}\n"
+    foreign = "import ctypes\nprint(ctypes.CDLL(None).syscall(0x40000000 | 39))"  # getpid of the x32 architecture
+    execution = run(foreign)
+    if os.uname().machine == "x86_64":
+        assert (execution.status, execution.exit_code, execution.stdout) == ("finished", -signal.SIGSYS, "")
+    else:  # no such architecture: a call without a number
+        assert execution.stdout == "-1\n"
+
+
+HONEST = {
+    "fork": "import os\npid = os.fork()\nprint(7) if pid == 0 else print(os.waitpid(pid, 0)[1])",
+    "threads": """
+        import threading
+        answers = []
+        threads = [threading.Thread(target=answers.append, args=(n,)) for n in range(4)]
+        [thread.start() for thread in threads], [thread.join() for thread in threads]
+        print(sum(answers) + 1)""",
+    "subprocess": """
+        import subprocess, sys
+        print(subprocess.run([sys.executable, "-c", "print(7)"], capture_output=True, text=True, check=True).stdout)""",
+    "processes": """
+        import multiprocessing
+        receive, send = multiprocessing.Pipe()
+        process = multiprocessing.get_context("fork").Process(target=send.send, args=(7,))
+        process.start(), process.join(), print(receive.recv())""",
+    "asyncio": "import asyncio\nprint(asyncio.run(asyncio.sleep(0.01, 7)))",
+    "files": """
+        import os, pathlib, sqlite3, tempfile
+        base = sqlite3.connect("a.db"); base.execute("create table t (n)"); base.execute("insert into t values (7)")
+        with tempfile.TemporaryDirectory() as folder: os.chmod(folder, 0o755); pathlib.Path(folder, "b").touch()
+        print(base.execute("select n from t").fetchone()[0])""",
+    "numpy": "import numpy\nprint(int(numpy.linalg.det(numpy.diag([1.0, 7.0])).round()))",
+    "signals": """
+        import signal
+        signal.signal(signal.SIGALRM, lambda *_: print(7))
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        signal.pause()""",
+}
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_honest_programs_pass_the_filter(name):
+    execution = LocalSandbox(SandboxLimits(timeout_s=20)).run(textwrap.dedent(HONEST[name]))
+    assert execution.succeeded and "7" in execution.stdout.split(), execution
 
 
 NETWORK = """
@@ -43,8 +181,6 @@ for family, address in ((socket.AF_INET, ("127.0.0.1", PORT)), (socket.AF_INET, 
 
 
 def test_no_network(run):
-    import errno
-    import socket
 
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as local:
         local.bind("\0megarl-test")
@@ -142,6 +278,82 @@ time.sleep(1000)
 def test_memory_of_all_processes_together_is_limited(run):
     execution = run(HOARD)
     assert execution.status == "memory_limit" and not execution.succeeded
+
+
+def test_a_program_is_limited_by_the_kernel_where_memory_is_delegated(run, monkeypatch):
+    delegated = isinstance(memory_parent(), Path)
+    if delegated:  # then nothing else limits it
+        monkeypatch.setattr(local, "exceeds_memory", lambda launcher, limit: False)
+    execution = run(HOARD)
+    assert execution.status == "memory_limit"
+    assert not delegated or not list(memory_parent().glob(f"megarl-sandbox-{os.getpid()}-*"))
+
+
+def fake_cgroup(folder, controllers="cpu memory"):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "cgroup.subtree_control").write_text(controllers + "\n")
+    (folder / "cgroup.procs").write_text("")
+    return folder
+
+
+def test_cgroup_gets_limits_and_the_launcher_and_its_events_decide(tmp_path, monkeypatch):
+    monkeypatch.setattr(cgroup, "memory_parent", lambda: fake_cgroup(tmp_path))
+    sandbox = LocalSandbox(SandboxLimits(timeout_s=20, memory_mb=256, disk_mb=4))
+    assert sandbox.run("print(6 * 7)", "1234").stdout == "42\n"
+    (made,) = tmp_path.glob("megarl-sandbox-*")
+    assert (made / "memory.max").read_text() == str((256 + 4 + 64) * 2**20 + 16)
+    assert (made / "memory.swap.max").read_text() == "0" and (made / "memory.oom.group").read_text() == "1"
+    assert int((made / "cgroup.procs").read_text()) > 1 and (made / "cgroup.kill").read_text() == "1"
+    number = int(made.name.rpartition("-")[2]) + 1
+    following = tmp_path / f"megarl-sandbox-{os.getpid()}-{number}"
+
+    def kill_at_the_limit():
+        while not (following / "cgroup.procs").exists():
+            time.sleep(0.01)
+        (following / "memory.events").write_text("low 0\nhigh 0\nmax 3\noom 1\noom_kill 2\noom_group_kill 1\n")
+
+    kernel = threading.Thread(target=kill_at_the_limit)
+    kernel.start()
+    assert sandbox.run("import time\ntime.sleep(1000)").status == "memory_limit"
+    kernel.join()
+
+
+def test_a_cgroup_that_cannot_be_used_leaves_the_supervisor(tmp_path, monkeypatch):
+    monkeypatch.setattr(cgroup, "memory_parent", lambda: tmp_path / "removed")
+    assert LocalSandbox(LIMITS).run(HOARD).status == "memory_limit"
+
+
+def test_cgroup_is_found_where_memory_is_delegated(tmp_path):
+    mounts = f"tmpfs /sys tmpfs rw 0 0\ncgroup2 {tmp_path} cgroup2 rw,relatime 0 0\n"
+    user = os.geteuid()
+    fake_cgroup(tmp_path, "memory")
+    session = fake_cgroup(tmp_path / "user.slice", "cpu memory")
+    scope = fake_cgroup(session / "run.scope", "")
+    of_scope = "4:memory:/other\n0::/user.slice/run.scope\n"
+    # the own cgroup, or for a user the nearest ancestor that is the user's; not the slices of systemd for root
+    assert find_memory_parent("0::/user.slice\n", mounts, user=user) == session
+    assert find_memory_parent("0::/\n", mounts, user=user) == tmp_path
+    if user == 0:
+        assert "delegate it" in find_memory_parent(of_scope, mounts, user=0)
+        for path in (session, scope):
+            os.chown(path, 1000, -1)
+        user = 1000
+    assert find_memory_parent(of_scope, mounts, user=user) == session
+    for path in (session, tmp_path):
+        (path / "cgroup.subtree_control").write_text("cpu\n")
+    assert find_memory_parent(of_scope, mounts, user=user).startswith(f"{scope}: no memory in cgroup.subtree_control")
+    assert find_memory_parent("4:memory:/other\n", mounts) == "cgroup v2 is not mounted"
+    assert find_memory_parent("0::/\n", "tmpfs /sys tmpfs rw 0 0\n") == "cgroup v2 is not mounted"
+
+
+def test_cgroups_of_killed_processes_are_removed(tmp_path):
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    for creator in (ended.pid, os.getpid()):
+        (tmp_path / f"megarl-sandbox-{creator}-0").mkdir()
+    (tmp_path / "user.slice").mkdir()
+    cgroup._remove_stale(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {f"megarl-sandbox-{os.getpid()}-0", "user.slice"}
 
 
 SHARED = """

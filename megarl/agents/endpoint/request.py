@@ -17,6 +17,7 @@ from typing import Any
 import jsonschema
 
 from megarl.agents.types import Message
+from megarl.base.json_text import parse_json
 
 MODEL = "policy"
 """Name of the only served model."""
@@ -229,7 +230,7 @@ def _is_integer(name: str) -> bool:
 
 def _read_json(body: bytes) -> dict[str, Any]:
     try:
-        fields = json.loads(body, parse_constant=_refuse_constant)
+        fields = parse_json(body, parse_constant=_refuse_constant)
         if b"\\u" in body:  # half a surrogate pair is valid JSON, but no valid text
             json.dumps(fields, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
@@ -287,6 +288,6 @@ def _text(content: Any, path: str) -> str:
 def _arguments(arguments: str) -> Any:
     """Decode the arguments of a call for the chat template; invalid JSON stays a string."""
     try:
-        return json.loads(arguments)
+        return parse_json(arguments)
     except (ValueError, RecursionError):
         return arguments

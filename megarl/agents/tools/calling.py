@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megarl.agents.tools.tool import ToolEntry, ToolError, ToolResult
 from megarl.agents.types import AgentError, Conversation
 from megarl.base.errors import ConfigError
+from megarl.base.json_text import parse_json, parse_json_prefix
 from megarl.base.registry import Registry
 
 if TYPE_CHECKING:
@@ -99,10 +99,10 @@ def llama3_calls(text: str) -> list[ToolCall]:
 
 def _json_values(body: str) -> Iterator[Any]:
     """Yield JSON values separated by ``;`` or white space; a ValueError in place of an unreadable rest."""
-    decoder, at = json.JSONDecoder(), 0
+    at = 0
     while at < len(body):
         try:
-            value, at = decoder.raw_decode(body, at)
+            value, at = parse_json_prefix(body, at)
         except ValueError as error:
             yield error
             return
@@ -113,7 +113,7 @@ def _json_values(body: str) -> Iterator[Any]:
 
 def _parse_call(body: str, arguments_key: str) -> ToolCall:
     try:
-        value = json.loads(body)
+        value = parse_json(body)
     except ValueError as error:
         value = error
     return _call_of_value(value, arguments_key)
@@ -128,7 +128,7 @@ def _call_of_value(value: Any, arguments_key: str) -> ToolCall:
     arguments = value.get(arguments_key, value.get(alternative, {}))
     if isinstance(arguments, str):  # some models write the arguments as a string of JSON
         try:
-            arguments = json.loads(arguments)
+            arguments = parse_json(arguments)
         except ValueError as error:
             return ToolCall(problem=f"the arguments of {value['name']} are not valid JSON: {error}")
     return ToolCall(str(value["name"]), arguments)

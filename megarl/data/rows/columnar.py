@@ -6,7 +6,6 @@ cache and then mapped: only used pages are in memory, and the system may drop th
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import accumulate
@@ -17,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.base.errors import DataError
+from megarl.base.json_text import parse_json
 from megarl.data.rows.cache import Cache, digest, file_identity
 from megarl.data.rows.schema import RowSchema, check_batch, check_schema
 
@@ -143,7 +143,7 @@ def saved_dataset_files(folder: str) -> list[str]:
         DataError: the folder's description is malformed, or lists no file.
     """
     try:
-        state = json.loads((Path(folder) / HF_STATE).read_text())
+        state = parse_json((Path(folder) / HF_STATE).read_text())
         files = [str(Path(folder) / file["filename"]) for file in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{folder}/{HF_STATE}: is not a file of datasets.save_to_disk ({error!r})") from error

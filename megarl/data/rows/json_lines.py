@@ -6,7 +6,6 @@ list is also supported; it is kept in memory.
 
 from __future__ import annotations
 
-import json
 import mmap
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megarl.base.errors import DataError
+from megarl.base.json_text import parse_json
 from megarl.data.rows.cache import Cache, digest, file_identity
 from megarl.data.rows.schema import RowSchema, check_names, check_row
 
@@ -57,7 +57,7 @@ class JsonLinesSource:
 
     def row(self, number: int) -> dict[str, Any]:
         """Return one row."""
-        return dict(json.loads(self._text[self._starts[number] : self._starts[number + 1]]))
+        return dict(parse_json(self._text[self._starts[number] : self._starts[number + 1]]))
 
     def values(self, names: list[str], start: int, stop: int) -> list[dict[str, Any]]:
         """Return the existing columns among ``names`` of the rows in ``[start, stop)``."""
@@ -95,7 +95,7 @@ class JsonListSource:
                 "per line (JSONL), or parquet"
             )
         try:
-            self._rows = json.loads(Path(path).read_bytes())
+            self._rows = parse_json(Path(path).read_bytes())
         except ValueError as error:
             raise DataError(f"{path}: is not JSON ({error})") from error
         for number, row in enumerate(self._rows):
@@ -196,7 +196,7 @@ def _write_index(path: str, target: Path) -> None:
 
 def _parse(path: str, line: bytes, number: int) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError as error:
         raise DataError(f"{path}, line {number}: is not JSON ({error})") from error
     return _check_object(path, f"line {number}", row)

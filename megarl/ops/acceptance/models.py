@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megarl.base.json_text import parse_json
 from megarl.base.ports import free_port
 from megarl.megatron import MegatronEngine, MegatronOptions, init_runtime, shutdown_runtime
 from megarl.models import ParallelLayout, parse_model_config
@@ -113,7 +113,7 @@ class SingleRankEngine:
 
     def __enter__(self) -> MegatronEngine:
         layout, source = ParallelLayout(), self._source
-        fields = json.loads((source / "config.json").read_text()) if isinstance(source, Path) else dict(source)
+        fields = parse_json((source / "config.json").read_text()) if isinstance(source, Path) else dict(source)
         runtime = init_runtime(layout, 0, 1, "127.0.0.1", free_port(), device=self._device.type)
         try:
             engine = MegatronEngine(parse_model_config(fields), layout, runtime, self._options)

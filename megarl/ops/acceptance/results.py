@@ -11,6 +11,7 @@ from typing import Any
 
 from megarl.base.atomic_write import atomic_write_text
 from megarl.base.errors import DataError
+from megarl.base.json_text import parse_json
 from megarl.base.table import table_lines
 from megarl.base.units import count_noun, duration
 
@@ -103,7 +104,7 @@ def read_report(folder: Path, stage: str, scale: str) -> StageReport:
     if not file.is_file():
         return StageReport(stage, scale)
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = parse_json(file.read_text(encoding="utf-8"))
         results = tuple(Result(**{**row, "outcome": Verdict(row["outcome"])}) for row in values.pop("results"))
         report = StageReport(**values, results=results)
     except (KeyError, TypeError, ValueError) as error:

@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 
 from megarl.base.errors import MegarlError, ResourceError
+from megarl.base.json_text import parse_json
 from megarl.ops.launch.settings import JobToRun
 
 
@@ -44,7 +45,7 @@ def parse_doctor_output(code: int, text: str) -> DoctorSummary:
     """
     try:
         (line,) = [line for line in text.splitlines() if line.startswith("{")]
-        nodes = json.loads(line)["nodes"]
+        nodes = parse_json(line)["nodes"]
         lines: dict[str, list[str]] = {"fail": [], "warn": [], "pass": []}
         for node in nodes:
             for result in node["checks"]:

@@ -9,6 +9,8 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from megarl.base.json_text import parse_json
+
 RAY = "ray"
 """Name of the command that runs a node's Ray."""
 
@@ -116,9 +118,9 @@ def decode_request(line: str) -> AgentRequest:
         ValueError: the line is not a request, for example from another version of the launcher.
     """
     try:
-        values = json.loads(line)
+        values = parse_json(line)
         request: AgentRequest = _REQUESTS[values.pop("do")](**values)
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a request: {line.strip()[:200]!r} ({error})") from error
     return request
 
@@ -136,6 +138,6 @@ def decode_event(line: str, host: str) -> AgentEvent | None:
     if not line.startswith(_MARK):
         return None
     try:
-        return AgentEvent(host=host, **json.loads(line.removeprefix(_MARK)))
-    except (json.JSONDecodeError, TypeError):
+        return AgentEvent(host=host, **parse_json(line.removeprefix(_MARK)))
+    except (ValueError, TypeError):
         return None

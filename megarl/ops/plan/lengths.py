@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.base.errors import ConfigError
+from megarl.base.json_text import parse_json
 from megarl.config import SupervisedConfig, TrainConfig
 from megarl.config.problems import nearest_keys
 
@@ -191,7 +191,7 @@ def _of_metrics(path: Path, prompt_max: int, response_max: int) -> Lengths:
     last: dict[str, Any] = {}
     try:
         for line in path.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
+            row = parse_json(line)
             last = row if "response_length/mean" in row else last
     except (ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"--lengths={path} is no metrics.jsonl: {error}") from error

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from megarl.base.json_text import parse_json
 from megarl.ops.report.run_files import RunRecord
 from megarl.tracking.sample_files import step_files
 from megarl.tracking.token_columns import TOKEN_COLUMNS, TokenValues
@@ -133,7 +134,7 @@ def _entries(path: Path) -> list[Mapping[str, Any]]:
     # not splitlines: it also splits at other characters that an answer may contain
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
-            entry = json.loads(line) if line.strip() else None
+            entry = parse_json(line) if line.strip() else None
         except ValueError:
             continue
         if isinstance(entry, dict):

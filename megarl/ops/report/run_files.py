@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from megarl.base.json_text import parse_json
 from megarl.tracking.jsonl_files import BALANCE_FILE, METRICS_FILE, BalanceRows, MetricsRow, read_balance, read_metrics
 
 CONFIG_FILE, FACTS_FILE, SUMMARY_FILE, SAMPLES_FOLDER = "config.yaml", "run.json", "summary.json", "samples"
@@ -137,7 +138,7 @@ def _read(path: Path, problems: list[str]) -> dict[str, Any]:
         return {}
     try:
         if path.suffix == ".json":
-            value = json.loads(path.read_text(encoding="utf-8"))
+            value = parse_json(path.read_text(encoding="utf-8"))
         else:
             value = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:

@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from megarl.base.json_text import parse_json
 from megarl.rewards.registry import register_reward
 from megarl.rewards.sandbox.assertions import judge_assertions
 from megarl.rewards.sandbox.local import TIMEOUT, Execution, LocalSandbox, SandboxLimits
@@ -159,8 +160,8 @@ class TestCases:
             return _lines(execution.stdout) == _lines(_text(self.outputs[number]))
         _, token, result = execution.stdout.rpartition(self._token)
         try:
-            value = json.loads(result) if token else None
-        except (ValueError, RecursionError):
+            value = parse_json(result) if token else None
+        except ValueError:
             return False
         return bool(token) and value in _expected_values(self.outputs[number])
 
@@ -173,7 +174,7 @@ def read_cases(ground_truth: Any) -> TestCases:
     Raises:
         ValueError: the ground truth has no test cases.
     """
-    cases = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    cases = parse_json(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if isinstance(cases, Mapping):
         inputs, outputs, asserts = (_list(cases.get(name)) for name in ("inputs", "outputs", "assert_case"))
         if len(inputs) == len(outputs) and (inputs or asserts):
@@ -191,7 +192,7 @@ def _list(value: Any) -> list[Any]:
 def _arguments(value: Any) -> list[Any]:
     """Arguments of a call: a list, or text with one JSON value per line."""
     if isinstance(value, str):
-        return [json.loads(line) for line in value.splitlines() if line.strip()]
+        return [parse_json(line) for line in value.splitlines() if line.strip()]
     return list(value)
 
 
@@ -200,7 +201,7 @@ def _expected_values(output: Any) -> list[Any]:
     values = [output]
     if isinstance(output, str):
         with contextlib.suppress(ValueError):
-            values.append(json.loads(output))
+            values.append(parse_json(output))
     return values + [value[0] for value in values if isinstance(value, list) and len(value) == 1]
 
 

@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megarl.base.json_text import parse_json
 from megarl.rewards.sandbox.local import TIMEOUT, Execution
 
 MAX_ROUNDS = 32
@@ -79,7 +80,7 @@ async def _run_judge(run: RunProgram, pairs: list[Any]) -> tuple[list[dict[str, 
     marker = secrets.token_hex(16)
     execution = await run(f"{_source('assertion_judge')}\nmain({marker!r})\n", json.dumps(pairs))
     parts = execution.stdout.split(marker)[1:]
-    return [json.loads(part.splitlines()[0]) for part in parts], _status(execution)
+    return [parse_json(part.splitlines()[0]) for part in parts], _status(execution)
 
 
 async def _run_calls(run: RunProgram, program: str, requests: list[Any]) -> tuple[list[Any] | None, str]:
@@ -97,8 +98,8 @@ async def _run_calls(run: RunProgram, program: str, requests: list[Any]) -> tupl
 
 def _read_replies(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return parse_json(text)
+    except ValueError:
         return None
 
 

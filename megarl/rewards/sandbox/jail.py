@@ -3,9 +3,11 @@
 ``local.py`` starts it as ``python -I -S jail.py STATUS_FD``, with a JSON specification on standard input. It uses the
 standard library only. There are four processes: this one maps user ids for its child; the child enters new namespaces;
 its child, process 1 of the new PID namespace, builds the file system from read-only mounts; the last one drops all
-privileges and becomes the program. If one of the first three dies, the others die with it.
+privileges, applies the seccomp filter of ``system_calls.py`` and becomes the program. If one of the first three dies,
+the others die with it.
 """
 
+import base64
 import contextlib
 import ctypes
 import json
@@ -24,7 +26,9 @@ _NEW_NS, _NEW_CGROUP, _NEW_UTS, _NEW_IPC = 0x00020000, 0x02000000, 0x04000000, 0
 _NEW_USER, _NEW_PID, _NEW_NET = 0x10000000, 0x20000000, 0x40000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
 _MNT_DETACH, _AT_FDCWD, _AT_RECURSIVE = 2, -100, 0x8000
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
+_SECCOMP_MODE_FILTER = 2
+_INSTRUCTION_BYTES = 8
 _SYS_MOUNT_SETATTR = 442
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -182,7 +186,22 @@ def _exec_program(spec: dict[str, Any], stdin: int) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for name, limit in spec["rlimits"].items():
         resource.setrlimit(getattr(resource, name), (limit, limit))
+    if spec["filter"]:
+        with contextlib.suppress(OSError):  # a kernel without seccomp; `protections` reports it
+            _filter_system_calls(base64.b64decode(spec["filter"]))
     os.execve(spec["argv"][0], spec["argv"], spec["env"])
+
+
+class _FilterProgram(ctypes.Structure):
+    """``struct sock_fprog`` of ``linux/filter.h``: number of instructions, and their address."""
+
+    _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
+
+
+def _filter_system_calls(program: bytes) -> None:
+    """Apply a seccomp filter to this process and all that it starts; it cannot be removed."""
+    header = _FilterProgram(len(program) // _INSTRUCTION_BYTES, program)
+    _call("prctl", _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(header), 0, 0)
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import json
 import os
 import selectors
@@ -10,15 +12,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from megarl.rewards.calling import InfrastructureFailure
+from megarl.rewards.sandbox.cgroup import MemoryCgroup, cgroup_problem, open_memory_cgroup
 from megarl.rewards.sandbox.jail import HOME
 from megarl.rewards.sandbox.memory import exceeds_memory
+from megarl.rewards.sandbox.system_calls import system_call_filter
 
 FINISHED, TIMEOUT, OUTPUT_LIMIT, MEMORY_LIMIT = "finished", "timeout", "output_limit", "memory_limit"
 _JAIL = Path(__file__).with_name("jail.py")
@@ -26,8 +30,11 @@ _START_S = 30.0
 """Seconds to set up the sandbox on a loaded machine, beyond the limit of the program."""
 _MEMORY_CHECK_S = 0.02
 _MIB = 2**20
+CGROUP = "memory cgroup"
+_LAUNCHER_MIB = 64
+"""Memory of the launcher's processes, which belong to the cgroup of the program."""
 _PROBE = """
-import json, os, resource, socket
+import ctypes, json, os, resource, socket
 
 def line(name):
     try:
@@ -50,6 +57,11 @@ def system_v_segments():
     except OSError:
         return True
 
+def filters_system_calls():
+    # of this sandbox: a filter of the container around it allows a process to be traced
+    libc = ctypes.CDLL(None)
+    return libc.prctl(21, 0, 0, 0, 0) == 2 and libc.ptrace(0, 0, None, None) == -1
+
 def hosts():
     return [name for _, name in socket.if_nameindex() if name != "lo"]
 
@@ -63,7 +75,7 @@ print(json.dumps({
     ),
     "no new privileges": line("NoNewPrivs") == "1",
     "no System V shared memory": not system_v_segments(),
-    "seccomp filter": line("Seccomp") == "2",
+    "seccomp filter": filters_system_calls(),
 }))
 """
 """A program that reports its own confinement."""
@@ -133,8 +145,8 @@ class LocalSandbox:
             InfrastructureFailure: this machine does not allow sandboxes.
         """
         wall_s = min(timeout_s or self.limits.timeout_s, self.limits.timeout_s)
-        with tempfile.TemporaryDirectory(prefix="megarl-sandbox-") as root:
-            spec = self._spec(root, source, stdin, wall_s)
+        with tempfile.TemporaryDirectory(prefix="megarl-sandbox-") as root, self._open_cgroup(stdin) as cgroup:
+            spec = json.dumps(self._spec(root, source, stdin, wall_s)).encode()
             status_r, status_w = os.pipe()
             try:
                 process = subprocess.Popen(
@@ -149,7 +161,8 @@ class LocalSandbox:
             finally:
                 os.close(status_w)
             try:
-                output = _communicate(process, json.dumps(spec).encode(), self.limits, wall_s + _START_S)
+                memory = _limit_memory(process.pid, cgroup, self.limits)
+                output = _communicate(process, spec, self.limits, wall_s + _START_S, memory)
             finally:
                 if process.poll() is None:
                     process.kill()  # its children die with it
@@ -157,6 +170,11 @@ class LocalSandbox:
                 with open(status_r, "rb") as file:
                     report = file.read()
         return _execution(json.loads(report) if report else {}, output)
+
+    def _open_cgroup(self, stdin: str) -> contextlib.AbstractContextManager[MemoryCgroup | None]:
+        """Make a cgroup for a program, its launcher, its files and its input, which all stay in memory."""
+        limits = self.limits
+        return open_memory_cgroup((limits.memory_mb + limits.disk_mb + _LAUNCHER_MIB) * _MIB + 4 * len(stdin))
 
     def _spec(self, root: str, source: str, stdin: str, wall_s: float) -> dict[str, object]:
         limits = self.limits
@@ -167,6 +185,7 @@ class LocalSandbox:
             "wall_s": wall_s,
             "disk_mb": limits.disk_mb,
             "visible": visible_paths(),
+            "filter": base64.b64encode(system_call_filter().program).decode(),
             "argv": [sys.executable, "-I", "-X", "utf8", f"{HOME}/main.py"],
             "env": {"PATH": "/usr/bin:/bin", "HOME": HOME, "TMPDIR": HOME, "OMP_NUM_THREADS": "1"},
             "rlimits": {
@@ -186,7 +205,29 @@ class _Output(NamedTuple):
     stopped: str | None  # reason why reading stopped before the end of the program
 
 
-def _communicate(process: subprocess.Popen[bytes], stdin: bytes, limits: SandboxLimits, limit_s: float) -> _Output:
+def _limit_memory(launcher: int, cgroup: MemoryCgroup | None, limits: SandboxLimits) -> Callable[[bool], bool]:
+    """Put a launcher, which waits for its input, into its cgroup; without one, its memory is added up here.
+
+    Returns:
+        A function that says whether the program exceeds its memory; the argument: whether it has ended.
+    """
+    if cgroup is not None:
+        try:
+            cgroup.add(launcher)
+        except OSError:
+            pass
+        else:
+            return lambda has_ended: cgroup.exceeded()
+    return lambda has_ended: not has_ended and exceeds_memory(launcher, limits.memory_mb * _MIB)
+
+
+def _communicate(
+    process: subprocess.Popen[bytes],
+    stdin: bytes,
+    limits: SandboxLimits,
+    limit_s: float,
+    exceeds: Callable[[bool], bool],
+) -> _Output:
     """Send the input of a process and read its output, within the limits of output, memory and seconds."""
     assert process.stdin and process.stdout and process.stderr
     deadline, parts = time.monotonic() + limit_s, {"stdout": bytearray(), "stderr": bytearray()}
@@ -212,10 +253,11 @@ def _communicate(process: subprocess.Popen[bytes], stdin: bytes, limits: Sandbox
             elif now > deadline:
                 stopped = TIMEOUT
             elif now > next_check:
-                stopped = MEMORY_LIMIT if exceeds_memory(process.pid, limits.memory_mb * _MIB) else None
+                stopped = MEMORY_LIMIT if exceeds(False) else None
                 next_check = now + _MEMORY_CHECK_S
     if stopped is None:
         process.wait()
+        stopped = MEMORY_LIMIT if exceeds(True) else None  # the kernel ended the program between two checks
     return _Output(bytes(parts["stdout"]), bytes(parts["stderr"]), stopped)
 
 
@@ -253,8 +295,22 @@ def isolation_problem() -> str | None:
     return None if execution.stdout == "42\n" else f"a program does not run in the sandbox: {execution.stderr}"
 
 
-def protections() -> dict[str, bool]:
-    """Return the protections of the sandbox on this machine and whether each is active, as a program in it observes.
+class Protection(NamedTuple):
+    """One protection of the sandbox on this machine.
+
+    Attributes:
+        name: short description.
+        active: whether a program in the sandbox observes it.
+        remedy: the reason why it is not active, and what to do; empty if unknown.
+    """
+
+    name: str
+    active: bool
+    remedy: str = ""
+
+
+def protections() -> list[Protection]:
+    """Return the protections of the sandbox on this machine, as a program in it observes them.
 
     Raises:
         InfrastructureFailure: this machine does not allow sandboxes.
@@ -262,5 +318,10 @@ def protections() -> dict[str, bool]:
     execution = LocalSandbox(SandboxLimits(timeout_s=20)).run(_PROBE)
     if not execution.succeeded:
         raise InfrastructureFailure(f"a program does not run in the sandbox: {execution.stderr}")
-    observed: dict[str, bool] = json.loads(execution.stdout)
-    return observed
+    no_cgroup = cgroup_problem()
+    remedies = {
+        "seccomp filter": system_call_filter().problem or "",
+        CGROUP: f"{no_cgroup}; a supervisor adds up the memory of all processes instead",
+    }
+    observed: dict[str, bool] = {**json.loads(execution.stdout), CGROUP: no_cgroup is None}
+    return [Protection(name, active, "" if active else remedies.get(name, "")) for name, active in observed.items()]

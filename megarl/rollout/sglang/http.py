@@ -20,6 +20,7 @@ import psutil
 
 from megarl.base.child_process import kill_process_tree
 from megarl.base.errors import ConfigError
+from megarl.base.json_text import parse_json
 from megarl.base.logs import output_log
 from megarl.base.ports import free_port
 from megarl.base.processes import READ_ERRORS, descendants
@@ -254,7 +255,7 @@ def _sendable(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parsed(text: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         return text
 

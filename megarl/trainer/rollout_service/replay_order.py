@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.base.errors import ConfigError
+from megarl.base.json_text import parse_json
 from megarl.base.run_writer import RUN_WRITER
 
 REPLAY_FILE = "batch_order.jsonl"
@@ -71,7 +72,7 @@ def read_order(path: Path) -> dict[int, list[int]]:
     batches: dict[int, list[int]] = {}
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             batches[int(row["batch"])] = [int(group) for group in row["groups"]]
         except (ValueError, TypeError, KeyError):
             if number == len(lines):

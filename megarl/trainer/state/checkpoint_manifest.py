@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from megarl.base.errors import CheckpointError, ConfigError
 from megarl.base.files import DIGEST_BYTES, FileEntry, flush_file, flush_path, read_entry
+from megarl.base.json_text import parse_json
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -108,7 +109,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: not a checkpoint folder, or one that was never finished") from None
     except (OSError, ValueError, RecursionError) as error:

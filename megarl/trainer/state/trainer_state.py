@@ -19,6 +19,7 @@ import torch
 
 import megarl
 from megarl.base.errors import CheckpointError
+from megarl.base.json_text import parse_json
 from megarl.base.provenance import installed_versions
 from megarl.models.model_config import ModelConfig
 
@@ -70,10 +71,10 @@ class TrainerState:
         """
         path = Path(folder) / STATE_FILE
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
+            document = parse_json(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing") from None
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             version = document.get("format") if isinstance(document, dict) else document

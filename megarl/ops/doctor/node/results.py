@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from megarl.base.json_text import parse_json
 from megarl.base.table import table_lines
 from megarl.base.units import count_noun
 
@@ -75,7 +75,7 @@ class NodeReport:
             ValueError: the text is not such a report.
         """
         try:
-            values = text if isinstance(text, Mapping) else json.loads(text)
+            values = text if isinstance(text, Mapping) else parse_json(text)
             results = [CheckResult(**{**check, "status": Status(check["status"])}) for check in values["checks"]]
             return NodeReport(values["host"], results, values["facts"])
         except (KeyError, TypeError, ValueError) as error:

@@ -42,7 +42,7 @@ def check_sandbox(needs: Needs) -> CheckResult:
     except InfrastructureFailure as error:
         remedy = "only for the reward function code: allow user namespaces, or set reward_model.sandbox_fusion.url"
         return CheckResult("code sandbox", Status.WARN, str(error), remedy)
-    active = [name for name, is_active in observed.items() if is_active]
-    missing = [name for name, is_active in observed.items() if not is_active]
+    active = [protection.name for protection in observed if protection.active]
+    missing = [f"{p.name} ({p.remedy})" if p.remedy else p.name for p in observed if not p.active]
     text = ", ".join(active) + (f"; not active: {', '.join(missing)}" if missing else "")
     return CheckResult("code sandbox", Status.PASS, text)
