@@ -323,9 +323,11 @@ class AgentRunners:
         assert runner.report is not None
         call, since = runner.report
         if call.ref not in ready:
-            if time.monotonic() - since > REPORT_S + self._timeout_s:
+            if time.monotonic() - since <= REPORT_S + self._timeout_s:
+                return []
+            # After a long pause of the driver several reports are ready, and only the first of them is in `ready`.
+            if not first_ready([call.ref], 0.0):
                 raise WorkerSilent(f"no answer within {self._timeout_s:g} s", [(call.role, call.rank)])
-            return []
         runner.report = None
         report: RunnerReport = gather([call])[0]
         for text in report.warnings:

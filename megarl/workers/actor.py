@@ -24,6 +24,7 @@ from megarl.algorithms import (
     token_keys,
 )
 from megarl.base.algorithm_names import FULL_KL
+from megarl.base.errors import DataError
 from megarl.base.rendezvous import host_store
 from megarl.config import ActorConfig
 from megarl.config.schema.distillation import DistillationLossConfig
@@ -251,7 +252,16 @@ class ActorWorker(PolicyWorker):
         columns=(*SEQUENCES, ROUTES, "response_mask", *POLICY_COLUMNS, *TEACHER_COLUMNS, *SAMPLE_IDS),
     )
     def update_actor(self, batch: DataProto) -> dict[str, float]:
-        """Update the policy (PPO): ``ppo_epochs`` passes over the mini-batches."""
+        """Update the policy (PPO): ``ppo_epochs`` passes over the mini-batches.
+
+        Raises:
+            DataError: routing replay is on, and the batch has no routes.
+        """
+        if self.config.router_replay.mode == "R2" and ROUTES not in batch.tensors:
+            raise DataError(
+                f"actor_rollout_ref.actor.router_replay.mode=R2: the batch has no {ROUTES}, which compute_log_prob "
+                "records; the routers would select other experts than for the old log-probs"
+            )
         self._held.mark_changed()
         unread = () if self.config.use_kl_loss and not self._learns_full_kl else ("ref_log_prob",)
         columns = [name for name in (*POLICY_COLUMNS, *TEACHER_COLUMNS) if name in batch.tensors and name not in unread]

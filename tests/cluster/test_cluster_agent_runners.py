@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -45,11 +46,11 @@ def runners(
     pool: PlacedPool,
     train_config: Callable[..., TrainConfig],  # noqa: F811
     arithmetic: Path,  # noqa: F811
-) -> Iterator[Callable[[int], AgentRunners]]:
+) -> Iterator[Callable[..., AgentRunners]]:
     started: list[AgentRunners] = []
 
-    def start(count: int) -> AgentRunners:
-        keys = {"agent.num_workers": count, "health.timeout_s": 6.0}
+    def start(count: int, timeout_s: float = 6.0) -> AgentRunners:
+        keys = {"agent.num_workers": count, "health.timeout_s": timeout_s}
         config = train_config({f"actor_rollout_ref.rollout.{name}": value for name, value in keys.items()})
         started.append(AgentRunners(config, load_tokenizer(str(arithmetic / "model")), pool))
         assert started[-1].wait_ready() == ""
@@ -106,7 +107,7 @@ def signal_runner(service: AgentRunners, rank: int, number: int) -> None:
 
 
 def test_other_runners_repeat_the_conversations_of_a_lost_one(
-    runners: Callable[[int], AgentRunners], replica: WorkerGroup, caplog: pytest.LogCaptureFixture
+    runners: Callable[..., AgentRunners], replica: WorkerGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
     service, replicas = runners(2), replica_processes(replica)
     first = [service._group.processes[rank].pid for rank in range(2)]
@@ -129,8 +130,23 @@ def test_other_runners_repeat_the_conversations_of_a_lost_one(
     assert lead(service, replicas, 24, strikes) == (expected(24), 2)
 
 
+def test_reports_that_wait_for_the_driver_are_no_silence(
+    runners: Callable[..., AgentRunners], replica: WorkerGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both reports are ready after a pause that is longer than the limit, such as an update; one is read first."""
+    service = runners(2, timeout_s := 2.0)
+    service.open(replica_processes(replica))
+    service.submit(groups_of(6))
+    assert service.finished(0.0) == [], "the reports are requested"
+    time.sleep(agent_runners.REPORT_S + timeout_s + 1.0)
+    responses: dict[SampleId, list[int]] = {}
+    while len(responses) < 12:
+        responses |= {name: trajectory.response_ids.tolist() for name, trajectory in service.finished(1.0)}
+    assert (responses, service.close().runners_lost) == (expected(6), 0) and "is lost" not in caplog.text
+
+
 def test_errors_of_a_runner_reach_the_driver(
-    runners: Callable[[int], AgentRunners],
+    runners: Callable[..., AgentRunners],
     replica: WorkerGroup,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

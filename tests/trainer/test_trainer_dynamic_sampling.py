@@ -11,7 +11,7 @@ import torch
 from megarl.base.errors import ConfigError, DataError, StepImpossible
 from megarl.config import TrainConfig
 from megarl.data import DataProto
-from megarl.trainer.phases.dynamic_sampling import SampleCollector, combine_rounds, join, keep_best, split_baselines
+from megarl.trainer.phases.dynamic_sampling import SampleCollector, join, keep_best, split_baselines
 
 GROUPS = {"actor_rollout_ref.rollout.n": 2, "algorithm.adv_estimator": "grpo", "data.train_batch_size": 4}
 GROUPS["actor_rollout_ref.actor.ppo_mini_batch_size"] = 4
@@ -125,12 +125,6 @@ def test_best_of_n_keeps_the_best_and_masks_bad_samples() -> None:
 def test_a_column_missing_in_a_round_is_none_there() -> None:
     joined = join([samples({"a": [1.0]}, reward_extra_x=[3]), samples({"b": [0.0]})])
     assert joined.non_tensor_batch["reward_extra_x"].tolist() == [3, None]
-
-
-def test_metrics_of_rounds_are_combined() -> None:
-    rounds = [({"a/mean": 1.0, "a/max": 2.0, "a/min": 0.0}, 1), ({"a/mean": 4.0, "a/max": 1.0, "a/min": -1.0}, 2)]
-    assert combine_rounds(rounds) == {"a/mean": 3.0, "a/max": 2.0, "a/min": -1.0}
-    assert combine_rounds([({"reward/failed": 1.0}, 9), ({"reward/failed": 2.0}, 1)]) == {"reward/failed": 3.0}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from documented_metrics import undocumented
 
 from megarl.data import DataProto
-from megarl.trainer.phases.validation import AVERAGED, SUMMED, conversation_metrics
+from megarl.trainer.phases.validation import CONVERSATION_METRICS, conversation_metrics
 from megarl.trainer.records.metrics import (
     batch_metrics,
     group_spread,
@@ -163,5 +163,5 @@ def test_conversation_metrics_are_averaged_by_rows() -> None:
         "val-aux/tool_call_counts/mean": 2.0,
     }
     assert conversation_metrics([{}], [4]) == {}
-    complete = conversation_metrics([dict.fromkeys((*AVERAGED, *SUMMED), 1.0)], [1])
-    assert len(complete) == len(AVERAGED) + len(SUMMED) and undocumented(complete) == []
+    complete = conversation_metrics([dict.fromkeys(CONVERSATION_METRICS, 1.0)], [1])
+    assert len(complete) == len(CONVERSATION_METRICS) and undocumented(complete) == []

@@ -40,6 +40,8 @@ def test_update_uses_the_experts_of_the_samples(role_pool: ProcessPool, tmp_path
     arguments = actor_arguments(tmp_path, layout) | {"config": REPLAY}
     with Role(role_pool, ActorWorker, layout, arguments) as actor:
         routes = actor.map("compute_log_prob", batch).tensors["routed_experts"]
+        for error in actor.split("update_actor", batch, MINI_BATCH_ROWS, attempt=True):
+            assert error.kind == "DataError" and "router_replay.mode=R2: the batch has no routed_experts" in error.text
         real = batch.tensors["attention_mask"].bool()
         expected = torch.cat([torch.stack(layers, dim=1) for layers in zip(*own.values(), strict=True)])
         assert torch.equal(routes[real].long().sort(-1).values, expected.sort(-1).values)

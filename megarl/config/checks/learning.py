@@ -92,7 +92,11 @@ def router_replay(config: TrainConfig) -> Iterator[Problem]:
         text = f"needs routes of the engine, which rollout.name={config.actor_rollout_ref.rollout.name} does not return"
         yield Problem(path, mode, f"{text}; set R2")
     if mode == "R2" and config.algorithm.rollout_correction.bypass_mode:
-        yield Problem(path, mode, f"needs the pass for old log-probs, which {_CORRECTION}.bypass_mode=true leaves out")
+        text = f"needs the pass for old log-probs, which {_CORRECTION}.bypass_mode=true leaves out; set false"
+        yield Problem(path, mode, text)
+    if mode == "R2" and config.estimates_proximal_policy:
+        text = "needs the pass for old log-probs, which async_training.proximal=loglinear leaves out; set recompute"
+        yield Problem(path, mode, text)
 
 
 def rollout_correction(config: TrainConfig) -> Iterator[Problem]:

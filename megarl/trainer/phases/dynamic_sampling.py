@@ -13,22 +13,10 @@ from megarl.base.errors import DataError, StepImpossible
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data import DataProto
 from megarl.trainer.records.metrics import GENERATED_TOKENS, Metrics, counted_rows, generated_tokens
+from megarl.trainer.records.reductions import combine_metrics
 
 SCORES = ("score", "seq_reward")
 """Values of ``algorithm.filter_groups.metric`` that mean the score itself."""
-SUMMED = (
-    *(
-        "agent/failed",
-        "rollout/replicas_lost",
-        "rollout/runners_lost",
-        "reward/failed",
-        "reward/bad_samples",
-        "reward/timeouts",
-    ),
-    *("reward/infrastructure_failures", "reward/retries", "reward/processes_replaced", "reward/rm_truncated"),
-    "reward_baselines/failed",
-)
-"""Metrics that are summed over the rounds of a step; others are averaged by rows."""
 
 
 class SampleCollector:
@@ -86,7 +74,7 @@ class SampleCollector:
         Raises:
             StepImpossible: too few groups have varied scores, and ``on_shortage`` is ``stop``.
         """
-        metrics |= combine_rounds(self._metrics)
+        metrics |= combine_metrics(self._metrics)
         batch = self._filtered(metrics) if self.filter.enable else join(self._varied)
         batch.meta_info[GENERATED_TOKENS] = self._generated
         self._reset()
@@ -194,24 +182,3 @@ def join(parts: Sequence[DataProto]) -> DataProto:
         for part in parts
     ]
     return DataProto.concat(filled) if len(filled) > 1 else filled[0]
-
-
-def combine_rounds(rounds: Sequence[tuple[Metrics, int]]) -> Metrics:
-    """Combine the metrics of several rounds: sums of counts, extremes, else means weighted by rows.
-
-    Args:
-        rounds: metrics and number of rows of each round.
-    """
-    if len(rounds) == 1:
-        return dict(rounds[0][0])
-    result: Metrics = {}
-    for name in dict.fromkeys(name for metrics, _ in rounds for name in metrics):
-        weighted = [(metrics[name], rows) for metrics, rows in rounds if name in metrics]
-        values = [value for value, _ in weighted]
-        if name in SUMMED:
-            result[name] = sum(values)
-        elif name.endswith(("/max", "/min")):
-            result[name] = max(values) if name.endswith("/max") else min(values)
-        else:
-            result[name] = sum(value * rows for value, rows in weighted) / max(sum(rows for _, rows in weighted), 1)
-    return result

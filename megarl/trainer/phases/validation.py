@@ -26,12 +26,14 @@ from megarl.rewards.outcome import as_number
 from megarl.trainer.phases.reward_phase import EXTRA, RewardPhase
 from megarl.trainer.phases.rollout_phase import ROLLOUT_METRICS, RolloutPhase
 from megarl.trainer.records.metrics import Metrics, generated_tokens
+from megarl.trainer.records.reductions import combine_metrics
 from megarl.trainer.records.samples import Sample, describe_samples
 
-AVERAGED = ("env/number_of_valid_search", "env/ratio_of_valid_action", "env/finish_ratio", "tool_call_counts/mean")
-"""Conversation metrics that validation reports as a mean over batches, weighted by rows."""
-SUMMED = ("rollout/replicas_lost", "rollout/runners_lost", "agent/failed")
-"""Conversation metrics that validation reports as a sum."""
+CONVERSATION_METRICS = (
+    *("env/number_of_valid_search", "env/ratio_of_valid_action", "env/finish_ratio", "tool_call_counts/mean"),
+    *("rollout/replicas_lost", "rollout/runners_lost", "agent/failed"),
+)
+"""Conversation metrics that validation reports."""
 PREDICTION = "pred"
 """Key under which a reward function returns the extracted answer, as in verl."""
 MAX_SUBSETS = 1000
@@ -129,15 +131,8 @@ def conversation_metrics(batches: Sequence[Metrics], rows: Sequence[int]) -> Met
         batches: metrics of each batch.
         rows: number of rows of each batch, which weights the means.
     """
-    names = [name for name in dict.fromkeys(name for metrics in batches for name in metrics) if name in AVERAGED]
-    result = {}
-    for name in names:
-        weighted = [(metrics[name], count) for metrics, count in zip(batches, rows, strict=True) if name in metrics]
-        result[f"val-aux/{name}"] = sum(value * count for value, count in weighted) / sum(n for _, n in weighted)
-    for name in SUMMED:
-        if any(name in metrics for metrics in batches):
-            result[f"val-aux/{name}"] = sum(metrics.get(name, 0.0) for metrics in batches)
-    return result
+    combined = combine_metrics(list(zip(batches, rows, strict=True)))
+    return {f"val-aux/{name}": combined[name] for name in CONVERSATION_METRICS if name in combined}
 
 
 def validation_metrics(

@@ -10,10 +10,11 @@ from megarl.config.schema.jobs import TrainConfig
 from megarl.data import DataProto
 from megarl.data.loader import PromptQueue
 from megarl.trainer.jobs.roles import Roles
-from megarl.trainer.phases.dynamic_sampling import SampleCollector, combine_rounds, join
+from megarl.trainer.phases.dynamic_sampling import SampleCollector, join
 from megarl.trainer.phases.reward_phase import RewardPhase
 from megarl.trainer.phases.rollout_phase import RolloutPhase, check_weight_versions
 from megarl.trainer.records.metrics import GENERATED_TOKENS, Metrics
+from megarl.trainer.records.reductions import combine_metrics
 
 TimedPhase = Callable[[str], AbstractContextManager[object]]
 """Times a phase of the step under its name."""
@@ -125,8 +126,8 @@ class TrainedBatches:
         self._metrics.append((metrics, len(batch)))
 
     def joined(self) -> tuple[DataProto, Metrics]:
-        """Return all rows of the step, and its metrics: sums of counts, extremes, or means over rows."""
+        """Return all rows of the step, and its metrics; see :func:`combine_metrics`."""
         tokens = sum(batch.meta_info[GENERATED_TOKENS] for batch in self._batches)
         for batch in self._batches:
             batch.meta_info[GENERATED_TOKENS] = tokens
-        return join(self._batches), combine_rounds(self._metrics)
+        return join(self._batches), combine_metrics(self._metrics)
