@@ -1,4 +1,4 @@
-"""Memory of a sandbox by cgroup v2: the kernel counts all processes of a program and ends them at the limit."""
+"""Memory limits by cgroup v2: the kernel counts all processes of a program and kills them together."""
 
 from __future__ import annotations
 
