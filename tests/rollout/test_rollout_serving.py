@@ -132,9 +132,11 @@ def test_paused_requests_continue_with_the_next_weights(make_folder):
     server = EngineServer(engine)
     server.accept("a", [request(f"a{seed}", 200, seed) for seed in range(6)])  # two of them wait for a slot
     server.accept("b", [request("b", LONG, 9)])
-    while not (held := server.pause()).requests:  # none has begun
+    pause_s = 0.005
+    while not (held := server.pause()).requests:  # none has begun: a slow machine needs longer for a first token
         server.resume()
-        time.sleep(0.005)
+        time.sleep(pause_s)
+        pause_s *= 2
     assert held.requests <= 4 and held.tokens > 3 * held.requests
     assert server.completions("b", 0.0) == [], "a pause is no hang"
     server.accept("b", [], ["b"])
