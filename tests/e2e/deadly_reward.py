@@ -76,10 +76,13 @@ def kill(ranks: Sequence[int]) -> None:
 
 
 def kill_during_generation(ranks: Sequence[int]) -> None:
+    """Kill replicas that have requests: they stand still from before the submission, so that they cannot answer."""
     submit = AgentRunners.submit
 
     def submit_and_kill(runners: AgentRunners, groups: Sequence[ConversationGroup]) -> None:
         AgentRunners.submit = submit
+        for rank in ranks:
+            signal_replica(rank, signal.SIGSTOP)
         submit(runners, groups)
         kill(ranks)
 

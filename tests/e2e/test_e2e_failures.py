@@ -171,7 +171,7 @@ def test_dead_replicas_are_replaced_and_the_run_is_saved_if_all_die(
     assert run.wait() == 1, run.output
     assert run.remaining(AT_ONCE_S) == []
     steps = RunFiles(run.folder, "endless").steps
-    assert sorted(steps) == [1, 2, 3, 4]
+    assert sorted(steps) == [1, 2, 3, 4], run.output
     assert [steps[step]["rollout/replicas_lost"] for step in steps] == [0, 1, 0, 0]
     assert steps[2]["rollout/requests_moved"] > 0
     assert run.output.count("is lost") == 4, run.output

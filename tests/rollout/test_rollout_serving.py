@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megarl.base.errors import WeightSyncError
-from megarl.rollout import EngineOptions, Request, RolloutError, SamplingParams, create_engine
+from megarl.rollout import Completion, EngineOptions, Request, RolloutError, SamplingParams, create_engine
 from megarl.rollout.serving import EngineServer
 
 LONG = 4000
@@ -97,6 +97,8 @@ def test_a_failed_engine_fails_all_clients_and_serves_again(engine, monkeypatch)
 def test_a_hanging_engine_reports_nothing():
     """An empty report would tell the router that the replica works."""
 
+    answer = Completion("r", [7], [0.0], "length", 1)
+
     class Hanging:
         released = threading.Event()
 
@@ -108,7 +110,7 @@ def test_a_hanging_engine_reports_nothing():
 
         def poll(self, timeout_s):
             self.released.wait()
-            return []
+            return [answer]
 
     engine = Hanging()
     server = EngineServer(engine)
@@ -120,7 +122,7 @@ def test_a_hanging_engine_reports_nothing():
     assert reports == []
     engine.released.set()
     thread.join(10)
-    assert reports == [[]]
+    assert reports == [[answer]]
 
 
 def test_paused_requests_continue_with_the_next_weights(make_folder):
@@ -133,7 +135,7 @@ def test_paused_requests_continue_with_the_next_weights(make_folder):
     server.accept("a", [request(f"a{seed}", 200, seed) for seed in range(6)])  # two of them wait for a slot
     server.accept("b", [request("b", LONG, 9)])
     pause_s = 0.005
-    while not (held := server.pause()).requests:  # none has begun: a slow machine needs longer for a first token
+    while not (held := server.pause()).requests:  # none has a first token yet
         server.resume()
         time.sleep(pause_s)
         pause_s *= 2
