@@ -94,7 +94,7 @@ class AgentRunner:
     @property
     def progress(self) -> int:
         """Number of turns that have been generated since :meth:`open`."""
-        return 0 if self._router is None else self._router.stats.finished
+        return 0 if self._router is None else self._router.finished
 
     def open(self, replicas: Sequence[Replica], client: str = "") -> None:
         """Serve conversations with these rollout replicas from now on.
@@ -140,6 +140,14 @@ class AgentRunner:
     def abort(self, names: Sequence[SampleId]) -> None:
         """End conversations without a result; unknown ones are ignored."""
         self._loop.run(self._abort(names))
+
+    def take_stats(self) -> RouterStats:
+        """Return the router's statistics since the last call; conversations go on."""
+
+        async def take() -> RouterStats:
+            return RouterStats() if self._router is None else self._router.take_stats()
+
+        return self._loop.run(take())
 
     def close(self) -> RouterStats:
         """Abort the remaining conversations; when it returns, no replica has a request of this runner."""

@@ -230,6 +230,9 @@ class ConversationService(Protocol):
     def abort(self, names: Sequence[SampleId]) -> None:
         """End conversations without a result; unknown ones are ignored."""
 
+    def take_stats(self) -> RouterStats:
+        """Return the statistics since the last call or since :meth:`open`; conversations go on."""
+
     def close(self) -> RouterStats:
         """Abort the remaining conversations; when it returns, no replica has a request of this service."""
 

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 REPORT_S = 1.0
 """Heartbeat interval in seconds: a runner without finished samples reports its progress."""
 MOST_LOST = 3
-"""Maximum runner losses per generation; more end the run."""
+"""Maximum runner losses per generation or sync interval; more end the run."""
 SHUTDOWN_S = 5.0
 ROLE = "agents"
 
@@ -107,6 +107,11 @@ class AgentRunnerWorker:
     def abort(self, names: Sequence[SampleId]) -> None:
         """Abort conversations."""
         self._runner.abort(names)
+
+    @verb(Dispatch.RANK)
+    def take_stats(self) -> RouterStats:
+        """Return the router's statistics since the last call."""
+        return self._runner.take_stats()
 
     @verb(Dispatch.ALL)
     def close(self) -> RouterStats:
@@ -201,6 +206,7 @@ class AgentRunners:
         self._runners: dict[int, _Runner] = {}
         self._replicas: Sequence[Replica] = ()
         self._groups: dict[int, ConversationGroup] = {}
+        self._unfinished: Counter[int] = Counter()
         self._dead: list[int] = []
         self._losses = 0
 
@@ -225,18 +231,20 @@ class AgentRunners:
     def open(self, replicas: Sequence[Replica]) -> None:
         """Send the replicas to the runners; see :class:`~megarl.agents.types.ConversationService`."""
         self._replicas, self._groups, self._losses = replicas, {}, 0
+        self._unfinished.clear()
         self._runners = {rank: self._open(rank) for rank in range(self._group.world_size)}
 
     def submit(self, groups: Sequence[ConversationGroup]) -> None:
         """Distribute groups over the runners; see :class:`~megarl.agents.types.ConversationService`."""
         self._groups |= {group.number: group for group in groups}
+        self._unfinished.update({group.number: len(group.samples) for group in groups})
         self._distribute(groups)
 
     def finished(self, wait_s: float) -> list[FinishedSample]:
         """Collect finished samples of all runners; see :class:`~megarl.agents.types.ConversationService`.
 
         Raises:
-            RunnersLost: more than :data:`MOST_LOST` runners were lost since :meth:`open`.
+            RunnersLost: more than :data:`MOST_LOST` runners were lost since :meth:`open` or :meth:`take_stats`.
         """
         deadline = time.monotonic() + wait_s
         samples: list[FinishedSample] = []
@@ -261,9 +269,24 @@ class AgentRunners:
         """Abort conversations; see :class:`~megarl.agents.types.ConversationService`."""
         for runner in self._runners.values():
             chosen = [name for name in names if name in runner.running]
-            runner.running.difference_update(chosen)
+            self._end(runner, chosen)
             if chosen:
                 runner.call("abort", chosen)
+
+    def take_stats(self) -> RouterStats:
+        """Return statistics of all runners; see :class:`~megarl.agents.types.ConversationService`.
+
+        Lost runners are replaced. Runners that do not answer are left out; :meth:`finished` notices their loss.
+        """
+        stats = []
+        for runner in self._runners.values():
+            with contextlib.suppress(WorkerFailed, WorkerSilent):
+                stats += gather([runner.handle.submit("take_stats")], self._timeout_s)
+        if self._dead:
+            self._group.restart(self._dead)
+            self._runners |= {lost: self._open(lost) for lost in self._dead}
+        losses, self._losses, self._dead = self._losses, 0, []
+        return RouterStats.merged(stats, losses)
 
     def close(self) -> RouterStats:
         """Abort the remaining conversations; see :class:`~megarl.agents.types.ConversationService`.
@@ -338,8 +361,16 @@ class AgentRunners:
         if report.failure is not None:
             raise report.failure
         samples = [sample for sample in report.samples.unpack() if sample.name in runner.running]
-        runner.running.difference_update(sample.name for sample in samples)
+        self._end(runner, [sample.name for sample in samples])
         return samples
+
+    def _end(self, runner: _Runner, names: Sequence[SampleId]) -> None:
+        """Forget finished or aborted samples, and the groups without others."""
+        runner.running.difference_update(names)
+        for name in names:
+            self._unfinished[name.group] -= 1
+            if not self._unfinished[name.group]:
+                del self._unfinished[name.group], self._groups[name.group]
 
     def _lose(self, rank: int, error: Exception) -> None:
         """Replace a lost runner: the other runners, or a new one, repeat its unfinished conversations.

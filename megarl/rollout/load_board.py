@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
@@ -75,6 +75,10 @@ class LengthEstimator:
     def started(self, key: str) -> bool:
         """Return whether a replica has got any request of this key."""
         return key in self._groups
+
+    def keep(self, keys: Collection[str]) -> None:
+        """Forget the statistics of all other keys."""
+        self._groups = {key: group for key, group in self._groups.items() if key in keys}
 
     @property
     def mean(self) -> float | None:
@@ -211,6 +215,13 @@ class LoadBoard:
         for entry in entries:
             entry.moves += 1
         return entries
+
+    def forget_idle_keys(self) -> None:
+        """Forget lengths and prefixes of the keys without requests, so that a router may serve for a whole run."""
+        held = {entry.key for replica in self._replicas.values() for entry in replica.held}
+        keys = held | self._waiting.keys()
+        self._lengths.keep(keys)
+        self._prefix_replica = {key: number for key, number in self._prefix_replica.items() if key in keys}
 
     def _next_groups(self, room: int) -> list[_Group]:
         """Return the next groups to dispatch, in order; at least enough for the room."""

@@ -101,7 +101,6 @@ class RouterStats:
         busy_s: busy seconds of each replica.
         idle_while_waiting_s: seconds that replicas were idle while requests waited, over all replicas.
         seconds: seconds between opening and closing the router.
-        finished: requests that have ended.
         runners_lost: agent runners that were lost, with their routers.
     """
 
@@ -110,7 +109,6 @@ class RouterStats:
     busy_s: dict[int, float] = field(default_factory=dict)
     idle_while_waiting_s: float = 0.0
     seconds: float = 0.0
-    finished: int = 0
     runners_lost: int = 0
 
     @classmethod
@@ -130,7 +128,6 @@ class RouterStats:
             busy_s=busy,
             idle_while_waiting_s=sum(part.idle_while_waiting_s for part in parts),
             seconds=max((part.seconds for part in parts), default=0.0),
-            finished=sum(part.finished for part in parts),
             runners_lost=runners_lost,
         )
 
@@ -208,7 +205,8 @@ class Router:
         client: name of the router at the replicas, which may serve several routers; empty = a random one.
 
     Attributes:
-        stats: statistics so far.
+        stats: statistics since the opening, or since the last :meth:`take_stats`.
+        finished: number of requests that have ended.
     """
 
     def __init__(self, replicas: Sequence[Replica], capacity: int, timeout_s: float, client: str = "") -> None:
@@ -224,7 +222,7 @@ class Router:
         self._pumps: list[asyncio.Task[None]] = []
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
-        self._count = 0
+        self._count = self.finished = 0
         self._since = time.perf_counter()
         self.stats = RouterStats(busy_s=dict.fromkeys(range(len(self._replicas)), 0.0))
         self._opened = self._since
@@ -294,6 +292,15 @@ class Router:
         except asyncio.CancelledError:
             self._abort(entry)
             raise
+
+    def take_stats(self) -> RouterStats:
+        """Return the statistics since the last call, while requests run on; to be called once per weight sync."""
+        self._account()
+        self._board.forget_idle_keys()  # no prefix of the old weights is cached any more
+        now, taken = time.perf_counter(), self.stats
+        taken.seconds, self._opened = now - self._opened, now
+        self.stats = RouterStats(busy_s=dict.fromkeys(self._board.replicas, 0.0))
+        return taken
 
     async def _drain(self) -> None:
         """Wait until the replicas have aborted all cancelled requests."""
@@ -375,7 +382,7 @@ class Router:
             return
         TRACER.progress()
         self._account()
-        self.stats.finished += len(completions)
+        self.finished += len(completions)
         for completion in completions:
             entry = self._entries.pop(completion.request_id)
             tokens = None if completion.finish_reason == "abort" else len(completion.token_ids)

@@ -123,7 +123,7 @@ class PPOTrainer:
                 batch, metrics = trained_on.joined()
                 # 9. Actor workers send their weights to the rollout replicas.
                 with self.phase("update_weights"):
-                    metrics |= self.phases.samples.sync_weights()
+                    metrics |= self.sync_weights()
             # 10. Driver: metrics, samples, validation (testing), callbacks, checkpoint (save_checkpoint).
             self.finish_step(batch, metrics)
         return self.close()
@@ -147,7 +147,7 @@ class PPOTrainer:
 
         Raises:
             StepImpossible: there is no batch to train on, for example because all rollout replicas are lost. The
-                finished steps are saved, unless the step has trained already.
+                finished steps are saved, unless the step has trained in part.
         """
         source, trained = self.phases.samples.batches(step, self.phase), False
         while True:
@@ -155,13 +155,25 @@ class PPOTrainer:
                 item = next(source, None)
             except StepImpossible as error:
                 if trained:
-                    raise
+                    raise self.state.stop_within_step(error) from error
                 self.state.undo_step()
                 raise self.state.save_and_stop(error, self.roles.learners(), self.reporter.lasting_files) from error
             if item is None:
                 return
             yield item
             trained = True
+
+    def sync_weights(self) -> Metrics:
+        """Send the actor's weights to the rollout replicas; see :meth:`SampleSource.sync_weights`.
+
+        Raises:
+            StepImpossible: no conversation in flight can go on, for example because all rollout replicas are lost. The
+                finished steps are saved, this one included.
+        """
+        try:
+            return self.phases.samples.sync_weights()
+        except StepImpossible as error:
+            raise self.state.save_and_stop(error, self.roles.learners(), self.reporter.lasting_files) from error
 
     def balance(self, batch: DataProto) -> DataProto:
         """Order the batch so that its mini-batches have similar lengths; samples of a prompt stay together.

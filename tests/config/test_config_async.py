@@ -26,6 +26,9 @@ AHEAD = {**APART, "async_training.max_staleness": 1}
         ({"async_training.max_staleness": 1}, "async_training.max_staleness", "has no effect with"),
         ({"async_training.sync_interval": 4}, "async_training.sync_interval", "has no effect with"),
         ({"trainer.replay_order": "order.jsonl"}, "trainer.replay_order", "leave it null"),
+        ({**AHEAD, "trainer.replay_order": "order.jsonl"}, "trainer.replay_order", "partial_rollout=false in the run"),
+        ({**AHEAD, "async_training.max_staleness": 2, "async_training.partial_rollout": False},
+         "async_training.max_staleness", "set 1, or partial_rollout=true"),
         ({**APART, f"{ROLLOUT}.nnodes": 0}, f"{ROLLOUT}.nnodes", "set nnodes and n_gpus_per_node"),
         ({f"{ROLLOUT}.nnodes": 1}, f"{ROLLOUT}.nnodes", "set 0, or mode=disaggregated"),
         ({**APART, f"{ROLLOUT}.tensor_model_parallel_size": 3, f"{ROLLOUT}.name": "sglang"},
@@ -70,7 +73,7 @@ def test_the_modes_of_verl_are_translated() -> None:
     fully_async = {
         **SIZES, **STALE, "async_training.mode": "disaggregated", "async_training.staleness_threshold": 0.5,
         "async_training.trigger_parameter_sync_step": 4, "async_training.require_batches": 1,
-        "async_training.partial_rollout": False, "rollout.nnodes": 1, "rollout.n_gpus_per_node": 2,
+        "async_training.partial_rollout": True, "rollout.nnodes": 1, "rollout.n_gpus_per_node": 2,
     }  # fmt: skip
     config = build(TrainConfig, with_keys(fully_async))
     assert (config.async_training.max_staleness, config.async_training.sync_interval) == (0.5, 4)
@@ -83,8 +86,7 @@ def test_the_modes_of_verl_are_translated() -> None:
     config = build(TrainConfig, with_keys(trainer_v1))
     assert (config.async_training.mode, config.async_training.max_staleness) == ("disaggregated", 8)
     assert config.async_training.sync_interval == 4
-    for key, value in (("trainer.v1.trainer_mode", "colocate_async"), ("async_training.partial_rollout", True)):
-        assert problems_of({key: value})
+    assert problems_of({"trainer.v1.trainer_mode": "colocate_async"})
     switching = "trainer.v1.separate_async.hybrid_rollout.enable_switch"
     assert "do not generate" in problems_of({**AHEAD, switching: True})[switching].text
     assert "total_training_steps" in problems_of({"rollout.total_rollout_steps": 9})["rollout.total_rollout_steps"].text

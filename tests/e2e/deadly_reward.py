@@ -37,6 +37,17 @@ def score(data_source: str, solution_str: str, ground_truth: str, extra_info: di
     return float(len(solution_str))
 
 
+def length_and_kill(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the length; replica 0 dies within a bucket of the weight sync after the second step."""
+    global _calls
+    _calls += 1
+    if _calls == 2 * ROWS:
+        kill_within_bucket(0)
+    return {"score": float(len(solution_str))}
+
+
 def vote(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
     """Return a score, and a prediction that is often equal for several responses to one prompt."""
     return {"score": float(len(solution_str) % 3), "pred": solution_str[:1].isascii()}

@@ -1,9 +1,10 @@
-"""Disaggregated training from the command line: streaming within the bound, and exact replay after a resume."""
+"""Disaggregated training from the command line: streaming within the bound, exact replay, and partial rollouts."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 from cli_runs import CliRun, RunFiles, assert_finite, read_jsonl, reproducible
 from documented_metrics import undocumented
@@ -19,7 +20,7 @@ def test_a_resumed_run_repeats_the_batches_of_an_asynchronous_run(
     arguments = [
         *("--config-name", "quickstart_async", *small, *dense_reward, "trainer.experiment_name=async"),
         *(f"trainer.total_training_steps={STEPS}", "trainer.test_freq=3", "trainer.save_freq=2"),
-        "trainer.max_actor_ckpt_to_keep=null",
+        *("trainer.max_actor_ckpt_to_keep=null", "async_training.partial_rollout=false"),
     ]
     run = start(*arguments)
     assert run.wait() == 0, run.output
@@ -50,3 +51,27 @@ def test_a_resumed_run_repeats_the_batches_of_an_asynchronous_run(
             for row in (first.steps[step], again.steps[step])
         )
         assert found == expected
+
+
+def test_weight_syncs_interrupt_responses_and_survive_a_lost_replica(
+    small: list[str], start: Callable[..., CliRun]
+) -> None:
+    run = start(
+        *("--config-name", "quickstart_async", *small, "trainer.experiment_name=partial", "async_training.max_staleness=2"),
+        *("data.max_response_length=40", "actor_rollout_ref.rollout.max_num_seqs=4", "sync.verify_freq=1"),
+        *(f"trainer.total_training_steps={STEPS}", "trainer.val_before_train=false", "trainer.test_freq=-1"),
+        *(f"custom_reward_function.path={Path(__file__).with_name('deadly_reward.py')}", "reward_model.num_workers=0"),
+        "custom_reward_function.name=length_and_kill",
+    )
+    assert run.wait() == 0, run.output
+    assert run.output.count("rollout replica 0 is lost and is replaced: weight sync to version 3 failed") == 1
+    files = RunFiles(run.folder, "partial")
+    steps = list(files.steps.values())
+    assert undocumented(name for row in files.metrics for name in row) == []
+    assert [row["rollout_service/interrupted"] > 0 for row in steps] == [True, True, True, False]
+    assert all(row["rollout_service/sync_wait_s"] == 0 for row in steps[:3])
+    assert all(row["training/off_policy/trajectory_staleness_worst"] <= 2 for row in steps)
+    partial = [row["fully_async/partial/total_partial_num"] for row in steps]
+    assert partial[0] == 0 < max(partial)
+    trained = [group for row in read_jsonl(files.newest / "batch_order.jsonl") for group in row["groups"]]
+    assert sorted(trained) == list(range(STEPS * PROMPTS))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,8 @@ from megarl.config import RolloutConfig, TrainConfig
 from megarl.data import DataProto
 from megarl.data.loader import PromptQueue
 from megarl.rewards import RewardManager, in_driver
-from megarl.rollout.interface import NO_VERSION
-from megarl.rollout.router import EngineReplica
+from megarl.rollout.interface import NO_VERSION, Completion, Request
+from megarl.rollout.serving import HeldRequests
 from megarl.trainer.phases.data_loading import load_tokenizer, prompt_loader
 from megarl.trainer.phases.reward_phase import RewardPhase
 from megarl.trainer.phases.rollout_phase import RolloutPhase
@@ -39,11 +40,14 @@ STEPS = 3
 
 
 class OneEngine:
-    """Weight syncs of a single engine: each loads the same weights under the next version."""
+    """A single replica; a weight sync loads the same weights under the next version.
+
+    As a replica of the router it serves with the server that a sync interrupts.
+    """
 
     def __init__(self, model: str) -> None:
-        self.model = model
-        settings = RolloutSettings(model, "cpu", RolloutConfig(dtype="float32"))
+        self.model, self.replacements, self.loses_replica = model, 0, False
+        settings = RolloutSettings(model, "cpu", RolloutConfig(dtype="float32", max_num_seqs=4))
         self.worker = RolloutWorker(WorkerPlace(0, 1, "127.0.0.1", 0), settings=settings)
         self.worker.init_model()
         self.sharding_manager = SimpleNamespace(version=0)
@@ -53,6 +57,19 @@ class OneEngine:
         self.sharding_manager.version += 1
         self.worker.engine.load_hf(self.model, self.sharding_manager.version)
         return {}
+
+    def sync_weights_in_flight(self) -> tuple[dict[str, float], HeldRequests]:
+        held = self.worker.pause()
+        metrics = self.sync_weights()
+        self.worker.resume()
+        self.replacements += self.loses_replica
+        return metrics, held
+
+    async def accept(self, client: str, requests: Sequence[Request], aborted: Sequence[str]) -> None:
+        self.worker.accept(client, requests, aborted)
+
+    async def completions(self, client: str, wait_s: float) -> list[Completion]:
+        return await asyncio.to_thread(self.worker.completions, client, wait_s)
 
     def ready_engines(self) -> None:
         pass
@@ -76,23 +93,31 @@ def make(
 ) -> Iterator[Callable[..., Any]]:
     runners: list[AgentRunner] = []
 
-    def build(staleness: float | None, interval: int = 1, replay: Path | None = None, folder: str = "run") -> Any:
+    def build(
+        staleness: float | None,
+        interval: int = 1,
+        replay: Path | None = None,
+        folder: str = "run",
+        tokens: int = 6,
+        partial: bool = False,
+    ) -> Any:
         """A source of samples; staleness None = synchronous. The trainer's sync comes first, as in a run."""
         keys = {} if staleness is None else {
             "async_training.mode": "disaggregated", "async_training.max_staleness": staleness,
             "async_training.sync_interval": interval, "actor_rollout_ref.rollout.nnodes": 1,
             "actor_rollout_ref.rollout.calculate_log_probs": True, "algorithm.rollout_correction.rollout_is": "token",
-            "actor_rollout_ref.actor.ppo_mini_batch_size": 8 // interval,
+            "actor_rollout_ref.actor.ppo_mini_batch_size": 8 // interval, "async_training.partial_rollout": partial,
         }  # fmt: skip
-        config = train_config({**keys, "data.max_response_length": 6, "actor_rollout_ref.rollout.n": 2})
+        keys |= {"data.max_response_length": tokens, "actor_rollout_ref.rollout.n": 2}
+        config = train_config({**keys, "actor_rollout_ref.rollout.max_num_seqs": 4})
         assert config.data.train_batch_size == 8
         tokenizer = load_tokenizer(str(arithmetic / "model"))
         runners.append(AgentRunner(config, tokenizer))
-        traffic = RolloutTraffic(runners[-1], lambda: [EngineReplica(engine.worker.engine)])
+        traffic = RolloutTraffic(runners[-1], lambda: [engine])
         phase = RolloutPhase(traffic, config, tokenizer)
         rewards = RewardPhase(RewardManager(in_driver(length), tokenizer), tokenizer, config.reward_model)
         prompts = PromptQueue(prompt_loader(config, tokenizer))
-        engine.sharding_manager.version = 0
+        engine.sharding_manager.version, engine.loses_replica = 0, False
         if staleness is None:
             source: Any = StepRounds(config, prompts, phase, rewards, engine)
         else:
@@ -164,6 +189,36 @@ def test_mini_batches_stream_within_the_bound_and_are_replayed(
     assert again == [seen[4 * step + part] for step in range(3) for part in (3, 2, 1, 0)]
 
 
+@pytest.mark.parametrize("loses_replica", [False, True])
+def test_a_sync_interrupts_responses_and_loses_none(
+    make: Callable[..., Any], engine: OneEngine, loses_replica: bool
+) -> None:
+    """The syncs of this test bring equal weights, so every sample is that of synchronous training.
+
+    If a sync replaced a replica, the responses in flight are repeated; then no sample has two versions.
+    """
+    synchronous = make(None, tokens=40)
+    engine.sync_weights()
+    expected = sorted(row for _, batch, _ in steps_of(synchronous) for row in rows(batch))
+    service = make(2, tokens=40, partial=True)
+    engine.loses_replica = loses_replica
+    engine.sync_weights()
+    found, mixed, interrupted = [], 0.0, []
+    for step in range(1, STEPS + 1):
+        for batch, metrics in service.batches(step, lambda name: contextlib.nullcontext()):
+            assert metrics["training/off_policy/trajectory_staleness_worst"] <= 2
+            mixed += metrics["fully_async/partial/total_partial_num"]
+            assert metrics["fully_async/partial/max_partial_span"] <= 2
+            found += rows(batch)
+        in_flight = bool(service.ledger.running)
+        synced = service.sync_weights()
+        interrupted.append(synced["rollout_service/interrupted"])
+        assert synced["rollout_service/sync_wait_s"] == 0.0 or not in_flight
+        assert synced["rollout_service/recomputed_tokens"] >= 2 * interrupted[-1]
+    assert sorted(found) == expected
+    assert interrupted[0] > 0 and interrupted[-1] == 0 and (mixed == 0) == loses_replica
+
+
 def test_a_checkpoint_has_the_work_in_flight(make: Callable[..., Any], engine: OneEngine, tmp_path: Path) -> None:
     """A run that resumes after step 1 trains on the prompts and samples of the undisturbed run."""
     service = make(1, folder="first")
@@ -220,6 +275,9 @@ def test_staleness_counts_from_the_oldest_generated_token() -> None:
         "training/off_policy/token_staleness/max": 2.0,
         "training/off_policy/trajectory_staleness": 1.0,
         "training/off_policy/trajectory_staleness_worst": 2.0,
+        "fully_async/partial/total_partial_num": 1.0,
+        "fully_async/partial/partial_ratio": 1 / 3,
+        "fully_async/partial/max_partial_span": 1.0,
     }
     check_staleness(batch[:2], 5, 2)
     check_staleness([trajectory([NO_VERSION])], 5, 0)

@@ -23,6 +23,18 @@ def async_mode(config: TrainConfig) -> Iterator[Problem]:
     replay = config.trainer.replay_order
     if replay is not None and keys.mode == SYNC:
         yield Problem("trainer.replay_order", replay, f"{_ASYNC}.mode=sync always repeats its batches; leave it null")
+    if keys.mode != SYNC and keys.partial_rollout and replay is not None:
+        text = (
+            f"repeats batches, not the tokens at which a sync interrupted responses; set {_ASYNC}.partial_rollout=false"
+            " in the run to repeat and in this one"
+        )
+        yield Problem("trainer.replay_order", replay, text)
+    if keys.mode != SYNC and not keys.partial_rollout and keys.max_staleness > 1:
+        text = (
+            f"more than 1 adds staleness and no overlap with {_ASYNC}.partial_rollout=false, since a sync waits for all "
+            "responses in flight; set 1, or partial_rollout=true"
+        )
+        yield Problem(f"{_ASYNC}.max_staleness", keys.max_staleness, text)
 
 
 def async_devices(config: TrainConfig) -> Iterator[Problem]:

@@ -32,6 +32,11 @@ class AsyncTrainingConfig:
         "`sync_interval` x `ppo_mini_batch_size` = `train_batch_size`.",
         at_least=1,
     )
+    partial_rollout: bool = key(
+        True,
+        "A weight sync interrupts the responses in flight and continues them with the new weights; false = it waits "
+        "for their ends.",
+    )
     proximal: str = key(
         RECOMPUTE,
         "Old log-probs of stale samples, about which the ratio is clipped: recompute = by a forward pass with the "

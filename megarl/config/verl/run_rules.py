@@ -173,7 +173,6 @@ _RUN: dict[str, Rule] = {
     "async_training.staleness_threshold": Renamed("async_training.max_staleness", why=_ADMISSION),
     "async_training.trigger_parameter_sync_step": Renamed("async_training.sync_interval"),
     "async_training.require_batches": Only((1,), "set actor_rollout_ref.actor.ppo_mini_batch_size"),
-    "async_training.partial_rollout": Only((False,), "a weight sync waits for the trajectories in flight"),
     "async_training.use_trainer_do_validate": Only((False,), "the engines validate"),
     "async_training.*": Refused(_ASYNC),
     "rollout.nnodes": Renamed("actor_rollout_ref.rollout.nnodes"),

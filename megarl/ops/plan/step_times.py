@@ -151,7 +151,7 @@ def _overlap(
         trainers=job.trainer_devices,
         max_staleness=keys.max_staleness,
         sync_interval=keys.sync_interval,
-        drains=True,
+        drains=not keys.partial_rollout,
     )
     batch = SimulatedBatch(rollout.prompts, rollout.samples_per_prompt, lengths.responses)
     layout = job.role("actor").layout

@@ -28,6 +28,7 @@ from megarl.config.schema.jobs import SupervisedConfig
 from megarl.models import ParallelLayout, WeightMap, read_model_config
 from megarl.models.sequence_cost import SequenceCost, sequence_cost
 from megarl.rollout.registry import engine_vocab_multiple
+from megarl.rollout.serving import HeldRequests
 from megarl.sharding import (
     RolloutLayout,
     Routes,
@@ -78,6 +79,7 @@ class Roles:
         sharding_manager: sends the actor's weights to the replicas.
         connect: builds a sharding manager for the current processes.
         shared_devices: whether the replicas run on the trainer's devices.
+        replacements: number of lost replicas that were replaced.
     """
 
     actor: ActorGroup
@@ -89,6 +91,7 @@ class Roles:
     sharding_manager: ShardingManager
     connect: Callable[[ActorGroup, RolloutGroup], ShardingManager]
     shared_devices: bool = True
+    replacements: int = 0
 
     def replicas(self) -> list[ReplicaProcess]:
         """List the processes of the rollout replicas for the router."""
@@ -101,6 +104,23 @@ class Roles:
     def sync_weights(self) -> dict[str, float]:
         """Send the actor's weights to the rollout replicas; see :meth:`ShardingManager.sync_weights`."""
         return self._retry_with_new_replicas(lambda: self.sharding_manager.sync_weights())
+
+    def sync_weights_in_flight(self) -> tuple[dict[str, float], HeldRequests]:
+        """Interrupt all requests, send the actor's weights, and continue the requests with them.
+
+        Returns:
+            Metrics of the sync, and the interrupted requests of all replicas.
+        """
+        version = self.sharding_manager.version
+
+        def sync() -> tuple[dict[str, float], HeldRequests]:
+            self.sharding_manager.version = version  # a repetition sends the same weights under the same version
+            held = self.rollout.submit("pause").result(self.sharding_manager.options.timeout_s)
+            metrics = self.sharding_manager.sync_weights()
+            self.rollout.resume()
+            return metrics, HeldRequests(sum(one.requests for one in held), sum(one.tokens for one in held))
+
+        return self._retry_with_new_replicas(sync)
 
     def free_engines(self) -> None:
         """Free the engines' device memory for training."""
@@ -133,6 +153,7 @@ class Roles:
         """
         pending = pending_device_bytes(list(self._trainers().values())) if self.shared_devices else None
         restart_replicas(self.rollout, lost, pending)
+        self.replacements += len(lost)
         version = self.sharding_manager.version
         self.sharding_manager = self.connect(self.actor, self.rollout)
         self.sharding_manager.version = version

@@ -17,10 +17,11 @@ SUMMED = (
     *(f"reward/{name}" for name in ("failed", "bad_samples", "timeouts", "infrastructure_failures", "retries")),
     *("reward/processes_replaced", "reward/rm_truncated", "reward_baselines/failed"),
     *(f"rollout/{name}" for name in ("replicas_lost", "runners_lost", "requests_moved", "idle_while_waiting_s")),
+    "fully_async/partial/total_partial_num",
     "state_tokens/total",
 )
 """Patterns of counts and seconds, which add up over the parts."""
-LARGEST = ("*/max", "*_max", "*_worst", "*/max_memory_allocated_gb")
+LARGEST = ("*/max", "*/max_partial_span", "*_max", "*_worst", "*/max_memory_allocated_gb")
 SMALLEST = ("*/min", "*_min", "*_micro_batch_limit")
 """Patterns of extremes. All other metrics are means over rows."""
 

@@ -13,6 +13,7 @@ from megarl.data import DataProto
 from megarl.data.loader import PromptQueue
 from megarl.rollout.interface import NO_VERSION
 from megarl.rollout.router import RouterStats
+from megarl.rollout.serving import HeldRequests
 from megarl.trainer.jobs.roles import Roles
 from megarl.trainer.phases.dynamic_sampling import SampleCollector
 from megarl.trainer.phases.reward_phase import RewardPhase
@@ -48,7 +49,8 @@ class RolloutService:
     """Generates under the admission rule, on separate devices during training (disaggregated mode).
 
     Prompts are admitted after each weight sync, up to the capacity of the ledger. A batch leaves as soon as its groups
-    are complete. The next sync waits for the conversations in flight. With staleness 0 and one batch per sync, the
+    are complete. The next sync interrupts the responses in flight and continues them with the new weights
+    (``partial_rollout``), or waits for their ends. With staleness 0 and one batch per sync, none is in flight: the
     samples, their order and their seeds are those of synchronous training.
 
     Args:
@@ -108,10 +110,9 @@ class RolloutService:
             self.roles.actor.release_weights()
 
     def sync_weights(self) -> Metrics:
-        """Wait for the conversations in flight, send the actor's weights to the engines, and admit prompts."""
-        started = time.perf_counter()
-        self._finish_running()
-        metrics = {"rollout_service/sync_wait_s": time.perf_counter() - started} | self.roles.sync_weights()
+        """Send the actor's weights to the engines, and admit prompts."""
+        in_flight = self.keys.partial_rollout and self.ledger.running
+        metrics = self._sync_in_flight() if in_flight else self._sync_when_idle()
         self._admit()
         return metrics
 
@@ -200,14 +201,32 @@ class RolloutService:
             self._ended[name] = trajectory
             self.ledger.end_sample(*name)
 
-    def _finish_running(self) -> None:
-        """Wait until no conversation is in flight, so that the weights can be replaced."""
+    def _sync_when_idle(self) -> Metrics:
+        """Wait until no conversation is in flight, and replace the weights."""
+        started = time.perf_counter()
         while self.ledger.running:
             self._receive(WAIT_S)
         if self.traffic.is_open:
             self._stats = self.traffic.close()
             if self._stats.lost:
                 self.rollout.on_lost(self._stats.lost)
+        waited = {"rollout_service/sync_wait_s": time.perf_counter() - started}
+        return waited | _held_metrics(HeldRequests(0, 0)) | self.roles.sync_weights()
+
+    def _sync_in_flight(self) -> Metrics:
+        """Replace the weights between two tokens of the responses in flight.
+
+        Routers do not know a replica that replaced a lost one. After a replacement, the conversations in flight are
+        therefore repeated from their prompts, with all replicas.
+        """
+        before = self.roles.replacements
+        metrics, held = self.roles.sync_weights_in_flight()
+        if self.roles.replacements == before:
+            self._stats = self.traffic.take_stats()
+        else:
+            self._stats = self.traffic.close()
+            self._unsent = self.ledger.running
+        return {"rollout_service/sync_wait_s": 0.0} | _held_metrics(held) | metrics
 
     def _take_stats(self) -> RouterStats:
         stats, self._stats = self._stats, RouterStats()
@@ -218,6 +237,13 @@ class RolloutService:
         samples = [PlannedSample(sample, params, seed) for sample, seed in enumerate(stored["seeds"])]
         fields = {name: stored[name] for name in STORED}
         return ConversationGroup(samples=samples, messages=stored["facts"].get("raw_prompt", ()), **fields)
+
+
+def _held_metrics(held: HeldRequests) -> Metrics:
+    return {
+        "rollout_service/interrupted": float(held.requests),
+        "rollout_service/recomputed_tokens": float(held.tokens),
+    }
 
 
 STORED = ("number", "prompt_ids", "key", "agent_name", "facts")

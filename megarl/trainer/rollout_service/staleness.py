@@ -18,6 +18,8 @@ def staleness_metrics(trajectories: Sequence[Trajectory], version: int, admissio
     - ``training/off_policy/trajectory_staleness``: of the oldest token, mean over trajectories;
       ``training/off_policy/trajectory_staleness_worst``: the largest.
     - ``training/off_policy/admission_staleness``: of groups since their admission, mean.
+    - ``fully_async/partial/{total_partial_num,partial_ratio,max_partial_span}``: trajectories with several weight
+      versions, their share, and the largest difference within one.
     - ``fully_async/count/current_param_version``.
 
     Args:
@@ -34,11 +36,16 @@ def staleness_metrics(trajectories: Sequence[Trajectory], version: int, admissio
         return metrics
     stale = version - np.concatenate(rows)
     oldest = np.array([row.min() for row in rows])
+    spans = np.array([row.max() for row in rows]) - oldest
+    partial = int((spans > 0).sum())
     return metrics | {
         "training/off_policy/token_staleness/mean": float(stale.mean()),
         "training/off_policy/token_staleness/max": float(stale.max()),
         "training/off_policy/trajectory_staleness": float((version - oldest).mean()),
         "training/off_policy/trajectory_staleness_worst": float((version - oldest).max()),
+        "fully_async/partial/total_partial_num": float(partial),
+        "fully_async/partial/partial_ratio": partial / len(trajectories),
+        "fully_async/partial/max_partial_span": float(spans.max()),
     }
 
 

@@ -59,6 +59,10 @@ class RolloutTraffic:
         self._others += [sample for sample in ended if sample.name not in names]
         return [sample for sample in ended if sample.name in names]
 
+    def take_stats(self) -> RouterStats:
+        """Return the statistics since the last call or the opening; conversations go on."""
+        return self.runners.take_stats()
+
     def close(self) -> RouterStats:
         """Abort the conversations in flight; when it returns, no replica has a request."""
         self.is_open, self._others = False, []

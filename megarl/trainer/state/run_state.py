@@ -322,6 +322,13 @@ class RunState:
         saved = f"saved in {folder}; resume from there" if folder else "no step is finished"
         return StepImpossible(f"{error}\nThe run ends after step {self.step}; {saved}.")
 
+    def stop_within_step(self, error: StepImpossible) -> StepImpossible:
+        """Complete the last save, and return the error of a step that has trained in part, so that none can be saved."""
+        self.saver.wait()
+        newest = self.saver.newest
+        saved = f"resume from {newest}" if newest else "there is no checkpoint"
+        return StepImpossible(f"{error}\nStep {self.step} has trained in part and is not saved; {saved}.")
+
     @property
     def stopped(self) -> str | None:
         """Reason of an end before the last step; None without one."""
