@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +129,28 @@ def test_other_runners_repeat_the_conversations_of_a_lost_one(
     # Both are lost, one after the other: the last one is replaced at once.
     strikes = [lambda: signal_runner(service, 1, signal.SIGKILL), lambda: signal_runner(service, 0, signal.SIGKILL)]
     assert lead(service, replicas, 24, strikes) == (expected(24), 2)
+
+
+def test_statistics_are_taken_while_conversations_go_on(
+    runners: Callable[..., AgentRunners], replica: WorkerGroup
+) -> None:
+    """A service that is open for a whole run replaces lost runners there, and keeps no group that has ended."""
+    service = runners(2)
+    service.open(replica_processes(replica))
+    service.submit(groups_of(6))
+    signal_runner(service, 0, signal.SIGKILL)
+    ended = dict(service.finished(30.0))
+    while len(service._runners) == 2:  # the loss is noticed with a report
+        ended |= dict(service.finished(1.0))
+    first = service.take_stats()
+    assert first.runners_lost == 1 and first.busy_s[0] > 0 and len(service._runners) == 2
+    service.submit([replace(group, number=6 + group.number) for group in groups_of(2)])
+    while len(ended) < 16:
+        ended |= dict(service.finished(1.0))
+    assert service._groups == {} == service._unfinished
+    later = service.take_stats()
+    assert later.runners_lost == 0 and 0 < later.busy_s[0] <= later.seconds
+    assert service.close().runners_lost == 0
 
 
 def test_reports_that_wait_for_the_driver_are_no_silence(

@@ -142,3 +142,20 @@ def test_length_prediction_from_prior_to_elapsed_to_measured():
     # Ten tokens in 4 + 2 s of answering.
     assert lengths.expected_tokens("a") == 5.0 and lengths.mean == 5.0
     assert lengths.expected_tokens("b") == 2 * 8.0 * 10 / 6
+
+
+def test_idle_keys_are_forgotten():
+    board = LoadBoard([2, 2], lengths := LengthEstimator())
+    entries = {key: PendingRequest(None, key, 100.0) for key in ("ended", "held", "waits")}
+    board.add([entries["ended"], entries["held"]])
+    replica_of = {new[0].key: replica for replica, new in board.dispatch().items()}
+    board.release(replica_of["ended"], entries["ended"], 40)
+    board.add([PendingRequest(None, "held", 100.0) for _ in range(3)])
+    board.dispatch()
+    board.add([entries["waits"]])
+    assert lengths.expected_tokens("ended") == 40
+    board.forget_idle_keys()
+    assert not lengths.started("ended") and lengths.started("held") and board._prefix_replica.keys() == {"held"}
+    assert board.waiting == 1 and lengths.mean == 40
+    board.release(replica_of["held"], entries["held"], 7)
+    assert lengths.expected_tokens("held") == 7
