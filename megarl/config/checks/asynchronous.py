@@ -31,8 +31,8 @@ def async_mode(config: TrainConfig) -> Iterator[Problem]:
         yield Problem("trainer.replay_order", replay, text)
     if keys.mode != SYNC and not keys.partial_rollout and keys.max_staleness > 1:
         text = (
-            f"more than 1 adds staleness and no overlap with {_ASYNC}.partial_rollout=false, since a sync waits for all "
-            "responses in flight; set 1, or partial_rollout=true"
+            f"with {_ASYNC}.partial_rollout=false a sync waits for all responses in flight, so more than 1 adds "
+            "staleness and no overlap; set 1, or partial_rollout=true"
         )
         yield Problem(f"{_ASYNC}.max_staleness", keys.max_staleness, text)
 

@@ -323,7 +323,7 @@ class RunState:
         return StepImpossible(f"{error}\nThe run ends after step {self.step}; {saved}.")
 
     def stop_within_step(self, error: StepImpossible) -> StepImpossible:
-        """Complete the last save, and return the error of a step that has trained in part, so that none can be saved."""
+        """Complete the last save, and return the error of a step that has trained in part and cannot be saved."""
         self.saver.wait()
         newest = self.saver.newest
         saved = f"resume from {newest}" if newest else "there is no checkpoint"
