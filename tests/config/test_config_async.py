@@ -18,6 +18,7 @@ APART = {
     f"{ROLLOUT}.nnodes": 1, f"{ROLLOUT}.n_gpus_per_node": 4,
 }  # fmt: skip
 AHEAD = {**APART, "async_training.max_staleness": 1}
+SHARED = {**SIZES, **STALE, "async_training.mode": "colocated", "async_training.max_staleness": 1}
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,11 @@ AHEAD = {**APART, "async_training.max_staleness": 1}
         ({**AHEAD, "trainer.replay_order": "order.jsonl"}, "trainer.replay_order", "partial_rollout=false in the run"),
         ({**AHEAD, "async_training.max_staleness": 2, "async_training.partial_rollout": False},
          "async_training.max_staleness", "set 1, or partial_rollout=true"),
+        ({**SHARED, "async_training.partial_rollout": False}, "async_training.partial_rollout",
+         "set true, or mode=sync"),
+        ({**SHARED, "trainer.replay_order": "order.jsonl"}, "trainer.replay_order", "leave it null"),
+        ({**SHARED, "async_training.sync_interval": 4}, "async_training.sync_interval", "once per step; set 1"),
+        ({**SHARED, f"{ROLLOUT}.nnodes": 1}, f"{ROLLOUT}.nnodes", "on the trainer's devices; set 0"),
         ({**APART, f"{ROLLOUT}.nnodes": 0}, f"{ROLLOUT}.nnodes", "set nnodes and n_gpus_per_node"),
         ({f"{ROLLOUT}.nnodes": 1}, f"{ROLLOUT}.nnodes", "set 0, or mode=disaggregated"),
         ({**APART, f"{ROLLOUT}.tensor_model_parallel_size": 3, f"{ROLLOUT}.name": "sglang"},
@@ -58,9 +64,10 @@ def test_engines_of_a_pool_have_its_devices_and_keep_their_memory() -> None:
     rollout = config.actor_rollout_ref.rollout
     assert (rollout.replicas, rollout.own_devices, config.trainer.num_devices, config.num_devices) == (4, 4, 8, 12)
     assert not rollout.free_cache_engine
-    shared = build(TrainConfig, with_keys(SIZES))
-    assert shared.actor_rollout_ref.rollout.replicas == shared.num_devices == 8
-    assert shared.actor_rollout_ref.rollout.free_cache_engine
+    for values in (SIZES, SHARED):
+        shared = build(TrainConfig, with_keys(values))
+        assert shared.actor_rollout_ref.rollout.replicas == shared.num_devices == 8
+        assert shared.actor_rollout_ref.rollout.free_cache_engine
 
 
 def test_staleness_0_needs_no_correction() -> None:
@@ -86,7 +93,9 @@ def test_the_modes_of_verl_are_translated() -> None:
     config = build(TrainConfig, with_keys(trainer_v1))
     assert (config.async_training.mode, config.async_training.max_staleness) == ("disaggregated", 8)
     assert config.async_training.sync_interval == 4
-    assert problems_of({"trainer.v1.trainer_mode": "colocate_async"})
+    keys = {"trainer.v1.trainer_mode": "colocate_async", "trainer.v1.sampler.max_off_policy_threshold": 2}
+    config = build(TrainConfig, with_keys({**SIZES, **STALE, **keys}))
+    assert (config.async_training.mode, config.async_training.max_staleness) == ("colocated", 2)
     switching = "trainer.v1.separate_async.hybrid_rollout.enable_switch"
     assert "do not generate" in problems_of({**AHEAD, switching: True})[switching].text
     assert "total_training_steps" in problems_of({"rollout.total_rollout_steps": 9})["rollout.total_rollout_steps"].text

@@ -69,11 +69,33 @@ def test_weight_syncs_interrupt_responses_and_survive_a_lost_replica(
     files = RunFiles(run.folder, "partial")
     steps = list(files.steps.values())
     assert undocumented(name for row in files.metrics for name in row) == []
-    # The lost replica had all responses in flight, and the last sync has none.
-    assert [row["rollout_service/interrupted"] > 0 for row in steps] == [True, False, True, False]
+    interrupted = [row["rollout_service/interrupted"] for row in steps]
+    assert sum(interrupted) > 0 == interrupted[1] == interrupted[3], "the lost replica had all; the last sync has none"
     assert all(row["rollout_service/sync_wait_s"] == 0 for row in steps[:3])
     assert all(row["training/off_policy/trajectory_staleness_worst"] <= 2 for row in steps)
     partial = [row["fully_async/partial/total_partial_num"] for row in steps]
-    assert partial[0] == 0 < max(partial)
+    assert partial[0] == 0 < sum(partial)
+    trained = [group for row in read_jsonl(files.newest / "batch_order.jsonl") for group in row["groups"]]
+    assert sorted(trained) == list(range(STEPS * PROMPTS))
+
+
+def test_colocated_training_begins_when_a_batch_is_complete(
+    small: list[str], dense_reward: list[str], start: Callable[..., CliRun]
+) -> None:
+    run = start(
+        *("--config-name", "quickstart_grpo", *small, *dense_reward, "trainer.experiment_name=colocated"),
+        *("async_training.mode=colocated", "async_training.max_staleness=1", "sync.verify_freq=1"),
+        *("algorithm.rollout_correction.rollout_is=token", "actor_rollout_ref.rollout.max_num_seqs=4"),
+        *("data.max_response_length=40", f"trainer.total_training_steps={STEPS}"),
+        *("trainer.val_before_train=false", "trainer.test_freq=2"),
+    )
+    assert run.wait() == 0, run.output
+    files = RunFiles(run.folder, "colocated")
+    steps = list(files.steps.values())
+    interrupted = [row["rollout_service/interrupted"] for row in steps]
+    assert sum(interrupted) > 0 == interrupted[3]
+    assert all(row["training/off_policy/trajectory_staleness_worst"] <= 1 for row in steps)
+    assert sum(row["fully_async/partial/total_partial_num"] for row in steps) > 0
+    assert all(row["weight_sync/verified"] == 1 for row in steps)
     trained = [group for row in read_jsonl(files.newest / "batch_order.jsonl") for group in row["groups"]]
     assert sorted(trained) == list(range(STEPS * PROMPTS))

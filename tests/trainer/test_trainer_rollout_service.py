@@ -55,6 +55,7 @@ class OneEngine:
 
     def sync_weights(self) -> dict[str, float]:
         self.sharding_manager.version += 1
+        self.worker.wake(("weights", "kv_cache"))
         self.worker.engine.load_hf(self.model, self.sharding_manager.version)
         return {}
 
@@ -64,6 +65,10 @@ class OneEngine:
         self.worker.resume()
         self.replacements += self.loses_replica
         return metrics, held
+
+    def pause_engines(self) -> None:
+        self.worker.pause()
+        self.worker.sleep(("weights", "kv_cache"))
 
     async def accept(self, client: str, requests: Sequence[Request], aborted: Sequence[str]) -> None:
         self.worker.accept(client, requests, aborted)
@@ -100,6 +105,7 @@ def make(
         folder: str = "run",
         tokens: int = 6,
         partial: bool = False,
+        colocated: bool = False,
     ) -> Any:
         """A source of samples; staleness None = synchronous. The trainer's sync comes first, as in a run."""
         keys = {} if staleness is None else {
@@ -108,6 +114,8 @@ def make(
             "actor_rollout_ref.rollout.calculate_log_probs": True, "algorithm.rollout_correction.rollout_is": "token",
             "actor_rollout_ref.actor.ppo_mini_batch_size": 8 // interval, "async_training.partial_rollout": partial,
         }  # fmt: skip
+        if colocated:
+            keys |= {"async_training.mode": "colocated", "actor_rollout_ref.rollout.nnodes": 0}
         keys |= {"data.max_response_length": tokens, "actor_rollout_ref.rollout.n": 2}
         config = train_config({**keys, "actor_rollout_ref.rollout.max_num_seqs": 4})
         assert config.data.train_batch_size == 8
@@ -154,8 +162,8 @@ def test_staleness_0_gives_the_samples_of_synchronous_training(make: Callable[..
         engine.sync_weights()
         return [rows(batch) for _, batch, _ in steps_of(source)]
 
-    synchronous, service = run(make(None)), run(make(0))
-    assert synchronous == service and len(service) == STEPS
+    samples, service = run(make(None)), run(make(0))
+    assert samples == service == run(make(0, partial=True, colocated=True)) and len(service) == STEPS
     assert [row[0] for row in service[1][::2]] == [f"0-2-{place}" for place in range(8)]
 
 
@@ -189,18 +197,26 @@ def test_mini_batches_stream_within_the_bound_and_are_replayed(
     assert again == [seen[4 * step + part] for step in range(3) for part in (3, 2, 1, 0)]
 
 
-@pytest.mark.parametrize("loses_replica", [False, True])
+@pytest.fixture(scope="module")
+def synchronous() -> list[Any]:
+    """Filled with the samples of synchronous training by the first test that needs them."""
+    return []
+
+
+@pytest.mark.parametrize(("colocated", "loses_replica"), [(False, False), (False, True), (True, False)])
 def test_a_sync_interrupts_responses_and_loses_none(
-    make: Callable[..., Any], engine: OneEngine, loses_replica: bool
+    make: Callable[..., Any], engine: OneEngine, synchronous: list[Any], colocated: bool, loses_replica: bool
 ) -> None:
     """The syncs of this test bring equal weights, so every sample is that of synchronous training.
 
-    If a sync replaced a replica, the responses in flight are repeated; then no sample has two versions.
+    If a sync replaced a replica, the responses in flight are repeated; then no sample has two versions. In colocated
+    mode the engine sleeps between the batch and the sync.
     """
-    synchronous = make(None, tokens=40)
-    engine.sync_weights()
-    expected = sorted(row for _, batch, _ in steps_of(synchronous) for row in rows(batch))
-    service = make(2, tokens=40, partial=True)
+    if not synchronous:
+        source = make(None, tokens=40)
+        engine.sync_weights()
+        synchronous += sorted(row for _, batch, _ in steps_of(source) for row in rows(batch))
+    service = make(2, tokens=40, partial=True, colocated=colocated)
     engine.loses_replica = loses_replica
     engine.sync_weights()
     found, mixed, interrupted = [], 0.0, []
@@ -210,13 +226,14 @@ def test_a_sync_interrupts_responses_and_loses_none(
             mixed += metrics["fully_async/partial/total_partial_num"]
             assert metrics["fully_async/partial/max_partial_span"] <= 2
             found += rows(batch)
+            assert engine.worker.engine.health().ready != colocated
         in_flight = bool(service.ledger.running)
         synced = service.sync_weights()
         interrupted.append(synced["rollout_service/interrupted"])
         assert synced["rollout_service/sync_wait_s"] == 0.0 or not in_flight
         assert synced["rollout_service/recomputed_tokens"] >= 2 * interrupted[-1]
-    assert sorted(found) == expected
-    assert interrupted[0] > 0 and interrupted[-1] == 0 and (mixed == 0) == loses_replica
+    assert sorted(found) == synchronous
+    assert sum(interrupted) > 0 == interrupted[-1] and (mixed == 0) == loses_replica
 
 
 def test_a_checkpoint_has_the_work_in_flight(make: Callable[..., Any], engine: OneEngine, tmp_path: Path) -> None:

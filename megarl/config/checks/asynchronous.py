@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.config.problems import Problem
-from megarl.config.schema.async_training import DISAGGREGATED, SYNC, AsyncTrainingConfig
+from megarl.config.schema.async_training import COLOCATED, DISAGGREGATED, SYNC, AsyncTrainingConfig
 from megarl.config.schema.jobs import TrainConfig
 
 _ASYNC, _ROLLOUT = "async_training", "actor_rollout_ref.rollout"
@@ -18,18 +18,24 @@ def async_mode(config: TrainConfig) -> Iterator[Problem]:
         for name in ("max_staleness", "sync_interval"):
             value = getattr(keys, name)
             if value != getattr(AsyncTrainingConfig, name):
-                text = f"has no effect with {_ASYNC}.mode=sync; set mode=disaggregated"
+                text = f"has no effect with {_ASYNC}.mode=sync; set mode=disaggregated or mode=colocated"
                 yield Problem(f"{_ASYNC}.{name}", value, text)
     replay = config.trainer.replay_order
     if replay is not None and keys.mode == SYNC:
         yield Problem("trainer.replay_order", replay, f"{_ASYNC}.mode=sync always repeats its batches; leave it null")
-    if keys.mode != SYNC and keys.partial_rollout and replay is not None:
+    if keys.mode == COLOCATED and not keys.partial_rollout:
+        text = f"{_ASYNC}.mode=colocated interrupts the responses in flight for training; set true, or mode=sync"
+        yield Problem(f"{_ASYNC}.partial_rollout", False, text)
+    if keys.mode == COLOCATED and replay is not None:
+        text = f"{_ASYNC}.mode=colocated interrupts responses at tokens that depend on timing; leave it null"
+        yield Problem("trainer.replay_order", replay, text)
+    if keys.mode == DISAGGREGATED and keys.partial_rollout and replay is not None:
         text = (
             f"repeats batches, not the tokens at which a sync interrupted responses; set {_ASYNC}.partial_rollout=false"
             " in the run to repeat and in this one"
         )
         yield Problem("trainer.replay_order", replay, text)
-    if keys.mode != SYNC and not keys.partial_rollout and keys.max_staleness > 1:
+    if keys.mode == DISAGGREGATED and not keys.partial_rollout and keys.max_staleness > 1:
         text = (
             f"with {_ASYNC}.partial_rollout=false a sync waits for all responses in flight, so more than 1 adds "
             "staleness and no overlap; set 1, or partial_rollout=true"
@@ -57,6 +63,9 @@ def async_sizes(config: TrainConfig) -> Iterator[Problem]:
         prompts = keys.sync_interval * size
         works = f"set {batch // size}" if batch % size == 0 else f"set data.train_batch_size={prompts}"
         text = f"{product} = {prompts} prompts are not data.train_batch_size={batch}; {works}"
+        yield Problem(f"{_ASYNC}.sync_interval", keys.sync_interval, text)
+    if keys.mode == COLOCATED and keys.sync_interval != 1:
+        text = f"with {_ASYNC}.mode=colocated the engines get the weights before they continue, once per step; set 1"
         yield Problem(f"{_ASYNC}.sync_interval", keys.sync_interval, text)
     critic = config.critic.ppo_mini_batch_size
     if keys.sync_interval > 1 and config.uses_critic and critic is not None and size % critic:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megarl.config.keys import key
 
-SYNC, DISAGGREGATED = "sync", "disaggregated"
+SYNC, COLOCATED, DISAGGREGATED = "sync", "colocated", "disaggregated"
 RECOMPUTE, LOGLINEAR = "recompute", "loglinear"
 
 
@@ -16,9 +16,10 @@ class AsyncTrainingConfig:
 
     mode: str = key(
         SYNC,
-        "sync = a step generates, then trains, on the same devices; disaggregated = the engines have devices of their "
-        "own (`rollout.nnodes`) and generate during training.",
-        choices=(SYNC, DISAGGREGATED),
+        "sync = a step generates, then trains, on the same devices; colocated = likewise, and training begins when a "
+        "batch is complete: responses in flight pause and continue after the weight sync; disaggregated = the engines "
+        "have devices of their own (`rollout.nnodes`) and generate during training.",
+        choices=(SYNC, COLOCATED, DISAGGREGATED),
     )
     max_staleness: float = key(
         0.0,

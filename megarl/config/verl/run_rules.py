@@ -141,7 +141,7 @@ _RUN: dict[str, Rule] = {
     "trainer.ray_wait_register_center_timeout": NoEffect("Ray connects the workers"),
     "trainer.use_v1": NoEffect("megarl has one trainer"),
     "trainer.use_legacy_worker_impl": NoEffect("megarl has one implementation of each worker"),
-    _MODE: Renamed("async_training.mode", {"separate_async": "disaggregated"}),
+    _MODE: Renamed("async_training.mode", {"separate_async": "disaggregated", "colocate_async": "colocated"}),
     "trainer.v1.separate_async.parameter_sync_step": Renamed(
         "async_training.sync_interval", switch=_MODE, off=("sync", "colocate_async")
     ),

@@ -320,7 +320,8 @@ class ModeComparison:
         replica_devices: devices of an engine replica.
         run: the configured mode.
         synchronous: all devices generate, then train.
-        best: the fastest split of the devices between engines and trainer; None if no other split uses all devices.
+        best: the fastest split of the devices between engines and trainer; None if no other split uses all devices, or
+            the mode shares them.
     """
 
     replica_devices: int
@@ -332,7 +333,7 @@ class ModeComparison:
 def compare_modes(
     mode: SimulatedMode, rates: SimulatedRates, batch: SimulatedBatch, replica_devices: int, units: tuple[int, int]
 ) -> ModeComparison:
-    """Simulate a mode with separate devices, and its alternatives.
+    """Simulate an asynchronous mode, and its alternatives on the same devices.
 
     Args:
         mode: the configured mode.
@@ -341,11 +342,11 @@ def compare_modes(
         replica_devices: devices of an engine replica.
         units: see :func:`best_split`.
     """
-    devices = mode.trainers + mode.replicas * replica_devices
+    devices = mode.trainers + (0 if mode.shares_devices else mode.replicas * replica_devices)
     shared = SimulatedMode("sync", max(1, devices // replica_devices), devices, shares_devices=True)
     return ModeComparison(
         replica_devices,
         run=simulate(mode, rates, batch),
         synchronous=simulate(shared, rates, batch),
-        best=best_split(mode, devices, replica_devices, rates, batch, units),
+        best=None if mode.shares_devices else best_split(mode, devices, replica_devices, rates, batch, units),
     )

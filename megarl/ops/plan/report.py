@@ -168,6 +168,8 @@ def _overlap(overlap: ModeComparison) -> ReportSection:
     rows.append(_mode_row("synchronous, on all devices", overlap, overlap.synchronous))
     head = ["simulated", "engines", "trainer", "s", "engines idle", "trainer idle", "staleness, mean and largest"]
     lines = ["engines generate while the trainer updates, so a step is shorter than the sum of its phases"]
+    if overlap.run.mode.shares_devices:
+        lines = ["training begins when a batch is complete, so no step waits for its longest response"]
     return ReportSection("Asynchronous training", lines, head, rows)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from megarl.config import TrainConfig
 from megarl.config.batch import MicroBatches
+from megarl.config.schema.async_training import COLOCATED, SYNC
 from megarl.models import WeightMap
 from megarl.ops.plan.asynchronous import ModeComparison, SimulatedBatch, SimulatedMode, SimulatedRates, compare_modes
 from megarl.ops.plan.flops import FlopCount, layers_elements
@@ -130,7 +131,9 @@ def _overlap(
 ) -> ModeComparison | None:
     """Simulate asynchronous training with the speeds of the phases; None in synchronous mode."""
     rollout, config = job.rollout, job.config
-    if not isinstance(config, TrainConfig) or rollout is None or generated is None or not rollout.own_devices:
+    if not isinstance(config, TrainConfig) or rollout is None or generated is None:
+        return None
+    if (keys := config.async_training).mode == SYNC:
         return None
     training = sum(phase.cost.seconds for phase in phases if phase.phase not in _NOT_TRAINING)
     syncing = sum(phase.cost.seconds for phase in phases if phase.phase == "update_weights")
@@ -144,13 +147,13 @@ def _overlap(
     rates = SimulatedRates.of_generation(generated, lone, slots)
     tokens = rollout.samples * lengths.responses.mean
     rates = replace(rates, token_s=training * job.trainer_devices / tokens, sync_s=syncing)
-    keys = config.async_training
     mode = SimulatedMode(
         keys.mode,
         replicas=rollout.replicas,
         trainers=job.trainer_devices,
         max_staleness=keys.max_staleness,
         sync_interval=keys.sync_interval,
+        shares_devices=keys.mode == COLOCATED,
         drains=not keys.partial_rollout,
     )
     batch = SimulatedBatch(rollout.prompts, rollout.samples_per_prompt, lengths.responses)

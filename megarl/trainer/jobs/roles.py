@@ -105,6 +105,15 @@ class Roles:
         """Send the actor's weights to the rollout replicas; see :meth:`ShardingManager.sync_weights`."""
         return self._retry_with_new_replicas(lambda: self.sharding_manager.sync_weights())
 
+    def pause_engines(self) -> None:
+        """Interrupt all requests and free the engines' memory for training; a sync in flight continues the requests."""
+
+        def pause() -> None:
+            self.rollout.submit("pause").result(self.sharding_manager.options.timeout_s)
+            self.sharding_manager.free_engines()
+
+        self._retry_with_new_replicas(pause)
+
     def sync_weights_in_flight(self) -> tuple[dict[str, float], HeldRequests]:
         """Interrupt all requests, send the actor's weights, and continue the requests with them.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from megarl.agents.types import ConversationGroup, PlannedSample, SampleId, Trajectory
 from megarl.base.errors import WeightSyncError
+from megarl.config.schema.async_training import COLOCATED
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data import DataProto
 from megarl.data.loader import PromptQueue
@@ -46,12 +47,13 @@ def restored_ledger(config: TrainConfig, total_steps: int, resume: Resume | None
 
 
 class RolloutService:
-    """Generates under the admission rule, on separate devices during training (disaggregated mode).
+    """Generates under the admission rule: on separate devices during training, or on shared ones between updates.
 
     Prompts are admitted after each weight sync, up to the capacity of the ledger. A batch leaves as soon as its groups
     are complete. The next sync interrupts the responses in flight and continues them with the new weights
-    (``partial_rollout``), or waits for their ends. With staleness 0 and one batch per sync, none is in flight: the
-    samples, their order and their seeds are those of synchronous training.
+    (``partial_rollout``), or waits for their ends. In colocated mode they pause from the end of the batch on. With
+    staleness 0 and one batch per sync, none is in flight: the samples, their order and their seeds are those of
+    synchronous training.
 
     Args:
         config: complete.
@@ -85,11 +87,16 @@ class RolloutService:
         self._ended: dict[SampleId, Trajectory] = {}
         self._stats = RouterStats()
         self._unsent: list[int] = []
+        self._replacements = roles.replacements
 
     @property
     def batch_size(self) -> int:
         """Groups of a batch: those of a step, or of a mini-batch in disaggregated mode."""
         return self.config.data.train_batch_size // self.keys.sync_interval
+
+    @property
+    def _is_colocated(self) -> bool:
+        return self.keys.mode == COLOCATED
 
     def batches(self, step: int, phase: TimedPhase) -> Iterator[tuple[DataProto, Metrics]]:
         """Yield the batches of a step; see :meth:`SampleSource.batches`."""
@@ -100,6 +107,8 @@ class RolloutService:
         for _ in range(self.keys.sync_interval):
             with phase("gen"):
                 batch, metrics = self._collect()
+                if self._is_colocated:
+                    self.roles.pause_engines()
             with phase("reward"):
                 scored = self.rewards.score(batch)
                 self.collector.add(scored.batch, metrics | scored.metrics)
@@ -112,7 +121,8 @@ class RolloutService:
     def sync_weights(self) -> Metrics:
         """Send the actor's weights to the engines, and admit prompts."""
         in_flight = self.keys.partial_rollout and self.ledger.running
-        metrics = self._sync_in_flight() if in_flight else self._sync_when_idle()
+        metrics = self._sync_in_flight() if in_flight or self._is_colocated else self._sync_when_idle()
+        self._replacements = self.roles.replacements
         self._admit()
         return metrics
 
@@ -219,9 +229,8 @@ class RolloutService:
         Routers do not know a replica that replaced a lost one. After a replacement, the conversations in flight are
         therefore repeated from their prompts, with all replicas.
         """
-        before = self.roles.replacements
         metrics, held = self.roles.sync_weights_in_flight()
-        if self.roles.replacements == before:
+        if self.roles.replacements == self._replacements:
             self._stats = self.traffic.take_stats()
         else:
             self._stats = self.traffic.close()
