@@ -1,0 +1,255 @@
+"""Speed of synchronous and asynchronous training with long-tailed response lengths, and the bound of each mode.
+
+    python benchmarks/asynchronous.py [--steps 8] [--median 48] [--sigma 1.0]
+
+Complete GRPO jobs under Ray on two CPU devices, one after the other. In ``sync`` and ``colocated`` both devices
+generate, then train; otherwise one device trains and one generates. An agent loop of this file draws the length of each
+response from a log-normal distribution, capped at 8 times the median; the end-of-sequence token does not end it. All
+jobs have the same lengths.
+
+The bound is the speed-up over ``sync`` without idle time. A synchronous job whose responses all have the mean length
+measures generation without a tail (``equal lengths``). Without idle time a colocated step takes the training of
+``sync`` and that generation. On separate devices a step takes the longer of both, each on half of the devices.
+
+Times are means over the steps after the second, since early steps have no work in flight and allocate memory. Run it on
+an idle machine: one device is one core. ``--tiny`` checks the script, and its numbers say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from machine import processor
+
+from megarl.agents.single_turn import SingleTurnLoop
+from megarl.agents.types import Conversation, Generate, Trajectory
+from megarl.base.table import table_lines
+from megarl.tracking import read_metrics
+
+ROOT = Path(__file__).resolve().parents[1]
+LENGTHS = "BENCHMARK_LENGTHS"
+"""Environment variable of the loop: median and sigma, separated by a comma."""
+CAP = 8
+WARMUP = 2
+
+
+def response_tokens(seed: int, median: float, sigma: float) -> int:
+    """Draw the length of a response."""
+    drawn = median * math.exp(sigma * float(np.random.default_rng(seed).standard_normal()))
+    return max(1, min(round(drawn), round(CAP * median)))
+
+
+class DrawnLengthLoop(SingleTurnLoop):
+    """Generates responses of drawn lengths."""
+
+    async def run(self, conversation: Conversation, generate: Generate) -> Trajectory:
+        """Generate one turn."""
+        median, sigma = map(float, os.environ[LENGTHS].split(","))
+        tokens = response_tokens(conversation.seed, median, sigma)
+        params = replace(conversation.params, ignore_eos=True, max_new_tokens=tokens)
+        return await super().run(replace(conversation, params=params), generate)
+
+
+def score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
+    """Return a reward that differs between the samples of a prompt."""
+    return float(len(set(solution_str)))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Size of the jobs.
+
+    Attributes:
+        steps: training steps.
+        prompts: prompts per step.
+        samples: samples per prompt.
+        median: median response length in tokens.
+        sigma: of the logarithm of the lengths.
+        hidden: width of the model.
+        slots: most responses that a replica decodes at a time.
+    """
+
+    steps: int
+    prompts: int
+    samples: int
+    median: float
+    sigma: float
+    hidden: int
+    slots: int
+
+    @property
+    def mean_tokens(self) -> float:
+        """Mean response length."""
+        return statistics.mean(response_tokens(seed, self.median, self.sigma) for seed in range(4000))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Means per step of a job.
+
+    Attributes:
+        step: seconds of a step.
+        gen: seconds of a step in which the trainer waits for samples.
+        busy: share of the time in which a replica has a request, over replicas.
+        staleness: weight versions of a sample's oldest token.
+        partial: share of samples with several weight versions.
+    """
+
+    step: float
+    gen: float
+    busy: float
+    staleness: float
+    partial: float
+
+
+SHARED = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.megatron.data_parallel_size=2")
+APART = (
+    "trainer.n_gpus_per_node=1",
+    "async_training.mode=disaggregated",
+    "actor_rollout_ref.rollout.nnodes=1",
+    "actor_rollout_ref.rollout.n_gpus_per_node=1",
+)
+STALE = ("async_training.max_staleness=1", "algorithm.rollout_correction.rollout_is=token")
+MODES = {
+    "sync": SHARED,
+    "colocated": (*SHARED, *STALE, "async_training.mode=colocated"),
+    "colocated, staleness 2": (*SHARED, *STALE, "async_training.mode=colocated", "async_training.max_staleness=2"),
+    "one step off": (*APART, *STALE, "async_training.sync_interval=4", "async_training.partial_rollout=false"),
+    "disaggregated": (*APART, *STALE, "async_training.sync_interval=4"),
+    "disaggregated, staleness 2": (
+        *(*APART, *STALE, "async_training.sync_interval=4"),
+        "async_training.max_staleness=2",
+    ),
+}
+
+
+def overrides(folder: Path, work: Workload, longest: int, mode: Sequence[str]) -> list[str]:
+    """Return the configuration of a job; its mini-batches are quarters of a step in every mode."""
+    actor, rollout, here = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", Path(__file__).resolve()
+    return [
+        f"data.train_files={folder}/task/data/train.parquet",
+        "data.val_files=[]",
+        f"data.train_batch_size={work.prompts}",
+        "data.max_prompt_length=32",
+        f"data.max_response_length={longest}",
+        f"actor_rollout_ref.model.path={folder}/task/model",
+        f"{actor}.ppo_mini_batch_size={work.prompts // 4}",
+        f"{actor}.ppo_max_token_len_per_gpu=4096",
+        f"{actor}.use_kl_loss=false",
+        f"{actor}.optim.lr=1e-5",
+        f"{actor}.megatron.dtype=float32",
+        f"{rollout}.n={work.samples}",
+        f"{rollout}.dtype=float32",
+        f"{rollout}.max_num_seqs={work.slots}",
+        f"{rollout}.calculate_log_probs=true",
+        f"{rollout}.agent.default_agent_loop={here}:{DrawnLengthLoop.__name__}",
+        f"custom_reward_function.path={here}",
+        f"custom_reward_function.name={score.__name__}",
+        "trainer.device=cpu",
+        f"trainer.total_training_steps={work.steps}",
+        "trainer.total_epochs=1000",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+        "trainer.hf_export_dir=null",
+        "trainer.logger=[jsonl]",
+        f"hydra.run.dir={folder}/run",
+        *mode,
+    ]
+
+
+def run_job(work: Workload, mode: Sequence[str], longest: int) -> Measured:
+    """Run a job, and return the means of its steps after the warm-up."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", LENGTHS: f"{work.median},{work.sigma}"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(ROOT)])
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        task = [sys.executable, "tools/make_arithmetic.py", "--out", f"{folder}/task", "--hidden", str(work.hidden)]
+        commands = (
+            task,
+            [sys.executable, "-m", "megarl.train", "--config-name", "grpo", *overrides(folder, work, longest, mode)],
+        )
+        for command in commands:
+            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+            if done.returncode:
+                sys.exit(f"{' '.join(command)}\nfailed:\n{done.stdout}\n{done.stderr}")
+        rows = [row for row in read_metrics(folder / "run" / "metrics.jsonl") if "timing_s/step" in row]
+    assert len(rows) == work.steps, f"{len(rows)} steps instead of {work.steps}"
+
+    def mean(metric: str) -> float:
+        return statistics.mean(row.get(metric, 0.0) for row in rows[min(WARMUP, len(rows) - 1) :])
+
+    return Measured(
+        step=mean("timing_s/step"),
+        gen=mean("timing_s/gen"),
+        busy=mean("rollout/replica_utilization/mean"),
+        staleness=mean("training/off_policy/trajectory_staleness"),
+        partial=mean("fully_async/partial/partial_ratio"),
+    )
+
+
+def bounds(sync: Measured, equal: Measured) -> tuple[float, float]:
+    """Return the speed-ups over ``sync`` without idle time, on shared and on separate devices."""
+    training = sync.step - sync.gen
+    return sync.step / (training + equal.gen), sync.step / max(2 * training, 2 * equal.gen)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--median", type=float, default=48)
+    parser.add_argument("--sigma", type=float, default=1.0)
+    parser.add_argument("--hidden", type=int, default=128, help="width of the model")
+    parser.add_argument("--slots", type=int, default=32, help="most responses that a replica decodes at a time")
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args()
+    work = Workload(args.steps, 32, 4, args.median, args.sigma, args.hidden, args.slots)
+    if args.tiny:
+        work = Workload(3, 8, 2, 8, args.sigma, 32, 4)
+    samples = work.prompts * work.samples
+    print(f"machine: {processor()}, load {os.getloadavg()[0]:.1f} at start")
+    print(
+        f"{samples} responses per step, median {work.median:g}, mean {work.mean_tokens:.0f}, at most "
+        f"{CAP * work.median:g} tokens\n",
+        flush=True,
+    )
+    longest = round(CAP * work.median)
+    equal = run_job(replace(work, median=work.mean_tokens, sigma=0.0), MODES["sync"], longest)
+    measured = {name: run_job(work, mode, longest) for name, mode in MODES.items()}
+    sync = measured["sync"]
+    shared, apart = bounds(sync, equal)
+    head = ["mode", "s/step", "samples/s", "speed-up", "bound", "trainer waits", "replica busy", "staleness", "partial"]
+    rows = [_row("sync, equal lengths", equal, samples, sync, None)]
+    for name, result in measured.items():
+        bound = {"sync": None, "colocated": shared}.get(name.split(",")[0], apart)
+        rows.append(_row(name, result, samples, sync, bound))
+    print("\n".join(table_lines([head, *rows], "<" + ">" * 8)))
+
+
+def _row(name: str, result: Measured, samples: int, sync: Measured, bound: float | None) -> list[str]:
+    return [
+        name,
+        f"{result.step:.2f}",
+        f"{samples / result.step:.1f}",
+        f"{sync.step / result.step:.2f}x",
+        "" if bound is None else f"{bound:.2f}x",
+        f"{result.gen / result.step:.0%}",
+        f"{result.busy:.0%}",
+        f"{result.staleness:.2f}",
+        f"{result.partial:.0%}",
+    ]
+
+
+if __name__ == "__main__":
+    main()
