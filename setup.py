@@ -59,6 +59,8 @@ EXTRAS_REQUIRE = {
         "mlflow-skinny",
         "quickjs",  # runs the script of the report's page
         "datasets",  # writes the folders that megarl reads by itself
+        "peft",  # trains, reads and writes adapters as megarl does
+        "accelerate",  # of peft
     ],
 }
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from megarl.base.errors import ConfigError
 from megarl.base.json_text import parse_json
-from megarl.base.kernel_files import read_kernel_file
+from megarl.base.kernel_files import boot_id, process_fields, process_namespace
 
 HEARTBEAT_S = 5.0
 SILENT_S = 60.0
@@ -48,9 +48,9 @@ class LockHolder:
     host: str = field(default_factory=platform.node)
     pid: int = field(default_factory=os.getpid)
     since: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
-    kernel: str = field(default_factory=lambda: read_kernel_file("/proc/sys/kernel/random/boot_id").strip())
+    kernel: str = field(default_factory=boot_id)
     """Boot ID: processes of one kernel see each other's ``flock``."""
-    process_ids: str = field(default_factory=lambda: _link("/proc/self/ns/pid"))
+    process_ids: str = field(default_factory=process_namespace)
     """Namespace of process IDs: different in two containers of one host."""
     started: str = field(default_factory=lambda: _start_time(os.getpid()))
     """Start of the process in kernel ticks: distinguishes it from a later process with its ID."""
@@ -62,11 +62,11 @@ class LockHolder:
 
     def shares_kernel(self) -> bool:
         """Return whether the holder runs, or ran, on this machine since its last boot."""
-        return bool(self.kernel) and self.kernel == read_kernel_file("/proc/sys/kernel/random/boot_id").strip()
+        return bool(self.kernel) and self.kernel == boot_id()
 
     def shares_process_ids(self) -> bool:
         """Return whether :meth:`is_dead` can tell."""
-        return self.shares_kernel() and self.process_ids == _link("/proc/self/ns/pid")
+        return self.shares_kernel() and self.process_ids == process_namespace()
 
     def is_dead(self) -> bool:
         """Return whether the process of a holder on this machine has ended."""
@@ -225,12 +225,5 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 def _start_time(pid: int) -> str:
     """Start of a process, in kernel ticks since boot; empty if it does not run."""
-    fields = read_kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    fields = process_fields(pid)
     return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
-
-
-def _link(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return ""

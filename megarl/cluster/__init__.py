@@ -11,19 +11,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from megarl.cluster.calls import PendingCall, PerRank, ScatteredCall, wait_all
     from megarl.cluster.failures import WorkerFailed, WorkerSilent
     from megarl.cluster.resources import PlacedPool, ResourcePool, check_resources, place_pools
     from megarl.cluster.session import RaySession
     from megarl.cluster.split import plan_split, rank_loads, row_costs, seqlen_metrics
-    from megarl.cluster.worker_group import PendingCall, PerRank, ScatteredCall, WorkerGroup, wait_all, wait_ready
+    from megarl.cluster.worker_group import WorkerGroup, wait_ready
 
 _MODULE_OF = {
-    "PendingCall": "worker_group",
-    "PerRank": "worker_group",
+    "PendingCall": "calls",
+    "PerRank": "calls",
     "PlacedPool": "resources",
     "RaySession": "session",
     "ResourcePool": "resources",
-    "ScatteredCall": "worker_group",
+    "ScatteredCall": "calls",
     "WorkerFailed": "failures",
     "WorkerSilent": "failures",
     "WorkerGroup": "worker_group",
@@ -33,7 +34,7 @@ _MODULE_OF = {
     "rank_loads": "split",
     "row_costs": "split",
     "seqlen_metrics": "split",
-    "wait_all": "worker_group",
+    "wait_all": "calls",
     "wait_ready": "worker_group",
 }
 

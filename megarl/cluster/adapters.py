@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from megarl.cluster.calls import PendingCall, RankHandle, ScatteredCall
 from megarl.cluster.failures import WorkerCall, WorkerFailed
-from megarl.cluster.worker_group import PendingCall, RankHandle, ScatteredCall, WorkerGroup
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.rollout.interface import Completion, Request
 from megarl.rollout.router import ReplicaLost
 

@@ -20,9 +20,10 @@ from megarl.agents.types import ConversationGroup, FinishedSample, SampleId
 from megarl.base.errors import StepImpossible, WorkerError
 from megarl.base.user_code import import_user_modules
 from megarl.cluster.adapters import ReplicaProcess
+from megarl.cluster.calls import RankHandle
 from megarl.cluster.failures import WorkerCall, WorkerFailed, WorkerSilent, first_ready, gather
 from megarl.cluster.resources import PlacedPool
-from megarl.cluster.worker_group import RankHandle, WorkerGroup, wait_ready
+from megarl.cluster.worker_group import WorkerGroup, wait_ready
 from megarl.models.layout import ParallelLayout
 from megarl.rollout.router import Replica, RouterStats
 from megarl.tracing import TRACER

@@ -14,7 +14,6 @@ Only for CPU processes on this machine: a fork must not inherit CUDA's state, an
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import json
 import logging
@@ -33,7 +32,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megarl.base.child_process import parent_death_hook
+from megarl.base.child_process import die_with_parent, parent_death_hook
 from megarl.base.errors import ConfigError
 from megarl.base.imports import without_garbage_collection
 from megarl.cluster import fork_client
@@ -57,7 +56,6 @@ WORKER_MODULES = (
 """Imported before the first fork. Ray is not: it reads each worker's environment when it is imported."""
 
 _LOG_BYTES = 2000
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _address: str | None = None
 logger = logging.getLogger(__name__)
 
@@ -139,6 +137,7 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> None:
         for module in modules:
             importlib.import_module(module)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
+    server = os.getpid()
     selector = selectors.DefaultSelector()
     selector.register(sys.stdin, selectors.EVENT_READ)
     selector.register(listener, selectors.EVENT_READ)
@@ -152,7 +151,7 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> None:
         if request and not os.fork():
             for inherited in (selector, listener, connection):
                 inherited.close()
-            _run_script(request, streams)
+            _run_script(request, streams, server)
             return
         if request:
             with contextlib.suppress(OSError):  # the client may have been killed
@@ -186,9 +185,11 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     return (json.loads(body) if len(streams) == 3 and len(body) == size else {}), streams
 
 
-def _run_script(request: dict[str, Any], streams: Sequence[int]) -> None:
+def _run_script(request: dict[str, Any], streams: Sequence[int], server: int) -> None:
     """Become the client: its streams, environment, folder and arguments; then run the script."""
-    _end_with_server()
+    # Ray's own workers are children of Ray and end with it. A fork that Ray no longer waits for, since the run was
+    # interrupted, would try to connect for a minute.
+    die_with_parent(server)
     os.setsid()
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
@@ -201,17 +202,6 @@ def _run_script(request: dict[str, Any], streams: Sequence[int]) -> None:
     sys.argv = request["argv"]
     sys.path[0] = str(Path(sys.argv[0]).parent)
     runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-def _end_with_server() -> None:
-    """Have the kernel kill this process when its parent, the server, ends.
-
-    Ray's own workers are children of Ray and end with it. A fork that Ray no longer waits for, since the run was
-    interrupted, would try to connect for a minute.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:  # the server ended before the call
-        os._exit(1)
 
 
 def main(argv: Sequence[str]) -> int:

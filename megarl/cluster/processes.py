@@ -16,10 +16,11 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.base.errors import WorkerError
+from megarl.base.kernel_files import child_pids
 from megarl.cluster.worker_process import WorkerInfo
 from megarl.tracing import Event, ProfileOptions, TracingOptions
 from megarl.tracing.board import BOARD, find_file
-from megarl.tracing.stacks import child_pids, take_reports
+from megarl.tracing.stacks import take_reports
 from megarl.tracing.stall import ObservedProcess, unreachable_process
 from megarl.tracing.trace_file import ClockReading, OffsetEstimate, estimate_offset
 

@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from megarl.base.errors import ResourceError
 from megarl.base.logs import ProcessLogs
 from megarl.base.signals import sleep
+from megarl.base.units import count_noun
 from megarl.cluster.processes import RunProcesses
 
 RESOURCE_NAMES = {"cpu": "CPU", "cuda": "GPU"}
@@ -274,7 +275,6 @@ def _check_devices(nodes: Mapping[str, Mapping[str, Any]], device: Literal["cpu"
     short = ", ".join(f"{name} has {count:g}" for name, count in counts.items() if count < devices)
     if short:
         raise ResourceError(
-            f"trainer.n_gpus_per_node={devices} {kind}s are needed on every node, but {short}. Use nodes that have "
-            "them, make them visible (CUDA_VISIBLE_DEVICES, the scheduler's GPU request), or lower "
-            "trainer.n_gpus_per_node."
+            f"{count_noun(devices, kind)} are needed on every node, but {short}. Use nodes that have them, make them "
+            "visible (CUDA_VISIBLE_DEVICES, the scheduler's GPU request), or lower trainer.n_gpus_per_node."
         )

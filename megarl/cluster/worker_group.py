@@ -6,14 +6,14 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayError
 
 from megarl.base.errors import ResourceError, WorkerError
-from megarl.cluster.failures import WorkerCall, WorkerFailed, gather, worker_failure
+from megarl.cluster.calls import Collect, PendingCall, RankHandle, ScatteredCall, for_rank, gather_results
+from megarl.cluster.failures import WorkerCall, WorkerFailed
 from megarl.cluster.fork_server import fork_address
 from megarl.cluster.processes import nsight_options
 from megarl.cluster.resources import PlacedPool
@@ -24,104 +24,6 @@ from megarl.models.layout import ParallelLayout
 from megarl.sharding import Routes
 from megarl.workers.dispatch import Dispatch, VerbMark
 from megarl.workers.settings import MicroBatchBudget
-
-_Collect = Callable[[list[Any]], Any]
-
-
-class PerRank:
-    """An argument that differs by rank: rank ``r`` receives ``values[r]``, which may be a Ray reference."""
-
-    def __init__(self, values: Iterable[Any]) -> None:
-        self.values = list(values)
-
-
-class PendingCall:
-    """A verb in progress on all processes of a group; see :meth:`WorkerGroup.submit`.
-
-    Args:
-        groups: groups that the calls run on; a group that fails is marked as unusable.
-        calls: the calls to wait for.
-        collect: turns their results, in order, into the result of the verb.
-    """
-
-    def __init__(self, groups: Sequence[WorkerGroup], calls: Sequence[WorkerCall], collect: _Collect) -> None:
-        self.groups = tuple(groups)
-        self.calls = tuple(calls)
-        self._collect = collect
-        self._outcome: tuple[Any] | None = None
-
-    def result(self, timeout_s: float | None = None) -> Any:
-        """Wait for all processes and return the collected result; later calls return the same object.
-
-        Raises:
-            WorkerFailed: a worker failed. Raised for the first failure at once, even while its peers hang.
-            WorkerSilent: ``timeout_s`` seconds have passed.
-        """
-        if self._outcome is None:
-            self._outcome = (self._collect(_gather(self.groups, self.calls, timeout_s)),)
-        return self._outcome[0]
-
-
-class ScatteredCall(PendingCall):
-    """A call whose payloads stay on the processes that produced them until their receivers fetch them.
-
-    The result is None, available once every source rank has produced its payloads.
-
-    Attributes:
-        refs: ``refs[source rank][destination]``, references to payloads. The driver never fetches a payload.
-    """
-
-    def __init__(self, group: WorkerGroup, calls: Sequence[WorkerCall], refs: list[list[ray.ObjectRef]]) -> None:
-        super().__init__([group], calls, lambda results: None)
-        self.refs = refs
-
-
-@dataclass(frozen=True)
-class RankHandle:
-    """One process of a group with threads for ``RANK`` verbs; can be sent to other processes.
-
-    Attributes:
-        actor: Ray's handle on the process.
-        role: name of the role.
-        rank: rank within it.
-        info: the process.
-    """
-
-    actor: Any
-    role: str
-    rank: int
-    info: WorkerInfo
-
-    async def call(self, verb: str, *args: Any) -> Any:
-        """Run a verb from a coroutine, see :meth:`submit`.
-
-        Raises:
-            WorkerFailed: the verb raised, or the process died.
-            AttributeError: the worker has no such verb.
-        """
-        ref = self._start(verb, args)
-        try:
-            return await ref
-        except RayError as error:
-            raise worker_failure(self._call(ref, verb), error) from error
-
-    def submit(self, verb: str, *args: Any) -> WorkerCall:
-        """Start a verb: a ``RANK`` verb concurrently with others, any other verb after the earlier ones.
-
-        Raises:
-            AttributeError: the worker has no such verb.
-        """
-        return self._call(self._start(verb, args), verb)
-
-    def _start(self, verb: str, args: Sequence[Any]) -> ray.ObjectRef:
-        if verb not in self.info.marks:
-            raise AttributeError(f"{self.role} has no verb {verb!r}")
-        if self.info.marks[verb].dispatch is Dispatch.RANK:
-            return self.actor.call_aside.remote(verb, *args)
-        return self.actor.call.remote(verb, True, {}, *args)
-
-    def _call(self, ref: ray.ObjectRef, verb: str) -> WorkerCall:
-        return WorkerCall(ref, self.role, self.rank, verb, self.info.marks[verb].phase, self.info)
 
 
 class WorkerGroup:
@@ -231,16 +133,16 @@ class WorkerGroup:
         if mark.dispatch is Dispatch.SPLIT:
             chunks, plan = self._split_arguments(verb, mark, args)
             refs = [
-                actor.call_split.remote(verb, rank in self._owners, kwargs, *_for_rank(chunks[rank], rank))
+                actor.call_split.remote(verb, rank in self._owners, kwargs, *for_rank(chunks[rank], rank))
                 for rank, actor in enumerate(self._actors)
             ]
-            collect_results: _Collect = functools.partial(self._collect_rows, verb, plan)
+            collect_results: Collect = functools.partial(self._collect_rows, verb, plan)
         else:
             # Large arguments are stored once, and all processes read the same copy.
             shared = [ray.put(arg) if isinstance(arg, DataProto | Routes) else arg for arg in args]
             owner, all_ranks = self._owners[0], mark.dispatch is Dispatch.ALL
             refs = [
-                actor.call.remote(verb, all_ranks or rank == owner, kwargs, *_for_rank(shared, rank))
+                actor.call.remote(verb, all_ranks or rank == owner, kwargs, *for_rank(shared, rank))
                 for rank, actor in enumerate(self._actors)
             ]
             collect_results = list if all_ranks else operator.itemgetter(owner)
@@ -281,9 +183,9 @@ class WorkerGroup:
             ray.kill(self._actors[rank])
             self._actors[rank] = self._create_actor(rank)
         described, starting = self._start(ranks)
-        for rank, info in zip(ranks, _gather([self], described, None), strict=True):
+        for rank, info in zip(ranks, gather_results([self], described, None), strict=True):
             self._infos[rank] = self._processes[rank] = info
-        started = _gather([self], [replace(call, info=self._infos[call.rank]) for call in starting], None)
+        started = gather_results([self], [replace(call, info=self._infos[call.rank]) for call in starting], None)
         for rank, info in zip(ranks, started[len(ranks) :], strict=True):
             self._infos[rank] = info
 
@@ -312,7 +214,7 @@ class WorkerGroup:
         mark = self._mark(verb)
         refs = [
             actor.call_scatter.options(num_returns=destinations + 1).remote(
-                verb, destinations, kwargs, *_for_rank(args, rank)
+                verb, destinations, kwargs, *for_rank(args, rank)
             )
             for rank, actor in enumerate(self._actors)
         ]
@@ -343,6 +245,10 @@ class WorkerGroup:
     def kill(self, rank: int) -> None:
         """Kill one process, which :meth:`restart` replaces."""
         ray.kill(self._actors[rank])
+
+    def mark_failed(self, failure: WorkerFailed) -> None:
+        """Refuse further calls after a failure."""
+        self._failure = failure
 
     def shutdown(self) -> None:
         """Kill the processes."""
@@ -466,13 +372,13 @@ def wait_ready(
     starting = [group for group in groups if not group._infos]
     count = _count_workers(starting, progress)
     # Processes are described first: an error during the start then shows the end of their log.
-    described = iter(_gather(starting, [call for group in starting for call in group._described], timeout_s))
+    described = iter(gather_results(starting, [call for group in starting for call in group._described], timeout_s))
     calls: list[WorkerCall] = []
     for group in starting:
         infos = [next(described) for _ in group._described]
         group._processes = dict(enumerate(infos))
         calls += [replace(call, info=infos[call.rank]) for call in group._starting]
-    started = iter(_gather(starting, calls, timeout_s, count))
+    started = iter(gather_results(starting, calls, timeout_s, count))
     for group in starting:
         group._infos = [next(started) for _ in group._starting][-group.world_size :]
         shadowed = sorted(group._infos[0].marks.keys() & set(dir(WorkerGroup)))
@@ -497,43 +403,8 @@ def _count_workers(
     return count_one
 
 
-def wait_all(pending: Iterable[PendingCall], timeout_s: float | None = None) -> list[Any]:
-    """Wait for several calls, also of different groups, and return their results; stops at the first failure.
-
-    Raises:
-        WorkerFailed, WorkerError: see :meth:`PendingCall.result`.
-    """
-    pending = list(pending)
-    _gather(
-        list(itertools.chain.from_iterable(call.groups for call in pending)),
-        list(itertools.chain.from_iterable(call.calls for call in pending)),
-        timeout_s,
-    )
-    return [call.result() for call in pending]
-
-
-def _gather(
-    groups: Sequence[WorkerGroup],
-    calls: Sequence[WorkerCall],
-    timeout_s: float | None,
-    on_result: Callable[[WorkerCall], None] | None = None,
-) -> list[Any]:
-    """Like :func:`gather`, and marks the failed group."""
-    try:
-        return gather(calls, timeout_s, on_result)
-    except WorkerFailed as failure:
-        for group in groups:
-            if group.role == failure.role:
-                group._failure = failure
-        raise
-
-
 def _mini_batch_rows(mark: VerbMark, batch: DataProto) -> int | None:
     """Rows per global mini-batch, for a verb with mini-batches; all rows unless the batch states another number."""
     if not mark.equal_rows:
         return None
     return batch.meta_info.get(mark.mini_batches, len(batch)) if mark.mini_batches else len(batch)
-
-
-def _for_rank(args: Sequence[Any], rank: int) -> list[Any]:
-    return [arg.values[rank] if isinstance(arg, PerRank) else arg for arg in args]

@@ -35,7 +35,7 @@ from yaml import YAMLError
 from megarl.base.errors import ConfigError
 from megarl.base.files import WRITABLE, write_error
 from megarl.config.build import build, build_draft, defaults, unknown_key
-from megarl.config.keys import Key, walk
+from megarl.config.keys import Key, leaves, walk
 from megarl.config.outputs import check_sweep_outputs
 from megarl.config.problems import InvalidConfigError, Problem, nearest_keys
 from megarl.config.schema.jobs import JobConfig, JobT
@@ -404,10 +404,11 @@ def changed_keys(
     """
     schema: Any = type(config)
     named = {text.split("=", 1)[0].lstrip("+~") for text in overrides}
-    composed = dict(_leaves(OmegaConf.to_container(values) if isinstance(values, DictConfig) else values))
-    schema_defaults = dict(_leaves(defaults(schema)))
+    plain: Any = OmegaConf.to_container(values) if isinstance(values, DictConfig) else values
+    composed = dict(leaves(plain))
+    schema_defaults = dict(leaves(defaults(schema)))
     changed = []
-    for key, value in _leaves(dataclasses.asdict(config)):
+    for key, value in leaves(dataclasses.asdict(config)):
         default = schema_defaults.get(key)
         if value != default:
             origin = _origin(key, named, in_file=composed.get(key, default) != default)
@@ -419,12 +420,3 @@ def _origin(key: str, named: set[str], *, in_file: bool) -> str:
     if any(key == name or key.startswith(f"{name}.") for name in named):
         return COMMAND_LINE
     return FILE if in_file else DERIVED
-
-
-def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, inner in value.items():
-        path = f"{prefix}{name}"
-        if isinstance(inner, Mapping) and inner:
-            yield from _leaves(inner, f"{path}.")
-        else:
-            yield path, inner

@@ -214,6 +214,16 @@ def value_at(config: Any, path: str) -> Any:
     return config
 
 
+def leaves(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted path and value of every key of nested mappings; an empty mapping is a value."""
+    for name, inner in values.items():
+        path = f"{prefix}{name}"
+        if isinstance(inner, Mapping) and inner:
+            yield from leaves(inner, f"{path}.")
+        else:
+            yield path, inner
+
+
 def with_values(config: _Config, values: Mapping[str, Any]) -> _Config:
     """Return a copy of a configuration with other values.
 

@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from megarl.base.redaction import REDACTED, is_secret_name, redact, remember_secrets
+from megarl.config.keys import leaves
 from megarl.config.problems import Problem
 from megarl.config.schema.jobs import JobConfig
 
@@ -30,9 +31,7 @@ def remember_references(config: JobConfig, values: Mapping[str, Any] | DictConfi
     """
     raw = OmegaConf.to_container(values) if isinstance(values, DictConfig) else values
     assert isinstance(raw, Mapping)
-    _References.by_path = {
-        path: value for path, value in _leaves(raw) if isinstance(value, str) and _REFERENCE in value
-    }
+    _References.by_path = {path: value for path, value in leaves(raw) if isinstance(value, str) and _REFERENCE in value}
     remember_secrets(dataclasses.asdict(config))
 
 
@@ -49,7 +48,7 @@ def stored_value(path: str, value: Any) -> Any:
 
 def redacted_problems(config: JobConfig) -> Iterator[Problem]:
     """Find values that come from a stored configuration, which has them redacted."""
-    for path, value in _leaves(dataclasses.asdict(config)):
+    for path, value in leaves(dataclasses.asdict(config)):
         if REDACTED in str(value):
             text = (
                 f"the stored configuration does not have this secret: set it again, such as {path}='${{oc.env:NAME}}'"
@@ -61,12 +60,3 @@ def _stored(value: Any, path: str) -> Any:
     if isinstance(value, Mapping) and not is_secret_name(path.rpartition(".")[2]):
         return {key: _stored(inner, f"{path}.{key}") for key, inner in value.items()}
     return stored_value(path, value)
-
-
-def _leaves(value: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, inner in value.items():
-        path = f"{prefix}{name}"
-        if isinstance(inner, Mapping) and inner:
-            yield from _leaves(inner, f"{path}.")
-        else:
-            yield path, inner

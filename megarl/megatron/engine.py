@@ -2,44 +2,35 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megarl.base.errors import ConfigError
 from megarl.megatron import cuda_on_cpu
-from megarl.megatron.context_parallel import MicroBatchPart, context_parallel_part, gather_outputs, part_tokens
+from megarl.megatron.context_parallel import MicroBatchPart, gather_outputs
 from megarl.megatron.faults import FaultWatch, SkipReport, skip_report
 from megarl.megatron.host_memory import HostCopy
 from megarl.megatron.kernels import kernels
-from megarl.megatron.loading import LoadedMicroBatch, MicroBatchLoader
 from megarl.megatron.lora import Adapters, LowRankAdapter, add_adapters
 from megarl.megatron.model import build_model
 from megarl.megatron.moe import drop_autograd_graphs
 from megarl.megatron.offload import GRAD, OPTIMIZER, PARAM, OffloadManager
-from megarl.megatron.optimizer import Optimizer, OptimizerOptions, StepResult
+from megarl.megatron.optimizer import Optimizer, StepResult
 from megarl.megatron.options import MegatronOptions
 from megarl.megatron.outputs import DEFAULT_OUTPUTS, OutputOptions, Outputs, mean_of_rows, policy_outputs, value_outputs
 from megarl.megatron.packed import PackedMicroBatch, begin_copy_to_host
 from megarl.megatron.pass_guard import PassGuard
-from megarl.megatron.pipeline_schedule import StageExchange, schedule_timers
-from megarl.megatron.routing import INFERENCE, Routing, RoutingPass
+from megarl.megatron.routing import Routing, RoutingPass
 from megarl.megatron.runtime import Runtime
+from megarl.megatron.schedule_runner import ScheduleRunner, wrap_data_parallel
 from megarl.megatron.weights import RankWeights
 from megarl.models import ModelConfig, ParallelLayout, WeightMap, check_layout
 from megarl.models.adapters import AdapterMap
@@ -95,17 +86,11 @@ class MegatronEngine:
             self.options = options
             self.weight_map = WeightMap(model, options.value_head)
             self._stage = build_model(model, runtime, options)
-            self._config = self._stage.chunks[0].config
-            # Sequence parallelism divides every rank's tokens.
-            self._multiple = layout.tp if self._config.sequence_parallel else 1
             self._routing: Routing | None = None
             if model.experts is not None:
                 self._routing = Routing(self._stage.chunks, model.experts, model.num_layers, runtime)
             self._expert_load: Tensor | None = None
             self._guard = PassGuard(runtime, enabled=options.repeat_out_of_memory)
-            self._exchange = StageExchange(runtime.pp_group, self._config) if layout.pp > 1 else None
-            if self._exchange is not None and layout.vpp > 1:
-                self._exchange.connect()
             self.chunks: list[Any] = list(self._stage.chunks)
             self.trained_map: WeightMap | AdapterMap = self.weight_map
             self.base: ModelIdentity | None = None
@@ -119,45 +104,18 @@ class MegatronEngine:
                 for chunk in self.chunks:
                     chunk.requires_grad_(False)
             else:
-                self.chunks = self._data_parallel(options.optimizer)
+                self.chunks = wrap_data_parallel(self._stage, options.optimizer, options.overlap, self._guard)
                 self.optimizer = Optimizer(self.chunks, options.optimizer, options.dtype)
             self.offload_manager = OffloadManager(self.chunks, self.optimizer, options.offload, runtime.device)
+            self._runner = ScheduleRunner(
+                self._stage, self.chunks, runtime, self._guard, self._routing, self.offload_manager, options.overlap
+            )
+            settle = self._runner.gather_weights
             self.weights = RankWeights(
-                self._stage.chunks, self.weight_map, runtime, self.offload_manager, self._gather_weights, self._adapters
+                self._stage.chunks, self.weight_map, runtime, self.offload_manager, settle, self._adapters
             )
             self._loss = torch.zeros(())
             self._faults = FaultWatch()
-            self._weights_unsettled = False
-
-    def _data_parallel(self, options: OptimizerOptions) -> list[DistributedDataParallel]:
-        overlap = self.options.overlap
-        ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=options.use_distributed_optimizer,
-            overlap_grad_reduce=overlap.grad_reduce,
-            overlap_param_gather=overlap.param_gather,
-            bucket_size=overlap.bucket_size,
-        )
-        chunks = [
-            # The first chunk's backward runs last: only there does bucketed communication save time.
-            DistributedDataParallel(self._config, ddp, chunk, disable_bucketing=number > 0)
-            for number, chunk in enumerate(self._stage.chunks)
-        ]
-        self._config.finalize_model_grads_func = partial(_sum_model_grads, self._guard)
-        if overlap.grad_reduce:
-            scopes = [chunk.no_sync for chunk in chunks]
-            self._config.no_sync_func = scopes if len(scopes) > 1 else scopes[0]
-        return chunks
-
-    def _gather_weights(self) -> None:
-        """Gather the weights of the last step, if that was deferred to the next forward; communicates then."""
-        if self._weights_unsettled:
-            self.offload_manager.onload(PARAM)
-            self.offload_manager.mark_changed(PARAM)
-            with cuda_on_cpu.active():
-                for chunk in self.chunks:
-                    chunk.start_param_sync(force_sync=True)
-            self._weights_unsettled = False
 
     def offload(self, *, return_cached: bool = True) -> dict[str, int]:
         """Free device memory at the end of a phase: offload the configured parts, and return cached memory.
@@ -262,7 +220,7 @@ class MegatronEngine:
         Raises:
             ValueError: the copy is of another model.
         """
-        self._gather_weights()
+        self._runner.gather_weights()
         return self.offload_manager.swapped_weights(copy)
 
     def adapters_off(self) -> AbstractContextManager[None]:
@@ -306,7 +264,7 @@ class MegatronEngine:
                 return self._outputs(output, part, micro_batch, options)
 
             run = RoutingPass(records=options.record_routes)
-            outputs = self._run(micro_batches, read, forward_only=True, routing=run)
+            outputs = self._runner.run(micro_batches, read, self._drop_graphs, forward_only=True, routing=run)
             if options.record_routes:
                 assert self._routing is not None, "a dense model has no routes"
                 routes = self._routing.recorded(micro_batches)
@@ -332,7 +290,7 @@ class MegatronEngine:
             def read(output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch) -> Tensor:
                 return begin_copy_to_host(gather_outputs(output, part, self.runtime.cp_group))
 
-            outputs = self._run(micro_batches, read, forward_only=True, hidden_only=True)
+            outputs = self._runner.run(micro_batches, read, self._drop_graphs, forward_only=True, hidden_only=True)
             if self.runtime.device.type == "cuda":
                 torch.cuda.current_stream(self.runtime.device).synchronize()  # once, for all copies
             return outputs if self.runtime.is_last_stage else None
@@ -364,7 +322,7 @@ class MegatronEngine:
             def read(output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch) -> Tensor:
                 return mean_of_rows(output, part, micro_batch, self.runtime.cp_group)
 
-            outputs = self._run(micro_batches, read, forward_only=True, hidden_only=True)
+            outputs = self._runner.run(micro_batches, read, self._drop_graphs, forward_only=True, hidden_only=True)
             return outputs if self.runtime.is_last_stage else None
 
     def forward_backward(
@@ -400,7 +358,7 @@ class MegatronEngine:
                 return self._contribute(loss, self._outputs(output, part, micro_batch, options), micro_batch)
 
             run = self._training_pass(micro_batches)
-            metrics = self._run(micro_batches, read, forward_only=False, routing=run)
+            metrics = self._runner.run(micro_batches, read, self._drop_graphs, forward_only=False, routing=run)
             for chunk in self.chunks:
                 drop_autograd_graphs(chunk)
             return self._sum_metrics(metrics) | self._expert_metrics()
@@ -429,7 +387,7 @@ class MegatronEngine:
             self.offload_manager.mark_changed(PARAM, OPTIMIZER)
             with span("optimizer step", "compute"):
                 result = self._need_optimizer().step(self._loss)
-            self._weights_unsettled = self.options.overlap.param_gather
+            self._runner.weights_unsettled = self.options.overlap.param_gather
             if self._routing is not None and self._expert_load is not None and not result.skipped:
                 self._routing.update_biases(self._expert_load)
             return result
@@ -470,108 +428,10 @@ class MegatronEngine:
             raise ConfigError("this engine was built with optimizer=None: it only computes forward")
         return self.optimizer
 
-    def _run(
-        self,
-        micro_batches: Sequence[PackedMicroBatch],
-        read: Callable[[Tensor, MicroBatchPart, PackedMicroBatch], Any],
-        *,
-        forward_only: bool,
-        hidden_only: bool = False,
-        routing: RoutingPass = INFERENCE,
-    ) -> list[Any]:
-        """Run Megatron's pipeline schedule; ``read`` converts the output of the last stage's model.
-
-        Raises:
-            DeviceMemoryError: a rank ran out of memory; on all ranks if the pass can be repeated.
-        """
-        numbers, last = itertools.count(1), len(micro_batches)
-        reduces_early = self.options.overlap.grad_reduce and self.runtime.dp_cp_group.size() > 1 and not forward_only
-
-        def step(batches: MicroBatchLoader, module: Any) -> tuple[Tensor, Callable[..., Any] | None]:
-            if next(numbers) == last and reduces_early:
-                self._guard.agree()  # from here on peers wait for this rank's gradients
-            loaded = next(batches)
-            if self._routing is not None:
-                self._routing.current = loaded.routed
-            output = module(loaded.part, loaded.sequences, hidden_only=hidden_only)
-            if loaded.whole is None:
-                batches.load_next()
-                return output, None
-            outputs = read(output, loaded.part, loaded.whole)
-            batches.load_next()
-            # The schedule keeps the returned tensor until the next micro-batch: return an empty one, not logits.
-            return output.new_empty(0), lambda _, non_loss_data=False: outputs
-
-        self._check_number(len(micro_batches))
-        self.offload_manager.onload(PARAM)
-        if self._weights_unsettled:  # the forward gathers them
-            self.offload_manager.mark_changed(PARAM)
-        self._config.timers = schedule_timers()
-        # Each chunk of an interleaved schedule iterates over the micro-batches separately.
-        interleaved = len(self.chunks) > 1
-        loaders = [
-            MicroBatchLoader(micro_batches, partial(self._load, has_outputs=self._has_outputs(chunk)))
-            for chunk in self.chunks
-        ]
-
-        def run_schedule() -> list[Any]:
-            if self._routing is not None:
-                self._routing.begin(routing)
-            with self._stage_exchange(micro_batches, forward_only) as exchange:
-                results: list[Any] = get_forward_backward_func()(
-                    forward_step_func=step,
-                    data_iterator=loaders if interleaved else loaders[0],
-                    model=self.chunks if interleaved else self.chunks[0],
-                    num_microbatches=len(micro_batches),
-                    seq_length=1,  # not read: each micro-batch has its own
-                    micro_batch_size=1,
-                    forward_only=forward_only,
-                    collect_non_loss_data=forward_only,
-                    **exchange,
-                )
-                return results
-
-        result = self._guard.run(run_schedule, self._drop_graphs, gathers_weights=self._weights_unsettled)
-        self._weights_unsettled = False
-        return result
-
     def _drop_graphs(self) -> None:
         """Drop what keeps the activations of an interrupted pass."""
         self._faults = FaultWatch()
-        if self._routing is not None:
-            self._routing.begin(INFERENCE)
-        for chunk in self.chunks:
-            drop_autograd_graphs(chunk)
-
-    def _stage_exchange(
-        self, micro_batches: Sequence[PackedMicroBatch], forward_only: bool
-    ) -> AbstractContextManager[dict[str, Any]]:
-        """Open the exchange between stages for a run of the schedule; yields its arguments, none for one stage."""
-        if self._exchange is None:
-            return nullcontext({})
-        tokens = [part_tokens(micro_batch, self.runtime.layout.cp, self._multiple) for micro_batch in micro_batches]
-        return self._exchange.expecting(tokens, forward_only=forward_only)
-
-    def _check_number(self, micro_batches: int) -> None:
-        if not micro_batches:
-            raise ConfigError("each data-parallel rank needs at least one micro-batch")
-        layout = self.runtime.layout
-        if layout.vpp > 1 and micro_batches % layout.pp:
-            raise ConfigError(
-                f"{micro_batches} micro-batches with virtual_pipeline_model_parallel_size={layout.vpp}: the "
-                f"interleaved schedule needs a multiple of pipeline_model_parallel_size={layout.pp}"
-            )
-
-    def _has_outputs(self, chunk: Any) -> bool:
-        return self.runtime.is_last_stage and chunk is self.chunks[-1]
-
-    def _load(self, micro_batch: PackedMicroBatch, *, has_outputs: bool) -> LoadedMicroBatch:
-        """This rank's part of a micro-batch on the device, and all of it for a chunk that has outputs."""
-        cp, device = self.runtime.layout.cp, self.runtime.device
-        part = context_parallel_part(micro_batch, cp, self.runtime.coordinate.cp, self._multiple).to(device)
-        whole = micro_batch.to(device) if has_outputs else None
-        routed = None if self._routing is None else self._routing.load(micro_batch)
-        return LoadedMicroBatch(part, self._stage.sequences(part), whole, routed)
+        self._runner.drop_graphs()
 
     def _outputs(
         self, output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch, options: OutputOptions
@@ -606,9 +466,3 @@ class MegatronEngine:
             last = self.runtime.layout.rank(**{**self.runtime.coordinate._asdict(), "pp": self.runtime.layout.pp - 1})
             dist.broadcast_object_list(result, src=last, group=self.runtime.pp_group)
         return result[0]
-
-
-def _sum_model_grads(guard: PassGuard, chunks: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
-    """Megarl's ``finalize_model_grads``: no division by a token count, because losses are already normalized."""
-    guard.agree()
-    finalize_model_grads(chunks, None, **options)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megarl.base.errors import ConfigError
+from megarl.base.kernel_files import boot_id, process_namespace
 
 AUTO, INLINE, SHARED_MEMORY, GLOO, CUDA_IPC, NCCL = "auto", "inline", "shared_memory", "gloo", "cuda_ipc", "nccl"
 TRANSPORTS = (INLINE, SHARED_MEMORY, GLOO, CUDA_IPC, NCCL)
@@ -110,11 +110,8 @@ def current_location(device: str = CPU) -> ProcessLocation:
 
 
 def _node() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # not Linux
-        return socket.gethostname()
+    boot, namespace = boot_id(), process_namespace()
+    return f"{boot}/{namespace}" if boot and namespace else socket.gethostname()  # not Linux
 
 
 def choose_transport(source: ProcessLocation, target: ProcessLocation) -> str:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from megarl.base.kernel_files import read_kernel_file
+from megarl.base.kernel_files import child_pids, process_fields, read_kernel_file
 from megarl.tracing.board import STACKS, BoardContent, find_file, read_board
 from megarl.tracing.tracer import TRACER
 
@@ -179,7 +179,7 @@ def _send_signal(pid: int) -> bool:
 
 def process_state(pid: int) -> str:
     """Return the state of a process, as the kernel reports it."""
-    fields = read_kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    fields = process_fields(pid)
     return _STATES.get(fields[0], "sleeping") if fields else DEAD
 
 
@@ -227,17 +227,6 @@ def _catches(pid: int) -> bool:
     status = read_kernel_file(f"/proc/{pid}/status")
     caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
     return bool(int(caught, 16) >> (SIGNAL - 1) & 1)
-
-
-def child_pids(pid: int) -> list[int]:
-    """Return the child processes of a process."""
-    children: list[int] = []
-    try:
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            children += map(int, (task / "children").read_text().split())
-    except OSError:
-        pass
-    return children
 
 
 def _command(pid: int) -> str:

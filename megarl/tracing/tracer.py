@@ -9,7 +9,6 @@ on one clock, cheaply enough for every step; its file opens in the same viewers.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from megarl.base.kernel_files import read_kernel_file
+from megarl.base.kernel_files import resident_bytes
 from megarl.base.units import MIB
 from megarl.tracing.board import Board
 
@@ -28,7 +27,6 @@ MISSING_EVENTS = "left out"
 """Category of the instants that report missing events."""
 MOST_EVENTS = 500_000
 """Largest number of events between two collections; further events are counted and dropped."""
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Event(NamedTuple):
@@ -201,9 +199,3 @@ def count_memory() -> None:
         values["device allocated"] = torch.cuda.memory_allocated() / MIB
         values["device reserved"] = torch.cuda.memory_reserved() / MIB
     counter("memory MiB", "", **{name: round(value, 1) for name, value in values.items()})
-
-
-def resident_bytes() -> int:
-    """Return the resident memory of this process in bytes; 0 if the system does not report it."""
-    numbers = read_kernel_file("/proc/self/statm").split()
-    return int(numbers[1]) * _PAGE_BYTES if numbers else 0

@@ -25,12 +25,11 @@ from rich.text import Text
 from megarl.base.logs import ALREADY_SHOWN, WrappedStream
 from megarl.tracking.console_tables import RL_COLUMNS, MetricColumn, StepTable
 from megarl.tracking.live_status import LiveStatus, PhaseProgress
-from megarl.tracking.run_summary import SKIPPED_STEPS_SUFFIX, plain_summary, summary_panel
+from megarl.tracking.run_summary import SKIPPED_STEPS_SUFFIX, VALIDATION_PREFIX, plain_summary, summary_panel
 
 logger = logging.getLogger(__name__)
 
 ROWS_PER_HEADER = 25
-VALIDATION_PREFIX = "val-core/"
 PROGRESS_S = 2.0
 """Seconds between lines about the progress of a phase, where there is no live view."""
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

@@ -15,6 +15,8 @@ from rich.text import Text
 from megarl.base.units import duration
 
 REPORT_FILE = "report.html"
+VALIDATION_PREFIX = "val-core/"
+"""Beginning of the metrics that measure a validation; verl's name."""
 SKIPPED_STEPS_SUFFIX = "/skipped_steps"
 """End of the metrics that count skipped optimizer steps, after the role."""
 _BLOCKS, _ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"

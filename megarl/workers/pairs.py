@@ -1,11 +1,19 @@
-"""Packing of preference pairs: both sequences of a pair are in one micro-batch, the chosen one first."""
+"""Training on preference pairs: both sequences of a pair are in one micro-batch, the chosen one first."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from megarl.data import DataProto
+from megarl.megatron import LossFunction
+from megarl.megatron.packed import PackedMicroBatch
+from megarl.workers.base import MegatronWorker
+from megarl.workers.dispatch import WorkerPlace
+from megarl.workers.memory import UPDATE
 from megarl.workers.rows import PackedRows
+from megarl.workers.settings import MicroBatchBudget, RoleSettings
 
 PAIRS = ("chosen", "rejected", "attention_mask")
 """Columns required to pack pairs."""
@@ -28,3 +36,39 @@ class PairRows(PackedRows):
         chosen, rejected = self.batch.tensors["chosen"], self.batch.tensors["rejected"]
         start, stop = chosen.shape[1] - self.prompt_lengths[row], self.response_lengths[row]
         return chosen[row, start:], rejected[row, :stop]
+
+
+class PairTrainingWorker(MegatronWorker):
+    """Base of the workers that train on preference pairs.
+
+    Args:
+        place: rank and rendezvous address of this process.
+        settings: model, layout, optimizer.
+        budget: micro-batch budget for pairs; tokens count both sequences.
+    """
+
+    prefix = "train"
+    shares_device = False
+
+    def __init__(self, place: WorkerPlace, *, settings: RoleSettings, budget: MicroBatchBudget) -> None:
+        super().__init__(place, settings=settings)
+        self.budget = budget
+
+    def update_pairs(
+        self, rows: PairRows, pack: Callable[[Sequence[int]], PackedMicroBatch], loss: LossFunction
+    ) -> dict[str, float]:
+        """Run one optimizer step on pairs; metrics under ``train/``.
+
+        Args:
+            rows: pairs of this rank.
+            pack: packs the pairs of a micro-batch.
+            loss: loss of a micro-batch.
+        """
+
+        def compute_gradient(groups: Sequence[Sequence[int]]) -> tuple[dict[str, float], Sequence[Sequence[int]]]:
+            return self.engine.forward_backward([pack(group) for group in groups], loss), groups
+
+        metrics, groups = self.memory.run_pass(UPDATE, self.budget, rows, compute_gradient)
+        metrics |= self.step_metrics(self.engine.optimizer_step(), rows, groups, sequences_per_row=2)
+        named = {f"{self.prefix}/{name}": value for name, value in metrics.items()}
+        return named | self.memory.take_metrics() | self.end_phase()

@@ -14,10 +14,10 @@ from megarl.config.schema.jobs import PreferenceLossConfig
 from megarl.data import DataProto
 from megarl.megatron import PolicyOutputs
 from megarl.megatron.packed import PackedMicroBatch
-from megarl.workers.base import MegatronWorker, offload_after
+from megarl.workers.base import offload_after
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
-from megarl.workers.memory import FORWARD, UPDATE
-from megarl.workers.pairs import PAIRS, PairRows
+from megarl.workers.memory import FORWARD
+from megarl.workers.pairs import PAIRS, PairRows, PairTrainingWorker
 from megarl.workers.rows import SAMPLE_IDS
 from megarl.workers.settings import MicroBatchBudget, RoleSettings
 
@@ -61,7 +61,7 @@ class ResponsePairs(PairRows):
         return values
 
 
-class PreferenceWorker(MegatronWorker):
+class PreferenceWorker(PairTrainingWorker):
     """Trains a policy on preference pairs; the initial weights, in host memory, or the base of adapters are the
     reference.
 
@@ -72,14 +72,10 @@ class PreferenceWorker(MegatronWorker):
         loss: loss of a pair.
     """
 
-    prefix = "train"
-    shares_device = False
-
     def __init__(
         self, place: WorkerPlace, *, settings: RoleSettings, budget: MicroBatchBudget, loss: PreferenceLossConfig
     ) -> None:
-        super().__init__(place, settings=settings)
-        self.budget = budget
+        super().__init__(place, settings=settings, budget=budget)
         self.loss = loss
 
     @verb(Dispatch.ALL)
@@ -96,14 +92,10 @@ class PreferenceWorker(MegatronWorker):
         total = sum(self.counts_over_dp(len(rows)))
         reference = self._ref_log_probs(rows)
 
-        def compute_gradient(groups: Sequence[Sequence[int]]) -> tuple[dict[str, float], Sequence[Sequence[int]]]:
-            packed = [rows.pack_pairs(group, _columns(reference, group)) for group in groups]
-            return self.engine.forward_backward(packed, partial(_share_of_loss, self.loss, total)), groups
+        def pack(group: Sequence[int]) -> PackedMicroBatch:
+            return rows.pack_pairs(group, _columns(reference, group))
 
-        metrics, groups = self.memory.run_pass(UPDATE, self.budget, rows, compute_gradient)
-        metrics |= self.step_metrics(self.engine.optimizer_step(), rows, groups, sequences_per_row=2)
-        named = {f"{self.prefix}/{name}": value for name, value in metrics.items()}
-        return named | self.memory.take_metrics() | self.end_phase()
+        return self.update_pairs(rows, pack, partial(_share_of_loss, self.loss, total))
 
     @verb(Dispatch.SPLIT, phase="testing", columns=(*PAIRS, *PROMPT_TOKENS))
     @offload_after

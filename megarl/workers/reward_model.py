@@ -15,8 +15,8 @@ from megarl.megatron.packed import PackedMicroBatch
 from megarl.models import ModelConfig, read_model_config
 from megarl.workers.base import MegatronWorker, offload_after
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
-from megarl.workers.memory import FORWARD, UPDATE
-from megarl.workers.pairs import PAIRS, PairRows
+from megarl.workers.memory import FORWARD
+from megarl.workers.pairs import PAIRS, PairRows, PairTrainingWorker
 from megarl.workers.rows import SAMPLE_IDS, SEQUENCES, pack_whole
 from megarl.workers.settings import MicroBatchBudget, RoleSettings
 
@@ -92,7 +92,7 @@ def _common_beginning(first: Tensor, second: Tensor) -> int:
     return max(1, int(differ[0]) if len(differ) else shorter)
 
 
-class RewardTrainingWorker(MegatronWorker):
+class RewardTrainingWorker(PairTrainingWorker):
     """Trains a reward model on preference pairs; starts from a language model or from a reward model.
 
     Args:
@@ -103,9 +103,7 @@ class RewardTrainingWorker(MegatronWorker):
         pad_token_id: of the tokenizer; becomes the model's if its config has none.
     """
 
-    prefix = "train"
     value_head = True
-    shares_device = False
 
     def __init__(
         self,
@@ -116,8 +114,7 @@ class RewardTrainingWorker(MegatronWorker):
         center_coefficient: float,
         pad_token_id: int | None,
     ) -> None:
-        super().__init__(place, settings=settings)
-        self.budget = budget
+        super().__init__(place, settings=settings, budget=budget)
         self.center_coefficient = center_coefficient
         self.pad_token_id = pad_token_id
 
@@ -130,17 +127,9 @@ class RewardTrainingWorker(MegatronWorker):
         """Run one optimizer step on the batch's pairs; metrics under ``train/`` are means over all pairs."""
         rows = self._pairs(batch)
         total = sum(self.counts_over_dp(len(rows)))
-
-        def compute_gradient(
-            groups: Sequence[Sequence[int]],
-        ) -> tuple[dict[str, float], Sequence[Sequence[int]]]:
-            packed = [rows.pack_pairs(group, total) for group in groups]
-            return self.engine.forward_backward(packed, partial(pair_loss, self.center_coefficient)), groups
-
-        metrics, groups = self.memory.run_pass(UPDATE, self.budget, rows, compute_gradient)
-        metrics |= self.step_metrics(self.engine.optimizer_step(), rows, groups, sequences_per_row=2)
-        named = {f"{self.prefix}/{name}": value for name, value in metrics.items()}
-        return named | self.memory.take_metrics() | self.end_phase()
+        return self.update_pairs(
+            rows, lambda group: rows.pack_pairs(group, total), partial(pair_loss, self.center_coefficient)
+        )
 
     @verb(Dispatch.SPLIT, phase="testing", columns=PAIRS)
     @offload_after

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,8 @@ import pytest
 import torch
 from distributed import Place, ProcessPool
 from engine_cases import Setup, engine, in_parts, refusal
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_megatron_lora import ADAM, adapted_step, check_log_probs, log_probs
+from test_megatron_lora import ADAM, adapted_step, check_log_probs, log_probs, peft_model
 from tiny_models import policy_reference, rows, save_model
 from torch import Tensor
 
@@ -48,32 +48,17 @@ def test_merged_folder_equals_the_engines_export(trained: tuple[Path, Tensor]) -
     check_log_probs(folder / "hf", outputs, rows(1))
 
 
-def test_adapters_follow_pefts_format(trained: tuple[Path, Tensor]) -> None:
-    """A plain application of peft's specification: ``W x + alpha / sqrt(r) * B A x`` for each target module."""
-    import transformers
-
+def test_peft_loads_the_folder(trained: tuple[Path, Tensor]) -> None:
+    """Peft's log-probs are the trained engine's, and peft's merged weights are the exported ones."""
     folder, outputs = trained
-    config = json.loads((folder / "peft" / "adapter_config.json").read_text())
-    with safe_open(folder / "peft" / "adapter_model.safetensors", framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    assert (config["peft_type"], config["task_type"], config["bias"]) == ("LORA", "CAUSAL_LM", "none")
-    assert (config["r"], config["lora_alpha"], config["use_rslora"], config["use_dora"]) == (2, 2, True, False)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        config["base_model_name_or_path"], dtype=torch.float32
-    ).eval()
-    scale, read = config["lora_alpha"] / config["r"] ** 0.5, set()
-    for name, module in model.named_modules():
-        if any(name == target or name.endswith(f".{target}") for target in config["target_modules"]):
-            a, b = (f"base_model.model.{name}.lora_{part}.weight" for part in "AB")
-            assert tensors[a].shape == (2, module.in_features) and tensors[b].shape == (module.out_features, 2)
-            read |= {a, b}
-            module.register_forward_hook(
-                lambda _, x, y, a=tensors[a], b=tensors[b]: y + scale * torch.nn.functional.linear(x[0] @ a.T, b)
-            )
-    assert read == tensors.keys(), "target_modules names exactly the modules with adapters"
-    with torch.no_grad():
-        for part, row in zip(in_parts(outputs, rows(1)), rows(1), strict=True):
-            assert (part - policy_reference(model, row)[0]).abs().max() < 1e-5
+    theirs = read_by_peft(folder / "peft")
+    config = theirs.peft_config["default"]
+    assert (config.task_type, config.r, config.lora_alpha, config.use_rslora) == ("CAUSAL_LM", 2, 2, True)
+    tensors = load_file(folder / "peft" / "adapter_model.safetensors")
+    held = {name.replace(".default", ""): value for name, value in theirs.state_dict().items() if ".lora_" in name}
+    assert held.keys() == tensors.keys(), "target_modules names exactly the modules with adapters"
+    check_outputs(theirs, outputs)
+    check_merged(theirs.merge_and_unload(), folder / "hf")
 
 
 def continued_log_probs(place: Place, folder: Path, setup: Setup) -> Any:
@@ -87,6 +72,54 @@ def continued_log_probs(place: Place, folder: Path, setup: Setup) -> Any:
             reference = log_probs(built, setup, rows(1))
         changed = log_probs(built, setup, rows(1))
         return outputs, reference, changed
+
+
+@pytest.mark.parametrize("rank_stabilized", [False, True])
+def test_folder_of_peft_is_read(
+    pool: ProcessPool, trained: tuple[Path, Tensor], tmp_path: Path, rank_stabilized: bool
+) -> None:
+    """Adapters that peft has saved train in the engine at TP=2, and convert to peft's merged weights."""
+    folder, _ = trained
+    lora = LoraOptions(rank=3, alpha=4.0, rank_stabilized=rank_stabilized)
+    torch.manual_seed(7)
+    theirs = peft_model(folder / "base", lora, "all-linear", init_lora_weights=False)
+    theirs.save_pretrained(tmp_path / "peft")
+    setup = Setup(ParallelLayout(tp=2), optimizer=ADAM, lora=lora)
+    outputs = pool.run(imported_log_probs, 2, folder / "base", tmp_path / "peft", setup)[0]
+    check_outputs(theirs, outputs)
+    assert main(["megatron-to-hf", str(tmp_path / "peft"), str(tmp_path / "merged")]) == 0
+    check_merged(theirs.merge_and_unload(), tmp_path / "merged")
+
+
+def imported_log_probs(place: Place, base: Path, adapters: Path, setup: Setup) -> Any:
+    with engine(place, base, setup) as built:
+        built.load_adapters(adapters)
+        return log_probs(built, setup, rows(1))
+
+
+def read_by_peft(folder: Path) -> Any:
+    """The model of a folder in peft's format, with its base model; tensors that do not fit fail."""
+    import peft
+    import transformers
+
+    config = json.loads((folder / "adapter_config.json").read_text())
+    base = transformers.AutoModelForCausalLM.from_pretrained(config["base_model_name_or_path"], dtype=torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # peft warns of tensors that are missing
+        return peft.PeftModel.from_pretrained(base, folder).eval()
+
+
+def check_outputs(model: Any, outputs: Tensor) -> None:
+    with torch.no_grad():
+        for part, row in zip(in_parts(outputs, rows(1)), rows(1), strict=True):
+            assert (part - policy_reference(model, row)[0]).abs().max() < 1e-5
+
+
+def check_merged(model: Any, folder: Path) -> None:
+    exported, theirs = load_file(folder / "model.safetensors"), model.state_dict()
+    assert exported.keys() <= theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(exported[name], tensor, rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_training_continues_from_a_folder_in_another_layout(pool: ProcessPool, trained: tuple[Path, Tensor]) -> None:

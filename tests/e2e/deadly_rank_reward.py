@@ -11,7 +11,7 @@ import psutil
 
 from megarl.base.processes import READ_ERRORS, all_processes, command_line
 from megarl.cluster.adapters import GroupTarget
-from megarl.cluster.worker_group import PendingCall, ScatteredCall
+from megarl.cluster.calls import PendingCall, ScatteredCall
 
 MARK = "MEGARL_E2E_RUN"
 ROWS = 24

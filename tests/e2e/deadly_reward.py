@@ -12,7 +12,7 @@ from megarl.agents.types import ConversationGroup
 from megarl.cluster import WorkerGroup
 from megarl.cluster.adapters import GroupTarget
 from megarl.cluster.agent_runners import AgentRunners
-from megarl.cluster.worker_group import PendingCall, ScatteredCall
+from megarl.cluster.calls import PendingCall, ScatteredCall
 
 ROWS = 48
 _calls = 0

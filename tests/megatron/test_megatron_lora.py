@@ -1,4 +1,4 @@
-"""Low-rank adapters: outputs, gradients, merged weights and checkpoints, against adapters written with transformers."""
+"""Low-rank adapters: outputs, loss, gradients, merged weights and checkpoints, against peft."""
 
 from __future__ import annotations
 
@@ -46,19 +46,43 @@ def values_of(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
     return {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-class TransformersLora:
-    """A transformers model whose linear modules add ``scale * B A x``."""
+def peft_model(path: Path, lora: LoraOptions, targets: list[str] | str, **changes: Any) -> Any:
+    """The model of a folder with new adapters of peft."""
+    import peft
+    import transformers
 
-    def __init__(self, path: Path, values: dict[str, Tensor], scale: float) -> None:
-        import transformers
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        use_rslora=lora.rank_stabilized,
+        target_modules=targets,
+        **changes,
+    )
+    return peft.get_peft_model(model, config).eval()
 
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        self.model.requires_grad_(False)
-        self.values = {name: value.clone().requires_grad_() for name, value in values.items()}
-        for name, module in self.model.named_modules():
-            if f"{name}.lora_A.weight" in values:
-                a, b = (self.values[f"{name}.lora_{part}.weight"] for part in "AB")
-                module.register_forward_hook(lambda _, x, y, a=a, b=b: y + scale * (x[0] @ a.T @ b.T))
+
+class PeftLora:
+    """The model with peft's adapters, for torch.
+
+    Attributes:
+        model: peft's model.
+        values: its trained parameters, by their names in a saved folder.
+    """
+
+    def __init__(self, path: Path, lora: LoraOptions, values: dict[str, Tensor]) -> None:
+        self.model = peft_model(
+            path, lora, [name.removesuffix(".lora_A.weight") for name in values if ".lora_A" in name]
+        )
+        params = {
+            name.replace(".default", ""): param for name, param in self.model.named_parameters() if param.requires_grad
+        }
+        self.values = {name: params[f"base_model.model.{name}"] for name in values}
+        assert len(params) == len(values)
+        with torch.no_grad():
+            for name, value in values.items():
+                self.values[name].copy_(value)
 
     def loss(self, batch: list[Row]) -> Tensor:
         total = torch.zeros(())
@@ -73,6 +97,7 @@ class Answer(NamedTuple):
 
     grads: list[tuple[Any, Tensor]]
     buffered: int
+    loss: float
     grad_norm: float
     start: Tensor | None
     off: Tensor | None
@@ -107,9 +132,10 @@ def log_probs(built: MegatronEngine, setup: Setup, batch: list[Row]) -> Tensor |
     return None if outputs is None else torch.cat([output.log_probs for output in outputs])
 
 
-def backward(built: MegatronEngine, setup: Setup, batch: list[Row]) -> None:
+def backward(built: MegatronEngine, setup: Setup, batch: list[Row]) -> float:
     mine = micro_batches(batch, setup, built.runtime.coordinate.dp, setup.layout.dp)
-    built.forward_backward(mine, policy_loss, OutputOptions(TEMPERATURE, with_entropy=True))
+    sums = built.forward_backward(mine, policy_loss, OutputOptions(TEMPERATURE, with_entropy=True))
+    return sums["nll"] - 0.3 * sums["entropy"]
 
 
 def set_values(built: MegatronEngine, values: dict[str, Tensor], skip: Container[str] = ()) -> None:
@@ -127,7 +153,7 @@ def adapted_step(place: Place, path: Path, setup: Setup, batch: list[Row], folde
     with engine(place, path, setup) as built:
         start = log_probs(built, setup, batch)
         set_values(built, values_of(built.trained_map.hf_shapes()))
-        backward(built, setup, batch)
+        loss = backward(built, setup, batch)
         grads = {name: param.main_grad.clone() for name, param in built.weights.parameters().items()}
         norm = built.optimizer_step().grad_norm
         with built.adapters_off():
@@ -135,7 +161,7 @@ def adapted_step(place: Place, path: Path, setup: Setup, batch: list[Row], folde
         trained = log_probs(built, setup, batch)
         weights = {name: param.detach().clone() for name, param in built.weights.parameters().items()}
         buffered = sum(buffer.grad_data.numel() for chunk in built.chunks for buffer in chunk.buffers)
-        answer = Answer(pieces(built, grads), buffered, norm, start, off, trained, pieces(built, weights))
+        answer = Answer(pieces(built, grads), buffered, loss, norm, start, off, trained, pieces(built, weights))
         built.export_hf(folder / "merged")
         save_sharded(built, folder / "checkpoint")
         return answer
@@ -151,8 +177,8 @@ def continued(place: Place, path: Path, setup: Setup, batch: list[Row], folder: 
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_steps_equal_transformers(pool: ProcessPool, path: Path, tmp_path: Path, name: str) -> None:
-    """Gradients, two steps over a checkpoint that another layout reads, the reference, and the merged model."""
+def test_steps_equal_peft(pool: ProcessPool, path: Path, tmp_path: Path, name: str) -> None:
+    """Loss, gradients, two steps over a checkpoint that another layout reads, the reference, and the merged model."""
     options = ADAM
     setup = LAYOUTS[name]._replace(optimizer=options)
     # The distributed optimizer leaves each data-parallel rank a part of the gradient.
@@ -160,18 +186,19 @@ def test_steps_equal_transformers(pool: ProcessPool, path: Path, tmp_path: Path,
         setup = setup._replace(optimizer=OptimizerOptions(**{**vars(ADAM), "use_distributed_optimizer": False}))
     lora, batches = setup.lora, [rows(1), rows(2)]
     shapes = AdapterMap(WeightMap(read_model_config(path)), lora).hf_shapes()
-    scale = lora.alpha / (lora.rank**0.5 if lora.rank_stabilized else lora.rank)
-    theirs = TransformersLora(path, values_of(shapes), scale)
+    theirs = PeftLora(path, lora, values_of(shapes))
     adam = torch.optim.AdamW(theirs.values.values(), lr=options.lr, eps=options.eps, weight_decay=0.0)
-    theirs.loss(batches[0]).backward()
+    loss = theirs.loss(batches[0])
+    loss.backward()
     expected = {key: value.grad.clone() for key, value in theirs.values.items()}
 
     answers = pool.run(adapted_step, setup.layout.world_size, path, setup, batches[0], tmp_path)
 
+    assert all(answer.loss == pytest.approx(loss.item(), rel=1e-5) for answer in answers)
     grads = whole(shapes, [part for answer in answers for part in answer.grads])
     largest = max(grad.abs().max().item() for grad in expected.values())
     for key, grad in expected.items():
-        torch.testing.assert_close(grads[key], grad, rtol=1e-4, atol=1e-5 * largest, msg=lambda m, k=key: f"{k}: {m}")
+        torch.testing.assert_close(grads[key], grad, rtol=1e-5, atol=1e-5 * largest, msg=lambda m, k=key: f"{k}: {m}")
     norm = torch.nn.utils.clip_grad_norm_(theirs.values.values(), options.clip_grad).item()
     assert all(answer.grad_norm == pytest.approx(norm, rel=1e-5) for answer in answers)
     adam.step()

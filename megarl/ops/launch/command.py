@@ -19,7 +19,7 @@ from types import FrameType
 import yaml
 
 from megarl.base.errors import ConfigError, ModelError, ResourceError
-from megarl.base.units import GIB, MIB
+from megarl.base.units import GIB, MIB, count_noun
 from megarl.cli import EXIT_BAD_CONFIG, EXIT_INTERRUPTED, EXIT_RUN_FAILED
 from megarl.cli import main as run_here
 from megarl.ops.launch import remote, schedulers
@@ -30,6 +30,7 @@ from megarl.ops.launch.options import (
     parse_pairs,
     read_job,
     split_job,
+    with_engine_nodes,
 )
 from megarl.ops.launch.protocol import AgentEvent
 from megarl.ops.launch.session import INTERRUPT, ClusterSession, LaunchInterrupted, NodeLost
@@ -63,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run_here(job.words)
         place = _resolve_place(options)
         check_unused_options(options, place, is_megarl=is_megarl)
+        job = with_engine_nodes(job, place)
         for note in job.notes:
             say(note)
         if place == "sbatch":
@@ -219,8 +221,8 @@ def _launch(place: str, options: argparse.Namespace, job: JobToRun) -> int:
     agent_command, hosts = _agents_and_hosts(place, options, job)
     if len(hosts) < job.nodes:
         raise ConfigError(
-            f"trainer.nnodes={job.nodes}, but hosts are only {len(hosts)}: {', '.join(hosts)}. Add hosts, or set "
-            f"trainer.nnodes={len(hosts)}"
+            f"{job.size_keys}: {count_noun(job.nodes, 'node')}, but hosts are only {len(hosts)}: {', '.join(hosts)}. "
+            "Add hosts, or lower the number of nodes"
         )
     if len(hosts) > job.nodes:
         say(f"{job.nodes} of {len(hosts)} hosts are used; {', '.join(hosts[job.nodes :])} are spares")
@@ -241,8 +243,8 @@ def _agents_and_hosts(place: str, options: argparse.Namespace, job: JobToRun) ->
         raise ConfigError("--wrap is for ssh and slurm; start the launcher itself in the container")
     if job.nodes > 1 and job.device == "cuda":
         raise ConfigError(
-            f"trainer.nnodes={job.nodes} on one machine: nodes would share its GPUs. List the other nodes by --hosts, "
-            "or set trainer.nnodes=1"
+            f"{job.size_keys} on one machine: nodes would share its GPUs. List the other nodes by --hosts, or set one "
+            "node"
         )
     return remote.local_agent(python, folder), remote.local_hosts(job.nodes)
 

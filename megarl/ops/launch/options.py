@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from megarl.base.errors import ConfigError
 from megarl.cli import JOBS, compose_job
 from megarl.config.problems import nearest_keys
+from megarl.config.schema.jobs import TrainConfig
 from megarl.config.schema.run import TrainingRunConfig
 from megarl.ops.launch.remote import current_folder
 from megarl.ops.launch.settings import FIRST_PORT, WORKER_PORTS, Device, JobToRun
@@ -20,7 +22,8 @@ PLACES = ("auto", "local", "ssh", "slurm", "sbatch", "kubernetes")
 _EPILOG = f"""\
 A job is {JOB_NAMES} with its arguments, as after `megarl`; or, after `--`, any command that
 joins the Ray cluster at RAY_ADDRESS. The configuration sets the number of nodes and devices
-(trainer.nnodes, trainer.n_gpus_per_node). For everything else see docs/launch.md."""
+(trainer.nnodes, trainer.n_gpus_per_node; engines with devices of their own add
+actor_rollout_ref.rollout.nnodes). For everything else see docs/launch.md."""
 _WORKER_PORTS_HELP = f"ports of Ray's workers ({'-'.join(map(str, WORKER_PORTS))})"
 _COMMAND_OPTIONS = ("nodes", "devices_per_node", "device")
 _OPTION_PLACES = {
@@ -197,6 +200,8 @@ def _range(text: str) -> tuple[int, int]:
 def read_job(words: Sequence[str], max_restarts: int) -> JobToRun:
     """Read the requirements of a megarl job from its configuration.
 
+    ``nodes`` are the trainer's; :func:`with_engine_nodes` adds those of engines with devices of their own.
+
     Args:
         words: the job's name and arguments, as after ``megarl``.
         max_restarts: number of allowed restarts.
@@ -212,6 +217,7 @@ def read_job(words: Sequence[str], max_restarts: int) -> JobToRun:
     if max_restarts and isinstance(trainer, TrainingRunConfig):
         notes = _check_restarts(trainer)
     folder = trainer.default_local_dir if isinstance(trainer, TrainingRunConfig) and trainer.save_freq > 0 else None
+    rollout = config.actor_rollout_ref.rollout if isinstance(config, TrainConfig) else None
     device: Device = "cpu" if trainer.device == "cpu" else "cuda" if trainer.device == "cuda" else "auto"
     return JobToRun(
         words=tuple(words),
@@ -220,6 +226,9 @@ def read_job(words: Sequence[str], max_restarts: int) -> JobToRun:
         nodes=trainer.nnodes,
         device=device,
         devices=trainer.n_gpus_per_node,
+        engine_nodes=rollout.nnodes if rollout is not None else 0,
+        engine_devices=(rollout.n_gpus_per_node or 0) if rollout is not None else 0,
+        size_keys=f"trainer.nnodes={trainer.nnodes}",
         checkpoint_dir=folder or "",
         notes=notes,
         is_dry=isinstance(trainer, TrainingRunConfig) and trainer.dry_run,
@@ -234,7 +243,36 @@ def command_job(words: Sequence[str], nodes: int | None, devices: int | None, de
     """
     if nodes is None or devices is None:
         raise ConfigError(f"-- {' '.join(words)}: set its requirements by --nodes and --devices-per-node")
-    return JobToRun(tuple(words), False, "command", nodes, device, devices)
+    return JobToRun(tuple(words), False, "command", nodes, device, devices, size_keys=f"--nodes={nodes}")
+
+
+def with_engine_nodes(job: JobToRun, place: str) -> JobToRun:
+    """Add the machines of engines with devices of their own (disaggregated mode) to a job.
+
+    One machine holds both pools with ``--on local``, if each is one node.
+
+    Args:
+        job: from :func:`read_job`.
+        place: resolved value of ``--on``.
+
+    Raises:
+        ConfigError: the pools differ in devices per node; one number describes all nodes of a cluster.
+    """
+    if not job.engine_nodes:
+        return job
+    if place == "local" and job.nodes == job.engine_nodes == 1:
+        return replace(job, devices=job.devices + job.engine_devices)
+    if job.devices != job.engine_devices:
+        total = job.engine_nodes * job.engine_devices
+        nodes = f", actor_rollout_ref.rollout.nnodes={total // job.devices}" if total % job.devices == 0 else ""
+        raise ConfigError(
+            f"trainer.n_gpus_per_node={job.devices} and actor_rollout_ref.rollout.n_gpus_per_node={job.engine_devices} "
+            "differ, and megarl launch starts nodes with the same number of devices. Set "
+            f"actor_rollout_ref.rollout.n_gpus_per_node={job.devices}{nodes}, or start the Ray cluster yourself and "
+            "set RAY_ADDRESS"
+        )
+    keys = f"{job.size_keys} and actor_rollout_ref.rollout.nnodes={job.engine_nodes}"
+    return replace(job, nodes=job.nodes + job.engine_nodes, size_keys=keys)
 
 
 def _check_restarts(trainer: TrainingRunConfig) -> tuple[str, ...]:

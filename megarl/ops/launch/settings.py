@@ -27,6 +27,9 @@ class JobToRun:
         nodes: number of machines.
         device: device type.
         devices: GPUs, or CPU slots, per machine.
+        engine_nodes: number of machines of the rollout engines alone; ``with_engine_nodes`` adds them to ``nodes``.
+        engine_devices: devices on each of them.
+        size_keys: keys or options that set the number of machines, with their values, for messages.
         checkpoint_dir: checkpoint folder; empty = no checkpoints.
         notes: messages for the user before the start.
         is_dry: whether it is a dry run, which needs no cluster.
@@ -38,6 +41,9 @@ class JobToRun:
     nodes: int
     device: Device
     devices: int
+    engine_nodes: int = 0
+    engine_devices: int = 0
+    size_keys: str = ""
     checkpoint_dir: str = ""
     notes: tuple[str, ...] = ()
     is_dry: bool = False

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from megarl.ops.report.balance import balance_charts
+from megarl.tracking.run_summary import VALIDATION_PREFIX
 
 MOST_POINTS = 600
 TIMED = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
@@ -17,7 +18,6 @@ TIMED = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
 
 Rows = Sequence[Mapping[str, float]]
 
-VALIDATION_PREFIX = "val-core/"
 TIMING_PREFIX = "timing_s/"
 PHASE_ORDER = (
     "gen", "reward", "old_log_prob", "ref", "teacher", "repr_align", "values", "adv", "update_critic", "update_actor",

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from megarl.base.units import count_noun, duration
-from megarl.ops.report.charts import FAILURES, VALIDATION_PREFIX, non_finite_counts
+from megarl.ops.report.charts import FAILURES, non_finite_counts
 from megarl.ops.report.rules import RULES, Rows, finite_values, recent_mean
 from megarl.ops.report.run_files import RunRecord
+from megarl.tracking.run_summary import VALIDATION_PREFIX
 
 BAD, WARN = "bad", "warn"
 _RECOVERED = {

@@ -260,7 +260,9 @@ def run_description(run: RunRecord) -> list[tuple[str, str]]:
     tp = get(f"{rollout}.tensor_model_parallel_size")
     add("Rollout", get(f"{rollout}.name") and f"{get(f'{rollout}.name')} engine", tp and f"TP {tp}")
     nodes, devices = get("trainer.nnodes"), get("trainer.n_gpus_per_node")
-    add("Devices", devices and f"{nodes or 1} x {devices} {get('trainer.device') or ''}".strip())
+    own = get(f"{rollout}.nnodes")
+    engines = own and f"{own} x {get(f'{rollout}.n_gpus_per_node') or devices} for the engines alone"
+    add("Devices", devices and f"{nodes or 1} x {devices} {get('trainer.device') or ''}".strip(), engines)
     return lines
 
 

@@ -7,9 +7,8 @@ import os
 import re
 from pathlib import Path
 
-from megarl.base.kernel_files import read_kernel_file
+from megarl.base.kernel_files import child_pids, resident_bytes
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 _PSS = re.compile(rb"^Pss:\s+(\d+) kB", re.MULTILINE)
 
 
@@ -25,7 +24,7 @@ def exceeds_memory(launcher: int, limit: int, own_processes: int = 3) -> bool:
     """
     pids = _tree(launcher)[own_processes:]
     files = _anonymous_files(pids)
-    if files + sum(map(_resident, pids)) <= limit:  # an upper bound, much cheaper to read
+    if files + sum(map(resident_bytes, pids)) <= limit:  # an upper bound, much cheaper to read
         return False
     return files + sum(map(_proportional, pids)) > limit
 
@@ -34,9 +33,7 @@ def _tree(root: int) -> list[int]:
     """Return the ids of a process and its descendants; orphans belong to process 1 of their namespace."""
     pids = [root]
     for pid in pids:  # grows
-        for children in Path(f"/proc/{pid}/task").glob("*/children"):
-            with contextlib.suppress(OSError):  # the process has ended
-                pids += map(int, children.read_text().split())
+        pids += child_pids(pid)
     return pids
 
 
@@ -52,15 +49,10 @@ def _anonymous_files(pids: list[int]) -> int:
     return sum(sizes.values())
 
 
-def _resident(pid: int) -> int:
-    numbers = read_kernel_file(f"/proc/{pid}/statm").split()
-    return int(numbers[1]) * _PAGE if numbers else 0
-
-
 def _proportional(pid: int) -> int:
     """Return the resident bytes of a process, with shared pages divided among their users (PSS)."""
     try:
         match = _PSS.search(Path(f"/proc/{pid}/smaps_rollup").read_bytes())
     except OSError:  # another user's process, or it has ended
         match = None
-    return int(match[1]) * 1024 if match else _resident(pid)
+    return int(match[1]) * 1024 if match else resident_bytes(pid)

@@ -6,22 +6,18 @@ API key is among them; on a command line every user of the machine could read it
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 import sys
 
+from megarl.base.child_process import die_with_parent
 from megarl.rollout.sglang.options import RankRendezvous, SGLangOptions, server_args
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     """Serve until the process is ended."""
     job = json.loads(sys.stdin.buffer.read())
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(os.getppid())
     options = SGLangOptions(**job["options"])
     rendezvous = RankRendezvous(options)
     os.environ.update(rendezvous.variables)

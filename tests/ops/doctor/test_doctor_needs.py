@@ -59,6 +59,22 @@ def test_without_a_critic_or_checkpoints(model: str) -> None:
     assert needed.checkpoint_bytes is None and needed.checkpoint_dir is None
 
 
+def test_nodes_of_the_engines_alone(model: str) -> None:
+    """Two nodes of one device write checkpoints; three of four devices generate."""
+    keys = (
+        "async_training.mode=disaggregated",
+        "actor_rollout_ref.rollout.nnodes=3",
+        "actor_rollout_ref.rollout.n_gpus_per_node=4",
+    )
+    sizes = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1")
+    config = compose(
+        ConfigRequest(TrainConfig, "quickstart_async", (f"actor_rollout_ref.model.path={model}", *sizes, *keys))
+    )
+    needed = needs_of(config)
+    assert (needed.nodes, needed.trainer_nodes, needed.devices) == (5, 2, 4)
+    assert needed.host_bytes == 4 * GIB
+
+
 def test_offloaded_states_are_in_host_memory(model: str) -> None:
     megatron = "actor_rollout_ref.actor.megatron"
     needed = needs(

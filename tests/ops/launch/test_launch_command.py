@@ -2,15 +2,22 @@
 
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
+import yaml
 
 from megarl.base.errors import ConfigError
 from megarl.cli import main as megarl
 from megarl.ops.launch import command
-from megarl.ops.launch.options import split_job
+from megarl.ops.launch.checks import doctor_command
+from megarl.ops.launch.options import read_job, split_job, with_engine_nodes
 
 QUICK = ["train", "--config-name", "quickstart"]
+MODEL = Path(__file__).parents[1] / "plan/models/Qwen2.5-32B"
+ASYNC = ["train", "-cn", "run_32b_async", f"actor_rollout_ref.model.path={MODEL}", "data.train_files=none"]
+ROLLOUT = "actor_rollout_ref.rollout"
+UNEQUAL = f"trainer.n_gpus_per_node=8 and {ROLLOUT}.n_gpus_per_node=4 differ, .*"
 
 
 def launch(capsys, *argv):
@@ -44,7 +51,24 @@ def test_missing_job(argv):
         ([*QUICK, "trainer.nodes=2"], "trainer.nodes"),
         ([*QUICK, "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=3"], "tensor_model_parallel_size"),
         (["--max-restarts=1", *QUICK], "trainer.resume_mode=disable: a restart .* begin from scratch"),
-        (["--hosts=a", *QUICK, "trainer.nnodes=2"], "trainer.nnodes=2, but hosts are only 1: a"),
+        (["--hosts=a", *QUICK, "trainer.nnodes=2"], "trainer.nnodes=2: 2 nodes, but hosts are only 1: a"),
+        (["--hosts=a", "--nodes=2", "--devices-per-node=1", "--", "x"], "^--nodes=2: 2 nodes, but hosts are only 1: a"),
+        (
+            ["--hosts=a,b,c,d,e,f,g", *ASYNC],
+            "trainer.nnodes=2 and actor_rollout_ref.rollout.nnodes=6: 8 nodes, but hosts are only 7",
+        ),
+        (["--on=local", *ASYNC], "trainer.nnodes=2 and actor_rollout_ref.rollout.nnodes=6 on one machine"),
+        *(
+            (
+                [*place, *ASYNC, f"{ROLLOUT}.n_gpus_per_node=4"],
+                UNEQUAL + f"Set {ROLLOUT}.n_gpus_per_node=8, {ROLLOUT}.nnodes=3, or",
+            )
+            for place in (["--hosts=a"], ["--on=sbatch"], ["--on=kubernetes", "--image=x"], ["--on=local"])
+        ),
+        (
+            ["--hosts=a", *ASYNC, f"{ROLLOUT}.n_gpus_per_node=12", f"{ROLLOUT}.nnodes=1"],
+            f"{ROLLOUT}.n_gpus_per_node=12 differ, .* Set {ROLLOUT}.n_gpus_per_node=8, or start the Ray cluster",
+        ),
         (["--on=ssh", *QUICK], "--on ssh needs --hosts"),
         ([*QUICK, "trainer.nnodes=2", "trainer.device=cuda"], "trainer.nnodes=2 on one machine: nodes would share"),
         (["--on=local", "--hosts=a", *QUICK], "not --hosts=a"),
@@ -104,6 +128,34 @@ def test_batch_script_runs_the_launcher_inside(fake_commands, monkeypatch, capsy
     assert fake_commands.calls("sbatch")[0]["input"] == script
     assert megarl(["launch", "--submit", *own, "--sbatch=--partition=nowhere", *words]) == 1
     assert "sbatch refused the script: sbatch: error: invalid partition" in capsys.readouterr().err
+
+
+def test_nodes_of_the_engines_are_launched(monkeypatch, capsys, tmp_path):
+    """Two nodes train, six generate: every place starts eight."""
+    monkeypatch.chdir(tmp_path)
+    started = []
+    monkeypatch.setattr(command.Launcher, "run", lambda self: started.append((self.settings, self.job)) or 0)
+    assert command.main(["--hosts=a,b,c,d,e,f,g,h,i", *ASYNC]) == 0
+    assert "8 of 9 hosts are used; i are spares" in capsys.readouterr().err
+    ((settings, job),) = started
+    assert settings.hosts == tuple("abcdefghi") and (job.nodes, job.devices) == (8, 8)
+    doctor = doctor_command("python", job)
+    assert doctor[doctor.index("--devices") + 1] == "8"
+    assert command.main(["--on=sbatch", *ASYNC]) == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --nodes=8\n" in script and "#SBATCH --gpus-per-node=8\n" in script
+    assert command.main(["--on=kubernetes", "--image=x", *ASYNC]) == 0
+    cluster = yaml.safe_load(capsys.readouterr().out)["spec"]["rayClusterSpec"]
+    assert cluster["workerGroupSpecs"][0]["replicas"] == 7, "the head is the eighth"
+
+
+def test_one_machine_holds_a_trainer_and_engines_of_one_node_each():
+    sizes = ["trainer.nnodes=1", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=4"]
+    job = read_job([*ASYNC, *sizes], 0)
+    local = with_engine_nodes(job, "local")
+    assert (local.nodes, local.devices) == (1, 12), "12 devices of one Ray node"
+    synchronous = read_job(QUICK, 0)
+    assert with_engine_nodes(synchronous, "ssh") is synchronous
 
 
 def test_unreachable_host_is_named(start_launcher):

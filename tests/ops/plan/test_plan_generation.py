@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 from planned_jobs import megatron, train_job
 
-from megarl.ops.plan.generation import EngineTimer, time_generation
+from megarl.ops.plan.generation import LENGTH_MULTIPLE, EngineTimer, time_generation
 from megarl.ops.plan.hardware import read_hardware
 from megarl.ops.plan.lengths import Lengths, Quantiles, longest_lengths
+from megarl.rollout.embedded import engine
 
 H100 = read_hardware("h100")
 UNLIMITED = float("inf")
@@ -127,3 +128,8 @@ def test_generation_flops_count_a_shared_prompt_once():
     samples = rollout.samples
     tokens, pairs = samples * (512 + 1024), samples * (1024**2 / 2 + 1024 * (2 * 1024 + 1024))
     assert work == pytest.approx(cost.linear * tokens + cost.quadratic * pairs)
+
+
+def test_slots_are_rounded_as_in_the_embedded_engine() -> None:
+    """The plan imports no torch, so it has a constant of its own."""
+    assert LENGTH_MULTIPLE == engine.LENGTH_MULTIPLE

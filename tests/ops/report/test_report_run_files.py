@@ -109,3 +109,12 @@ def test_run_description(make_run: MakeRun) -> None:
         "sglang engine, TP 2",
     )
     assert description["Data"] == "a, b"
+
+
+def test_devices_of_the_engines_alone_are_described(make_run: MakeRun) -> None:
+    run = read_run(make_run())
+    machines = {"nnodes": 2, "n_gpus_per_node": 8, "device": "cuda"}
+    run.config.update(trainer=machines, actor_rollout_ref={"rollout": {"nnodes": 0}})  # type: ignore[attr-defined]
+    assert dict(run_description(run))["Devices"] == "2 x 8 cuda"
+    run.config["actor_rollout_ref"]["rollout"] |= {"nnodes": 6, "n_gpus_per_node": 4}
+    assert dict(run_description(run))["Devices"] == "2 x 8 cuda, 6 x 4 for the engines alone"

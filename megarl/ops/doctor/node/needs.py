@@ -28,7 +28,8 @@ class Needs:
     Attributes:
         device: ``cpu``, ``cuda``, or ``auto`` (GPUs if present).
         devices: devices per machine; None = all that are present.
-        nodes: number of machines of the run.
+        nodes: number of machines of the run, those of the rollout engines alone included.
+        trainer_nodes: number of machines that write a checkpoint.
         checkpoint_dir: folder of the checkpoints; it may be missing.
         checkpoint_bytes: size of one checkpoint of the whole run; None = unknown.
         models: Hugging Face folders that must be readable.
@@ -46,6 +47,7 @@ class Needs:
     device: str = "auto"
     devices: int | None = None
     nodes: int = 1
+    trainer_nodes: int = 1
     checkpoint_dir: str | None = None
     checkpoint_bytes: int | None = None
     models: tuple[str, ...] = ()
@@ -66,16 +68,21 @@ def needs_of(config: JobConfig) -> Needs:
     Sizes are unknown if a model's ``config.json`` cannot be read; :func:`check_folders` reports that.
     """
     trainer = config.trainer
-    needs = Needs(device=trainer.device, devices=trainer.n_gpus_per_node, nodes=trainer.nnodes)
+    devices, nodes = trainer.n_gpus_per_node, trainer.nnodes
+    if isinstance(config, TrainConfig):
+        rollout = config.actor_rollout_ref.rollout
+        devices = max(devices, (rollout.n_gpus_per_node or 0) if rollout.nnodes else 0)
+        nodes += rollout.nnodes
+    needs = Needs(device=trainer.device, devices=devices, nodes=nodes, trainer_nodes=trainer.nnodes)
     learners = _learners(config)
     parameters = [(_parameters(path, head), megatron) for path, megatron, head in learners]
     counts = [count for count, _ in parameters if count is not None]
     state = _STATE_BYTES * sum(counts) if learners and len(counts) == len(learners) else None
-    process = _HOST_BYTES["cpu" if trainer.device == "cpu" else "cuda"] * trainer.n_gpus_per_node
+    process = _HOST_BYTES["cpu" if trainer.device == "cpu" else "cuda"] * devices
     offloaded = sum((count or 0) * _offloaded(megatron) for count, megatron in parameters)
     needs = replace(needs, host_bytes=process + offloaded // trainer.nnodes)
     if isinstance(config, TrainConfig):
-        buckets = 2 * config.sync.bucket_megabytes * MIB * trainer.n_gpus_per_node
+        buckets = 2 * config.sync.bucket_megabytes * MIB * devices
         needs = replace(needs, shared_memory_bytes=buckets + _OBJECT_STORE_BYTES)
     if saves := getattr(trainer, "save_freq", -1) > 0:
         needs = replace(needs, checkpoint_dir=str(getattr(trainer, "default_local_dir", None)))

@@ -64,7 +64,7 @@ def check_disk_speed(needs: Needs) -> list[CheckResult]:
     remedy = "save to a local or parallel file system (trainer.default_local_dir), or less often (trainer.save_freq)"
     slow = speed.write < SLOW_BYTES_PER_S
     if needs.checkpoint_bytes is not None:
-        seconds = needs.checkpoint_bytes / needs.nodes / speed.write
+        seconds = needs.checkpoint_bytes / needs.trainer_nodes / speed.write
         slow = seconds > LONG_SAVE_S
         observation += f"; a node's part of a checkpoint takes about {seconds:.0f} s"
     return [CheckResult(name, Status.WARN if slow else Status.PASS, observation, remedy if slow else "")]
