@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megarl.base.errors import ConfigError
+from megarl.base.run_writer import RUN_WRITER
 from megarl.base.units import count_noun
 from megarl.config.outputs import CHECKPOINTS_KEY, EXPORT_KEY, may_save, output_files, response_folders
 from megarl.config.schema.jobs import EvaluateConfig, GenerateConfig, SupervisedConfig, TrainConfig
@@ -72,11 +73,10 @@ def claim_response_folders(config: TrainConfig, run_id: str) -> None:
     """
     for name in response_folders(config).values():
         folder = Path(name)
-        folder.mkdir(parents=True, exist_ok=True)
         if read_run_id(folder) != run_id:
             for path in _response_files(folder):
                 path.unlink()
-            (folder / ID_FILE).write_text(run_id, encoding="ascii")
+            RUN_WRITER.replace(folder / ID_FILE, run_id)
 
 
 def steps_of_others(store: CheckpointStore, resumed: Path | None) -> list[int]:
