@@ -145,6 +145,7 @@ def test_killed_driver_leaves_no_process(script):
     wait_until_busy(process)
     started = descendants(psutil.Process(process.pid))
     assert any("DashboardAgent" in command_line(child) for child in started), "agents overwrite their environment"
+    assert len(sessions(process.pid)) == len(before) + 1
     process.kill()
     process.communicate(timeout=30)
     alive = wait_for_ends(started, 15)  # without the reaper, Ray's agents live for up to a minute
@@ -206,7 +207,8 @@ except RayLost as error:
     [
         ("gcs_server", "in a call", 1, "Ray's control process (GCS) died, so the run ends"),
         ("raylet", "in a call", 1, "Ray's node process (raylet) died, so the run ends"),
-        ("gcs_server", "at the end", 0, "died when the work was complete; nothing is lost"),
+        ("gcs_server", "at the end", 0, "(GCS) died when the work was complete; nothing is lost"),
+        ("raylet", "at the end", 0, "(raylet) died when the work was complete; nothing is lost"),
     ],
 )
 def test_death_of_a_process_of_ray_is_one_sentence_and_no_failure_of_finished_work(daemon, moment, code, message):
