@@ -12,14 +12,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
 import torch
 from chaos_faults import DAMAGES, FAULTS, NO_REAPER, UNFINISHED, Damage, Fault
-from cli_runs import ROOT, CliRun, RunFiles, reproducible
+from cli_runs import ROOT, START_S, CliRun, RunFiles, reproducible
 from safetensors.torch import load_file
 
 from megarl.base.errors import CheckpointError
@@ -72,7 +72,7 @@ class Campaign:
         """Run the job without faults."""
         run = self._start(self.folder / "undisturbed")
         try:
-            self._require(run.wait() == 0, run, "the undisturbed run failed")
+            self._require(run.wait(_slowness() * START_S) == 0, run, "the undisturbed run failed")
         finally:
             run.close()
         return RunFiles(run.folder, NAME)
@@ -89,7 +89,7 @@ class Campaign:
             if not self._is_complete(folder):
                 run = self._start(folder)
                 try:
-                    self._require(run.wait() == 0, run, "the last run of a journey failed")
+                    self._require(run.wait(_slowness() * START_S) == 0, run, "the last run of a journey failed")
                     self._require_gone(run)
                 finally:
                     run.close()
@@ -145,17 +145,15 @@ class Campaign:
         if fault.during_save:
             root = _checkpoints(run.folder)
             first = min(self.steps - 1, done + self.random.randrange(3))
-            run.wait_until(
-                lambda: f"step {first + 1}/" in run.output or first == done or run.process.poll() is not None
-            )
-            run.wait_until(lambda: any(root.glob(UNFINISHED)) or run.process.poll() is not None)
+            _wait_until(run, lambda: f"step {first + 1}/" in run.output or first == done)
+            _wait_until(run, lambda: any(root.glob(UNFINISHED)))
             return f"save after step {first}"
         if self.random.random() < self.share_at_start and at_start and not fault.in_training:
             delay = self.random.uniform(0.5, 10.0)
             time.sleep(delay)
             return f"{delay:.1f} s after start"
         step = min(done + self.random.randrange(1, 3), self.steps - fault.in_training)
-        run.wait_until(lambda: f"step {step}/" in run.output or run.process.poll() is not None)
+        _wait_until(run, lambda: f"step {step}/" in run.output)
         time.sleep(self.random.uniform(0.0, 1.0))
         return f"after step {step}"
 
@@ -196,6 +194,7 @@ class Campaign:
             raise Violation(f"weights differ from the undisturbed run: {unequal}")
 
     def _require_gone(self, run: CliRun, limit_s: float = GONE_S) -> None:
+        limit_s *= _slowness()
         alive = run.remaining(limit_s)
         self._require(not alive, run, f"processes remain after {limit_s:g} s: {alive}")
 
@@ -219,6 +218,11 @@ def _file_system_of_its_own(folder: Path) -> Iterator[None]:
     finally:
         if is_mounted:
             subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def _wait_until(run: CliRun, condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds, or the run has ended."""
+    run.wait_until(lambda: condition() or run.process.poll() is not None, _slowness() * START_S)
 
 
 def _slowness() -> float:
