@@ -20,6 +20,7 @@ from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.exceptions import AuthenticationError
 
 from megarl.base.errors import ResourceError
+from megarl.base.files import private_files
 from megarl.base.processes import (
     READ_ERRORS,
     all_processes,
@@ -173,6 +174,20 @@ def test_files_of_a_killed_driver_are_deleted_at_the_next_start(tmp_path):
         os.waitpid(pid, 0)
     delete_stale_tokens()
     assert not token_file.parent.exists() and not session.exists() and foreign.is_dir()
+
+
+@pytest.mark.parametrize("everything", [True, False])
+def test_copied_logs_of_ray_are_private_and_without_empty_folders(tmp_path, everything):
+    logs = tmp_path / "session_today_1" / "logs"
+    (logs / "nsight").mkdir(parents=True)
+    (logs / "nsight").chmod(0o777)  # as Ray makes it
+    (logs / "raylet.out").write_text("line")
+    (logs / "raylet.out").chmod(0o644)
+    target = tmp_path / "run" / "logs" / "ray"
+    with private_files():
+        session_module._copy_logs([logs.parent], target, everything)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in target.rglob("*")}
+    assert modes == ({"session_today_1": 0o700, "raylet.out": 0o600} if everything else {})
 
 
 LOSS = """
