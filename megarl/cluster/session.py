@@ -272,7 +272,7 @@ def _log_unhandled_error(error: Exception) -> None:
 
 
 def _copy_logs(sessions: Sequence[Path], target: Path, everything: bool) -> None:
-    """Copy the logs of Ray's sessions, or only the profiles of Nsight Systems, as private as other files of the run."""
+    """Copy the logs of Ray's sessions, or only the profiles of Nsight Systems; with the modes of the run's files."""
     for session in sessions:
         logs = session / "logs"
         with contextlib.suppress(OSError):  # a full disk

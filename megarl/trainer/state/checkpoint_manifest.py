@@ -164,7 +164,9 @@ def is_whole(folder: Path) -> bool:
 
 
 def is_of_another_run(folder: Path, run_id: str | None) -> bool:
-    """Return whether a run with another ID saved a checkpoint; a damaged one, or one with a damaged ID, has no owner.
+    """Return whether a run with another ID saved a checkpoint.
+
+    A damaged checkpoint, or one with a damaged ID, has no owner.
 
     Args:
         folder: of the checkpoint.
