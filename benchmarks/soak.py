@@ -1,6 +1,7 @@
 """Memory of every process of a run over many steps: which one grows, and by how much per step.
 
     python benchmarks/soak.py                         150 steps of a tiny PPO job on CPU, about 3 minutes
+    python benchmarks/soak.py --steps 500 --limit 10  as many of the steps as fit into 10 minutes
     python benchmarks/soak.py --steps 500 -- algorithm.adv_estimator=grpo trainer.watchdog.timeout_s=null
 
 Arguments after ``--`` are overrides of the configuration. After each step the private memory (USS) of every process is
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -62,8 +65,15 @@ def read_memory(mark: str, step: int, readings: Readings) -> None:
             continue
 
 
-def run_job(steps: int, overrides: Sequence[str], scratch: Path) -> Readings:
-    """Run the job, and read the memory of its processes after each step."""
+def run_job(steps: int, overrides: Sequence[str], scratch: Path, limit_s: float = math.inf) -> Readings:
+    """Run the job, and read the memory of its processes after each step.
+
+    Args:
+        steps: training steps.
+        overrides: of the configuration.
+        scratch: folder for task and run.
+        limit_s: seconds after which the job ends with its current step.
+    """
     task, run, mark = scratch / "task", scratch / "run", uuid.uuid4().hex
     make = [sys.executable, str(ROOT / "tools" / "make_arithmetic.py"), "--out", str(task), *TASK]
     subprocess.run(make, check=True, capture_output=True)
@@ -78,13 +88,17 @@ def run_job(steps: int, overrides: Sequence[str], scratch: Path) -> Readings:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", MARK: mark}
         process = subprocess.Popen(command, cwd=scratch, env=environment, stdout=output, stderr=subprocess.STDOUT)
         done, metrics = 0, run / "metrics.jsonl"
+        deadline = time.monotonic() + limit_s
         while process.poll() is None:
+            if time.monotonic() > deadline:
+                deadline = math.inf
+                process.terminate()
             written = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
             if written > done:
                 done = written
                 read_memory(mark, done, readings)
             time.sleep(POLL_S)
-    if process.returncode:
+    if process.returncode not in (0, 128 + signal.SIGTERM if math.isfinite(limit_s) else 0):
         raise SystemExit(f"the job failed ({process.returncode}):\n{(scratch / 'output.txt').read_text()[-4000:]}")
     return readings
 
@@ -99,12 +113,14 @@ def main() -> None:
     """Run the job and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=150, help="training steps")
+    parser.add_argument("--limit", type=float, default=math.inf, metavar="MINUTES", help="end after this time")
     parser.add_argument("overrides", nargs="*", help="overrides of the configuration, after --")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        readings = run_job(options.steps, options.overrides, Path(scratch))
-    first = options.steps // 3
-    print(f"{'process':30s} {'pid':>8s} {f'MB at {first}':>12s} {f'MB at {options.steps}':>12s} {'KB per step':>12s}")
+        readings = run_job(options.steps, options.overrides, Path(scratch), 60.0 * options.limit)
+    last = max(step for points in readings.values() for step in points)
+    first = last // 3
+    print(f"{'process':30s} {'pid':>8s} {f'MB at {first}':>12s} {f'MB at {last}':>12s} {'KB per step':>12s}")
     for (pid, name), points in sorted(readings.items(), key=lambda item: item[0][1]):
         late = {step: megabytes for step, megabytes in points.items() if step >= first}
         if len(late) < 3:

@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -60,6 +60,9 @@ from megarl.models import read_model_config
 from megarl.trainer.jobs.folder_locks import locked_output_folders
 from megarl.trainer.jobs.hub_files import with_hub_files
 from megarl.workers.settings import check_role
+
+if TYPE_CHECKING:
+    from megarl.tracking.sweep import RunResult
 
 
 class Job(NamedTuple):
@@ -307,6 +310,7 @@ def _reward_model_of(config: TrainConfig | EvaluateConfig) -> list[tuple[str, Me
 def _run(name: str, job: Job, request: ConfigRequest[Any], run: ComposedRun[Any] | None, *, minimize: bool) -> int:
     """Run a job, or without a composed run the jobs of a sweep; returns the exit code."""
     codes: list[int] = []
+    results: list[RunResult] = []
 
     def task(values: DictConfig) -> float | None:
         """Run one job; Hydra's launchers may call it in another process."""
@@ -334,6 +338,7 @@ def _run(name: str, job: Job, request: ConfigRequest[Any], run: ComposedRun[Any]
 
         overrides = [redact_text(override) for override in hydra.overrides.task]
         result = result_of(folder, overrides, metric, problem and redact_text(problem))
+        results.append(result)
         return result.value  # Optuna counts None as a failed trial and continues; NaN would end its study
 
     SweepFolder.noted = None
@@ -341,7 +346,7 @@ def _run(name: str, job: Job, request: ConfigRequest[Any], run: ComposedRun[Any]
         run_sweep(request, name, task, minimize) if run is None else run_once(request, run, name, task)
     finally:
         if SweepFolder.noted is not None:
-            codes += [EXIT_RUN_FAILED for _ in _close_sweep(SweepFolder.noted, minimize)]
+            codes += [EXIT_RUN_FAILED for _ in _close_sweep(SweepFolder.noted, results, minimize)]
     return codes[0] if codes else 0
 
 
@@ -405,11 +410,17 @@ def _is_loss(config: JobConfig) -> bool:
     return isinstance(config, SupervisedConfig) if metric is None else "loss" in metric
 
 
-def _close_sweep(folder: Path, minimize: bool) -> list[str]:
-    """Compare the runs of a sweep in a table and a report; returns the errors of failed runs."""
+def _close_sweep(folder: Path, known: Sequence[RunResult], minimize: bool) -> list[str]:
+    """Compare the runs of a sweep in a table and a report; returns the errors of failed runs.
+
+    Args:
+        folder: folder of the sweep.
+        known: results of runs in this process.
+        minimize: whether the smallest objective is the best.
+    """
     from megarl.tracking.sweep import read_results, save_sweep, sweep_table
 
-    results = read_results(folder)
+    results = read_results(folder, known)
     save_sweep(folder, results, minimize)
     print(sweep_table(results, minimize))
     report = importlib.import_module(REPORT)
@@ -417,6 +428,9 @@ def _close_sweep(folder: Path, minimize: bool) -> list[str]:
         print(f"sweep: {report.compare_runs([folder])}")
     except report.NoRunError:
         print(f"sweep: {folder} (no run finished its first step)")
+    except (OSError, ValueError) as error:  # the runs are complete: a full disk must not fail them now
+        print(f"the comparison could not be written: {error}; retry with: megarl report {folder}", file=sys.stderr)
+    RUN_WRITER.close()
     return [result.error for result in results if result.error is not None]
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import logging
 import re
+import resource
+import signal
 import subprocess
 import sys
 import types
@@ -18,10 +22,12 @@ from interrupts import restore_interrupts
 
 from megarl import cli
 from megarl.base.errors import DataError, RewardError, RewardFunctionError, WorkerError
+from megarl.base.run_writer import RUN_WRITER
 from megarl.config import EvaluateConfig, SFTConfig, TrainConfig
 from megarl.config.compose import to_yaml
 from megarl.tracking import Console
 from megarl.trainer.records.reporting import RunReporter
+from megarl.trainer.state.run_identity import ID_FILE
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -128,6 +134,50 @@ def test_sweep_table_lists_scores_and_failures(job: FakeJob, capsys: pytest.Capt
     folder = job.calls[0][1].parent
     assert lines[-1] == f"sweep: {folder.relative_to(Path.cwd())}/comparison.html"
     assert json.loads((folder / "sweep.json").read_text())["runs"][0]["value"] is None
+
+
+@pytest.mark.parametrize(
+    ("full_from", "full_until"), [(0, 2), (0, 3), (2, 3)], ids=["until the second run", "always", "from the second run"]
+)
+def test_a_sweep_survives_a_full_disk_under_its_folder(
+    job: FakeJob, monkeypatch: pytest.MonkeyPatch, full_from: int, full_until: int
+) -> None:
+    """Every file of more than a line is refused; the metrics of a fake run are one line."""
+    job.scores = [0.25, 0.75]
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    run, before = job.run, signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def run_job(config: Any, output_dir: Path) -> None:
+        run(config, output_dir)
+        limit_file_size()
+
+    def limit_file_size() -> None:
+        is_full = full_from <= len(job.calls) < full_until
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64 if is_full else hard, hard))
+
+    monkeypatch.setattr(sys.modules["megarl_fake_job"], "run", run_job)
+    output = io.StringIO()
+    limit_file_size()
+    try:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            code = cli.run_job("train", quickstart("--multirun", "trainer.seed=1,2"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        signal.signal(signal.SIGXFSZ, before)
+        RUN_WRITER.reset()
+    folder, printed = job.calls[0][1].parent, output.getvalue()
+    assert code == 0 and "0.75 <- best" in printed and "Traceback" not in printed, printed
+    early = ["multirun.yaml", "0/config.yaml", "0/.hydra/config.yaml", "0/result.json"]
+    late = ["1/result.json", "sweep.json", "sweep.csv", "comparison.html"]
+    present = [name for name in [*early, *late] if (folder / name).exists()]
+    if full_until == 2:
+        assert present == [*early, *late]
+        assert json.loads((folder / "sweep.json").read_text())["best"] == "1"
+        assert json.loads((folder / "0" / "result.json").read_text())["value"] == 0.25
+    else:
+        assert present == (early if full_from else [])
+        assert "files of the run stay incomplete" in printed and f"{folder.name}/sweep.json" in printed
+        assert "the comparison could not be written" in printed
 
 
 def test_optuna_ignores_failed_trials(job: FakeJob, capsys: pytest.CaptureFixture[str]) -> None:
@@ -308,6 +358,7 @@ def test_two_concurrent_runs_share_no_folder(
 
     def run_second(config: Any, output_dir: Path) -> None:
         begin(config, output_dir)
+        (output_dir / ID_FILE).write_text("id-of-the-first")  # as a job does
         before = {path: path.read_bytes() for path in output_dir.rglob("*.json")}
         name = "trainer.experiment_name=second"
         codes.append(cli.main(["train", *quickstart(*arguments, name)]))
@@ -318,6 +369,7 @@ def test_two_concurrent_runs_share_no_folder(
     assert codes == [cli.EXIT_BAD_CONFIG] and len(job.calls) == 1
     error = capsys.readouterr().err
     assert f"in use by another run: quickstart in {job.calls[0][1]}, process " in error
+    assert ", run ID id-of-the-first" in error
     assert f"{shared}=<another folder>" in error
     assert not list(tmp_path.rglob("*run_lock"))
 

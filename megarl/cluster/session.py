@@ -272,11 +272,15 @@ def _log_unhandled_error(error: Exception) -> None:
 
 
 def _copy_logs(sessions: Sequence[Path], target: Path, everything: bool) -> None:
-    """Copy the log folders of Ray's sessions, or only the profiles of Nsight Systems in them."""
+    """Copy the logs of Ray's sessions, or only the profiles of Nsight Systems; with the modes of the run's files."""
     for session in sessions:
-        source = Path("logs") if everything else Path("logs") / "nsight"
-        with contextlib.suppress(OSError):  # a full disk, or no such folder
-            shutil.copytree(session / source, target / session.name / source.relative_to("logs"), dirs_exist_ok=True)
+        logs = session / "logs"
+        with contextlib.suppress(OSError):  # a full disk
+            for path in (logs if everything else logs / "nsight").rglob("*"):
+                if path.is_file():
+                    copy = target / session.name / path.relative_to(logs)
+                    copy.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(path, copy)  # without Ray's modes, which are open to all users
 
 
 def _end_processes(processes: list[psutil.Process], grace_s: float) -> None:

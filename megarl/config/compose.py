@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, NamedTuple
+from typing import IO, Any, Generic, NamedTuple
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -34,6 +34,8 @@ from yaml import YAMLError
 
 from megarl.base.errors import ConfigError
 from megarl.base.files import WRITABLE, write_error
+from megarl.base.redaction import redact
+from megarl.base.run_writer import RUN_WRITER
 from megarl.config.build import build, build_draft, defaults, unknown_key
 from megarl.config.keys import Key, leaves, walk
 from megarl.config.outputs import check_sweep_outputs
@@ -227,7 +229,7 @@ def run_sweep(
     arguments = [f"hydra.job.name={name}", *(_reachable(override, keys, request) for override in parsed)]
     arguments += sweep_overrides(parsed, minimize)
     _register(request)
-    with _arguments([*arguments, "--multirun"]):
+    with _arguments([*arguments, "--multirun"]), _sweep_files():
         hydra_main(version_base="1.3", config_path=str(_folders(request)[0]), config_name=_JOB)(task)()
 
 
@@ -357,6 +359,26 @@ def _find(config_name: str, folders: list[Path]) -> None:
     raise ConfigError(
         f"--config-name={config_name}: no {config_name}.yaml in {searched}.{guess} There are: {', '.join(names)}"
     )
+
+
+@contextmanager
+def _sweep_files() -> Iterator[None]:
+    """Write the files of Hydra's sweepers as files of a run: without secrets, and later if the disk is full."""
+
+    original: Callable[..., None] = OmegaConf.save
+
+    def save(config: Any, f: str | Path | IO[Any], resolve: bool = False) -> None:
+        if not isinstance(f, str | Path):
+            original(config, f, resolve)
+            return
+        values = config if isinstance(config, DictConfig) else OmegaConf.create(config)
+        RUN_WRITER.replace(Path(f), OmegaConf.to_yaml(redact(OmegaConf.to_container(values, resolve=resolve))))
+
+    OmegaConf.save = save  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        OmegaConf.save = staticmethod(original)  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -230,9 +230,9 @@ class SubprocessTracker(Tracker):
     def _started(self) -> TrackerProcess:
         if self._process is None:
             log = self._log_file()
-            if log is not None:
-                log.parent.mkdir(parents=True, exist_ok=True)
             try:
+                if log is not None:
+                    log.parent.mkdir(parents=True, exist_ok=True)
                 self._process = TrackerProcess(log, self.run.timeout_s)
             except OSError as error:
                 raise TrackerError(f"its process cannot be started: {error}", retryable=True) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from megarl.base.errors import ConfigError
 from megarl.base.json_text import parse_json
+from megarl.base.run_writer import RUN_WRITER
 from megarl.base.table import table_lines
 from megarl.tracking.jsonl_files import METRICS_FILE, MetricsRow, read_metrics
 
@@ -81,23 +83,39 @@ def result_of(folder: Path, overrides: Sequence[str], metric: str | None, error:
     if error is None:
         try:
             name, value = objective(read_metrics(folder / METRICS_FILE), metric)
-        except (ConfigError, ValueError) as failure:
+        except (ConfigError, ValueError, OSError) as failure:
             error = str(failure)
-    result = RunResult(values, name, value, error)
-    (folder / RESULT_FILE).write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+    result = RunResult(values, name, value, error, folder.name)
+    _write_result(folder, result)
     return result
 
 
-def read_results(folder: Path) -> list[RunResult]:
-    """Read the results of a sweep's runs by number; a missing result file is an error."""
-    runs = [path.parent.parent for path in folder.glob("*/.hydra/overrides.yaml")]
+def _write_result(folder: Path, result: RunResult) -> None:
+    values = {**asdict(result), "folder": ""}  # a moved folder has another name
+    RUN_WRITER.replace(folder / RESULT_FILE, json.dumps(values, indent=1) + "\n")
+
+
+def read_results(folder: Path, known: Sequence[RunResult] = ()) -> list[RunResult]:
+    """Read the results of a sweep's runs by number; a missing result file is an error.
+
+    Args:
+        folder: folder of the sweep.
+        known: results of runs in this process; a file that a full disk refused is written again.
+    """
+    in_memory = {result.folder: result for result in known}
+    names = {path.parent.parent.name for path in folder.glob("*/.hydra/overrides.yaml")} | in_memory.keys()
     results = []
-    for run in sorted(runs, key=lambda path: (len(path.name), path.name)):
+    for name in sorted(names, key=lambda name: (len(name), name)):
+        if name in in_memory:
+            results.append(in_memory[name])
+            if not (folder / name / RESULT_FILE).exists():
+                _write_result(folder / name, in_memory[name])
+            continue
         try:
-            values = parse_json((run / RESULT_FILE).read_text(encoding="utf-8"))
-            results.append(RunResult(**{**values, "folder": run.name}))
+            values = parse_json((folder / name / RESULT_FILE).read_text(encoding="utf-8"))
+            results.append(RunResult(**{**values, "folder": name}))
         except (OSError, ValueError, TypeError):
-            results.append(RunResult({}, None, None, "the run's process ended without a result", run.name))
+            results.append(RunResult({}, None, None, "the run's process ended without a result", name))
     return results
 
 
@@ -132,11 +150,11 @@ def save_sweep(folder: Path, results: Sequence[RunResult], minimize: bool = Fals
     """Write ``sweep.json`` and ``sweep.csv`` into the sweep's folder."""
     best = best_of(results, minimize)
     content = {"runs": [asdict(result) for result in results], "best": best.folder if best else None}
-    (folder / SWEEP_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    keys = varied_keys(results)
-    with open(folder / TABLE_FILE, "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["run", *keys, "metric", "value", "error"])
-        for result in results:
-            values = [result.overrides.get(key, "") for key in keys]
-            writer.writerow([result.folder, *values, result.metric or "", result.value, result.error or ""])
+    RUN_WRITER.replace(folder / SWEEP_FILE, json.dumps(content, indent=1) + "\n")
+    keys, table = varied_keys(results), io.StringIO(newline="")
+    writer = csv.writer(table)
+    writer.writerow(["run", *keys, "metric", "value", "error"])
+    for result in results:
+        values = [result.overrides.get(key, "") for key in keys]
+        writer.writerow([result.folder, *values, result.metric or "", result.value, result.error or ""])
+    RUN_WRITER.replace(folder / TABLE_FILE, table.getvalue())

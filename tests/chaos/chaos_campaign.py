@@ -6,19 +6,20 @@ the weights of the exported policy, must equal those of the undisturbed run, bit
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
 import torch
-from chaos_faults import DAMAGES, FAULTS, Damage, Fault
-from cli_runs import ROOT, CliRun, RunFiles, reproducible
+from chaos_faults import DAMAGES, FAULTS, NO_REAPER, UNFINISHED, Damage, Fault
+from cli_runs import ROOT, START_S, CliRun, RunFiles, reproducible
 from safetensors.torch import load_file
 
 from megarl.base.errors import CheckpointError
@@ -28,9 +29,11 @@ from megarl.trainer.state.checkpoint_store import CheckpointStore
 NAME = "chaos"
 END_S = 90.0
 """Seconds within which a run ends after a fault, including the watchdog's time for a frozen process."""
-GONE_S = 30.0
+GONE_S, GONE_WITHOUT_REAPER_S = 30.0, 100.0
 """Seconds within which the processes of an ended run are gone. Without the reaper, Ray's agents take up to 90."""
 WATCHDOG_S = 15
+DISK_MB = 64
+"""File system of a journey: several times of what it writes."""
 OWN_SERVER = {ENVIRONMENT: "1"}
 """Each run has a fork server of its own, since a fault may strike it."""
 
@@ -63,12 +66,13 @@ class Campaign:
     share_at_start: float = 0.2
     log: list[str] = field(default_factory=list)
     struck: Counter[str] = field(default_factory=Counter)
+    _deck: list[Fault] = field(default_factory=list)
 
     def undisturbed(self) -> RunFiles:
         """Run the job without faults."""
         run = self._start(self.folder / "undisturbed")
         try:
-            self._require(run.wait() == 0, run, "the undisturbed run failed")
+            self._require(run.wait(_slowness() * START_S) == 0, run, "the undisturbed run failed")
         finally:
             run.close()
         return RunFiles(run.folder, NAME)
@@ -76,65 +80,80 @@ class Campaign:
     def journey(self, index: int, num_faults: int, expected: RunFiles) -> None:
         """Run the job through faults until it is complete, then compare it with the undisturbed run."""
         folder = self.folder / f"journey_{index}"
-        for _ in range(num_faults):
-            if self._is_complete(folder):
-                break
-            self._strike(folder, self.random.choice(self.faults))
-            self._damage(folder)
-        if not self._is_complete(folder):
-            run = self._start(folder)
-            try:
-                self._require(run.wait() == 0, run, "the last run of a journey failed")
-                self._require_gone(run)
-            finally:
-                run.close()
-        self._compare(RunFiles(folder, NAME), expected)
+        with _file_system_of_its_own(folder):
+            for _ in range(num_faults):
+                if self._is_complete(folder):
+                    break
+                self._strike(folder, self._draw())
+                self._damage(folder)
+            if not self._is_complete(folder):
+                run = self._start(folder)
+                try:
+                    self._require(run.wait(_slowness() * START_S) == 0, run, "the last run of a journey failed")
+                    self._require_gone(run)
+                finally:
+                    run.close()
+            self._compare(RunFiles(folder, NAME), expected)
         self._note(f"journey {index}: complete, equal to the undisturbed run")
+
+    def _draw(self) -> list[Fault]:
+        """Draw the faults of one run: the last one ends it.
+
+        They are cards of a shuffled deck, so that every kind strikes before one strikes again.
+        """
+        drawn: list[Fault] = []
+        while not drawn or drawn[-1].goes_on:
+            if not self._deck:
+                self._deck = self.random.sample(self.faults, len(self.faults))
+            drawn.append(self._deck.pop())
+        return drawn
 
     def _start(self, folder: Path) -> CliRun:
         return CliRun(folder, self.arguments, OWN_SERVER)
 
-    def _strike(self, folder: Path, fault: Fault) -> None:
-        """Start or resume the job, inject a fault at a random moment, and check how the run ends."""
+    def _strike(self, folder: Path, faults: Sequence[Fault]) -> None:
+        """Start or resume the job, inject faults at random moments, and check how the run ends."""
+        names, codes = " + ".join(fault.name for fault in faults), {0}
         run = self._start(folder)
         try:
-            moment = self._wait_for_moment(run, fault)
-            has_struck = fault.strike(run, self.random)
-            begin = time.monotonic()
+            for fault in faults:
+                moment = self._wait_for_moment(run, fault, at_start=fault is faults[0])
+                has_struck = fault.strike(run, self.random)
+                begin = time.monotonic()
+                self.struck[fault.name] += has_struck
+                codes |= fault.codes
+                if fault is not faults[-1]:
+                    self._note(f"{fault.name:<36} {moment:<18} {'goes on' if has_struck else 'no victim'}")
             code = run.wait(_slowness() * (END_S + (self.steps if 0 in fault.codes else 0) * 10.0))
-            seconds = time.monotonic() - begin
-            self.struck[fault.name] += has_struck
-            end = f"exit {code:>4}  {seconds:5.1f} s" if has_struck else "no victim"
+            end = f"exit {code:>4}  {time.monotonic() - begin:5.1f} s" if has_struck else f"no victim, exit {code}"
             self._note(f"{fault.name:<36} {moment:<18} {end}")
-            if code < 0 and code not in fault.codes and not run.output:
+            if code < 0 and code not in codes and not run.output:
                 code = 128 - code  # as in a shell: the interpreter had not started megarl yet
-            self._require(code in fault.codes | {0}, run, f"{fault.name}: exit code {code}")
-            self._require("Traceback (most recent call last)" not in run.output, run, f"{fault.name}: a traceback")
-            self._require("[state-dump]" not in run.output, run, f"{fault.name}: the log of Ray on the console")
-            self._require_gone(run)
+            self._require(code in codes, run, f"{names}: exit code {code}")
+            self._require("Traceback (most recent call last)" not in run.output, run, f"{names}: a traceback")
+            self._require("[state-dump]" not in run.output, run, f"{names}: the log of Ray on the console")
+            has_reaper = all(fault.name != NO_REAPER for fault in faults)
+            self._require_gone(run, GONE_S if has_reaper else GONE_WITHOUT_REAPER_S)
         except AssertionError as error:
-            raise error if isinstance(error, Violation) else Violation(f"{fault.name}: {error}") from error
+            raise error if isinstance(error, Violation) else Violation(f"{names}: {error}") from error
         finally:
             run.close()
 
-    def _wait_for_moment(self, run: CliRun, fault: Fault) -> str:
-        """Wait for a random moment: at the start, in a step, or in a save; return a description."""
+    def _wait_for_moment(self, run: CliRun, fault: Fault, *, at_start: bool) -> str:
+        """Wait for a random moment: at the start if allowed, in a step, or in a save; return a description."""
         done = _trained(run.folder)
         if fault.during_save:
-            unfinished = ".global_step_*.tmp-*"
             root = _checkpoints(run.folder)
             first = min(self.steps - 1, done + self.random.randrange(3))
-            run.wait_until(
-                lambda: f"step {first + 1}/" in run.output or first == done or run.process.poll() is not None
-            )
-            run.wait_until(lambda: any(root.glob(unfinished)) or run.process.poll() is not None)
+            _wait_until(run, lambda: f"step {first + 1}/" in run.output or first == done)
+            _wait_until(run, lambda: any(root.glob(UNFINISHED)))
             return f"save after step {first}"
-        if self.random.random() < self.share_at_start:
+        if self.random.random() < self.share_at_start and at_start and not fault.in_training:
             delay = self.random.uniform(0.5, 10.0)
             time.sleep(delay)
             return f"{delay:.1f} s after start"
-        step = min(done + self.random.randrange(1, 3), self.steps)
-        run.wait_until(lambda: f"step {step}/" in run.output or run.process.poll() is not None)
+        step = min(done + self.random.randrange(1, 3), self.steps - fault.in_training)
+        _wait_until(run, lambda: f"step {step}/" in run.output)
         time.sleep(self.random.uniform(0.0, 1.0))
         return f"after step {step}"
 
@@ -174,9 +193,10 @@ class Campaign:
         if unequal:
             raise Violation(f"weights differ from the undisturbed run: {unequal}")
 
-    def _require_gone(self, run: CliRun) -> None:
-        alive = run.remaining(GONE_S)
-        self._require(not alive, run, f"processes remain after {GONE_S:g} s: {alive}")
+    def _require_gone(self, run: CliRun, limit_s: float = GONE_S) -> None:
+        limit_s *= _slowness()
+        alive = run.remaining(limit_s)
+        self._require(not alive, run, f"processes remain after {limit_s:g} s: {alive}")
 
     def _require(self, holds: bool, run: CliRun, problem: str) -> None:
         if not holds:
@@ -187,6 +207,24 @@ class Campaign:
         print(line, flush=True)
 
 
+@contextlib.contextmanager
+def _file_system_of_its_own(folder: Path) -> Iterator[None]:
+    """Mount a small file system at the folder of a journey, if this user may, so that its disk can be full."""
+    folder.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(folder)]
+    is_mounted = subprocess.run(mount, check=False, capture_output=True).returncode == 0
+    try:
+        yield
+    finally:
+        if is_mounted:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def _wait_until(run: CliRun, condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds, or the run has ended."""
+    run.wait_until(lambda: condition() or run.process.poll() is not None, _slowness() * START_S)
+
+
 def _slowness() -> float:
     """Factor for limits of time on a machine whose cores other processes use, too; 1 on an idle one."""
     return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
@@ -194,7 +232,7 @@ def _slowness() -> float:
 
 def comparable(row: dict[str, float]) -> dict[str, float]:
     """Metrics that lost processes and repeated starts must not change."""
-    skipped = ("rollout/", "tracking/", "weight_sync/", "run/")
+    skipped = ("rollout/", "tracking/", "weight_sync/", "run/", "run_files/")
     return {name: value for name, value in reproducible(row).items() if not name.startswith(skipped)}
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +19,8 @@ from megarl.base.processes import READ_ERRORS
 from megarl.trainer.state.checkpoint_store import POINTER, CheckpointStore
 
 WORKER = "WorkerProcess"  # and ServingWorkerProcess
+UNFINISHED = ".global_step_*.tmp-*"
+"""Folder of a checkpoint that is being written."""
 
 
 class Fault(NamedTuple):
@@ -27,12 +31,16 @@ class Fault(NamedTuple):
         strike: injects the fault; returns whether it had a victim.
         codes: correct exit codes; 0 is correct for every fault, since the run may have finished.
         during_save: strike while a checkpoint is being written.
+        in_training: strike between two steps only.
+        goes_on: the run goes on, so another fault may strike it.
     """
 
     name: str
     strike: Callable[[CliRun, Random], bool]
     codes: frozenset[int]
     during_save: bool = False
+    in_training: bool = False
+    goes_on: bool = False
 
 
 class Damage(NamedTuple):
@@ -57,6 +65,36 @@ def _signal_driver(number: signal.Signals, times: int = 1) -> Callable[[CliRun, 
         return True
 
     return strike
+
+
+def _signal_in_final_save(run: CliRun, random: Random) -> bool:
+    """Send SIGTERM, and a second one while the checkpoint that follows is being written."""
+    root, pattern = run.folder / "outputs", f"*/checkpoints/{UNFINISHED}"
+    before = set(root.glob(pattern))  # of a run that was killed
+    run.process.send_signal(signal.SIGTERM)
+    while not set(root.glob(pattern)) - before:
+        if run.process.poll() is not None:
+            return False
+        time.sleep(0.002)
+    run.process.send_signal(signal.SIGTERM)
+    return True
+
+
+def _fill_disk(run: CliRun, random: Random) -> bool:
+    """Fill the file system of the run's folder for some seconds, if the campaign could mount one for it."""
+    if not os.path.ismount(run.folder):
+        return False
+    ballast = run.folder / "ballast"
+    deadline = time.monotonic() + random.uniform(1.0, 4.0)
+    with open(ballast, "wb", buffering=0) as file:
+        while time.monotonic() < deadline and run.process.poll() is None:
+            try:
+                file.write(bytes(1 << 20))
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+                time.sleep(0.01)  # then takes what the run has freed meanwhile
+    ballast.unlink()
+    return True
 
 
 def _signal_group(number: signal.Signals) -> Callable[[CliRun, Random], bool]:
@@ -117,6 +155,7 @@ def _second_run(run: CliRun, random: Random) -> bool:
     return True
 
 
+NO_REAPER = "SIGKILL of the reaper"
 KILLED, DIED, SURVIVES = frozenset({-9}), frozenset({0, 1}), frozenset({0})
 FAULTS: Sequence[Fault] = (
     Fault("SIGKILL of the driver", _signal_driver(signal.SIGKILL), KILLED),
@@ -128,13 +167,18 @@ FAULTS: Sequence[Fault] = (
     Fault("SIGKILL of the raylet", _kill("raylet/raylet"), DIED),
     Fault("SIGKILL of the GCS", _kill("gcs_server"), DIED),
     Fault("freeze of a worker", _freeze, DIED),
-    Fault("pause of all processes", _stutter, SURVIVES),
+    Fault("pause of all processes", _stutter, SURVIVES, goes_on=True),
     Fault("SIGTERM", _signal_driver(signal.SIGTERM), frozenset({143})),
     Fault("two SIGTERM", _signal_driver(signal.SIGTERM, 2), frozenset({143})),
     Fault("SIGHUP", _signal_driver(signal.SIGHUP), frozenset({129})),
     Fault("Ctrl-C", _signal_driver(signal.SIGINT), frozenset({130})),
     Fault("two Ctrl-C", _signal_driver(signal.SIGINT, 2), frozenset({130})),
-    Fault("a second run in the folder", _second_run, SURVIVES),
+    Fault("a second SIGTERM in the final save", _signal_in_final_save, frozenset({143}), in_training=True),
+    Fault("a second run in the folder", _second_run, SURVIVES, goes_on=True),
+    # 1: the last checkpoint or the export could not be written.
+    Fault("full disk under the run folder", _fill_disk, DIED, in_training=True, goes_on=True),
+    Fault(NO_REAPER, _kill("megarl.cluster.reaper"), SURVIVES, goes_on=True),
+    Fault("SIGKILL of the fork server", _kill("megarl.cluster.fork_server"), DIED),  # its forks end with it
 )
 
 

@@ -41,6 +41,7 @@ def test_local_ray_is_lean_and_leaves_ray_and_the_environment_as_they_were() -> 
         assert state() == before
         changed = {name for name in os.environ if os.environ[name] != variables.get(name)}
         assert not {name for name in changed if name.startswith("MEGARL") or "WINDOWS" in name}
+    assert not session.exists(), "the session folder is deleted with the session"
 
 
 def test_error_of_a_task_whose_result_is_not_read_is_logged_and_not_printed(

@@ -20,6 +20,7 @@ from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.exceptions import AuthenticationError
 
 from megarl.base.errors import ResourceError
+from megarl.base.files import private_files
 from megarl.base.processes import (
     READ_ERRORS,
     all_processes,
@@ -145,6 +146,7 @@ def test_killed_driver_leaves_no_process(script):
     wait_until_busy(process)
     started = descendants(psutil.Process(process.pid))
     assert any("DashboardAgent" in command_line(child) for child in started), "agents overwrite their environment"
+    assert len(sessions(process.pid)) == len(before) + 1
     process.kill()
     process.communicate(timeout=30)
     alive = wait_for_ends(started, 15)  # without the reaper, Ray's agents live for up to a minute
@@ -172,6 +174,20 @@ def test_files_of_a_killed_driver_are_deleted_at_the_next_start(tmp_path):
         os.waitpid(pid, 0)
     delete_stale_tokens()
     assert not token_file.parent.exists() and not session.exists() and foreign.is_dir()
+
+
+@pytest.mark.parametrize("everything", [True, False])
+def test_copied_logs_of_ray_are_private_and_without_empty_folders(tmp_path, everything):
+    logs = tmp_path / "session_today_1" / "logs"
+    (logs / "nsight").mkdir(parents=True)
+    (logs / "nsight").chmod(0o777)  # as Ray makes it
+    (logs / "raylet.out").write_text("line")
+    (logs / "raylet.out").chmod(0o644)
+    target = tmp_path / "run" / "logs" / "ray"
+    with private_files():
+        session_module._copy_logs([logs.parent], target, everything)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in target.rglob("*")}
+    assert modes == ({"session_today_1": 0o700, "raylet.out": 0o600} if everything else {})
 
 
 LOSS = """
@@ -206,7 +222,8 @@ except RayLost as error:
     [
         ("gcs_server", "in a call", 1, "Ray's control process (GCS) died, so the run ends"),
         ("raylet", "in a call", 1, "Ray's node process (raylet) died, so the run ends"),
-        ("gcs_server", "at the end", 0, "died when the work was complete; nothing is lost"),
+        ("gcs_server", "at the end", 0, "(GCS) died when the work was complete; nothing is lost"),
+        ("raylet", "at the end", 0, "(raylet) died when the work was complete; nothing is lost"),
     ],
 )
 def test_death_of_a_process_of_ray_is_one_sentence_and_no_failure_of_finished_work(daemon, moment, code, message):

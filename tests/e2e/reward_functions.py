@@ -43,8 +43,13 @@ def pause(extra_info: dict[str, Any]) -> None:
                 time.sleep(0.05)
 
 
-def dense(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, float]:
-    """Return a score that differs between the responses of a random model, and pause if configured."""
+def dense(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any], **service: str
+) -> dict[str, float]:
+    """Return a score that differs between the responses of a random model, and pause if configured.
+
+    ``service`` has keys and addresses as of a judge; no call is made.
+    """
     pause(extra_info)
     score = 0.0
     for position, character in enumerate(solution_str):

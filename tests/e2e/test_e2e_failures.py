@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli_runs import REWARDS, CliRun, RunFiles
+from cli_runs import REWARDS, ROOT, CliRun, RunFiles
 from reward_functions import PAUSE_AT, PAUSED
 
 from megarl.cluster.fork_server import ENVIRONMENT
@@ -21,6 +21,8 @@ from megarl.trainer.state.checkpoint_store import CheckpointStore
 # Long enough for a slow machine, and shorter than every timeout of a minute or more.
 AT_ONCE_S = 25.0
 WORKER = "WorkerProcess"  # and ServingWorkerProcess
+SAMPLES = 48  # of a step
+DYING_WRITER = Path(__file__).with_name("dying_writer")
 
 
 @pytest.fixture
@@ -105,6 +107,27 @@ def test_a_second_ctrl_c_ends_at_once_without_a_save(
     output = assert_ends(run, 130)
     assert output.splitlines()[-1] == "interrupted" and "Traceback" not in output
     assert not CheckpointStore(run.folder / "outputs" / "endless" / "checkpoints").steps()
+
+
+def test_a_second_sigterm_in_the_final_save_leaves_the_checkpoints_whole(
+    endless: list[str], one_device: list[str], dense_reward: list[str], start: Callable[..., CliRun], tmp_path: Path
+) -> None:
+    """The first signal comes in the middle of the second step; the actor stands still in the save after it."""
+    paused, hangs = tmp_path / "paused", tmp_path / "hangs"
+    env = {PAUSE_AT: str(SAMPLES + 5), PAUSED: str(paused), "PYTHONPATH": f"{DYING_WRITER}:{ROOT}"}
+    env |= {"MEGARL_E2E_HANG_WRITING": r"global_step_2\b.*/actor/.*\.distcp$", "MEGARL_E2E_HANGS": str(hangs)}
+    run = start(*endless, *one_device, *dense_reward, "trainer.save_freq=1", env=env)
+    run.wait_until(paused.exists)
+    run.process.send_signal(signal.SIGTERM)
+    run.wait_until(lambda: "SIGTERM: the run ends after the current step and saves" in run.output)
+    paused.unlink()
+    run.wait_until(hangs.exists)
+    run.process.send_signal(signal.SIGTERM)
+    output = assert_ends(run, 128 + signal.SIGTERM)
+    assert "Traceback" not in output
+    store = CheckpointStore(run.folder / "outputs" / "endless" / "checkpoints")
+    assert store.steps() == [1] and store.resolve("auto", None, ("actor",)) == store.root / "global_step_1"
+    store.verify(store.root / "global_step_1", ("actor",))
 
 
 def test_ctrl_c_during_worker_start_ends_all_processes(endless: list[str], start_alone: Callable[..., CliRun]) -> None:

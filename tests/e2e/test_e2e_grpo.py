@@ -137,19 +137,20 @@ def test_wandb_writes_an_offline_run(grpo: RunFiles) -> None:
 
 
 @pytest.fixture(scope="module")
-def ended(arguments: list[str], start: Callable[..., CliRun], tmp_path_factory: pytest.TempPathFactory) -> CliRun:
-    """The same run with background saves, ended by SIGTERM in the middle of its second step."""
-    folder = tmp_path_factory.mktemp("ended")
-    paused = folder / "paused"
-    pause_at = (ENDED_IN_STEP - 1) * SAMPLES + SAMPLES // 2
-    env = {PAUSE_AT: str(pause_at), PAUSED: str(paused)}
-    run = start(*arguments, *SAVING, folder=folder, env=env, warm=True)
-    run.wait_until(paused.exists)
-    os.kill(run.process.pid, signal.SIGTERM)
-    paused.unlink()
-    assert run.wait() == 0, run.output
-    assert run.remaining() == []
-    return run
+def ended(arguments: list[str], start: Callable[..., CliRun], tmp_path_factory: pytest.TempPathFactory) -> list[CliRun]:
+    """The same run with background saves, ended in the middle of its first step by SIGTERM, of its second by SIGHUP."""
+    folder, runs = tmp_path_factory.mktemp("ended"), []
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        paused = folder / "paused"
+        env = {PAUSE_AT: str(SAMPLES // 2), PAUSED: str(paused)}  # counted from the start of the process
+        run = start(*arguments, *SAVING, folder=folder, env=env, warm=True)
+        run.wait_until(paused.exists)
+        os.kill(run.process.pid, number)
+        paused.unlink()
+        assert run.wait() == 0, run.output
+        assert run.remaining() == []
+        runs.append(run)
+    return runs
 
 
 SAVING = [
@@ -158,17 +159,19 @@ SAVING = [
 ]
 
 
-def test_sigterm_saves_a_checkpoint_and_prints_how_to_resume(ended: CliRun) -> None:
-    files = RunFiles(ended.folder, "grpo")
-    folder = files.root / "checkpoints" / f"global_step_{ENDED_IN_STEP}"
-    output = "".join(ended.output.split())  # the terminal wraps lines
-    assert f"Endedafterstep{ENDED_IN_STEP}of{STEPS}(SIGTERM),savedin{folder}.Togoon:python" in output
-    assert list(files.steps) == [1, ENDED_IN_STEP] and files.summary["steps"] == ENDED_IN_STEP
-    assert [path.name for path in folder.parent.glob("*global_step*")] == [folder.name]
+def test_signals_save_a_checkpoint_and_print_how_to_resume(ended: list[CliRun]) -> None:
+    files = RunFiles(ended[0].folder, "grpo")
+    folders = [files.root / "checkpoints" / f"global_step_{step}" for step in (1, ENDED_IN_STEP)]
+    for step, (run, folder, name) in enumerate(zip(ended, folders, ("SIGTERM", "SIGHUP"), strict=True), 1):
+        output = "".join(run.output.split())  # the terminal wraps lines
+        assert f"Endedafterstep{step}of{STEPS}({name}),savedin{folder}.Togoon:python" in output
+    assert list(files.steps) == [1, ENDED_IN_STEP]
+    assert files.summary["steps"] == 1 and files.summary["stopped"] == "SIGHUP"
+    assert [path.name for path in folders[0].parent.glob("*global_step*")] == [folders[1].name], "the last one is kept"
 
 
-def test_checkpoint_has_config_versions_manifest_and_hf_export(ended: CliRun) -> None:
-    files = RunFiles(ended.folder, "grpo")
+def test_checkpoint_has_config_versions_manifest_and_hf_export(ended: list[CliRun]) -> None:
+    files = RunFiles(ended[-1].folder, "grpo")
     folder = files.root / "checkpoints" / f"global_step_{ENDED_IN_STEP}"
     assert (folder / "config.yaml").read_text() == (files.newest / "config.yaml").read_text()
     versions = [
@@ -182,12 +185,12 @@ def test_checkpoint_has_config_versions_manifest_and_hf_export(ended: CliRun) ->
     assert listed.keys() == present - {"manifest.json"}
 
 
-def test_run_ended_by_sigterm_resumes_bit_exact(
-    arguments: list[str], ended: CliRun, grpo: RunFiles, start: Callable[..., CliRun]
+def test_run_ended_by_signals_resumes_bit_exact(
+    arguments: list[str], ended: list[CliRun], grpo: RunFiles, start: Callable[..., CliRun]
 ) -> None:
-    run = start(*arguments, *SAVING, folder=ended.folder)
+    run = start(*arguments, *SAVING, folder=ended[-1].folder)
     assert run.wait() == 0, run.output
-    again = RunFiles(ended.folder, "grpo")
+    again = RunFiles(ended[-1].folder, "grpo")
     assert again.summary["steps"] == STEPS - ENDED_IN_STEP
     assert list(again.steps) == list(grpo.steps)
     for step, row in again.steps.items():

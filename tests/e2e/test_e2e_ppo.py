@@ -9,7 +9,9 @@ import os
 import re
 import shutil
 import signal
+import stat
 import subprocess
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
@@ -47,6 +49,14 @@ OTHER_LAYOUT = [
 DYING_WRITER = Path(__file__).with_name("dying_writer")
 PROFILED_STEP = 2
 KILLED_IN_STEP = 3  # the previous checkpoint is in the middle of an epoch; the next epoch starts with step 4
+
+KEY, PASSWORD, FROM_ENVIRONMENT = "k3y-of-the-judge", "pa55word-of-a-proxy", "t0ken-of-the-environment"
+KEY_VARIABLE = "MEGARL_E2E_JUDGE_TOKEN"
+SECRETS = [
+    f"custom_reward_function.reward_kwargs.api_key={KEY}",
+    f"custom_reward_function.reward_kwargs.proxy='http://user:{PASSWORD}@127.0.0.1:9/v1'",
+    f"custom_reward_function.reward_kwargs.access_token=${{oc.env:{KEY_VARIABLE}}}",
+]
 
 METRICS = [
     *(f"actor/{name}" for name in ("pg_loss", "ppo_kl", "pg_clipfrac", "pg_clipfrac_lower", "entropy", "grad_norm")),
@@ -113,15 +123,15 @@ def whole_run(
 ) -> Iterator[CliRun]:
     """An uninterrupted run; if mounting is permitted, the checkpoint disk is full during one step."""
     folder = tmp_path_factory.mktemp("whole")
-    checkpoints, env = folder / "outputs" / "ppo" / "checkpoints", {}
+    checkpoints, env = folder / "outputs" / "ppo" / "checkpoints", {KEY_VARIABLE: FROM_ENVIRONMENT}
     checkpoints.mkdir(parents=True)
     mount = ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(checkpoints)]
     is_mounted = subprocess.run(mount, check=False, capture_output=True).returncode == 0
     if is_mounted:
         first = (FULL_IN_STEP - 1) * SAMPLES + 1
-        env = {FULL_FROM: str(first), FULL_UNTIL: str(first + SAMPLES), FULL_FOLDER: str(checkpoints)}
+        env |= {FULL_FROM: str(first), FULL_UNTIL: str(first + SAMPLES), FULL_FOLDER: str(checkpoints)}
     try:
-        run = start(*arguments, *TRACED, folder=folder, env=env)
+        run = start(*arguments, *TRACED, *SECRETS, folder=folder, env=env)
         assert run.wait() == 0, run.output
         assert run.remaining() == []
         yield run
@@ -280,6 +290,42 @@ def test_profile_of_the_configured_step_and_rank(whole: RunFiles) -> None:
     assert profile.name == f"actor-1-step{PROFILED_STEP}.json.gz"
     names = {event.get("name") for event in json.loads(gzip.decompress(profile.read_bytes()))["traceEvents"]}
     assert "aten::mm" in names and any(str(name).startswith("Optimizer.step") for name in names)
+
+
+def test_no_file_of_the_run_has_a_secret_or_is_readable_by_others(whole: RunFiles) -> None:
+    """Checkpoints, logs, report and console output of a run that got a key, a password and a variable."""
+    made_by_test = {whole.folder, whole.root.parent, whole.root, whole.root / "checkpoints"}
+    paths = [path for path in whole.folder.rglob("*") if not path.is_symlink() and path not in made_by_test]
+    files = [path for path in paths if path.is_file()]
+    places = {path.parent.name for path in files}
+    assert {"checkpoints", "actor", "critic", "logs", ".hydra", "train", "hf", "rollouts", "validation"} <= places
+    for path in files:
+        contents = unpacked(path)
+        found = [secret for secret in (KEY, PASSWORD, FROM_ENVIRONMENT) if secret.encode() in contents]
+        assert not found, f"{path} has {found}"
+    open_to_others = {
+        str(path.relative_to(whole.folder)): oct(stat.S_IMODE(path.stat().st_mode))
+        for path in paths
+        if stat.S_IMODE(path.stat().st_mode) != (0o700 if path.is_dir() else 0o600)
+        and not (path.parent == whole.folder and path.name.startswith("output-"))  # of the test
+    }
+    assert open_to_others == {}
+    stored = (whole.newest / "config.yaml").read_text()
+    assert f"access_token: ${{oc.env:{KEY_VARIABLE}}}" in stored and "api_key: <redacted>" in stored
+
+
+def unpacked(path: Path) -> bytes:
+    """Return the content of a file, with that of compressed parts."""
+    content = path.read_bytes()
+    if path.suffix == ".gz":
+        return gzip.decompress(content)
+    if path.name == "report.html":
+        packed = re.findall(rb'<script id="data" type="text/plain">([^<]+)</script>', content)
+        content += b"".join(gzip.decompress(base64.b64decode(part)) for part in packed)
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            content += b"".join(map(archive.read, archive.namelist()))
+    return content
 
 
 def test_old_checkpoints_are_removed(whole: RunFiles) -> None:

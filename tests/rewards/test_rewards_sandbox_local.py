@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megarl.rewards.calling import InfrastructureFailure
 from megarl.rewards.sandbox import LocalSandbox, SandboxLimits, cgroup, isolation_problem, local, protections
 from megarl.rewards.sandbox.cgroup import find_memory_parent, memory_parent
 from megarl.rewards.sandbox.system_calls import SystemCallFilter
@@ -62,6 +63,31 @@ def test_without_libseccomp_the_sandbox_runs_and_the_doctor_names_the_package():
     inactive, _, found = done.stdout.splitlines()
     assert inactive == "seccomp filter 42"
     assert "not active: seccomp filter (install pyseccomp and libseccomp2" in found
+
+
+WITHOUT_SECCOMP = """
+import errno
+import pyseccomp
+rules = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
+rules.add_rule(pyseccomp.ERRNO(errno.EINVAL), "prctl", pyseccomp.Arg(0, pyseccomp.EQ, 22))  # as a kernel without it
+rules.load()
+from megarl.ops.doctor.node.services import check_sandbox
+from megarl.rewards.sandbox import LocalSandbox
+print(LocalSandbox().run("print(6 * 7)").stdout, check_sandbox(None).found)
+"""
+
+
+def test_on_a_kernel_without_seccomp_the_doctor_names_the_reason():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_SECCOMP], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("42\n")
+    assert "not active: seccomp filter (this kernel has no seccomp filters)" in done.stdout
+
+
+def test_a_filter_that_the_kernel_rejects_refuses_the_program(run, monkeypatch):
+    """No program runs without a filter that was compiled for it."""
+    monkeypatch.setattr(local, "system_call_filter", lambda: SystemCallFilter(b"\xff" * 8))
+    with pytest.raises(InfrastructureFailure, match=r"no sandbox on this machine: .*seccomp filter: Invalid argument"):
+        run("print(6 * 7)")
 
 
 CALLS = """

@@ -82,6 +82,17 @@ def test_a_resumed_run_replaces_its_own_work(train_config: Config, folders: dict
     check_output_folders(train_config(folders), first)
 
 
+def test_a_checkpoint_with_a_damaged_id_has_no_owner(train_config: Config, folders: dict, tmp_path: Path) -> None:
+    """Its run resumes from the one before it, and saves the step again."""
+    root = tmp_path / "checkpoints"
+    first, damaged = save(root, 20, "mine"), save(root, 40, "mine")
+    (damaged / "run_id").write_text("mind")
+    check_output_folders(train_config(folders), first)
+    assert CheckpointStore(root).resolve("auto") == first
+    save(root, 40, "mine")
+    assert CheckpointStore(root).resolve("auto") == damaged
+
+
 def test_a_resumed_run_is_rejected_for_later_steps_of_another(
     train_config: Config, folders: dict, tmp_path: Path
 ) -> None:

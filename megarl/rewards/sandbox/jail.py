@@ -63,8 +63,13 @@ def _guarded(status: int, work: Callable[[], None], returns: bool = False) -> No
             return
         os._exit(0)
     except BaseException as error:
-        os.write(status, json.dumps({"refused": f"{type(error).__name__}: {error}"}).encode())
+        _report(status, refused=f"{type(error).__name__}: {error}")
         os._exit(1)
+
+
+def _report(status: int, **result: object) -> None:
+    """Write a result as one line; the first line counts, since the end of a refused program is reported, too."""
+    os.write(status, json.dumps(result).encode() + b"\n")
 
 
 def _map_ids(child: int) -> None:
@@ -111,11 +116,11 @@ def _run_process_1(spec: dict[str, Any], status: int) -> None:
             except ChildProcessError:
                 return
             if pid == program:
-                os.write(status, json.dumps({"exit_code": os.waitstatus_to_exitcode(code)}).encode())
+                _report(status, exit_code=os.waitstatus_to_exitcode(code))
                 return
             if pid == 0:
                 break
-    os.write(status, json.dumps({"timeout": True}).encode())
+    _report(status, timeout=True)
 
 
 def _build_root(spec: dict[str, Any]) -> None:
@@ -186,9 +191,8 @@ def _exec_program(spec: dict[str, Any], stdin: int) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for name, limit in spec["rlimits"].items():
         resource.setrlimit(getattr(resource, name), (limit, limit))
-    if spec["filter"]:
-        with contextlib.suppress(OSError):  # a kernel without seccomp; `protections` reports it
-            _filter_system_calls(base64.b64decode(spec["filter"]))
+    if spec["filter"]:  # empty where the kernel or a library is missing; an error here refuses the program
+        _filter_system_calls(base64.b64decode(spec["filter"]))
     os.execve(spec["argv"][0], spec["argv"], spec["env"])
 
 
@@ -201,7 +205,7 @@ class _FilterProgram(ctypes.Structure):
 def _filter_system_calls(program: bytes) -> None:
     """Apply a seccomp filter to this process and all that it starts; it cannot be removed."""
     header = _FilterProgram(len(program) // _INSTRUCTION_BYTES, program)
-    _call("prctl", _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(header), 0, 0)
+    _call("prctl", _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(header), 0, 0, label="seccomp filter")
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
@@ -220,9 +224,9 @@ def _set_read_only(path: str, flags: int) -> None:
         raise _error("mount_setattr")
 
 
-def _call(name: str, *arguments: int | bytes | None) -> None:
+def _call(name: str, *arguments: int | bytes | None, label: str = "") -> None:
     if getattr(_libc, name)(*(ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments)) != 0:
-        raise _error(name)
+        raise _error(label or name)
 
 
 def _error(name: str) -> OSError:

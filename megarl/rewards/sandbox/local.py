@@ -168,7 +168,7 @@ class LocalSandbox:
                     process.kill()  # its children die with it
                     process.wait()
                 with open(status_r, "rb") as file:
-                    report = file.read()
+                    report = file.readline()
         return _execution(json.loads(report) if report else {}, output)
 
     def _open_cgroup(self, stdin: str) -> contextlib.AbstractContextManager[MemoryCgroup | None]:

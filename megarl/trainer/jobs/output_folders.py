@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from megarl.base.errors import ConfigError
+from megarl.base.run_writer import RUN_WRITER
 from megarl.base.units import count_noun
 from megarl.config.outputs import CHECKPOINTS_KEY, EXPORT_KEY, may_save, output_files, response_folders
 from megarl.config.schema.jobs import EvaluateConfig, GenerateConfig, SupervisedConfig, TrainConfig
-from megarl.trainer.state.checkpoint_manifest import is_whole
+from megarl.trainer.state.checkpoint_manifest import is_of_another_run
 from megarl.trainer.state.checkpoint_store import CheckpointStore
 from megarl.trainer.state.run_identity import ID_FILE, read_run_id
 
@@ -72,11 +73,10 @@ def claim_response_folders(config: TrainConfig, run_id: str) -> None:
     """
     for name in response_folders(config).values():
         folder = Path(name)
-        folder.mkdir(parents=True, exist_ok=True)
         if read_run_id(folder) != run_id:
             for path in _response_files(folder):
                 path.unlink()
-            (folder / ID_FILE).write_text(run_id, encoding="ascii")
+            RUN_WRITER.replace(folder / ID_FILE, run_id)
 
 
 def steps_of_others(store: CheckpointStore, resumed: Path | None) -> list[int]:
@@ -92,7 +92,7 @@ def steps_of_others(store: CheckpointStore, resumed: Path | None) -> list[int]:
     own = read_run_id(resumed)
     start = int(resumed.name.rpartition("_")[2]) if resumed.parent == store.root else 0
     folders = {step: store.root / f"global_step_{step}" for step in store.steps() if step > start}
-    return [step for step, folder in folders.items() if is_whole(folder) and read_run_id(folder) != own]
+    return [step for step, folder in folders.items() if is_of_another_run(folder, own)]
 
 
 def _is_foreign_export(folder: Path, resumed: Path | None) -> bool:

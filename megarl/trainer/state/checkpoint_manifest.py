@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from megarl.base.errors import CheckpointError, ConfigError
 from megarl.base.files import DIGEST_BYTES, FileEntry, flush_file, flush_path, read_entry
 from megarl.base.json_text import parse_json
+from megarl.trainer.state.run_identity import ID_FILE, read_run_id
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -158,6 +159,24 @@ def is_whole(folder: Path) -> bool:
     """Return whether all files exist with their sizes; does not read contents."""
     try:
         return not list(_layout_problems(folder, read_manifest(folder)))
+    except (CheckpointError, OSError):
+        return False
+
+
+def is_of_another_run(folder: Path, run_id: str | None) -> bool:
+    """Return whether a run with another ID saved a checkpoint.
+
+    A damaged checkpoint, or one with a damaged ID, has no owner.
+
+    Args:
+        folder: of the checkpoint.
+        run_id: ID of this run.
+    """
+    if not is_whole(folder) or read_run_id(folder) == run_id:
+        return False
+    try:
+        entry = read_manifest(folder).files.get(ID_FILE)
+        return entry is None or read_entry(folder / ID_FILE, flush=False) == entry
     except (CheckpointError, OSError):
         return False
 

@@ -30,6 +30,7 @@ from megarl.trainer.state.checkpoint_manifest import (
     Manifest,
     Retention,
     Score,
+    is_of_another_run,
     is_whole,
     limit_key,
     read_manifest,
@@ -290,7 +291,7 @@ class CheckpointStore:
     def _check_owner(self, step: int) -> None:
         """Reject a step that another run has saved; a damaged checkpoint has no owner."""
         folder = self.root / f"global_step_{step}"
-        if not self.overwrite and is_whole(folder) and not self._is_own(step):
+        if not self.overwrite and is_of_another_run(folder, self.run_id):
             raise CheckpointError(
                 f"{folder} is a checkpoint of another run; set another trainer.default_local_dir, or "
                 "trainer.overwrite_output=true"

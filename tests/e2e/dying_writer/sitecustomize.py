@@ -1,13 +1,17 @@
-"""Kills a process in the middle of writing a file; imported by every Python process with this folder in PYTHONPATH.
+"""Kills or stops a process in a write of a file; imported by every Python process with this folder in PYTHONPATH.
 
 The process that opens a file whose path ends with ``MEGARL_E2E_DIE_WRITING`` is killed after it has written 20 tensors,
-more than the buffer of the file holds.
+more than the buffer of the file holds. The process that opens a file whose path matches the pattern
+``MEGARL_E2E_HANG_WRITING`` creates the file ``MEGARL_E2E_HANGS`` and stands still.
 """
 
 import itertools
 import os
+import re
 import signal
 import sys
+import time
+from pathlib import Path
 
 
 def _die_after_some_tensors() -> None:
@@ -24,10 +28,15 @@ def _die_after_some_tensors() -> None:
 
 
 def _watch(event, args):  # type: ignore[no-untyped-def]
-    if event == "open" and str(args[0]).endswith(_ENDING) and isinstance(args[2], int) and args[2] & os.O_WRONLY:
+    if event != "open" or not isinstance(args[2], int) or not args[2] & (os.O_WRONLY | os.O_RDWR):
+        return
+    if _ENDING and str(args[0]).endswith(_ENDING):
         _die_after_some_tensors()
+    if _PATTERN and re.search(_PATTERN, str(args[0])):
+        Path(os.environ["MEGARL_E2E_HANGS"]).touch()
+        time.sleep(600)
 
 
-_ENDING = os.environ.get("MEGARL_E2E_DIE_WRITING", "")
-if _ENDING:
+_ENDING, _PATTERN = (os.environ.get(f"MEGARL_E2E_{name}_WRITING", "") for name in ("DIE", "HANG"))
+if _ENDING or _PATTERN:
     sys.addaudithook(_watch)
