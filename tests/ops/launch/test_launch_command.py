@@ -55,13 +55,13 @@ def test_missing_job(argv):
         (["--hosts=a", "--nodes=2", "--devices-per-node=1", "--", "x"], "^--nodes=2: 2 nodes, but hosts are only 1: a"),
         (
             ["--hosts=a,b,c,d,e,f,g", *ASYNC],
-            "trainer.nnodes=2 and actor_rollout_ref.rollout.nnodes=6: 8 nodes, but hosts are only 7",
+            "trainer.nnodes=4 and actor_rollout_ref.rollout.nnodes=4: 8 nodes, but hosts are only 7",
         ),
-        (["--on=local", *ASYNC], "trainer.nnodes=2 and actor_rollout_ref.rollout.nnodes=6 on one machine"),
+        (["--on=local", *ASYNC], "trainer.nnodes=4 and actor_rollout_ref.rollout.nnodes=4 on one machine"),
         *(
             (
                 [*place, *ASYNC, f"{ROLLOUT}.n_gpus_per_node=4"],
-                UNEQUAL + f"Set {ROLLOUT}.n_gpus_per_node=8, {ROLLOUT}.nnodes=3, or",
+                UNEQUAL + f"Set {ROLLOUT}.n_gpus_per_node=8, {ROLLOUT}.nnodes=2, or",
             )
             for place in (["--hosts=a"], ["--on=sbatch"], ["--on=kubernetes", "--image=x"], ["--on=local"])
         ),
@@ -131,7 +131,7 @@ def test_batch_script_runs_the_launcher_inside(fake_commands, monkeypatch, capsy
 
 
 def test_nodes_of_the_engines_are_launched(monkeypatch, capsys, tmp_path):
-    """Two nodes train, six generate: every place starts eight."""
+    """Four nodes train, four generate: every place starts eight."""
     monkeypatch.chdir(tmp_path)
     started = []
     monkeypatch.setattr(command.Launcher, "run", lambda self: started.append((self.settings, self.job)) or 0)
