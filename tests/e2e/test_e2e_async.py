@@ -99,3 +99,27 @@ def test_colocated_training_begins_when_a_batch_is_complete(
     assert all(row["weight_sync/verified"] == 1 for row in steps)
     trained = [group for row in read_jsonl(files.newest / "batch_order.jsonl") for group in row["groups"]]
     assert sorted(trained) == list(range(STEPS * PROMPTS))
+
+
+def test_staleness_0_is_synchronous_training(
+    small: list[str], dense_reward: list[str], start: Callable[..., CliRun]
+) -> None:
+    """Every metric of training is equal bit for bit; the asynchronous modes add metrics of their own."""
+    arguments = [
+        *("--config-name", "quickstart_grpo", *small, *dense_reward, "trainer.total_training_steps=3"),
+        *("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1", "trainer.n_gpus_per_node=1"),
+        *("actor_rollout_ref.rollout.replicas=1", "trainer.val_before_train=false", "trainer.test_freq=2"),
+        "actor_rollout_ref.actor.ppo_mini_batch_size=24",
+    ]
+    own_devices = ("actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1")
+    modes = {"sync": (), "colocated": (), "disaggregated": own_devices}
+    runs = {}
+    for mode, more in modes.items():
+        name = f"exact-{mode}"
+        run = start(*arguments, f"async_training.mode={mode}", *more, f"trainer.experiment_name={name}")
+        assert run.wait() == 0, run.output
+        runs[mode] = [reproducible(row) for row in RunFiles(run.folder, name).steps.values()]
+    expected = runs.pop("sync")
+    assert len(expected) == 3 and "actor/grad_norm" in expected[0]
+    for rows in runs.values():
+        assert [{name: row.get(name) for name in first} for row, first in zip(rows, expected, strict=True)] == expected
