@@ -1,4 +1,4 @@
-"""Device memory of this process: torch's allocator, and CUDA context, NCCL and libraries beside it."""
+"""Device memory of this process: torch's allocator, and outside it CUDA context, NCCL and libraries."""
 
 from __future__ import annotations
 

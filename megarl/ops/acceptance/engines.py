@@ -1,4 +1,4 @@
-"""Rollout engines: tokens per second beside transformers, agreement with the trainer, and SGLang's contract tests."""
+"""Rollout engines: tokens per second next to transformers, agreement with the trainer, and SGLang's contract tests."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class _Case:
         return Result("", Verdict.FAIL if changed else Verdict.OK, note=", ".join(changed[:3]) or "unchanged")
 
     def optimizer(self) -> Result:
-        """Rate of an optimizer step beside the device's memory bandwidth."""
+        """Rate of an optimizer step compared with the device's memory bandwidth."""
         with self._engine() as engine:
             one_step(engine, self.fields)
             seconds = self.bench.seconds(engine.optimizer_step)

@@ -91,7 +91,7 @@ class _Case:
         return Result("", Verdict.INFO, share, "% MFU", note=note)
 
     def memory(self) -> Result:
-        """Peak of torch's allocator beside the plan."""
+        """Peak of torch's allocator compared with the plan."""
         if self.bench.device.type == "cpu":
             raise MissingError("torch counts no memory on a CPU")
         return near_plan(self.figures.peak / 1e9, self._planned(self.fields) / 1e9, "GB", MEMORY_TOLERANCE)

@@ -132,7 +132,7 @@ def search(config: Config, hardware: Hardware, lengths: Lengths, top: int = 10) 
 def initial_changes(config: Config, hardware: Hardware) -> dict[str, Any]:
     """Return changes that make an invalid layout valid, the same sizes for each trained role; empty if it is valid.
 
-    Each role is timed beside the initial layouts of the others, which therefore have to be valid.
+    Each role is timed with the initial layouts of the others, which therefore have to be valid.
 
     Raises:
         ConfigError, ModelError: no such sizes exist; the error is that of the unchanged configuration.

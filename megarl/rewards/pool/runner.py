@@ -29,7 +29,7 @@ class Runner(Protocol):
         """
 
     def stream(self) -> RewardStream | None:
-        """Start to run jobs as they arrive, beside the caller; None if this runner cannot."""
+        """Start to run jobs as they arrive, in parallel with the caller; None if this runner cannot."""
 
     def start(self) -> None:
         """Start processes without waiting for them; otherwise the first run starts them."""

@@ -1,4 +1,4 @@
-"""SGLang's share of a GPU, ``mem_fraction_static``: its own default, and the share beside training roles.
+"""SGLang's share of a GPU, ``mem_fraction_static``: its own default, and the share next to training roles.
 
 SGLang measures the free memory when it starts. Its weights and KV cache take the fraction; the rest is for its CUDA
 graphs and activations. At that time training roles lack Adam's state and the buffers of their first step.
@@ -75,7 +75,7 @@ def fraction_beside_training(devices: Sequence[FreeMemory], pending: int, *, kee
         least = min(devices)
         raise ConfigError(
             f"{KEY} is not set, and no memory is left for SGLang: {least.free / GIB:.1f} of {least.total / GIB:.1f} "
-            f"GiB are free beside the training roles, which will need {pending / GIB:.1f} GiB more. Set "
+            f"GiB are free next to the training roles, which will need {pending / GIB:.1f} GiB more. Set "
             "param_offload=true and optimizer_offload=true of the roles, or use more devices"
         )
     return fraction

@@ -15,7 +15,7 @@ from megarl.trainer.state.run_identity import read_run_id
 
 RUN_FOLDER_KEY = "hydra.run.dir"
 LOCK_FILE = ".run_lock"
-"""Lock file in a folder; an export, which is replaced as a whole, has it beside its folder."""
+"""Lock file in a folder; an export, which is replaced as a whole, has it next to its folder."""
 
 
 @contextmanager

@@ -121,7 +121,7 @@ def check_versions(needs: Needs) -> list[CheckResult]:
 
 
 def stacks_of(versions: Mapping[str, str], device: str) -> tuple[Combination, ...]:
-    """Return the combinations to compare with: those of GPUs for a run on GPUs or beside packages for GPUs only."""
+    """Return the combinations to compare with: those of GPUs for a run on GPUs or with packages for GPUs only."""
     gpu_packages = {"transformer-engine", "sglang-kernel"} & versions.keys()
     return GPU_STACKS if device == "cuda" or gpu_packages else CPU_STACKS
 
