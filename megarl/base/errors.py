@@ -41,6 +41,10 @@ class CheckpointError(MegarlError):
     """A checkpoint is missing, corrupt, incomplete, or belongs to another model."""
 
 
+class ExportError(MegarlError):
+    """An export cannot be written, for example since the disk is full; a worker reports it without a traceback."""
+
+
 class WeightSyncError(MegarlError):
     """A weight sync did not deliver every weight exactly once, complete and unchanged."""
 

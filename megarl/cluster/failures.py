@@ -138,10 +138,9 @@ def worker_failure(call: WorkerCall, error: RayError) -> WorkerFailed:
     if isinstance(cause, RemoteFailure):
         worker = f"{cause.role} rank {cause.rank}"
         phase = f" (phase {call.phase})" if call.phase not in ("", call.verb, cause.verb) else ""
-        message = (
-            f"{worker} failed in {cause.verb}{phase}: {cause.kind}: {cause.message}\n"
-            f"--- traceback of {worker} ---\n{cause.trace}{_log_end(cause.log, cause.last_lines)}"
-        )
+        message = f"{worker} failed in {cause.verb}{phase}: {cause.kind}: {cause.message}"
+        if cause.trace:
+            message += f"\n--- traceback of {worker} ---\n{cause.trace}{_log_end(cause.log, cause.last_lines)}"
         return WorkerFailed(message, cause.role, cause.rank, cause.verb, cause.lost, cause.trace)
     died = isinstance(error, RayActorError)
     last_lines = _last_lines(call.info)

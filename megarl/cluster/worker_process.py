@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from megarl.base.errors import WorkerLost
+from megarl.base.errors import ExportError, WorkerLost
 from megarl.base.imports import import_large
 from megarl.base.logs import ProcessLogs, output_log, redirect_output, tail
 from megarl.base.ports import collective_interfaces, reserve_port
@@ -302,6 +302,8 @@ def _remote_failure(
     last_lines = tail(log)  # read before the log gets the traceback, which is in the error anyway
     logger.error("%s failed\n%s", verb, trace)
     name, lost = type(error).__name__, isinstance(error, WorkerLost)
+    if isinstance(error, ExportError):  # the message has the cause and the remedy
+        trace = log = ""
     return RemoteFailure(role, rank, verb, name, str(error), trace, lost, log, last_lines)
 
 

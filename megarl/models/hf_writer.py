@@ -5,21 +5,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.base.atomic_write import replace_folder, restore_replaced_folder
-from megarl.base.errors import CheckpointError
+from megarl.base.errors import CheckpointError, ExportError
 from megarl.base.files import flush_path
 from megarl.models.hf_checkpoint import region
 from megarl.models.hf_folder import HEAD, INDEX_FILE, SCORE, SCORE_BIAS, SINGLE_FILE, stored_dtypes
@@ -167,6 +169,7 @@ class HFWriter:
     Raises:
         CheckpointError: ``path`` exists and ``overwrite`` is off; at the end of the block, if an element of a tensor
             is missing.
+        ExportError: a file cannot be written; in every method.
     """
 
     def __init__(
@@ -206,7 +209,8 @@ class HFWriter:
         restore_replaced_folder(self.path)
         if self.path.exists() and not self._overwrite:
             raise CheckpointError(f"{self.path} exists already; remove it or choose another folder for the export")
-        self._folder.mkdir(parents=True)
+        with self._writing():
+            self._folder.mkdir(parents=True)
         return self
 
     def __exit__(
@@ -214,7 +218,8 @@ class HFWriter:
     ) -> None:
         try:
             if kind is None:
-                self._finish()
+                with self._writing():
+                    self._finish()
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -283,7 +288,19 @@ class HFWriter:
             names = [n for n, s in self._shard_of.items() if s == shard]
             tensors = {n: self._in_file_dtype(n, self._assemblies.pop(n).tensor) for n in names}
             self._nbytes += sum(tensor.nbytes for tensor in tensors.values())
-            save_file(tensors, str(self._folder / self._file_name(shard)), metadata={"format": "pt"})
+            with self._writing():
+                save_file(tensors, str(self._folder / self._file_name(shard)), metadata={"format": "pt"})
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Name the folder and the remedy if a file cannot be written."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise ExportError(
+                f"{self.path} cannot be written: {error}. Free some space or choose another folder; `megarl convert` "
+                "exports a checkpoint of the run"
+            ) from error
 
     def _in_file_dtype(self, name: str, tensor: Tensor) -> Tensor:
         """Convert a float32 tensor to the narrower dtype of the source if that is exact."""

@@ -1,4 +1,5 @@
 import json
+import resource
 
 import pytest
 import torch
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 from reference_weights import tiny_config
 from safetensors.torch import load_file, save_file
 
-from megarl.base.errors import CheckpointError
+from megarl.base.errors import CheckpointError, ExportError
 from megarl.models import LocalParam, ParallelLayout, Piece, WeightMap, read_model_config
 from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.models.hf_writer import HFWriter
@@ -146,6 +147,23 @@ def test_failed_export_keeps_the_old_folder(tmp_path, two_tensors):
         writer.add_piece(Piece("b", (0,), (3,), (0,)), torch.zeros(3))
         raise KeyError
     assert [p.name for p in tmp_path.iterdir()] == ["out"] and (tmp_path / "out/old").read_text() == "old"
+
+
+@pytest.mark.parametrize("limit", [0, 100])
+def test_files_that_cannot_be_written_are_an_error_with_a_remedy(tmp_path, two_tensors, limit):
+    """The kernel refuses weights at the limit, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with (
+            pytest.raises(ExportError, match=r"out cannot be written: .*; `megarl convert` exports a checkpoint"),
+            writer_of(tmp_path, two_tensors) as writer,
+        ):
+            writer.add_piece(Piece("b", (0,), (3,), (0,)), torch.zeros(3))
+            writer.add_piece(Piece("a", (0, 0), (4, 6), (0, 0)), torch.zeros(4, 6))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_existing_folder_is_replaced_only_on_request(tmp_path, two_tensors):
