@@ -27,9 +27,9 @@ import os, sys, time
 from pathlib import Path
 from megarl.base.folder_lock import LockHolder, folder_lock
 with folder_lock(Path(sys.argv[1]), LockHolder("theirs", "/runs/theirs"), ""):
-    if sys.argv[2] == "fork" and os.fork() == 0:
-        time.sleep(60)
-    print("locked", flush=True)
+    is_parent = sys.argv[2] == "fork" and os.fork() != 0
+    if not is_parent:  # the child is running, and has given the lock up
+        print("locked", flush=True)
     time.sleep(60)
 """
 
