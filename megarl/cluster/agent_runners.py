@@ -277,12 +277,15 @@ class AgentRunners:
     def take_stats(self) -> RouterStats:
         """Return statistics of all runners; see :class:`~megarl.agents.types.ConversationService`.
 
-        Lost runners are replaced. Runners that do not answer are left out; :meth:`finished` notices their loss.
+        Lost runners are replaced. A runner that has just been lost is left out; :meth:`finished` notices its loss.
         """
         stats = []
         for runner in self._runners.values():
-            with contextlib.suppress(WorkerFailed, WorkerSilent):
+            try:
                 stats += gather([runner.handle.submit("take_stats")], self._timeout_s)
+            except (WorkerFailed, WorkerSilent) as failure:
+                if not _is_lost(failure):
+                    raise
         if self._dead:
             self._group.restart(self._dead)
             self._runners |= {lost: self._open(lost) for lost in self._dead}
