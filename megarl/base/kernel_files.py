@@ -50,9 +50,10 @@ def process_fields(pid: int) -> list[str]:
 def child_pids(pid: int) -> list[int]:
     """Return the child processes of a process; none if it has ended."""
     children: list[int] = []
-    for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # the thread has ended
-            children += map(int, file.read_text().split())
+    with contextlib.suppress(OSError):  # the process has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):  # the thread has ended
+                children += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
     return children
 
 

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import psutil
+import pytest
 
 from megarl.base.kernel_files import PAUSE_S, child_pids, process_fields, read_kernel_file, resident_bytes
 
@@ -43,3 +44,17 @@ def test_fields_of_a_process_equal_psutils() -> None:
         process.wait()
         assert process_fields(process.pid) == child_pids(process.pid) == [] and resident_bytes(process.pid) == 0
     assert resident_bytes() > 2**20
+
+
+def test_children_of_a_process_that_ends_between_the_reads_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process has a folder of threads when the read begins, and ends before its content is listed."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        list_folder = os.listdir
+
+        def end_and_list(path: str) -> list[str]:
+            process.kill()
+            process.wait()
+            return list_folder(path)
+
+        monkeypatch.setattr(os, "listdir", end_and_list)
+        assert child_pids(process.pid) == []
