@@ -410,17 +410,17 @@ def _is_loss(config: JobConfig) -> bool:
     return isinstance(config, SupervisedConfig) if metric is None else "loss" in metric
 
 
-def _close_sweep(folder: Path, known: Sequence[RunResult], minimize: bool) -> list[str]:
+def _close_sweep(folder: Path, local_results: Sequence[RunResult], minimize: bool) -> list[str]:
     """Compare the runs of a sweep in a table and a report; returns the errors of failed runs.
 
     Args:
         folder: folder of the sweep.
-        known: results of runs in this process.
+        local_results: results of runs in this process.
         minimize: whether the smallest objective is the best.
     """
     from megarl.tracking.sweep import read_results, save_sweep, sweep_table
 
-    results = read_results(folder, known)
+    results = read_results(folder, local_results)
     save_sweep(folder, results, minimize)
     print(sweep_table(results, minimize))
     report = importlib.import_module(REPORT)

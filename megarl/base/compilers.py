@@ -41,4 +41,4 @@ def missing_extension_tools() -> list[str]:
         "ninja": shutil.which("ninja") is not None,
         "Python.h": headers.is_file(),
     }
-    return [tool for tool, found in present.items() if not found]
+    return [tool for tool, is_present in present.items() if not is_present]

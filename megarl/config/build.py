@@ -161,16 +161,16 @@ def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _fill(node: DictConfig, schema: Any, values: Mapping[str, Any], prefix: str, known: list[str]) -> list[Problem]:
+def _fill(node: DictConfig, schema: Any, values: Mapping[str, Any], prefix: str, valid: list[str]) -> list[Problem]:
     declared = {item.name: item for item in keys_of(schema)}
     problems = []
     for name, value in values.items():
         path = f"{prefix}{name}"
         item = declared.get(name)
         if item is None:
-            problems.append(unknown_key(path, value, known))
+            problems.append(unknown_key(path, value, valid))
         elif item.section is not None and value is not None:
-            problems += _fill_section(node, item, value, path, known)
+            problems += _fill_section(node, item, value, path, valid)
         elif item.entry is not None and isinstance(value, Mapping):
             problems += _fill_entries(node, item, value, path)
         else:
@@ -179,7 +179,7 @@ def _fill(node: DictConfig, schema: Any, values: Mapping[str, Any], prefix: str,
     return problems
 
 
-def _fill_section(node: DictConfig, item: Key, value: Any, path: str, known: list[str]) -> list[Problem]:
+def _fill_section(node: DictConfig, item: Key, value: Any, path: str, valid: list[str]) -> list[Problem]:
     assert item.section is not None
     if not isinstance(value, Mapping):
         names = ", ".join(inner.name for inner in keys_of(item.section))
@@ -187,7 +187,7 @@ def _fill_section(node: DictConfig, item: Key, value: Any, path: str, known: lis
     if node[item.name] is None:
         node[item.name] = item.section()
         _writable(node[item.name])
-    return _fill(node[item.name], item.section, value, f"{path}.", known)
+    return _fill(node[item.name], item.section, value, f"{path}.", valid)
 
 
 def _fill_entries(node: DictConfig, item: Key, value: Mapping[str, Any], path: str) -> list[Problem]:
@@ -201,8 +201,8 @@ def _fill_entries(node: DictConfig, item: Key, value: Mapping[str, Any], path: s
             continue
         node[item.name][name] = item.entry()
         _writable(node[item.name][name])
-        known = [f"{path}.{name}.{inner}" for inner, _ in walk(item.entry)]
-        problems += _fill(node[item.name][name], item.entry, keys, f"{path}.{name}.", known)
+        valid = [f"{path}.{name}.{inner}" for inner, _ in walk(item.entry)]
+        problems += _fill(node[item.name][name], item.entry, keys, f"{path}.{name}.", valid)
     return problems
 
 
@@ -222,13 +222,13 @@ def _assign(node: DictConfig, item: Key, value: Any, path: str) -> Problem | Non
     return Problem(path, value, complaint, item.doc) if complaint else None
 
 
-def unknown_key(path: str, value: Any, known: list[str]) -> Problem:
+def unknown_key(path: str, value: Any, valid: list[str]) -> Problem:
     """Describe a key that the job lacks, with its name in megarl, or else the nearest keys."""
     if path in _training_keys():
-        nearest = " or ".join(namesakes(path, known))
+        nearest = " or ".join(namesakes(path, valid))
         text = "is a key of training, without effect here"
         return Problem(path, value, text + (f"; did you mean {nearest}?" if nearest else ": remove it"))
-    nearest = " or ".join(synonyms(path, known) or nearest_keys(path, known))
+    nearest = " or ".join(synonyms(path, valid) or nearest_keys(path, valid))
     return Problem(path, value, "unknown key" + (f"; did you mean {nearest}?" if nearest else ""))
 
 

@@ -56,7 +56,7 @@ def format_value(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def nearest_keys(path: str, known: Iterable[str]) -> list[str]:
+def nearest_keys(path: str, candidates: Iterable[str]) -> list[str]:
     """List the valid keys closest to a misspelt or misplaced one, best first.
 
     Several if the name occurs in equally close sections; empty if no key is close.
@@ -67,7 +67,7 @@ def nearest_keys(path: str, known: Iterable[str]) -> list[str]:
         candidate_group, _, candidate_name = candidate.rpartition(".")
         return 0.7 * _similarity(name, candidate_name) + 0.3 * _similarity(group, candidate_group)
 
-    scores = {candidate: closeness(candidate) for candidate in known}
+    scores = {candidate: closeness(candidate) for candidate in candidates}
     best = max(scores, key=scores.__getitem__, default="")
     if scores.get(best, 0.0) < 0.6:
         return []
@@ -78,11 +78,11 @@ def nearest_keys(path: str, known: Iterable[str]) -> list[str]:
     return sorted(near, key=lambda k: -scores[k])[:3]
 
 
-def namesakes(path: str, known: Iterable[str]) -> list[str]:
+def namesakes(path: str, candidates: Iterable[str]) -> list[str]:
     """List the keys with the name of a misplaced one, or the most similar key of its section."""
     group, _, name = path.rpartition(".")
-    same = [key for key in known if key.rpartition(".")[2] == name]
-    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == group}
+    same = [key for key in candidates if key.rpartition(".")[2] == name]
+    siblings = {key.rpartition(".")[2]: key for key in candidates if key.rpartition(".")[0] == group}
     return nearest_keys(path, same) or [siblings[n] for n in difflib.get_close_matches(name, siblings, 1, 0.7)]
 
 

@@ -114,15 +114,15 @@ _KEYS: dict[str, str] = {
 """Other names by megarl's keys, both separated by spaces; a job has some of the keys, the usual one first."""
 
 
-def synonyms(path: str, known: Collection[str]) -> list[str]:
+def synonyms(path: str, job_keys: Collection[str]) -> list[str]:
     """Return up to three keys of a setting that has another name elsewhere, the usual one first.
 
     Args:
         path: unknown key; its last part is looked up. Keys in the same section take precedence.
-        known: keys of the job.
+        job_keys: keys of the job.
     """
     name = path.rpartition(".")[2].replace("-", "_").lower()
-    keys = [key for key in _table().get(name, ()) if key in known]
+    keys = [key for key in _table().get(name, ()) if key in job_keys]
     section = path.partition(".")[0]
     return ([key for key in keys if key.partition(".")[0] == section] or keys)[:3]
 

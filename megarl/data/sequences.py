@@ -15,7 +15,7 @@ from megarl.data.columns import Alignment, column_widths
 
 Row: TypeAlias = Sequence[float] | np.ndarray
 
-_KNOWN_SPANS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_CACHED_SPANS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Version (number of changes in place) and spans of attention masks, which all phases of a step read."""
 
 
@@ -65,11 +65,11 @@ def read_spans(tensors: Mapping[str, Tensor]) -> Spans | None:
     mask = tensors["attention_mask"]
     if mask.is_inference():  # its changes in place are not counted
         return _spans_of(mask, widths.prompt, widths.response)
-    known: tuple[int, Spans] | None = _KNOWN_SPANS.get(mask)
-    if known is None or (known[0], known[1].prompt_width, known[1].response_width) != (mask._version, *widths):
-        known = mask._version, _spans_of(mask, widths.prompt, widths.response)
-        _KNOWN_SPANS[mask] = known
-    return known[1]
+    cached: tuple[int, Spans] | None = _CACHED_SPANS.get(mask)
+    if cached is None or (cached[0], cached[1].prompt_width, cached[1].response_width) != (mask._version, *widths):
+        cached = mask._version, _spans_of(mask, widths.prompt, widths.response)
+        _CACHED_SPANS[mask] = cached
+    return cached[1]
 
 
 def _spans_of(mask: Tensor, prompt_width: int, response_width: int) -> Spans:

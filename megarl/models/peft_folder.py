@@ -77,12 +77,12 @@ class AdapterFolder:
             if name in adapters.head and stored_shape is None:
                 continue  # adapters of a language model: the head is new
             if stored_shape != shapes.get(name):
-                here, there = (
+                here, in_folder = (
                     "is absent" if shape is None else f"has shape {list(shape)}"
                     for shape in (shapes.get(name), stored_shape)
                 )
                 raise ConfigError(
-                    f"{_KEY}={self.path}: '{name}' {there} there, and {here} with this model and target_modules"
+                    f"{_KEY}={self.path}: '{name}' {in_folder} there, and {here} with this model and target_modules"
                 )
 
     def as_model_folder(self, adapters: AdapterMap) -> ModelFolder:

@@ -95,14 +95,14 @@ def _write_result(folder: Path, result: RunResult) -> None:
     RUN_WRITER.replace(folder / RESULT_FILE, json.dumps(values, indent=1) + "\n")
 
 
-def read_results(folder: Path, known: Sequence[RunResult] = ()) -> list[RunResult]:
+def read_results(folder: Path, local_results: Sequence[RunResult] = ()) -> list[RunResult]:
     """Read the results of a sweep's runs by number; a missing result file is an error.
 
     Args:
         folder: folder of the sweep.
-        known: results of runs in this process; a file that a full disk refused is written again.
+        local_results: results of runs in this process; a file that a full disk refused is written again.
     """
-    in_memory = {result.folder: result for result in known}
+    in_memory = {result.folder: result for result in local_results}
     names = {path.parent.parent.name for path in folder.glob("*/.hydra/overrides.yaml")} | in_memory.keys()
     results = []
     for name in sorted(names, key=lambda name: (len(name), name)):

@@ -69,8 +69,8 @@ class Bench:
             return read_hardware("cpu")
         properties = torch.cuda.get_device_properties(0)
         names = {"B200": "b200", "A100": "a100"}
-        known = next((file for name, file in names.items() if name in properties.name), None)
-        return read_hardware(known or ("h200" if properties.total_memory > HOPPER_MEMORY else "h100"))
+        match = next((file for name, file in names.items() if name in properties.name), None)
+        return read_hardware(match or ("h200" if properties.total_memory > HOPPER_MEMORY else "h100"))
 
     def check(self, name: str, action: Callable[[], Result]) -> None:
         """Run a check unless it passed before, and record its result; an exception is a failed check.
@@ -146,18 +146,18 @@ def near_plan(value: float, plan: float, unit: str, tolerance: float, note: str 
 
 def facts(device: str) -> dict[str, str]:
     """Return date, device and versions of a report."""
-    found = {"date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())}
+    values = {"date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())}
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
-        found |= {
+        values |= {
             "device": f"{properties.name}, {properties.total_memory / 1e9:.0f} GB",
             "CUDA": str(torch.version.cuda),
         }
     else:
-        found["device"] = f"CPU, {os.cpu_count()} cores"
-    found |= installed_versions(("sglang", "transformer-engine", "flash-attn"))
-    found["torch"] = torch.__version__
-    return found
+        values["device"] = f"CPU, {os.cpu_count()} cores"
+    values |= installed_versions(("sglang", "transformer-engine", "flash-attn"))
+    values["torch"] = torch.__version__
+    return values
 
 
 def require_package(package: str) -> str:

@@ -243,8 +243,8 @@ class DryRun(ABC):
         if trainer.save_freq > 0:
             for finding in check_checkpoint_room(needs_of(config)):
                 if finding.status is Status.FAIL:
-                    raise CheckpointError(f"trainer.default_local_dir: {finding.found}; {finding.remedy}")
-                yield f"{finding.found}; {finding.remedy}" if finding.remedy else finding.found
+                    raise CheckpointError(f"trainer.default_local_dir: {finding.observation}; {finding.remedy}")
+                yield f"{finding.observation}; {finding.remedy}" if finding.remedy else finding.observation
             yield f"one every {trainer.save_freq} steps, in {trainer.default_local_dir}"
         else:
             yield "no checkpoints (trainer.save_freq=-1)"

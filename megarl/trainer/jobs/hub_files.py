@@ -51,9 +51,9 @@ def _model_keys(config: Any) -> Iterator[str]:
 
 
 def _data_keys(config: Any) -> Iterator[tuple[str, list[str]]]:
-    known = dict(walk(type(config)))
+    keys = dict(walk(type(config)))
     for path in _DATA:
-        if path in known:
+        if path in keys:
             yield path, value_at(config, path)
     for name, entry in getattr(config.data, "mixture", {}).items():
         files = entry["files"]

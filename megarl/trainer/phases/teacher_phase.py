@@ -68,21 +68,21 @@ class TeacherPhase:
         return {key: np.flatnonzero(values == key) for key in self.teachers}
 
 
-def check_teacher_keys(values: list[object] | None, known: list[str], teacher_key: str) -> None:
+def check_teacher_keys(values: list[object] | None, valid: list[str], teacher_key: str) -> None:
     """Check that each row selects a teacher.
 
     Args:
         values: of the rows' column; None = the data have no such column.
-        known: values that select a teacher.
+        valid: values that select a teacher.
         teacher_key: name of the column.
 
     Raises:
         DataError: names the values without a teacher.
     """
-    field, text = f"distillation.teacher_key={teacher_key}", f"teachers have the keys {', '.join(known)}"
+    field, text = f"distillation.teacher_key={teacher_key}", f"teachers have the keys {', '.join(valid)}"
     if values is None:
         raise DataError(f"{field}: the data have no such column; {text}")
-    unknown = sorted({repr(value) for value in values if value not in known})
+    unknown = sorted({repr(value) for value in values if value not in valid})
     if unknown:
         raise DataError(f"{field}: no teacher for the rows with {', '.join(unknown[:5])}; {text}")
 

@@ -36,7 +36,7 @@ Legend:
 
 
 def health_of(text: str) -> dict[str, tuple[Status, str]]:
-    return {result.check: (result.status, result.found) for result in check_health(parse_inventory(text))}
+    return {result.check: (result.status, result.observation) for result in check_health(parse_inventory(text))}
 
 
 def test_healthy_machine() -> None:
@@ -45,7 +45,7 @@ def test_healthy_machine() -> None:
     gpu = inventory.gpus[0]
     assert gpu.name == "NVIDIA H100 80GB HBM3" and gpu.total_bytes == 81559 * 2**20 and gpu.celsius == 41
     assert {status for status, _ in health_of(HEALTHY).values()} == {Status.PASS}
-    assert check_count(inventory, Needs(devices=2)).found == "2 x NVIDIA H100 80GB HBM3, 80 GiB each"
+    assert check_count(inventory, Needs(devices=2)).observation == "2 x NVIDIA H100 80GB HBM3, 80 GiB each"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_throttle_reasons_of_older_drivers() -> None:
 def test_missing_or_mixed_gpus() -> None:
     inventory = parse_inventory(HEALTHY)
     lost = check_count(inventory, Needs(devices=8))
-    assert lost.status is Status.FAIL and "the run needs 8 per node" in lost.found
+    assert lost.status is Status.FAIL and "the run needs 8 per node" in lost.observation
     mixed = check_count(parse_inventory(HEALTHY.replace("H100 80GB HBM3", "A100-SXM4-80GB", 1)), Needs())
     assert mixed.status is Status.WARN
 
@@ -100,9 +100,9 @@ def test_nvlink_between_gpus() -> None:
     links = parse_links(TOPOLOGY)
     assert links[0, 1] == links[1, 0] == "NV18" and links[0, 2] == "SYS" and len(links) == 6
     result = check_links(links)
-    assert result.status is Status.WARN and result.found == "no NVLink: 0-2 SYS, 1-2 NODE"
+    assert result.status is Status.WARN and result.observation == "no NVLink: 0-2 SYS, 1-2 NODE"
     complete = check_links({(0, 1): "NV18", (1, 0): "NV18"})
-    assert complete.status is Status.PASS and complete.found == "NVLink between all (NV18)"
+    assert complete.status is Status.PASS and complete.observation == "NVLink between all (NV18)"
 
 
 def test_without_gpus() -> None:
@@ -116,10 +116,10 @@ def test_driver_without_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     command.chmod(command.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     (result,), _ = check_gpus(Needs())
-    assert result.status is Status.FAIL and "ended with 18: Failed to initialize NVML" in result.found
+    assert result.status is Status.FAIL and "ended with 18: Failed to initialize NVML" in result.observation
     monkeypatch.setenv("PATH", "")
     (result,), _ = check_gpus(Needs(device="cuda"))
-    assert result.status is Status.FAIL and "no nvidia-smi" in result.found
+    assert result.status is Status.FAIL and "no nvidia-smi" in result.observation
 
 
 def test_bus_bandwidth_of_a_ring() -> None:

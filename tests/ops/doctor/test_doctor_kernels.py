@@ -66,7 +66,11 @@ def test_a_process_that_fails_is_a_failed_check(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("PYTHONPATH", "")
     monkeypatch.setattr(kernels.sys, "executable", "/bin/false")
     (result,) = check_kernels(Needs(), 1)
-    assert result.status is Status.FAIL and result.found == "no message" and "import megarl.megatron" in result.remedy
+    assert (
+        result.status is Status.FAIL
+        and result.observation == "no message"
+        and "import megarl.megatron" in result.remedy
+    )
 
 
 def test_all_kernels_work(monkeypatch: pytest.MonkeyPatch, models: tuple[str, ...]) -> None:
@@ -83,14 +87,14 @@ def test_missing_transformer_engine_matters_for_experts(
     absent = KernelFacts(False, "", "")
     assert results_of(monkeypatch, absent, models[:2])[0].status is Status.PASS
     warned = results_of(monkeypatch, absent, models)[0]
-    assert warned.status is Status.WARN and "experts of its layers one after the other" in warned.found
+    assert warned.status is Status.WARN and "experts of its layers one after the other" in warned.observation
 
 
 def test_errors_are_shown_with_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, fusion = results_of(monkeypatch, KernelFacts(False, "OSError: libcublas", "Failed to find C compiler"))
     assert engine.status is fusion.status is Status.WARN
-    assert engine.found == "cannot be imported, torch's layers replace it: OSError: libcublas"
-    assert "Failed to find C compiler" in fusion.found and "python3-dev" in fusion.remedy
+    assert engine.observation == "cannot be imported, torch's layers replace it: OSError: libcublas"
+    assert "Failed to find C compiler" in fusion.observation and "python3-dev" in fusion.remedy
 
 
 @pytest.mark.parametrize(("device", "gpus", "calls"), [("auto", 2, ["cuda"]), ("auto", 0, []), ("cpu", 2, [])])
@@ -116,4 +120,4 @@ def test_the_report_of_a_node_includes_kernels(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(kernels, "observe", fail)
     (result,) = check_node(Needs()).results
-    assert (result.check, result.found) == ("kernels", "the check itself failed: ValueError: odd")
+    assert (result.check, result.observation) == ("kernels", "the check itself failed: ValueError: odd")

@@ -59,18 +59,20 @@ def test_all_faults_of_a_machine_are_reported(tmp_path: Path) -> None:
     assert not report.ok and report.host == socket.gethostname()
     results = by_check(report)
     shared, disk, files = results["shared memory"], results["disk speed"], results["open files"]
-    assert shared.status is Status.FAIL and "of 4 MiB" in shared.found and "remount,size=2G" in shared.remedy
-    assert disk.status is Status.FAIL and "No space left on device" in disk.found
+    assert shared.status is Status.FAIL and "of 4 MiB" in shared.observation and "remount,size=2G" in shared.remedy
+    assert disk.status is Status.FAIL and "No space left on device" in disk.observation
     assert results["checkpoint folder"].status is Status.WARN
-    assert files.status is Status.FAIL and files.found.startswith("512 ") and "limits.conf" in files.remedy
-    assert results["processes"].status is Status.WARN and "2,000" in results["processes"].found
+    assert files.status is Status.FAIL and files.observation.startswith("512 ") and "limits.conf" in files.remedy
+    assert results["processes"].status is Status.WARN and "2,000" in results["processes"].observation
     sandbox = results["code sandbox"]
-    assert sandbox.status is Status.WARN and "no sandbox on this machine" in sandbox.found  # no second user is mapped
+    assert (
+        sandbox.status is Status.WARN and "no sandbox on this machine" in sandbox.observation
+    )  # no second user is mapped
     assert "sandbox_fusion.url" in sandbox.remedy
     held = results["port"]
-    assert held.status is Status.FAIL and held.found.startswith(f"{port} is held by")
+    assert held.status is Status.FAIL and held.observation.startswith(f"{port} is held by")
     reduced = results["all-reduce (gloo)"]  # still runs
-    assert reduced.status is not Status.FAIL and reduced.found.startswith("2 ranks on this node: ")
+    assert reduced.status is not Status.FAIL and reduced.observation.startswith("2 ranks on this node: ")
     assert report.facts["python"] == ".".join(map(str, sys.version_info[:3]))
 
 
@@ -150,11 +152,15 @@ def test_unresolvable_names(monkeypatch: pytest.MonkeyPatch) -> None:
     (reached,) = check_peers(Needs(peers=("localhost",)))
     assert reached.status is Status.PASS
     (missing,) = check_peers(Needs(peers=("localhost", "node-7.invalid")))
-    assert missing.status is Status.FAIL and "node-7.invalid (" in missing.found and "localhost" not in missing.found
+    assert (
+        missing.status is Status.FAIL
+        and "node-7.invalid (" in missing.observation
+        and "localhost" not in missing.observation
+    )
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
     assert check_hostname(Needs(nodes=1)).status is Status.PASS
     alone = check_hostname(Needs(nodes=2))
-    assert alone.status is Status.WARN and "other nodes cannot reach" in alone.found
+    assert alone.status is Status.WARN and "other nodes cannot reach" in alone.observation
     monkeypatch.setattr(socket, "gethostname", lambda: "unknown.invalid")
     assert check_hostname(Needs()).status is Status.FAIL
 
@@ -164,9 +170,9 @@ def test_watched_ports_warn_and_required_ports_fail() -> None:
         (warned,) = check_ports(Needs(watched_ports=(port,)))
         assert warned.status is Status.WARN and "RAY_ADDRESS" in warned.remedy
         (failed,) = check_ports(Needs(ports=(port,), watched_ports=()))
-        assert failed.status is Status.FAIL and f"process {os.getpid()} (" in failed.found
+        assert failed.status is Status.FAIL and f"process {os.getpid()} (" in failed.observation
     (free,) = check_ports(Needs(ports=(port,), watched_ports=()))
-    assert free.status is Status.PASS and free.found == f"{port} is free"
+    assert free.status is Status.PASS and free.observation == f"{port} is free"
 
 
 @contextmanager
@@ -201,17 +207,17 @@ def test_unreadable_models_and_unwritable_checkpoint_folders(open_folder: Path) 
     needs = Needs(models=(str(model),), readable=(str(missing),), checkpoint_dir=str(open_folder / "a" / "b"))
     results = {result.check: result for result in check_folders(needs)}
     assert results["model"].status is Status.PASS
-    assert results["data"].status is Status.FAIL and f"{missing}: No such file" in results["data"].found
+    assert results["data"].status is Status.FAIL and f"{missing}: No such file" in results["data"].observation
     shard.chmod(0)
     open_folder.chmod(0o555)
     with not_root():
-        assert check_folders(needs)[0].found == f"{shard}: Permission denied"
+        assert check_folders(needs)[0].observation == f"{shard}: Permission denied"
         (refused,) = check_checkpoint_room(needs)
-    assert refused.status is Status.FAIL and "Permission denied" in refused.found
+    assert refused.status is Status.FAIL and "Permission denied" in refused.observation
     open_folder.chmod(0o755)
     (model / "config.json").unlink()
     shard.chmod(0o644)
-    assert check_folders(needs)[0].found == f"{model}: has no config.json"
+    assert check_folders(needs)[0].observation == f"{model}: has no config.json"
 
 
 def test_space_for_two_checkpoints(tmp_path: Path) -> None:
@@ -225,13 +231,13 @@ def test_space_for_two_checkpoints(tmp_path: Path) -> None:
         assert result.status is status, size
     (tmp_path / "runs").write_text("a file")
     (result,) = check_checkpoint_room(Needs(checkpoint_dir=folder))
-    assert result.status is Status.FAIL and "is a file" in result.found
+    assert result.status is Status.FAIL and "is a file" in result.observation
 
 
 def test_time_of_a_checkpoint_from_the_disk_speed(tmp_path: Path) -> None:
     folder = str(tmp_path)
     (fast,) = check_disk_speed(Needs(checkpoint_dir=folder, checkpoint_bytes=64 * 2**20))
-    assert fast.status is Status.PASS and "part of a checkpoint takes about" in fast.found
+    assert fast.status is Status.PASS and "part of a checkpoint takes about" in fast.observation
     (slow,) = check_disk_speed(Needs(checkpoint_dir=folder, checkpoint_bytes=10**15))
     assert slow.status is Status.WARN and "trainer.save_freq" in slow.remedy
     assert not list(tmp_path.iterdir())
@@ -244,7 +250,7 @@ def test_exception_in_a_check_fails_only_that_check(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(node, "CHECKS", (check_weather, *node.CHECKS))
     report = check_node(Needs(quick=True))
-    assert report.results[0].found.endswith("OSError: no window") and report.results[0].check == "weather"
+    assert report.results[0].observation.endswith("OSError: no window") and report.results[0].check == "weather"
     assert len(report.results) > 5 and not report.ok
 
 
@@ -270,7 +276,7 @@ def test_engine_and_logins_of_the_configuration_are_checked(monkeypatch: pytest.
     )
     needs = needs_of(compose(ConfigRequest(TrainConfig, "quickstart", overrides)))
     (engine,) = check_engine_package(needs)
-    assert engine.status is Status.FAIL and "needs the package sglang" in engine.found
+    assert engine.status is Status.FAIL and "needs the package sglang" in engine.observation
     console, wandb = check_logins(needs)
-    assert (console.status, wandb.status) == (Status.PASS, Status.FAIL) and "wandb login" in wandb.found
+    assert (console.status, wandb.status) == (Status.PASS, Status.FAIL) and "wandb login" in wandb.observation
     assert check_engine_package(Needs()) == check_logins(Needs()) == []

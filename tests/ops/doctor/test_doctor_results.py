@@ -15,13 +15,13 @@ def report(host: str, **facts: str) -> NodeReport:
 def test_differing_node_is_named() -> None:
     nodes = [report(f"n{i}", torch="2.13.0", kernel="6.1") for i in range(5)]
     (same,) = compare_facts(nodes)
-    assert same.status is Status.PASS and same.found.startswith("5 nodes")
+    assert same.status is Status.PASS and same.observation.startswith("5 nodes")
     nodes.append(report("n5", torch="2.12.0", kernel="6.2", driver="570.1"))
     results = {result.check: result for result in compare_facts(nodes)}
     assert results["torch"].status is Status.FAIL
-    assert results["torch"].found == "2.12.0 on n5; 2.13.0 on n0, n1, n2 and 2 more"
+    assert results["torch"].observation == "2.12.0 on n5; 2.13.0 on n0, n1, n2 and 2 more"
     assert results["kernel"].status is Status.WARN
-    assert results["driver"].found == "570.1 on n5; none on n0, n1, n2 and 2 more"
+    assert results["driver"].observation == "570.1 on n5; none on n0, n1, n2 and 2 more"
 
 
 def test_clock_offset_from_one_round_trip() -> None:
@@ -36,4 +36,4 @@ def test_clock_difference(ahead: float, error: float, status: Status) -> None:
     result = compare_clocks({"a": ClockOffset(-0.2, error), "b": ClockOffset(ahead - 0.2, error)})
     assert result.status is status
     if status is not Status.PASS:
-        assert result.found.startswith(f"b is ahead of a by {ahead:.1f} s")
+        assert result.observation.startswith(f"b is ahead of a by {ahead:.1f} s")

@@ -158,7 +158,7 @@ def test_versions_on_a_gpu_are_compared_with_the_stacks_file() -> None:
     assert stacks_of({"torch": "2.13.0"}, "auto") is CPU_STACKS and stacks_of({"torch": "2.13.0"}, "cuda") is GPU_STACKS
     match = check_combination(versions, stacks)
     assert match.status is Status.PASS
-    assert match.found.startswith(
+    assert match.observation.startswith(
         "chosen by requirements, not yet run together (GPU, SGLang; launch/constraints-gpu-sglang.txt)"
     )
     # SGLang's torch replaced by the one that is tested on a CPU
@@ -193,7 +193,7 @@ def test_conflicting_requirements() -> None:
     versions = {"python": "3.12.1", "sglang": "0.5.9", "torch": "2.9.1+cu128", "transformers": "4.51"}
     clash = check_requirements(versions, lambda package: requires.get(package, []))
     assert clash.status is Status.FAIL
-    assert clash.found == "sglang 0.5.9 requires transformers>=5, installed is 4.51"
+    assert clash.observation == "sglang 0.5.9 requires transformers>=5, installed is 4.51"
     fine = check_requirements({**versions, "transformers": "5.19.0"}, lambda package: requires.get(package, []))
     assert fine.status is Status.PASS
 
@@ -204,4 +204,4 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     present = {name: version for name, version in package_versions((*PACKAGES, "megarl")).items() if name != "ray"}
     monkeypatch.setattr(versions, "package_versions", lambda packages: present)
     (result,) = check_versions(Needs())
-    assert result.status is Status.FAIL and result.found == "not installed: ray"
+    assert result.status is Status.FAIL and result.observation == "not installed: ray"

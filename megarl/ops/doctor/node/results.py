@@ -33,13 +33,13 @@ class CheckResult:
     Attributes:
         check: name of the check.
         status: severity.
-        found: the observation in words, with units.
+        observation: the observation in words, with units.
         remedy: the action to take; empty if none is needed.
     """
 
     check: str
     status: Status
-    found: str
+    observation: str
     remedy: str = ""
 
 
@@ -90,7 +90,7 @@ def reports_table(reports: Iterable[NodeReport]) -> str:
         lines.append(f"== {report.host}")
         rows = []
         for result in report.results:
-            rows.append((f"{result.status.value:<5} {result.check}", result.found))
+            rows.append((f"{result.status.value:<5} {result.check}", result.observation))
             if result.remedy:
                 rows.append(("", f"-> {result.remedy}"))
         lines += table_lines(rows)
