@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.base.checkpoint_index import INDEX, read_index
+from megarl.base.checkpoint_names import HF_FOLDER, POINTER
 from megarl.base.errors import CheckpointError, ModelError
 from megarl.base.json_text import parse_json
 from megarl.convert.adapters import base_of_role, options_of_folder, options_of_role, read_document, with_base
@@ -38,10 +39,9 @@ from megarl.models.peft_folder import CONFIG_FILE as ADAPTER_CONFIG
 from megarl.models.peft_folder import AdapterFolder
 
 CONFIG = "config.json"
-HF_FOLDERS = ("huggingface", "hf_config", "")
+HF_FOLDERS = (HF_FOLDER, "hf_config", "")
 """Folders with the model's config and tokenizer, relative to the checkpoint and the folders above it."""
 ROLES = ("actor", "critic", "sft", "reward_model", "preference")
-POINTER = "latest_checkpointed_iteration.txt"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "mp_rank_00", "mp_rank_00_000")
 
 

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from megarl.base.checkpoint_index import read_index
+from megarl.base.checkpoint_names import HF_FOLDER
 from megarl.base.errors import CheckpointError
 from megarl.megatron import cuda_on_cpu
 from megarl.megatron.checkpoint_format import Item, ItemWriter, blocks_of_range, items_of, read_items, tensor_shapes
-from megarl.megatron.checkpoint_save import HF_FOLDER, HostSnapshot, PendingSave, export_beside
+from megarl.megatron.checkpoint_save import HostSnapshot, PendingSave, export_beside
 from megarl.megatron.checkpoint_state import (
     EXTRA,
     HF_MODEL,

@@ -10,14 +10,13 @@ from typing import NamedTuple
 
 import torch
 
+from megarl.base.checkpoint_names import HF_FOLDER
 from megarl.base.errors import CheckpointError
 from megarl.base.files import FileEntry, read_entry
 from megarl.megatron.checkpoint_format import INDEX, Item, ItemWriter
 from megarl.megatron.engine import MegatronEngine
 from megarl.megatron.host_memory import CHUNK_BYTES, HostBuffer
 from megarl.megatron.runtime import Runtime, all_ranks_or_raise
-
-HF_FOLDER = "huggingface"
 
 
 class WrittenFiles(NamedTuple):

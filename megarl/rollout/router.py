@@ -403,7 +403,9 @@ class Router:
         self.stats.moved += len(entries)
         logger.warning("rollout replica %d is lost, %d requests go to others: %s", number, len(entries), reason)
         if not self._board.replicas:
-            self._fail(NoReplicaLeft(f"all {len(self._replicas)} rollout replicas are lost; the last: {reason}"))
+            count = len(self._replicas)
+            lost = f"all {count} rollout replicas are lost; the last" if count > 1 else "the only replica is lost"
+            self._fail(NoReplicaLeft(f"{lost}: {reason}"))
             return
         for entry in [entry for entry in entries if entry.moves > MOST_MOVES]:
             entries.remove(entry)

@@ -15,8 +15,9 @@ from typing import NamedTuple
 import psutil
 from cli_runs import CliRun
 
+from megarl.base.checkpoint_names import POINTER
 from megarl.base.processes import READ_ERRORS
-from megarl.trainer.state.checkpoint_store import POINTER, CheckpointStore
+from megarl.trainer.state.checkpoint_store import CheckpointStore
 
 WORKER = "WorkerProcess"  # and ServingWorkerProcess
 UNFINISHED = ".global_step_*.tmp-*"

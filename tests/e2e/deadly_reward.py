@@ -48,6 +48,17 @@ def length_and_kill(
     return {"score": float(len(solution_str))}
 
 
+def length_and_kill_at_once(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the length; the only replica dies when the first batch is scored, while others are generated."""
+    global _calls
+    _calls += 1
+    if _calls == 1:
+        kill([0])
+    return {"score": float(len(solution_str))}
+
+
 def vote(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
     """Return a score, and a prediction that is often equal for several responses to one prompt."""
     return {"score": float(len(solution_str) % 3), "pred": solution_str[:1].isascii()}

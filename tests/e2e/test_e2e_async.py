@@ -79,6 +79,31 @@ def test_weight_syncs_interrupt_responses_and_survive_a_lost_replica(
     assert sorted(trained) == list(range(STEPS * PROMPTS))
 
 
+def test_a_run_without_replicas_saves_whole_steps_and_names_a_step_that_trained_in_part(
+    small: list[str], start: Callable[..., CliRun]
+) -> None:
+    """The replica dies while conversations are in flight: before a sync, then between two mini-batches of a step."""
+    arguments = [
+        *("--config-name", "quickstart_async", *small, "trainer.experiment_name=lost", "trainer.save_freq=1000"),
+        *("data.max_response_length=60", "actor_rollout_ref.rollout.max_num_seqs=2"),
+        *("trainer.val_before_train=false", "trainer.test_freq=-1", "async_training.partial_rollout=false"),
+        *(f"custom_reward_function.path={Path(__file__).with_name('deadly_reward.py')}", "reward_model.num_workers=0"),
+        "custom_reward_function.name=length_and_kill_at_once",
+    ]
+    run = start(*arguments, "async_training.sync_interval=1", "actor_rollout_ref.actor.ppo_mini_batch_size=24")
+    assert run.wait() == 1, run.output
+    assert "the only replica is lost" in run.output and "The run ends after step 1; saved in" in run.output
+    first = run.folder / "outputs" / "lost" / "checkpoints" / "global_step_1"
+    ledger = json.loads((first / "trainer_state.json").read_text())["rollout"]["ledger"]
+    assert ledger["trained"] == PROMPTS and len(ledger["groups"]) == PROMPTS, "the next step's groups are in flight"
+
+    run = start(*arguments, "trainer.resume_mode=auto", folder=run.folder)
+    assert run.wait() == 1, run.output
+    assert "the only replica is lost" in run.output
+    assert "Step 2 has trained in part and is not saved; resume from" in run.output
+    assert [path.name for path in first.parent.glob("global_step_*")] == [first.name]
+
+
 def test_colocated_training_begins_when_a_batch_is_complete(
     small: list[str], dense_reward: list[str], start: Callable[..., CliRun]
 ) -> None:

@@ -28,13 +28,14 @@ from reward_functions import FULL_FOLDER, FULL_FROM, FULL_UNTIL, PAUSE_AT, PAUSE
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megarl.base.checkpoint_names import POINTER
 from megarl.ops.report.balance import balance_maps
 from megarl.ops.report.run_files import read_run
 from megarl.tracing.trace_file import read_trace
 from megarl.tracking.jsonl_files import read_balance
 from megarl.tracking.token_columns import TOKEN_COLUMNS, TokenValues
 from megarl.trainer.state.checkpoint_manifest import MANIFEST
-from megarl.trainer.state.checkpoint_store import POINTER, CheckpointStore
+from megarl.trainer.state.checkpoint_store import CheckpointStore
 
 STEPS, PROMPTS, SAMPLES = 5, 24, 48
 TARGET_KL, HORIZON = 0.1, 1000

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megarl.base.checkpoint_names import POINTER
 from megarl.base.errors import CheckpointError
 from megarl.cluster import PlacedPool, RaySession, ResourcePool, WorkerFailed, WorkerGroup, wait_ready
 from megarl.config.schema.model import CheckpointConfig
@@ -22,7 +23,7 @@ from megarl.models import ParallelLayout
 from megarl.trainer.state import checkpoint_saver
 from megarl.trainer.state.checkpoint_manifest import Retention, Score
 from megarl.trainer.state.checkpoint_saver import CheckpointSaver
-from megarl.trainer.state.checkpoint_store import POINTER, CheckpointStore
+from megarl.trainer.state.checkpoint_store import CheckpointStore
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,11 @@ import pytest
 from dying import run_and_die
 
 from megarl.base import atomic_write as replacing
+from megarl.base.checkpoint_names import POINTER
 from megarl.base.errors import CheckpointError, ConfigError
 from megarl.base.files import FileEntry
 from megarl.trainer.state.checkpoint_manifest import MANIFEST, BestBy, Retention, Score
-from megarl.trainer.state.checkpoint_store import BEST_POINTER, POINTER, CheckpointStore
+from megarl.trainer.state.checkpoint_store import BEST_POINTER, CheckpointStore
 
 
 def fill(folder: Path, step: int) -> None:

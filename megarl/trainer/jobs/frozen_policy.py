@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from megarl.base.checkpoint_names import HF_FOLDER, POINTER
 from megarl.base.errors import CheckpointError, MegarlError
 from megarl.cluster import PlacedPool, wait_ready
 from megarl.cluster.adapters import replica_processes
@@ -30,8 +31,6 @@ from megarl.trainer.phases.data_loading import load_tokenizer
 from megarl.trainer.phases.rollout_phase import RolloutPhase
 from megarl.trainer.rollout_service.traffic import RolloutTraffic
 from megarl.trainer.state.checkpoint_manifest import MANIFEST, is_whole
-from megarl.trainer.state.checkpoint_saver import HF_FOLDER
-from megarl.trainer.state.checkpoint_store import POINTER
 
 KEY = "actor_rollout_ref.model.path"
 LATEST = "latest"

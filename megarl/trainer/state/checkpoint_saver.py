@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.base.atomic_write import replace_folder
+from megarl.base.checkpoint_names import HF_FOLDER
 from megarl.base.errors import CheckpointError, MegarlError
 from megarl.base.files import FileEntry
 from megarl.base.units import duration
@@ -30,7 +31,6 @@ from megarl.workers.dispatch import SavedPart
 
 logger = logging.getLogger(__name__)
 
-HF_FOLDER = "huggingface"
 WORKERS = 2
 LATE_S = 1.0
 """Seconds that training may wait for an earlier save before the user is told."""

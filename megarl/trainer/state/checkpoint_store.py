@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megarl.base.atomic_write import atomic_write, replace_folder, restore_replaced_folder
+from megarl.base.checkpoint_names import POINTER
 from megarl.base.errors import CheckpointError, ConfigError
 from megarl.base.files import FileEntry
 from megarl.trainer.state.checkpoint_manifest import (
@@ -41,7 +42,6 @@ from megarl.trainer.state.checkpoint_manifest import (
 )
 from megarl.trainer.state.run_identity import ID_FILE, read_run_id
 
-POINTER = "latest_checkpointed_iteration.txt"
 BEST_POINTER = "best_checkpointed_iteration.txt"
 RESUME_MODES = ("auto", "must", "disable", "resume_path")
 _FOLDER = re.compile(r"global_step_(\d+)")
