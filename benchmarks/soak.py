@@ -4,8 +4,8 @@
     python benchmarks/soak.py --steps 500 --limit 10  as many of the steps as fit into 10 minutes
     python benchmarks/soak.py --steps 500 -- algorithm.adv_estimator=grpo trainer.watchdog.timeout_s=null
 
-Arguments after ``--`` are overrides of the configuration. After each step the private memory (USS) of every process is
-read. The table has one line per process: memory after the first third of the steps, which fills caches and pools, at
+Arguments after ``--`` are overrides of the configuration. After each step but the last the private memory (USS) of every process
+is read. The table has one line per process: memory after the first third of the steps, which fills caches and pools, at
 the end, and the slope between the two (median of the slopes of all pairs of steps, so that single jumps do not count).
 """
 
@@ -94,7 +94,7 @@ def run_job(steps: int, overrides: Sequence[str], scratch: Path, limit_s: float 
                 deadline = math.inf
                 process.terminate()
             written = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-            if written > done:
+            if done < written < steps:  # after the last step the processes end
                 done = written
                 read_memory(mark, done, readings)
             time.sleep(POLL_S)
