@@ -5,8 +5,8 @@
     python benchmarks/soak.py --steps 500 -- algorithm.adv_estimator=grpo trainer.watchdog.timeout_s=null
 
 Arguments after ``--`` are overrides of the configuration. After each step but the last, the private memory (USS) of
-every process is read. The table has one line per process: memory after the first third of the steps, memory at the end, and
-the slope between the two, as the median over all pairs of steps, so that single jumps do not count.
+every process is read. The table has one line per process: memory after the first third of the steps, memory at the
+end, and the slope between the two, as the median over all pairs of steps, so that single jumps do not count.
 """
 
 from __future__ import annotations
