@@ -132,12 +132,16 @@ class RouterStats:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return ``rollout/*`` metrics: utilization of replicas, lost replicas and runners, and moved requests."""
+        """Return ``rollout/*`` metrics: utilization of replicas, lost replicas and runners, and moved requests.
+
+        Statistics of no time have no utilization.
+        """
         shares = [busy / self.seconds for busy in self.busy_s.values()] if self.seconds else []
-        shares = shares or [0.0]
-        return {
+        utilization = {
             "rollout/replica_utilization/mean": sum(shares) / len(shares),
             "rollout/replica_utilization/min": min(shares),
+        } if shares else {}  # fmt: skip
+        return utilization | {
             "rollout/idle_while_waiting_s": self.idle_while_waiting_s,
             "rollout/replicas_lost": float(len(self.lost)),
             "rollout/requests_moved": float(self.moved),
@@ -297,8 +301,8 @@ class Router:
         """Return the statistics since the last call, while requests run on; to be called once per weight sync."""
         self._account()
         self._board.forget_idle_keys()  # no prefix of the old weights is cached any more
-        now, taken = time.perf_counter(), self.stats
-        taken.seconds, self._opened = now - self._opened, now
+        taken = self.stats
+        taken.seconds, self._opened = self._since - self._opened, self._since
         self.stats = RouterStats(busy_s=dict.fromkeys(self._board.replicas, 0.0))
         return taken
 

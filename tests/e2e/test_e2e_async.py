@@ -31,6 +31,9 @@ def test_a_resumed_run_repeats_the_batches_of_an_asynchronous_run(
         assert_finite(row)
         assert row["training/off_policy/trajectory_staleness_worst"] <= 1
         assert row["fully_async/count/current_param_version"] == step
+        assert 0 <= row["fully_async/trainer/idle_ratio"] < 1
+        idle = row["fully_async/rollouter/idle_ratio"]
+        assert 0 <= idle < 1 if step < STEPS else idle == 1, "the last step has nothing to generate"
     # One step off: the samples of the second step were generated while the first one trained.
     assert first.steps[2]["training/off_policy/admission_staleness"] > 0
     order = first.newest / "batch_order.jsonl"

@@ -232,6 +232,9 @@ def test_a_sync_interrupts_responses_and_loses_none(
         interrupted.append(synced["rollout_service/interrupted"])
         assert synced["rollout_service/sync_wait_s"] == 0.0 or not in_flight
         assert synced["rollout_service/recomputed_tokens"] >= 2 * interrupted[-1]
+        assert 0 <= synced.get("rollout/replica_utilization/mean", 0.0) <= 1
+        idle = {name: value for name, value in synced.items() if name.endswith("idle_ratio")}
+        assert all(0 <= value <= 1 for value in idle.values()) and len(idle) == (0 if colocated else 2)
     assert sorted(found) == synchronous
     assert sum(interrupted) > 0 == interrupted[-1] and (mixed == 0) == loses_replica
 

@@ -118,6 +118,14 @@ TIME = (
     Chart("Rollout replicas", "Share of the generation time in which a replica had work.", {
         "rollout/replica_utilization/mean": "mean", "rollout/replica_utilization/min": "least busy",
     }, share=True),
+    Chart("Idle time in asynchronous training", "Share of the time between two weight syncs.", {
+        "fully_async/trainer/idle_ratio": "trainer", "fully_async/rollouter/idle_ratio": "engines",
+    }, share=True),
+    Chart("Staleness", "Weight syncs between sampling and training.", {
+        "training/off_policy/token_staleness/mean": "tokens, mean",
+        "training/off_policy/trajectory_staleness": "oldest token of a sample, mean",
+        "training/off_policy/trajectory_staleness_worst": "oldest token of a sample, largest",
+    }),
 )  # fmt: skip
 
 BALANCE = (

@@ -136,6 +136,20 @@ RULES = (
         "The rest of the update is idle time; use larger mini-batches or fewer data-parallel ranks.",
         above=1.15,
     ),
+    MetricRule(
+        "idle engines", "fully_async/rollouter/idle_ratio",
+        "The engines are idle {value:.0%} of the time (median): the trainer limits the run.",
+        "Assign fewer devices to the engines (rollout.nnodes, rollout.n_gpus_per_node), or raise "
+        "async_training.max_staleness; megarl plan compares the splits.",
+        above=0.2, over_half=True, fewest=4,
+    ),
+    MetricRule(
+        "idle trainer", "fully_async/trainer/idle_ratio",
+        "The trainer waits for samples {value:.0%} of the time (median): the engines limit the run.",
+        "Assign more devices to the engines (rollout.nnodes, rollout.n_gpus_per_node), or raise "
+        "async_training.max_staleness; megarl plan compares the splits.",
+        above=0.2, over_half=True, fewest=4,
+    ),
 )  # fmt: skip
 """Thresholds on single metrics; :mod:`megarl.ops.report.findings` has the checks that need several."""
 

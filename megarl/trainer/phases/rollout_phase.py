@@ -210,14 +210,13 @@ class RolloutPhase:
         return self._with_expected_lengths(self._groups(prompts, params, seeds, numbers, keys))
 
     def batch_of(
-        self, groups: Sequence[ConversationGroup], trajectories: Sequence[Trajectory], traffic: RouterStats
+        self, groups: Sequence[ConversationGroup], trajectories: Sequence[Trajectory]
     ) -> tuple[DataProto, Metrics]:
         """Build a training batch of finished groups, and the metrics of its conversations.
 
         Args:
             groups: see :meth:`training_groups`.
             trajectories: of their samples, in the order of the groups.
-            traffic: statistics of routers that were closed since the last batch.
         """
         report_failures(trajectories)
         self._lengths.update(trajectories)
@@ -225,7 +224,7 @@ class RolloutPhase:
         columns = {name: [group.facts.get(name) for group in groups] for name in names}
         batch = self._with_columns_of(columns, [group.key for group in groups], trajectories)
         batch.meta_info |= self.batch_info
-        return batch, trajectory_metrics(trajectories) | traffic.metrics()
+        return batch, trajectory_metrics(trajectories)
 
     def _seeds(self, stream: tuple[int, ...], count: int) -> list[int]:
         """Return the seeds of the first prompts of a stream."""

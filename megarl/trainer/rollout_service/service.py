@@ -20,6 +20,7 @@ from megarl.trainer.phases.dynamic_sampling import SampleCollector
 from megarl.trainer.phases.reward_phase import RewardPhase
 from megarl.trainer.phases.rollout_phase import RolloutPhase
 from megarl.trainer.records.metrics import Metrics
+from megarl.trainer.rollout_service.idle_clock import IdleClock
 from megarl.trainer.rollout_service.ledger import AdmissionRule, GroupLedger
 from megarl.trainer.rollout_service.replay_order import OrderFile, ReplayOrder
 from megarl.trainer.rollout_service.source import TimedPhase
@@ -85,7 +86,7 @@ class RolloutService:
         self.collector = SampleCollector(config)
         self._groups: dict[int, ConversationGroup] = {}
         self._ended: dict[SampleId, Trajectory] = {}
-        self._stats = RouterStats()
+        self._idle = IdleClock()
         self._unsent: list[int] = []
         self._replacements = roles.replacements
 
@@ -100,6 +101,7 @@ class RolloutService:
 
     def batches(self, step: int, phase: TimedPhase) -> Iterator[tuple[DataProto, Metrics]]:
         """Yield the batches of a step; see :meth:`SampleSource.batches`."""
+        self._idle.start()
         held = self.config.holds_proximal_policy
         if held:
             with phase("old_log_prob"):
@@ -119,10 +121,16 @@ class RolloutService:
             self.roles.actor.release_weights()
 
     def sync_weights(self) -> Metrics:
-        """Send the actor's weights to the engines, and admit prompts."""
+        """Send the actor's weights to the engines, and admit prompts.
+
+        Returns:
+            Metrics of the sync, and of engines and trainer since the last one.
+        """
         in_flight = self.keys.partial_rollout and self.ledger.running
         metrics = self._sync_in_flight() if in_flight or self._is_colocated else self._sync_when_idle()
         self._replacements = self.roles.replacements
+        if not self._is_colocated:
+            metrics |= self._idle.metrics(metrics.get("rollout/replica_utilization/mean", 0.0))
         self._admit()
         return metrics
 
@@ -155,14 +163,15 @@ class RolloutService:
     def _collect(self) -> tuple[DataProto, Metrics]:
         """Wait until the groups of a batch are complete; return their samples in the order of admission."""
         self._admit()
-        while (numbers := self._next_groups()) is None:
-            self._receive(WAIT_S)
+        with self._idle.waiting():
+            while (numbers := self._next_groups()) is None:
+                self._receive(WAIT_S)
         batch_number = self.ledger.trained // self.batch_size
         version, staleness = self.ledger.version, [self.ledger.staleness(number) for number in numbers]
         groups = [self._groups[number] for number in numbers]
         names = [name for group in groups for name in group.ids]
         trajectories = [self._ended[name] for name in names]
-        batch, metrics = self.rollout.batch_of(groups, trajectories, self._take_stats())
+        batch, metrics = self.rollout.batch_of(groups, trajectories)
         check_staleness(trajectories, version + 1, self.ledger.rule.bound)
         metrics |= staleness_metrics(trajectories, version + 1, staleness)
         metrics["rollout_service/finished"] = float(len(self.ledger.finished) - len(numbers))
@@ -214,14 +223,16 @@ class RolloutService:
     def _sync_when_idle(self) -> Metrics:
         """Wait until no conversation is in flight, and replace the weights."""
         started = time.perf_counter()
-        while self.ledger.running:
-            self._receive(WAIT_S)
+        stats = RouterStats()
+        with self._idle.waiting():
+            while self.ledger.running:
+                self._receive(WAIT_S)
         if self.traffic.is_open:
-            self._stats = self.traffic.close()
-            if self._stats.lost:
-                self.rollout.on_lost(self._stats.lost)
+            stats = self.traffic.close()
+            if stats.lost:
+                self.rollout.on_lost(stats.lost)
         waited = {"rollout_service/sync_wait_s": time.perf_counter() - started}
-        return waited | _held_metrics(HeldRequests(0, 0)) | self.roles.sync_weights()
+        return waited | _held_metrics(HeldRequests(0, 0)) | stats.metrics() | self.roles.sync_weights()
 
     def _sync_in_flight(self) -> Metrics:
         """Replace the weights between two tokens of the responses in flight.
@@ -231,15 +242,11 @@ class RolloutService:
         """
         metrics, held = self.roles.sync_weights_in_flight()
         if self.roles.replacements == self._replacements:
-            self._stats = self.traffic.take_stats()
+            stats = self.traffic.take_stats()
         else:
-            self._stats = self.traffic.close()
+            stats = self.traffic.close()
             self._unsent = self.ledger.running
-        return {"rollout_service/sync_wait_s": 0.0} | _held_metrics(held) | metrics
-
-    def _take_stats(self) -> RouterStats:
-        stats, self._stats = self._stats, RouterStats()
-        return stats
+        return {"rollout_service/sync_wait_s": 0.0} | _held_metrics(held) | stats.metrics() | metrics
 
     def _restored_group(self, stored: Mapping[str, Any]) -> ConversationGroup:
         params = self.rollout.training_params()
