@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
@@ -232,3 +233,26 @@ def test_a_language_model_is_not_a_reward_model(train_config: Callable[..., Trai
     config = train_config({"reward_model.enable": True, "reward_model.model.path": str(arithmetic / "model")})
     with pytest.raises(ModelError, match=r"reward_model.model.path=.* is a language model and has no scalar head"):
         check_early(config)
+
+
+def test_a_teacher_needs_the_policys_vocabulary(
+    train_config: Callable[..., TrainConfig], arithmetic: Path, tmp_path: Path
+) -> None:
+    """Two digits exchange their ids in the teacher's tokenizer; its vocabulary has the same tokens and size."""
+    teacher = tmp_path / "teacher"
+    shutil.copytree(arithmetic / "model", teacher)
+    keys = {
+        "distillation.enabled": True,
+        "distillation.teacher_models.big.model_path": str(teacher),
+        "distillation.distillation_loss.use_policy_gradient": True,
+    }
+    check_train(train_config(keys))
+    file = teacher / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["3"], vocabulary["7"] = three, seven = vocabulary["7"], vocabulary["3"]
+    file.write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError) as error:
+        check_train(train_config(keys))
+    assert str(error.value).startswith(f"distillation.teacher_models.big.model_path={teacher}: its tokenizer differs")
+    assert f"in 2 tokens; '3' has id {three} there and {seven} here" in str(error.value)
