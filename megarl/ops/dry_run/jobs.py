@@ -58,12 +58,10 @@ class TrainDryRun(DryRun):
         """Check actor, critic, reference and reward model; their weights are optional."""
         config, policy = self.config, self.config.actor_rollout_ref
         check_learners(config, weights=False)
-        roles = {"actor": (policy.model.path, layout_of(policy.actor.megatron).describe())}
+        adapters = f", adapters of rank {policy.model.lora_rank}" if policy.model.lora_rank else ""
+        roles = {"actor": (policy.model.path, f"{layout_of(policy.actor.megatron).describe()}{adapters}")}
         if config.uses_reference:
-            megatron = policy.ref.megatron
-            swapped = "weights in host memory, swapped into the actor's model"
-            layout = layout_of(megatron).describe() if megatron else swapped
-            roles["reference"] = (policy.model.path, layout)
+            roles["reference"] = (policy.model.path, self._reference_layout())
         if config.uses_critic:
             roles["critic"] = (str(config.critic.model.path), layout_of(config.critic.megatron).describe())
         for name, teacher in config.distillation.teacher_models.items() if config.distillation.enabled else ():
@@ -73,6 +71,16 @@ class TrainDryRun(DryRun):
             model = str(config.reward_model.model.path)
             roles["reward model"] = (model, layout_of(config.reward_model.megatron).describe())
         return roles
+
+    def _reference_layout(self) -> str:
+        """Describe the workers of the reference, or the form in which the actor holds it."""
+        policy = self.config.actor_rollout_ref
+        if policy.ref.megatron:
+            return layout_of(policy.ref.megatron).describe()
+        if policy.model.lora_rank:
+            adapters = "off" if policy.model.lora.reference == "base" else f"of {policy.model.lora_adapter_path}"
+            return f"the actor's model with adapters {adapters}"
+        return "weights in host memory, swapped into the actor's model"
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the policy's tokenizer."""

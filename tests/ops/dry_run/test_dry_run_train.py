@@ -63,6 +63,27 @@ def test_dry_run_of_the_quickstart(train_config: Callable[..., TrainConfig], tmp
     assert not (tmp_path / "files").exists()
 
 
+def test_dry_run_of_adapters(train_config: Callable[..., TrainConfig]) -> None:
+    keys = {
+        f"{POLICY}.model.lora_rank": 4,
+        f"{POLICY}.model.target_modules": ["q_proj"],
+        "algorithm.use_kl_in_reward": True,
+    }
+    text = "\n".join(report(train_config(keys)))
+    assert "TP1 PP1 DP1, adapters of rank 4" in text and "the actor's model with adapters off" in text
+    lines: list[str] = []
+    with pytest.raises(ConfigError, match="dry run: "):
+        check_parts(TrainDryRun(train_config(keys | {f"{POLICY}.model.target_modules": ["query"]})), lines.append)
+    assert any(line.startswith("fail") and "'query' matches no layer" in line for line in lines), lines
+
+
+def test_dry_run_of_distillation(train_config: Callable[..., TrainConfig], arithmetic: Path) -> None:
+    teacher = {"distillation.enabled": True, "distillation.teacher_models.big.model_path": str(arithmetic / "model")}
+    loss = {"distillation.distillation_loss.use_policy_gradient": True}
+    text = "\n".join(report(train_config(teacher | loss)))
+    assert re.search(r"teacher big: Qwen2ForCausalLM of .*, TP1 PP1 DP1", text) and "teacher_big working" in text
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_run_scripts_need_only_a_config_json_and_a_tokenizer(
     script: str,
