@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megarl.base.errors import CheckpointError, ConfigError, ResourceError
 from megarl.base.rendezvous import join_rendezvous
 from megarl.megatron import cuda_on_cpu
+from megarl.megatron.gloo_device import one_gloo_device
 from megarl.megatron.store_barrier import StoreBarrier
 from megarl.megatron.transformer_engine import transformer_engine_error
 from megarl.models import ParallelLayout, RankCoordinate
@@ -143,8 +144,8 @@ def init_runtime(
         backend = "gloo"
     timeout = timedelta(seconds=timeout_s)
     store = join_rendezvous(master_addr, master_port, rank, world_size, timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    with cuda_on_cpu.active():
+    with one_gloo_device(), cuda_on_cpu.active():
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -80,13 +81,21 @@ def test_experiments_are_swept_over() -> None:
     assert rloo.algorithm.adv_estimator == "rloo" and gspo.actor_rollout_ref.actor.policy_loss.loss_mode == "gspo"
 
 
+@cache
+def bare(name: str) -> TrainConfig:
+    """A configuration without an experiment."""
+    return compose(ConfigRequest(TrainConfig, name, required(name)))
+
+
+def required(name: str) -> tuple[str, ...]:
+    return () if name.startswith("quickstart") else REQUIRED
+
+
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 @pytest.mark.parametrize("name", ["quickstart", "quickstart_grpo", "ppo", "grpo", "run_8b_grpo", "run_70b_ppo"])
 def test_experiments_apply_to_configurations(name: str, experiment: str) -> None:
-    required = () if name.startswith("quickstart") else REQUIRED
-    bare = compose(ConfigRequest(TrainConfig, name, required))
-    changed = compose(ConfigRequest(TrainConfig, name, (*required, f"+experiment={experiment}")))
-    assert changed != bare and changed.trainer.experiment_name == bare.trainer.experiment_name
+    changed = compose(ConfigRequest(TrainConfig, name, (*required(name), f"+experiment={experiment}")))
+    assert changed != bare(name) and changed.trainer.experiment_name == bare(name).trainer.experiment_name
 
 
 @pytest.mark.parametrize("key", ["hf_export_dir", "rollout_data_dir"])

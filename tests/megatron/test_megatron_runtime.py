@@ -10,6 +10,7 @@ from distributed import Place, ProcessPool
 from megatron.core import parallel_state
 
 from megarl.base.errors import ConfigError, ResourceError
+from megarl.base.ports import free_port
 from megarl.megatron import init_runtime, shutdown_runtime
 from megarl.models import ParallelLayout
 
@@ -74,6 +75,23 @@ def test_groups_follow_the_layout_and_can_be_replaced(pool: ProcessPool) -> None
             where = layout.coordinate(rank)
             assert (coordinate, first, last) == (tuple(where), where.pp == 0, where.pp == layout.pp - 1)
             assert groups == expected_groups(layout, rank), layout.describe()
+
+
+def devices_of_groups(place: Place) -> int:
+    """Number of network devices of a rank's groups, in two runtimes after each other."""
+    used = {}
+    for port in (place.port, free_port()):
+        runtime = init_runtime(ParallelLayout(), 0, 1, "127.0.0.1", port, device="cpu")
+        for name in GROUPS:
+            backend = getattr(runtime, f"{name}_group")._get_backend(torch.device("cpu"))
+            used |= {id(device): device for device in backend.options._devices}
+        shutdown_runtime()
+        assert torch.distributed.distributed_c10d.ProcessGroupGloo is torch.distributed.ProcessGroupGloo
+    return len(used)
+
+
+def test_all_groups_of_a_process_share_one_device(pool: ProcessPool) -> None:
+    assert pool.run(devices_of_groups, 1) == [1]
 
 
 def join_in_a_thread(place: Place) -> str:

@@ -53,8 +53,8 @@ class Outputs(NamedTuple):
 
 def run(bench: Bench) -> None:
     """Check every family in float32 and bfloat16, then packing and shared prompts."""
-    for family in FAMILIES:
-        case = _Case(family, bench)
+    cases = {family: _Case(family, bench) for family in FAMILIES}
+    for family, case in cases.items():
         for dtype in (torch.float32, torch.bfloat16):
             name = f"{family} {str(dtype).removeprefix('torch.')}"
             for quantity in ("log-probs", "gradients", "optimizer step"):
@@ -63,7 +63,7 @@ def run(bench: Bench) -> None:
                 bench.check(f"{name} packed rows", partial(case.packed, dtype))
                 bench.check(f"{name} shared prompts", partial(case.shared, dtype))
     for dtype in (torch.float32, torch.bfloat16):
-        bench.check(f"kernels in {str(dtype).removeprefix('torch.')}", partial(_Case("llama", bench).kernels, dtype))
+        bench.check(f"kernels in {str(dtype).removeprefix('torch.')}", partial(cases["llama"].kernels, dtype))
 
 
 class _Case:
@@ -94,6 +94,11 @@ class _Case:
     def reference(self) -> Outputs:
         return _of_transformers(self.model, self.rows, self.bench.device)
 
+    @cached_property
+    def rounded(self) -> Outputs:
+        """Outputs of transformers' bfloat16 model."""
+        return _of_transformers(self._rounded_model(), self.rows, self.bench.device)
+
     def compare(self, quantity: str, dtype: torch.dtype) -> Result:
         """Compare one quantity with the reference."""
         error = partial(_difference, quantity, self.reference)
@@ -102,7 +107,7 @@ class _Case:
         ours = error(self._ours[dtype])
         if dtype is torch.float32:
             return within(ours, FLOAT32_LIMIT)
-        theirs = error(_of_transformers(self._rounded(), self.rows, self.bench.device))
+        theirs = error(self.rounded)
         return within(ours / max(theirs, 1e-9), BFLOAT16_FACTOR, "x", f"error {ours:.2g}, transformers {theirs:.2g}")
 
     def packed(self, dtype: torch.dtype) -> Result:
@@ -141,7 +146,7 @@ class _Case:
             engine.optimizer_step()
             return Outputs(log_probs, grads, _whole(engine, engine.weights_to_host()))
 
-    def _rounded(self) -> Any:
+    def _rounded_model(self) -> Any:
         import transformers
 
         loaded = transformers.AutoModelForCausalLM.from_pretrained(

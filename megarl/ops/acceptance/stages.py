@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import importlib.util
 import logging
@@ -72,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if stage.hides is not None and not hidden:
         bench.check("stage", lambda: Result("", Verdict.INFO, note=f"{stage.hides} is not installed: nothing to add"))
     elif module := _import(stage.module, bench):
+        gc.freeze()  # each engine ends with a collection, which would visit the objects of all imported modules
         module.run(bench)
     bench.finish()
     return 1 if bench.report.count(Verdict.FAIL) else 0
