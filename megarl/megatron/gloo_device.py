@@ -48,8 +48,12 @@ class _OnSharedDevice(metaclass=_AnyGloo):
 
 
 def _device() -> Any:
-    """The device of the network interface that the environment names; torch reads it for each group."""
+    """Return the device of the network interface that the environment names; torch reads it for each group.
+
+    Groups connect when they are created, also with ``TORCH_GLOO_LAZY_INIT=1``: groups that share a device and connect
+    at their first call hang (torch 2.13, all-reduce over Megatron's embedding group).
+    """
     interface = os.environ.get(_INTERFACE)
     if interface not in _devices:
-        _devices[interface] = _gloo.create_default_device()
+        _devices[interface] = _gloo.create_default_device(lazy_init=False)
     return _devices[interface]
