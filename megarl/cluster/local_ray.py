@@ -34,8 +34,9 @@ _NO_TASK_EVENTS = {"task_events_report_interval_ms": 0}
 They cost the GCS 4 KB per call, up to 100,000 calls, and every process a buffer of about 10 MB.
 """
 
-_AGENT_OPTIONS = ("--dashboard_agent_command", "--runtime_env_agent_command")
-"""Options of Ray's node process with the command lines of its agents."""
+_DASHBOARD_AGENT = "--dashboard_agent_command"
+_AGENT_PORTS = {_DASHBOARD_AGENT: "grpc-port", "--runtime_env_agent_command": "runtime-env-agent-port"}
+"""Options of Ray's node process with the command lines of its agents, and the agents' options of their ports."""
 
 
 def start_local_ray(
@@ -126,18 +127,20 @@ class _Daemon(services.ConsolePopen):
 
 
 def _with_light_agents(word: str) -> str:
-    """Replace Ray's agents in those arguments of a node's command that have their command lines."""
+    """Replace Ray's agents in those arguments of a node's command that have their command lines.
+
+    An older Ray, which gives its agents their ports and waits for no files, keeps its own.
+    """
     option, separator, value = word.partition("=")
-    given = shlex.split(value) if option in _AGENT_OPTIONS else []
-    program = next((place for place, item in enumerate(given) if item.endswith(".py")), None)
-    if program is None:
+    words = shlex.split(value) if option in _AGENT_PORTS else []
+    named = node_agents.options_of(words)
+    if not {"session-dir", "node-id"} <= named.keys() or named.get(_AGENT_PORTS[option]) != "0":
         return word
-    words = given[program:]
-    if option == "--dashboard_agent_command":
-        named = dict(item[2:].split("=", 1) for item in words[1:] if "=" in item)
+    if option == _DASHBOARD_AGENT:
         words = [node_agents.DASHBOARD, named["session-dir"], named["node-id"]]
     else:
-        words = [node_agents.RUNTIME_ENV, *words]
+        program = next(place for place, item in enumerate(words) if item.endswith(".py"))
+        words = [node_agents.RUNTIME_ENV, *words[program:]]
     # -I -S: without the user's and without installed packages, it starts at once.
     command = [sys.executable, "-I", "-S", node_agents.__file__, *words]
     return option + separator + subprocess.list2cmdline(command)  # quoted as Ray does

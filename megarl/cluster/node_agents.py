@@ -24,6 +24,11 @@ _NO_SERVICE = -1
 _BACKLOG = 128
 
 
+def options_of(command: list[str]) -> dict[str, str]:
+    """Return the options of the form ``--name=value`` in a command line."""
+    return dict(word[2:].split("=", 1) for word in command if word.startswith("--") and "=" in word)
+
+
 def announce(session: str, node: str, name: str, port: int) -> None:
     """Write the file with a port, at once, since the node reads it while it waits."""
     path = os.path.join(session, f"{name}_{node}")
@@ -33,12 +38,10 @@ def announce(session: str, node: str, name: str, port: int) -> None:
 
 
 def listen_for_agent(command: list[str]) -> None:
-    """Listen at the port of the agent of runtime environments; with the first request, replace this process by it."""
-    given = dict(item[2:].split("=", 1) for item in command if item.startswith("--") and "=" in item)
-    address = given["node-ip-address"], int(given["runtime-env-agent-port"])
-    family, kind, protocol, _, place = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+    """Listen in place of the agent of runtime environments; with the first request, replace this process by it."""
+    given = options_of(command)
+    family, kind, protocol, _, place = socket.getaddrinfo(given["node-ip-address"], 0, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(place)
         listener.listen(_BACKLOG)
         announce(given["session-dir"], given["node-id"], _RUNTIME_ENV_PORT, listener.getsockname()[1])

@@ -16,7 +16,7 @@ import ray
 from ray._private import node, parameter, ray_constants
 
 from megarl.base.processes import command_line, descendants
-from megarl.cluster import RaySession
+from megarl.cluster import RaySession, local_ray
 from megarl.cluster.local_ray import dashboard_error, start_local_ray
 from megarl.cluster.ray_token import ClusterToken
 from megarl.config.schema.run import TrainerConfig
@@ -42,6 +42,19 @@ def test_local_ray_is_lean_and_leaves_ray_and_the_environment_as_they_were() -> 
         changed = {name for name in os.environ if os.environ[name] != variables.get(name)}
         assert not {name for name in changed if name.startswith("MEGARL") or "WINDOWS" in name}
     assert not session.exists(), "the session folder is deleted with the session"
+
+
+@pytest.mark.parametrize(("port", "own"), [("0", False), ("40123", True)])
+def test_agents_of_a_ray_that_gives_them_ports_are_its_own(port: str, own: bool) -> None:
+    """Such a Ray is older: it waits for no files with the ports."""
+    place = "--node-ip-address=127.0.0.1 --session-dir=/s --node-id=ab"
+    dashboard = f"--dashboard_agent_command=python -u agent.py --grpc-port={port} {place}"
+    environments = f"--runtime_env_agent_command=python -u main.py --runtime-env-agent-port={port} {place}"
+    words = ["raylet", "--node_ip_address=127.0.0.1", dashboard, environments]
+    light = list(map(local_ray._with_light_agents, words))
+    assert light[:2] == words[:2] and (light[2:] == words[2:]) == own
+    if not own:
+        assert light[2].endswith("node_agents.py dashboard /s ab") and " runtime_env main.py --runtime-env" in light[3]
 
 
 def test_error_of_a_task_whose_result_is_not_read_is_logged_and_not_printed(
