@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import signal
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from ray._private import node, parameter, ray_constants, services, utils
 from megarl.base.environment import environment_variables
 from megarl.base.signals import ENDING_SIGNALS
 from megarl.base.timeouts import RAY_SILENCE
-from megarl.cluster import fork_client
+from megarl.cluster import fork_client, node_agents
 from megarl.cluster.fork_server import fork_address
 from megarl.cluster.ray_token import ClusterToken, read_authentication
 
@@ -30,6 +33,10 @@ _NO_TASK_EVENTS = {"task_events_report_interval_ms": 0}
 
 They cost the GCS 4 KB per call, up to 100,000 calls, and every process a buffer of about 10 MB.
 """
+
+_DASHBOARD_AGENT = "--dashboard_agent_command"
+_AGENT_PORTS = {_DASHBOARD_AGENT: "grpc-port", "--runtime_env_agent_command": "runtime-env-agent-port"}
+"""Options of Ray's node process with the command lines of its agents, and the agents' options of their ports."""
 
 
 def start_local_ray(
@@ -47,8 +54,9 @@ def start_local_ray(
     Clients need the token, whatever the user's shell says about Ray's authentication. Ray's processes join the process
     group, which exists; 0 = each has a group of its own.
 
-    Ray runs without autoscaler, without API server unless it has a dashboard, and without log monitor unless the driver
-    prints the output of workers: they take a second to start. With a fork server, workers are its forks.
+    Ray runs without autoscaler, without API server and agents unless it has a dashboard, and without log monitor unless
+    the driver prints the output of workers: each takes about a second to start. With a fork server, workers are its
+    forks.
     Signals to this process's group do not reach Ray's processes, which end with this process: a driver whose Ray is
     gone waits for it for a minute.
     """
@@ -73,7 +81,8 @@ def start_local_ray(
         stack.enter_context(_replaced(parameter, "RayParams", Parameters))
         if not dashboard:
             stack.enter_context(_replaced(node, "Node", _HeadNode))
-        stack.enter_context(_replaced(services, "ConsolePopen", partial(_Daemon, process_group=group)))
+        daemon = partial(_Daemon, dashboard=dashboard, process_group=group)
+        stack.enter_context(_replaced(services, "ConsolePopen", daemon))
         context = ray.init(
             address="local",
             num_cpus=num_cpus,
@@ -95,15 +104,46 @@ def dashboard_error() -> str:
 
 
 class _Daemon(services.ConsolePopen):
-    """A process of Ray outside the driver's process group, which signals can end even if they are held here."""
+    """A process of Ray outside the driver's process group, which signals can end even if they are held here.
 
-    def __init__(self, *args: Any, preexec_fn: Callable[[], None] | None = None, **kwargs: Any) -> None:
+    Without a dashboard a node has light agents, see :mod:`~megarl.cluster.node_agents`.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *args: Any,
+        dashboard: bool = False,
+        preexec_fn: Callable[[], None] | None = None,
+        **kwargs: Any,
+    ) -> None:
         def prepare() -> None:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, set(ENDING_SIGNALS))
             if preexec_fn is not None:
                 preexec_fn()
 
-        super().__init__(*args, preexec_fn=prepare, **kwargs)
+        words = command if dashboard else [_with_light_agents(word) for word in command]
+        super().__init__(words, *args, preexec_fn=prepare, **kwargs)
+
+
+def _with_light_agents(word: str) -> str:
+    """Replace Ray's agents in those arguments of a node's command that have their command lines.
+
+    An older Ray, which gives its agents their ports and waits for no files, keeps its own.
+    """
+    option, separator, value = word.partition("=")
+    words = shlex.split(value) if option in _AGENT_PORTS else []
+    named = node_agents.options_of(words)
+    if not {"session-dir", "node-id"} <= named.keys() or named.get(_AGENT_PORTS[option]) != "0":
+        return word
+    if option == _DASHBOARD_AGENT:
+        words = [node_agents.DASHBOARD, named["session-dir"], named["node-id"]]
+    else:
+        program = next(place for place, item in enumerate(words) if item.endswith(".py"))
+        words = [node_agents.RUNTIME_ENV, *words[program:]]
+    # -I -S: without the user's and without installed packages, it starts at once.
+    command = [sys.executable, "-I", "-S", node_agents.__file__, *words]
+    return option + separator + subprocess.list2cmdline(command)  # quoted as Ray does
 
 
 class _HeadNode(node.Node):

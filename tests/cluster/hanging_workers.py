@@ -42,6 +42,12 @@ class Hanging:
         if late is not None:
             dist.all_reduce(torch.ones(1))
 
+    @verb(Dispatch.ALL)
+    def total(self, value):
+        tensor = torch.tensor([float(value + self.rank)])
+        dist.all_reduce(tensor)
+        return tensor.item()
+
     @verb(Dispatch.RANK)
     def accept(self, client, requests, aborted):
         self.server = EngineServer(HangingEngine())

@@ -9,15 +9,17 @@ import torch
 import torch.distributed as dist
 
 import megarl
+from megarl.cluster import fork_server
 from megarl.data import DataProto
 from megarl.tracing import TRACER
 from megarl.workers.dispatch import Dispatch, verb
 
 
 def megarl_frames():
-    """Names of megarl's frames on the stack, outermost first."""
+    """Names of megarl's frames on the stack, outermost first, without those that every forked process has."""
     package = os.path.dirname(megarl.__file__) + os.sep
-    names = [frame.name for frame in traceback.extract_stack() if frame.filename.startswith(package)]
+    frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(package)]
+    names = [frame.name for frame in frames if frame.filename != fork_server.__file__]
     return [name for name in names if name != "<listcomp>"]  # no frame of its own from Python 3.12 on
 
 
@@ -38,7 +40,6 @@ class Echo:
             "MASTER_ADDR",
             "MASTER_PORT",
             "OMP_NUM_THREADS",
-            "FLAVOUR",
             "GLOO_SOCKET_IFNAME",
             "NCCL_SOCKET_IFNAME",
         )

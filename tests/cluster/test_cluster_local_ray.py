@@ -16,7 +16,7 @@ import ray
 from ray._private import node, parameter, ray_constants
 
 from megarl.base.processes import command_line, descendants
-from megarl.cluster import RaySession
+from megarl.cluster import RaySession, local_ray
 from megarl.cluster.local_ray import dashboard_error, start_local_ray
 from megarl.cluster.ray_token import ClusterToken
 from megarl.config.schema.run import TrainerConfig
@@ -33,7 +33,7 @@ def test_local_ray_is_lean_and_leaves_ray_and_the_environment_as_they_were() -> 
         ray_settings = json.loads(base64.b64decode(gcs.partition("--config_list=")[2].split()[0]))
         # Ray calls a process dead that is silent for this time and 120 seconds, by default 300.
         assert ray_settings["grpc_client_keepalive_time_ms"] > 1000 * TrainerConfig(experiment_name="x").nccl_timeout
-        for absent in ("dashboard/dashboard.py", "monitor.py", "log_monitor.py"):
+        for absent in ("dashboard/dashboard.py", "DashboardAgent", "RuntimeEnvAgent", "monitor.py", "log_monitor.py"):
             assert not any(absent in command for command in commands), absent
         assert ray.util.get_node_ip_address() == "127.0.0.1"
         session = Path(ray._private.worker.global_worker.node.get_session_dir_path())
@@ -44,6 +44,19 @@ def test_local_ray_is_lean_and_leaves_ray_and_the_environment_as_they_were() -> 
     assert not session.exists(), "the session folder is deleted with the session"
 
 
+@pytest.mark.parametrize(("port", "own"), [("0", False), ("40123", True)])
+def test_agents_of_a_ray_that_gives_them_ports_are_its_own(port: str, own: bool) -> None:
+    """Such a Ray is older: it waits for no files with the ports."""
+    place = "--node-ip-address=127.0.0.1 --session-dir=/s --node-id=ab"
+    dashboard = f"--dashboard_agent_command=python -u agent.py --grpc-port={port} {place}"
+    environments = f"--runtime_env_agent_command=python -u main.py --runtime-env-agent-port={port} {place}"
+    words = ["raylet", "--node_ip_address=127.0.0.1", dashboard, environments]
+    light = list(map(local_ray._with_light_agents, words))
+    assert light[:2] == words[:2] and (light[2:] == words[2:]) == own
+    if not own:
+        assert light[2].endswith("node_agents.py dashboard /s ab") and " runtime_env main.py --runtime-env" in light[3]
+
+
 def test_error_of_a_task_whose_result_is_not_read_is_logged_and_not_printed(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -51,11 +64,12 @@ def test_error_of_a_task_whose_result_is_not_read_is_logged_and_not_printed(
     monkeypatch.setattr(logging, "raiseExceptions", False)  # handlers of earlier tests may have closed streams
     caplog.set_level("INFO", "megarl.cluster.session")
     with RaySession(num_cpus=1):
-        unread = ray.remote(num_cpus=0)(lambda: 1 / 0).remote()
-        deadline = time.monotonic() + 20
+        fail = ray.remote(num_cpus=0)(lambda: 1 / 0)
+        deadline = time.monotonic() + 60
         while "ZeroDivisionError" not in caplog.text and time.monotonic() < deadline:
+            unread = fail.remote()
             time.sleep(0.1)
-        del unread
+            del unread  # Ray reports the error of a task that has ended by then
     assert "ZeroDivisionError" in caplog.text and "Traceback" not in "".join(capfd.readouterr())
 
 

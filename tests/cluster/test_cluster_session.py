@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
-from interrupts import restore_interrupts
 from ray._common.utils import get_default_ray_temp_dir
 from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.exceptions import AuthenticationError
+from warm_drivers import WarmDriver
 
 from megarl.base.errors import ResourceError
 from megarl.base.files import private_files
@@ -39,20 +39,23 @@ from megarl.cluster.ray_token import ClusterToken, delete_stale_tokens
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import os, signal, sys
+import ray
 from megarl.base.signals import exit_at_once_on_signals
 exit_at_once_on_signals()  # as a job does, until its session handles signals
 from megarl.cluster import RaySession, ResourcePool, WorkerGroup
 from megarl.models.layout import ParallelLayout
 
-print("start", flush=True)
 with RaySession(num_cpus=1) as session:
     pool = session.place([ResourcePool("main", "cpu", [1])])["main"]
     group = WorkerGroup("sleeper", "tests.cluster.light_workers.Sleeper", {}, ParallelLayout(), pool)
     group.pid()
     if sys.argv[1] == "error":
         group.explode()
+    if sys.argv[1] == "with an agent":  # a runtime environment starts it
+        ray.get(ray.remote(num_cpus=0, runtime_env={"env_vars": {"A": "B"}})(lambda: None).remote())
+    call = group.submit("sleep", 600)
     print("busy", flush=True)
-    group.sleep(600)
+    call.result()
 """
 
 
@@ -66,73 +69,91 @@ def marked_processes(mark):
     return actual
 
 
+class Script:
+    """Code that runs as a fork of a server which has imported Ray; ``returncode`` and ``pid`` are of its process."""
+
+    def __init__(self, drivers, folder, code, arguments, env):
+        name = uuid.uuid4().hex
+        file, self.stdout, self.stderr = (folder / f"{name}.{suffix}" for suffix in ("py", "out", "err"))
+        file.write_text(code)
+        with open(os.devnull) as nothing, self.stdout.open("w") as out, self.stderr.open("w") as err:
+            streams = [nothing.fileno(), out.fileno(), err.fileno()]
+            env = {**env, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+            self.process = WarmDriver(drivers.address, str(file), list(arguments), str(ROOT), env, streams)
+
+    @property
+    def output(self):
+        return self.stdout.read_text() + self.stderr.read_text()
+
+    def until(self, condition):
+        """Wait until a condition holds, which is before the end of the script."""
+        deadline = time.monotonic() + 120
+        while not condition():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.output
+            time.sleep(0.02)
+
+    def until_printed(self, line):
+        self.until(lambda: line in self.stdout.read_text().splitlines())
+
+
 @pytest.fixture
-def script(tmp_path):
+def script(tmp_path, drivers):
     """Start the script; kill its remaining processes afterwards, so that a failure does not affect the next test."""
     mark = uuid.uuid4().hex
-    env = {**os.environ, "CLUSTER_TEST_MARK": mark, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "CLUSTER_TEST_MARK": mark}
     env.pop("RAY_ADDRESS", None)
     started = []
 
     def start(mode):
-        process = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, mode],
-            cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            preexec_fn=restore_interrupts, start_new_session=True,
-        )  # fmt: skip
-        started.append(process)
-        return process, mark
+        started.append(Script(drivers, tmp_path, SCRIPT, [mode], env))
+        return started[-1], mark
 
     yield start
-    for process in started:
-        process.kill()
-        process.communicate()
+    for run in started:
+        run.process.kill()
+        run.process.wait()
     for process in marked_processes(mark):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-
-
-def wait_until_busy(process, line="busy"):
-    for printed in process.stdout:
-        if printed.strip() == line:
-            return
-    pytest.fail(f"the script ended before it printed {line}")
 
 
 @pytest.mark.parametrize(
     ("number", "returncode"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 128 + signal.SIGTERM)]
 )
 def test_signal_during_a_verb_leaves_no_process(script, number, returncode):
-    process, mark = script("busy")
-    wait_until_busy(process)
+    run, mark = script("busy")
+    run.until_printed("busy")
     assert len(marked_processes(mark)) > 3, "the check itself must see Ray's processes"
-    time.sleep(1.0)
-    process.send_signal(number)
-    process.communicate(timeout=30)
-    assert process.returncode == returncode
+    run.process.send_signal(number)
+    assert run.process.wait(60) == returncode
     assert marked_processes(mark) == []
 
 
 @pytest.mark.parametrize(
-    ("number", "delay"), [(signal.SIGTERM, 0.2), (signal.SIGINT, 1.0), (signal.SIGHUP, 1.0), (signal.SIGTERM, 3.0)]
+    ("number", "moment"),
+    [
+        (signal.SIGTERM, "megarl.cluster.reaper"),
+        (signal.SIGINT, "gcs_server"),
+        (signal.SIGHUP, "raylet/raylet"),
+        (signal.SIGTERM, "default_worker.py"),
+    ],
 )
-def test_signal_to_the_group_while_ray_starts_ends_soon_and_in_order(script, number, delay):
-    process, mark = script("busy")
-    wait_until_busy(process, "start")
-    time.sleep(delay)
-    os.killpg(process.pid, number)
-    output, _ = process.communicate(timeout=40)  # a driver whose Ray is gone waits for a minute
+def test_signal_to_the_group_while_ray_starts_ends_soon_and_in_order(script, number, moment):
+    """The moment is the start of one of the processes."""
+    run, mark = script("busy")
+    run.until(lambda: any(moment in command_line(process) for process in marked_processes(mark)))
+    os.killpg(run.process.pid, number)
+    code = run.process.wait(55)  # a driver whose Ray is gone waits for a minute
     # Python ends itself by SIGINT after a KeyboardInterrupt.
-    assert process.returncode == (-number if number == signal.SIGINT else 128 + number), output
-    assert "GCS" not in output and "SIGTERM received" not in output
+    assert code == (-number if number == signal.SIGINT else 128 + number), run.output
+    assert "GCS" not in run.output and "SIGTERM received" not in run.output
     assert marked_processes(mark) == []
 
 
 def test_error_leaves_no_process_and_sets_the_exit_code(script):
-    process, mark = script("error")
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "sleeper has no verb 'explode'; it has:" in output
+    run, mark = script("error")
+    assert run.process.wait(120) == 1
+    assert "sleeper has no verb 'explode'; it has:" in run.output
     assert marked_processes(mark) == []
 
 
@@ -141,16 +162,18 @@ def sessions(pid):
 
 
 def test_killed_driver_leaves_no_process(script):
-    process, mark = script("busy")
-    before = sessions(process.pid)  # of an earlier process with this ID
-    wait_until_busy(process)
+    run, mark = script("with an agent")
+    process = run.process
+    run.until_printed("busy")
     started = descendants(psutil.Process(process.pid))
-    assert any("DashboardAgent" in command_line(child) for child in started), "agents overwrite their environment"
-    assert len(sessions(process.pid)) == len(before) + 1
+    assert any("RuntimeEnvAgent" in command_line(child) for child in started), "agents overwrite their environment"
+    before = sessions(process.pid)  # with those of an earlier process with this ID
+    (own,) = [folder for folder in before if str(folder) in "\n".join(map(command_line, started))]
     process.kill()
-    process.communicate(timeout=30)
+    process.wait(60)
     alive = wait_for_ends(started, 15)  # without the reaper, Ray's agents live for up to a minute
     assert alive == [] and marked_processes(mark) == []
+    before.remove(own)
     assert sessions(process.pid) == before, "only its own session folder is deleted"
 
 
@@ -226,16 +249,17 @@ except RayLost as error:
         ("raylet", "at the end", 0, "(raylet) died when the work was complete; nothing is lost"),
     ],
 )
-def test_death_of_a_process_of_ray_is_one_sentence_and_no_failure_of_finished_work(daemon, moment, code, message):
+def test_death_of_a_process_of_ray_is_one_sentence_and_no_failure_of_finished_work(
+    drivers, tmp_path, daemon, moment, code, message
+):
     """Ray by itself aborts the driver a minute after the GCS, and prints the whole log of the raylet.
 
     The script limits the time from the loss to its end, by an alarm; before it, Ray starts, slowly under load.
     """
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    command = [sys.executable, "-c", LOSS, daemon, moment]
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=180)
-    assert result.returncode == code, result.stderr
-    assert message in result.stderr and len(result.stderr.splitlines()) == 1 and not result.stdout, result.stderr
+    run = Script(drivers, tmp_path, LOSS, [daemon, moment], env)
+    assert run.process.wait(180) == code, run.output
+    assert message in run.output and len(run.output.splitlines()) == 1 and not run.stdout.read_text(), run.output
 
 
 JOINING = """

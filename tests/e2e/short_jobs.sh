@@ -32,6 +32,8 @@ _job() { # _job NAME ARGUMENT...
 megarl() {
   case "$1" in
     train | sft | reward-model | evaluate | generate) _job "$@" ;;
+    doctor) # the slow checks once: those of a configuration are quick
+      case " $* " in *" --config-name "*) _python -m megarl.cli "$@" --quick ;; *) _python -m megarl.cli "$@" ;; esac ;;
     *) _python -m megarl.cli "$@" ;;
   esac
 }

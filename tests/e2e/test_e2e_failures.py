@@ -27,8 +27,8 @@ DYING_WRITER = Path(__file__).with_name("dying_writer")
 
 @pytest.fixture
 def start_alone(start: Callable[..., CliRun]) -> Callable[..., CliRun]:
-    """Runs as from a shell, with a fork server of their own, which must end with them."""
-    return functools.partial(start, env={ENVIRONMENT: "1"})
+    """Runs with a fork server of their own, which must end with them."""
+    return functools.partial(start, env={ENVIRONMENT: "1"}, warm=True)
 
 
 @pytest.fixture
@@ -58,8 +58,9 @@ def in_third_step(run: CliRun) -> bool:
     return "step 2/" in run.output
 
 
-def test_ctrl_c_ends_a_run_and_all_its_processes(endless: list[str], start_alone: Callable[..., CliRun]) -> None:
-    run = start_alone(*endless)
+def test_ctrl_c_ends_a_run_and_all_its_processes(endless: list[str], start: Callable[..., CliRun]) -> None:
+    """The run is as from a shell: its driver is no fork either."""
+    run = start(*endless, env={ENVIRONMENT: "1"})
     run.wait_until(lambda: in_third_step(run))
     run.signal_group(signal.SIGINT)
     output = assert_ends(run, 130)
@@ -110,13 +111,17 @@ def test_a_second_ctrl_c_ends_at_once_without_a_save(
 
 
 def test_a_second_sigterm_in_the_final_save_leaves_the_checkpoints_whole(
-    endless: list[str], one_device: list[str], dense_reward: list[str], start: Callable[..., CliRun], tmp_path: Path
+    endless: list[str],
+    one_device: list[str],
+    dense_reward: list[str],
+    start_alone: Callable[..., CliRun],
+    tmp_path: Path,
 ) -> None:
     """The first signal comes in the middle of the second step; the actor stands still in the save after it."""
     paused, hangs = tmp_path / "paused", tmp_path / "hangs"
     env = {PAUSE_AT: str(SAMPLES + 5), PAUSED: str(paused), "PYTHONPATH": f"{DYING_WRITER}:{ROOT}"}
     env |= {"MEGARL_E2E_HANG_WRITING": r"global_step_2\b.*/actor/.*\.distcp$", "MEGARL_E2E_HANGS": str(hangs)}
-    run = start(*endless, *one_device, *dense_reward, "trainer.save_freq=1", env=env)
+    run = start_alone(*endless, *one_device, *dense_reward, "trainer.save_freq=1", env=env | {ENVIRONMENT: "1"})
     run.wait_until(paused.exists)
     run.process.send_signal(signal.SIGTERM)
     run.wait_until(lambda: "SIGTERM: the run ends after the current step and saves" in run.output)

@@ -16,8 +16,8 @@ ROLLOUTS = "trainer.rollout_data_dir=outputs/quickstart/rollouts"
 @pytest.fixture
 def quickstart(small: list[str]) -> list[str]:
     tiny = ["trainer.n_gpus_per_node=1", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1"]
-    tiny += ["critic.megatron.data_parallel_size=1", "trainer.val_before_train=false", "trainer.test_freq=-1"]
-    return ["--config-name", "quickstart", *small, *tiny]
+    tiny += ["actor_rollout_ref.actor.use_kl_loss=false", "trainer.val_before_train=false", "trainer.test_freq=-1"]
+    return ["--config-name", "quickstart_grpo", *small, *tiny, "trainer.experiment_name=quickstart"]
 
 
 def work(root: Path) -> dict[str, bytes]:

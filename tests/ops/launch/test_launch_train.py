@@ -40,11 +40,11 @@ def test_training_resumes_from_its_checkpoint_after_the_driver_is_killed(start_l
         "data.train_batch_size=24",
         "actor_rollout_ref.actor.ppo_mini_batch_size=24",
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
-        "actor_rollout_ref.rollout.n=2",
+        *("actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.use_kl_loss=false"),
         f"custom_reward_function.path={HERE / 'driver_killing_reward.py'}",
         "custom_reward_function.name=score",
         "reward_model.num_workers=0",
-        *("trainer.n_gpus_per_node=1", "trainer.total_training_steps=3", "trainer.save_freq=1", "trainer.test_freq=-1"),
+        *("trainer.n_gpus_per_node=1", "trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.test_freq=-1"),
         *("trainer.val_before_train=false", "trainer.resume_mode=auto", "trainer.hf_export_dir=null"),
     ]
     launched = start_launcher(
@@ -55,7 +55,7 @@ def test_training_resumes_from_its_checkpoint_after_the_driver_is_killed(start_l
     assert launched.code() == 0, launched.text()
     assert "the driver ended with code 137. Restart 1 of 1 in 0.1 s, from the newest checkpoint" in launched.text()
     steps = [line.split()[1] for line in launched.text().splitlines() if line.startswith("step ")]
-    assert steps == ["1/3", "2/3", "3/3"], "each step once"
+    assert steps == ["1/2", "2/2"], "each step once"
     assert launched.survivors() == []
 
 

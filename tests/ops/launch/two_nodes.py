@@ -1,7 +1,8 @@
-"""Driver for a cluster of two nodes: a worker group over both nodes sums a number by gloo.
+"""Driver for a cluster of two nodes, with a worker group over both.
 
-Usage: python two_nodes.py FOLDER [lose | hang]. Each run appends a line to FOLDER/runs.json. With ``lose`` the first
-run waits in a call until it fails. With ``hang`` the worker on the remote node hangs, and the watchdog ends the phase.
+Usage: python two_nodes.py FOLDER lose | hang. Each run appends a line to FOLDER/runs.json. With ``lose`` the first run
+waits in a call of processes without torch until it fails. With ``hang`` the processes sum a number by gloo, then
+the one on the remote node hangs, and the watchdog ends the phase.
 """
 
 import json
@@ -25,15 +26,21 @@ def node_of(pids):
 
 
 def hang(pool):
-    """Let a worker hang; return nodes, processes, clock offsets, and the watchdog's error."""
+    """Sum a number and let a worker hang; return the sum, nodes, processes, clock offsets and the watchdog's error."""
     here, options = ray.util.get_node_ip_address(), TracingOptions(watched=True)
     watch_process(options)
     pool.processes.options = options
     actor = WorkerGroup("actor", "tests.cluster.hanging_workers:Hanging", {}, ParallelLayout(dp=2), pool)
-    actor.update(1)
+    total = actor.total(1)
     members = [member for member in pool.processes.members() if member.role == "actor"]
     (far,) = [member.rank for member in members if member.host != here]
-    report = {"driver": here, "members": members, "far": far, "inspected": processes._on_nodes(members, node_of)}
+    report = {
+        "total": total,
+        "driver": here,
+        "members": members,
+        "far": far,
+        "inspected": processes._on_nodes(members, node_of),
+    }
     report["offsets"] = pool.processes.offsets()
     keys = WatchdogConfig(timeout_s=None, phases={"update_actor": 5}, action="end")
     try:
@@ -47,18 +54,16 @@ def hang(pool):
 folder, first_run = Path(sys.argv[1]), not Path(sys.argv[1], "runs.json").exists()
 with RaySession() as session:
     pool = session.place([ResourcePool("nodes", "cpu", [1, 1])])["nodes"]
-    summer = WorkerGroup("summer", "tests.cluster.plain_workers:Summer", {}, ParallelLayout(tp=2), pool)
-    sleeper = WorkerGroup("sleeper", "tests.cluster.light_workers:Sleeper", {}, ParallelLayout(dp=2), pool)
     run = {
         "address": os.environ["RAY_ADDRESS"],
         "token": os.environ["RAY_AUTH_TOKEN_PATH"],
-        "total": summer.total(1),
-        "hosts": [info.host for info in summer._infos],
-        "pids": sleeper.pid(),
         "given": os.environ.get("MEGARL_TEST"),
     }
     if "hang" in sys.argv:
         run["hang"] = hang(pool)
+    else:
+        sleeper = WorkerGroup("sleeper", "tests.cluster.light_workers:Sleeper", {}, ParallelLayout(dp=2), pool)
+        sleeper.pid()
     with (folder / "runs.json").open("a") as file:
         file.write(json.dumps(run) + "\n")
     print("the driver is at work", flush=True)
