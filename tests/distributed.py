@@ -50,7 +50,7 @@ class ProcessPool:
         self.size = size
         self._workers: list[tuple[Any, Connection]] = []
 
-    def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300.0) -> list[Any]:
         """Call ``function(place, *args)`` in ``world_size`` processes at once; return the results by rank."""
         assert 1 <= world_size <= self.size, f"{world_size} processes requested, the pool has {self.size}"
         self._grow(world_size)

@@ -207,6 +207,6 @@ def test_command_line(tmp_path):
     assert line.startswith("serving 3 documents at http://127.0.0.1:")
     assert post(line.split()[-1], {"queries": ["cows"]})[1]["result"][0][0]["id"] == "2"
     process.terminate()
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=120) == 0
     missing = subprocess.run([*command, "--corpus", "none.jsonl"], capture_output=True, text=True)
     assert missing.returncode == 1 and "there is no corpus none.jsonl" in missing.stderr

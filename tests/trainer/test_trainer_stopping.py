@@ -143,7 +143,7 @@ def test_the_first_signal_requests_and_the_second_ends(
         with pytest.raises(Ended), ends_on_signals(stop, lines.put):
             os.kill(os.getpid(), first)
             assert stop.requested == reason and stop.reason is None  # the step under way is finished
-            line = lines.get(timeout=10)
+            line = lines.get(timeout=60)
             assert line.startswith(f"{reason}: the run ends after the current step") and line.endswith(
                 " ends it at once"
             )
