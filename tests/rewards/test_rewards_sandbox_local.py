@@ -54,15 +54,15 @@ sys.modules["pyseccomp"] = None  # as if it were not installed
 from megarl.ops.doctor.node.services import check_sandbox
 from megarl.rewards.sandbox import LocalSandbox, protections
 print([p.name for p in protections() if not p.active][0], LocalSandbox().run("print(6 * 7)").stdout)
-print(check_sandbox(None).found)
+print(check_sandbox(None).observation)
 """
 
 
 def test_without_libseccomp_the_sandbox_runs_and_the_doctor_names_the_package():
     done = subprocess.run([sys.executable, "-c", WITHOUT_LIBRARY], capture_output=True, text=True, check=True)
-    inactive, _, found = done.stdout.splitlines()
+    inactive, _, observation = done.stdout.splitlines()
     assert inactive == "seccomp filter 42"
-    assert "not active: seccomp filter (install pyseccomp and libseccomp2" in found
+    assert "not active: seccomp filter (install pyseccomp and libseccomp2" in observation
 
 
 WITHOUT_SECCOMP = """
@@ -73,7 +73,7 @@ rules.add_rule(pyseccomp.ERRNO(errno.EINVAL), "prctl", pyseccomp.Arg(0, pyseccom
 rules.load()
 from megarl.ops.doctor.node.services import check_sandbox
 from megarl.rewards.sandbox import LocalSandbox
-print(LocalSandbox().run("print(6 * 7)").stdout, check_sandbox(None).found)
+print(LocalSandbox().run("print(6 * 7)").stdout, check_sandbox(None).observation)
 """
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from megarl.base.errors import MegarlError, ResourceError
 from megarl.base.json_text import parse_json
+from megarl.ops.doctor.node.results import NodeReport, Status
 from megarl.ops.launch.settings import JobToRun
 
 
@@ -45,15 +46,15 @@ def parse_doctor_output(code: int, text: str) -> DoctorSummary:
     """
     try:
         (line,) = [line for line in text.splitlines() if line.startswith("{")]
-        nodes = parse_json(line)["nodes"]
-        lines: dict[str, list[str]] = {"fail": [], "warn": [], "pass": []}
-        for node in nodes:
-            for result in node["checks"]:
-                remedy = f" -> {result['remedy']}" if result["remedy"] else ""
-                lines[result["status"]].append(f"{node['host']}: {result['check']}: {result['found']}{remedy}")
+        reports = [NodeReport.from_json(node) for node in parse_json(line)["nodes"]]
     except (ValueError, KeyError, TypeError) as error:
         raise ResourceError(f"megarl doctor ended with code {code} and no report ({error}):\n{text.strip()}") from error
-    return DoctorSummary(tuple(lines["fail"]), tuple(lines["warn"]), len(lines["pass"]))
+    lines: dict[Status, list[str]] = {status: [] for status in Status}
+    for report in reports:
+        for result in report.results:
+            remedy = f" -> {result.remedy}" if result.remedy else ""
+            lines[result.status].append(f"{report.host}: {result.check}: {result.observation}{remedy}")
+    return DoctorSummary(tuple(lines[Status.FAIL]), tuple(lines[Status.WARN]), len(lines[Status.PASS]))
 
 
 def nodes_command(python: str, hosts: tuple[str, ...], job: JobToRun, timeout_s: float) -> list[str]:

@@ -31,4 +31,4 @@ def test_checks_of_each_node_and_between_nodes() -> None:
     checks = {check["check"]: check for check in between["checks"]}
     assert between["host"] == "between nodes" and checks["same everywhere"]["status"] == "pass"
     assert checks["clocks"]["status"] == "pass"  # the same machine
-    assert checks["all-reduce (gloo)"]["found"].startswith("2 ranks on 2 nodes: ")
+    assert checks["all-reduce (gloo)"]["observation"].startswith("2 ranks on 2 nodes: ")

@@ -1,5 +1,6 @@
 """Errors of the command line before the start, and the jobs of schedulers."""
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -7,10 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megarl.base.errors import ConfigError
+from megarl.base.errors import ConfigError, ResourceError
 from megarl.cli import main as megarl
+from megarl.ops.doctor.node.results import CheckResult, NodeReport, Status
 from megarl.ops.launch import command
-from megarl.ops.launch.checks import doctor_command
+from megarl.ops.launch.checks import DoctorSummary, doctor_command, parse_doctor_output
 from megarl.ops.launch.options import read_job, split_job, with_engine_nodes
 
 QUICK = ["train", "--config-name", "quickstart"]
@@ -156,6 +158,20 @@ def test_one_machine_holds_a_trainer_and_engines_of_one_node_each():
     assert (local.nodes, local.devices) == (1, 12), "12 devices of one Ray node"
     synchronous = read_job(QUICK, 0)
     assert with_engine_nodes(synchronous, "ssh") is synchronous
+
+
+def test_report_of_the_doctor_is_summarized():
+    nodes = [
+        NodeReport(
+            "n0", [CheckResult("disk", Status.FAIL, "full", "free 10 GB"), CheckResult("port", Status.PASS, "free")]
+        ),
+        NodeReport("n1", [CheckResult("clock", Status.WARN, "2 s ahead")]),
+    ]
+    line = json.dumps({"nodes": [node.to_json() for node in nodes]})
+    summary = parse_doctor_output(1, f"a message of Ray\n{line}\n")
+    assert summary == DoctorSummary(("n0: disk: full -> free 10 GB",), ("n1: clock: 2 s ahead",), 1)
+    with pytest.raises(ResourceError, match=r"(?s)ended with code 3 and no report \(.*Traceback"):
+        parse_doctor_output(3, "Traceback")
 
 
 def test_unreachable_host_is_named(start_launcher):
