@@ -247,7 +247,7 @@ def _rows_at_once(inputs: Tensor) -> int:
 
 
 def rotation_table(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute cosine and sine ``[tokens, 1, head_dim / 2]`` float32 of each token's rotations.
+    """Compute cosine and sine ``[tokens, 1, rotary_dim / 2]`` float32 of each token's rotations.
 
     Rotary position embedding (Su et al., RoFormer, https://arxiv.org/abs/2104.09864), halves rotated as in Llama.
     """
@@ -258,6 +258,7 @@ def rotation_table(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tens
 def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Rotate ``heads [tokens, heads, head_dim]`` by :func:`rotation_table`; differentiable in ``heads``.
 
+    Dimensions beyond the width of the table keep their values.
     Computes in float32 and rounds once, like SGLang and Transformer Engine.
     """
     result: Tensor = _Rotate.apply(heads, cosine, sine)
@@ -279,9 +280,11 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turn(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    first, second = heads.chunk(2, dim=-1)
+    width = 2 * cosine.shape[-1]
+    first, second = heads[..., :width].chunk(2, dim=-1)
     result = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
-    upper, lower = result.chunk(2, dim=-1)
+    upper, lower = result[..., :width].chunk(2, dim=-1)
     torch.addcmul(first * cosine, second, sine, value=-1, out=upper)
     torch.addcmul(second * cosine, first, sine, out=lower)
+    result[..., width:] = heads[..., width:]
     return result

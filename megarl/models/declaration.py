@@ -107,6 +107,16 @@ def in_expert_layers(config: ModelConfig, layer: int) -> bool:
     return config.has_experts(layer)
 
 
+def with_qkv_bias(config: ModelConfig, layer: int) -> bool:
+    """Select models with biases on q, k and v (for ``when``)."""
+    return config.qkv_bias
+
+
+def with_qk_norm(config: ModelConfig, layer: int) -> bool:
+    """Select models with norms on q and k (for ``when``)."""
+    return config.qk_norm
+
+
 def with_query_latent(config: ModelConfig, layer: int) -> bool:
     """Select models with queries from a latent (for ``when``)."""
     return config.latent is not None and config.latent.q_lora_rank > 0

@@ -62,7 +62,7 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
     traits = family.traits(raw)
     refuse_settings(raw, quantization_config=None)
     heads = count(raw, "num_attention_heads")
-    theta, scaling = _rope(raw)
+    theta, scaling = _rope(raw, traits.rotary_factor)
     return ModelConfig(
         architecture=architecture,
         family=family.name,
@@ -83,6 +83,7 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
         raw=dict(raw),
         experts=_checked(traits.experts),
         latent=traits.latent,
+        rotary_factor=traits.rotary_factor,
     )
 
 
@@ -203,7 +204,7 @@ def _checked(experts: Experts | None) -> Experts | None:
     return experts
 
 
-def _rope(raw: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
+def _rope(raw: Mapping[str, Any], rotary_factor: float) -> tuple[float, dict[str, Any] | None]:
     """Read rotary base and scaling: ``rope_parameters`` in transformers 5, two fields in earlier versions."""
     parameters = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     theta = parameters.pop("rope_theta", None)
@@ -212,8 +213,9 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     parameters.pop("type", None)
     if kind not in ROPE_TYPES:
         raise ModelError(f"config.json: rope_type={kind!r} is not supported, only {', '.join(ROPE_TYPES)}")
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0 or raw.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError("config.json: partial_rotary_factor other than 1.0 is not supported")
+    factor = parameters.pop("partial_rotary_factor", raw.get("partial_rotary_factor", rotary_factor))
+    if factor != rotary_factor:
+        raise ModelError(f"config.json: partial_rotary_factor={factor!r} is not supported, only {rotary_factor}")
     missing = [name for name in ROPE_TYPES[kind] if not isinstance(parameters.get(name), int | float)]
     if missing:
         raise ModelError(f"config.json: rope_type={kind!r} needs a number for {', '.join(missing)}")

@@ -77,6 +77,8 @@ class Traits:
     """Biases on q, k and v."""
     qk_norm: bool = False
     """A norm on each head's q and k."""
+    rotary_factor: float = 1.0
+    """Share of a head's dimensions, from the first on, that rotary embeddings rotate; not for latent attention."""
     experts: Experts | None = None
     """None for a dense model."""
     latent: Latent | None = None
@@ -115,6 +117,13 @@ class ModelConfig:
     """Mixture-of-experts layers; None for a dense model."""
     latent: Latent | None = None
     """Multi-head latent attention; None for plain attention."""
+    rotary_factor: float = 1.0
+    """Share of a head's dimensions that are rotated."""
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that rotary embeddings rotate."""
+        return self.latent.rope_dim if self.latent is not None else int(self.head_dim * self.rotary_factor)
 
     def has_experts(self, layer: int) -> bool:
         """Return whether a decoder layer, by its global number, has experts instead of a dense MLP."""

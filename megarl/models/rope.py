@@ -22,7 +22,7 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
     ones, as in https://github.com/meta-llama/llama-models/blob/main/models/llama3/model.py (``apply_scaling``).
     ``yarn`` does the same with a ramp over the pairs (https://arxiv.org/abs/2309.00071).
     """
-    width = config.latent.rope_dim if config.latent is not None else config.head_dim
+    width = config.rotary_dim
     wavelengths: Tensor = config.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
     scaling = config.rope_scaling
     if scaling is None:

@@ -59,6 +59,17 @@ MODELS: dict[str, dict[str, Any]] = {
         **LATENTS,
     },
     "deepseek_dense": {"family": "deepseek_v3", **LATENTS, "first_k_dense_replace": 2},
+    "glm4_moe": {
+        "family": "glm4_moe",
+        "head_dim": 12,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        "n_routed_experts": 8,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        **EXPERTS,
+    },
     "token_critic": {"family": "mistral", "critic": "TokenClassification"},
     "expert_critic": {"family": "qwen3_moe", "num_experts": 4, **EXPERTS, "critic": "SequenceClassification"},
 }

@@ -41,8 +41,21 @@ MODELS = {
         "first_k_dense_replace": 1,
         **LATENTS,
     },
+    "glm4_moe": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 2,
+        "use_qk_norm": True,
+    },
 }
-EXPERT_LAYERS = {"mixtral": {0, 1, 2, 3}, "qwen2_moe": {1, 3}, "qwen3_moe": {0, 2, 3}, "deepseek_v3": {1, 2, 3}}
+EXPERT_LAYERS = {
+    "mixtral": {0, 1, 2, 3},
+    "qwen2_moe": {1, 3},
+    "qwen3_moe": {0, 2, 3},
+    "deepseek_v3": {1, 2, 3},
+    "glm4_moe": {2, 3},
+}
 
 
 def config_of(model, **changes):

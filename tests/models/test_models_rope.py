@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, LlamaConfig
+from transformers import DeepseekV3Config, Glm4MoeConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
 
 from megarl.models import parse_model_config
 from megarl.models.rope import attention_factor, inverse_frequencies, softmax_scale
@@ -43,6 +44,15 @@ def test_scaled_frequencies_equal_transformers(scaling, family):
     frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs)
     assert torch.equal(inverse_frequencies(ours), frequencies)
     assert attention_factor(ours) == factor
+
+
+@pytest.mark.parametrize("rope", [None, {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}])
+def test_frequencies_of_a_part_of_a_head_equal_transformers(rope):
+    theirs = Glm4MoeConfig(**SIZES, head_dim=64, num_key_value_heads=2, rope_parameters=rope and dict(rope))
+    ours = parse_model_config({**theirs.to_dict(), "architectures": ["Glm4MoeForCausalLM"]})
+    frequencies, _ = Glm4MoeRotaryEmbedding.compute_default_rope_parameters(theirs)
+    assert torch.equal(inverse_frequencies(ours), frequencies)
+    assert ours.rotary_dim == 2 * len(frequencies) == (32 if rope is None else 16)
 
 
 def test_latent_attention_softmax_scale():

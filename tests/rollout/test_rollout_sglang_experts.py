@@ -57,6 +57,18 @@ V2 = {"q_lora_rank": None, "n_shared_experts": 2, "topk_method": "greedy", "n_gr
 MODELS = {
     "DeepseekV3": LATENTS | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "n_group": 2, "topk_group": 1},
     "DeepseekV2": LATENTS | V2 | {"scoring_func": "softmax", "norm_topk_prob": False, "routed_scaling_factor": 1.0},
+    "Glm4Moe": {
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
     "Qwen3Moe": {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "norm_topk_prob": True},
 }
 

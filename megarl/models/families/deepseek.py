@@ -60,17 +60,29 @@ class DeepseekV3:
         """Groups always, possibly a single one."""
         refuse_settings(raw, hidden_act="silu", attention_bias=False, scoring_func="sigmoid")
         refuse_settings(raw, topk_method="noaux_tc", moe_layer_freq=1)
-        experts = _experts(
-            raw,
-            score="sigmoid",
-            normalize=bool(raw.get("norm_topk_prob", True)),
-            scaling=float(raw.get("routed_scaling_factor", 2.5)),
-            groups=count(raw, "n_group", 8),
-            groups_per_token=count(raw, "topk_group", 4),
-            group_best=2,
-            correction_bias=True,
-        )
+        experts = sigmoid_experts(raw, scaling=2.5, groups=8, groups_per_token=4)
         return Traits(experts=experts, latent=_latent(raw, interleaved=bool(raw.get("rope_interleave", True))))
+
+
+def sigmoid_experts(raw: Mapping[str, Any], *, scaling: float, groups: int, groups_per_token: int) -> Experts:
+    """Read experts with a sigmoid router and a correction bias; a group ranks by its two best experts.
+
+    Args:
+        raw: the complete ``config.json``.
+        scaling: default of ``routed_scaling_factor``.
+        groups: default of ``n_group``.
+        groups_per_token: default of ``topk_group``.
+    """
+    return _experts(
+        raw,
+        score="sigmoid",
+        normalize=bool(raw.get("norm_topk_prob", True)),
+        scaling=float(raw.get("routed_scaling_factor", scaling)),
+        groups=count(raw, "n_group", groups),
+        groups_per_token=count(raw, "topk_group", groups_per_token),
+        group_best=2,
+        correction_bias=True,
+    )
 
 
 def _experts(raw: Mapping[str, Any], **routing: Any) -> Experts:

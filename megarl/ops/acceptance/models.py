@@ -40,6 +40,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "head_dim": 16, "norm_topk_prob": True, **_EXPERTS},
     "deepseek_v2": {"topk_method": "group_limited_greedy", **_LATENTS},
     "deepseek_v3": _LATENTS,
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        **_EXPERTS,
+    },
 }
 """Fields of a small model of each family, in addition to the common ones."""
 

@@ -146,8 +146,7 @@ def kept_by_layers(
 
 def _rotation_table(role: PlannedRole, tokens: RankTokens) -> int:
     """Return the bytes of cosine and sine of every token in float32, shared by all layers of a chunk."""
-    latent = role.model.latent
-    return tokens.local * (latent.rope_dim if latent else role.model.head_dim) * 4
+    return tokens.local * role.model.rotary_dim * FLOAT32
 
 
 def _selective(role: PlannedRole, layers: range, tokens: RankTokens, fused: bool) -> tuple[int, int]:

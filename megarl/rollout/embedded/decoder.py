@@ -31,16 +31,18 @@ class RotaryTable:
         self._cos = torch.cat([cos, cos], -1).to(device)
         # The sine of the first half is negative: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
         self._sin = torch.cat([-sin, sin], -1).to(device)
-        self._half = config.head_dim // 2
+        self._width = config.rotary_dim
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and signed sines ``[tokens, 1, head_dim]`` of positions ``[tokens]``."""
+        """Return cosines and signed sines ``[tokens, 1, rotary_dim]`` of positions ``[tokens]``."""
         return self._cos[positions][:, None], self._sin[positions][:, None]
 
     def rotate(self, heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """Return ``[tokens, heads, head_dim]`` rotated by the result of :meth:`at`."""
+        """Return ``[tokens, heads, head_dim]``, whose first ``rotary_dim`` are rotated by the result of :meth:`at`."""
         cos, sin = angles
-        return torch.addcmul(heads * cos, heads.roll(self._half, -1).to(cos.dtype), sin).to(heads.dtype)
+        turned, rest = heads[..., : self._width], heads[..., self._width :]
+        rotated = torch.addcmul(turned * cos, turned.roll(self._width // 2, -1).to(cos.dtype), sin).to(heads.dtype)
+        return torch.cat([rotated, rest], -1) if rest.shape[-1] else rotated
 
 
 class DecoderLayer:
