@@ -23,7 +23,7 @@ _find_python_of() {
 _find_python() { _find_python_of "3.11 3.12" "python3.11 python3.12 python3"; }
 
 # _pip_with FILE ENVIRONMENT ARGUMENT...: installs packages in the versions of a constraint file. Python compiles the modules
-# that a run imports: compiling all of them takes longer than the installation.
+# that a run imports: compiling all of them would double the time.
 _pip_with() {
   "$2/bin/python" -m pip --disable-pip-version-check --quiet install --no-compile -c "$MEGARL_ROOT/launch/$1" "${@:3}"
 }
