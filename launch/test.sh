@@ -24,10 +24,14 @@ cd "$MEGARL_ROOT"
 if [ "$sglang" != only ]; then
   mypy &  # takes as long as the other checks together
   types=$!
+  # The first import of a package compiles it, which takes longer than the time limits of some tests of trackers.
+  python -c "import mlflow, swanlab, torch.utils.tensorboard, wandb" &
+  compiled=$!
   ruff check .
   ruff format --check .
   lint-imports
   wait "$types"
+  wait "$compiled"
   # Two workers: while one waits for processes to start, the other computes. Tests of a file share slow fixtures, so they
   # stay together. Files keep their order: the longest come first (tests/conftest.py).
   python -m pytest -n 2 --dist loadfile --no-loadscope-reorder ${select[@]+"${select[@]}"} "$@"
