@@ -24,7 +24,7 @@ cd "$MEGARL_ROOT"
 if [ "$sglang" != only ]; then
   mypy &  # takes as long as the other checks together
   types=$!
-  # The first import of a package compiles it, which takes longer than the time limits of some tests of trackers.
+  # The first import of a package compiles it, which can exceed the time limits of some tests of trackers.
   python -c "import mlflow, swanlab, torch.utils.tensorboard, wandb" &
   compiled=$!
   ruff check .

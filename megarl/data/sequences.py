@@ -65,11 +65,11 @@ def read_spans(tensors: Mapping[str, Tensor]) -> Spans | None:
     mask = tensors["attention_mask"]
     if mask.is_inference():  # its changes in place are not counted
         return _spans_of(mask, widths.prompt, widths.response)
-    cached: tuple[int, Spans] | None = _CACHED_SPANS.get(mask)
-    if cached is None or (cached[0], cached[1].prompt_width, cached[1].response_width) != (mask._version, *widths):
-        cached = mask._version, _spans_of(mask, widths.prompt, widths.response)
-        _CACHED_SPANS[mask] = cached
-    return cached[1]
+    entry: tuple[int, Spans] | None = _CACHED_SPANS.get(mask)
+    if entry is None or (entry[0], entry[1].prompt_width, entry[1].response_width) != (mask._version, *widths):
+        entry = mask._version, _spans_of(mask, widths.prompt, widths.response)
+        _CACHED_SPANS[mask] = entry
+    return entry[1]
 
 
 def _spans_of(mask: Tensor, prompt_width: int, response_width: int) -> Spans:

@@ -1,7 +1,7 @@
 """One network device of gloo for all process groups of a process.
 
 By default each group creates its own: a listening socket and a thread that wakes up a hundred times a second. Megatron
-creates twenty groups per process, and the end of each waits for its thread to wake up.
+creates more than fifteen groups per process.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 from megarl.base.errors import ConfigError, ModelError
 from megarl.base.json_text import parse_json
 from megarl.models.layout import ParallelLayout, check_pipeline
-from megarl.models.model_config import Experts, ModelConfig
+from megarl.models.model_config import Experts, ModelConfig, Traits
 from megarl.models.registry import (
     count,
     family_of,
@@ -17,6 +17,7 @@ from megarl.models.registry import (
     known_families,
     refuse_other_kinds,
     refuse_settings,
+    rotary_factor,
 )
 
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
@@ -62,7 +63,7 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
     traits = family.traits(raw)
     refuse_settings(raw, quantization_config=None)
     heads = count(raw, "num_attention_heads")
-    theta, scaling = _rope(raw, traits.rotary_factor)
+    theta, scaling = _rope(raw, traits)
     return ModelConfig(
         architecture=architecture,
         family=family.name,
@@ -204,7 +205,7 @@ def _checked(experts: Experts | None) -> Experts | None:
     return experts
 
 
-def _rope(raw: Mapping[str, Any], rotary_factor: float) -> tuple[float, dict[str, Any] | None]:
+def _rope(raw: Mapping[str, Any], traits: Traits) -> tuple[float, dict[str, Any] | None]:
     """Read rotary base and scaling: ``rope_parameters`` in transformers 5, two fields in earlier versions."""
     parameters = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     theta = parameters.pop("rope_theta", None)
@@ -213,9 +214,10 @@ def _rope(raw: Mapping[str, Any], rotary_factor: float) -> tuple[float, dict[str
     parameters.pop("type", None)
     if kind not in ROPE_TYPES:
         raise ModelError(f"config.json: rope_type={kind!r} is not supported, only {', '.join(ROPE_TYPES)}")
-    factor = parameters.pop("partial_rotary_factor", raw.get("partial_rotary_factor", rotary_factor))
-    if factor != rotary_factor:
-        raise ModelError(f"config.json: partial_rotary_factor={factor!r} is not supported, only {rotary_factor}")
+    parameters.pop("partial_rotary_factor", None)
+    factor = rotary_factor(raw, traits.rotary_factor)
+    if factor != traits.rotary_factor:
+        raise ModelError(f"config.json: partial_rotary_factor={factor} is not supported, only {traits.rotary_factor}")
     missing = [name for name in ROPE_TYPES[kind] if not isinstance(parameters.get(name), int | float)]
     if missing:
         raise ModelError(f"config.json: rope_type={kind!r} needs a number for {', '.join(missing)}")

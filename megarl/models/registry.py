@@ -131,6 +131,20 @@ def count(raw: Mapping[str, Any], name: str, default: int | None = None, *, leas
     return value
 
 
+def rotary_factor(raw: Mapping[str, Any], default: float = 1.0) -> float:
+    """Read ``partial_rotary_factor``, the share of a head's dimensions with rotary embeddings.
+
+    The rotary section takes precedence over the top level, as in transformers.
+
+    Args:
+        raw: the complete ``config.json``.
+        default: value of an absent or null field.
+    """
+    sections = (raw.get("rope_parameters") or raw.get("rope_scaling") or {}, raw)
+    values = (section.get("partial_rotary_factor") for section in sections)
+    return float(next((value for value in values if value is not None), default))
+
+
 def refuse_sliding_window(raw: Mapping[str, Any], default: int | None = None) -> None:
     """Reject sliding-window attention that is shorter than the longest sequence.
 

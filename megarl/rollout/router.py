@@ -134,19 +134,19 @@ class RouterStats:
     def metrics(self) -> dict[str, float]:
         """Return ``rollout/*`` metrics: utilization of replicas, lost replicas and runners, and moved requests.
 
-        Statistics of no time have no utilization.
+        Without time or replicas there is no utilization.
         """
         shares = [busy / self.seconds for busy in self.busy_s.values()] if self.seconds else []
-        utilization = {
-            "rollout/replica_utilization/mean": sum(shares) / len(shares),
-            "rollout/replica_utilization/min": min(shares),
-        } if shares else {}  # fmt: skip
-        return utilization | {
+        metrics = {
             "rollout/idle_while_waiting_s": self.idle_while_waiting_s,
             "rollout/replicas_lost": float(len(self.lost)),
             "rollout/requests_moved": float(self.moved),
             "rollout/runners_lost": float(self.runners_lost),
         }
+        if shares:
+            metrics["rollout/replica_utilization/mean"] = sum(shares) / len(shares)
+            metrics["rollout/replica_utilization/min"] = min(shares)
+        return metrics
 
 
 class RequestSpans:

@@ -62,6 +62,11 @@ def config_of(model, **changes):
     return parse_model_config(SIZES | MODELS[model] | changes)
 
 
+def test_critic_of_a_family_without_scalar_head_in_transformers_is_read():
+    critic = config_of("glm4_moe").as_reward_model(pad_token_id=0)
+    assert parse_model_config(critic.raw) == critic and critic.is_value_model
+
+
 @st.composite
 def layouts(draw):
     tp, dp, cp, pp = (draw(st.sampled_from(sizes)) for sizes in ([1, 2, 4], [1, 2], [1, 2], [1, 2]))

@@ -305,7 +305,7 @@ def test_resume_mode_must_needs_a_checkpoint(tmp_path: Path) -> None:
     assert step_of(store.resolve("must")) == 1
 
 
-def test_hashed_entries_are_checked_by_size_only(tmp_path: Path) -> None:
+def test_entries_of_hashed_files_are_checked_by_size_only(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     for number, entries in enumerate(
         [{"actor/shard_0.bin": FileEntry(4999, "")}, {"actor/shard_7.bin": FileEntry(1, "")}]

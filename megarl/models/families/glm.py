@@ -8,14 +8,15 @@ from typing import Any
 from megarl.models import declaration as d
 from megarl.models.families.deepseek import sigmoid_experts
 from megarl.models.model_config import Traits
-from megarl.models.registry import refuse_settings, register_family
+from megarl.models.registry import refuse_settings, register_family, rotary_factor
 
 
-@register_family("Glm4MoeForCausalLM")
+@register_family("Glm4MoeForCausalLM", "Glm4MoeForSequenceClassification")
 class Glm4Moe:
     """GLM-4.5, 4.5-Air and 4.6: dense first layers, then experts with a sigmoid router and shared experts.
 
-    The multi-token prediction layer (``num_nextn_predict_layers``) is neither read nor written.
+    The multi-token prediction layer (``num_nextn_predict_layers``) is neither read nor written. transformers has no
+    class with a scalar head; megarl writes critics and reward models under the usual name, and reads them.
     """
 
     name = "glm4_moe"
@@ -37,10 +38,9 @@ class Glm4Moe:
     def traits(self, raw: Mapping[str, Any]) -> Traits:
         """Biases on q, k, v, and norms on q and k, are options of the config."""
         refuse_settings(raw, hidden_act="silu")
-        rope = raw.get("rope_parameters") or {}
         return Traits(
             qkv_bias=bool(raw.get("attention_bias", False)),
             qk_norm=bool(raw.get("use_qk_norm", False)),
-            rotary_factor=float(rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 0.5))),
+            rotary_factor=rotary_factor(raw, default=0.5),
             experts=sigmoid_experts(raw, scaling=1.0, groups=1, groups_per_token=1),
         )

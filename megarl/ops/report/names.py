@@ -92,11 +92,11 @@ def _short_keys(keys: Sequence[str]) -> dict[str, str]:
 def _short_values(values: Sequence[str | None]) -> list[str | None]:
     """Shorten values: paths lose the folders and names that they share, long texts their middle."""
     paths = [value.split("/") if value is not None else None for value in values]
-    given = [path for path in paths if path is not None]
-    if len(given) > 1 and all(len(path) > 1 for path in given):
-        least = min(map(len, given))
-        begin = next((n for n in range(least) if len({path[n] for path in given}) > 1), least - 1)
-        end = next((n for n in range(least - begin) if len({path[-1 - n] for path in given}) > 1), 0)
+    filled_paths = [path for path in paths if path is not None]
+    if len(filled_paths) > 1 and all(len(path) > 1 for path in filled_paths):
+        least = min(map(len, filled_paths))
+        begin = next((n for n in range(least) if len({path[n] for path in filled_paths}) > 1), least - 1)
+        end = next((n for n in range(least - begin) if len({path[-1 - n] for path in filled_paths}) > 1), 0)
         return [None if path is None else _cut("/".join(path[begin : len(path) - end])) for path in paths]
     return [None if value is None else _cut(value) for value in values]
 

@@ -29,19 +29,19 @@ def check_output_folders(config: TrainConfig | SupervisedConfig, resumed: Path |
         return
     trains = not (isinstance(config, TrainConfig) and config.trainer.val_only)
     root, export = str(trainer.default_local_dir), trainer.hf_export_dir
-    occupied = {}
+    conflicts = {}
     if trains and may_save(config) and (steps := steps_of_others(CheckpointStore(root), resumed)):
         checkpoints = count_noun(len(steps), "checkpoint")
-        occupied[CHECKPOINTS_KEY] = f"{root} holds {checkpoints} of another run, up to step {steps[-1]}"
+        conflicts[CHECKPOINTS_KEY] = f"{root} holds {checkpoints} of another run, up to step {steps[-1]}"
     if trains and export is not None and _is_foreign_export(Path(export), resumed):
-        occupied[EXPORT_KEY] = f"{export} is not empty, and this run did not write it"
+        conflicts[EXPORT_KEY] = f"{export} is not empty, and this run did not write it"
     for key, folder in response_folders(config).items():
         if (files := _response_files(Path(folder))) and _is_of_another_run(Path(folder), resumed):
-            occupied[key] = f"{folder} holds {count_noun(len(files), 'file')} of responses of another run"
-    if occupied:
-        problems = [f"{key}={text}" for key, text in occupied.items()]
-        can_resume = resumed is None and CHECKPOINTS_KEY in occupied
-        raise ConfigError("\n".join([*problems, *_alternatives(list(occupied), can_resume=can_resume)]))
+            conflicts[key] = f"{folder} holds {count_noun(len(files), 'file')} of responses of another run"
+    if conflicts:
+        problems = [f"{key}={text}" for key, text in conflicts.items()]
+        can_resume = resumed is None and CHECKPOINTS_KEY in conflicts
+        raise ConfigError("\n".join([*problems, *_alternatives(list(conflicts), can_resume=can_resume)]))
 
 
 def check_output_files(config: EvaluateConfig | GenerateConfig, step: int | None = None) -> None:
@@ -59,9 +59,9 @@ def check_output_files(config: EvaluateConfig | GenerateConfig, step: int | None
     files = output_files(config)
     if step is not None:
         files |= {key: str(Path(folder) / f"{step}.jsonl") for key, folder in response_folders(config).items()}
-    if occupied := {key: path for key, path in files.items() if Path(path).exists()}:
-        problems = [f"{key}: {path} exists" for key, path in occupied.items()]
-        raise ConfigError("\n".join([*problems, *_alternatives(list(occupied), can_resume=False, kind="path")]))
+    if conflicts := {key: path for key, path in files.items() if Path(path).exists()}:
+        problems = [f"{key}: {path} exists" for key, path in conflicts.items()]
+        raise ConfigError("\n".join([*problems, *_alternatives(list(conflicts), can_resume=False, kind="path")]))
 
 
 def claim_response_folders(config: TrainConfig, run_id: str) -> None:

@@ -60,7 +60,7 @@ def write_manifest(
     folder: Path,
     step: int,
     sequence: int,
-    hashed: Mapping[str, FileEntry] = NO_ENTRIES,
+    entries: Mapping[str, FileEntry] = NO_ENTRIES,
     score: Score | None = None,
 ) -> Manifest:
     """Flush every file below the folder to disk, and write and flush its manifest.
@@ -69,15 +69,15 @@ def write_manifest(
         folder: of the checkpoint.
         step: see :class:`Manifest`.
         sequence: see :class:`Manifest`.
-        hashed: entries of files that their writers have already flushed and hashed; only their sizes are checked.
+        entries: of files that their writers have already flushed and hashed; only their sizes are checked.
         score: see :class:`Manifest`.
 
     Raises:
         OSError: reading, flushing or writing failed.
-        CheckpointError: the folder holds a link or a device, or a hashed file is missing or has another size.
+        CheckpointError: the folder holds a link or a device, or a file of ``entries`` is missing or has another size.
     """
-    manifest = Manifest(step, sequence, {**hashed, **_read_entries(folder, flush=True, but=hashed)}, score)
-    if hashed:
+    manifest = Manifest(step, sequence, {**entries, **_read_entries(folder, flush=True, but=entries)}, score)
+    if entries:
         problems = list(_layout_problems(folder, manifest))
         if problems:
             raise CheckpointError(

@@ -93,12 +93,12 @@ class CheckpointStore:
             raise CheckpointError(f"no checkpoint of step {step} can be written to {self.root}: {error}") from error
         return folder
 
-    def commit(self, step: int, hashed: Mapping[str, FileEntry] = NO_ENTRIES, score: Score | None = None) -> Path:
+    def commit(self, step: int, entries: Mapping[str, FileEntry] = NO_ENTRIES, score: Score | None = None) -> Path:
         """Turn the folder of :meth:`begin` into the newest checkpoint, update the pointer, and apply the retention.
 
         Args:
             step: as in :meth:`begin`.
-            hashed: entries of files that their writers have flushed and hashed; they are not read again.
+            entries: of files that their writers have flushed and hashed; they are not read again.
             score: validation score of these weights.
 
         Returns:
@@ -113,7 +113,7 @@ class CheckpointStore:
             raise CheckpointError(f"checkpoint of step {step} was not started: {unfinished} does not exist")
         try:
             sequence = 1 + max((manifest.sequence for manifest in self._manifests()), default=0)
-            write_manifest(unfinished, step, sequence, hashed, score)
+            write_manifest(unfinished, step, sequence, entries, score)
             replace_folder(unfinished, folder)
             self._point_to(step, POINTER)
         except (OSError, CheckpointError) as error:

@@ -65,9 +65,8 @@ def test_all_faults_of_a_machine_are_reported(tmp_path: Path) -> None:
     assert files.status is Status.FAIL and files.observation.startswith("512 ") and "limits.conf" in files.remedy
     assert results["processes"].status is Status.WARN and "2,000" in results["processes"].observation
     sandbox = results["code sandbox"]
-    assert (
-        sandbox.status is Status.WARN and "no sandbox on this machine" in sandbox.observation
-    )  # no second user is mapped
+    # no second user is mapped
+    assert sandbox.status is Status.WARN and "no sandbox on this machine" in sandbox.observation
     assert "sandbox_fusion.url" in sandbox.remedy
     held = results["port"]
     assert held.status is Status.FAIL and held.observation.startswith(f"{port} is held by")
