@@ -102,7 +102,7 @@ def backward(model: Qwen2ForCausalLM, data: Data) -> None:
 
 def by_transformers(path: Path, data: Data, dtype: torch.dtype, steps: int) -> Result:
     """Results of transformers; the optimizer has float32 weights, as in mixed precision."""
-    model = Qwen2ForCausalLM.from_pretrained(path, dtype=dtype)
+    model = Qwen2ForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
     with torch.no_grad():
         before = log_probs_of(model, data).flatten()
     gradients = {}
@@ -225,8 +225,8 @@ def print_layouts(path: Path, data: Data, steps: int) -> None:
 
 def print_outputs(path: Path, data: Data) -> None:
     """Print the error of log-probs with output layer or log-softmax in bfloat16, from the same hidden states."""
-    exact = Qwen2ForCausalLM.from_pretrained(path, dtype=torch.float32)
-    half = Qwen2ForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    exact = Qwen2ForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
+    half = Qwen2ForCausalLM.from_pretrained(path, dtype=torch.bfloat16, trust_remote_code=False)
     with torch.no_grad():
         wanted = log_probs_of(exact, data)
         hidden = half.model(data.ids).last_hidden_state[:, PROMPT - 1 : -1]
@@ -245,7 +245,7 @@ def print_outputs(path: Path, data: Data) -> None:
 
 def print_reduction(path: Path, data: Data, parts: int = 64) -> None:
     """Print the error of a sum of gradients in bfloat16, each of them in bfloat16."""
-    half: Any = Qwen2ForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    half: Any = Qwen2ForCausalLM.from_pretrained(path, dtype=torch.bfloat16, trust_remote_code=False)
     sums: dict[torch.dtype, dict[str, Tensor]] = {torch.float32: {}, torch.bfloat16: {}}
     generator = torch.Generator().manual_seed(2)
     for _ in range(parts):
@@ -269,7 +269,7 @@ def print_weights(path: Path, data: Data, steps: int) -> None:
         ("bfloat16 weights, float32 copies", torch.bfloat16, True),
         ("bfloat16 weights alone", torch.bfloat16, False),
     ):
-        model = Qwen2ForCausalLM.from_pretrained(path, dtype=dtype)
+        model = Qwen2ForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
         parameters = list(model.parameters())
         start = [param.detach().clone() for param in parameters]
         copies = [param.detach().float().clone() for param in parameters] if with_copies else parameters
