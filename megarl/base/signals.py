@@ -99,8 +99,37 @@ def check_interrupt() -> None:
         _INTERRUPT.raise_()
 
 
+_BACKGROUND: list[Callable[[], None]] = []
+
+
+@contextlib.contextmanager
+def while_waiting(work: Callable[[], None]) -> Iterator[None]:
+    """Call ``work`` every :data:`POLL_S` seconds while the main thread waits, within the context.
+
+    It replaces a thread for objects of the main thread. ``work`` should be short; its own waits do not call it.
+    """
+    _BACKGROUND.append(work)
+    try:
+        yield
+    finally:
+        _BACKGROUND.remove(work)
+
+
+def _run_background() -> None:
+    if _BACKGROUND and _in_main_thread():
+        works = _BACKGROUND.copy()
+        _BACKGROUND.clear()  # waits of the work itself
+        try:
+            for work in works:
+                work()
+        finally:
+            _BACKGROUND[:] = works
+
+
 def wait_slices(timeout_s: float | None = None) -> Iterator[float]:
     """Yield short waiting times up to a total, at least one; raise a pending interrupt before each.
+
+    The work of :func:`while_waiting` runs after each but the last.
 
     Args:
         timeout_s: total in seconds; None = no limit.
@@ -112,6 +141,8 @@ def wait_slices(timeout_s: float | None = None) -> Iterator[float]:
         if deadline is not None:
             left = min(POLL_S, deadline - time.monotonic())
         yield max(0.0, left)
+        if deadline is None or time.monotonic() < deadline:
+            _run_background()
 
 
 def wait_for(future: concurrent.futures.Future[_T], timeout_s: float | None = None) -> _T:

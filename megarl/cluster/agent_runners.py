@@ -257,7 +257,7 @@ class AgentRunners:
             ready = first_ready(refs, max(0.0, min(left, REPORT_S)))
             for rank, runner in list(self._runners.items()):
                 try:
-                    samples += self._read_report(runner, ready)
+                    samples += self._read_report(runner, ready, in_foreground=wait_s > 0)
                 except (WorkerFailed, WorkerSilent) as failure:
                     if not _is_lost(failure):
                         raise
@@ -337,8 +337,12 @@ class AgentRunners:
             self._runners[rank].running.update(name for group in part for name in group.ids)
             self._runners[rank].call("start", part)
 
-    def _read_report(self, runner: _Runner, ready: Sequence[ray.ObjectRef]) -> list[FinishedSample]:
+    def _read_report(
+        self, runner: _Runner, ready: Sequence[ray.ObjectRef], *, in_foreground: bool
+    ) -> list[FinishedSample]:
         """Return the samples of a report that is ready.
+
+        Turns count as progress for the watchdog only if the caller waits for them: otherwise it watches other calls.
 
         Raises:
             WorkerFailed: a call failed, or the runner died.
@@ -360,7 +364,8 @@ class AgentRunners:
         for text in report.warnings:
             logger.warning("%s", text)
         if report.progress != runner.progress:
-            TRACER.progress()
+            if in_foreground:
+                TRACER.progress()
             runner.progress = report.progress
         if report.failure is not None:
             raise report.failure

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
@@ -136,9 +136,11 @@ class RewardManager:
     def score_early(self) -> EarlyScores | None:
         """Start to score samples before their batch is complete; None if the functions cannot."""
         stream = self.scorer.stream()
-        return None if stream is None else EarlyScores(stream, self._task_of)
+        return None if stream is None else EarlyScores(stream, self.scorer.stream, self._task_of)
 
-    def score(self, batch: BatchT, early: EarlyScores | None = None) -> Scored[BatchT]:
+    def score(
+        self, batch: BatchT, early: EarlyScores | None = None, names: Sequence[Hashable] | None = None
+    ) -> Scored[BatchT]:
         """Score every row, at the last response token; all other entries of the scores are 0.
 
         Args:
@@ -146,6 +148,7 @@ class RewardManager:
                 ``reward_model`` with ``ground_truth``, and optionally ``extra_info``. ``response_mask [b, R]`` defaults
                 to the response part of ``attention_mask``. Kimi's length reward reads ``uid``.
             early: scores of some of its rows; the result is the same without them.
+            names: name of each row in ``early``; None = the row numbers.
 
         Raises:
             RewardError: a column is missing.
@@ -154,7 +157,7 @@ class RewardManager:
         _require_columns(batch)
         attention = _response_attention(batch)
         lengths = attention.sum(-1).tolist()
-        outcomes, counts = self._outcomes(batch, lengths, early)
+        outcomes, counts = self._outcomes(batch, lengths, early, range(len(lengths)) if names is None else names)
         self._apply_policy(batch, outcomes)
 
         kept = torch.tensor([outcome.failure is None for outcome in outcomes], dtype=torch.bool)
@@ -170,15 +173,23 @@ class RewardManager:
         return Scored(batch.with_columns(tensors, extras), metrics, extras)
 
     def _outcomes(
-        self, batch: RewardBatch, lengths: Sequence[int], early: EarlyScores | None
+        self, batch: RewardBatch, lengths: Sequence[int], early: EarlyScores | None, names: Sequence[Hashable]
     ) -> tuple[list[Outcome], RunCounts]:
-        outcomes, early_counts = early.finish() if early is not None else ({}, RunCounts())
+        outcomes: dict[int, Outcome] = {}
+        counts = RunCounts()
+        if early is not None:
+            present, counts = early.outcomes(names)
+            outcomes = {row: present[name] for row, name in enumerate(names) if name in present}
         for row, length in enumerate(lengths):
             if outcome := _unscorable(batch, row, length):
                 outcomes[row] = outcome
         rows = [row for row in range(len(lengths)) if row not in outcomes]
-        results, counts = self.scorer.score([self._task(batch, row) for row in rows])
-        counts.retries, counts.replaced = counts.retries + early_counts.retries, counts.replaced + early_counts.replaced
+        results: list[Outcome] = []
+        if rows:
+            if early is not None:
+                early.settle()
+            results, late_counts = self.scorer.score([self._task(batch, row) for row in rows])
+            counts = RunCounts(counts.retries + late_counts.retries, counts.replaced + late_counts.replaced)
         outcomes |= dict(zip(rows, results, strict=True))
         ordered = [outcomes[row] for row in range(len(lengths))]
         groups = batch.non_tensor_batch.get("uid")
@@ -216,7 +227,7 @@ class RewardManager:
         columns = {name: column[row] for name, column in batch.non_tensor_batch.items()}
         return self._task_of(row, columns, *_unpadded_ids(batch, row))
 
-    def _task_of(self, row: int, columns: Mapping[str, Any], prompt: TokenIds, response: TokenIds) -> RewardTask:
+    def _task_of(self, row: Hashable, columns: Mapping[str, Any], prompt: TokenIds, response: TokenIds) -> RewardTask:
         """Build the task of a row from its columns and unpadded token ids."""
         model = columns["reward_model"]
         if not hasattr(model, "get") or model.get("ground_truth") is None:
@@ -250,44 +261,85 @@ class RewardManager:
 
 
 class EarlyScores:
-    """Scores samples while others of their batch are still generated.
+    """Scores samples while others are still generated, before their batch is complete.
 
     Args:
         stream: scores the tasks.
-        task_of: builds the task of a row from its number, columns, and token ids of prompt and response.
+        open_stream: opens another one after :meth:`settle`.
+        task_of: builds the task of a sample from its name, columns, and token ids of prompt and response.
     """
 
-    def __init__(self, stream: ScoreStream, task_of: Callable[..., RewardTask]) -> None:
-        self._stream, self._task_of = stream, task_of
-        self._rows: list[int] = []
+    def __init__(
+        self,
+        stream: ScoreStream,
+        open_stream: Callable[[], ScoreStream | None],
+        task_of: Callable[..., RewardTask],
+    ) -> None:
+        self._stream: ScoreStream | None = stream
+        self._open_stream, self._task_of = open_stream, task_of
+        self._tickets: dict[Hashable, range] = {}
+        self._settled: dict[Hashable, Outcome] = {}
+        self._settled_counts = RunCounts()
 
-    def add(self, row: int, columns: Mapping[str, Any], prompt: TokenIds, response: TokenIds) -> None:
+    @property
+    def names(self) -> set[Hashable]:
+        """Samples whose outcomes were not yet returned."""
+        return self._tickets.keys() | self._settled.keys()
+
+    def add(self, name: Hashable, columns: Mapping[str, Any], prompt: TokenIds, response: TokenIds) -> None:
         """Score a sample.
 
         A sample that cannot be scored is left to :meth:`RewardManager.score`, which reports it.
 
         Args:
-            row: its row in the batch to come.
+            name: unique name, such as its row in the batch to come.
             columns: its non-tensor columns.
             prompt: token ids of the prompt.
             response: token ids of the response.
         """
         with contextlib.suppress(RewardError, KeyError):
-            self._stream.submit(self._task_of(row, columns, prompt, response))
-            self._rows.append(row)
+            task = self._task_of(name, columns, prompt, response)
+            if self._stream is None:
+                self._stream = self._open_stream()
+            assert self._stream is not None, "the runner had a stream before"
+            self._tickets[name] = self._stream.submit(task)
 
-    def finish(self) -> tuple[dict[int, Outcome], RunCounts]:
-        """Wait for all samples; return their outcomes by row.
+    def outcomes(self, names: Iterable[Hashable]) -> tuple[dict[Hashable, Outcome], RunCounts]:
+        """Wait for samples; return their outcomes by name, and the counts since the last call.
+
+        Samples that were not added are left out.
 
         Raises:
             RewardError: no process for functions can be started.
         """
-        outcomes, counts = self._stream.finish()
-        return dict(zip(self._rows, outcomes, strict=True)), counts
+        wanted = list(names)
+        outcomes = {name: self._settled.pop(name) for name in wanted if name in self._settled}
+        counts, self._settled_counts = self._settled_counts, RunCounts()
+        tickets = {name: self._tickets.pop(name) for name in wanted if name in self._tickets}
+        if self._stream is not None:
+            outcomes |= dict(zip(tickets, self._stream.outcomes(list(tickets.values())), strict=True))
+            new = self._stream.take_counts()
+            counts = RunCounts(counts.retries + new.retries, counts.replaced + new.replaced)
+        return outcomes, counts
+
+    def settle(self) -> None:
+        """Wait for all samples, so that the reward processes are free for other batches; keeps the outcomes.
+
+        Raises:
+            RewardError: no process for functions can be started.
+        """
+        if self._stream is None:
+            return
+        self._stream.finish()
+        outcomes, counts = self.outcomes(list(self._tickets))
+        self._settled |= outcomes
+        self._settled_counts = counts
+        self._stream = None
 
     def cancel(self) -> None:
-        """Abandon all samples; a no-op after :meth:`finish`."""
-        self._stream.cancel()
+        """Abandon the samples without a score, and free the reward processes."""
+        if self._stream is not None:
+            self._stream.cancel()
 
 
 class NullReward:
@@ -306,7 +358,9 @@ class NullReward:
         """Return nothing: there is no reward to score."""
         return
 
-    def score(self, batch: BatchT, early: EarlyScores | None = None) -> Scored[BatchT]:
+    def score(
+        self, batch: BatchT, early: EarlyScores | None = None, names: Sequence[Hashable] | None = None
+    ) -> Scored[BatchT]:
         """Return the batch with ``token_level_scores`` of zeros, ``response_mask`` and ``reward_failed``.
 
         Raises:

@@ -110,25 +110,36 @@ class ScoreStream:
     ) -> None:
         self._stream, self._jobs_of, self._sums = stream, jobs_of, sums
 
-    def submit(self, task: RewardTask) -> None:
-        """Score a task.
+    def submit(self, task: RewardTask) -> range:
+        """Score a task; return its ticket for :meth:`outcomes`.
 
         Raises:
             RewardError: its data source has no function.
         """
-        self._stream.submit(self._jobs_of(task))
+        return self._stream.submit(self._jobs_of(task))
 
-    def finish(self) -> tuple[list[Outcome], RunCounts]:
-        """Wait for all tasks; return their outcomes in the order of submission.
+    def outcomes(self, tickets: Sequence[range]) -> list[Outcome]:
+        """Wait for tasks, also of an ended stream; return their outcomes and forget them.
 
         Raises:
             RewardError: no process for functions can be started.
         """
-        outcomes, counts = self._stream.finish()
-        return self._sums(outcomes), counts
+        return self._sums(self._stream.results([number for ticket in tickets for number in ticket]))
+
+    def take_counts(self) -> RunCounts:
+        """Return the retries and replacements since the last call."""
+        return self._stream.take_counts()
+
+    def finish(self) -> None:
+        """Wait for all tasks, and end the stream.
+
+        Raises:
+            RewardError: no process for functions can be started.
+        """
+        self._stream.finish()
 
     def cancel(self) -> None:
-        """Abandon all tasks."""
+        """End the stream without waiting for its tasks."""
         self._stream.cancel()
 
 

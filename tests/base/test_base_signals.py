@@ -24,6 +24,7 @@ from megarl.base.signals import (
     signals_ignored,
     sleep,
     wait_for,
+    while_waiting,
     withdraw_interrupt,
 )
 
@@ -173,6 +174,38 @@ def test_a_wait_ends_with_its_time_and_a_result_with_its_error() -> None:
     failed.set_exception(TimeoutError("of the work"))
     with pytest.raises(TimeoutError, match="of the work"):
         wait_for(failed, 0.0)
+
+
+def test_work_runs_while_the_main_thread_waits() -> None:
+    """Not within the waits of the work itself, in other threads, after the end of a wait, or outside the context."""
+    calls: list[float] = []
+
+    def work() -> None:
+        calls.append(time.monotonic())
+        sleep(3 * POLL_S)
+
+    with while_waiting(work):
+        assert calls == []
+        sleep(POLL_S / 2)
+        assert calls == []
+        thread = threading.Thread(target=sleep, args=(5 * POLL_S,))
+        thread.start()
+        thread.join()
+        assert calls == []
+        sleep(10 * POLL_S)
+        assert 1 <= len(calls) <= 4
+    made = len(calls)
+    sleep(5 * POLL_S)
+    assert len(calls) == made
+
+
+def test_an_error_of_the_work_ends_the_wait() -> None:
+    def fail() -> None:
+        raise ConnectionError("lost")
+
+    with pytest.raises(ConnectionError), while_waiting(fail):
+        sleep(LONG_S)
+    sleep(2 * POLL_S)  # it does not run outside the context
 
 
 def test_handlers_of_the_surroundings_return() -> None:

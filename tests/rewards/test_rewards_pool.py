@@ -16,6 +16,7 @@ from megarl.base.processes import has_ended, wait_for_ends
 from megarl.rewards.calling import FunctionSpec, LoadedFunction, RewardTask
 from megarl.rewards.outcome import BAD_SAMPLE, INFRASTRUCTURE, TIMEOUT, Outcome
 from megarl.rewards.pool import InDriverRunner, RewardJob, RewardPool
+from megarl.rewards.pool.jobs import StreamCancelled
 
 FUNCTIONS = Path(__file__).with_name("pool_functions.py")
 NAMES = ("misbehaving", "fails_once", "whole_batch", "sleeping", "barrier", "odd_results", "echo", "leaking")
@@ -204,25 +205,46 @@ def test_jobs_that_arrive_one_by_one_have_the_outcomes_of_a_batch(streaming):
     arriving = jobs("misbehaving", "a", "wrong", *("b" * number for number in range(30)), "exit", "regex", "c")
     expected, expected_counts = streaming.run(arriving)
     stream = streaming.stream()
+    numbers = []
     for at, job in enumerate(arriving):
-        stream.submit([job])
+        numbers += stream.submit([job])
         time.sleep(0.05 * (at % 10 == 0))
-    outcomes, counts = stream.finish()
-    assert scores(outcomes) == scores(expected) and counts.retries == expected_counts.retries
+    stream.finish()
+    assert scores(stream.results(numbers)) == scores(expected)
+    assert stream.take_counts().retries == expected_counts.retries and stream.take_counts().retries == 0
     stream.cancel()  # nothing is left to cancel
+    with pytest.raises(KeyError):
+        stream.results(numbers[:1])  # the stream has forgotten them
     assert scores(streaming.run(arriving[:1])[0]) == [(1.0, None, None)]
 
 
 def test_a_job_is_scored_before_the_last_one_arrives(streaming, tmp_path):
     stream = streaming.stream()
-    stream.submit(jobs("fails_once", task("x", str(tmp_path / "called"))))
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "called").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    stream.submit(jobs("misbehaving", "ab"))
-    outcomes, counts = stream.finish()
-    assert scores(outcomes) == [(1.0, None, None), (2.0, None, None)] and counts.retries == 1
+    first = stream.submit(jobs("fails_once", task("x", str(tmp_path / "called"))))
+    assert scores(stream.results(first)) == [(1.0, None, None)] and stream.take_counts().retries == 1
+    second = stream.submit(jobs("misbehaving", "ab"))
+    stream.finish()
+    assert scores(stream.results(second)) == [(2.0, None, None)] and stream.take_counts().retries == 0
+
+
+def test_results_do_not_wait_for_other_jobs(streaming):
+    unlimited = RewardPool([FunctionSpec(f"{FUNCTIONS}:misbehaving", {}, 600.0, 8)], streaming.traits[:1], 2)
+    with unlimited:
+        stream = unlimited.stream()
+        hanging = stream.submit(jobs("misbehaving", "regex"))
+        others = [number for text in ("a", "bb", "ccc") for number in stream.submit(jobs("misbehaving", text))]
+        assert scores(stream.results(others)) == [(1.0, None, None), (2.0, None, None), (3.0, None, None)]
+    with pytest.raises(StreamCancelled):  # the pool has ended, and its stream with it
+        stream.results(hanging)
+
+
+def test_the_results_of_a_failed_run_are_its_error(streaming):
+    spec = FunctionSpec(f"{FUNCTIONS.with_name('missing.py')}:score", {}, 5.0, 1)
+    with RewardPool([spec], streaming.traits[:1], 1) as broken:
+        stream = broken.stream()
+        numbers = stream.submit(jobs("misbehaving", "a"))
+        with pytest.raises(RewardError, match=r"there is no file .*missing\.py"):
+            stream.results(numbers)
 
 
 def test_a_cancelled_stream_does_not_wait_for_its_jobs(streaming):
@@ -231,6 +253,7 @@ def test_a_cancelled_stream_does_not_wait_for_its_jobs(streaming):
         stream = unlimited.stream()
         stream.submit(jobs("misbehaving", "regex", "a"))
         stream.cancel()
+        stream.cancel()  # nothing is left to cancel
         assert scores(unlimited.run(jobs("misbehaving", "abc"))[0]) == [(3.0, None, None)]
 
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
+import uuid
+from pathlib import Path
 from typing import Any
+
+CALLS = "MEGARL_TEST_REWARD_CALLS"
+"""Environment variable: folder in which :func:`counted` leaves a file per call."""
 
 
 def length_and_index(
@@ -23,3 +29,8 @@ def odd_length(data_source: str, solution_str: str, ground_truth: str, extra_inf
 def hanging(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
     time.sleep(1000)
     return 0.0
+
+
+def counted(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
+    Path(os.environ[CALLS], uuid.uuid4().hex).touch()
+    return float(len(solution_str))

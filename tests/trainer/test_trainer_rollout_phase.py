@@ -210,7 +210,7 @@ def test_scores_are_the_same_if_samples_are_scored_while_others_are_generated(
         with rewards.early() as early:
             assert early is not None
             batch = phase({"n": 3}).generate_sequences(prompts, 1, {}, early=early)
-            assert early._rows and len(early._rows) == 24
+            assert early.names == set(range(24))
             scored = rewards.score(batch, early)
         late = rewards.score(phase({"n": 3}).generate_sequences(prompts, 1, {}))
     assert torch.equal(scored.batch.tensors["token_level_scores"], late.batch.tensors["token_level_scores"])

@@ -16,6 +16,7 @@ import pytest
 from megarl.agents.runner import AgentRunner
 from megarl.agents.types import Trajectory
 from megarl.base.errors import WeightSyncError
+from megarl.base.signals import sleep, wait_slices
 from megarl.config import RolloutConfig, TrainConfig
 from megarl.data import DataProto
 from megarl.data.loader import PromptQueue
@@ -23,6 +24,7 @@ from megarl.rewards import RewardManager, in_driver
 from megarl.rollout.interface import NO_VERSION, Completion, Request
 from megarl.rollout.serving import HeldRequests
 from megarl.trainer.phases.data_loading import load_tokenizer, prompt_loader
+from megarl.trainer.phases.reward_functions import function_manager
 from megarl.trainer.phases.reward_phase import RewardPhase
 from megarl.trainer.phases.rollout_phase import RolloutPhase
 from megarl.trainer.rollout_service.ledger import AdmissionRule, GroupLedger
@@ -35,7 +37,9 @@ from megarl.trainer.state.trainer_state import _decode, _encode
 from megarl.workers.dispatch import WorkerPlace
 from megarl.workers.rollout import RolloutWorker
 from megarl.workers.settings import RolloutSettings
+from tests.trainer.phase_rewards import CALLS
 
+FUNCTIONS = Path(__file__).with_name("phase_rewards.py")
 STEPS = 3
 
 
@@ -106,6 +110,7 @@ def make(
         tokens: int = 6,
         partial: bool = False,
         colocated: bool = False,
+        functions: RewardManager | None = None,
     ) -> Any:
         """A source of samples; staleness None = synchronous. The trainer's sync comes first, as in a run."""
         keys = {} if staleness is None else {
@@ -123,7 +128,8 @@ def make(
         runners.append(AgentRunner(config, tokenizer))
         traffic = RolloutTraffic(runners[-1], lambda: [engine])
         phase = RolloutPhase(traffic, config, tokenizer)
-        rewards = RewardPhase(RewardManager(in_driver(length), tokenizer), tokenizer, config.reward_model)
+        manager = functions or RewardManager(in_driver(length), tokenizer)
+        rewards = RewardPhase(manager, tokenizer, config.reward_model)
         prompts = PromptQueue(prompt_loader(config, tokenizer))
         engine.sharding_manager.version, engine.loses_replica = 0, False
         if staleness is None:
@@ -275,6 +281,80 @@ def test_validation_runs_beside_conversations_in_flight(make: Callable[..., Any]
     assert len(trained) == 16 and all(uid.startswith("0-") for uid in trained)
     service.close()
     assert not service.traffic.is_open
+
+
+@pytest.fixture
+def reward_processes(
+    train_config: Callable[..., TrainConfig], arithmetic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[RewardManager]:
+    """Processes that leave a file per call in ``calls``, with the scores of :func:`length`."""
+    (tmp_path / "calls").mkdir()
+    monkeypatch.setenv(CALLS, str(tmp_path / "calls"))
+    config = train_config({"reward_model.functions": {f"{FUNCTIONS}:counted": 1.0}, "reward_model.num_workers": 2})
+    with function_manager(config, load_tokenizer(str(arithmetic / "model"))) as manager:
+        yield manager
+
+
+def test_samples_are_scored_while_the_trainer_trains(
+    make: Callable[..., Any], engine: OneEngine, reward_processes: RewardManager, tmp_path: Path
+) -> None:
+    """Also after another batch was scored in between, and after a resume; the scores stay the same."""
+
+    def wait_for_calls(number: int) -> None:
+        for _ in wait_slices(60.0):
+            sleep(0.1)
+            if len(list((tmp_path / "calls").iterdir())) >= number:
+                return
+        raise TimeoutError(f"fewer than {number} samples were scored")
+
+    expected_source = make(1)
+    engine.sync_weights()
+    expected = [rows(batch) for _, batch, _ in steps_of(expected_source)]
+
+    service = make(1, functions=reward_processes, folder="second", replay=tmp_path / "run" / "batch_order.jsonl")
+    service.restore({}, 0)
+    engine.sync_weights()
+    seen = []
+    for step, batch, metrics in steps_of(service):
+        seen.append(rows(batch))
+        assert metrics["reward/failed"] == 0
+        wait_for_calls(min(16 * (step + 1), 16 * STEPS))  # the samples of the next batch, while this one is trained
+        if step == 1:
+            with service.rewards.early() as early:
+                samples = service.rollout.validate(expected_source.prompts.take(2), 1, early=early)
+                validated = service.rewards.score(samples, early)
+            assert len(validated.batch) == 2 and validated.metrics["reward/failed"] == 0
+            for file in list((tmp_path / "calls").iterdir())[:2]:
+                file.unlink()
+        if step == 2:
+            state = service.state_dict()
+    assert seen == expected and service._early.names == set()
+    assert len(list((tmp_path / "calls").iterdir())) == 16 * STEPS
+    service.close()
+
+    resumed = make(1, functions=reward_processes, folder="third")
+    resumed.ledger.load_state_dict(state["ledger"])
+    resumed.restore(state, 2)
+    wait_for_calls(16 * (STEPS + 1))  # finished samples of the checkpoint
+    engine.sync_weights()
+    assert [rows(batch) for _, batch, _ in steps_of(resumed, 3)] == expected[2:]
+    resumed.close()
+
+
+def test_an_error_while_the_trainer_trains_is_raised_by_the_next_call(
+    make: Callable[..., Any], engine: OneEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(wait_s: float) -> list[Any]:
+        raise ConnectionError("all engines are lost")
+
+    service = make(1)
+    engine.sync_weights()
+    with pytest.raises(ConnectionError, match="all engines"):
+        for _, _, _ in steps_of(service, 1, 1):
+            monkeypatch.setattr(service.traffic.runners, "finished", lose)
+            sleep(1.0)
+            assert not service.traffic.is_open
+    assert service.state_dict()["ledger"]["trained"] == 8  # raised once
 
 
 def trajectory(versions: list[int], mask: list[int] | None = None, error: str | None = None) -> Trajectory:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -76,6 +76,7 @@ class RewardPool:
         self._logs = logs
         self._failed_starts = 0
         self._threads: ThreadPoolExecutor | None = None
+        self._stream: RewardStream | None = None
 
     @property
     def traits(self) -> Sequence[FunctionTraits]:
@@ -97,7 +98,9 @@ class RewardPool:
         return RewardProcess(self._specs, self._preload, log)
 
     def close(self) -> None:
-        """End all processes."""
+        """End all processes, and a stream that is open."""
+        if self._stream is not None:
+            self._stream.cancel()
         self._end_processes()
         if self._threads is not None:
             self._threads.shutdown()
@@ -120,7 +123,11 @@ class RewardPool:
         Raises:
             RewardError: a process cannot load its functions, or several processes in a row did not start.
         """
-        return self._run(_Batch(self, jobs))
+        outcomes: dict[int, Outcome] = {}
+        batch = _Batch(self, outcomes.__setitem__, RunCounts())
+        batch.add(jobs)
+        self._run(batch)
+        return [outcomes[index] for index in range(len(jobs))], batch.counts
 
     def stream(self) -> RewardStream | None:
         """Start to run jobs as they arrive; no other run may overlap. None if a function takes whole batches."""
@@ -128,9 +135,13 @@ class RewardPool:
             return None
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="reward-pool")
-        return RewardStream(self._threads, lambda source: self._run(_Batch(self, ()), source))
+        self._stream = RewardStream(self._threads, self._run_source)
+        return self._stream
 
-    def _run(self, batch: _Batch, source: JobSource | None = None) -> tuple[list[Outcome], RunCounts]:
+    def _run_source(self, source: JobSource) -> None:
+        self._run(_Batch(self, source.put, source.counts), source)
+
+    def _run(self, batch: _Batch, source: JobSource | None = None) -> None:
         """Run the jobs of a batch, and those that a source adds to it."""
         try:
             self.start()
@@ -145,7 +156,6 @@ class RewardPool:
         except BaseException:
             self._end_processes()  # the running calls belong to an abandoned batch
             raise
-        return batch.result(), batch.counts
 
     def _receive(self, batch: _Batch, more: Sequence[int] = ()) -> None:
         """Wait for the next message, exit, deadline or readable handle of ``more``, and process messages."""
@@ -184,37 +194,44 @@ def _end_of_log(path: str | None) -> str:
 
 
 class _Batch:
-    """The jobs of one run and their state."""
+    """The unfinished jobs of a run.
 
-    def __init__(self, pool: RewardPool, jobs: Sequence[RewardJob]) -> None:
-        self.pool = pool
-        self.jobs: list[RewardJob] = []
-        self.counts = RunCounts()
+    Args:
+        pool: runs them.
+        report: receives the outcome of each job, by its number in the order of :meth:`add`.
+        counts: gets the retries and replacements.
+    """
+
+    def __init__(self, pool: RewardPool, report: Callable[[int, Outcome], None], counts: RunCounts) -> None:
+        self.pool, self.counts = pool, counts
         self.queues = [deque[_OpenJob]() for _ in pool.functions]
         self.totals = [0 for _ in pool.functions]
         self.running: dict[int, _OpenJob] = {}
-        self.outcomes: dict[int, Outcome] = {}
-        self.add(jobs)
+        self._report = report
+        self._added = self._ended = 0
 
     def add(self, jobs: Sequence[RewardJob]) -> None:
         """Queue further jobs."""
-        for index, job in enumerate(jobs, len(self.jobs)):
+        for number, queue in enumerate(self.queues):
+            if not queue:  # the jobs of earlier chunks do not count
+                self.totals[number] = 0
+        for index, job in enumerate(jobs, self._added):
             self.queues[job.function].append(_OpenJob(index, job))
             self.totals[job.function] += 1
-        self.jobs += jobs
+        self._added += len(jobs)
 
     @property
     def is_open(self) -> bool:
         """Whether a job is unfinished."""
-        return len(self.outcomes) < len(self.jobs)
+        return self._ended < self._added
 
-    def result(self) -> list[Outcome]:
-        """Return the outcomes in the order of the jobs."""
-        return [self.outcomes[index] for index in range(len(self.jobs))]
+    def _end(self, index: int, outcome: Outcome) -> None:
+        self._ended += 1
+        self._report(index, outcome)
 
     def _chunk_size(self, number: int) -> int:
         if self.pool.traits[number].batch:
-            return len(self.jobs)
+            return self._added
         chunks = self.pool.processes * CHUNKS_PER_PROCESS
         return max(1, min(LARGEST_CHUNK, -(-self.totals[number] // chunks)))
 
@@ -249,7 +266,7 @@ class _Batch:
             for open_job in reversed(chunk):
                 problem = _pickle_problem(open_job.job.task)
                 if problem:
-                    self.outcomes[open_job.index] = failed_outcome(BAD_SAMPLE, problem)
+                    self._end(open_job.index, failed_outcome(BAD_SAMPLE, problem))
                 else:
                     self.queues[open_job.job.function].appendleft(open_job)
             return False
@@ -260,13 +277,13 @@ class _Batch:
         if outcome.kind == INFRASTRUCTURE:
             self._retry(open_job, outcome)
         else:
-            self.outcomes[index] = outcome
+            self._end(index, outcome)
 
     def _retry(self, open_job: _OpenJob, outcome: Outcome) -> None:
         """Queue another attempt, or record the failure after the last one."""
         open_job.attempts += 1
         if open_job.attempts > self.pool.max_retries:
-            self.outcomes[open_job.index] = outcome
+            self._end(open_job.index, outcome)
             return
         self.counts.retries += 1
         open_job.not_before = time.monotonic() + retry_delay_s(open_job.attempts)
@@ -286,7 +303,7 @@ class _Batch:
                 open_job.alone = True
         for open_job in at_fault:
             if overdue:
-                self.outcomes[open_job.index] = timeout_outcome(spec)
+                self._end(open_job.index, timeout_outcome(spec))
             elif manner == OUT_OF_MEMORY and worker.has_answered:  # earlier calls may have kept the memory
                 open_job.alone = not traits.batch
                 self.queues[number].appendleft(open_job)

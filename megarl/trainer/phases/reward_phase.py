@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple, Protocol, Self
 
 import numpy as np
@@ -38,7 +38,9 @@ class BatchScorer(Protocol):
     def score_early(self) -> EarlyScores | None:
         """Start to score samples before their batch is complete; None if the functions cannot."""
 
-    def score(self, batch: DataProto, early: EarlyScores | None = None) -> Scored[DataProto]:
+    def score(
+        self, batch: DataProto, early: EarlyScores | None = None, names: Sequence[Hashable] | None = None
+    ) -> Scored[DataProto]:
         """Score a batch; rows whose reward failed are masked."""
 
     def __enter__(self) -> Self:
@@ -105,6 +107,7 @@ class RewardPhase:
         self.tokenizer = tokenizer
         self.keys = keys
         self.model = model
+        self._ahead: EarlyScores | None = None
 
     @contextlib.contextmanager
     def early(self) -> Iterator[EarlyScores | None]:
@@ -112,23 +115,48 @@ class RewardPhase:
 
         An error within the block abandons them.
         """
-        early = self.functions.score_early() if self.keys.launch_reward_fn_async else None
+        self._settle_ahead()
+        early = self._score_early()
         try:
             yield early
         finally:
             if early is not None:
                 early.cancel()
 
-    def score(self, batch: DataProto, early: EarlyScores | None = None) -> Scored[DataProto]:
+    def ahead(self) -> EarlyScores | None:
+        """Score samples of later batches with functions, if configured and possible, until the processes end.
+
+        Other batches may be scored in between: they wait for the samples ahead.
+        """
+        self._ahead = self._score_early()
+        return self._ahead
+
+    def _score_early(self) -> EarlyScores | None:
+        return self.functions.score_early() if self.keys.launch_reward_fn_async else None
+
+    def _settle_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.settle()
+
+    def score(
+        self, batch: DataProto, early: EarlyScores | None = None, names: Sequence[Hashable] | None = None
+    ) -> Scored[DataProto]:
         """Add ``token_level_scores``, ``response_mask`` and extra columns to the batch; see :class:`Scored`.
 
         With a reward model, also adds the column ``reward_extra_rm_score``, ``reward_extra_function_score`` if a
         function scores too, and metrics of both over the rows that count.
 
+        Args:
+            batch: samples.
+            early: see :meth:`RewardManager.score`.
+            names: see :meth:`RewardManager.score`.
+
         Raises:
             RewardError: see the reward manager; or the reward model's score of a row is not finite.
         """
-        scored = self.functions.score(batch, early)
+        if early is None:
+            self._settle_ahead()
+        scored = self.functions.score(batch, early, names)
         return scored if self.model is None else self._combine(scored, self.model.score(scored.batch))
 
     def _combine(self, scored: Scored[DataProto], model: ModelScores) -> Scored[DataProto]:

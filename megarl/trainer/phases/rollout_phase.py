@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -38,8 +38,21 @@ ROLLOUT_METRICS = "rollout_metrics"
 class SampleSink(Protocol):
     """Receives samples before their batch is complete."""
 
-    def add(self, row: int, columns: Mapping[str, Any], prompt: Integers, response: Integers) -> None:
-        """Receive the sample of a row of the batch: its non-tensor columns, and token ids of prompt and response."""
+    def add(self, name: Hashable, columns: Mapping[str, Any], prompt: Integers, response: Integers) -> None:
+        """Receive a sample: its name, non-tensor columns, and token ids of prompt and response."""
+
+
+def send_sample(sink: SampleSink, name: Hashable, facts: Mapping[str, Any], trajectory: Trajectory) -> None:
+    """Send a sample to a sink, unless its conversation failed or it has no response.
+
+    Args:
+        sink: receives it.
+        name: of the sample in the sink.
+        facts: columns of its prompt.
+        trajectory: of the sample.
+    """
+    if trajectory.error is None and len(trajectory.response_ids):
+        sink.add(name, {**facts, **trajectory.fields}, trajectory.prompt_ids, trajectory.response_ids)
 
 
 class RolloutPhase:
@@ -163,9 +176,8 @@ class RolloutPhase:
                 for name, trajectory in self.traffic.finished(WAIT_S, waiting):
                     waiting.remove(name)
                     trajectories[name] = trajectory
-                    if early is not None and trajectory.error is None and len(trajectory.response_ids):
-                        columns = {**facts[name.group], **trajectory.fields}
-                        early.add(rows[name], columns, trajectory.prompt_ids, trajectory.response_ids)
+                    if early is not None:
+                        send_sample(early, rows[name], facts[name.group], trajectory)
         except Exception:
             if self.traffic.is_open and not shared:
                 with contextlib.suppress(Exception):  # the first error is the cause

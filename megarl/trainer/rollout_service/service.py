@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from megarl.agents.types import ConversationGroup, PlannedSample, SampleId, Trajectory
 from megarl.base.errors import WeightSyncError
+from megarl.base.signals import while_waiting
 from megarl.config.schema.async_training import COLOCATED
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data import DataProto
 from megarl.data.loader import PromptQueue
+from megarl.rewards.manager import EarlyScores
 from megarl.rollout.interface import NO_VERSION
 from megarl.rollout.router import RouterStats
 from megarl.rollout.serving import HeldRequests
 from megarl.trainer.jobs.roles import Roles
 from megarl.trainer.phases.dynamic_sampling import SampleCollector
 from megarl.trainer.phases.reward_phase import RewardPhase
-from megarl.trainer.phases.rollout_phase import RolloutPhase
+from megarl.trainer.phases.rollout_phase import RolloutPhase, send_sample
 from megarl.trainer.records.metrics import Metrics
 from megarl.trainer.rollout_service.idle_clock import IdleClock
 from megarl.trainer.rollout_service.ledger import AdmissionRule, GroupLedger
@@ -50,11 +53,11 @@ def restored_ledger(config: TrainConfig, total_steps: int, resume: Resume | None
 class RolloutService:
     """Generates under the admission rule: on separate devices during training, or on shared ones between updates.
 
-    Prompts are admitted after each weight sync, up to the capacity of the ledger. A batch leaves as soon as its groups
-    are complete. The next sync interrupts the responses in flight and continues them with the new weights
-    (``partial_rollout``), or waits for their ends. In colocated mode they pause from the end of the batch on. With
-    staleness 0 and one batch per sync, none is in flight: the samples, their order and their seeds are those of
-    synchronous training.
+    Prompts are admitted after each weight sync, up to the capacity of the ledger. Samples are scored as they end, also
+    while the trainer trains. A batch leaves as soon as its groups are complete. The next sync interrupts the responses
+    in flight and continues them with the new weights (``partial_rollout``), or waits for their ends. In colocated mode
+    they pause from the end of the batch on. With staleness 0 and one batch per sync, none is in flight: the samples,
+    their order and their seeds are those of synchronous training.
 
     Args:
         config: complete.
@@ -87,6 +90,8 @@ class RolloutService:
         self._groups: dict[int, ConversationGroup] = {}
         self._ended: dict[SampleId, Trajectory] = {}
         self._idle = IdleClock()
+        self._early: EarlyScores | None = None
+        self._error: Exception | None = None
         self._unsent: list[int] = []
         self._replacements = roles.replacements
 
@@ -108,15 +113,16 @@ class RolloutService:
                 self.roles.actor.hold_weights()
         for _ in range(self.keys.sync_interval):
             with phase("gen"):
-                batch, metrics = self._collect()
+                batch, names, metrics = self._collect()
                 if self._is_colocated:
                     self.roles.pause_engines()
             with phase("reward"):
-                scored = self.rewards.score(batch)
+                scored = self.rewards.score(batch, self._early, names)
                 self.collector.add(scored.batch, metrics | scored.metrics)
                 finished: Metrics = {}
                 batch = self.collector.finish(finished)
-            yield batch, finished
+            with nullcontext() if self._is_colocated else while_waiting(self._receive_meanwhile):
+                yield batch, finished
         if held:
             self.roles.actor.release_weights()
 
@@ -126,6 +132,7 @@ class RolloutService:
         Returns:
             Metrics of the sync, and of engines and trainer since the last one.
         """
+        self._raise_error()
         in_flight = self.keys.partial_rollout and self.ledger.running
         metrics = self._sync_in_flight() if in_flight or self._is_colocated else self._sync_when_idle()
         self._replacements = self.roles.replacements
@@ -149,19 +156,24 @@ class RolloutService:
         The ledger is restored before the workers start, see :func:`restored_ledger`.
         """
         self.roles.sharding_manager.version = step  # weight versions go on, and those of finished samples stay valid
+        self._early = self.rewards.ahead()
         if not state:
             return
         self._groups = {group["number"]: self._restored_group(group) for group in state[GROUPS]}
         self._ended = {SampleId(group, sample): Trajectory(**fields) for group, sample, fields in state[SAMPLES]}
+        for name, trajectory in self._ended.items():
+            self._score(name, trajectory)
         self._unsent = self.ledger.running
 
     def close(self) -> None:
         """Abandon the work in flight."""
+        if self._early is not None:
+            self._early.cancel()
         if self.traffic.is_open:
             self.traffic.close()
 
-    def _collect(self) -> tuple[DataProto, Metrics]:
-        """Wait until the groups of a batch are complete; return their samples in the order of admission."""
+    def _collect(self) -> tuple[DataProto, list[SampleId], Metrics]:
+        """Wait until the groups of a batch are complete; return their samples in the order of admission, and names."""
         self._admit()
         with self._idle.waiting():
             while (numbers := self._next_groups()) is None:
@@ -182,7 +194,7 @@ class RolloutService:
             del self._groups[number]
         for name in names:
             del self._ended[name]
-        return batch, metrics
+        return batch, names, metrics
 
     def _next_groups(self) -> list[int] | None:
         if self.replay is None:
@@ -213,12 +225,32 @@ class RolloutService:
         return self._groups[number].only(missing)
 
     def _receive(self, wait_s: float) -> None:
-        """Record the samples that have ended."""
+        """Record the samples that have ended, and start to score them."""
+        self._raise_error()
         if not self.traffic.is_open:
             return
         for name, trajectory in self.traffic.finished(wait_s):
             self._ended[name] = trajectory
             self.ledger.end_sample(*name)
+            self._score(name, trajectory)
+
+    def _receive_meanwhile(self) -> None:
+        """Record the samples that have ended while the trainer trains; the next :meth:`_receive` raises an error."""
+        if self._error is None:
+            try:
+                self._receive(0.0)
+            except Exception as error:
+                self._error = error
+
+    def _raise_error(self) -> None:
+        """Raise an error of :meth:`_receive_meanwhile`, once."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _score(self, name: SampleId, trajectory: Trajectory) -> None:
+        if self._early is not None:
+            send_sample(self._early, name, self._groups[name.group].facts, trajectory)
 
     def _sync_when_idle(self) -> Metrics:
         """Wait until no conversation is in flight, and replace the weights."""
