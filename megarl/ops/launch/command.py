@@ -30,7 +30,7 @@ from megarl.ops.launch.options import (
     parse_pairs,
     read_job,
     split_job,
-    with_engine_nodes,
+    with_machines,
 )
 from megarl.ops.launch.protocol import AgentEvent
 from megarl.ops.launch.session import INTERRUPT, ClusterSession, LaunchInterrupted, NodeLost
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run_here(job.words)
         place = _resolve_place(options)
         check_unused_options(options, place, is_megarl=is_megarl)
-        job = with_engine_nodes(job, place)
+        job = with_machines(job, place, options.devices_per_node if is_megarl else None)
         for note in job.notes:
             say(note)
         if place == "sbatch":
@@ -222,7 +222,7 @@ def _launch(place: str, options: argparse.Namespace, job: JobToRun) -> int:
     if len(hosts) < job.nodes:
         raise ConfigError(
             f"{job.size_keys}: {count_noun(job.nodes, 'node')}, but hosts are only {len(hosts)}: {', '.join(hosts)}. "
-            "Add hosts, or lower the number of nodes"
+            "Add hosts, lower the number of nodes, or let nodes share a machine by --devices-per-node"
         )
     if len(hosts) > job.nodes:
         say(f"{job.nodes} of {len(hosts)} hosts are used; {', '.join(hosts[job.nodes :])} are spares")

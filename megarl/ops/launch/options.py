@@ -25,7 +25,8 @@ joins the Ray cluster at RAY_ADDRESS. The configuration sets the number of nodes
 (trainer.nnodes, trainer.n_gpus_per_node; engines with devices of their own add
 actor_rollout_ref.rollout.nnodes). For everything else see docs/launch.md."""
 _WORKER_PORTS_HELP = f"ports of Ray's workers ({'-'.join(map(str, WORKER_PORTS))})"
-_COMMAND_OPTIONS = ("nodes", "devices_per_node", "device")
+_COMMAND_OPTIONS = ("nodes", "device")
+_ENGINE_DEVICES = "actor_rollout_ref.rollout.n_gpus_per_node"
 _OPTION_PLACES = {
     **dict.fromkeys(("image", "namespace", "pod_cpus", "pod_memory", "pod_shared_memory"), ("kubernetes",)),
     **dict.fromkeys(("volume", "secret", "node_label"), ("kubernetes",)),
@@ -120,7 +121,9 @@ def launch_parser() -> argparse.ArgumentParser:
 def _add_node_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the nodes")
     group.add_argument("--nodes", type=_count, help="for a command after --: number of machines")
-    group.add_argument("--devices-per-node", type=_count, help="for a command after --: devices per machine")
+    group.add_argument(
+        "--devices-per-node", type=_count, help="devices of each machine; default for a job: those of a node"
+    )
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="for a command after --")
     group.add_argument("--python", default=sys.executable, help="interpreter on the nodes; default: this one's path")
     group.add_argument("--workdir", default=current_folder(), help="working directory on the nodes; default: this one")
@@ -200,7 +203,7 @@ def _range(text: str) -> tuple[int, int]:
 def read_job(words: Sequence[str], max_restarts: int) -> JobToRun:
     """Read the requirements of a megarl job from its configuration.
 
-    ``nodes`` are the trainer's; :func:`with_engine_nodes` adds those of engines with devices of their own.
+    ``nodes`` are the trainer's; :func:`with_machines` adds those of engines with devices of their own.
 
     Args:
         words: the job's name and arguments, as after ``megarl``.
@@ -246,33 +249,55 @@ def command_job(words: Sequence[str], nodes: int | None, devices: int | None, de
     return JobToRun(tuple(words), False, "command", nodes, device, devices, size_keys=f"--nodes={nodes}")
 
 
-def with_engine_nodes(job: JobToRun, place: str) -> JobToRun:
-    """Add the machines of engines with devices of their own (disaggregated mode) to a job.
+def with_machines(job: JobToRun, place: str, devices_per_node: int | None) -> JobToRun:
+    """Set the machines of a job to those that hold the nodes of the trainer, and of engines with devices of their own.
 
-    One machine holds both pools with ``--on local``, if each is one node.
+    Without a number of devices per machine each node is a machine, except that with ``--on local`` the machine holds
+    both pools of one node each.
 
     Args:
         job: from :func:`read_job`.
         place: resolved value of ``--on``.
+        devices_per_node: devices of each machine, from the command line.
 
     Raises:
-        ConfigError: the pools differ in devices per node; one number describes all nodes of a cluster.
+        ConfigError: a node has more devices than a machine, or the pools differ in devices per node and the devices
+            per machine are not set.
     """
-    if not job.engine_nodes:
-        return job
-    if place == "local" and job.nodes == job.engine_nodes == 1:
-        return replace(job, devices=job.devices + job.engine_devices)
-    if job.devices != job.engine_devices:
-        total = job.engine_nodes * job.engine_devices
-        nodes = f", actor_rollout_ref.rollout.nnodes={total // job.devices}" if total % job.devices == 0 else ""
-        raise ConfigError(
-            f"trainer.n_gpus_per_node={job.devices} and actor_rollout_ref.rollout.n_gpus_per_node={job.engine_devices} "
-            "differ, and megarl launch starts nodes with the same number of devices. Set "
-            f"actor_rollout_ref.rollout.n_gpus_per_node={job.devices}{nodes}, or start the Ray cluster yourself and "
-            "set RAY_ADDRESS"
-        )
-    keys = f"{job.size_keys} and actor_rollout_ref.rollout.nnodes={job.engine_nodes}"
-    return replace(job, nodes=job.nodes + job.engine_nodes, size_keys=keys)
+    if devices_per_node is None:
+        if not job.engine_nodes:
+            return job
+        if place == "local" and job.nodes == job.engine_nodes == 1:
+            devices_per_node = job.devices + job.engine_devices
+        elif job.devices == job.engine_devices:
+            devices_per_node = job.devices
+        else:
+            raise ConfigError(
+                f"trainer.n_gpus_per_node={job.devices} and {_ENGINE_DEVICES}={job.engine_devices} differ. Set the "
+                "devices of each machine by --devices-per-node, so that the launcher knows which nodes share one"
+            )
+    keys = job.size_keys
+    if job.engine_nodes:
+        keys = f"{keys} and actor_rollout_ref.rollout.nnodes={job.engine_nodes}"
+    for key, devices in (("trainer.n_gpus_per_node", job.devices), (_ENGINE_DEVICES, job.engine_devices)):
+        if devices > devices_per_node:
+            raise ConfigError(
+                f"{key}={devices} exceeds --devices-per-node={devices_per_node}, the devices of a machine"
+            )
+    nodes = _machines([job.devices] * job.nodes + [job.engine_devices] * job.engine_nodes, devices_per_node)
+    return replace(job, nodes=nodes, devices=devices_per_node, size_keys=keys)
+
+
+def _machines(nodes: Sequence[int], capacity: int) -> int:
+    """Count the machines of ``capacity`` devices that hold nodes of these sizes, placed from large to small."""
+    free: list[int] = []
+    for devices in sorted(nodes, reverse=True):
+        fitting = [at for at, left in enumerate(free) if left >= devices]
+        if fitting:
+            free[min(fitting, key=free.__getitem__)] -= devices  # best fit, as megarl.cluster.resources places pools
+        else:
+            free.append(capacity - devices)
+    return len(free)
 
 
 def _check_restarts(trainer: TrainingRunConfig) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ class JobToRun:
         nodes: number of machines.
         device: device type.
         devices: GPUs, or CPU slots, per machine.
-        engine_nodes: number of machines of the rollout engines alone; ``with_engine_nodes`` adds them to ``nodes``.
+        engine_nodes: number of nodes of the rollout engines alone; ``with_machines`` adds their machines to ``nodes``.
         engine_devices: devices on each of them.
         size_keys: keys or options that set the number of machines, with their values, for messages.
         checkpoint_dir: checkpoint folder; empty = no checkpoints.

@@ -13,13 +13,13 @@ from megarl.cli import main as megarl
 from megarl.ops.doctor.node.results import CheckResult, NodeReport, Status
 from megarl.ops.launch import command
 from megarl.ops.launch.checks import DoctorSummary, doctor_command, parse_doctor_output
-from megarl.ops.launch.options import read_job, split_job, with_engine_nodes
+from megarl.ops.launch.options import read_job, split_job, with_machines
 
 QUICK = ["train", "--config-name", "quickstart"]
 MODEL = Path(__file__).parents[1] / "plan/models/Qwen2.5-32B"
 ASYNC = ["train", "-cn", "run_32b_async", f"actor_rollout_ref.model.path={MODEL}", "data.train_files=none"]
 ROLLOUT = "actor_rollout_ref.rollout"
-UNEQUAL = f"trainer.n_gpus_per_node=8 and {ROLLOUT}.n_gpus_per_node=4 differ, .*"
+UNEQUAL = f"trainer.n_gpus_per_node=8 and {ROLLOUT}.n_gpus_per_node=4 differ. "
 
 
 def launch(capsys, *argv):
@@ -63,13 +63,21 @@ def test_missing_job(argv):
         *(
             (
                 [*place, *ASYNC, f"{ROLLOUT}.n_gpus_per_node=4"],
-                UNEQUAL + f"Set {ROLLOUT}.n_gpus_per_node=8, {ROLLOUT}.nnodes=2, or",
+                UNEQUAL + "Set the devices of each machine by --devices-per-node",
             )
             for place in (["--hosts=a"], ["--on=sbatch"], ["--on=kubernetes", "--image=x"], ["--on=local"])
         ),
         (
-            ["--hosts=a", *ASYNC, f"{ROLLOUT}.n_gpus_per_node=12", f"{ROLLOUT}.nnodes=1"],
-            f"{ROLLOUT}.n_gpus_per_node=12 differ, .* Set {ROLLOUT}.n_gpus_per_node=8, or start the Ray cluster",
+            ["--hosts=a", "--devices-per-node=8", *ASYNC, f"{ROLLOUT}.n_gpus_per_node=12", f"{ROLLOUT}.nnodes=1"],
+            f"{ROLLOUT}.n_gpus_per_node=12 exceeds --devices-per-node=8",
+        ),
+        (
+            ["--hosts=a", "--devices-per-node=4", *ASYNC, "trainer.nnodes=1", f"{ROLLOUT}.nnodes=1"],
+            "trainer.n_gpus_per_node=8 exceeds --devices-per-node=4",
+        ),
+        (
+            ["--hosts=a", "--devices-per-node=8", *ASYNC, "trainer.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=4"],
+            f"trainer.nnodes=1 and {ROLLOUT}.nnodes=4: 3 nodes, but hosts are only 1: a. .* by --devices-per-node",
         ),
         (["--on=ssh", *QUICK], "--on ssh needs --hosts"),
         ([*QUICK, "trainer.nnodes=2", "trainer.device=cuda"], "trainer.nnodes=2 on one machine: nodes would share"),
@@ -154,10 +162,32 @@ def test_nodes_of_the_engines_are_launched(monkeypatch, capsys, tmp_path):
 def test_one_machine_holds_a_trainer_and_engines_of_one_node_each():
     sizes = ["trainer.nnodes=1", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=4"]
     job = read_job([*ASYNC, *sizes], 0)
-    local = with_engine_nodes(job, "local")
+    local = with_machines(job, "local", None)
     assert (local.nodes, local.devices) == (1, 12), "12 devices of one Ray node"
     synchronous = read_job(QUICK, 0)
-    assert with_engine_nodes(synchronous, "ssh") is synchronous
+    assert with_machines(synchronous, "ssh", None) is synchronous
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engines", "machines"),
+    [((1, 4), (1, 4), 1), ((2, 8), (3, 4), 4), ((4, 4), (1, 2), 3), ((2, 4), (2, 4), 2), ((2, 2), (2, 6), 2)],
+)
+def test_nodes_share_machines_of_a_given_size(trainer, engines, machines, monkeypatch, capsys, tmp_path):
+    """Of 8 devices each, as nodes and devices of trainer and engines; the other places get the same numbers."""
+    monkeypatch.chdir(tmp_path)
+    sizes = [f"trainer.nnodes={trainer[0]}", f"trainer.n_gpus_per_node={trainer[1]}",
+             f"{ROLLOUT}.nnodes={engines[0]}", f"{ROLLOUT}.n_gpus_per_node={engines[1]}"]  # fmt: skip
+    layout = [
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
+        f"{ROLLOUT}.tensor_model_parallel_size=1",
+    ]
+    job = read_job([*ASYNC, *sizes, *layout], 0)
+    shared = with_machines(job, "ssh", 8)
+    assert (shared.nodes, shared.devices) == (machines, 8)
+    assert command.main(["--on=sbatch", "--devices-per-node=8", *ASYNC, *sizes, *layout]) == 0
+    script = capsys.readouterr().out
+    assert f"#SBATCH --nodes={machines}\n" in script and "#SBATCH --gpus-per-node=8\n" in script
+    assert "--devices-per-node=8" in script.splitlines()[-1], "the launcher in the allocation counts the same machines"
 
 
 def test_report_of_the_doctor_is_summarized():
