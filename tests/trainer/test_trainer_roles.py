@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +22,7 @@ def test_engines_are_built_after_the_roles_that_train_and_sleep_until_the_first_
     train_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU SGLang sizes its KV cache by the memory that is free when it starts."""
-    config = train_config({"algorithm.adv_estimator": "gae"})
+    config = train_config({"algorithm.adv_estimator": "gae", "actor_rollout_ref.rollout.health.timeout_s": 2.0})
     calls: list[tuple[str, str, tuple[Any, ...]]] = []
     submit = WorkerGroup.submit
 
@@ -47,6 +49,12 @@ def test_engines_are_built_after_the_roles_that_train_and_sleep_until_the_first_
         assert roles.describe().splitlines()[-1] == "rollout: embedded, TP1, float32"
         assert roles.sync_weights()["weight_sync/verified"] == 1
         assert roles.rollout.weight_version() == [1] * roles.rollout.world_size
+
+        # A replica that is frozen when a sync interrupts its requests is replaced after health.timeout_s.
+        os.kill(roles.rollout.processes[0].pid, signal.SIGSTOP)
+        metrics, held = roles.sync_weights_in_flight()
+        assert metrics["weight_sync/verified"] == 1 and held.requests == 0 and roles.replacements == 1
+        assert roles.rollout.weight_version() == [2] * roles.rollout.world_size
 
 
 def _elements(folder: str) -> int:

@@ -79,6 +79,7 @@ class Roles:
         sharding_manager: sends the actor's weights to the replicas.
         connect: builds a sharding manager for the current processes.
         shared_devices: whether the replicas run on the trainer's devices.
+        answer_s: seconds for a replica to interrupt or continue its requests; a silent one is replaced.
         replacements: number of lost replicas that were replaced.
     """
 
@@ -91,6 +92,7 @@ class Roles:
     sharding_manager: ShardingManager
     connect: Callable[[ActorGroup, RolloutGroup], ShardingManager]
     shared_devices: bool = True
+    answer_s: float = 180.0
     replacements: int = 0
 
     def replicas(self) -> list[ReplicaProcess]:
@@ -109,7 +111,7 @@ class Roles:
         """Interrupt all requests and free the engines' memory for training; a sync in flight continues the requests."""
 
         def pause() -> None:
-            self.rollout.submit("pause").result(self.sharding_manager.options.timeout_s)
+            self.rollout.submit("pause").result(self.answer_s)
             self.sharding_manager.free_engines()
 
         self._retry_with_new_replicas(pause)
@@ -124,9 +126,9 @@ class Roles:
 
         def sync() -> tuple[dict[str, float], HeldRequests]:
             self.sharding_manager.version = version  # a repetition sends the same weights under the same version
-            held = self.rollout.submit("pause").result(self.sharding_manager.options.timeout_s)
+            held = self.rollout.submit("pause").result(self.answer_s)
             metrics = self.sharding_manager.sync_weights()
-            self.rollout.resume()
+            self.rollout.submit("resume").result(self.answer_s)
             return metrics, HeldRequests(sum(one.requests for one in held), sum(one.tokens for one in held))
 
         return self._retry_with_new_replicas(sync)
@@ -269,7 +271,8 @@ class RoleBuilder:
         reference = reference_group or (actor if self._has_reference() else None)
         sync = self._connect(actor, rollout)
         sync.free_engines()
-        return Roles(actor, critic, reference, reward_model, teachers, rollout, sync, self._connect, shared)
+        answer_s = self.policy.rollout.health.timeout_s
+        return Roles(actor, critic, reference, reward_model, teachers, rollout, sync, self._connect, shared, answer_s)
 
     def _actor(self) -> ActorGroup:
         reference = None
