@@ -136,7 +136,8 @@ def pad_right(rows: Sequence[Row], pad: float = 0, dtype: torch.dtype = torch.in
 def _pad(rows: Sequence[Row], pad: float, dtype: torch.dtype, *, left: bool) -> Tensor:
     width = max(map(len, rows), default=0)
     padded = torch.full((len(rows), width), pad, dtype=dtype)
+    values = padded.numpy()  # takes read-only rows, and is faster for lists
     for index, row in enumerate(rows):
         start = width - len(row) if left else 0
-        padded[index, start : start + len(row)] = torch.as_tensor(row, dtype=dtype)
+        values[index, start : start + len(row)] = row
     return padded
