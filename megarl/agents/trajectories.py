@@ -7,10 +7,10 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-import torch
 
 from megarl.agents.types import AgentError, FinishedSample, Integers, Trajectory
-from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
+from megarl.data import DataProto
+from megarl.data.ragged import Rows, ragged_columns
 
 logger = logging.getLogger(__name__)
 
@@ -97,24 +97,16 @@ def trajectories_to_batch(
     prompts = [_nonempty(trajectory.prompt_ids, pad_token_id) for trajectory in trajectories]
     responses = [_nonempty(trajectory.response_ids, pad_token_id) for trajectory in trajectories]
     masks = [_train_mask(trajectory, state_masking) for trajectory in trajectories]
-    tensors = {
-        "prompts": pad_left(prompts, pad_token_id),
-        "responses": pad_right(responses, pad_token_id),
-        "response_mask": pad_right(masks),
-        "generated_mask": pad_right([_nonempty(trajectory.generated_mask, 0) for trajectory in trajectories]),
-        "rollout_log_probs": pad_right(
-            [_nonempty(trajectory.log_probs, 0.0) for trajectory in trajectories], dtype=torch.float32
-        ),
+    rows: dict[str, Rows] = {
+        "prompts": prompts,
+        "responses": responses,
+        "response_mask": masks,
+        "generated_mask": [_nonempty(trajectory.generated_mask, 0) for trajectory in trajectories],
+        "rollout_log_probs": [_nonempty(trajectory.log_probs, 0.0) for trajectory in trajectories],
     }
     if with_versions:
-        versions = [_versions(trajectory) for trajectory in trajectories]
-        tensors["weight_versions"] = pad_right(versions).to(torch.int32)
-    tensors["attention_mask"] = attention_mask_of(
-        list(map(len, prompts)),
-        list(map(len, responses)),
-        tensors["prompts"].shape[1],
-        tensors["responses"].shape[1],
-    )
+        rows["weight_versions"] = [_versions(trajectory) for trajectory in trajectories]
+    tensors = ragged_columns(rows, {"prompts": pad_token_id, "responses": pad_token_id})
     names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.fields)
     columns = {name: [trajectory.fields.get(name) for trajectory in trajectories] for name in names}
     columns["num_turns"] = [trajectory.num_turns for trajectory in trajectories]

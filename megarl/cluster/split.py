@@ -19,6 +19,7 @@ from megarl.data import (
     check_longest,
     common_micro_batch_count,
     fewest_micro_batches,
+    token_counts,
 )
 from megarl.data.shared_prompts import SharedPromptRows, partition_by_prompt
 from megarl.models.sequence_cost import TOKENS, SequenceCost
@@ -29,11 +30,11 @@ Plan = list[list[int]]
 
 
 def row_lengths(batch: DataProto) -> list[int] | None:
-    """Count the real tokens of each row in ``attention_mask`` ``[rows, P + R]``; None before there are responses."""
+    """Count the tokens of each row; None before there are responses."""
     columns = batch.tensors
     if "attention_mask" not in columns or not {"responses", "rejected"} & columns.keys():
         return None
-    return columns["attention_mask"].sum(-1).tolist()
+    return token_counts(batch)
 
 
 def row_costs(batch: DataProto, cost: SequenceCost = TOKENS) -> list[float]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megarl.data.packing import check_longest, common_micro_batch_count, fewest_micro_batches, plan_micro_batches
     from megarl.data.protocol import DataProto
     from megarl.data.rows import check_files
-    from megarl.data.sequences import attention_mask_of, pad_left, pad_right, sequence_lengths
+    from megarl.data.sequences import attention_mask_of, pad_left, pad_right, sequence_lengths, token_counts
     from megarl.data.supervised_datasets import PairDataset, SFTDataset
 
 _MODULES = {
@@ -41,6 +41,7 @@ _MODULES = {
     "plan_micro_batches": "packing",
     "sequence_lengths": "sequences",
     "stratified_minibatch_order": "balance",
+    "token_counts": "sequences",
 }
 
 __all__ = [
@@ -65,6 +66,7 @@ __all__ = [
     "plan_micro_batches",
     "sequence_lengths",
     "stratified_minibatch_order",
+    "token_counts",
 ]
 
 

@@ -7,21 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from megarl.base.errors import DataError
-from megarl.data.columns import column_widths
-from megarl.data.ragged import (
-    PackedBatch,
-    RowSelection,
-    join_rows,
-    merge_mappings,
-    pack_columns,
-    require_same_keys,
-    unpack_columns,
-)
-from megarl.data.sequences import read_spans
+from megarl.data.columns import Widths, column_widths
+from megarl.data.ragged import Columns, PackedColumns, join_rows, merge_mappings, require_same_keys
 
 if TYPE_CHECKING:  # importing it costs over a second of CPU time in every process
     from tensordict import TensorDict
@@ -33,7 +23,8 @@ class DataProto:
     """Rows of tensors and Python objects, with metadata of the whole batch.
 
     Methods return new batches and do not change this one, except :meth:`pop`; new batches may share memory with the old
-    one. Pickling drops padding (:mod:`megarl.data.ragged`).
+    one. Received, split and joined batches have no padding (:mod:`megarl.data.ragged`): a padded tensor is built when
+    its column is read.
 
     Args:
         batch: tensors ``[rows, ...]`` by column; None if the batch has no tensors.
@@ -50,20 +41,21 @@ class DataProto:
         non_tensor_batch: dict[str, np.ndarray] | None = None,
         meta_info: dict[str, Any] | None = None,
     ) -> None:
-        self._columns = batch
+        self._columns: Columns | TensorDict | None = None
+        self.batch = batch
         self.non_tensor_batch = {} if non_tensor_batch is None else non_tensor_batch
         self.meta_info = {} if meta_info is None else meta_info
-        rows = len(self)
-        for name, tensor in self.tensors.items():
+        rows, shapes = len(self), self._stored().shapes()
+        for name, tensor in shapes.items():
             _check_rows(f"column {name!r}", len(tensor), rows)
         for name, values in self.non_tensor_batch.items():
             if not isinstance(values, np.ndarray) or values.dtype != object or values.ndim != 1:
                 raise DataError(f"non-tensor column {name!r} must be an object array [rows], got {values!r:.200}")
             _check_rows(f"non-tensor column {name!r}", len(values), rows)
-        both = sorted(self.non_tensor_batch.keys() & self.tensors.keys())
+        both = sorted(self.non_tensor_batch.keys() & shapes.keys())
         if both:
             raise DataError(f"columns {both} are both tensors and non-tensors; rename one of each")
-        column_widths(self.tensors)
+        column_widths(shapes)
 
     @property
     def batch(self) -> TensorDict | None:
@@ -73,13 +65,14 @@ class DataProto:
         """
         from tensordict import TensorDict
 
-        if self._columns is not None and not isinstance(self._columns, TensorDict):
+        if isinstance(self._columns, Columns):
             self._columns = TensorDict(dict(self._columns), batch_size=[len(self)])
         return self._columns
 
     @batch.setter
     def batch(self, columns: Mapping[str, Tensor] | TensorDict | None) -> None:
-        self._columns = columns
+        # TensorDict is no Mapping, and importing it takes long.
+        self._columns = Columns.of(columns) if isinstance(columns, Mapping) else columns
 
     @classmethod
     def from_dict(
@@ -99,13 +92,7 @@ class DataProto:
             DataError: columns differ in their number of rows, a value is not a tensor or has no row dimension, or a
                 declared column has the wrong shape.
         """
-        tensors, non_tensors = dict(tensors or {}), non_tensors or {}
-        rows = None
-        for name, tensor in tensors.items():
-            if not isinstance(tensor, Tensor) or tensor.dim() == 0:
-                raise DataError(f"column {name!r} must be a tensor with one entry per row, got {tensor!r:.200}")
-            rows = len(tensor) if rows is None else rows
-            _check_rows(f"column {name!r}", len(tensor), rows)
+        tensors, non_tensors = _checked(tensors or {}), non_tensors or {}
         objects = {name: object_array(values) for name, values in non_tensors.items()}
         return cls(tensors or None, objects, dict(meta_info or {}))
 
@@ -119,17 +106,32 @@ class DataProto:
         return cls.from_dict(tensors, others, meta_info)
 
     @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensor columns by name."""
-        if isinstance(self._columns, RowSelection):
-            self._columns = dict(self._columns)
-        return {} if self._columns is None else dict(self._columns.items())
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The tensor columns by name. Do not change them in place; see :meth:`with_columns`."""
+        return self._stored()
+
+    @property
+    def widths(self) -> Widths:
+        """Widths P of the prompts and R of the responses; None if no column determines them."""
+        return column_widths(self._stored().shapes())
+
+    def unpadded(self, name: str) -> list[Tensor]:
+        """Return the entries of each row of a declared column: ``[b]`` tensors ``[length, ...]``, possibly views.
+
+        Raises:
+            DataError: the batch has no ``attention_mask``, or one with holes.
+        """
+        return self._stored().unpadded(name)
+
+    def _stored(self) -> Columns:
+        if isinstance(self._columns, Columns):
+            return self._columns
+        return Columns.of({} if self._columns is None else dict(self._columns.items()))
 
     def __len__(self) -> int:
         """Number of rows."""
-        if isinstance(self._columns, RowSelection):
-            return len(self._columns.rows)
-        columns: list[Tensor | np.ndarray] = [*self.tensors.values(), *self.non_tensor_batch.values()]
+        stored = self._stored()
+        columns: list[Tensor | np.ndarray] = [*stored.shapes().values(), *self.non_tensor_batch.values()]
         return len(columns[0]) if columns else 0
 
     def __getitem__(self, index: Index) -> DataProto:
@@ -140,8 +142,7 @@ class DataProto:
             DataError: a mask has another length than the batch.
         """
         rows = _row_selector(index, len(self))
-        selected = rows if isinstance(rows, slice) else torch.from_numpy(rows)
-        columns = None if self._columns is None else {name: t[selected] for name, t in self.tensors.items()}
+        columns = None if self._columns is None else self._stored().take(rows)
         return DataProto(columns, {k: v[rows] for k, v in self.non_tensor_batch.items()}, dict(self.meta_info))
 
     def __iter__(self) -> Iterator[DataProto]:
@@ -149,25 +150,15 @@ class DataProto:
         return (self[row] for row in range(len(self)))
 
     def parts(self, rows: Sequence[Sequence[int]]) -> list[DataProto]:
-        """Select rows for several receivers, like ``[batch[part] for part in rows]``.
-
-        A part copies a column when it is read. Pickling it copies its values once, without padding.
+        """Select rows for several receivers, like ``[batch[part] for part in rows]``, without padding.
 
         Raises:
             IndexError: a position is outside the batch.
-            DataError: the attention mask has holes.
+            DataError: the attention mask has holes, or the padding of a column contains several values.
         """
-        columns = self.tensors
-        spans = read_spans(columns)
-        selected = []
-        for part in rows:
-            positions = _row_selector(part, len(self))
-            assert isinstance(positions, np.ndarray)
-            objects = {name: values[positions] for name, values in self.non_tensor_batch.items()}
-            batch = DataProto(None, objects, dict(self.meta_info))
-            batch._columns = RowSelection(columns, positions % max(1, len(self)), spans) if columns else None
-            selected.append(batch)
-        return selected
+        if self._columns is not None:
+            self._columns = self._stored().to_ragged()
+        return [self[part] for part in rows]
 
     def select(
         self,
@@ -180,10 +171,10 @@ class DataProto:
         Raises:
             DataError: a key is missing.
         """
-        columns = None if self._columns is None else self.tensors
+        columns = None if self._columns is None else self._stored()
         if batch_keys is not None:
-            picked = _pick(self.tensors, batch_keys, "tensor column")
-            columns = picked if self._columns is not None else None
+            names = _pick(self._stored().stored, batch_keys, "tensor column")
+            columns = None if columns is None else columns.only([*names])
         objects, meta = self.non_tensor_batch, self.meta_info
         if non_tensor_batch_keys is not None:
             objects = _pick(objects, non_tensor_batch_keys, "non-tensor column")
@@ -204,7 +195,8 @@ class DataProto:
         """
         taken = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
         if self._columns is not None:
-            self._columns = {name: tensor for name, tensor in self.tensors.items() if name not in batch_keys}
+            columns = self._stored()
+            self._columns = columns.only([name for name in columns if name not in batch_keys])
         for mapping, keys in ((self.non_tensor_batch, non_tensor_batch_keys), (self.meta_info, meta_info_keys)):
             for key in keys:
                 del mapping[key]
@@ -220,8 +212,9 @@ class DataProto:
         Raises:
             DataError: a column has another number of rows, or the wrong shape.
         """
-        merged = {**self.tensors, **(tensors or {})}
-        return DataProto.from_dict(merged, {**self.non_tensor_batch, **(non_tensors or {})}, self.meta_info)
+        merged = self._stored().merged(_checked(tensors or {}))
+        objects = {name: object_array(values) for name, values in (non_tensors or {}).items()}
+        return DataProto(merged if merged else None, {**self.non_tensor_batch, **objects}, dict(self.meta_info))
 
     def union(self, other: DataProto) -> DataProto:
         """Merge the columns of two batches.
@@ -230,9 +223,13 @@ class DataProto:
             DataError: the batches differ in rows, or both have a key with different values.
         """
         _check_rows("the other batch", len(other), len(self))
-        tensors = merge_mappings([self.tensors, other.tensors], "tensor column")
+        mine, theirs = self._stored(), other._stored()
+        both = [name for name in theirs if name in mine and mine.stored[name] is not theirs.stored[name]]
+        merge_mappings([{name: part[name] for name in both} for part in (mine, theirs)], "tensor column")
         objects = merge_mappings([self.non_tensor_batch, other.non_tensor_batch], "non-tensor column")
-        return DataProto.from_dict(tensors, objects, merge_mappings([self.meta_info, other.meta_info], "meta_info key"))
+        columns = mine.merged(theirs.only([name for name in theirs if name not in mine]))
+        meta = merge_mappings([self.meta_info, other.meta_info], "meta_info key")
+        return DataProto(columns if columns else None, objects, meta)
 
     def repeat(self, times: int, interleave: bool = True) -> DataProto:
         """Repeat each row ``times`` times: ``a a b b`` interleaved, ``a b a b`` otherwise.
@@ -289,7 +286,7 @@ class DataProto:
         if len({part._columns is None for part in parts}) > 1:
             raise DataError("some parts have tensors and others have none; add or drop them")
         require_same_keys([part.non_tensor_batch.keys() for part in parts], "non-tensor columns")
-        columns = None if parts[0]._columns is None else join_rows([part.tensors for part in parts])
+        columns = None if parts[0]._columns is None else join_rows([part._stored() for part in parts])
         names = parts[0].non_tensor_batch
         objects = {name: np.concatenate([part.non_tensor_batch[name] for part in parts]) for name in names}
         return DataProto(columns, objects, merge_mappings([part.meta_info for part in parts], "meta_info key"))
@@ -316,14 +313,12 @@ class DataProto:
         return self[: len(self) - added]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if isinstance(self._columns, RowSelection):
-            return _restore, (self._columns.pack(), self.non_tensor_batch, self.meta_info)
-        packed = None if self._columns is None else pack_columns(self.tensors)
+        packed = None if self._columns is None else self._stored().pack()
         return _restore, (packed, self.non_tensor_batch, self.meta_info)
 
 
-def _restore(packed: PackedBatch | None, objects: dict[str, np.ndarray], meta_info: dict[str, Any]) -> DataProto:
-    return DataProto(None if packed is None else unpack_columns(packed), objects, meta_info)
+def _restore(packed: PackedColumns | None, objects: dict[str, np.ndarray], meta_info: dict[str, Any]) -> DataProto:
+    return DataProto(None if packed is None else Columns.unpack(packed), objects, meta_info)
 
 
 def object_array(values: Sequence[Any] | np.ndarray) -> np.ndarray:
@@ -335,6 +330,16 @@ def object_array(values: Sequence[Any] | np.ndarray) -> np.ndarray:
     for row, value in enumerate(values):
         array[row] = value.item() if isinstance(value, np.generic) else value
     return array
+
+
+def _checked(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Check that columns are tensors with one entry per row."""
+    if isinstance(tensors, Columns):
+        return tensors
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or tensor.dim() == 0:
+            raise DataError(f"column {name!r} must be a tensor with one entry per row, got {tensor!r:.200}")
+    return dict(tensors)
 
 
 def _check_rows(what: str, rows: int, wanted: int) -> None:

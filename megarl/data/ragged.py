@@ -1,21 +1,20 @@
-"""Ragged columns: drop the padding of a batch for transport, restore it, and concatenate batches of different widths.
+"""Ragged columns: the values of each row without padding, as a batch keeps, splits, joins and sends them.
 
-Declared columns travel as flat unpadded values with lengths, other columns as they are. Integers travel in the smallest
-type that holds them. The payload contains numpy arrays only: a view never sends its complete storage, and Ray moves the
-bytes without a copy. It describes itself; the receiver needs no declarations.
+A declared column is stored as flat values with a length per row, in the smallest integer type that holds them. Other
+columns are stored as they are. Padded tensors are views: built when a column is read, and dropped when they need too
+much memory. A payload contains numpy arrays only: a view never sends its complete storage, and Ray moves the bytes
+without a copy. It describes itself; the receiver needs no declarations.
 
-The padding of a declared column is found in one of two ways. With an ``attention_mask`` in the batch, its lengths apply
-to all columns, and the mask itself is not sent. Without a mask (a worker that returns only log-probs), pad values are
-trimmed from each row at the padded side. Either way the receiver's tensor equals the sender's.
-
-A batch is split for many ranks without a padded copy of their rows: a :class:`RowSelection` packs its rows from the
-columns of the whole batch.
+The padding of a declared tensor is found in one of two ways. With an ``attention_mask`` in the batch, its lengths apply
+to all columns. Without a mask (a worker that returns only log-probs), pad values are trimmed from each row at the
+padded side. Either way the padded tensor of the ragged column equals the original.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,315 +26,472 @@ from megarl.base.errors import DataError
 from megarl.data.columns import COLUMNS, Alignment, Column, Widths, column_widths
 from megarl.data.sequences import Spans, read_spans
 
+VIEW_BYTES = 1 << 30
+"""Limit of the memory of padded views of ragged columns, over all batches of a process."""
 
-class PackedColumn(NamedTuple):
-    """A column in transport.
+Rows = Sequence[Sequence[float] | np.ndarray]
+Regions = Mapping[Alignment, tuple[np.ndarray, np.ndarray | None]]
+"""Lengths of the rows, and starts (see :class:`RaggedColumn`), of the columns of each alignment."""
+
+
+class RaggedColumn(NamedTuple):
+    """A column of rows with different lengths.
 
     Attributes:
-        dtype: name of the torch dtype, such as ``bfloat16``.
-        shape: shape of the padded tensor.
-        data: bytes of the values, ``uint8``; None = all ones.
-        alignment: None for an undeclared column, which keeps its padding.
-        pad: padding value.
-        lengths: ``[b]`` values per row; None if the spans of the batch apply.
-        stored: name of the dtype in ``data``; empty: ``dtype``.
+        values: ``[sum of lengths, ...]``, all rows in order; bfloat16 as int16 bits; None = all ones.
+        lengths: ``[b]`` entries per row.
+        starts: ``[b]`` position of a row's first entry in the padded tensor; None = it follows from the alignment.
+        width: width of the padded tensor.
+        dtype: name of the torch dtype of the padded tensor, such as ``int64``.
+        alignment: ``prompt``, ``response`` or ``sequence``.
+        pad: value in the padding; None = there was no padding, and ``default_pad`` applies.
+        default_pad: padding value of the column's declaration.
     """
 
+    values: np.ndarray | None
+    lengths: np.ndarray
+    starts: np.ndarray | None
+    width: int
     dtype: str
+    alignment: Alignment
+    pad: float | None = None
+    default_pad: float = 0
+
+    @classmethod
+    def of_rows(cls, column: Column, rows: Rows, pad: float | None = None) -> RaggedColumn:
+        """Build a prompt- or response-aligned column from its rows.
+
+        Args:
+            column: declaration.
+            rows: values of each row.
+            pad: padding value; None = the declaration's.
+        """
+        lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+        dtype = torch.empty(0, dtype=column.dtype).numpy().dtype
+        values = np.concatenate([np.asarray(row, dtype) for row in rows]) if rows else np.empty(0, dtype)
+        width, name = int(lengths.max(initial=0)), _dtype_name(column.dtype)
+        stored = values.astype(_narrowest(values), copy=False)
+        return cls(stored, lengths, None, width, name, column.alignment, pad, column.pad)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the padded tensor."""
+        return (len(self.lengths), self.width, *(() if self.values is None else self.values.shape[1:]))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Dtype of the padded tensor."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    def padded(self) -> Tensor:
+        """Build the padded tensor."""
+        pad = self.default_pad if self.pad is None else self.pad
+        tensor = torch.full(self.shape, pad, dtype=self.torch_dtype)
+        target, ends = _array(tensor), np.cumsum(self.lengths).tolist()
+        for row, (start, length, end) in enumerate(zip(self._starts(), self.lengths.tolist(), ends, strict=True)):
+            target[row, start : start + length] = 1 if self.values is None else self.values[end - length : end]
+        return tensor
+
+    def take(self, rows: np.ndarray) -> RaggedColumn:
+        """Select rows, by position."""
+        lengths = self.lengths[rows]
+        starts = None if self.starts is None else self.starts[rows]
+        if self.values is None:
+            return self._replace(lengths=lengths, starts=starts)
+        ends = np.cumsum(self.lengths)
+        parts = [
+            self.values[end - length : end]
+            for end, length in zip(ends[rows].tolist(), lengths.tolist(), strict=True)
+            if length
+        ]
+        values = np.concatenate(parts) if parts else self.values[:0]
+        return self._replace(values=values, lengths=lengths, starts=starts)
+
+    def _starts(self) -> list[int]:
+        if self.starts is not None:
+            starts: list[int] = self.starts.tolist()
+            return starts
+        offset = self.width if self.alignment == "prompt" else 0
+        return [offset - length if self.alignment == "prompt" else 0 for length in self.lengths.tolist()]
+
+
+class DenseColumn(NamedTuple):
+    """A column that is sent as it is.
+
+    Attributes:
+        data: its bytes, ``uint8``; numpy has no bfloat16.
+        shape: shape of the tensor.
+        dtype: name of the torch dtype.
+    """
+
+    data: np.ndarray
     shape: tuple[int, ...]
-    data: np.ndarray | None
-    alignment: Alignment | None = None
-    pad: float = 0
-    lengths: np.ndarray | None = None
-    stored: str = ""
+    dtype: str
 
 
-class _Region:
-    """Unpadded entries of all columns of one alignment: ``[start, stop)`` of each row."""
-
-    def __init__(self, spans: Spans, alignment: Alignment) -> None:
-        self._spans, self._alignment = spans, alignment
-        prompts, responses = spans.prompt_lengths.tolist(), spans.response_lengths.tolist()
-        offset = 0 if alignment == "response" else spans.prompt_width
-        self.starts = [offset - length for length in prompts] if alignment != "response" else [0] * len(prompts)
-        self.stops = [offset + length for length in responses] if alignment != "prompt" else [offset] * len(prompts)
-
-    @cached_property
-    def mask(self) -> Tensor:
-        """True for unpadded entries, ``[b, width]``."""
-        return self._spans.mask(self._alignment)
-
-    @cached_property
-    def _index(self) -> Tensor:
-        return self.mask.flatten().nonzero().flatten()
-
-    def gather(self, padded: Tensor) -> Tensor:
-        """Gather unpadded entries: ``[b, width, ...]`` to ``[entries, ...]``."""
-        return padded.flatten(0, 1).index_select(0, self._index)
-
-    def scatter(self, values: Tensor, shape: tuple[int, ...], pad: float) -> Tensor:
-        """Restore the padded tensor; the inverse of :meth:`gather`."""
-        padded = torch.full(shape, pad, dtype=values.dtype)
-        padded.view(-1, *shape[2:])[self._index] = values.reshape(-1, *shape[2:])
-        return padded
+PackedColumns = dict[str, RaggedColumn | DenseColumn]
+"""The tensors of a batch in transport."""
 
 
-class PackedBatch(NamedTuple):
-    """The tensors of a batch in transport: ``spans`` is ``(P, R, prompt lengths, response lengths)``."""
-
-    columns: dict[str, PackedColumn]
-    spans: tuple[int, int, np.ndarray, np.ndarray] | None
-
-
-class RowSelection(Mapping[str, Tensor]):
-    """Some rows of the columns of a batch: copied when a column is read, packed without a copy.
+class StoredColumn:
+    """A column of a batch: ragged, as a padded tensor, or both. Batches share it.
 
     Args:
-        columns: of the whole batch.
-        rows: ``[n]`` int64.
-        spans: of the whole batch; None = without an ``attention_mask``.
+        view: the tensor.
+        ragged: the same without padding.
     """
 
-    def __init__(self, columns: Mapping[str, Tensor], rows: np.ndarray, spans: Spans | None) -> None:
-        self.columns, self.rows, self.spans = columns, rows, spans
+    def __init__(self, view: Tensor | None = None, ragged: RaggedColumn | None = None) -> None:
+        self._view, self._ragged = view, ragged
+        self._version = 0
+        self._dropped: weakref.ref[Tensor] | None = None
+
+    @property
+    def meta(self) -> Tensor:
+        """A tensor of the padded shape and dtype without data."""
+        if self._ragged is not None:
+            return torch.empty(self._ragged.shape, dtype=self._ragged.torch_dtype, device="meta")
+        assert self._view is not None
+        return torch.empty(self._view.shape, dtype=self._view.dtype, device="meta")
+
+    def tensor(self) -> Tensor:
+        """Return the padded tensor: the same object while somebody holds it."""
+        if self._view is None and self._dropped is not None:
+            self._view = self._dropped()
+        if self._view is None:
+            assert self._ragged is not None
+            self._set_view(self._ragged.padded())
+        assert self._view is not None
+        if self._ragged is not None:
+            VIEWS.use(self, self._view.nbytes)
+        return self._view
+
+    def current(self) -> RaggedColumn | None:
+        """Return the ragged column; None if there is none, or if its tensor was changed in place since."""
+        view = self._view
+        if view is None and self._dropped is not None:
+            view = self._dropped()
+        if self._ragged is not None and view is not None and _changes(view) != self._version:
+            self._view, self._ragged = view, None
+        return self._ragged
+
+    def to_ragged(self, column: Column, lengths: np.ndarray, starts: np.ndarray | None) -> RaggedColumn:
+        """Return the ragged column; build it from the tensor if necessary.
+
+        Args:
+            column: declaration.
+            lengths: ``[b]`` entries per row.
+            starts: see :class:`RaggedColumn`.
+
+        Raises:
+            DataError: the padding contains several values.
+        """
+        ragged = self.current()
+        if ragged is None:
+            assert self._view is not None
+            view = self._view
+            ragged = _without_padding(column, view.detach().cpu(), lengths, starts)
+            if not (view.is_inference() or view.requires_grad):
+                self._ragged = ragged
+                self._set_view(view)
+                VIEWS.use(self, view.nbytes)
+        return ragged
+
+    def drop_view(self) -> None:
+        """Free the padded tensor of a ragged column, unless somebody else holds it or has changed it."""
+        if self.current() is not None and self._view is not None:
+            self._dropped, self._view = weakref.ref(self._view), None
+
+    def _set_view(self, view: Tensor) -> None:
+        self._view, self._version, self._dropped = view, _changes(view), None
+
+
+def _changes(tensor: Tensor) -> int:
+    """Number of changes in place; they are not counted in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class ViewCache:
+    """Drops the views that were read longest ago, once their memory exceeds the limit.
+
+    Args:
+        limit: bytes.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._entries: OrderedDict[int, tuple[weakref.ref[StoredColumn], int]] = OrderedDict()
+        self._bytes = 0
+
+    def use(self, column: StoredColumn, size: int) -> None:
+        """Record a read of a view."""
+        key = id(column)
+        if key in self._entries:
+            self._entries.move_to_end(key)
+            return
+        self._entries[key] = weakref.ref(column, lambda _: self._forget(key)), size
+        self._bytes += size
+        while self._bytes > self.limit and len(self._entries) > 1:
+            oldest = next(iter(self._entries))
+            stored = self._entries[oldest][0]()
+            if stored is not None:
+                stored.drop_view()
+            self._forget(oldest)
+
+    def _forget(self, key: int) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self._bytes -= entry[1]
+
+
+VIEWS = ViewCache(VIEW_BYTES)
+
+
+class Columns(Mapping[str, Tensor]):
+    """The tensor columns of a batch by name; reading one builds its padded tensor.
+
+    Args:
+        stored: columns by name, all with the same number of rows.
+    """
+
+    def __init__(self, stored: Mapping[str, StoredColumn]) -> None:
+        self.stored = dict(stored)
+        self._spans: Spans | None = None
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Columns:
+        """Convert a mapping of tensors; columns of another batch are shared."""
+        if isinstance(tensors, Columns):
+            return tensors
+        return cls({name: StoredColumn(tensor) for name, tensor in tensors.items()})
+
+    @classmethod
+    def of_ragged(cls, columns: Mapping[str, RaggedColumn]) -> Columns:
+        """Build columns without padded tensors."""
+        return cls({name: StoredColumn(None, column) for name, column in columns.items()})
+
+    @classmethod
+    def unpack(cls, packed: PackedColumns) -> Columns:
+        """Restore the columns of :meth:`pack`, on the CPU."""
+        return cls({name: _unpack(column) for name, column in packed.items()})
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.columns[name][torch.from_numpy(self.rows)]
+        return self.stored[name].tensor()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.columns)
+        return iter(self.stored)
 
     def __len__(self) -> int:
-        return len(self.columns)
+        return len(self.stored)
 
-    def pack(self) -> PackedBatch:
-        """Drop the padding of the rows; see :func:`pack_columns`."""
-        if self.spans is None:
-            return pack_columns(dict(self))
-        prompts, responses = (
-            lengths[torch.from_numpy(self.rows)] for lengths in (self.spans.prompt_lengths, self.spans.response_lengths)
-        )
-        spans = self.spans._replace(prompt_lengths=prompts, response_lengths=responses)
-        return _pack_all(self.columns, self.rows, spans)
+    def __contains__(self, name: object) -> bool:
+        return name in self.stored
 
+    def shapes(self) -> dict[str, Tensor]:
+        """Return tensors without data, with the shapes and dtypes of the columns."""
+        return {name: column.meta for name, column in self.stored.items()}
 
-def pack_columns(tensors: Mapping[str, Tensor]) -> PackedBatch:
-    """Drop the padding of all declared columns.
+    def only(self, names: Sequence[str]) -> Columns:
+        """Select columns."""
+        return Columns({name: self.stored[name] for name in names})
 
-    Raises:
-        DataError: the attention mask has holes, or the padding of a column contains several values.
-    """
-    return _pack_all(tensors, None, read_spans(tensors))
+    def merged(self, others: Mapping[str, Tensor]) -> Columns:
+        """Add or replace columns."""
+        return Columns({**self.stored, **Columns.of(others).stored})
 
+    def spans(self) -> Spans | None:
+        """Return the token spans of the rows if they are known without the padded ``attention_mask``."""
+        mask = self.stored["attention_mask"].current() if "attention_mask" in self.stored else None
+        if mask is None:
+            return None
+        if self._spans is None:
+            widths = column_widths(self.shapes())
+            if widths.prompt is None or widths.response is None or mask.starts is None:
+                return None
+            prompts = torch.from_numpy(widths.prompt - mask.starts)
+            responses = torch.from_numpy(mask.lengths.astype(np.int64)) - prompts
+            self._spans = Spans(widths.prompt, widths.response, prompts, responses)
+        return self._spans
 
-def _pack_all(tensors: Mapping[str, Tensor], rows: np.ndarray | None, spans: Spans | None) -> PackedBatch:
-    """Pack all rows, or those of ``rows``, whose spans are given."""
-    regions = _regions(spans, {COLUMNS[name].alignment for name in tensors.keys() & COLUMNS.keys()})
-    columns = {name: _pack(name, tensor.detach().cpu(), rows, regions) for name, tensor in tensors.items()}
-    if spans is None:
-        return PackedBatch(columns, None)
-    prompt, response = (lengths.numpy().astype(np.int32) for lengths in (spans.prompt_lengths, spans.response_lengths))
-    return PackedBatch(columns, (spans.prompt_width, spans.response_width, prompt, response))
+    def take(self, rows: slice | np.ndarray) -> Columns:
+        """Select rows."""
+        shared: dict[int, np.ndarray] = {}
+        positions = np.arange(self._num_rows())[rows] if isinstance(rows, slice) else rows
+        stored = {}
+        for name, column in self.stored.items():
+            ragged = column.current()
+            if ragged is None:
+                selected = rows if isinstance(rows, slice) else torch.from_numpy(rows)
+                stored[name] = StoredColumn(column.tensor()[selected])
+            else:
+                taken = ragged.take(positions)
+                # Columns of one alignment share their lengths; so do their selections, which are then sent once.
+                lengths = shared.setdefault(id(ragged.lengths), taken.lengths)
+                stored[name] = StoredColumn(None, taken._replace(lengths=lengths))
+        return Columns(stored)
 
+    def unpadded(self, name: str) -> list[Tensor]:
+        """Return the entries of each row of a declared column, by the token spans of the batch.
 
-def unpack_columns(packed: PackedBatch) -> dict[str, Tensor]:
-    """Restore the padded tensors of :func:`pack_columns`, on the CPU."""
-    spans = None
-    if packed.spans is not None:
-        prompt_width, response_width, *lengths = packed.spans
-        spans = Spans(prompt_width, response_width, *(torch.from_numpy(length.astype(np.int64)) for length in lengths))
-    regions = _regions(spans, {column.alignment for column in packed.columns.values() if column.lengths is None})
-    return {name: _unpack(column, regions) for name, column in packed.columns.items()}
+        Raises:
+            DataError: the batch has no ``attention_mask``, or one with holes.
+        """
+        spans, stored = read_spans(self), self.stored[name]
+        if spans is None:
+            raise DataError(f"rows of {name!r} without padding need 'attention_mask'; there are {sorted(self)}")
+        ragged = stored.current()
+        alignment = COLUMNS[name].alignment if ragged is None else ragged.alignment
+        lengths, starts = _regions(spans)[alignment]
+        if ragged is not None and ragged.values is not None and np.array_equal(ragged.lengths, lengths):
+            return list(_tensor(ragged.values, ragged.torch_dtype).split(lengths.tolist()))
+        tensor = stored.tensor()
+        if starts is None:
+            starts = spans.prompt_width - lengths if alignment == "prompt" else np.zeros_like(lengths)
+        ends = (starts + lengths).tolist()
+        return [row[start:end] for row, start, end in zip(tensor, starts.tolist(), ends, strict=True)]
 
+    def to_ragged(self) -> Columns:
+        """Store all declared columns without padding, and return this mapping.
 
-def _regions(spans: Spans | None, alignments: set[Any]) -> dict[Alignment, _Region]:
-    """Create a region per alignment from the spans of the batch; empty without spans."""
-    if spans is None:
-        return {}
-    return {alignment: _Region(spans, alignment) for alignment in alignments if alignment not in (None, "row")}
+        Raises:
+            DataError: the attention mask has holes, or the padding of a column contains several values.
+        """
+        spans = read_spans(self)
+        regions: Regions = {} if spans is None else _regions(spans)
+        for name, column in self.stored.items():
+            declaration = COLUMNS.get(name)
+            if declaration is None or declaration.alignment == "row" or column.current() is not None:
+                continue
+            if spans is not None:
+                column.to_ragged(declaration, *regions[declaration.alignment])
+            elif declaration.alignment != "sequence":
+                column.to_ragged(declaration, _trimmed(column.tensor().detach().cpu(), declaration), None)
+        return self
 
+    def pack(self) -> PackedColumns:
+        """Return the columns without padding, for transport; see :meth:`to_ragged`."""
+        spans = read_spans(self)
+        regions: Regions = {} if spans is None else _regions(spans)
+        return {name: self._packed(name, spans, regions) for name in self.stored}
 
-def _pack(name: str, tensor: Tensor, rows: np.ndarray | None, regions: dict[Alignment, _Region]) -> PackedColumn:
-    column = COLUMNS.get(name)
-    if column is not None and tensor.dim() == 2 and column.alignment in regions and tensor.dtype != torch.bfloat16:
-        return _pack_spans(column, tensor, rows, regions[column.alignment])
-    tensor = tensor if rows is None else tensor[torch.from_numpy(rows)]
-    dtype, shape = _dtype_name(tensor), tuple(tensor.shape)
-    if column is None or column.alignment == "row" or (not regions and column.alignment == "sequence"):
-        return PackedColumn(dtype, shape, _to_bytes(tensor))
-    if not regions:
-        lengths = _trimmed(tensor, column)
-        values = _Region(_column_spans(column.alignment, shape[1], lengths), column.alignment).gather(tensor)
-        packed_lengths = lengths.numpy().astype(np.int32)
-        return PackedColumn(dtype, shape, _to_bytes(values), column.alignment, column.pad, packed_lengths)
-    region = regions[column.alignment]
-    pad = padding_value(tensor, region.mask, column)
-    real = _to_bytes(region.gather(tensor))
-    return PackedColumn(dtype, shape, real, column.alignment, column.pad if pad is None else pad)
+    def _packed(self, name: str, spans: Spans | None, regions: Regions) -> RaggedColumn | DenseColumn:
+        stored, declaration = self.stored[name], COLUMNS.get(name)
+        ragged = stored.current()
+        if ragged is not None:
+            return ragged
+        if declaration is not None and declaration.alignment != "row":
+            if spans is not None:
+                return stored.to_ragged(declaration, *regions[declaration.alignment])
+            if declaration.alignment != "sequence":
+                return stored.to_ragged(declaration, _trimmed(stored.tensor().detach().cpu(), declaration), None)
+        tensor = stored.tensor().detach().cpu()
+        data = tensor.contiguous().flatten().view(torch.uint8).numpy()
+        return DenseColumn(data, tuple(tensor.shape), _dtype_name(tensor.dtype))
 
-
-def _pack_spans(column: Column, tensor: Tensor, rows: np.ndarray | None, region: _Region) -> PackedColumn:
-    """Pack a column ``[b, width]`` row by row: one copy of its values, and one look at its padding."""
-    numbers = range(len(tensor)) if rows is None else rows.tolist()
-    values, pads, width = tensor.numpy(), list[Any](), tensor.shape[1]
-    real = [values[row, start:stop] for row, start, stop in zip(numbers, region.starts, region.stops, strict=True)]
-    for row, start, stop in zip(numbers, region.starts, region.stops, strict=True):
-        for part in (values[row, :start], values[row, stop:]):
-            if part.size:
-                pads.append(part[0])
-                if (part != pads[0]).any():
-                    raise _several_paddings(column, row)
-    joined = np.concatenate(real) if real else values[:0].reshape(-1)
-    dtype, shape = _dtype_name(tensor), (len(numbers), width)
-    pad = pads[0].item() if pads else column.pad
-    if column.name == "attention_mask" and (joined == 1).all():
-        return PackedColumn(dtype, shape, None, column.alignment)
-    stored = _narrowest(joined)
-    data = joined.astype(stored, copy=False).view(np.uint8)
-    return PackedColumn(dtype, shape, data, column.alignment, pad, None, "" if stored == joined.dtype else stored.name)
-
-
-def _narrowest(values: np.ndarray) -> np.dtype[Any]:
-    """Return the smallest integer type that holds int64 values; other types are kept."""
-    if values.dtype != np.int64 or not values.size:
-        return values.dtype
-    low, high = values.min(), values.max()
-    kinds = (np.dtype(name) for name in ("int8", "int16", "int32"))
-    return next((kind for kind in kinds if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max), values.dtype)
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _several_paddings(column: Column, row: int) -> DataError:
-    return DataError(
-        f"column {column.name!r}, row {row}: entries outside attention_mask hold several values and would be "
-        f"lost in transport; set them to {column.pad:g}"
-    )
-
-
-def _unpack(packed: PackedColumn, regions: dict[Alignment, _Region]) -> Tensor:
-    dtype = getattr(torch, packed.dtype)
-    if packed.alignment is None:
-        assert packed.data is not None  # only an aligned mask is sent without data
-        return _from_bytes(packed.data, dtype).reshape(packed.shape)
-    if packed.lengths is None:
-        region = regions[packed.alignment]
-    else:
-        spans = _column_spans(packed.alignment, packed.shape[1], torch.from_numpy(packed.lengths.astype(np.int64)))
-        region = _Region(spans, packed.alignment)
-    if packed.data is None:
-        return region.mask.to(dtype)
-    values = _from_bytes(packed.data, getattr(torch, packed.stored or packed.dtype)).to(dtype)
-    return region.scatter(values, packed.shape, packed.pad)
+    def _num_rows(self) -> int:
+        return next((column.meta.shape[0] for column in self.stored.values()), 0)
 
 
-def padding_value(tensor: Tensor, mask: Tensor, column: Column) -> float | None:
-    """Return the padding value of a column; None if it has no padding.
+def ragged_columns(rows: Mapping[str, Rows], pads: Mapping[str, float]) -> Columns:
+    """Build the columns of a batch of samples from their rows, with an ``attention_mask`` of all their tokens.
 
     Args:
-        tensor: ``[b, width, ...]``.
-        mask: ``[b, width]``, True for unpadded entries.
-        column: its declaration, for the error.
-
-    Raises:
-        DataError: the padding contains more than one value.
+        rows: values of each row by declared column, prompt- or response-aligned; ``prompts`` and ``responses`` too.
+        pads: padding values that differ from the declarations.
     """
-    if bool(mask.all()) or not tensor.numel():
-        return None
-    row, column_number = divmod(int(mask.flatten().int().argmin()), mask.shape[1])
-    pad = tensor[row, column_number].flatten()[0]
-    others = _anywhere(tensor != pad) & ~mask
-    if bool(others.any()):
-        raise _several_paddings(column, int(others.any(-1).nonzero()[0]))
-    return pad.item()
+    columns = {name: RaggedColumn.of_rows(COLUMNS[name], values, pads.get(name)) for name, values in rows.items()}
+    prompts, responses = columns["prompts"], columns["responses"]
+    # Columns of one alignment share their lengths, which are then sent once.
+    columns = {
+        name: column._replace(lengths=(prompts if column.alignment == "prompt" else responses).lengths)
+        for name, column in columns.items()
+    }
+    columns["attention_mask"] = RaggedColumn(
+        None,
+        prompts.lengths + responses.lengths,
+        prompts.width - prompts.lengths,
+        prompts.width + responses.width,
+        "int64",
+        "sequence",
+    )
+    return Columns.of_ragged(columns)
 
 
-def _trimmed(tensor: Tensor, column: Column) -> Tensor:
-    """Count the entries of each row ``[b]`` without the pad values at the padded side."""
-    kept = _anywhere(tensor != column.pad)
-    width = kept.shape[1]
-    if width == 0:
-        return torch.zeros(len(kept), dtype=torch.int64)
-    # argmax finds the first True; from the padded side that is the first value
-    from_padded_side = kept if column.alignment == "prompt" else kept.flip(1)
-    return torch.where(kept.any(1), width - from_padded_side.int().argmax(1), 0)
-
-
-def _anywhere(flags: Tensor) -> Tensor:
-    """Reduce ``[b, width, ...]`` to ``[b, width]``: whether any flag of an entry is set."""
-    return flags.flatten(2).any(-1) if flags.dim() > 2 else flags
-
-
-def _column_spans(alignment: Alignment, width: int, lengths: Tensor) -> Spans:
-    zeros = torch.zeros_like(lengths)
-    if alignment == "prompt":
-        return Spans(width, 0, lengths, zeros)
-    return Spans(0, width, zeros, lengths)
-
-
-def _to_bytes(tensor: Tensor) -> np.ndarray:
-    # as bytes, because numpy has no bfloat16
-    return tensor.contiguous().flatten().view(torch.uint8).numpy()
-
-
-def _from_bytes(data: np.ndarray, dtype: torch.dtype) -> Tensor:
-    # arrays out of shared memory are read-only, and torch tensors cannot be
-    if not data.size:  # numpy gives an empty array a stride that torch refuses to view
-        return torch.empty(0, dtype=dtype)
-    return torch.from_numpy(data if data.flags.writeable else data.copy()).view(dtype)
-
-
-def join_rows(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Concatenate the rows of several batches; declared columns are padded to the widest part.
+def join_rows(parts: Sequence[Columns]) -> Columns:
+    """Concatenate the rows of several batches; declared columns get the width of the widest part.
 
     Raises:
         DataError: the parts have different columns, or an undeclared column differs in shape or dtype.
     """
     require_same_keys([part.keys() for part in parts], "tensor columns")
-    widths = [column_widths(part) for part in parts]
-    prompt = max((w.prompt or 0 for w in widths), default=0)
-    response = max((w.response or 0 for w in widths), default=0)
-    if any(width not in (Widths(prompt, response), Widths(None, None)) for width in widths):
-        pads = _paddings(parts)
-        parts = [_widen(part, width, prompt, response, pads) for part, width in zip(parts, widths, strict=True)]
-    return {name: _stack(name, [part[name] for part in parts]) for name in parts[0]}
+    widths = [column_widths(part.shapes()) for part in parts]
+    width = Widths(max((w.prompt or 0 for w in widths), default=0), max((w.response or 0 for w in widths), default=0))
+    return Columns({name: _join(name, parts, widths, width) for name in parts[0]})
 
 
-def _paddings(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-    """Padding value of each declared column in the parts, so that padding never mixes two values."""
-    pads: dict[str, float] = {}
+def _join(name: str, parts: Sequence[Columns], widths: Sequence[Widths], width: Widths) -> StoredColumn:
+    ragged = [part.stored[name].current() for part in parts]
+    first = ragged[0]
+    if first is not None and all(
+        column is not None and (column.dtype, column.alignment, column.shape[2:])
+        == (first.dtype, first.alignment, first.shape[2:])
+        for column in ragged
+    ):  # fmt: skip
+        return StoredColumn(None, _join_ragged([c for c in ragged if c is not None], widths, width))
+    tensors, column = [part[name] for part in parts], COLUMNS.get(name)
+    differ = any(own not in (width, Widths(None, None)) for own in widths)
+    if column is not None and column.alignment != "row" and differ:
+        pad = _common_padding(column, parts)
+        tensors = [_widen(tensor, column, w, width, pad) for tensor, w in zip(tensors, widths, strict=True)]
+    return StoredColumn(_stack(name, tensors))
+
+
+def _join_ragged(columns: Sequence[RaggedColumn], widths: Sequence[Widths], width: Widths) -> RaggedColumn:
+    first, starts = columns[0], None
+    if first.alignment == "sequence":
+        moved = [
+            column.starts + (width.prompt or 0) - (own.prompt or 0)
+            for column, own in zip(columns, widths, strict=True)
+            if column.starts is not None
+        ]
+        starts = np.concatenate(moved)
+        total = (width.prompt or 0) + (width.response or 0)
+    else:
+        total = max(column.width for column in columns)
+    values = None
+    if any(column.values is not None for column in columns):
+        kinds = [column.values for column in columns if column.values is not None]
+        kind = np.result_type(*(values.dtype for values in kinds))
+        trailing = kinds[0].shape[1:]
+        values = np.concatenate([
+            np.ones((int(column.lengths.sum()), *trailing), kind) if column.values is None else column.values
+            for column in columns
+        ])  # fmt: skip
+    pad = next((column.pad for column in columns if column.pad is not None), None)
+    lengths = np.concatenate([column.lengths for column in columns])
+    return first._replace(values=values, lengths=lengths, starts=starts, width=total, pad=pad)
+
+
+def _common_padding(column: Column, parts: Sequence[Columns]) -> float:
+    """Return the padding value of a column in the parts, so that padding never mixes two values."""
     for part in parts:
         spans = read_spans(part)
-        for name in part.keys() & COLUMNS.keys() - pads.keys():
-            column = COLUMNS[name]
-            if spans is None or column.alignment == "row":
-                continue
-            pad = padding_value(part[name], spans.mask(column.alignment), column)
+        if spans is not None:
+            region = _regions(spans)[column.alignment]
+            pad = part.stored[column.name].to_ragged(column, *region).pad
             if pad is not None:
-                pads[name] = pad
-    return pads
+                return pad
+    return column.pad
 
 
-def _widen(
-    part: Mapping[str, Tensor], widths: Widths, prompt: int, response: int, pads: Mapping[str, float]
-) -> dict[str, Tensor]:
-    """Pad the declared columns of a part to the widths ``prompt`` and ``response``."""
-    left = prompt - widths.prompt if widths.prompt is not None else 0
-    right = response - widths.response if widths.response is not None else 0
-    result = {}
-    for name, tensor in part.items():
-        column = COLUMNS.get(name)
-        if column is None or column.alignment == "row":
-            result[name] = tensor
-            continue
-        before = left if column.alignment in ("prompt", "sequence") else 0
-        after = right if column.alignment in ("response", "sequence") else 0
-        result[name] = functional.pad(
-            tensor, (0, 0) * (tensor.dim() - 2) + (before, after), value=pads.get(name, column.pad)
-        )
-    return result
+def _widen(tensor: Tensor, column: Column, own: Widths, width: Widths, pad: float) -> Tensor:
+    """Pad a declared column from the widths of its batch to other widths."""
+    left = (width.prompt or 0) - own.prompt if own.prompt is not None else 0
+    right = (width.response or 0) - own.response if own.response is not None else 0
+    before = left if column.alignment in ("prompt", "sequence") else 0
+    after = right if column.alignment in ("response", "sequence") else 0
+    return functional.pad(tensor, (0, 0) * (tensor.dim() - 2) + (before, after), value=pad)
 
 
 def _stack(name: str, tensors: list[Tensor]) -> Tensor:
@@ -347,6 +503,107 @@ def _stack(name: str, tensors: list[Tensor]) -> Tensor:
                 f"{list(tensor.shape)} {tensor.dtype}; only the columns of megarl.data.COLUMNS may differ in width"
             )
     return torch.cat(tensors)
+
+
+def _regions(spans: Spans) -> Regions:
+    prompts, responses = spans.prompt_lengths.numpy(), spans.response_lengths.numpy()
+    return {
+        "prompt": (prompts, None),
+        "response": (responses, None),
+        "sequence": (prompts + responses, spans.prompt_width - prompts),
+    }
+
+
+def _without_padding(column: Column, tensor: Tensor, lengths: np.ndarray, starts: np.ndarray | None) -> RaggedColumn:
+    """Convert a padded tensor ``[b, width, ...]``; one copy of its values, and one look at its padding.
+
+    Raises:
+        DataError: the padding contains several values.
+    """
+    name, width = _dtype_name(tensor.dtype), tensor.shape[1]
+    empty = RaggedColumn(None, lengths, starts, width, name, column.alignment, None, column.pad)
+    source = _array(tensor)
+    real, pad = [], None
+    for row, (start, length) in enumerate(zip(empty._starts(), lengths.tolist(), strict=True)):
+        real.append(source[row, start : start + length])
+        for part in (source[row, :start], source[row, start + length :]):
+            if part.size:
+                pad = part.flat[0] if pad is None else pad
+                if (part != pad).any():
+                    raise _several_paddings(column, row)
+    values = np.concatenate(real) if real else source[:0].reshape(0, *source.shape[2:])
+    found = None if pad is None else _number(pad, tensor.dtype)
+    if column.name == "attention_mask" and (values == 1).all():
+        return empty._replace(pad=found)
+    return empty._replace(values=values.astype(_narrowest(values), copy=False), pad=found)
+
+
+def _number(value: Any, dtype: torch.dtype) -> float:
+    """Convert an entry of :func:`_array` to a number."""
+    if dtype == torch.bfloat16:
+        return float(torch.tensor(int(value), dtype=torch.int16).view(torch.bfloat16))
+    number: float = value.item()
+    return number
+
+
+def _several_paddings(column: Column, row: int) -> DataError:
+    return DataError(
+        f"column {column.name!r}, row {row}: entries outside attention_mask hold several values and would be "
+        f"lost in transport; set them to {column.pad:g}"
+    )
+
+
+def _unpack(packed: RaggedColumn | DenseColumn) -> StoredColumn:
+    """Restore a column; arrays out of shared memory are read-only, and are copied."""
+    if isinstance(packed, RaggedColumn):
+        values, starts = (None if array is None else _writeable(array) for array in (packed.values, packed.starts))
+        return StoredColumn(None, packed._replace(values=values, lengths=_writeable(packed.lengths), starts=starts))
+    data, dtype = _writeable(packed.data), getattr(torch, packed.dtype)
+    if not data.size:  # numpy gives an empty array a stride that torch refuses to view
+        return StoredColumn(torch.empty(packed.shape, dtype=dtype))
+    return StoredColumn(torch.from_numpy(data).view(dtype).reshape(packed.shape))
+
+
+def _writeable(array: np.ndarray) -> np.ndarray:
+    return array if array.flags.writeable else array.copy()
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    """View a tensor as an array: bfloat16, which numpy lacks, as int16."""
+    array: np.ndarray = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return array
+
+
+def _tensor(array: np.ndarray, dtype: torch.dtype) -> Tensor:
+    """Convert stored values to a dtype; the inverse of :func:`_array`."""
+    tensor = torch.from_numpy(array)
+    return tensor.view(dtype) if dtype == torch.bfloat16 else tensor.to(dtype)
+
+
+def _narrowest(values: np.ndarray) -> np.dtype[Any]:
+    """Return the smallest integer type that holds int64 values; other types are kept."""
+    if values.dtype != np.int64 or not values.size:
+        return values.dtype
+    low, high = values.min(), values.max()
+    kinds = (np.dtype(name) for name in ("int8", "int16", "int32"))
+    return next((kind for kind in kinds if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max), values.dtype)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _trimmed(tensor: Tensor, column: Column) -> np.ndarray:
+    """Count the entries of each row ``[b]`` without the pad values at the padded side."""
+    kept = tensor != column.pad
+    kept = kept.flatten(2).any(-1) if kept.dim() > 2 else kept
+    width = kept.shape[1]
+    if width == 0:
+        return np.zeros(len(kept), np.int64)
+    # argmax finds the first True; from the padded side that is the first value
+    from_padded_side = kept if column.alignment == "prompt" else kept.flip(1)
+    lengths: np.ndarray = torch.where(kept.any(1), width - from_padded_side.int().argmax(1), 0).numpy()
+    return lengths
 
 
 def require_same_keys(keys: Sequence[Any], kind: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -25,6 +25,17 @@ class TensorBatch(Protocol):
     @property
     def tensors(self) -> Mapping[str, Tensor]:
         """Tensor columns by name."""
+
+
+@runtime_checkable
+class KnownSpans(Protocol):
+    """Tensor columns whose spans and shapes are known without padded tensors, see :mod:`megarl.data.ragged`."""
+
+    def spans(self) -> Spans | None:
+        """Return the token spans of the rows; None if they have to be read from ``attention_mask``."""
+
+    def shapes(self) -> dict[str, Tensor]:
+        """Return tensors without data, with the shapes and dtypes of the columns."""
 
 
 class Spans(NamedTuple):
@@ -59,8 +70,12 @@ def read_spans(tensors: Mapping[str, Tensor]) -> Spans | None:
     Raises:
         DataError: the mask of a row is not contiguous, or widths are inconsistent (see ``column_widths``).
     """
-    widths = column_widths(tensors)
-    if "attention_mask" not in tensors or widths.prompt is None or widths.response is None:
+    if isinstance(tensors, KnownSpans) and (known := tensors.spans()) is not None:
+        return known
+    if "attention_mask" not in tensors:
+        return None
+    widths = column_widths(tensors.shapes() if isinstance(tensors, KnownSpans) else tensors)
+    if widths.prompt is None or widths.response is None:
         return None
     mask = tensors["attention_mask"]
     if mask.is_inference():  # its changes in place are not counted
@@ -101,6 +116,16 @@ def sequence_lengths(batch: TensorBatch) -> tuple[Tensor, Tensor]:
             f"sequence lengths need 'attention_mask' and 'prompts' or a response column; there are {sorted(tensors)}"
         )
     return spans.prompt_lengths, spans.response_lengths
+
+
+def token_counts(batch: TensorBatch) -> list[int]:
+    """Count the tokens of each row, prompt and response.
+
+    Raises:
+        DataError: see :func:`sequence_lengths`.
+    """
+    prompts, responses = sequence_lengths(batch)
+    return (prompts + responses).tolist()
 
 
 def attention_mask_of(

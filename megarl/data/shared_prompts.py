@@ -49,10 +49,8 @@ class SharedPromptRows:
     def of(cls, batch: DataProto) -> SharedPromptRows:
         """Read the rows of a batch with ``prompts``, ``responses`` and ``attention_mask``."""
         prompt_lengths, response_lengths = (lengths.tolist() for lengths in sequence_lengths(batch))
-        prompts = batch.tensors["prompts"].cpu().numpy()
-        width = prompts.shape[1]
         numbers: dict[bytes, int] = {}
-        keys = (prompts[row, width - length :].tobytes() for row, length in enumerate(prompt_lengths))
+        keys = (prompt.cpu().numpy().tobytes() for prompt in batch.unpadded("prompts"))
         return cls(prompt_lengths, response_lengths, [numbers.setdefault(key, len(numbers)) for key in keys])
 
     def by_prompt(self, rows: Sequence[int]) -> list[list[int]]:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from megarl.base.errors import StepImpossible
 from megarl.config.schema.jobs import TrainConfig
-from megarl.data import DataProto, stratified_minibatch_order
+from megarl.data import DataProto, stratified_minibatch_order, token_counts
 from megarl.data.order import permutation
 from megarl.trainer.callbacks import Callback, TrainerView
 from megarl.trainer.jobs.roles import Roles
@@ -187,8 +187,9 @@ class PPOTrainer:
             return batch
         rows = [batch.meta_info[name] for name in MINI_BATCH_ROWS if name in batch.meta_info]
         mini_batches = math.lcm(*(len(batch) // size for size in rows))
-        lengths = batch.tensors["attention_mask"].sum(-1).tolist()
-        return batch.reorder(stratified_minibatch_order(lengths, mini_batches, self.config.samples_per_prompt))
+        return batch.reorder(
+            stratified_minibatch_order(token_counts(batch), mini_batches, self.config.samples_per_prompt)
+        )
 
     def finish_step(self, batch: DataProto, metrics: Metrics) -> None:
         """Call the recorders of the step; each sees the metrics of the recorders before it."""

@@ -33,9 +33,7 @@ class PairRows(PackedRows):
 
     def sequences(self, row: int) -> tuple[Tensor, Tensor]:
         """Return the token ids of the chosen and of the rejected sequence of a pair, without padding."""
-        chosen, rejected = self.batch.tensors["chosen"], self.batch.tensors["rejected"]
-        start, stop = chosen.shape[1] - self.prompt_lengths[row], self.response_lengths[row]
-        return chosen[row, start:], rejected[row, :stop]
+        return self.unpadded("chosen")[row], self.unpadded("rejected")[row]
 
 
 class PairTrainingWorker(MegatronWorker):

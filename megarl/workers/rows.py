@@ -41,6 +41,7 @@ class PackedRows:
         self.batch = batch
         self.prompt_lengths, self.response_lengths = (lengths.tolist() for lengths in sequence_lengths(batch))
         self._shared = SharedPromptRows.of(batch) if share_prompts else None
+        self._unpadded: dict[str, list[Tensor]] = {}
 
     def __len__(self) -> int:
         return len(self.batch)
@@ -133,8 +134,7 @@ class PackedRows:
 
     def _routes(self, rows: Sequence[int]) -> list[Tensor]:
         """Return the experts of each token of each row, without padding."""
-        routes, width = self.batch.tensors[ROUTES], self.batch.tensors["prompts"].shape[1]
-        return [routes[row, width - self.prompt_lengths[row] : width + self.response_lengths[row]] for row in rows]
+        return [self.unpadded(ROUTES)[row] for row in rows]
 
     def unpack_routes(self, groups: Sequence[Sequence[int]], routes: Sequence[Sequence[Tensor]]) -> Tensor:
         """Unpack the experts of each token into the column :data:`ROUTES`.
@@ -143,8 +143,8 @@ class PackedRows:
             groups: rows of each micro-batch.
             routes: per micro-batch and row ``[tokens, expert layers, per token]``.
         """
-        width = self.batch.tensors["prompts"].shape[1]
-        shape = (len(self), width + self.batch.tensors["responses"].shape[1], *routes[0][0].shape[1:])
+        width, response_width = self._widths()
+        shape = (len(self), width + response_width, *routes[0][0].shape[1:])
         rectangle = torch.full(shape, -1, dtype=torch.int16)
         for rows, parts in zip(groups, routes, strict=True):
             for row, part in zip(rows, parts, strict=True):
@@ -154,12 +154,8 @@ class PackedRows:
 
     def samples(self, rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """Return the prompt and response token ids of each row, without padding."""
-        prompts, responses = self.batch.tensors["prompts"], self.batch.tensors["responses"]
-        width = prompts.shape[1]
-        return [
-            (prompts[row, width - self.prompt_lengths[row] :], responses[row, : self.response_lengths[row]])
-            for row in rows
-        ]
+        prompts, responses = self.unpadded("prompts"), self.unpadded("responses")
+        return [(prompts[row], responses[row]) for row in rows]
 
     def pack_whole(self, rows: Sequence[int], pad: int | None) -> PackedMicroBatch:
         """Pack one micro-batch of the given rows, each with one output, at its last token that is not ``pad``."""
@@ -167,7 +163,20 @@ class PackedRows:
 
     def column(self, name: str, rows: Sequence[int]) -> Tensor:
         """Pack a response-aligned column of the rows: ``[sum of response lengths, ...]``."""
-        return self.take(self.batch.tensors[name], rows)
+        values = self.unpadded(name)
+        return torch.cat([values[row] for row in rows])
+
+    def unpadded(self, name: str) -> list[Tensor]:
+        """Return the entries of each row of a column, without padding."""
+        if name not in self._unpadded:
+            self._unpadded[name] = self.batch.unpadded(name)
+        return self._unpadded[name]
+
+    def _widths(self) -> tuple[int, int]:
+        """Widths of prompts and responses."""
+        prompt, response = self.batch.widths
+        assert prompt is not None and response is not None, "the rows have tokens"
+        return prompt, response
 
     def take(self, values: Tensor, rows: Sequence[int]) -> Tensor:
         """Pack ``values [batch, R, ...]`` of the rows: ``[sum of response lengths, ...]``."""
@@ -203,8 +212,7 @@ class PackedRows:
         """
         first = packed[0]
         dtype = torch.float32 if first.is_floating_point() or first.dtype == torch.bool else first.dtype
-        width = self.batch.tensors["responses"].shape[1]
-        rectangle = torch.zeros(len(self), width, *first.shape[1:], dtype=dtype)
+        rectangle = torch.zeros(len(self), self._widths()[1], *first.shape[1:], dtype=dtype)
         for rows, values in zip(groups, packed, strict=True):
             lengths = [self.response_lengths[row] for row in rows]
             for row, part in zip(rows, values.to(dtype).cpu().split(lengths), strict=True):

@@ -9,7 +9,7 @@ import torch
 
 from megarl.algorithms import log_prob_differences, off_policy_statistics
 from megarl.cluster import WorkerGroup, rank_loads
-from megarl.data import DataProto, sequence_lengths
+from megarl.data import DataProto, sequence_lengths, token_counts
 from megarl.tracking.jsonl_files import SECONDS_SUFFIX, TOKENS, WORK, RankLists
 
 Metrics = dict[str, float]
@@ -175,7 +175,7 @@ def rank_balance(batch: DataProto, learners: Iterable[WorkerGroup], verbs: Conta
         verbs: verbs of the step. A role without an update in the step, such as the actor during critic warm-up, has no
             load.
     """
-    lengths = batch.tensors["attention_mask"].sum(-1).tolist()
+    lengths = token_counts(batch)
     lists: RankLists = {}
     for group in learners:
         role, update = group.role, f"update_{group.role}"

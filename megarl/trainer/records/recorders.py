@@ -16,6 +16,7 @@ from megarl.base.errors import StepImpossible
 from megarl.cluster import WorkerGroup, seqlen_metrics
 from megarl.cluster.role_groups import ActorGroup, MegatronGroup
 from megarl.config.schema.jobs import TrainConfig
+from megarl.data import token_counts
 from megarl.trainer.callbacks import Callback, TrainerView
 from megarl.trainer.phases.validation import Validator
 from megarl.trainer.records.metrics import (
@@ -64,7 +65,7 @@ class StepMetrics(Callback):
         metrics |= self.state.prompts.metrics()
         metrics |= batch_metrics(batch, data.max_prompt_length, data.max_response_length)
         metrics |= throughput_metrics(batch, view.seconds, view.config.num_devices)
-        lengths = batch.tensors["attention_mask"].sum(-1).tolist()
+        lengths = token_counts(batch)
         costs = self.actor.budgets["update_actor"].cost.of(lengths)
         rows = batch.meta_info["actor_mini_batch_rows"]
         metrics |= seqlen_metrics(lengths, costs, self.actor.plan("update_actor", batch), rows)
