@@ -1,12 +1,13 @@
-"""Driver's cost of a training step's batch: splitting it over data-parallel ranks, sending, and joining results.
+"""Driver's cost of a training step's batch: building, splitting over data-parallel ranks, sending, joining results.
 
-    python benchmarks/data_plane.py --samples 1024 2048 --dp 8 64
+    python benchmarks/data_plane.py --samples 2048 16384 --longest 32768 --mean 4096 --dp 64 512
 
 The batch has PPO's columns and log-normal response lengths (sigma 1). For each verb the driver plans the partition,
-packs each rank's rows as Ray does (pickle 5 with separate buffers), and joins the ranks' results. ``real MB`` are the
-values of the columns that the verb reads, without padding, at 4 bytes per token id or float and 1 per mask entry: the
-least that must leave the driver. ``padded`` selects the rows as padded tensors before packing them, as a plain
-``batch[rows]`` does. Seconds are CPU seconds of this process, without the work of the receivers.
+selects each rank's rows, packs them as Ray does (pickle 5 with separate buffers), and joins the ranks' results. ``real
+MB`` are the values of the columns that the verb reads, without padding, at 4 bytes per token id or float and 1 per mask
+entry: the least that must leave the driver. The first line of a batch shows the memory of its values, and of padded
+tensors for comparison. Seconds are CPU seconds of this process, without the work of the receivers. Between the two
+passes and the two updates, the driver computes advantages (GAE) with padded tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ import torch
 from ray import cloudpickle
 
 from megarl.cluster.split import Plan, collect, plan_rows
-from megarl.data import DataProto, attention_mask_of
+from megarl.config.schema.algorithm import AlgorithmConfig
+from megarl.data import DataProto
+from megarl.data.ragged import Columns, RaggedColumn, ragged_columns
+from megarl.trainer.phases.advantage_phase import AdvantagePhase
 from megarl.workers.actor import ActorWorker
 from megarl.workers.critic import CriticWorker
 from megarl.workers.dispatch import VerbMark, read_marks
@@ -34,28 +38,28 @@ from megarl.workers.dispatch import VerbMark, read_marks
 PROMPT = 1024
 VOCABULARY = 151_936
 RESULTS = {"compute_log_prob": "old_log_probs", "compute_values": "values"}
-BYTES = {torch.int64: 4, torch.float32: 4}
-MASKS = ("attention_mask", "response_mask")
+MASKS = ("attention_mask", "response_mask", "generated_mask")
 
 
-def ppo_batch(samples: int, longest: int, mean: int, seed: int) -> DataProto:
-    """Build a batch after generation: token ids, masks and the engine's log-probs."""
+def samples_rows(samples: int, longest: int, mean: int, seed: int) -> dict[str, list[np.ndarray]]:
+    """Draw the rows of samples as the agent runners send them: token ids, masks and the engine's log-probs."""
     random = np.random.default_rng(seed)
     prompts = random.integers(64, PROMPT, samples)
     draws = random.lognormal(0.0, 1.0, samples)
     responses = np.clip(draws * (mean / draws.mean()), 1, longest).astype(np.int64)
-    mask = attention_mask_of(prompts.tolist(), responses.tolist(), PROMPT, longest)
-    ids = torch.from_numpy(random.integers(1, VOCABULARY, mask.shape)) * mask
-    response_mask = mask[:, PROMPT:]
-    tensors = {
-        "prompts": ids[:, :PROMPT].contiguous(),
-        "responses": ids[:, PROMPT:].contiguous(),
-        "attention_mask": mask,
-        "response_mask": response_mask.clone(),
-        "rollout_log_probs": -response_mask.float() / 2,
+    return {
+        "prompts": [random.integers(1, VOCABULARY, length).astype(np.int32) for length in prompts],
+        "responses": [random.integers(1, VOCABULARY, length).astype(np.int32) for length in responses],
+        "response_mask": [np.ones(length, np.int8) for length in responses],
+        "generated_mask": [np.ones(length, np.int8) for length in responses],
+        "rollout_log_probs": [np.full(length, -0.5, np.float32) for length in responses],
     }
-    uids = [f"1-{row // 8}" for row in range(samples)]
-    return DataProto.from_dict(tensors, {"uid": uids, "index": list(range(samples))}, {"balance_batch": True})
+
+
+def batch_of(rows: dict[str, list[np.ndarray]]) -> DataProto:
+    """Build the batch of samples."""
+    uids = np.array([f"1-{row // 8}" for row in range(len(rows["prompts"]))], dtype=object)
+    return DataProto(ragged_columns(rows, {}), {"uid": uids}, {"balance_batch": True})
 
 
 def cpu_seconds(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -75,52 +79,57 @@ def packed_bytes(chunks: Sequence[DataProto]) -> int:
     return total
 
 
-def real_bytes(batch: DataProto) -> int:
-    """Bytes of the values of a batch without padding."""
-    mask = batch.tensors["attention_mask"]
-    lengths = {"prompts": mask[:, :PROMPT].sum(), "attention_mask": 0}
-    responses = int(mask[:, PROMPT:].sum())
-    return sum(
-        int(lengths.get(name, responses)) * (1 if name in MASKS else BYTES[tensor.dtype])
-        for name, tensor in batch.tensors.items()
-    )
+def real_bytes(batch: DataProto, tokens: tuple[int, int]) -> int:
+    """Bytes of the values of a batch without padding, from its tokens of prompts and responses."""
+    counts = {"prompts": tokens[0], "attention_mask": 0}
+    return sum(counts.get(name, tokens[1]) * (1 if name in MASKS else 4) for name in batch.tensors)
 
 
-def answers(chunks: Sequence[DataProto], column: str) -> list[DataProto]:
+def results_of(chunks: Sequence[DataProto], column: str) -> list[DataProto]:
     """Results of the ranks as the driver receives them."""
-    results = [DataProto.from_dict({column: -chunk.tensors["responses"].gt(0).float() / 2}) for chunk in chunks]
-    return [pickle.loads(pickle.dumps(result, protocol=5)) for result in results]
+    results = []
+    for chunk in chunks:
+        lengths = np.array([len(row) for row in chunk.unpadded("responses")])
+        values = np.full(lengths.sum(), -0.5, np.float32)
+        ragged = RaggedColumn(values, lengths, None, int(lengths.max()), "float32", "response", 0.0)
+        results.append(pickle.loads(pickle.dumps(DataProto(Columns.of_ragged({column: ragged})), protocol=5)))
+    return results
 
 
-def measure(batch: DataProto, verb: str, mark: VerbMark, dp: int, mini_batch_rows: int) -> DataProto:
+def measure(batch: DataProto, verb: str, mark: VerbMark, dp: int, tokens: tuple[int, int]) -> DataProto:
     """Measure one verb and print its row; return the batch with the verb's result."""
-    rows = mini_batch_rows if mark.mini_batches else None
+    rows = len(batch) // 4 if mark.mini_batches else None
     plan_s, plan = cpu_seconds(lambda: plan_rows(batch, dp, rows, equal=mark.equal_rows))
     read = mark.read(batch)
-    pack_s, sent = cpu_seconds(lambda: packed_bytes(read.parts(plan)))
-    padded_s, _ = cpu_seconds(lambda: packed_bytes([read[np.array(rows)] for rows in plan]))
+    split_s, chunks = cpu_seconds(lambda: read.parts(plan))
+    pack_s, sent = cpu_seconds(lambda: packed_bytes(chunks))
     column, join_s = RESULTS.get(verb), 0.0
-    if column is not None:
-        batch, join_s = joined(batch, read, plan, column)
-    needed = real_bytes(read)
+    if column is not None and column not in batch.tensors:
+        batch, join_s = joined(batch, chunks, plan, column)
+    needed = real_bytes(read, tokens)
     print(
-        f"{len(batch):>8}{dp:>5}  {verb:<18}{plan_s:>8.2f}{pack_s:>8.2f}{join_s:>8.2f}{padded_s:>9.2f}"
+        f"{len(batch):>8}{dp:>5}  {verb:<18}{plan_s:>8.2f}{split_s:>8.2f}{pack_s:>8.2f}{join_s:>8.2f}"
         f"{sent / 1e6:>9.0f}{needed / 1e6:>9.0f}{sent / needed:>7.2f}"
     )
     return batch
 
 
-def joined(batch: DataProto, read: DataProto, plan: Plan, column: str) -> tuple[DataProto, float]:
+def joined(batch: DataProto, chunks: Sequence[DataProto], plan: Plan, column: str) -> tuple[DataProto, float]:
     """Join the results of the ranks; return the batch with them, and the CPU seconds."""
-    results = answers(read.parts(plan), column)
+    results = results_of(chunks, column)
     seconds, merged = cpu_seconds(lambda: batch.union(collect(results, plan)))
     return merged, seconds
+
+
+def peak_gib() -> float:
+    """Peak memory of this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, nargs="+", default=[1024, 2048])
+    parser.add_argument("--samples", type=int, nargs="+", default=[2048])
     parser.add_argument("--longest", type=int, default=15360, help="longest response in tokens")
     parser.add_argument("--mean", type=int, default=2048, help="mean response in tokens")
     parser.add_argument("--dp", type=int, nargs="+", default=[8, 64])
@@ -129,17 +138,28 @@ def main() -> None:
 
     torch.set_num_threads(1)
     marks = read_marks(ActorWorker) | read_marks(CriticWorker)
-    print(f"{'samples':>8}{'dp':>5}  {'verb':<18}{'plan s':>8}{'pack s':>8}{'join s':>8}{'padded s':>9}", end="")
-    print(f"{'MB':>9}{'real MB':>9}{'ratio':>7}")
+    idle = peak_gib()
     for samples in args.samples:
+        rows = samples_rows(samples, args.longest, args.mean, args.seed)
+        tokens = sum(map(len, rows["prompts"])), sum(map(len, rows["responses"]))
+        build_s, batch = cpu_seconds(lambda rows=rows: batch_of(rows))
+        del rows
+        padded = sum(tensor.nbytes for tensor in batch.tensors.shapes().values())
+        print(f"\n{samples} samples, {sum(tokens) / 1e6:.1f} M tokens, up to {batch.widths[1]} per response: ", end="")
+        print(f"{packed_bytes([batch]) / 1e6:.0f} MB, padded {padded / 1e6:.0f} MB; built in {build_s:.2f} s")
+        print(f"{'samples':>8}{'dp':>5}  {'verb':<18}{'plan s':>8}{'split s':>8}{'pack s':>8}{'join s':>8}", end="")
+        print(f"{'MB':>9}{'real MB':>9}{'ratio':>7}")
         for dp in args.dp:
-            batch = ppo_batch(samples, args.longest, args.mean, args.seed)
-            for verb in ("compute_log_prob", "compute_values", "update_critic", "update_actor"):
-                if verb == "update_critic":
-                    ready = batch.tensors["rollout_log_probs"]
-                    batch = batch.with_columns({"advantages": ready + 1, "returns": ready + 2})
-                batch = measure(batch, verb, marks[verb], dp, samples // 4)
-    print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB")
+            for verb in ("compute_log_prob", "compute_values"):
+                batch = measure(batch, verb, marks[verb], dp, tokens)
+        print(f"peak memory {peak_gib():.1f} GiB, of these {idle:.1f} before the first batch")
+        scores = torch.zeros(samples, batch.widths[1] or 0)
+        batch = batch.with_columns({"token_level_scores": scores, "token_level_rewards": scores})
+        seconds, batch = cpu_seconds(lambda batch=batch: AdvantagePhase(AlgorithmConfig()).compute(batch, {}))
+        print(f"advantages {seconds:.2f} s, peak memory {peak_gib():.1f} GiB")
+        for dp in args.dp:
+            for verb in ("update_critic", "update_actor"):
+                batch = measure(batch, verb, marks[verb], dp, tokens)
 
 
 if __name__ == "__main__":

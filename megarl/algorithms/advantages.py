@@ -134,18 +134,57 @@ def generalized_advantages(
         Advantages and returns ``A + V``, each ``[b, R]``, 0 outside the mask.
     """
     kept = mask.bool()
-    zero = torch.zeros_like(rewards[:, 0])
-    next_value, next_advantage, late_reward = zero, zero, zero
-    advantages = torch.zeros_like(rewards)
-    for t in reversed(range(rewards.shape[1])):
-        is_step, value = kept[:, t], values[:, t]
-        reward = rewards[:, t] + late_reward
-        advantage = reward + gamma * next_value - value + gamma * lam * next_advantage
-        advantages[:, t] = torch.where(is_step, advantage, zero)
-        next_advantage = torch.where(is_step, advantage, next_advantage)
-        next_value = torch.where(is_step, value, next_value)
-        late_reward = torch.where(is_step, zero, reward)
-    return advantages, torch.where(kept, advantages + values, torch.zeros_like(values))
+    counts = kept.sum(1)
+    ends = counts.cumsum(0)
+    steps, value = _step_rewards(rewards, kept, ends - counts), values[kept]
+    next_value = torch.zeros_like(value)
+    next_value[:-1] = value[1:]
+    next_value[ends[counts > 0] - 1] = 0
+    advantage = _backward_sums(steps + gamma * next_value - value, counts, gamma * lam)
+    advantages, returns = torch.zeros_like(rewards), torch.zeros_like(values)
+    advantages[kept], returns[kept] = advantage, advantage + value
+    return advantages, returns
+
+
+def _step_rewards(rewards: Tensor, kept: Tensor, starts: Tensor) -> Tensor:
+    """Add the rewards outside the mask to the token of the mask before them; returns ``[n]`` for the kept tokens.
+
+    Args:
+        rewards: ``[b, R]``.
+        kept: ``[b, R]`` bool.
+        starts: ``[b]`` position of each row's first token among the ``n`` kept ones.
+    """
+    steps = rewards[kept]
+    late = (~kept & (rewards != 0)).nonzero()
+    if len(late):
+        row, token = late.unbind(1)
+        place = kept.cumsum(1)[row, token] - 1
+        follows = place >= 0
+        steps.index_add_(0, (starts[row] + place)[follows], rewards[row, token][follows])
+    return steps
+
+
+def _backward_sums(values: Tensor, counts: Tensor, factor: float) -> Tensor:
+    """Compute ``S_t = x_t + factor * S_{t+1}`` within each row of packed values ``[n]``.
+
+    The loop over time touches only rows that have that many tokens, and reads each token once.
+
+    Args:
+        values: ``[n]``, all rows in order.
+        counts: ``[b]`` tokens per row, which add up to ``n``.
+        factor: of the next token's sum.
+    """
+    sums = values.cpu().numpy().copy()
+    lengths = counts.cpu().numpy()
+    order = np.argsort(-lengths, kind="stable")
+    last = (np.cumsum(lengths) - 1)[order]
+    active = np.searchsorted(-lengths[order], -np.arange(lengths.max(initial=0)), side="left")
+    scale, following = sums.dtype.type(factor), np.empty(0, sums.dtype)
+    for distance, rows in enumerate(active.tolist()):  # tokens from the end of each row
+        places = last[:rows] - distance
+        following = sums[places] + scale * following[:rows] if distance else sums[places]
+        sums[places] = following
+    return torch.from_numpy(sums).to(values.device)
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:

@@ -26,9 +26,12 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 def masked_variance(values: Tensor, mask: Tensor) -> Tensor:
     """Compute the sample variance (divisor ``n - 1``) over the mask, a scalar; 0 for fewer than two entries."""
-    count = mask.bool().sum()
-    squares = masked_sum((values - masked_mean(values, mask)) ** 2, mask)
-    return squares / (count - 1).clamp(min=1)
+    return _sample_variance(values[mask.bool()])
+
+
+def _sample_variance(values: Tensor) -> Tensor:
+    squares = ((values - values.sum() / max(1, values.numel())) ** 2).sum()
+    return squares / max(1, values.numel() - 1)
 
 
 def masked_whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
@@ -44,9 +47,12 @@ def masked_whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
     Returns:
         Same shape and type as ``values``.
     """
-    wide = values.double()
-    white = (wide - masked_mean(wide, mask)) * torch.rsqrt(masked_variance(wide, mask) + eps)
-    return torch.where(mask.bool(), white, torch.zeros_like(white)).to(values.dtype)
+    kept = mask.bool()
+    entries = values[kept].double()
+    centered = entries - entries.sum() / max(1, entries.numel())
+    white = torch.zeros_like(values)
+    white[kept] = (centered * torch.rsqrt(_sample_variance(entries) + eps)).to(values.dtype)
+    return white
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, eps: float = 1e-5) -> float:
@@ -54,9 +60,9 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, eps: float
 
     1 is a perfect critic, 0 a critic no better than a constant, a negative value a worse one.
     """
-    wide_values, wide_returns = values.double(), returns.double()
-    unexplained = masked_variance(wide_returns - wide_values, mask)
-    return (1.0 - unexplained / (masked_variance(wide_returns, mask) + eps)).item()
+    kept = mask.bool()
+    estimates, targets = values[kept].double(), returns[kept].double()
+    return (1.0 - _sample_variance(targets - estimates) / (_sample_variance(targets) + eps)).item()
 
 
 def sequence_sums(values: Tensor, mask: Tensor, lengths: Tensor | None) -> Tensor:

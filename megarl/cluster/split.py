@@ -5,6 +5,7 @@ A plan has one entry per DP rank: the indices of the caller's rows that the rank
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -128,6 +129,11 @@ def plan_split(costs: Sequence[float], dp: int, mini_batch_rows: int | None = No
     Raises:
         DataError: no rows, or a number of rows that does not divide as required.
     """
+    return [list(rows) for rows in _plan_split(tuple(costs), dp, mini_batch_rows, equal)]
+
+
+@functools.lru_cache(maxsize=8)  # update and metrics of a step have one plan
+def _plan_split(costs: tuple[float, ...], dp: int, mini_batch_rows: int | None, equal: bool) -> Plan:
     if not costs:
         raise DataError("a batch of 0 rows cannot be split over data-parallel ranks; it needs at least 1")
     if not equal and mini_batch_rows is None:

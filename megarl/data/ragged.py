@@ -68,7 +68,10 @@ class RaggedColumn(NamedTuple):
         """
         lengths = np.fromiter(map(len, rows), np.int64, len(rows))
         dtype = torch.empty(0, dtype=column.dtype).numpy().dtype
-        values = np.concatenate([np.asarray(row, dtype) for row in rows]) if rows else np.empty(0, dtype)
+        arrays = [
+            row if isinstance(row, np.ndarray) and row.dtype.kind == "i" else np.asarray(row, dtype) for row in rows
+        ]
+        values = np.concatenate(arrays) if arrays else np.empty(0, dtype)
         width, name = int(lengths.max(initial=0)), _dtype_name(column.dtype)
         stored = values.astype(_narrowest(values), copy=False)
         return cls(stored, lengths, None, width, name, column.alignment, pad, column.pad)

@@ -1,5 +1,6 @@
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,8 +15,11 @@ from megarl.data import (
     declare_column,
     pad_left,
     pad_right,
+    ragged,
     sequence_lengths,
+    token_counts,
 )
+from megarl.data.ragged import ragged_columns
 
 QUICK = settings(max_examples=25)
 
@@ -119,6 +123,90 @@ def test_a_part_with_several_paddings_is_rejected():
     batch.tensors["old_log_probs"][2, 1:] = torch.tensor([1.0, 2.0])
     with pytest.raises(DataError, match=r"column 'old_log_probs', row 2: .* several values"):
         batch.parts([[0, 1]])
+
+
+@QUICK
+@given(lengths, st.sampled_from([0, 151643]), st.data())
+def test_received_batches_behave_like_padded_ones(rows, pad, data):
+    """Selected, joined and sent again, with columns whose own lengths were trimmed; rows of a part may be shorter."""
+    batch = batch_of(*zip(*rows, strict=True), pad=pad, spare=1)
+    values = torch.rand(len(batch), batch.tensors["responses"].shape[1]).round()  # may end with padding values
+    values[batch.tensors["attention_mask"][:, batch.tensors["prompts"].shape[1] :] == 0] = 0
+    result = sent(DataProto.from_dict({"values": values}))
+    received = sent(batch).union(result)
+    batch = batch.with_columns({"values": values})
+    order = data.draw(st.lists(st.integers(0, len(batch) - 1), min_size=1, max_size=6))
+    assert_equal(sent(received[order]), batch[order])
+    prompts, responses = sequence_lengths(batch[order])
+    for name, alignment in (("prompts", "prompt"), ("responses", "response"), ("values", "response"),
+                            ("old_log_probs", "response"), ("attention_mask", "sequence")):  # fmt: skip
+        padded = batch[order].tensors[name]
+        for row, entries in enumerate(received[order].unpadded(name)):
+            start = padded.shape[1] - prompts[row] if alignment == "prompt" else 0
+            stop = padded.shape[1] if alignment == "prompt" else responses[row]
+            if alignment == "sequence":
+                width = batch.tensors["prompts"].shape[1]
+                start, stop = width - prompts[row], width + responses[row]
+            assert torch.equal(entries, padded[row, start:stop])
+            assert torch.equal(batch[order].unpadded(name)[row], entries)
+    parts = received.split([1] * len(received))
+    assert_equal(DataProto.concat([sent(part) for part in parts]), batch)
+    assert_equal(DataProto.concat([parts[0], *batch.split([1] * len(batch))[1:]]), batch)
+
+
+def test_columns_of_samples_have_no_padded_tensors():
+    rows = {"prompts": [[5, 6], np.array([7], np.int32)], "responses": [[1], [300, 2, 3]],
+            "rollout_log_probs": [[-0.5], np.array([-1, -2, -3], np.float32)]}  # fmt: skip
+    batch = DataProto(ragged_columns(rows, {"prompts": 9, "responses": 9}))
+    expected = DataProto.from_dict({
+        "prompts": torch.tensor([[5, 6], [9, 7]]), "responses": torch.tensor([[1, 9, 9], [300, 2, 3]]),
+        "rollout_log_probs": torch.tensor([[-0.5, 0, 0], [-1, -2, -3]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1]]),
+    })  # fmt: skip
+    assert [part.tolist() for part in sequence_lengths(batch)] == [[2, 1], [1, 3]]
+    assert token_counts(batch) == [3, 4] and batch.widths == (2, 3)
+    assert all(column._view is None for column in batch.tensors.stored.values())
+    assert_equal(sent(batch), expected)
+    assert_equal(batch, expected)
+
+
+def test_changes_in_place_of_a_padded_tensor_are_kept(monkeypatch):
+    """Before and after the batch was split, and if the tensor's memory was freed in between."""
+    monkeypatch.setattr(ragged, "VIEWS", ragged.ViewCache(0))
+    batch = sent(batch_of([2, 1], [3, 1]))
+    mask = batch.tensors["response_mask"]
+    mask[0] = 0
+    assert sent(batch).tensors["response_mask"].tolist() == [[0, 0, 0], [1, 0, 0]]
+    (part,) = batch.parts([[1, 0]])
+    assert part.tensors["response_mask"].tolist() == [[1, 0, 0], [0, 0, 0]]
+    assert batch.tensors["old_log_probs"] is not None  # frees the view of the mask, which the test still holds
+    mask[1] = 0
+    assert batch.tensors["response_mask"] is mask and not sent(batch).tensors["response_mask"].any()
+    attention = batch.tensors["attention_mask"]
+    attention[0, 4] = 0
+    assert token_counts(batch) == [4, 2] and token_counts(sent(batch)) == [4, 2]
+
+
+def test_padded_tensors_are_freed_beyond_the_limit(monkeypatch):
+    cache = ragged.ViewCache(3 * 8 * 100)
+    monkeypatch.setattr(ragged, "VIEWS", cache)
+    batch = sent(batch_of([1], [99]))
+    first = id(batch.tensors["responses"])
+    assert id(batch.tensors["responses"]) == first and cache._bytes == 8 * 99
+    for name in ("response_mask", "attention_mask", "prompts", "old_log_probs"):
+        assert batch.tensors[name].dim() == 2
+    assert cache._bytes <= cache.limit
+    assert batch.tensors.stored["responses"]._view is None
+    assert batch.tensors["responses"].shape == (1, 99)
+    del batch
+    assert cache._bytes == 0 and not cache._entries
+
+
+def test_rows_without_padding_need_an_attention_mask():
+    with pytest.raises(
+        DataError, match=r"rows of 'values' without padding need 'attention_mask'; there are \['values'\]"
+    ):
+        DataProto.from_dict({"values": torch.ones(1, 2)}).unpadded("values")
 
 
 def test_pickled_chunk_does_not_send_the_complete_storage():
