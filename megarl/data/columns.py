@@ -1,13 +1,13 @@
 """Declarations of batch columns: meaning, alignment, dtype and padding value.
 
-A batch is a set of padded tensors. Prompts are left-padded and responses right-padded, so that ``prompts | responses``
-is one contiguous sequence per row:
+A phase reads a batch as padded tensors. Prompts are left-padded and responses right-padded, so that ``prompts |
+responses`` is one contiguous sequence per row:
 
     prompts        . . p p p | r r . .   responses
     attention_mask 0 0 1 1 1   1 1 0 0
 
-Only declared columns are sent without padding and can be concatenated at different widths. An undeclared column is sent
-as it is. ``b`` is the number of rows, ``P`` the width of the prompts, ``R`` the width of the responses.
+Only declared columns are stored without padding and can be concatenated at different widths. An undeclared column is
+stored as it is. ``b`` is the number of rows, ``P`` the width of the prompts, ``R`` the width of the responses.
 """
 
 from __future__ import annotations
