@@ -15,11 +15,12 @@ from transformers import AutoTokenizer
 
 from megarl.base.errors import ConfigError
 from megarl.cli import main as megarl
-from megarl.config import RewardTrainingConfig, SFTConfig, SupervisedConfig
+from megarl.config import PreferenceConfig, RewardTrainingConfig, SFTConfig, SupervisedConfig
 from megarl.config.compose import ConfigRequest, compose
 from megarl.ops.dry_run import run
 from megarl.ops.dry_run.jobs import SupervisedDryRun
 from megarl.ops.dry_run.parts import check_parts
+from megarl.trainer.jobs.preference import PreferenceTraining
 from megarl.trainer.jobs.sft import FineTuning
 from megarl.trainer.jobs.train_reward_model import RewardTraining
 
@@ -36,12 +37,12 @@ PARTS = [
     "checkpoints",
     "trackers",
 ]
+JOBS = {SFTConfig: FineTuning, RewardTrainingConfig: RewardTraining, PreferenceConfig: PreferenceTraining}
 MakeConfig = Callable[..., SupervisedConfig]
 
 
 def dry_run_of(config: SupervisedConfig) -> SupervisedDryRun:
-    job = RewardTraining if isinstance(config, RewardTrainingConfig) else FineTuning
-    return SupervisedDryRun(job(config))
+    return SupervisedDryRun(JOBS[type(config)](config))
 
 
 def report(config: SupervisedConfig) -> list[str]:
@@ -96,6 +97,22 @@ def test_dry_run_of_reward_model_training(pair_config: MakeConfig, arithmetic: P
     run(config)
     assert not ray.is_initialized()
     assert "no validation" in "\n".join(report(pair_config()))
+
+
+def test_dry_run_of_preference_optimization(preference_config: MakeConfig, arithmetic: Path) -> None:
+    config = preference_config({"trainer.dry_run": True, "trainer.test_freq": 2, "data.shuffle": False})
+    lines = report(config)
+    assert [line[6:].split(" (")[0] for line in lines if line.startswith("ok")] == PARTS
+    text, both = "\n".join(lines), ["chosen", "rejected"]
+    assert "5 batches per epoch; the run has 5 steps" in text  # 40 pairs by 8
+    assert f"first batch: 8 pairs of {first_rows(arithmetic, 'pairs.parquet', both)}" in text
+    assert f"first held-out batch: 8 pairs of {first_rows(arithmetic, 'pairs_test.parquet', both)}" in text
+    assert re.search(r"preference: Qwen2ForCausalLM of .*, TP1 PP1 DP1", text) and "update: 0." in text
+    run(config)
+    assert not ray.is_initialized()
+    sft = [str(arithmetic / "data" / "sft.parquet")]
+    assert "'chosen'" in failures(preference_config({"data.train_files": sft}))[0]
+    assert re.match("fail  models and layouts: .*/nowhere", failures(preference_config({"model.path": "/nowhere"}))[0])
 
 
 def test_weights_are_optional(sft_config: MakeConfig, arithmetic: Path, tmp_path: Path) -> None:
@@ -173,7 +190,10 @@ def test_all_errors_are_reported_at_once(sft_config: MakeConfig) -> None:
     assert failed == ["fail  tokenizer", "fail  data", "fail  algorithm", "fail  checkpoints"]
 
 
-@pytest.mark.parametrize(("name", "file", "job"), [("sft", "sft", "sft"), ("reward_model", "pairs", "reward-model")])
+@pytest.mark.parametrize(
+    ("name", "file", "job"),
+    [("sft", "sft", "sft"), ("reward_model", "pairs", "reward-model"), ("preference", "pairs", "preference")],
+)
 def test_exit_codes(
     name: str,
     file: str,
