@@ -20,10 +20,12 @@ ADV_ESTIMATORS: Mapping[str, tuple[str, ...]] = {
     "remax": ("reward_baselines",),
     "opo": ("group_ids",),
     "gpg": ("group_ids",),
+    "optimal_token_baseline": ("group_ids", "old_log_probs", "sum_pi_squared"),
+    "tir_optimal_token_baseline": ("group_ids", "old_log_probs", "sum_pi_squared"),
     "rft": (),
 }
 """Advantage estimators and their required inputs: ``values`` (critic), ``group_ids`` (several responses per prompt),
-``reward_baselines`` (score of a greedy response)."""
+``reward_baselines`` (score of a greedy response), ``old_log_probs`` and ``sum_pi_squared`` (pass of the actor)."""
 
 LOSS_MODES: Mapping[str, str] = {
     "vanilla": "token-mean",

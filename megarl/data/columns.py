@@ -113,6 +113,7 @@ _declare(
         "old_log_probs": "Log-probability of each token under the actor before the step's updates.",
         "ref_log_prob": "Log-probability of each token under the reference policy.",
         "entropys": "Entropy of the policy at each token, in nats.",
+        "sum_pi_squared": "Sum of the squared probabilities of the policy over the vocabulary at each token.",
         "ref_kl": "KL from the policy to the reference at each token, over the whole vocabulary.",
         "teacher_log_prob": "Log-probability of each token under the row's teacher.",
         "teacher_topk_log_probs": "Log-probabilities of `teacher_topk_ids` under the row's teacher, `[b, R, k]`.",

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from megarl.base.algorithm_names import ADV_ESTIMATORS
-from megarl.config.schema.algorithm import AlgorithmConfig, KLControlConfig
+from megarl.config.schema.algorithm import AlgorithmConfig, KLControlConfig, RolloutCorrectionConfig
 from megarl.data import DataProto
 from megarl.trainer.phases.advantage_phase import AdvantagePhase
+from megarl.trainer.phases.correction_phase import RolloutCorrectionPhase
 
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0]])
 
@@ -93,11 +94,18 @@ def test_gae_with_kl_in_the_reward() -> None:
 def test_tool_tokens_do_not_change_advantages(estimator: str) -> None:
     """Any values in the holes of the mask give the same advantages."""
     holes = torch.tensor([[1, 0, 1], [0, 1, 0], [1, 0, 0], [0, 0, 0]])
-    given = batch().with_columns({"response_mask": holes, "reward_baselines": torch.tensor([0.5, 0.5, 1.0, 9.0])}, {})
+    more = {"reward_baselines": torch.tensor([0.5, 0.5, 1.0, 9.0]), "sum_pi_squared": torch.full((4, 3), 0.5)}
+    given = batch().with_columns({"response_mask": holes, **more}, {})
     changed = given.with_columns(
         {
             name: torch.where(holes.bool(), given.tensors[name], torch.full_like(given.tensors[name], wild))
-            for name, wild in (("old_log_probs", 1e9), ("ref_log_prob", -7.0), ("values", 1e9), ("entropys", math.nan))
+            for name, wild in (
+                ("old_log_probs", 1e9),
+                ("ref_log_prob", -7.0),
+                ("values", 1e9),
+                ("entropys", math.nan),
+                ("sum_pi_squared", math.nan),
+            )
         },
         {},
     )
@@ -110,6 +118,31 @@ def test_tool_tokens_do_not_change_advantages(estimator: str) -> None:
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
     assert results[0][2] == results[1][2] and math.isfinite(results[0][2]["actor/entropy"])
     assert not results[0][0][holes == 0].any() and results[0][0][holes == 1].any()
+
+
+def test_optimal_token_baseline_reads_the_weights_of_rollout_correction() -> None:
+    """The weights are those that the policy loss gets after the advantages."""
+    given = batch(critic=False)
+    log_probs = -given.tensors["old_log_probs"].abs()
+    squares = log_probs.exp() ** 2 + 0.3 * (1 - log_probs.exp()) ** 2
+    columns = {"old_log_probs": log_probs, "rollout_log_probs": log_probs + torch.linspace(-0.6, 0.8, 12).view(4, 3)}
+    shapes = {name: torch.ones(4, width).long() for name, width in (("prompts", 1), ("responses", 3))}
+    given = given.with_columns(
+        {**columns, **shapes, "attention_mask": torch.ones(4, 4).long(), "sum_pi_squared": squares}, {}
+    )
+    correction = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold="1.5")
+    config = AlgorithmConfig(adv_estimator="optimal_token_baseline", rollout_correction=correction)
+    result = AdvantagePhase(config).compute(given, {}).tensors
+    weights = RolloutCorrectionPhase(correction).run(given, 1, {}).tensors["rollout_is_weights"]
+    energy = ((1 - 2 * log_probs.exp() + squares) * weights**2).cumsum(-1)
+    assert weights.max() == 1.5 and weights[0, 0] == pytest.approx(1.5) and weights[1, 1] < 1.5
+    # The first two samples share a prompt; their returns are their scores.
+    for t, trained in enumerate((2, 2, 1)):
+        of_first, of_second = energy[0, t].item(), energy[1, t].item()
+        baseline = (of_first + 0.25 * of_second) / (of_first + of_second) if trained == 2 else 0.0
+        assert result["advantages"][0, t].item() == pytest.approx(1 - baseline, abs=1e-5)
+    plain = AdvantagePhase(AlgorithmConfig(adv_estimator="optimal_token_baseline")).compute(given, {}).tensors
+    assert (plain["advantages"] - result["advantages"]).abs().max() > 1e-3
 
 
 def penalized(config: AlgorithmConfig) -> tuple[torch.Tensor, dict[str, float]]:

@@ -25,11 +25,33 @@ def estimator(config: TrainConfig) -> Iterator[Problem]:
         yield Problem("critic.enable", enabled, f"{label} needs a critic; leave it null")
     if enabled and name in ADV_ESTIMATORS and not estimator_needs(name, "values"):
         yield Problem("critic.enable", enabled, f"{label} reads no values; leave it null")
+    yield from _sum_pi_squared(config, label)
     if config.algorithm.whiten_rewards and config.uses_baselines:
         text = f"{label} compares with the scores of greedy responses, which are not whitened; set false"
         yield Problem("algorithm.whiten_rewards", config.algorithm.whiten_rewards, text)
     if config.trainer.critic_warmup and not config.uses_critic:
         yield Problem("trainer.critic_warmup", config.trainer.critic_warmup, f"{label} has no critic to warm up; set 0")
+
+
+def _sum_pi_squared(config: TrainConfig, label: str) -> Iterator[Problem]:
+    """Check that the actor computes the sum of squared probabilities if, and only if, the estimator may read it."""
+    name = config.algorithm.adv_estimator
+    path = "actor_rollout_ref.actor.calculate_sum_pi_squared"
+    enabled = config.actor_rollout_ref.actor.calculate_sum_pi_squared
+    needs = estimator_needs(name, "sum_pi_squared")
+    if enabled is False and needs:
+        yield Problem(path, enabled, f"{label} needs the sum of squared probabilities; leave it null")
+    if enabled and name in ADV_ESTIMATORS and not needs:
+        yield Problem(path, enabled, f"{label} reads no squared probabilities; leave it null")
+    if not config.uses_sum_pi_squared:
+        return
+    reader = label if needs else f"{path}=true"
+    if config.algorithm.rollout_correction.bypass_mode:
+        text = f"leaves out the pass of the actor that {reader} needs; set false"
+        yield Problem(f"{_CORRECTION}.bypass_mode", True, text)
+    if config.estimates_proximal_policy:
+        text = f"leaves out the pass of the actor that {reader} needs; set recompute"
+        yield Problem("async_training.proximal", config.async_training.proximal, text)
 
 
 def losses(config: TrainConfig) -> Iterator[Problem]:

@@ -167,6 +167,13 @@ class TrainConfig(ScoredJobConfig):
         return estimator_needs(self.algorithm.adv_estimator, "reward_baselines")
 
     @property
+    def uses_sum_pi_squared(self) -> bool:
+        """Whether old log-probs come with the sum of squared probabilities of each token's distribution."""
+        default = estimator_needs(self.algorithm.adv_estimator, "sum_pi_squared")
+        enabled = self.actor_rollout_ref.actor.calculate_sum_pi_squared
+        return default if enabled is None else enabled
+
+    @property
     def samples_per_prompt(self) -> int:
         """Samples per prompt to train on."""
         best, n = self.algorithm.best_of_n, self.actor_rollout_ref.rollout.n

@@ -28,6 +28,7 @@ from megarl.algorithms import (
 from megarl.base.errors import DataError
 from megarl.config.schema.algorithm import AlgorithmConfig, ScheduledWeightConfig
 from megarl.data import DataProto, sequence_lengths
+from megarl.trainer.phases.correction_phase import RolloutCorrectionPhase
 from megarl.trainer.records.metrics import Metrics, summary
 
 
@@ -111,6 +112,8 @@ class AdvantagePhase:
         self.config = config
         self.eos_token_ids = eos_token_ids
         self.estimate = load_advantage(config.adv_estimator)
+        weighs = "sum_pi_squared" in self.estimate.needs and config.rollout_correction.rollout_is is not None
+        self.correction = RolloutCorrectionPhase(config.rollout_correction) if weighs else None
         control = config.kl_ctrl
         self.kl_controller: KLController | None = None
         if config.use_kl_in_reward:
@@ -127,6 +130,9 @@ class AdvantagePhase:
                 values=tensors.get("values"),
                 group_ids=batch.non_tensor_batch["uid"],
                 reward_baselines=tensors.get("reward_baselines"),
+                old_log_probs=tensors.get("old_log_probs"),
+                sum_pi_squared=tensors.get("sum_pi_squared"),
+                rollout_is_weights=None if self.correction is None else self.correction.weights(batch)[0],
                 gamma=config.gamma,
                 lam=config.lam,
                 norm_by_std=config.norm_adv_by_std_in_grpo,
