@@ -56,10 +56,13 @@ from megarl.algorithms.policy_loss import (
 )
 from megarl.algorithms.preference_loss import (
     PREFERENCE_LOSSES,
+    LabelledInputs,
     PreferenceInputs,
     PreferenceLossOptions,
     dpo,
     ipo,
+    kto,
+    kto_kl,
     simpo,
     slic_hinge,
 )
@@ -109,6 +112,7 @@ __all__ = [
     "ChoiceFunction",
     "FixedKLController",
     "KLController",
+    "LabelledInputs",
     "LearningRateSchedule",
     "LossCounts",
     "PolicyLoss",
@@ -147,6 +151,8 @@ __all__ = [
     "ipo",
     "kl_cov",
     "kl_penalty",
+    "kto",
+    "kto_kl",
     "learning_rate",
     "load_advantage",
     "load_policy_loss",

@@ -55,7 +55,9 @@ DEFAULT_AGGREGATION = "token-mean"
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 PREFERENCE_LOSS_TYPES: Mapping[str, bool] = {"dpo": True, "ipo": True, "hinge": True, "simpo": False}
-"""Losses of preference optimization, and whether they need a reference."""
+"""Losses of preference optimization on pairs, and whether they need a reference."""
+KTO = "kto"
+"""The loss of preference optimization on single responses, desirable or undesirable; it needs a reference."""
 
 FULL_KL = "full"
 """The exact KL over the whole vocabulary; it is no per-token estimator and not in the registry."""

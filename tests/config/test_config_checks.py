@@ -368,6 +368,17 @@ def test_impossible_training_of_reward_models(values: dict[str, Any], path: str,
         ({"loss.type": "ipo", "loss.label_smoothing": 0.1}, "loss.label_smoothing", "no effect with loss.type=ipo"),
         ({"loss.simpo_gamma": 0.5}, "loss.simpo_gamma", "no effect with loss.type=dpo"),
         ({"data.margin_key": "gap"}, "data.margin_key", "unknown key"),
+        (
+            {"loss.desirable_weight": 1.0},
+            "loss.desirable_weight",
+            "no effect with loss.type=dpo; leave it null, or use kto",
+        ),
+        ({"loss.undesirable_weight": 1.0}, "loss.undesirable_weight", "or use kto"),
+        ({"data.label_key": "label"}, "data.label_key", "no effect with loss.type=dpo; leave it null, or use kto"),
+        ({"loss.type": "kto", "loss.desirable_weight": -1.0}, "loss.desirable_weight", ">= 0"),
+        ({"loss.type": "kto", "loss.label_smoothing": 0.1}, "loss.label_smoothing", "no effect with loss.type=kto"),
+        ({"loss.type": "kto", "loss.simpo_gamma": 0.1}, "loss.simpo_gamma", "no effect with loss.type=kto"),
+        ({"loss.type": "kto", "data.train_batch_size": 1}, "data.train_batch_size", "responses to other prompts"),
     ],
 )
 def test_impossible_preference_optimization(values: dict[str, Any], path: str, expected: str) -> None:

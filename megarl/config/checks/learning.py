@@ -174,7 +174,7 @@ def optimizers(config: TrainConfig | SupervisedConfig) -> Iterator[Problem]:
 
 
 def preference_loss(config: PreferenceConfig) -> Iterator[Problem]:
-    """Check that the preference loss reads the label smoothing and the target margin."""
+    """Check that the preference loss reads the label smoothing, target margin, weights and labels that are set."""
     loss, smoothed = config.loss, ("dpo", "simpo")
     if loss.label_smoothing and loss.type not in smoothed:
         text = f"has no effect with loss.type={loss.type}; leave it 0, or use {' or '.join(smoothed)}"
@@ -182,6 +182,18 @@ def preference_loss(config: PreferenceConfig) -> Iterator[Problem]:
     if loss.simpo_gamma is not None and loss.type != "simpo":
         text = f"has no effect with loss.type={loss.type}; leave it null, or use simpo"
         yield Problem("loss.simpo_gamma", loss.simpo_gamma, text)
+    if loss.uses_pairs:
+        unread: dict[str, object] = {
+            "loss.desirable_weight": loss.desirable_weight,
+            "loss.undesirable_weight": loss.undesirable_weight,
+            "data.label_key": config.data.label_key,
+        }
+        for path, value in unread.items():
+            if value is not None:
+                yield Problem(path, value, f"has no effect with loss.type={loss.type}; leave it null, or use kto")
+    elif config.data.train_batch_size < 2:
+        text = "loss.type=kto estimates the KL from responses to other prompts of the step; set at least 2"
+        yield Problem("data.train_batch_size", config.data.train_batch_size, text)
 
 
 def _optimizer(optim: OptimConfig, path: str) -> Iterator[Problem]:

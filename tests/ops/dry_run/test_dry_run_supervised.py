@@ -20,7 +20,7 @@ from megarl.config.compose import ConfigRequest, compose
 from megarl.ops.dry_run import run
 from megarl.ops.dry_run.jobs import SupervisedDryRun
 from megarl.ops.dry_run.parts import check_parts
-from megarl.trainer.jobs.preference import PreferenceTraining
+from megarl.trainer.jobs.preference import preference_training
 from megarl.trainer.jobs.sft import FineTuning
 from megarl.trainer.jobs.train_reward_model import RewardTraining
 
@@ -37,7 +37,7 @@ PARTS = [
     "checkpoints",
     "trackers",
 ]
-JOBS = {SFTConfig: FineTuning, RewardTrainingConfig: RewardTraining, PreferenceConfig: PreferenceTraining}
+JOBS = {SFTConfig: FineTuning, RewardTrainingConfig: RewardTraining, PreferenceConfig: preference_training}
 MakeConfig = Callable[..., SupervisedConfig]
 
 
@@ -113,6 +113,24 @@ def test_dry_run_of_preference_optimization(preference_config: MakeConfig, arith
     sft = [str(arithmetic / "data" / "sft.parquet")]
     assert "'chosen'" in failures(preference_config({"data.train_files": sft}))[0]
     assert re.match("fail  models and layouts: .*/nowhere", failures(preference_config({"model.path": "/nowhere"}))[0])
+
+
+def test_dry_run_of_kto_on_pairs_and_labelled_rows(
+    preference_config: MakeConfig, arithmetic: Path, tmp_path: Path
+) -> None:
+    keys = {"trainer.dry_run": True, "loss.type": "kto", "data.shuffle": False}
+    text = "\n".join(report(preference_config(keys)))
+    assert "10 batches per epoch; the run has 10 steps" in text and "first batch: 8 responses of" in text  # 2 x 40 by 8
+    file = tmp_path / "labelled.parquet"
+    table = pq.read_table(arithmetic / "data" / "sft.parquet").slice(0, 24)
+    labels = [row % 3 == 0 for row in range(24)]
+    pq.write_table(table.append_column("label", [labels]), file)
+    labelled = keys | {"data.train_files": [str(file)], "data.label_key": "label", "data.val_files": []}
+    text = "\n".join(report(preference_config(labelled)))
+    assert "3 batches per epoch; the run has 3 steps" in text
+    assert "'good'" in failures(preference_config(labelled | {"data.label_key": "good"}))[0]
+    pq.write_table(table.append_column("label", [["yes"] * 24]), file)
+    assert "column 'label' (data.label_key) is 'yes'; a label is true" in failures(preference_config(labelled))[0]
 
 
 def test_weights_are_optional(sft_config: MakeConfig, arithmetic: Path, tmp_path: Path) -> None:
