@@ -95,6 +95,7 @@ from megarl.algorithms.schedules import (
     warmup_steps,
 )
 from megarl.algorithms.stale_data_loss import dppo_kl, dppo_tv, m2po, topr
+from megarl.algorithms.turns import Turns, anchor_groups, anchored_turns, observations, turn_numbers
 from megarl.algorithms.value_loss import bradley_terry_loss, clipped_value_loss
 
 __all__ = [
@@ -123,9 +124,12 @@ __all__ = [
     "Rejection",
     "TokenLoss",
     "Truncation",
+    "Turns",
     "WeightSchedule",
     "WholeMiniBatch",
     "add_at_last",
+    "anchor_groups",
+    "anchored_turns",
     "apply_kl_penalty",
     "blend_quality",
     "bradley_terry_loss",
@@ -168,6 +172,7 @@ __all__ = [
     "masked_variance",
     "masked_whiten",
     "missing_eos",
+    "observations",
     "off_policy_statistics",
     "on_trained_tokens",
     "opo",
@@ -189,6 +194,7 @@ __all__ = [
     "token_keys",
     "token_weights",
     "topr",
+    "turn_numbers",
     "warmup_steps",
     "whiten_rewards",
 ]

@@ -22,10 +22,16 @@ ADV_ESTIMATORS: Mapping[str, tuple[str, ...]] = {
     "gpg": ("group_ids",),
     "optimal_token_baseline": ("group_ids", "old_log_probs", "sum_pi_squared"),
     "tir_optimal_token_baseline": ("group_ids", "old_log_probs", "sum_pi_squared"),
+    "gigpo": ("group_ids", "turns"),
     "rft": (),
 }
 """Advantage estimators and their required inputs: ``values`` (critic), ``group_ids`` (several responses per prompt),
-``reward_baselines`` (score of a greedy response), ``old_log_probs`` and ``sum_pi_squared`` (pass of the actor)."""
+``reward_baselines`` (score of a greedy response), ``old_log_probs`` and ``sum_pi_squared`` (pass of the actor),
+``turns`` (of multi-turn agents)."""
+GIGPO = "gigpo"
+"""Group-in-group policy optimization: the estimator that compares responses, and turns from the same state."""
+GIGPO_MODES: Mapping[str, bool] = {"mean_norm": False, "mean_std_norm": True}
+"""Normalizations of GiGPO, and whether they divide by the standard deviation."""
 
 LOSS_MODES: Mapping[str, str] = {
     "vanilla": "token-mean",

@@ -13,6 +13,7 @@ from megarl.config.build import build
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 GRPO = {"algorithm.adv_estimator": "grpo"}
 OTB = {"algorithm.adv_estimator": "optimal_token_baseline", "actor_rollout_ref.rollout.n": 8}
+GIGPO = {"algorithm.adv_estimator": "gigpo", "actor_rollout_ref.rollout.n": 8}
 SQUARES = "actor_rollout_ref.actor.calculate_sum_pi_squared"
 RC, ALIGN = "algorithm.rollout_correction", "algorithm.repr_align"
 URLS = f"{ROLLOUT}.engine_kwargs.sglang.urls"
@@ -43,6 +44,11 @@ PROFILED = {
         ({**OTB, "async_training.mode": "colocated", "async_training.max_staleness": 1,
           "async_training.proximal": "loglinear", f"{ROLLOUT}.calculate_log_probs": True},
          "async_training.proximal", "adv_estimator=optimal_token_baseline needs; set recompute"),
+        ({**GIGPO, f"{ROLLOUT}.n": 1}, f"{ROLLOUT}.n", "at least 2"),
+        ({**GIGPO, "algorithm.gigpo.mode": "mean"}, "algorithm.gigpo.mode", "one of mean_norm, mean_std_norm"),
+        ({**OTB, "algorithm.gigpo.mode": "mean_norm"}, "algorithm.gigpo.mode", "remove it, or set gigpo"),
+        ({**OTB, "algorithm.gigpo.step_advantage_w": 0.5}, "algorithm.gigpo.step_advantage_w",
+         "no effect with algorithm.adv_estimator=optimal_token_baseline"),
         ({"algorithm.adv_estimator": "mine.py:estimate", SQUARES: True, f"{ROLLOUT}.calculate_log_probs": True,
           "algorithm.rollout_correction.bypass_mode": True},
          "algorithm.rollout_correction.bypass_mode", "calculate_sum_pi_squared=true needs; set false"),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.base.algorithm_names import ADV_ESTIMATORS, estimator_needs
+from megarl.base.algorithm_names import ADV_ESTIMATORS, GIGPO, estimator_needs
 from megarl.config.correction_bounds import rejection_rules, weight_bounds
+from megarl.config.keys import keys_of
 from megarl.config.problems import Problem
-from megarl.config.schema.algorithm import RolloutCorrectionConfig
+from megarl.config.schema.algorithm import GiGPOConfig, RolloutCorrectionConfig
 from megarl.config.schema.jobs import PreferenceConfig, SupervisedConfig, TrainConfig
 from megarl.config.schema.model import OptimConfig
 
@@ -26,6 +27,13 @@ def estimator(config: TrainConfig) -> Iterator[Problem]:
     if enabled and name in ADV_ESTIMATORS and not estimator_needs(name, "values"):
         yield Problem("critic.enable", enabled, f"{label} reads no values; leave it null")
     yield from _sum_pi_squared(config, label)
+    if name in ADV_ESTIMATORS and name != GIGPO:
+        defaults = GiGPOConfig()
+        for item in keys_of(GiGPOConfig):
+            value = getattr(config.algorithm.gigpo, item.name)
+            if value != getattr(defaults, item.name):
+                text = f"has no effect with {label}; remove it, or set {GIGPO}"
+                yield Problem(f"algorithm.gigpo.{item.name}", value, text)
     if config.algorithm.whiten_rewards and config.uses_baselines:
         text = f"{label} compares with the scores of greedy responses, which are not whitened; set false"
         yield Problem("algorithm.whiten_rewards", config.algorithm.whiten_rewards, text)
