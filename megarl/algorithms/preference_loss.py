@@ -152,7 +152,7 @@ def kto_kl(log_ratios: Tensor) -> float:
 def kto(inputs: LabelledInputs) -> TokenLoss:
     """Kahneman-Tversky optimization: ``w (1 - sigmoid(b (h - z)))`` if desirable, else ``w (1 - sigmoid(b (z - h)))``.
 
-    Ethayarajh et al. 2024 (arXiv:2402.01306), equation 8, with ``h = log p(y)/q(y)``, the estimate ``z`` of the KL as
+    Ethayarajh et al. 2024 (arXiv:2402.01306), section 4.1, with ``h = log p(y)/q(y)``, the estimate ``z`` of the KL as
     reference point, and one weight ``w`` for desirable and one for undesirable responses.
     """
     distance = inputs.beta * (inputs.log_ratios - inputs.kl)
