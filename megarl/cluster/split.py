@@ -31,7 +31,7 @@ Plan = list[list[int]]
 def row_lengths(batch: DataProto) -> list[int] | None:
     """Count the real tokens of each row in ``attention_mask`` ``[rows, P + R]``; None before there are responses."""
     columns = batch.tensors
-    if "attention_mask" not in columns or not {"responses", "rejected"} & columns.keys():
+    if "attention_mask" not in columns or not {"responses", "rejected", "kl_sequence"} & columns.keys():
         return None
     return columns["attention_mask"].sum(-1).tolist()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -25,7 +26,12 @@ class PairRows(PackedRows):
     Args:
         batch: needs the columns of :data:`PAIRS`.
         share: compute the common first tokens of a pair once.
+
+    Attributes:
+        names: columns of the first and of the second sequence.
     """
+
+    names: ClassVar[tuple[str, str]] = ("chosen", "rejected")
 
     def __init__(self, batch: DataProto, *, share: bool) -> None:
         super().__init__(batch)
@@ -33,9 +39,9 @@ class PairRows(PackedRows):
 
     def sequences(self, row: int) -> tuple[Tensor, Tensor]:
         """Return the token ids of the chosen and of the rejected sequence of a pair, without padding."""
-        chosen, rejected = self.batch.tensors["chosen"], self.batch.tensors["rejected"]
-        start, stop = chosen.shape[1] - self.prompt_lengths[row], self.response_lengths[row]
-        return chosen[row, start:], rejected[row, :stop]
+        first, second = (self.batch.tensors[name] for name in self.names)
+        start, stop = first.shape[1] - self.prompt_lengths[row], self.response_lengths[row]
+        return first[row, start:], second[row, :stop]
 
 
 class PairTrainingWorker(MegatronWorker):
@@ -55,7 +61,11 @@ class PairTrainingWorker(MegatronWorker):
         self.budget = budget
 
     def update_pairs(
-        self, rows: PairRows, pack: Callable[[Sequence[int]], PackedMicroBatch], loss: LossFunction
+        self,
+        rows: PairRows,
+        pack: Callable[[Sequence[int]], PackedMicroBatch],
+        loss: LossFunction,
+        sequences_per_row: int = 2,
     ) -> dict[str, float]:
         """Run one optimizer step on pairs; metrics under ``train/``.
 
@@ -63,12 +73,13 @@ class PairTrainingWorker(MegatronWorker):
             rows: pairs of this rank.
             pack: packs the pairs of a micro-batch.
             loss: loss of a micro-batch.
+            sequences_per_row: sequences of a pair that ``pack`` packs.
         """
 
         def compute_gradient(groups: Sequence[Sequence[int]]) -> tuple[dict[str, float], Sequence[Sequence[int]]]:
             return self.engine.forward_backward([pack(group) for group in groups], loss), groups
 
         metrics, groups = self.memory.run_pass(UPDATE, self.budget, rows, compute_gradient)
-        metrics |= self.step_metrics(self.engine.optimizer_step(), rows, groups, sequences_per_row=2)
+        metrics |= self.step_metrics(self.engine.optimizer_step(), rows, groups, sequences_per_row)
         named = {f"{self.prefix}/{name}": value for name, value in metrics.items()}
         return named | self.memory.take_metrics() | self.end_phase()
