@@ -10,7 +10,7 @@ import pytest
 from arithmetic_task import RUN, make_task
 from dotted_keys import set_keys
 
-from megarl.config import EvaluateConfig, RewardTrainingConfig, SFTConfig, TrainConfig
+from megarl.config import EvaluateConfig, PreferenceConfig, RewardTrainingConfig, SFTConfig, TrainConfig
 from megarl.config.build import build
 
 
@@ -63,16 +63,32 @@ def pair_config(arithmetic: Path, tmp_path: Path) -> Callable[..., RewardTrainin
     """Like ``train_config``, for reward-model training."""
 
     def make(changes: dict[str, Any] | None = None) -> RewardTrainingConfig:
-        base = {
-            "data.train_files": [str(arithmetic / "data" / "pairs.parquet")],
-            "data.val_files": [str(arithmetic / "data" / "pairs_test.parquet")],
-            "data.train_batch_size": 8,
-            "model.path": str(arithmetic / "model"),
-            **RUN,
-        }
-        return build(RewardTrainingConfig, set_keys({}, {**base, **(changes or {})}), str(tmp_path / "files"))
+        keys = set_keys({}, {**_pair_keys(arithmetic), **(changes or {})})
+        return build(RewardTrainingConfig, keys, str(tmp_path / "files"))
 
     return make
+
+
+@pytest.fixture
+def preference_config(arithmetic: Path, tmp_path: Path) -> Callable[..., PreferenceConfig]:
+    """Like ``train_config``, for preference optimization."""
+
+    def make(changes: dict[str, Any] | None = None) -> PreferenceConfig:
+        keys = set_keys({}, {**_pair_keys(arithmetic), **(changes or {})})
+        return build(PreferenceConfig, keys, str(tmp_path / "files"))
+
+    return make
+
+
+def _pair_keys(arithmetic: Path) -> dict[str, Any]:
+    """Keys of a job that trains on the task's pairs."""
+    return {
+        "data.train_files": [str(arithmetic / "data" / "pairs.parquet")],
+        "data.val_files": [str(arithmetic / "data" / "pairs_test.parquet")],
+        "data.train_batch_size": 8,
+        "model.path": str(arithmetic / "model"),
+        **RUN,
+    }
 
 
 @pytest.fixture

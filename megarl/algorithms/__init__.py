@@ -56,10 +56,13 @@ from megarl.algorithms.policy_loss import (
 )
 from megarl.algorithms.preference_loss import (
     PREFERENCE_LOSSES,
+    LabelledInputs,
     PreferenceInputs,
     PreferenceLossOptions,
     dpo,
     ipo,
+    kto,
+    kto_kl,
     simpo,
     slic_hinge,
 )
@@ -92,6 +95,7 @@ from megarl.algorithms.schedules import (
     warmup_steps,
 )
 from megarl.algorithms.stale_data_loss import dppo_kl, dppo_tv, m2po, topr
+from megarl.algorithms.turns import Turns, anchor_groups, anchored_turns, observations, turn_numbers
 from megarl.algorithms.value_loss import bradley_terry_loss, clipped_value_loss
 
 __all__ = [
@@ -109,6 +113,7 @@ __all__ = [
     "ChoiceFunction",
     "FixedKLController",
     "KLController",
+    "LabelledInputs",
     "LearningRateSchedule",
     "LossCounts",
     "PolicyLoss",
@@ -119,9 +124,12 @@ __all__ = [
     "Rejection",
     "TokenLoss",
     "Truncation",
+    "Turns",
     "WeightSchedule",
     "WholeMiniBatch",
     "add_at_last",
+    "anchor_groups",
+    "anchored_turns",
     "apply_kl_penalty",
     "blend_quality",
     "bradley_terry_loss",
@@ -147,6 +155,8 @@ __all__ = [
     "ipo",
     "kl_cov",
     "kl_penalty",
+    "kto",
+    "kto_kl",
     "learning_rate",
     "load_advantage",
     "load_policy_loss",
@@ -162,6 +172,7 @@ __all__ = [
     "masked_variance",
     "masked_whiten",
     "missing_eos",
+    "observations",
     "off_policy_statistics",
     "on_trained_tokens",
     "opo",
@@ -183,6 +194,7 @@ __all__ = [
     "token_keys",
     "token_weights",
     "topr",
+    "turn_numbers",
     "warmup_steps",
     "whiten_rewards",
 ]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.masked import masked_whiten
+from megarl.algorithms.turns import Turns
 from megarl.base.algorithm_names import ADV_ESTIMATORS
 from megarl.base.registry import Registry
 from megarl.base.user_code import load_user_function
@@ -31,9 +32,15 @@ class AdvantageInputs:
         values: ``[b, R]``, the critic's values; None without a critic.
         group_ids: ``[b]``, equal for the responses to one prompt; None if the estimator uses no groups.
         reward_baselines: ``[b]``, the score of the prompt's greedy response; None without baselines.
-        gamma: discount per token.
+        old_log_probs: ``[b, R]``, log-probs under the actor before the update; None if the estimator reads none.
+        sum_pi_squared: ``[b, R]``, sum of the actor's squared probabilities over the vocabulary; None if not computed.
+        rollout_is_weights: ``[b, R]``, importance weights of rollout correction, for estimators that need
+            ``sum_pi_squared``; None without them.
+        turns: turns of multi-turn responses, for estimators that need them; else None.
+        step_advantage_w: weight of GiGPO's comparison of turns.
+        gamma: discount per token; GiGPO: per turn.
         lam: lambda of GAE.
-        norm_by_std: whether GRPO and its pass@k form divide by the standard deviation of a group.
+        norm_by_std: whether GRPO, its pass@k form and GiGPO divide by the standard deviation of a group.
     """
 
     token_level_rewards: Tensor
@@ -41,6 +48,11 @@ class AdvantageInputs:
     values: Tensor | None = None
     group_ids: np.ndarray | None = None
     reward_baselines: Tensor | None = None
+    old_log_probs: Tensor | None = None
+    sum_pi_squared: Tensor | None = None
+    rollout_is_weights: Tensor | None = None
+    turns: Turns | None = None
+    step_advantage_w: float = 1.0
     gamma: float = 1.0
     lam: float = 1.0
     norm_by_std: bool = True
@@ -51,6 +63,9 @@ _INPUT_MEANINGS = {
     "values": "the values of a critic",
     "group_ids": "the prompt of each response",
     "reward_baselines": "the score of each prompt's greedy response",
+    "old_log_probs": "the actor's log-probs before the update",
+    "turns": "the turns of multi-turn responses",
+    "sum_pi_squared": "the actor's squared probabilities, summed over the vocabulary",
 }
 
 

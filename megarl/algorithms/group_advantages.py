@@ -1,8 +1,9 @@
-"""Group-relative advantages without a critic: GRPO, RLOO, OPO, GPG and REINFORCE++ with a group baseline.
+"""Group-relative advantages without a critic: GRPO, RLOO, OPO, GPG, OTB, GiGPO, REINFORCE++ with a group baseline.
 
 A group is all responses to one prompt. With ``s_i`` the sum of the rewards of response ``i``, an estimator gives all
-trained tokens of a response one number that compares ``s_i`` with its group. Groups may differ in size. A group of one
-has the baseline 0 and the standard deviation 1. A row without a trained token belongs to no group.
+trained tokens of a response one number that compares ``s_i`` with its group; OTB compares time steps, GiGPO
+also turns. Groups may differ in size. A group of one has the baseline 0 and the standard deviation 1. A row without a
+trained token belongs to no group.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages import AdvantageInputs, register_advantage
+from megarl.algorithms.advantages import AdvantageInputs, discounted_returns, register_advantage
 from megarl.algorithms.masked import masked_whiten
+from megarl.algorithms.turns import sums_per_turn
 
 EPS = 1e-6
 """Keeps the division by a standard deviation of 0 finite."""
+ENERGY_EPS = 1e-8
+"""Keeps the optimal token baseline of deterministic policies finite, whose energy is 0."""
 
 
 class GroupedScores:
@@ -41,8 +45,8 @@ class GroupedScores:
         self.several = self.size > 1
 
     def sum(self, numbers: Tensor) -> Tensor:
-        """Sum ``numbers [b]`` over each row's group; numbers of rows that do not count must be 0."""
-        total = torch.zeros(len(numbers), dtype=numbers.dtype, device=numbers.device)
+        """Sum ``numbers [b, ...]`` over each row's group; numbers of rows that do not count must be 0."""
+        total = torch.zeros_like(numbers)
         return total.index_add(0, self._group, numbers)[self._group]
 
     def largest(self, numbers: Tensor) -> Tensor:
@@ -152,3 +156,72 @@ def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     alpha = groups.counted.double().sum() / informative.double().sum().clamp(min=1)
     advantages = groups.to_tokens(alpha * relative)
     return advantages, advantages
+
+
+@register_advantage("optimal_token_baseline", "tir_optimal_token_baseline")
+def optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """OTB: subtract from each token's return the minimum-variance baseline of its time step (optimal token baseline).
+
+    ``A_t = G_t - sum_j G_{j,t} W_{j,t} / (sum_j W_{j,t} + 1e-8)`` over the group's responses ``j``, with the return
+    ``G_t = sum_{k >= t} r_k``. The realized energy ``W_t = sum_{k <= t} w_k`` with ``w_k = 1 - 2 p_k + sum_v p_k(v)^2``
+    is a proxy of the squared norm of the score function: ``w_k`` is its square with respect to the logits
+    (https://richardli.xyz/optimal-token-baseline). Importance weights ``rho_k`` of rollout correction scale ``w_k`` by
+    ``rho_k^2``.
+
+    Time steps are trained tokens, so the ``t``-th trained tokens of the group are compared, whatever tool results are
+    between them. A step that only one response of the group reaches has the baseline 0.
+    """
+    assert inputs.old_log_probs is not None and inputs.sum_pi_squared is not None
+    groups, mask = GroupedScores(inputs), inputs.response_mask.bool()
+    returns = discounted_returns(inputs.token_level_rewards, inputs.response_mask, 1.0)
+    energy = (1 - 2 * inputs.old_log_probs.double().exp() + inputs.sum_pi_squared.double()).clamp(min=0)
+    if inputs.rollout_is_weights is not None:
+        energy = energy * inputs.rollout_is_weights.double().square()
+    energy = torch.where(mask, energy, 0.0).cumsum(-1)
+    to_steps = (~mask).int().argsort(dim=-1, stable=True)  # trained tokens first, in their order
+    reached = mask.gather(1, to_steps)
+    weights = torch.where(reached, energy.gather(1, to_steps), 0.0)
+    numerator = groups.sum(weights * returns.double().gather(1, to_steps))
+    baselines = numerator / (groups.sum(weights) + ENERGY_EPS)
+    baselines = torch.where(groups.sum(reached.double()) > 1, baselines, 0.0)
+    per_token = torch.zeros_like(baselines).scatter(1, to_steps, baselines)
+    return torch.where(mask, returns - per_token, 0.0).to(returns.dtype), returns
+
+
+@register_advantage("gigpo")
+def gigpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """GiGPO (Feng et al. 2025, arXiv:2505.10978): compare whole responses, and turns from the same anchor state.
+
+    ``A = A_E + w A_S``, equation 8. The episode-level ``A_E`` is GRPO's. The step-level ``A_S = (G - mean) / F`` of a
+    turn compares its discounted return ``G_t = sum_{k >= t} gamma^(k - t) r_k`` over turns with those of the turns that
+    begin in the same state, in any response of the group. ``F`` is 1, with ``norm_by_std`` the sample standard
+    deviation plus epsilon. A turn whose state no other turn has gets ``A_S = 0``. All tokens of a turn have its
+    advantage.
+    """
+    assert inputs.turns is not None
+    groups = GroupedScores(inputs)
+    relative = groups.scores - groups.mean()
+    if inputs.norm_by_std:
+        relative = relative / (groups.deviation() + EPS)
+    of_turns = _step_advantages(inputs, groups).gather(1, inputs.turns.numbers.clamp(min=0))
+    advantages = torch.where(groups.mask, relative[:, None] + inputs.step_advantage_w * of_turns, 0.0)
+    advantages = advantages.to(inputs.token_level_rewards.dtype)
+    return advantages, advantages
+
+
+def _step_advantages(inputs: AdvantageInputs, groups: GroupedScores) -> Tensor:
+    """GiGPO's advantage of each turn over the other turns from its state, ``[b, T]`` doubles."""
+    turns = inputs.turns
+    assert turns is not None
+    returns = sums_per_turn(inputs.token_level_rewards, turns)
+    for turn in reversed(range(returns.shape[1] - 1)):
+        returns[:, turn] += inputs.gamma * returns[:, turn + 1]
+    trained = (turns.anchors >= 0) & (sums_per_turn(groups.mask, turns) > 0)
+    compared, (_, anchors) = returns[trained], turns.anchors[trained].unique(return_inverse=True)
+    size = torch.bincount(anchors).clamp(min=1)
+    mean = torch.bincount(anchors, compared) / size
+    relative = compared - mean[anchors]
+    if inputs.norm_by_std:
+        variance = torch.bincount(anchors, relative**2) / (size - 1).clamp(min=1)
+        relative = relative / (variance.sqrt()[anchors] + EPS)
+    return torch.zeros_like(returns).masked_scatter(trained, relative)

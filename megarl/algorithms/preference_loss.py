@@ -1,4 +1,4 @@
-"""Losses of preference optimization on pairs of responses: DPO, IPO, SLiC (hinge) and SimPO.
+"""Losses of preference optimization: DPO, IPO, SLiC (hinge) and SimPO on pairs of responses, KTO on single responses.
 
 In the formulas ``c`` is the chosen response of a pair, ``r`` the rejected one, ``log p(y)`` the log-prob of a response
 summed over its tokens, ``q`` the reference, and ``|y|`` the number of tokens.
@@ -115,6 +115,54 @@ def simpo(inputs: PreferenceInputs) -> TokenLoss:
     rejected = options.beta * inputs.rejected / _count(inputs.rejected_tokens)
     loss = _smooth_logistic(chosen - rejected - options.simpo_gamma, options.label_smoothing)
     return _with_rewards(loss, chosen, rejected)
+
+
+@dataclass(frozen=True)
+class LabelledInputs:
+    """Inputs of the loss on single responses; every tensor is ``[n]``.
+
+    Attributes:
+        log_ratios: ``log p(y) - log q(y)``, with gradients.
+        desirable: whether a response is desirable, bool.
+        kl: estimate of the KL from policy to reference, at least 0, a constant.
+        beta: strength of the pull towards the reference.
+        desirable_weight: weight of desirable responses.
+        undesirable_weight: weight of undesirable responses.
+    """
+
+    log_ratios: Tensor
+    desirable: Tensor
+    kl: float
+    beta: float = field(kw_only=True)
+    desirable_weight: float = field(kw_only=True)
+    undesirable_weight: float = field(kw_only=True)
+
+
+def kto_kl(log_ratios: Tensor) -> float:
+    """Estimate KTO's reference point: the mean log-ratio of responses under prompts of other rows, at least 0.
+
+    Ethayarajh et al. 2024 (arXiv:2402.01306), section 4.1: ``z_0 = max(0, mean(log p(y'|x) - log q(y'|x)))``.
+
+    Args:
+        log_ratios: ``[n]``, of the mismatched pairs of prompt and response of a whole step.
+    """
+    return max(0.0, log_ratios.double().mean().item())
+
+
+def kto(inputs: LabelledInputs) -> TokenLoss:
+    """Kahneman-Tversky optimization: ``w (1 - sigmoid(b (h - z)))`` if desirable, else ``w (1 - sigmoid(b (z - h)))``.
+
+    Ethayarajh et al. 2024 (arXiv:2402.01306), section 4.1, with ``h = log p(y)/q(y)``, the estimate ``z`` of the KL as
+    reference point, and one weight ``w`` for desirable and one for undesirable responses.
+    """
+    distance = inputs.beta * (inputs.log_ratios - inputs.kl)
+    values = torch.sigmoid(torch.where(inputs.desirable, distance, -distance))
+    weights = torch.full_like(values, inputs.undesirable_weight).masked_fill(inputs.desirable, inputs.desirable_weight)
+    diagnostics = {
+        "accuracy": (values.detach() > 0.5).to(values.dtype),
+        "reward": inputs.beta * inputs.log_ratios.detach(),
+    }
+    return TokenLoss(weights * (1 - values), diagnostics)
 
 
 def _count(tokens: Tensor) -> Tensor:

@@ -20,10 +20,18 @@ ADV_ESTIMATORS: Mapping[str, tuple[str, ...]] = {
     "remax": ("reward_baselines",),
     "opo": ("group_ids",),
     "gpg": ("group_ids",),
+    "optimal_token_baseline": ("group_ids", "old_log_probs", "sum_pi_squared"),
+    "tir_optimal_token_baseline": ("group_ids", "old_log_probs", "sum_pi_squared"),
+    "gigpo": ("group_ids", "turns"),
     "rft": (),
 }
 """Advantage estimators and their required inputs: ``values`` (critic), ``group_ids`` (several responses per prompt),
-``reward_baselines`` (score of a greedy response)."""
+``reward_baselines`` (score of a greedy response), ``old_log_probs`` and ``sum_pi_squared`` (pass of the actor),
+``turns`` (of multi-turn agents)."""
+GIGPO = "gigpo"
+"""Group-in-group policy optimization: the estimator that compares responses, and turns from the same state."""
+GIGPO_MODES: Mapping[str, bool] = {"mean_norm": False, "mean_std_norm": True}
+"""Normalizations of GiGPO, and whether they divide by the standard deviation."""
 
 LOSS_MODES: Mapping[str, str] = {
     "vanilla": "token-mean",
@@ -53,7 +61,9 @@ DEFAULT_AGGREGATION = "token-mean"
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 PREFERENCE_LOSS_TYPES: Mapping[str, bool] = {"dpo": True, "ipo": True, "hinge": True, "simpo": False}
-"""Losses of preference optimization, and whether they need a reference."""
+"""Losses of preference optimization on pairs, and whether they need a reference."""
+KTO = "kto"
+"""The loss of preference optimization on single responses, desirable or undesirable; it needs a reference."""
 
 FULL_KL = "full"
 """The exact KL over the whole vocabulary; it is no per-token estimator and not in the registry."""

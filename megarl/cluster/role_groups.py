@@ -151,6 +151,16 @@ class PreferenceGroup(MegatronGroup):
         def compute_pair_log_probs(self, batch: DataProto) -> DataProto: ...
 
 
+class KTOGroup(MegatronGroup):
+    """Workers of preference optimization on single responses: :class:`megarl.workers.kto.KTOWorker`."""
+
+    if TYPE_CHECKING:
+
+        def update_preference(self, batch: DataProto) -> dict[str, float]: ...
+
+        def compute_response_log_probs(self, batch: DataProto) -> DataProto: ...
+
+
 class SFTGroup(MegatronGroup):
     """Workers of supervised fine-tuning: :class:`megarl.workers.sft.SFTWorker`."""
 

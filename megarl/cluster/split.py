@@ -33,7 +33,7 @@ Plan = list[list[int]]
 def row_lengths(batch: DataProto) -> list[int] | None:
     """Count the tokens of each row; None before there are responses."""
     columns = batch.tensors
-    if "attention_mask" not in columns or not {"responses", "rejected"} & columns.keys():
+    if "attention_mask" not in columns or not {"responses", "rejected", "kl_sequence"} & columns.keys():
         return None
     return token_counts(batch)
 

@@ -108,8 +108,12 @@ def _supervised(config: _Supervised, root: str) -> _Supervised:
 
 def _preference(config: PreferenceConfig) -> PreferenceConfig:
     loss = config.loss
-    gamma = _first(loss.simpo_gamma, SIMPO_GAMMA) if loss.type == "simpo" else loss.simpo_gamma
-    return replace(config, loss=replace(loss, simpo_gamma=gamma))
+    if loss.type == "simpo":
+        loss = replace(loss, simpo_gamma=_first(loss.simpo_gamma, SIMPO_GAMMA))
+    if not loss.uses_pairs:
+        desirable, undesirable = _first(loss.desirable_weight, 1.0), _first(loss.undesirable_weight, 1.0)
+        loss = replace(loss, desirable_weight=desirable, undesirable_weight=undesirable)
+    return replace(config, loss=loss)
 
 
 def _first(value: _Value | None, default: _Value) -> _Value:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from megarl.data.balance import balance_mini_batches, balanced_partition, stratified_minibatch_order
     from megarl.data.columns import COLUMNS, NON_TENSOR_COLUMNS, Column, declare_column
     from megarl.data.dataset import RLHFDataset
+    from megarl.data.labelled_responses import KTO_COLUMNS, LabelledResponses
     from megarl.data.loader import StatefulLoader
     from megarl.data.packing import check_longest, common_micro_batch_count, fewest_micro_batches, plan_micro_batches
     from megarl.data.protocol import DataProto
@@ -21,9 +22,11 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "COLUMNS": "columns",
+    "KTO_COLUMNS": "labelled_responses",
     "NON_TENSOR_COLUMNS": "columns",
     "Column": "columns",
     "DataProto": "protocol",
+    "LabelledResponses": "labelled_responses",
     "PairDataset": "supervised_datasets",
     "RLHFDataset": "dataset",
     "SFTDataset": "supervised_datasets",
@@ -46,9 +49,11 @@ _MODULES = {
 
 __all__ = [
     "COLUMNS",
+    "KTO_COLUMNS",
     "NON_TENSOR_COLUMNS",
     "Column",
     "DataProto",
+    "LabelledResponses",
     "PairDataset",
     "RLHFDataset",
     "SFTDataset",

@@ -192,6 +192,8 @@ class PairDataset(RowDataset):
         with_prompt_tokens: also return the number of prompt tokens of each sequence, for losses on the responses.
 
     Attributes:
+        names: names of the sequences of a row, one per answer column.
+        label_key: column of labels; None = no labels.
         truncated: number of truncated sequences.
 
     Raises:
@@ -199,13 +201,16 @@ class PairDataset(RowDataset):
             response for a loss on the responses.
     """
 
+    names: tuple[str, ...] = PAIR_COLUMNS
+    label_key: str | None = None
+
     def __init__(
         self,
         files: str | Sequence[str],
         tokenizer: PreTrainedTokenizerBase,
         max_length: int,
         prompt_key: str | None = "prompt",
-        answer_keys: tuple[str, str] = ("chosen", "rejected"),
+        answer_keys: tuple[str, ...] = PAIR_COLUMNS,
         margin_key: str | None = None,
         truncation: str = "error",
         apply_chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -218,9 +223,9 @@ class PairDataset(RowDataset):
     ) -> None:
         check_truncation(truncation)
         require_eos(tokenizer)
-        margins = () if margin_key is None else (margin_key,)
+        numbers = [name for name in (margin_key, self.label_key) if name is not None]
         # for complete conversations, the better ones take the place of the prompts in the check of messages
-        source = Rows(files, prompt_key or answer_keys[0], margins, text_columns=answer_keys, cache_dir=cache_dir)
+        source = Rows(files, prompt_key or answer_keys[0], numbers, text_columns=answer_keys, cache_dir=cache_dir)
         super().__init__(source, max_samples, sample_seed)
         self.reader = PromptReader(prompt_key or answer_keys[0], system_prompt, template_texts=apply_chat_template)
         self.encoder = PromptEncoder(tokenizer, apply_chat_template_kwargs)
@@ -266,7 +271,7 @@ class PairDataset(RowDataset):
         """Token ids of prompt and response of both sequences, without truncation."""
         location, tokenizer = self.source.location(row), self.encoder.tokenizer
         sequences = {}
-        for name, key in zip(PAIR_COLUMNS, self.answer_keys, strict=True):
+        for name, key in zip(self.names, self.answer_keys, strict=True):
             prompt, response = self._parts(values, key, location)
             ids = tokenizer(response, add_special_tokens=False)["input_ids"]
             rendered = self.reader.read({**values, self.reader.key: prompt}, location)
@@ -340,7 +345,7 @@ class PairDataset(RowDataset):
             logger.warning(
                 "%d of %d sequences are cut at their %s to %d tokens",
                 truncated,
-                2 * len(self),
+                len(self.names) * len(self._rows),
                 self.truncation,
                 self.max_length,
             )

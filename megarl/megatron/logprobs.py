@@ -5,6 +5,7 @@ logits over the temperature, :math:`m = \\max z`, :math:`S = \\sum_j e^{z_j - m}
 
 - :math:`\\log p_t = z_t - m - \\log S`, with gradient :math:`1_{j=t} - p_j`;
 - :math:`H = \\log S - \\sum_j p_j (z_j - m)`, with gradient :math:`-p_j (\\log p_j + H)`;
+- :math:`\\sum_j p_j^2 = \\sum_j e^{2 (z_j - m)} / S^2`, without a gradient;
 - :math:`KL = \\sum_j p_j (\\log p_j - \\log q_j)` to the reference's distribution :math:`q`, with gradient :math:`p_j
   (\\log p_j - \\log q_j - KL)` with respect to the policy's logits over the temperature, and none to the reference's.
 
@@ -54,6 +55,8 @@ class TokenOutputs(NamedTuple):
         leads: whether no token has a higher probability than the target, ``[n]`` bool.
         ref_kl: exact KL from policy to reference in nats, ``[n]`` float32; None if not requested.
         ids_log_probs: log-probabilities of further tokens, ``[n, k]`` float32; None if not requested.
+        sum_pi_squared: sum of the squared probabilities of all tokens, ``[n]`` float32, without gradients; None if not
+            requested.
     """
 
     log_probs: Tensor
@@ -61,6 +64,7 @@ class TokenOutputs(NamedTuple):
     leads: Tensor
     ref_kl: Tensor | None
     ids_log_probs: Tensor | None
+    sum_pi_squared: Tensor | None
 
 
 def vocab_parallel_outputs(
@@ -70,6 +74,7 @@ def vocab_parallel_outputs(
     vocab_size: int,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    with_sum_pi_squared: bool = False,
     reference: ReferenceHead | None = None,
     ids: Tensor | None = None,
     group: dist.ProcessGroup | None = None,
@@ -85,6 +90,7 @@ def vocab_parallel_outputs(
         vocab_size: real size of the vocabulary; later columns are padding and get no probability.
         temperature: divisor of the logits; must be positive.
         with_entropy: also compute the entropy.
+        with_sum_pi_squared: also compute the sum of the squared probabilities.
         reference: also compute the KL to this distribution, at the same temperature.
         ids: also compute the log-probabilities of these tokens at each position, ``[n, k]`` int64, distinct and below
             ``vocab_size``, the same on every rank.
@@ -97,7 +103,7 @@ def vocab_parallel_outputs(
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be positive")
-    settings = _Settings(vocab_size, temperature, with_entropy, group, overwrite_logits)
+    settings = _Settings(vocab_size, temperature, with_entropy, with_sum_pi_squared, group, overwrite_logits)
     hidden, weight = reference or (None, None)
     return TokenOutputs(*_TokenOutputs.apply(logits, targets, ids, hidden, weight, settings))
 
@@ -139,7 +145,7 @@ def vocab_parallel_top_tokens(
     """
     if count > min(candidates, vocab_size):
         raise ValueError(f"{count} most probable tokens of {min(candidates, vocab_size)}")
-    settings = _Settings(vocab_size, temperature, False, group, False)
+    settings = _Settings(vocab_size, temperature, False, False, group, False)
     width = logits.shape[1]
     real, first = settings.real_columns(width), settings.first_column(width)
     considered = min(max(candidates - first, 0), real)
@@ -162,6 +168,7 @@ class _Settings(NamedTuple):
     vocab_size: int
     temperature: float
     with_entropy: bool
+    with_sum_pi_squared: bool
     group: dist.ProcessGroup | None
     overwrite_logits: bool
 
@@ -212,14 +219,17 @@ class _TokenOutputs(torch.autograd.Function):
         ids_log_probs = None if ids is None else torch.zeros_like(ids, dtype=torch.float32)
         results = torch.empty(7, len(targets), dtype=torch.float32, device=logits.device)
         log_probs, entropy, kl, maximum, total, ref_maximum, ref_total = results
+        squares = torch.empty_like(log_probs) if settings.with_sum_pi_squared else None
         leads = torch.empty_like(is_local)
         for rows in _chunks(logits):
             maximum[rows] = _maximum(logits[rows, :real], settings)
             shifted = _shifted(logits[rows, :real], maximum[rows], settings)
-            target, total[rows], moment = _sums(shifted, column[rows], is_local[rows], settings)
+            target, total[rows], moment, squared = _sums(shifted, column[rows], is_local[rows], settings)
             log_probs[rows] = target - total[rows].log()
             entropy[rows] = total[rows].log() - moment / total[rows]
             leads[rows] = target == 0  # the distance to the largest logit
+            if squares is not None:
+                squares[rows] = squared / total[rows].square()
             if ids_log_probs is not None and ids_column is not None and ids_local is not None:
                 if real:
                     ids_log_probs[rows] = shifted.gather(1, ids_column[rows]) * ids_local[rows]
@@ -228,7 +238,7 @@ class _TokenOutputs(torch.autograd.Function):
                 ref_maximum[rows], ref_total[rows], kl[rows] = _kl(
                     shifted, total[rows], _ref_logits(hidden[rows], weight, real), settings
                 )
-        ctx.mark_non_differentiable(leads)
+        ctx.mark_non_differentiable(*(constant for constant in (leads, squares) if constant is not None))
         ctx.set_materialize_grads(False)
         ctx.settings = settings
         if ctx.needs_input_grad[0]:
@@ -239,6 +249,7 @@ class _TokenOutputs(torch.autograd.Function):
             leads,
             kl.clone() if hidden is not None else None,
             ids_log_probs,
+            squares,
         )
 
     @staticmethod
@@ -247,7 +258,7 @@ class _TokenOutputs(torch.autograd.Function):
         logits, column, is_local, ids_column, ids_local, hidden, weight, results = ctx.saved_tensors
         _, entropy, kl, maximum, total, ref_maximum, ref_total = results
         real = settings.real_columns(logits.shape[1])
-        to_log_probs, to_entropy, _, to_kl, to_ids = (None if g is None else g / settings.temperature for g in grads)
+        to_log_probs, to_entropy, _, to_kl, to_ids, _ = (None if g is None else g / settings.temperature for g in grads)
         result = logits.detach() if settings.overwrite_logits else torch.empty_like(logits)
         for rows in _chunks(logits):
             shifted = _shifted(logits[rows, :real], maximum[rows], settings)
@@ -298,13 +309,16 @@ def _sums(shifted: Tensor, column: Tensor, is_local: Tensor, settings: _Settings
     """Sum over the whole vocabulary; communicates.
 
     Returns:
-        ``[3, n]``: the target's shifted logit, the sum of exponentials, and with entropy their product's sum.
+        ``[4, n]``: the target's shifted logit, the sum of exponentials, with entropy their product's sum, and if
+        requested the sum of the squared exponentials.
     """
-    sums = shifted.new_zeros(3, len(shifted))
+    sums = shifted.new_zeros(4, len(shifted))
     if shifted.shape[1]:
         sums[0] = shifted.gather(1, column[:, None])[:, 0] * is_local
     exps = shifted.exp()
     sums[1] = exps.sum(-1)
+    if settings.with_sum_pi_squared:
+        sums[3] = torch.linalg.vector_norm(exps, dim=-1).square()  # unlike a square first, without a copy
     if settings.with_entropy:
         sums[2] = exps.mul_(shifted).sum(-1)
     return settings.all_reduce(sums)

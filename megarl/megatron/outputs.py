@@ -38,6 +38,8 @@ class PolicyOutputs:
             None if not requested.
         teacher_ids_log_probs: log-probs of the teacher's tokens, ``[response tokens, k]``; None if not requested.
         top: the most probable tokens, ``[response tokens, k]``; None if not requested.
+        sum_pi_squared: sum of the squared probabilities of each token's distribution, ``[response tokens]``, without
+            gradients; None if not requested.
     """
 
     log_probs: Tensor
@@ -47,6 +49,7 @@ class PolicyOutputs:
     routes: tuple[Tensor, ...] | None = None
     teacher_ids_log_probs: Tensor | None = None
     top: TopTokens | None = None
+    sum_pi_squared: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ class OutputOptions(NamedTuple):
         at_teacher_ids: also compute the log-probs of the tokens in the column
             :data:`~megarl.megatron.logprobs.TEACHER_IDS`.
         top: also find the most probable tokens, without gradients.
+        with_sum_pi_squared: also compute the sum of the squared probabilities, without gradients.
     """
 
     temperature: float = 1.0
@@ -95,6 +99,7 @@ class OutputOptions(NamedTuple):
     record_routes: bool = False
     at_teacher_ids: bool = False
     top: TopOptions | None = None
+    with_sum_pi_squared: bool = False
 
 
 DEFAULT_OUTPUTS = OutputOptions()
@@ -143,6 +148,7 @@ def policy_outputs(
         vocab_size=vocab_size,
         temperature=options.temperature,
         with_entropy=options.with_entropy,
+        with_sum_pi_squared=options.with_sum_pi_squared,
         reference=reference,
         ids=ids,
         group=runtime.tp_group,
@@ -159,6 +165,7 @@ def policy_outputs(
         whole(local.ref_kl),
         teacher_ids_log_probs=whole(local.ids_log_probs),
         top=None if top is None else TopTokens(*(gather_outputs(values, part, runtime.cp_group) for values in top)),
+        sum_pi_squared=whole(local.sum_pi_squared),
     )
 
 

@@ -64,7 +64,7 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
     refuse_settings(raw, quantization_config=None)
     heads = count(raw, "num_attention_heads")
     theta, scaling = _rope(raw, traits)
-    return ModelConfig(
+    config = ModelConfig(
         architecture=architecture,
         family=family.name,
         num_layers=count(raw, "num_hidden_layers"),
@@ -86,6 +86,8 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
         latent=traits.latent,
         rotary_factor=traits.rotary_factor,
     )
+    _check_rotary_width(config)
+    return config
 
 
 def check_layout(config: ModelConfig, layout: ParallelLayout, field: str) -> None:
@@ -203,6 +205,18 @@ def _checked(experts: Experts | None) -> Experts | None:
             f"choose from"
         )
     return experts
+
+
+def _check_rotary_width(config: ModelConfig) -> None:
+    """Check that rotary embeddings rotate pairs of a head's dimensions: an even number, from 2 to all."""
+    width = config.rotary_dim
+    if width % 2 == 0 and 2 <= width <= config.head_dim:
+        return
+    origin = f"head_dim={config.head_dim} times partial_rotary_factor={config.rotary_factor:g}"
+    raise ModelError(
+        f"config.json: the rotary width of a head is {width} ({'qk_rope_head_dim' if config.latent else origin}); "
+        f"rotary embeddings rotate pairs of dimensions, so it must be even, from 2 to {config.head_dim}"
+    )
 
 
 def _rope(raw: Mapping[str, Any], traits: Traits) -> tuple[float, dict[str, Any] | None]:

@@ -61,10 +61,16 @@ class PolicyWorker(MegatronWorker):
     ) -> dict[str, Tensor] | None:
         """Compute log-probs and entropies of the response tokens, ``[b, R]`` each; None on non-owner ranks.
 
-        ``with_routes`` adds the experts of every token, ``[b, P + R, expert layers, per token]``.
+        ``settings.sum_pi_squared`` adds the sums of squared probabilities, ``[b, R]``. ``with_routes`` adds the experts
+        of every token, ``[b, P + R, expert layers, per token]``.
         """
         rows = self.packed_rows(batch, settings.budget)
-        options = OutputOptions(settings.temperature, with_entropy, record_routes=with_routes)
+        options = OutputOptions(
+            settings.temperature,
+            with_entropy,
+            record_routes=with_routes,
+            with_sum_pi_squared=settings.sum_pi_squared,
+        )
 
         def compute(groups: Sequence[Sequence[int]]) -> dict[str, Tensor] | None:
             outputs = self.engine.forward([rows.pack(group) for group in groups], options)
@@ -73,6 +79,8 @@ class PolicyWorker(MegatronWorker):
             columns = {"log_probs": [output.log_probs for output in outputs]}
             if with_entropy:
                 columns["entropy"] = [output.entropy for output in outputs]
+            if settings.sum_pi_squared:
+                columns["sum_pi_squared"] = [output.sum_pi_squared for output in outputs]
             results = {name: rows.unpack(groups, packed) for name, packed in columns.items()}
             if with_routes:
                 results[ROUTES] = rows.unpack_routes(groups, [output.routes for output in outputs])
@@ -170,15 +178,16 @@ class ActorWorker(PolicyWorker):
         """Compute ``old_log_probs`` of the response tokens and their ``entropys``, ``[b, R]``, before the updates.
 
         The weights are the current ones, unless :meth:`hold_weights` keeps others (the proximal policy). Routing replay
-        R2 adds ``routed_experts``, the experts of every token, for the update.
+        R2 adds ``routed_experts``, the experts of every token, for the update. An estimator with an optimal token
+        baseline reads ``sum_pi_squared``, the sum of the squared probabilities of each token's distribution.
         """
         replay = self.config.router_replay.mode == "R2"
         with self._held.in_model():
             result = self.log_probs(batch, self.log_prob, with_entropy=True, with_routes=replay)
         if result is None:
             return None
-        routes = {ROUTES: result[ROUTES]} if replay else {}
-        return DataProto.from_dict({"old_log_probs": result["log_probs"], "entropys": result["entropy"], **routes})
+        optional = {name: result[name] for name in ("sum_pi_squared", ROUTES) if name in result}
+        return DataProto.from_dict({"old_log_probs": result["log_probs"], "entropys": result["entropy"], **optional})
 
     @verb(Dispatch.ALL, phase="old_log_prob")
     @offload_after

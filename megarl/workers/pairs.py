@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -25,7 +26,12 @@ class PairRows(PackedRows):
     Args:
         batch: needs the columns of :data:`PAIRS`.
         share: compute the common first tokens of a pair once.
+
+    Attributes:
+        names: columns of the first and of the second sequence.
     """
+
+    names: ClassVar[tuple[str, str]] = ("chosen", "rejected")
 
     def __init__(self, batch: DataProto, *, share: bool) -> None:
         super().__init__(batch)
@@ -33,7 +39,8 @@ class PairRows(PackedRows):
 
     def sequences(self, row: int) -> tuple[Tensor, Tensor]:
         """Return the token ids of the chosen and of the rejected sequence of a pair, without padding."""
-        return self.unpadded("chosen")[row], self.unpadded("rejected")[row]
+        first, second = (self.unpadded(name)[row] for name in self.names)
+        return first, second
 
 
 class PairTrainingWorker(MegatronWorker):
@@ -53,7 +60,11 @@ class PairTrainingWorker(MegatronWorker):
         self.budget = budget
 
     def update_pairs(
-        self, rows: PairRows, pack: Callable[[Sequence[int]], PackedMicroBatch], loss: LossFunction
+        self,
+        rows: PairRows,
+        pack: Callable[[Sequence[int]], PackedMicroBatch],
+        loss: LossFunction,
+        sequences_per_row: int = 2,
     ) -> dict[str, float]:
         """Run one optimizer step on pairs; metrics under ``train/``.
 
@@ -61,12 +72,13 @@ class PairTrainingWorker(MegatronWorker):
             rows: pairs of this rank.
             pack: packs the pairs of a micro-batch.
             loss: loss of a micro-batch.
+            sequences_per_row: sequences of a pair that ``pack`` packs.
         """
 
         def compute_gradient(groups: Sequence[Sequence[int]]) -> tuple[dict[str, float], Sequence[Sequence[int]]]:
             return self.engine.forward_backward([pack(group) for group in groups], loss), groups
 
         metrics, groups = self.memory.run_pass(UPDATE, self.budget, rows, compute_gradient)
-        metrics |= self.step_metrics(self.engine.optimizer_step(), rows, groups, sequences_per_row=2)
+        metrics |= self.step_metrics(self.engine.optimizer_step(), rows, groups, sequences_per_row)
         named = {f"{self.prefix}/{name}": value for name, value in metrics.items()}
         return named | self.memory.take_metrics() | self.end_phase()

@@ -40,7 +40,7 @@ class ResponsePairs(PairRows):
 
     def __init__(self, batch: DataProto, *, share: bool) -> None:
         super().__init__(batch, share=share)
-        self._boundaries = [batch.tensors[name].tolist() for name in PROMPT_TOKENS]
+        self._boundaries = [batch.tensors[f"{name}_prompt_tokens"].tolist() for name in self.names]
 
     def responses(self, row: int) -> list[tuple[Tensor, Tensor]]:
         """Return prompt and response token ids of the chosen and of the rejected sequence."""

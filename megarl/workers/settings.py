@@ -114,11 +114,13 @@ class LogProbSettings:
         budget: micro-batch budget.
         temperature: sampling temperature, applied to the logits.
         full_kl: for a reference, also compute the exact KL to it.
+        sum_pi_squared: also compute the sum of the squared probabilities of each token's distribution.
     """
 
     budget: MicroBatchBudget
     temperature: float
     full_kl: bool = False
+    sum_pi_squared: bool = False
 
 
 @dataclass(frozen=True)

@@ -165,5 +165,5 @@ def test_user_estimator(tmp_path):
     assert load_advantage("gae") is ADVANTAGES["gae"]
     with pytest.raises(ConfigError, match=r"algorithm\.adv_estimator.*no 'thrice'.*twice"):
         load_advantage(f"{file}:thrice")
-    with pytest.raises(ConfigError, match=r"algorithm\.adv_estimator='vtrace'.*gae, gpg, grpo"):
+    with pytest.raises(ConfigError, match=r"algorithm\.adv_estimator='vtrace'.*gae, gigpo, gpg, grpo"):
         load_advantage("vtrace")

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms import ADVANTAGES, AdvantageInputs
+from megarl.algorithms import ADVANTAGES, AdvantageInputs, Turns, anchor_groups, observations, turn_numbers
 
 MANY = np.array(["a"] * 4, object)
 
@@ -161,3 +161,173 @@ def test_group_of_one_keeps_its_score():
     for name in ("grpo", "rloo", "opo", "gpg"):
         assert estimate(name, case).tolist() == [pytest.approx([2.0, 2.0], rel=1e-5)], name
     assert estimate("grpo_passk", case).tolist() == [[0.0, 0.0]]
+
+
+def otb(rewards, mask, groups, log_probs, squares, weights):
+    """Advantages and returns by loops over responses and trained tokens (optimal token baseline)."""
+    steps = [[t for t in range(mask.shape[1]) if mask[row, t]] for row in range(len(mask))]
+    returns, energies = np.zeros(mask.shape), np.zeros(mask.shape)
+    for row, tokens in enumerate(steps):
+        energy = 0.0
+        for t in tokens:
+            returns[row, t] = rewards[row, t:].sum()
+            energy += (1 - 2 * np.exp(log_probs[row, t]) + squares[row, t]) * weights[row, t] ** 2
+            energies[row, t] = energy
+    advantages = np.zeros(mask.shape)
+    for row, tokens in enumerate(steps):
+        for k, t in enumerate(tokens):
+            peers = [(p, steps[p][k]) for p in range(len(mask)) if groups[p] == groups[row] and len(steps[p]) > k]
+            baseline = sum(energies[at] * returns[at] for at in peers) / (sum(energies[at] for at in peers) + 1e-8)
+            advantages[row, t] = returns[row, t] - (baseline if len(peers) > 1 else 0.0)
+    return advantages, returns
+
+
+@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+@settings(max_examples=60)
+@given(case=cases(), weighted=st.booleans(), seed=st.integers(0, 99))
+def test_optimal_token_baseline_equals_a_loop(name, case, weighted, seed):
+    rewards, mask, groups = case
+    generator = np.random.default_rng(seed)
+    distributions = generator.dirichlet(np.full(5, 0.3), mask.shape)
+    log_probs, squares = np.log(distributions[..., 0] + 1e-300), (distributions**2).sum(-1)
+    weights = generator.uniform(0, 2, mask.shape) if weighted else np.ones(mask.shape)
+    given_ = AdvantageInputs(
+        torch.tensor(rewards),
+        torch.tensor(mask),
+        group_ids=groups,
+        old_log_probs=torch.tensor(log_probs),
+        sum_pi_squared=torch.tensor(squares),
+        rollout_is_weights=torch.tensor(weights) if weighted else None,
+    )
+    advantages, returns = ADVANTAGES[name](given_)
+    first, second = otb(rewards, mask, groups, log_probs, squares, weights)
+    np.testing.assert_allclose(advantages, first, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(returns, second, rtol=1e-6, atol=1e-9)
+
+
+def test_optimal_token_baseline_minimizes_the_variance_proxy():
+    """No other baseline of a time step gives a smaller sum of W (G - B)^2."""
+    generator = np.random.default_rng(1)
+    scores, distributions = generator.normal(size=4), generator.dirichlet(np.ones(5), (4, 3))
+    rewards = np.zeros((4, 3))
+    rewards[:, -1] = scores
+    log_probs, squares = np.log(distributions[..., 0]), (distributions**2).sum(-1)
+    energy = (1 - 2 * np.exp(log_probs) + squares).cumsum(-1)
+    given_ = AdvantageInputs(
+        torch.tensor(rewards),
+        torch.ones(4, 3),
+        group_ids=MANY,
+        old_log_probs=torch.tensor(log_probs),
+        sum_pi_squared=torch.tensor(squares),
+    )
+    advantages = ADVANTAGES["optimal_token_baseline"](given_)[0].numpy()
+    least = (energy * advantages**2).sum(0)
+    for shift in (-0.01, 0.01):
+        assert ((energy * (advantages + shift) ** 2).sum(0) > least).all()
+
+
+def test_optimal_token_baseline_of_deterministic_tokens_is_zero():
+    """A token of probability 1 has no energy, also if rounding makes it negative."""
+    ones = torch.ones(2, 2)
+    given_ = AdvantageInputs(
+        torch.tensor([[0.0, 1.0], [0.0, 0.0]]),
+        ones,
+        group_ids=MANY[:2],
+        old_log_probs=torch.zeros(2, 2),
+        sum_pi_squared=ones - 1e-7,
+    )
+    advantages, returns = ADVANTAGES["optimal_token_baseline"](given_)
+    assert torch.equal(advantages, returns) and returns.tolist() == [[1.0, 1.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("missing", ["old_log_probs", "sum_pi_squared"])
+def test_optimal_token_baseline_names_a_missing_input(missing):
+    tensors = {"old_log_probs": torch.zeros(1, 1), "sum_pi_squared": torch.ones(1, 1)}
+    del tensors[missing]
+    with pytest.raises(ValueError, match=f"needs `{missing}`: the actor's"):
+        ADVANTAGES["optimal_token_baseline"](
+            AdvantageInputs(torch.ones(1, 1), torch.ones(1, 1), group_ids=MANY[:1], **tensors)
+        )
+
+
+@st.composite
+def episodes(draw):
+    """Token rows of multi-turn responses: masks, rewards, groups, and the state before each turn."""
+    generator = np.random.default_rng(draw(st.integers(0, 2**31)))
+    rows, width = draw(st.integers(1, 8)), draw(st.integers(2, 12))
+    mask = generator.random((rows, width)) < draw(st.sampled_from([0.4, 0.7, 1.0]))
+    if draw(st.booleans()):
+        mask[generator.integers(rows)] = False  # a failed row
+    rewards = np.round(generator.normal(size=mask.shape), 1) * (generator.random(mask.shape) < 0.5)
+    groups = np.array([f"prompt-{g}" for g in generator.integers(0, 2, rows)], object)
+    return rewards, mask, groups, [[int(s) for s in generator.integers(0, 3, width)] for _ in range(rows)]
+
+
+def steps_of(rewards, mask, states, gamma):
+    """The rows of a step-wise implementation: (row, tokens, state, discounted return), one per turn."""
+    steps = []
+    for row in range(len(mask)):
+        tokens, rewarded = [], []
+        for t in range(mask.shape[1]):
+            if mask[row, t] and (t == 0 or not mask[row, t - 1]):
+                tokens.append([])
+                rewarded.append(0.0)
+            if tokens:
+                rewarded[-1] += rewards[row, t]
+                tokens[-1] += [t] if mask[row, t] else []
+        for turn in range(len(tokens)):
+            value = sum(gamma ** (later - turn) * rewarded[later] for later in range(turn, len(tokens)))
+            steps.append((row, tokens[turn], states[row][turn], value))
+    return steps
+
+
+@pytest.mark.parametrize("std", [True, False])
+@settings(max_examples=60)
+@given(case=episodes(), gamma=st.sampled_from([1.0, 0.9]), weight=st.sampled_from([0.0, 0.5, 1.0]))
+def test_gigpo_equals_a_step_wise_implementation(std, case, gamma, weight):
+    """arXiv:2505.10978, with one row per turn as in the authors' code."""
+    rewards, mask, groups, states = case
+    numbers = turn_numbers(torch.tensor(mask))
+    turns = [states[row][: int(numbers[row, -1]) + 1] for row in range(len(mask))]
+    anchors = anchor_groups([[str(state) for state in row] for row in turns], groups.tolist(), None)
+    inputs = AdvantageInputs(
+        torch.tensor(rewards),
+        torch.tensor(mask),
+        group_ids=groups,
+        turns=Turns(numbers, anchors),
+        step_advantage_w=weight,
+        gamma=gamma,
+        norm_by_std=std,
+    )
+    advantages, returns = ADVANTAGES["gigpo"](inputs)
+    assert torch.equal(advantages, returns)
+
+    episode = by_rows(grpo, rewards, mask, groups, std, alone_in_grpo)
+    steps, expected = steps_of(rewards, mask, states, gamma), np.zeros(mask.shape)
+    for row, tokens, state, value in steps:
+        peers = [other[3] for other in steps if groups[other[0]] == groups[row] and other[2] == state]
+        step = value - np.mean(peers)
+        if std:
+            step /= (np.std(peers, ddof=1) if len(peers) > 1 else 1.0) + 1e-6
+        expected[row, tokens] = episode[row] + weight * step
+    np.testing.assert_allclose(advantages, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_turns_and_the_observations_before_them():
+    generated = torch.tensor([[1, 1, 0, 0, 1, 0], [0, 1, 0, 1, 1, 1], [0, 0, 0, 0, 0, 0]])
+    responses = torch.arange(18).view(3, 6)
+    numbers = turn_numbers(generated)
+    assert numbers.tolist() == [[0, 0, 0, 0, 1, 1], [-1, 0, 0, 1, 1, 1], [-1] * 6]
+    assert observations(responses, generated, numbers) == [[(), (2, 3)], [(), (8,)], []]
+
+
+def test_anchor_groups_by_equal_and_by_similar_states():
+    text = "you are in the kitchen and see a red apple"
+    states = [["start", text], ["start", text.replace("red", "bed")], ["start", (1, 2)]]
+    equal = anchor_groups(states, ["a", "a", "b"], None)
+    assert equal.tolist() == [[0, 1], [0, 2], [3, 4]]
+    similar = anchor_groups(states, ["a", "a", "b"], 0.95)
+    assert similar.tolist() == [[0, 1], [0, 1], [2, 3]]
+    tokens = [[tuple(range(40))], [(*range(39), 99)], [tuple(range(100, 140))]]
+    assert anchor_groups(tokens, ["a", "a", "a"], 0.95).tolist() == [[0], [0], [1]]
+    assert anchor_groups([[], ["x"]], ["a", "a"], None).tolist() == [[-1], [0]]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms import PREFERENCE_LOSSES, PreferenceInputs, PreferenceLossOptions
+from megarl.algorithms import PREFERENCE_LOSSES, LabelledInputs, PreferenceInputs, PreferenceLossOptions, kto, kto_kl
 from megarl.base.algorithm_names import PREFERENCE_LOSS_TYPES
 
 BETA, SMOOTHING, GAMMA = 0.3, 0.1, 0.7
@@ -90,3 +90,32 @@ def test_missing_reference_is_an_error(name: str) -> None:
     one = torch.ones(1)
     with pytest.raises(ValueError, match="needs the log-probs of a reference"):
         PREFERENCE_LOSSES[name](PreferenceInputs(one, one, None, None, one, one, options=OPTIONS))
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
+
+
+RESPONSES = st.lists(st.tuples(st.floats(-60, 60), st.booleans()), min_size=1, max_size=6)
+
+
+@settings(max_examples=60)
+@given(responses=RESPONSES, kl_ratios=st.lists(st.floats(-60, 60), min_size=1, max_size=6))
+def test_kto_equals_its_equation(responses: list[tuple[float, bool]], kl_ratios: list[float]) -> None:
+    """Ethayarajh et al. 2024: the weight minus the value of a response, which is relative to the estimated KL."""
+    weights = {True: 1.5, False: 0.8}
+    kl = kto_kl(torch.tensor(kl_ratios, dtype=torch.float64, requires_grad=True))
+    assert kl == pytest.approx(max(0.0, sum(kl_ratios) / len(kl_ratios)), abs=1e-9)
+    ratios = torch.tensor([ratio for ratio, _ in responses], dtype=torch.float64, requires_grad=True)
+    desirable = torch.tensor([label for _, label in responses])
+    result = kto(LabelledInputs(ratios, desirable, kl, beta=BETA, desirable_weight=1.5, undesirable_weight=0.8))
+    result.loss.sum().backward()
+    assert ratios.grad is not None
+    for row, (ratio, label) in enumerate(responses):
+        sign = 1 if label else -1
+        value = sigmoid(sign * BETA * (ratio - kl))
+        assert result.loss[row].item() == pytest.approx(weights[label] * (1 - value), abs=1e-9)
+        slope = -sign * weights[label] * BETA * value * (1 - value)
+        assert ratios.grad[row].item() == pytest.approx(slope, abs=1e-9)
+        assert result.diagnostics["reward"][row].item() == pytest.approx(BETA * ratio, abs=1e-9)
+        assert result.diagnostics["accuracy"][row].item() == float(result.loss[row].item() < weights[label] / 2)

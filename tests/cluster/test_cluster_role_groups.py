@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[2]
 WORKERS = {
     "ActorGroup": "actor.ActorWorker",
     "CriticGroup": "critic.CriticWorker",
+    "KTOGroup": "kto.KTOWorker",
+    "PreferenceGroup": "preference.PreferenceWorker",
     "ReferenceGroup": "reference.ReferenceWorker",
     "RewardModelGroup": "reward_model.RewardModelWorker",
     "RewardTrainingGroup": "reward_model.RewardTrainingWorker",

@@ -251,6 +251,19 @@ def test_inputs_of_an_estimator(name: str, critic: bool, baselines: bool) -> Non
     assert (config.uses_critic, config.uses_baselines) == (critic, baselines)
 
 
+def test_estimators_that_need_the_sum_of_squared_probabilities() -> None:
+    key = "actor_rollout_ref.actor.calculate_sum_pi_squared"
+    for name, value, expected in (
+        ("optimal_token_baseline", None, True),
+        ("tir_optimal_token_baseline", True, True),
+        ("grpo", None, False),
+        ("mine.py:estimate", None, False),
+        ("mine.py:estimate", True, True),
+    ):
+        keys = {"algorithm.adv_estimator": name, "actor_rollout_ref.rollout.n": 4, key: value}
+        assert build(TrainConfig, with_keys(keys)).uses_sum_pi_squared is expected, name
+
+
 def test_a_custom_estimator_may_need_a_critic() -> None:
     custom = {"algorithm.adv_estimator": "mine.py:estimate"}
     assert not build(TrainConfig, with_keys(custom)).uses_critic

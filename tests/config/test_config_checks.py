@@ -12,6 +12,9 @@ from megarl.config.build import build
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 GRPO = {"algorithm.adv_estimator": "grpo"}
+OTB = {"algorithm.adv_estimator": "optimal_token_baseline", "actor_rollout_ref.rollout.n": 8}
+GIGPO = {"algorithm.adv_estimator": "gigpo", "actor_rollout_ref.rollout.n": 8}
+SQUARES = "actor_rollout_ref.actor.calculate_sum_pi_squared"
 RC, ALIGN = "algorithm.rollout_correction", "algorithm.repr_align"
 URLS = f"{ROLLOUT}.engine_kwargs.sglang.urls"
 RS = {f"{ROLLOUT}.calculate_log_probs": True, f"{RC}.rollout_rs": "token_k1,seq_mean_k3, seq_max_k2"}
@@ -33,6 +36,22 @@ PROFILED = {
         ({"algorithm.adv_estimator": "remax", "algorithm.whiten_rewards": True},
          "algorithm.whiten_rewards", "set false"),
         ({"critic.enable": False}, "critic.enable", "adv_estimator=gae needs a critic"),
+        ({**OTB, f"{ROLLOUT}.n": 1}, f"{ROLLOUT}.n", "at least 2"),
+        ({**OTB, SQUARES: False}, SQUARES, "needs the sum of squared probabilities; leave it null"),
+        ({**GRPO, f"{ROLLOUT}.n": 8, SQUARES: True}, SQUARES, "reads no squared probabilities; leave it null"),
+        ({**OTB, f"{ROLLOUT}.calculate_log_probs": True, "algorithm.rollout_correction.bypass_mode": True},
+         "algorithm.rollout_correction.bypass_mode", "adv_estimator=optimal_token_baseline needs; set false"),
+        ({**OTB, "async_training.mode": "colocated", "async_training.max_staleness": 1,
+          "async_training.proximal": "loglinear", f"{ROLLOUT}.calculate_log_probs": True},
+         "async_training.proximal", "adv_estimator=optimal_token_baseline needs; set recompute"),
+        ({**GIGPO, f"{ROLLOUT}.n": 1}, f"{ROLLOUT}.n", "at least 2"),
+        ({**GIGPO, "algorithm.gigpo.mode": "mean"}, "algorithm.gigpo.mode", "one of mean_norm, mean_std_norm"),
+        ({**OTB, "algorithm.gigpo.mode": "mean_norm"}, "algorithm.gigpo.mode", "remove it, or set gigpo"),
+        ({**OTB, "algorithm.gigpo.step_advantage_w": 0.5}, "algorithm.gigpo.step_advantage_w",
+         "no effect with algorithm.adv_estimator=optimal_token_baseline"),
+        ({"algorithm.adv_estimator": "mine.py:estimate", SQUARES: True, f"{ROLLOUT}.calculate_log_probs": True,
+          "algorithm.rollout_correction.bypass_mode": True},
+         "algorithm.rollout_correction.bypass_mode", "calculate_sum_pi_squared=true needs; set false"),
         ({f"{ACTOR}.policy_loss.clip_cov_lb": 5.0}, f"{ACTOR}.policy_loss.clip_cov_lb", "clip_cov_ub=5"),
         ({**GRPO, f"{ROLLOUT}.n": 8, "trainer.critic_warmup": 3}, "trainer.critic_warmup", "set 0"),
         ({f"{ACTOR}.megatron.tensor_model_parallel_size": 3}, f"{ACTOR}.megatron.tensor_model_parallel_size",
@@ -355,6 +374,17 @@ def test_impossible_training_of_reward_models(values: dict[str, Any], path: str,
         ({"loss.type": "ipo", "loss.label_smoothing": 0.1}, "loss.label_smoothing", "no effect with loss.type=ipo"),
         ({"loss.simpo_gamma": 0.5}, "loss.simpo_gamma", "no effect with loss.type=dpo"),
         ({"data.margin_key": "gap"}, "data.margin_key", "unknown key"),
+        (
+            {"loss.desirable_weight": 1.0},
+            "loss.desirable_weight",
+            "no effect with loss.type=dpo; leave it null, or use kto",
+        ),
+        ({"loss.undesirable_weight": 1.0}, "loss.undesirable_weight", "or use kto"),
+        ({"data.label_key": "label"}, "data.label_key", "no effect with loss.type=dpo; leave it null, or use kto"),
+        ({"loss.type": "kto", "loss.desirable_weight": -1.0}, "loss.desirable_weight", ">= 0"),
+        ({"loss.type": "kto", "loss.label_smoothing": 0.1}, "loss.label_smoothing", "no effect with loss.type=kto"),
+        ({"loss.type": "kto", "loss.simpo_gamma": 0.1}, "loss.simpo_gamma", "no effect with loss.type=kto"),
+        ({"loss.type": "kto", "data.train_batch_size": 1}, "data.train_batch_size", "responses to other prompts"),
     ],
 )
 def test_impossible_preference_optimization(values: dict[str, Any], path: str, expected: str) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from megarl.base.errors import DataError
-from megarl.data import PairDataset, SFTDataset
+from megarl.data import LabelledResponses, PairDataset, SFTDataset
+from megarl.data.labelled_responses import mismatch_shift
 
 QUESTION = [{"role": "user", "content": "a?"}]
 
@@ -167,3 +168,85 @@ def test_template_that_changes_earlier_turns_is_an_error(tokenizer: Any, write: 
     )
     with pytest.raises(DataError, match="renders the turns before message 2 differently once it follows"):
         SFTDataset(write([{"messages": TALK[1:]}]), forgetful, 30, messages_key="messages")
+
+
+def labelled(*rows: tuple[str, str, Any]) -> list[dict[str, Any]]:
+    made = [([{"role": "user", "content": prompt}], response, label) for prompt, response, label in rows]
+    return [{"prompt": prompt, "response": response, "label": label} for prompt, response, label in made]
+
+
+def parts(tensors: Any, name: str, row: int) -> tuple[list[int], list[int]]:
+    """Prompt and response of a sequence of a batch, without padding."""
+    width = tensors["kto_sequence"].shape[1]
+    real = tensors["attention_mask"][row].bool()
+    real = real[:width] if name == "kto_sequence" else real[width:]
+    ids, boundary = tensors[name][row][real].tolist(), int(tensors[f"{name}_prompt_tokens"][row])
+    return ids[:boundary], ids[boundary:]
+
+
+@pytest.mark.parametrize(("good", "bad"), [(True, False), (1, 0), (1.0, 0.0)])
+def test_labelled_responses_and_their_mismatched_sequences(
+    good: Any, bad: Any, tokenizer: Any, write: Callable[..., str]
+) -> None:
+    file = write(labelled(("a?", "yes", good), ("b?", "no", bad), ("never?", "mind", good)))
+    dataset = LabelledResponses(file, tokenizer, 30, label_key="label", answer_keys=("response",))
+    batch = dataset.collate([dataset[row] for row in range(len(dataset))])
+    tensors = batch.tensors
+    assert tensors["desirable"].tolist() == [1, 0, 1] and batch.non_tensor_batch["index"].tolist() == [0, 1, 2]
+    own = [parts(tensors, "kto_sequence", row) for row in range(3)]
+    mismatched = [parts(tensors, "kl_sequence", row) for row in range(3)]
+    answers = [tokenizer.decode(response).replace(" ", "") for _, response in own]
+    assert answers == ["yes<|end|>", "no<|end|>", "mind<|end|>"]
+    assert mismatched == [(own[row][0], own[row - 1][1]) for row in range(3)]
+
+
+def test_a_pair_gives_a_desirable_and_an_undesirable_response(tokenizer: Any, write: Callable[..., str]) -> None:
+    """The mismatched response of a row is never the other response of its pair."""
+    pairs = [{**rows("y", "never")[0], "prompt": [{"role": "user", "content": text}]} for text in ("a?", "b?", "c?")]
+    file = write(pairs)
+    dataset, whole = LabelledResponses(file, tokenizer, 30), PairDataset(file, tokenizer, 30)
+    assert len(dataset) == 6 and sum(dataset.rows_of_files()) == 6
+    for row in range(3):
+        for member, name in enumerate(("chosen", "rejected")):
+            sample = dataset[2 * row + member]
+            assert sample["prompt_ids"] + sample["response_ids"] == whole[row][name]
+            assert sample["desirable"] == (name == "chosen") and sample["index"] == row
+    tensors = dataset.collate([dataset[item] for item in range(6)]).tensors
+    prompts = [parts(tensors, "kto_sequence", row)[0] for row in range(6)]
+    for row in range(6):
+        prompt, response = parts(tensors, "kl_sequence", row)
+        assert prompt == prompts[row] and response == parts(tensors, "kto_sequence", row - 2)[1]
+
+
+@pytest.mark.parametrize(("truncation", "kept"), [("left", (1, 11)), ("right", (5, 7))])
+def test_mismatched_sequences_are_truncated(
+    truncation: str, kept: tuple[int, int], tokenizer: Any, write: Callable[..., str]
+) -> None:
+    """The second prompt with the first response has 5 + 11 tokens."""
+    file = write(labelled(("a?", "never mind", True), ("b?", "yes", False)))
+    options = {"label_key": "label", "answer_keys": ("response",), "truncation": truncation}
+    dataset = LabelledResponses(file, tokenizer, 12, **options)
+    tensors = dataset.collate([dataset[0], dataset[1]]).tensors
+    lengths = tuple(map(len, parts(tensors, "kl_sequence", 1)))
+    assert lengths == kept
+    # An error of length is about the rows' own sequences only.
+    file = write(labelled(("a?", "never mind", True), ("never mind?", "y", False)))
+    dataset = LabelledResponses(file, tokenizer, 16, label_key="label", answer_keys=("response",))
+    tensors = dataset.collate([dataset[0], dataset[1]]).tensors
+    assert sum(map(len, parts(tensors, "kl_sequence", 1))) == 16
+
+
+@pytest.mark.parametrize("label", ["yes", 2, None, -1.0])
+def test_labels_are_true_or_false(label: Any, tokenizer: Any, write: Callable[..., str]) -> None:
+    with pytest.raises(DataError, match="label"):
+        LabelledResponses(
+            write(labelled(("a?", "yes", label))), tokenizer, 30, label_key="label", answer_keys=("response",)
+        )
+
+
+def test_mismatch_shift_avoids_the_own_prompt() -> None:
+    first, second, third = [1], [2], [3, 4]
+    assert mismatch_shift([first]) == 0 and mismatch_shift([first, first]) == 1
+    assert mismatch_shift([first, second, third]) == 1
+    assert mismatch_shift([first, first, second, second, third, third]) == 2
+    assert mismatch_shift([first, first, first, second]) == 1  # two rows keep their prompt with any shift

@@ -34,23 +34,26 @@ def expected(logits: Tensor, targets: Tensor, weights: Tensor, temperature: floa
     return chosen.detach(), entropy.detach(), leaf.grad
 
 
-def shard_outputs(place: Place, width: int, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def shard_outputs(place: Place, width: int, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     torch.distributed.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{place.port}", rank=place.rank, world_size=place.world_size
     )
     try:
         logits, targets, weights = sample(width)
         local = logits.float().chunk(place.world_size, dim=1)[place.rank].clone().requires_grad_()
-        log_probs, entropy, leads, *_ = vocab_parallel_outputs(
+        outputs = vocab_parallel_outputs(
             local,
             targets,
             vocab_size=VOCAB,
             temperature=temperature,
             with_entropy=True,
+            with_sum_pi_squared=True,
             group=torch.distributed.group.WORLD,
         )
+        log_probs, entropy, leads = outputs.log_probs, outputs.entropy, outputs.leads
+        assert not outputs.sum_pi_squared.requires_grad
         ((log_probs * weights[0]).sum() + (entropy * weights[1]).sum()).backward()
-        return log_probs.detach(), entropy.detach(), local.grad, leads
+        return log_probs.detach(), entropy.detach(), local.grad, leads, outputs.sum_pi_squared
     finally:
         torch.distributed.destroy_process_group()
 
@@ -66,11 +69,13 @@ def test_sharded_vocabulary_equals_whole_vocabulary(
     answers = pool.run(shard_outputs, ranks, width, temperature)
     likeliest = logits[:, :VOCAB].argmax(-1) == targets
     assert likeliest.any() and not likeliest.all()
-    for ours, theirs, _, leads in answers:
+    squares = (logits[:, :VOCAB] / temperature).softmax(-1).square().sum(-1)
+    for ours, theirs, _, leads, sums in answers:
+        torch.testing.assert_close(sums.double(), squares, rtol=0, atol=1e-6)
         assert torch.equal(leads, likeliest)
         torch.testing.assert_close(ours.double(), log_probs, rtol=0, atol=2e-6)
         torch.testing.assert_close(theirs.double(), entropy, rtol=0, atol=2e-6)
-    torch.testing.assert_close(torch.cat([g for _, _, g, _ in answers], dim=1).double(), grad, rtol=0, atol=2e-6)
+    torch.testing.assert_close(torch.cat([answer[2] for answer in answers], dim=1).double(), grad, rtol=0, atol=2e-6)
 
 
 def one_rank(logits: Tensor, targets: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
@@ -86,6 +91,21 @@ def test_huge_logits_stay_finite() -> None:
     torch.testing.assert_close(ours.detach().double(), log_probs, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours_entropy.detach().double(), entropy, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(leaf.grad.double(), grad, rtol=1e-4, atol=1e-4)
+
+
+def test_sum_of_squared_probabilities_needs_no_entropy_and_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, targets, _ = sample(VOCAB, scale=2000.0)
+    outputs = vocab_parallel_outputs(logits.float(), targets, vocab_size=VOCAB, with_sum_pi_squared=True)
+    assert outputs.entropy is None and outputs.sum_pi_squared is not None
+    torch.testing.assert_close(outputs.sum_pi_squared, torch.ones(N))  # the largest logit has all of the probability
+    uniform = vocab_parallel_outputs(torch.zeros(N, VOCAB), targets, vocab_size=VOCAB, with_sum_pi_squared=True)
+    torch.testing.assert_close(uniform.sum_pi_squared, torch.full((N,), 1 / VOCAB))
+    chunk = 16 * 1024 * 4
+    monkeypatch.setattr(partition, "LOGITS_CHUNK_BYTES", chunk)
+    many, targets = torch.randn(512, 1024), torch.zeros(512, dtype=torch.int64)
+    with Alive([many, targets]) as alive:
+        vocab_parallel_outputs(many, targets, vocab_size=1024, with_entropy=True, with_sum_pi_squared=True)
+    assert alive.peak < 3 * chunk
 
 
 def test_entropy_only_and_log_probs_only_losses() -> None:
@@ -146,7 +166,14 @@ def test_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch, rows_per_chunk: i
         monkeypatch.setattr(partition, "LOGITS_CHUNK_BYTES", size)
         leaf = logits.to(dtype).requires_grad_()
         out = vocab_parallel_outputs(
-            leaf, targets, vocab_size=VOCAB, with_entropy=True, temperature=0.7, reference=ref, ids=ids
+            leaf,
+            targets,
+            vocab_size=VOCAB,
+            with_entropy=True,
+            with_sum_pi_squared=True,
+            temperature=0.7,
+            reference=ref,
+            ids=ids,
         )
         (out.log_probs @ weights[0] + out.entropy @ weights[1] + out.ref_kl.sum() + out.ids_log_probs.sum()).backward()
         results.append([*out, leaf.grad])

@@ -8,7 +8,7 @@ ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llam
 
 
 def tiny_config(
-    family="qwen2", *, layers=2, hidden=12, ffn=16, heads=4, groups=2, head_dim=None, vocab=37, tied=False
+    family="qwen2", *, layers=2, hidden=12, ffn=16, heads=4, groups=2, head_dim=2, vocab=37, tied=False
 ) -> ModelConfig:
     raw = {
         "architectures": [ARCHITECTURES[family]],
@@ -17,11 +17,12 @@ def tiny_config(
         "intermediate_size": ffn,
         "num_attention_heads": heads,
         "num_key_value_heads": groups,
+        "head_dim": head_dim,
         "vocab_size": vocab,
         "max_position_embeddings": 64,
         "tie_word_embeddings": tied,
     }
-    return parse_model_config(raw | ({"head_dim": head_dim} if head_dim else {}))
+    return parse_model_config(raw)
 
 
 def labelled_checkpoint(shapes, dtype=np.int64) -> dict[str, np.ndarray]:

@@ -46,6 +46,7 @@ MODELS = {
         "n_routed_experts": 8,
         "n_shared_experts": 1,
         "first_k_dense_replace": 2,
+        "head_dim": 4,
         "use_qk_norm": True,
     },
 }

@@ -32,6 +32,16 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 
+GLM_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
 
 def write_config(folder, raw):
     (folder / "config.json").write_text(json.dumps(raw))
@@ -114,6 +124,30 @@ def test_config_errors_are_named(tmp_path, change, parts):
         read_model_config(write_config(tmp_path, {**QWEN25, **change}))
     for part in [str(tmp_path), *parts]:
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "factor,head_dim,width",
+    [(0.5, 66, 33), (0.1, 64, 6), (0.25, 36, 9), (0.01, 64, 0), (1.0, 65, 65), (1.5, 64, 96)],
+)
+@pytest.mark.parametrize("section", [None, "rope_parameters"])
+def test_rotary_width_is_an_even_part_of_a_head(factor, head_dim, width, section):
+    fields = {"partial_rotary_factor": factor} if section is None else {section: {"partial_rotary_factor": factor}}
+    raw = {**QWEN25, "architectures": ["Glm4MoeForCausalLM"], "head_dim": head_dim, **GLM_EXPERTS, **fields}
+    if width == 6:
+        assert parse_model_config(raw).rotary_dim == 6
+        return
+    message = rf"rotary width .* {width} \(head_dim={head_dim} .*partial_rotary_factor={factor:g}\).* 2 to {head_dim}"
+    with pytest.raises(ModelError, match=message):
+        parse_model_config(raw)
+
+
+@pytest.mark.parametrize("width", [3, 0])
+def test_rotary_width_of_latent_attention_is_even(width):
+    heads = {"kv_lora_rank": 8, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": width, "v_head_dim": 8}
+    raw = {**QWEN25, "architectures": ["DeepseekV3ForCausalLM"], **GLM_EXPERTS, **heads}
+    with pytest.raises(ModelError, match="qk_rope_head_dim"):
+        parse_model_config(raw)
 
 
 def test_missing_folder_missing_file_and_malformed_file(tmp_path):

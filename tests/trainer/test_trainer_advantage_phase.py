@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
+from documented_metrics import undocumented
 
+from megarl.agents.trajectories import trajectories_to_batch
+from megarl.agents.types import Trajectory
 from megarl.base.algorithm_names import ADV_ESTIMATORS
-from megarl.config.schema.algorithm import AlgorithmConfig, KLControlConfig
+from megarl.base.errors import DataError
+from megarl.config.schema.algorithm import AlgorithmConfig, GiGPOConfig, KLControlConfig, RolloutCorrectionConfig
 from megarl.data import DataProto
 from megarl.trainer.phases.advantage_phase import AdvantagePhase
+from megarl.trainer.phases.correction_phase import RolloutCorrectionPhase
 
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0]])
 
@@ -93,11 +99,19 @@ def test_gae_with_kl_in_the_reward() -> None:
 def test_tool_tokens_do_not_change_advantages(estimator: str) -> None:
     """Any values in the holes of the mask give the same advantages."""
     holes = torch.tensor([[1, 0, 1], [0, 1, 0], [1, 0, 0], [0, 0, 0]])
-    given = batch().with_columns({"response_mask": holes, "reward_baselines": torch.tensor([0.5, 0.5, 1.0, 9.0])}, {})
+    more = {"reward_baselines": torch.tensor([0.5, 0.5, 1.0, 9.0]), "sum_pi_squared": torch.full((4, 3), 0.5)}
+    more |= {"responses": torch.arange(12).view(4, 3), "generated_mask": holes}
+    given = batch().with_columns({"response_mask": holes, **more}, {})
     changed = given.with_columns(
         {
             name: torch.where(holes.bool(), given.tensors[name], torch.full_like(given.tensors[name], wild))
-            for name, wild in (("old_log_probs", 1e9), ("ref_log_prob", -7.0), ("values", 1e9), ("entropys", math.nan))
+            for name, wild in (
+                ("old_log_probs", 1e9),
+                ("ref_log_prob", -7.0),
+                ("values", 1e9),
+                ("entropys", math.nan),
+                ("sum_pi_squared", math.nan),
+            )
         },
         {},
     )
@@ -110,6 +124,97 @@ def test_tool_tokens_do_not_change_advantages(estimator: str) -> None:
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
     assert results[0][2] == results[1][2] and math.isfinite(results[0][2]["actor/entropy"])
     assert not results[0][0][holes == 0].any() and results[0][0][holes == 1].any()
+
+
+QUERY, OTHER, FOUND, NOTHING = [5, 6], [5, 7], [8, 9, 8], [3]
+
+
+def conversation(*parts: list[int], states: list[str] | None = None, error: str | None = None) -> Trajectory:
+    """Turns of the policy and observations, in turns."""
+    ids = [token for part in parts for token in part]
+    mask = [1 - number % 2 for number, part in enumerate(parts) for _ in part]
+    fields = {} if states is None else {"anchor_states": states}
+    made = Trajectory([1, 2], ids, mask, [0.0] * len(ids), "stop", len(parts) + 1, fields=fields)
+    return made if error is None else made.failed(error)
+
+
+def searches(states: Sequence[list[str] | None] = (None,) * 4, *, state_masking: bool = True) -> DataProto:
+    """Four conversations about one prompt: two find the same documents; the last one failed."""
+    made = [
+        conversation(QUERY, FOUND, [4], states=states[0]),
+        conversation(OTHER, FOUND, [4, 4], states=states[1]),
+        conversation(QUERY, NOTHING, QUERY, FOUND, [4], states=states[2]),
+        conversation(QUERY, FOUND, [4], error="lost"),
+    ]
+    given = trajectories_to_batch(made, 0, state_masking=state_masking)
+    scores = torch.zeros(given.tensors["responses"].shape)
+    for row, (length, score) in enumerate(zip((6, 7, 9), (1.0, 0.0, 0.5), strict=True)):
+        scores[row, length - 1] = score
+    return given.with_columns({"token_level_scores": scores}, {"uid": ["a"] * 4})
+
+
+@pytest.mark.parametrize("state_masking", [True, False])
+def test_gigpo_compares_turns_after_the_same_observation(state_masking: bool) -> None:
+    config = AlgorithmConfig(
+        adv_estimator="gigpo", gamma=0.5, gigpo=GiGPOConfig(mode="mean_norm", step_advantage_w=2.0)
+    )
+    metrics: dict[str, float] = {}
+    advantages = AdvantagePhase(config).compute(searches(state_masking=state_masking), metrics).tensors["advantages"]
+    # First turns: returns 1/2, 0 and 1/8. Turns after FOUND: 1, 0 and 1/2. The turn after NOTHING is alone.
+    first, found = (0.5 + 0 + 0.125) / 3, 0.5
+    expected = [
+        [(0, 0.5 - first), (5, 1 - found)],
+        [(0, 0 - first), (6, 0 - found)],
+        [(0, 0.125 - first), (4, 0.0), (8, 0.5 - found)],
+    ]
+    for row, (score, turns) in enumerate(zip((1.0, 0.0, 0.5), expected, strict=True)):
+        for token, step in turns:
+            assert advantages[row, token].item() == pytest.approx(score - 0.5 + 2 * step, abs=1e-6), (row, token)
+    assert bool(advantages[0, 3]) is not state_masking  # an observation belongs to the turn before it
+    assert not advantages[3].any()
+    assert metrics["gigpo/step_group_size/mean"] == pytest.approx(7 / 3)
+    assert metrics["gigpo/compared_turn_fraction"] == pytest.approx(6 / 7)
+    assert not undocumented(name for name in metrics if name.startswith("gigpo/"))
+
+
+def test_gigpo_reads_the_states_of_an_agent_loop() -> None:
+    """Named states separate turns whose observations are equal, and join others; similar ones join too."""
+    rooms = [["start", "room 1 of 20"], ["start", "room 2 of 20"], ["start", "start", "room 1 of 20"], None]
+    metrics: dict[str, float] = {}
+    AdvantagePhase(AlgorithmConfig(adv_estimator="gigpo")).compute(searches(rooms), metrics)
+    assert metrics["gigpo/step_group_size/mean"] == pytest.approx((4 + 2 + 1) / 3)
+    similar = GiGPOConfig(enable_similarity=True, similarity_thresh=0.9)
+    AdvantagePhase(AlgorithmConfig(adv_estimator="gigpo", gigpo=similar)).compute(searches(rooms), metrics)
+    assert metrics["gigpo/step_group_size/mean"] == pytest.approx((4 + 3) / 2)
+    with pytest.raises(DataError, match="row 1: anchor_states has 3 states, and its response has 2 turns"):
+        AdvantagePhase(AlgorithmConfig(adv_estimator="gigpo")).compute(
+            searches([None, ["a", "b", "c"], None, None]), {}
+        )
+
+
+def test_optimal_token_baseline_reads_the_weights_of_rollout_correction() -> None:
+    """The weights are those that the policy loss gets after the advantages."""
+    given = batch(critic=False)
+    log_probs = -given.tensors["old_log_probs"].abs()
+    squares = log_probs.exp() ** 2 + 0.3 * (1 - log_probs.exp()) ** 2
+    columns = {"old_log_probs": log_probs, "rollout_log_probs": log_probs + torch.linspace(-0.6, 0.8, 12).view(4, 3)}
+    shapes = {name: torch.ones(4, width).long() for name, width in (("prompts", 1), ("responses", 3))}
+    given = given.with_columns(
+        {**columns, **shapes, "attention_mask": torch.ones(4, 4).long(), "sum_pi_squared": squares}, {}
+    )
+    correction = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold="1.5")
+    config = AlgorithmConfig(adv_estimator="optimal_token_baseline", rollout_correction=correction)
+    result = AdvantagePhase(config).compute(given, {}).tensors
+    weights = RolloutCorrectionPhase(correction).run(given, 1, {}).tensors["rollout_is_weights"]
+    energy = ((1 - 2 * log_probs.exp() + squares) * weights**2).cumsum(-1)
+    assert weights.max() == 1.5 and weights[0, 0] == pytest.approx(1.5) and weights[1, 1] < 1.5
+    # The first two samples share a prompt; their returns are their scores.
+    for t, trained in enumerate((2, 2, 1)):
+        of_first, of_second = energy[0, t].item(), energy[1, t].item()
+        baseline = (of_first + 0.25 * of_second) / (of_first + of_second) if trained == 2 else 0.0
+        assert result["advantages"][0, t].item() == pytest.approx(1 - baseline, abs=1e-5)
+    plain = AdvantagePhase(AlgorithmConfig(adv_estimator="optimal_token_baseline")).compute(given, {}).tensors
+    assert (plain["advantages"] - result["advantages"]).abs().max() > 1e-3
 
 
 def penalized(config: AlgorithmConfig) -> tuple[torch.Tensor, dict[str, float]]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from arithmetic_task import RUN
+from documented_metrics import undocumented
 from dotted_keys import set_keys
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -89,3 +91,66 @@ def test_policy_learns_preferences_resumes_and_exports(
     output = capsys.readouterr().out
     assert f"step {STEPS // 2 + 1}/{STEPS}" in output and f"step {STEPS // 2}/{STEPS}" not in output
     assert convert(["verify", str(tmp_path / "resumed" / "policy"), str(tmp_path / "checkpoints")]) == 0
+
+
+def test_kto_trains_on_pairs_and_on_labelled_rows_alike(
+    arithmetic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows per pair give the metrics of the pairs; validation equals transformers on the exported policy."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    files = {name: arithmetic / "data" / f"{name}.parquet" for name in ("pairs", "pairs_test")}
+    for name, file in files.items():
+        rows = pq.read_table(file).to_pylist()
+        made = [
+            {"prompt": row["prompt"], "answer": row[column], "good": column == "chosen"}
+            for row in rows
+            for column in ("chosen", "rejected")
+        ]
+        pq.write_table(pa.Table.from_pylist(made), tmp_path / f"{name}.parquet")
+    weights = {"loss.desirable_weight": 1.25, "loss.undesirable_weight": 0.75}
+    values = {
+        "data.train_batch_size": 16,
+        "data.max_length": 40,
+        "model.path": str(arithmetic / "model"),
+        "optim.lr": 2e-3,
+        "loss.type": "kto",
+        **weights,
+        "megatron.dtype": "float32",
+        **RUN,
+        "trainer.test_freq": 6,
+        "trainer.total_training_steps": 6,
+        "trainer.total_epochs": 2,
+    }
+
+    def train(name: str, keys: dict[str, Any]) -> list[dict[str, float]]:
+        (tmp_path / name).mkdir()
+        folder = {"trainer.hf_export_dir": str(tmp_path / name / "policy")}
+        run(build(PreferenceConfig, set_keys({}, {**values, **folder, **keys}), str(tmp_path / name)), tmp_path / name)
+        return read_metrics(tmp_path / name / "metrics.jsonl")
+
+    pairs = {"data.train_files": [str(files["pairs"])], "data.val_files": [str(files["pairs_test"])]}
+    labels = {
+        "data.train_files": [str(tmp_path / "pairs.parquet")],
+        "data.val_files": [str(tmp_path / "pairs_test.parquet")],
+        "data.label_key": "good",
+        "data.response_key": "answer",
+    }
+    steps, others = train("of_pairs", pairs), train("of_labels", labels)
+    names = [name for name in steps[-1] if name.startswith(("train/", "val/"))]
+    assert {"train/kl", "train/margin", "train/chosen_log_prob", "val/kl", "val/margin", "val/accuracy"} <= set(names)
+    for row, other in zip(steps, others, strict=True):
+        assert {name: row.get(name) for name in names} == {name: other.get(name) for name in names}
+    assert steps[0]["train/kl"] == pytest.approx(0, abs=1e-5)
+    assert steps[-1]["train/margin"] > 0.01 and not undocumented(names)
+
+    policy, initial = tmp_path / "of_pairs" / "policy", arithmetic / "model"
+    ratios = {
+        column: log_probs(policy, files["pairs_test"], column) - log_probs(initial, files["pairs_test"], column)
+        for column in ("chosen", "rejected")
+    }
+    kl = steps[-1]["val/kl"]
+    good, bad = torch.sigmoid(BETA * (ratios["chosen"] - kl)), torch.sigmoid(BETA * (kl - ratios["rejected"]))
+    loss = torch.cat([1.25 * (1 - good), 0.75 * (1 - bad)]).mean()
+    assert steps[-1]["val/loss"] == pytest.approx(loss.item(), abs=1e-4)
+    margin = BETA * (ratios["chosen"].mean() - ratios["rejected"].mean())
+    assert steps[-1]["val/margin"] == pytest.approx(margin.item(), abs=1e-4)

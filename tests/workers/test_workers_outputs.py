@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from distributed import ProcessPool
 from role_processes import CRITIC, LAYOUTS, Role, actor_arguments, log_prob_settings, role_settings, update_plan
-from tiny_policies import PROMPT_WIDTH, Models, policy_tokens, rectangle, rows_of, value_tokens
+from tiny_policies import PROMPT_WIDTH, TEMPERATURE, Models, policy_tokens, rectangle, rows_of, value_tokens
 
 from megarl.workers.actor import ActorWorker
 from megarl.workers.critic import CriticWorker
@@ -23,6 +25,24 @@ def test_actor(role_pool: ProcessPool, models: Models, layout: str) -> None:
         theirs = rectangle([row[index].detach() for row in expected])
         assert (result[name] - theirs).abs().max() < 1e-5
         assert not result[name][models.batch.tensors["attention_mask"][:, PROMPT_WIDTH:] == 0].any()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sums_of_squared_probabilities(role_pool: ProcessPool, models: Models, layout: str) -> None:
+    """The sums for optimal token baselines equal those of transformers' logits; the log-probs do not change."""
+    arguments = actor_arguments(models.policy_path, LAYOUTS[layout])
+    with Role(role_pool, ActorWorker, LAYOUTS[layout], arguments) as actor:
+        plain = actor.map("compute_log_prob", models.batch).tensors
+        actor.rebuild(log_prob=replace(arguments["log_prob"], sum_pi_squared=True))
+        result = actor.map("compute_log_prob", models.batch).tensors
+    assert set(result) == {"old_log_probs", "entropys", "sum_pi_squared"}
+    assert all(torch.equal(result[name], plain[name]) for name in plain)
+    sums = []
+    for row in rows_of(models.batch):
+        with torch.no_grad():
+            logits = models.policy(torch.cat([row.prompt, row.response])[None]).logits[0, len(row.prompt) - 1 : -1]
+        sums.append((logits / TEMPERATURE).softmax(-1).square().sum(-1))
+    assert (result["sum_pi_squared"] - rectangle(sums)).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

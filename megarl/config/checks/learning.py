@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.base.algorithm_names import ADV_ESTIMATORS, estimator_needs
+from megarl.base.algorithm_names import ADV_ESTIMATORS, GIGPO, estimator_needs
 from megarl.config.correction_bounds import rejection_rules, weight_bounds
+from megarl.config.keys import keys_of
 from megarl.config.problems import Problem
-from megarl.config.schema.algorithm import RolloutCorrectionConfig
+from megarl.config.schema.algorithm import GiGPOConfig, RolloutCorrectionConfig
 from megarl.config.schema.jobs import PreferenceConfig, SupervisedConfig, TrainConfig
 from megarl.config.schema.model import OptimConfig
 
@@ -25,11 +26,40 @@ def estimator(config: TrainConfig) -> Iterator[Problem]:
         yield Problem("critic.enable", enabled, f"{label} needs a critic; leave it null")
     if enabled and name in ADV_ESTIMATORS and not estimator_needs(name, "values"):
         yield Problem("critic.enable", enabled, f"{label} reads no values; leave it null")
+    yield from _sum_pi_squared(config, label)
+    if name in ADV_ESTIMATORS and name != GIGPO:
+        defaults = GiGPOConfig()
+        for item in keys_of(GiGPOConfig):
+            value = getattr(config.algorithm.gigpo, item.name)
+            if value != getattr(defaults, item.name):
+                text = f"has no effect with {label}; remove it, or set {GIGPO}"
+                yield Problem(f"algorithm.gigpo.{item.name}", value, text)
     if config.algorithm.whiten_rewards and config.uses_baselines:
         text = f"{label} compares with the scores of greedy responses, which are not whitened; set false"
         yield Problem("algorithm.whiten_rewards", config.algorithm.whiten_rewards, text)
     if config.trainer.critic_warmup and not config.uses_critic:
         yield Problem("trainer.critic_warmup", config.trainer.critic_warmup, f"{label} has no critic to warm up; set 0")
+
+
+def _sum_pi_squared(config: TrainConfig, label: str) -> Iterator[Problem]:
+    """Check that the actor computes the sum of squared probabilities if, and only if, the estimator may read it."""
+    name = config.algorithm.adv_estimator
+    path = "actor_rollout_ref.actor.calculate_sum_pi_squared"
+    enabled = config.actor_rollout_ref.actor.calculate_sum_pi_squared
+    needs = estimator_needs(name, "sum_pi_squared")
+    if enabled is False and needs:
+        yield Problem(path, enabled, f"{label} needs the sum of squared probabilities; leave it null")
+    if enabled and name in ADV_ESTIMATORS and not needs:
+        yield Problem(path, enabled, f"{label} reads no squared probabilities; leave it null")
+    if not config.uses_sum_pi_squared:
+        return
+    reader = label if needs else f"{path}=true"
+    if config.algorithm.rollout_correction.bypass_mode:
+        text = f"leaves out the pass of the actor that {reader} needs; set false"
+        yield Problem(f"{_CORRECTION}.bypass_mode", True, text)
+    if config.estimates_proximal_policy:
+        text = f"leaves out the pass of the actor that {reader} needs; set recompute"
+        yield Problem("async_training.proximal", config.async_training.proximal, text)
 
 
 def losses(config: TrainConfig) -> Iterator[Problem]:
@@ -152,7 +182,7 @@ def optimizers(config: TrainConfig | SupervisedConfig) -> Iterator[Problem]:
 
 
 def preference_loss(config: PreferenceConfig) -> Iterator[Problem]:
-    """Check that the preference loss reads the label smoothing and the target margin."""
+    """Check that the preference loss reads the label smoothing, target margin, weights and labels that are set."""
     loss, smoothed = config.loss, ("dpo", "simpo")
     if loss.label_smoothing and loss.type not in smoothed:
         text = f"has no effect with loss.type={loss.type}; leave it 0, or use {' or '.join(smoothed)}"
@@ -160,6 +190,18 @@ def preference_loss(config: PreferenceConfig) -> Iterator[Problem]:
     if loss.simpo_gamma is not None and loss.type != "simpo":
         text = f"has no effect with loss.type={loss.type}; leave it null, or use simpo"
         yield Problem("loss.simpo_gamma", loss.simpo_gamma, text)
+    if loss.uses_pairs:
+        unread: dict[str, object] = {
+            "loss.desirable_weight": loss.desirable_weight,
+            "loss.undesirable_weight": loss.undesirable_weight,
+            "data.label_key": config.data.label_key,
+        }
+        for path, value in unread.items():
+            if value is not None:
+                yield Problem(path, value, f"has no effect with loss.type={loss.type}; leave it null, or use kto")
+    elif config.data.train_batch_size < 2:
+        text = "loss.type=kto estimates the KL from responses to other prompts of the step; set at least 2"
+        yield Problem("data.train_batch_size", config.data.train_batch_size, text)
 
 
 def _optimizer(optim: OptimConfig, path: str) -> Iterator[Problem]:

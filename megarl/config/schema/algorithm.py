@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from megarl.base.algorithm_names import (
     ADV_ESTIMATORS,
     FULL_KL,
+    GIGPO,
+    GIGPO_MODES,
     KL_CONTROLLER_TYPES,
     KL_KINDS,
     REWEIGHT_KINDS,
@@ -151,21 +153,47 @@ class RolloutCorrectionConfig:
 
 
 @dataclass(frozen=True)
+class GiGPOConfig:
+    """Comparison of turns that begin in the same state; read with `adv_estimator=gigpo` (docs/agents.md)."""
+
+    step_advantage_w: float = key(
+        1.0, "Weight of the advantage of a turn; 0 = compare whole responses only.", at_least=0
+    )
+    mode: str = key(
+        "mean_std_norm",
+        "Normalization of both advantages: mean_norm = subtract the mean of the group, mean_std_norm = also divide by "
+        "its standard deviation.",
+        choices=tuple(GIGPO_MODES),
+    )
+    enable_similarity: bool = key(
+        False, "Turns begin in the same state if their states are similar, not only if equal."
+    )
+    similarity_thresh: float = key(
+        0.95,
+        "Smallest ratio of similar states, by Python's difflib; read with `enable_similarity`.",
+        above=0,
+        at_most=1,
+    )
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     """Advantages, and the KL in the reward."""
 
     adv_estimator: str = key(
         "gae",
         "Advantage estimator: gae has a critic, reinforce_plus_plus has none, remax compares with a greedy response, "
-        "the others compare the `rollout.n` responses of a group; formulas in docs/algorithms.md.",
+        "the others compare the `rollout.n` responses of a group, gigpo also their turns; formulas in "
+        "docs/algorithms.md.",
         choices=tuple(ADV_ESTIMATORS),
         custom="function",
     )
-    gamma: float = key(1.0, "Discount per token.", above=0, at_most=1)
+    gamma: float = key(1.0, "Discount per token; for gigpo per turn.", above=0, at_most=1)
     lam: float = key(1.0, "Lambda of GAE.", at_least=0, at_most=1)
     norm_adv_by_std_in_grpo: bool = key(
         True, "Divide a group's advantages by the standard deviation of its scores; read by grpo and grpo_passk."
     )
+    gigpo: GiGPOConfig = section(GiGPOConfig)
     missing_eos_penalty: float | None = key(
         None, "Penalty on the score of a response without an end-of-sequence token; null = none.", at_least=0
     )
@@ -191,6 +219,11 @@ class AlgorithmConfig:
     ref_quality_score: RefQualityConfig = section(RefQualityConfig)
     repr_align: ReprAlignConfig = section(ReprAlignConfig)
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
+
+    @property
+    def norm_by_std(self) -> bool:
+        """Whether the estimator divides by the standard deviation of a group."""
+        return GIGPO_MODES[self.gigpo.mode] if self.adv_estimator == GIGPO else self.norm_adv_by_std_in_grpo
 
     @property
     def uses_full_kl(self) -> bool:

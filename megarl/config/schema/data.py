@@ -200,6 +200,21 @@ class PairDataConfig(SupervisedDataConfig):
 
 
 @dataclass(frozen=True)
+class PreferenceDataConfig(PairDataConfig):
+    """Prompts with a chosen and a rejected response, or for KTO with a labelled one.
+
+    `train_batch_size` counts pairs per optimizer step; for KTO it counts responses.
+    """
+
+    label_key: str | None = key(
+        None,
+        "KTO: column of labels, true or 1 = desirable, false or 0 = undesirable; rows then have `response_key` instead "
+        "of a pair. null = pairs, which `loss.type=kto` splits into two responses each.",
+    )
+    response_key: str = key("response", "Column of the labelled response; read with `label_key`.")
+
+
+@dataclass(frozen=True)
 class RewardPairDataConfig(PairDataConfig):
     """Pairs for a reward model. `train_batch_size` counts pairs per optimizer step."""
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias, TypeVar
 
-from megarl.base.algorithm_names import PREFERENCE_LOSS_TYPES, estimator_needs
+from megarl.base.algorithm_names import KTO, PREFERENCE_LOSS_TYPES, estimator_needs
 from megarl.config.keys import key, section
 from megarl.config.schema.algorithm import AlgorithmConfig
 from megarl.config.schema.async_training import LOGLINEAR, RECOMPUTE, AsyncTrainingConfig
@@ -14,6 +14,7 @@ from megarl.config.schema.data import (
     DataConfig,
     GenerateDataConfig,
     PairDataConfig,
+    PreferenceDataConfig,
     PromptsConfig,
     RewardPairDataConfig,
     SFTDataConfig,
@@ -167,6 +168,13 @@ class TrainConfig(ScoredJobConfig):
         return estimator_needs(self.algorithm.adv_estimator, "reward_baselines")
 
     @property
+    def uses_sum_pi_squared(self) -> bool:
+        """Whether old log-probs come with the sum of squared probabilities of each token's distribution."""
+        default = estimator_needs(self.algorithm.adv_estimator, "sum_pi_squared")
+        enabled = self.actor_rollout_ref.actor.calculate_sum_pi_squared
+        return default if enabled is None else enabled
+
+    @property
     def samples_per_prompt(self) -> int:
         """Samples per prompt to train on."""
         best, n = self.algorithm.best_of_n, self.actor_rollout_ref.rollout.n
@@ -258,12 +266,12 @@ class RewardTrainingConfig(PairTrainingConfig):
 
 @dataclass(frozen=True)
 class PreferenceLossConfig:
-    """The loss on a pair, averaged over the pairs of a step; docs/preference.md has the formulas."""
+    """The loss on a pair or a response, averaged over those of a step; docs/preference.md has the formulas."""
 
     type: str = key(
         "dpo",
-        "dpo, ipo, hinge (SLiC), or simpo, which needs no reference.",
-        choices=tuple(PREFERENCE_LOSS_TYPES),
+        "On pairs: dpo, ipo, hinge (SLiC), or simpo, which needs no reference. On single responses: kto.",
+        choices=(*PREFERENCE_LOSS_TYPES, KTO),
     )
     beta: float = key(0.1, "Strength of the pull towards the reference; SimPO: scale of the rewards.", above=0)
     label_smoothing: float = key(
@@ -273,21 +281,34 @@ class PreferenceLossConfig:
         None, "Target margin between the rewards of simpo; null = 0.5. Other losses have none.", at_least=0
     )
 
+    desirable_weight: float | None = key(
+        None, "Weight of desirable responses in kto; null = 1. Other losses have none.", at_least=0
+    )
+    undesirable_weight: float | None = key(
+        None, "Weight of undesirable responses in kto; null = 1. Other losses have none.", at_least=0
+    )
+
+    @property
+    def uses_pairs(self) -> bool:
+        """Whether the loss compares the responses of a pair; KTO reads single responses."""
+        return self.type != KTO
+
     @property
     def uses_reference(self) -> bool:
         """Whether the loss reads log-probs of the initial model."""
-        return PREFERENCE_LOSS_TYPES[self.type]
+        return PREFERENCE_LOSS_TYPES.get(self.type, True)
 
 
 @dataclass(frozen=True)
 class PreferenceConfig(PairTrainingConfig):
-    """Preference optimization of a policy on pairs of responses (DPO, IPO, SLiC, SimPO).
+    """Preference optimization of a policy on pairs of responses (DPO, IPO, SLiC, SimPO) or single ones (KTO).
 
     The reference is the initial model. Its weights stay in host memory and are swapped in.
     """
 
     role: ClassVar[str] = "preference"
 
+    data: PreferenceDataConfig = section(PreferenceDataConfig)
     optim: OptimConfig = section(OptimConfig, lr=1e-6)
     loss: PreferenceLossConfig = section(PreferenceLossConfig)
 

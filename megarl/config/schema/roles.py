@@ -86,6 +86,11 @@ class ActorConfig(UpdateBatchConfig):
         None, "Divisor of seq-mean-token-sum-norm, in tokens; null = `data.max_response_length`.", at_least=1
     )
     entropy_coeff: float = key(0.0, "Weight of the entropy bonus.", at_least=0)
+    calculate_sum_pi_squared: bool | None = key(
+        None,
+        "Compute the sum of the squared probabilities of each token's distribution with the old log-probs; null = if "
+        "`algorithm.adv_estimator` is an optimal token baseline. A custom estimator may need it.",
+    )
     use_kl_loss: bool = key(False, "Add the KL to the reference policy to the loss.")
     kl_loss_coef: float = key(0.001, "Weight of the KL loss; read with `use_kl_loss`.", at_least=0)
     kl_loss_type: str = key(

@@ -158,7 +158,6 @@ _UPDATE: dict[str, Rule] = {
 _ACTOR_ONLY: dict[str, Rule] = {
     "model_engine": Only(("megatron",), "megarl trains with Megatron"),
     "calculate_entropy": NoEffect("megarl always computes the entropy"),
-    "calculate_sum_pi_squared": Only((False,), "no estimator of megarl needs it"),
     "entropy_from_logits_with_chunking": NoEffect(_EXACT),
     "entropy_from_logits_chunk_size": NoEffect(_EXACT),
     "freeze_vision_tower": Only((False,), "megarl has no vision models"),

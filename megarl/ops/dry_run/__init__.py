@@ -9,7 +9,7 @@ from __future__ import annotations
 from megarl.config import PreferenceConfig, RewardTrainingConfig, SFTConfig, SupervisedConfig, TrainConfig
 from megarl.ops.dry_run.jobs import SupervisedDryRun, TrainDryRun
 from megarl.ops.dry_run.parts import DryRun, check_parts
-from megarl.trainer.jobs.preference import PreferenceTraining
+from megarl.trainer.jobs.preference import preference_training
 from megarl.trainer.jobs.sft import FineTuning
 from megarl.trainer.jobs.train_reward_model import RewardTraining
 
@@ -29,7 +29,7 @@ def _dry_run_of(config: TrainConfig | SupervisedConfig) -> DryRun:
     if isinstance(config, RewardTrainingConfig):
         return SupervisedDryRun(RewardTraining(config))
     if isinstance(config, PreferenceConfig):
-        return SupervisedDryRun(PreferenceTraining(config))
+        return SupervisedDryRun(preference_training(config))
     if isinstance(config, SFTConfig):
         return SupervisedDryRun(FineTuning(config))
     raise TypeError(f"no dry run for {type(config).__name__}")

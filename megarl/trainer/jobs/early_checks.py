@@ -22,7 +22,7 @@ from megarl.config import (
     TrainConfig,
 )
 from megarl.config.outputs import output_files, output_folders
-from megarl.config.schema.data import DataSourceConfig, RewardPairDataConfig
+from megarl.config.schema.data import DataSourceConfig, PreferenceDataConfig, RewardPairDataConfig
 from megarl.config.schema.distillation import TeacherConfig
 from megarl.config.schema.jobs import JobConfig, SupervisedConfig
 from megarl.data import check_files
@@ -226,11 +226,13 @@ def check_prompt_rows(config: TrainConfig | EvaluateConfig) -> None:
 def _check_pairs(config: PairTrainingConfig) -> None:
     data = config.data
     prompt = None if data.conversations else data.prompt_key
-    margins = [data.margin_key] if isinstance(data, RewardPairDataConfig) and data.margin_key else []
+    numbers = [data.margin_key] if isinstance(data, RewardPairDataConfig) and data.margin_key else []
     texts = [data.chosen_key, data.rejected_key]
-    _check_training_files(data, margins, prompt, texts)
+    if isinstance(data, PreferenceDataConfig) and data.label_key:
+        numbers, texts = [data.label_key], [data.response_key]
+    _check_training_files(data, numbers, prompt, texts)
     if data.val_files:
-        check_files(data.val_files, margins, "data.val_files", prompt, texts)
+        check_files(data.val_files, numbers, "data.val_files", prompt, texts)
 
 
 def _check_training_files(

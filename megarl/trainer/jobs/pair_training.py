@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ class PairTraining(SupervisedJob):
 
     columns = PAIR_COLUMNS
     rows = "pairs"
+    dataset_class: ClassVar[type[PairDataset]] = PairDataset
     config: PairTrainingConfig
 
     @cached_property
@@ -67,23 +68,25 @@ class PairTraining(SupervisedJob):
             margins = batch.tensors.get("margins", torch.zeros(len(batch)))
             parts.append({"margins": margins, **{name: scores[name] for name in scores}})
         columns = {name: torch.cat([part[name] for part in parts]).double() for name in parts[0]}
+        return {f"val/{name}": values.mean().item() for name, values in self.held_out_metrics(columns).items()}
+
+    def held_out_metrics(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Compute the metrics of a validation, ``[b]`` or means, from the columns of all held-out rows."""
         result = self.pair_loss(columns)
-        metrics = {"loss": result.loss, **{name: result.diagnostics[name] for name in ("accuracy", "margin")}}
-        return {f"val/{name}": values.mean().item() for name, values in metrics.items()}
+        return {"loss": result.loss, **{name: result.diagnostics[name] for name in ("accuracy", "margin")}}
 
     def _pairs(self, files: Sequence[str], **sample: Any) -> PairDataset:
         data = self.config.data
-        return PairDataset(
+        return self.dataset_class(
             files,
             self.tokenizer,
             data.max_length,
             prompt_key=None if data.conversations else data.prompt_key,
-            answer_keys=(data.chosen_key, data.rejected_key),
             truncation=data.truncation,
             apply_chat_template_kwargs=data.apply_chat_template_kwargs,
             apply_chat_template=data.apply_chat_template,
             system_prompt=data.system_prompt,
             cache_dir=data.cache_dir,
-            **self.dataset_options(),
+            **{"answer_keys": (data.chosen_key, data.rejected_key), **self.dataset_options()},
             **sample,
         )

@@ -283,7 +283,7 @@ class RoleBuilder:
             "settings": self._settings(self.policy.model.path, actor.megatron, actor.optim, "actor", self.policy.model),
             "config": actor,
             "plan": self._update_plan("actor", str(actor.loss_agg_mode), actor.loss_scale_factor),
-            "log_prob": self._log_prob("old_log_prob"),
+            "log_prob": replace(self._log_prob("old_log_prob"), sum_pi_squared=self.config.uses_sum_pi_squared),
             "reference": reference,
             "correction": self._proximal_bounds(),
             "distillation": self.config.distillation.distillation_loss if self.config.distillation.enabled else None,

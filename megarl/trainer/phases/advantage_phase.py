@@ -10,8 +10,11 @@ from torch import Tensor
 from megarl.algorithms import (
     AdvantageInputs,
     KLController,
+    Turns,
     WeightSchedule,
     add_at_last,
+    anchor_groups,
+    anchored_turns,
     apply_kl_penalty,
     blend_quality,
     explained_variance,
@@ -21,14 +24,20 @@ from megarl.algorithms import (
     make_kl_controller,
     masked_mean,
     missing_eos,
+    observations,
     sequence_quality,
+    turn_numbers,
     warmup_steps,
     whiten_rewards,
 )
 from megarl.base.errors import DataError
 from megarl.config.schema.algorithm import AlgorithmConfig, ScheduledWeightConfig
 from megarl.data import DataProto, sequence_lengths
-from megarl.trainer.records.metrics import Metrics, summary
+from megarl.trainer.phases.correction_phase import RolloutCorrectionPhase
+from megarl.trainer.records.metrics import Metrics, generated_tokens, summary
+
+ANCHOR_STATES = "anchor_states"
+"""Column with the states before the turns of a response, from agent loops that know them."""
 
 
 def weight_schedule(config: ScheduledWeightConfig, total_steps: int) -> WeightSchedule:
@@ -111,6 +120,8 @@ class AdvantagePhase:
         self.config = config
         self.eos_token_ids = eos_token_ids
         self.estimate = load_advantage(config.adv_estimator)
+        weighs = "sum_pi_squared" in self.estimate.needs and config.rollout_correction.rollout_is is not None
+        self.correction = RolloutCorrectionPhase(config.rollout_correction) if weighs else None
         control = config.kl_ctrl
         self.kl_controller: KLController | None = None
         if config.use_kl_in_reward:
@@ -127,9 +138,14 @@ class AdvantagePhase:
                 values=tensors.get("values"),
                 group_ids=batch.non_tensor_batch["uid"],
                 reward_baselines=tensors.get("reward_baselines"),
+                old_log_probs=tensors.get("old_log_probs"),
+                sum_pi_squared=tensors.get("sum_pi_squared"),
+                turns=self._turns(batch, metrics) if "turns" in self.estimate.needs else None,
+                step_advantage_w=config.gigpo.step_advantage_w,
+                rollout_is_weights=None if self.correction is None else self.correction.weights(batch)[0],
                 gamma=config.gamma,
                 lam=config.lam,
-                norm_by_std=config.norm_adv_by_std_in_grpo,
+                norm_by_std=config.norm_by_std,
             )
         )
         mask = tensors["response_mask"]
@@ -138,6 +154,32 @@ class AdvantagePhase:
         if "values" in tensors:
             metrics["critic/vf_explained_var"] = explained_variance(tensors["values"], returns, mask)
         return batch.with_columns({"advantages": advantages, "returns": returns}, {})
+
+    def _turns(self, batch: DataProto, metrics: Metrics) -> Turns:
+        """Find the turns of each response, and the turns of a prompt that begin in the same state.
+
+        Raises:
+            DataError: ``anchor_states`` of a row has not one state per turn.
+        """
+        generated, config = generated_tokens(batch), self.config.gigpo
+        numbers = turn_numbers(generated)
+        states = observations(batch.tensors["responses"], generated, numbers)
+        for row, named in enumerate(batch.non_tensor_batch.get(ANCHOR_STATES, [])):
+            if named is None or not batch.tensors["response_mask"][row].any():
+                continue
+            if len(named) != len(states[row]):
+                raise DataError(
+                    f"row {row}: {ANCHOR_STATES} has {len(named)} states, and its response has {len(states[row])} "
+                    "turns; the agent loop must give one state per turn of the policy"
+                )
+            states[row] = [state if isinstance(state, str) else tuple(state) for state in named]
+        threshold = config.similarity_thresh if config.enable_similarity else None
+        turns = Turns(numbers, anchor_groups(states, batch.non_tensor_batch["uid"].tolist(), threshold))
+        sizes, count = anchored_turns(turns, batch.tensors["response_mask"])
+        if count:
+            metrics["gigpo/step_group_size/mean"] = float(sizes.mean())
+            metrics["gigpo/compared_turn_fraction"] = float(sizes[sizes > 1].sum()) / count
+        return turns
 
     def _penalize(self, batch: DataProto, metrics: Metrics) -> DataProto:
         """Compute ``token_level_rewards``: shaped scores minus the EOS and KL penalties, then whitened."""

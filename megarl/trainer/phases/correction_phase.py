@@ -73,33 +73,42 @@ class RolloutCorrectionPhase:
         """Return whether importance weights or rejection rules are configured."""
         return self.level is not None or bool(self.rules)
 
+    def weights(self, batch: DataProto) -> tuple[torch.Tensor, Metrics]:
+        """Compute the importance weights ``[b, R]`` of the configured level, with their statistics.
+
+        Raises:
+            DataError: a log-prob of the engine or the actor is not finite.
+        """
+        assert self.level is not None
+        return importance_weights(
+            *_ratios(batch), level=self.level, truncation=self.truncation, normalize=self.normalize
+        )
+
     def run(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
         """Add ``rollout_is_weights`` to the batch, and remove rejected tokens from ``response_mask``.
 
         Raises:
             DataError: a log-prob of the engine or the actor is not finite.
         """
-        _check_finite(batch)
-        tensors, compared = batch.tensors, compared_tokens(batch)
-        trained = tensors["response_mask"]
-        ratios = log_ratios(tensors["old_log_probs"], tensors["rollout_log_probs"], compared)
         columns: dict[str, torch.Tensor] = {}
         statistics: Metrics = {}
         if self.level is not None:
-            columns["rollout_is_weights"], statistics = importance_weights(
-                ratios,
-                compared,
-                trained,
-                level=self.level,
-                truncation=self.truncation,
-                normalize=self.normalize,
-            )
+            columns["rollout_is_weights"], statistics = self.weights(batch)
         if self.rules:
+            ratios, compared, trained = _ratios(batch)
             rejected, rejection_statistics = rejected_tokens(ratios, compared, trained, self.rules)
             columns["response_mask"] = trained.masked_fill(rejected, 0)
             statistics |= rejection_statistics
         metrics |= {f"rollout_corr/{name}": value for name, value in statistics.items()}
         return batch.with_columns(columns, {})
+
+
+def _ratios(batch: DataProto) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-ratios of actor to engine, compared tokens and trained tokens, ``[b, R]`` each."""
+    _check_finite(batch)
+    tensors, compared = batch.tensors, compared_tokens(batch)
+    ratios = log_ratios(tensors["old_log_probs"], tensors["rollout_log_probs"], compared)
+    return ratios, compared, tensors["response_mask"]
 
 
 class TruncatedResponsesPhase:

@@ -15,11 +15,12 @@ from transformers import AutoTokenizer
 
 from megarl.base.errors import ConfigError
 from megarl.cli import main as megarl
-from megarl.config import RewardTrainingConfig, SFTConfig, SupervisedConfig
+from megarl.config import PreferenceConfig, RewardTrainingConfig, SFTConfig, SupervisedConfig
 from megarl.config.compose import ConfigRequest, compose
 from megarl.ops.dry_run import run
 from megarl.ops.dry_run.jobs import SupervisedDryRun
 from megarl.ops.dry_run.parts import check_parts
+from megarl.trainer.jobs.preference import preference_training
 from megarl.trainer.jobs.sft import FineTuning
 from megarl.trainer.jobs.train_reward_model import RewardTraining
 
@@ -36,12 +37,12 @@ PARTS = [
     "checkpoints",
     "trackers",
 ]
+JOBS = {SFTConfig: FineTuning, RewardTrainingConfig: RewardTraining, PreferenceConfig: preference_training}
 MakeConfig = Callable[..., SupervisedConfig]
 
 
 def dry_run_of(config: SupervisedConfig) -> SupervisedDryRun:
-    job = RewardTraining if isinstance(config, RewardTrainingConfig) else FineTuning
-    return SupervisedDryRun(job(config))
+    return SupervisedDryRun(JOBS[type(config)](config))
 
 
 def report(config: SupervisedConfig) -> list[str]:
@@ -96,6 +97,40 @@ def test_dry_run_of_reward_model_training(pair_config: MakeConfig, arithmetic: P
     run(config)
     assert not ray.is_initialized()
     assert "no validation" in "\n".join(report(pair_config()))
+
+
+def test_dry_run_of_preference_optimization(preference_config: MakeConfig, arithmetic: Path) -> None:
+    config = preference_config({"trainer.dry_run": True, "trainer.test_freq": 2, "data.shuffle": False})
+    lines = report(config)
+    assert [line[6:].split(" (")[0] for line in lines if line.startswith("ok")] == PARTS
+    text, both = "\n".join(lines), ["chosen", "rejected"]
+    assert "5 batches per epoch; the run has 5 steps" in text  # 40 pairs by 8
+    assert f"first batch: 8 pairs of {first_rows(arithmetic, 'pairs.parquet', both)}" in text
+    assert f"first held-out batch: 8 pairs of {first_rows(arithmetic, 'pairs_test.parquet', both)}" in text
+    assert re.search(r"preference: Qwen2ForCausalLM of .*, TP1 PP1 DP1", text) and "update: 0." in text
+    run(config)
+    assert not ray.is_initialized()
+    sft = [str(arithmetic / "data" / "sft.parquet")]
+    assert "'chosen'" in failures(preference_config({"data.train_files": sft}))[0]
+    assert re.match("fail  models and layouts: .*/nowhere", failures(preference_config({"model.path": "/nowhere"}))[0])
+
+
+def test_dry_run_of_kto_on_pairs_and_labelled_rows(
+    preference_config: MakeConfig, arithmetic: Path, tmp_path: Path
+) -> None:
+    keys = {"trainer.dry_run": True, "loss.type": "kto", "data.shuffle": False}
+    text = "\n".join(report(preference_config(keys)))
+    assert "10 batches per epoch; the run has 10 steps" in text and "first batch: 8 responses of" in text  # 2 x 40 by 8
+    file = tmp_path / "labelled.parquet"
+    table = pq.read_table(arithmetic / "data" / "sft.parquet").slice(0, 24)
+    labels = [row % 3 == 0 for row in range(24)]
+    pq.write_table(table.append_column("label", [labels]), file)
+    labelled = keys | {"data.train_files": [str(file)], "data.label_key": "label", "data.val_files": []}
+    text = "\n".join(report(preference_config(labelled)))
+    assert "3 batches per epoch; the run has 3 steps" in text
+    assert "'good'" in failures(preference_config(labelled | {"data.label_key": "good"}))[0]
+    pq.write_table(table.append_column("label", [["yes"] * 24]), file)
+    assert "column 'label' (data.label_key) is 'yes'; a label is true" in failures(preference_config(labelled))[0]
 
 
 def test_weights_are_optional(sft_config: MakeConfig, arithmetic: Path, tmp_path: Path) -> None:
@@ -173,7 +208,10 @@ def test_all_errors_are_reported_at_once(sft_config: MakeConfig) -> None:
     assert failed == ["fail  tokenizer", "fail  data", "fail  algorithm", "fail  checkpoints"]
 
 
-@pytest.mark.parametrize(("name", "file", "job"), [("sft", "sft", "sft"), ("reward_model", "pairs", "reward-model")])
+@pytest.mark.parametrize(
+    ("name", "file", "job"),
+    [("sft", "sft", "sft"), ("reward_model", "pairs", "reward-model"), ("preference", "pairs", "preference")],
+)
 def test_exit_codes(
     name: str,
     file: str,

@@ -125,7 +125,9 @@ def test_supervised_jobs_have_one_phase(schema: type[SFTConfig], sequences: int,
     assert plan.kv is None and plan.peak.phase == "update"
 
 
-@pytest.mark.parametrize(("loss", "phases"), [("dpo", ("ref", "update")), ("simpo", ("update",))])
+@pytest.mark.parametrize(
+    ("loss", "phases"), [("dpo", ("ref", "update")), ("kto", ("ref", "update")), ("simpo", ("update",))]
+)
 def test_preference_job_keeps_a_reference_in_host_memory(loss: str, phases: tuple[str, ...]) -> None:
     values = {
         "data": {"train_files": ["x.parquet"], "train_batch_size": 32, "max_length": 1000},
