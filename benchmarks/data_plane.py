@@ -29,7 +29,8 @@ from ray import cloudpickle
 from megarl.cluster.split import Plan, collect, plan_rows
 from megarl.config.schema.algorithm import AlgorithmConfig
 from megarl.data import DataProto
-from megarl.data.ragged import Columns, RaggedColumn, ragged_columns
+from megarl.data.column_store import Columns, ragged_columns
+from megarl.data.ragged import RaggedColumn
 from megarl.trainer.phases.advantage_phase import AdvantagePhase
 from megarl.workers.actor import ActorWorker
 from megarl.workers.critic import CriticWorker

@@ -10,7 +10,8 @@ import numpy as np
 
 from megarl.agents.types import AgentError, FinishedSample, Integers, Trajectory
 from megarl.data import DataProto
-from megarl.data.ragged import Rows, ragged_columns
+from megarl.data.column_store import ragged_columns
+from megarl.data.ragged import Rows
 
 logger = logging.getLogger(__name__)
 

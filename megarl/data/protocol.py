@@ -10,8 +10,9 @@ import numpy as np
 from torch import Tensor
 
 from megarl.base.errors import DataError
+from megarl.data.column_store import Columns, PackedColumns, join_rows
 from megarl.data.columns import Widths, column_widths
-from megarl.data.ragged import Columns, PackedColumns, join_rows, merge_mappings, require_same_keys
+from megarl.data.merging import merge_mappings, require_same_keys
 
 if TYPE_CHECKING:  # importing it costs over a second of CPU time in every process
     from tensordict import TensorDict
@@ -23,8 +24,8 @@ class DataProto:
     """Rows of tensors and Python objects, with metadata of the whole batch.
 
     Methods return new batches and do not change this one, except :meth:`pop`; new batches may share memory with the old
-    one. Received, split and joined batches have no padding (:mod:`megarl.data.ragged`): a padded tensor is built when
-    its column is read.
+    one. Received, split and joined batches have no padding: a padded tensor is built when its column is read, see
+    :mod:`megarl.data.column_store`.
 
     Args:
         batch: tensors ``[rows, ...]`` by column; None if the batch has no tensors.

@@ -29,7 +29,7 @@ class TensorBatch(Protocol):
 
 @runtime_checkable
 class KnownSpans(Protocol):
-    """Tensor columns whose spans and shapes are known without padded tensors, see :mod:`megarl.data.ragged`."""
+    """Tensor columns whose spans and shapes are known without padded tensors, see :mod:`megarl.data.column_store`."""
 
     def spans(self) -> Spans | None:
         """Return the token spans of the rows; None if they have to be read from ``attention_mask``."""

@@ -250,7 +250,7 @@ def command_job(words: Sequence[str], nodes: int | None, devices: int | None, de
 
 
 def with_machines(job: JobToRun, place: str, devices_per_node: int | None) -> JobToRun:
-    """Set the machines of a job to those that hold the nodes of the trainer, and of engines with devices of their own.
+    """Count the machines that hold the nodes of the trainer, and of engines with devices of their own.
 
     Without a number of devices per machine each node is a machine, except that with ``--on local`` the machine holds
     both pools of one node each.

@@ -1,0 +1,412 @@
+"""The tensor columns of a batch: ragged where declared, with padded tensors as views.
+
+A declared column is stored as flat values with a length per row, in the smallest integer type that holds them. Other
+columns are stored as they are. Padded tensors are views: built when a column is read, and dropped when they need too
+much memory. A payload contains numpy arrays only: a view never sends its complete storage, and Ray moves the bytes
+without a copy. It describes itself; the receiver needs no declarations.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megarl.base.errors import DataError
+from megarl.data.columns import COLUMNS, Column, Widths, column_widths
+from megarl.data.merging import require_same_keys
+from megarl.data.ragged import (
+    RaggedColumn,
+    Regions,
+    Rows,
+    dtype_name,
+    join_ragged,
+    regions_of,
+    trimmed_lengths,
+    without_padding,
+    writeable,
+)
+from megarl.data.sequences import Spans, read_spans
+
+VIEW_BYTES = 1 << 30
+"""Limit of the memory of padded views of ragged columns, over all batches of a process."""
+
+
+class DenseColumn(NamedTuple):
+    """A column that is sent as it is.
+
+    Attributes:
+        data: its bytes, ``uint8``; numpy has no bfloat16.
+        shape: shape of the tensor.
+        dtype: name of the torch dtype.
+    """
+
+    data: np.ndarray
+    shape: tuple[int, ...]
+    dtype: str
+
+
+PackedColumns = dict[str, RaggedColumn | DenseColumn]
+"""The tensors of a batch in transport."""
+
+
+class StoredColumn:
+    """A column of a batch: ragged, as a padded tensor, or both. Batches share it.
+
+    Args:
+        view: the tensor.
+        ragged: the same without padding.
+    """
+
+    def __init__(self, view: Tensor | None = None, ragged: RaggedColumn | None = None) -> None:
+        self._view, self._ragged = view, ragged
+        self._version = 0
+        self._dropped: weakref.ref[Tensor] | None = None
+
+    @property
+    def meta(self) -> Tensor:
+        """A tensor of the padded shape and dtype without data."""
+        if self._ragged is not None:
+            return torch.empty(self._ragged.shape, dtype=self._ragged.torch_dtype, device="meta")
+        assert self._view is not None
+        return torch.empty(self._view.shape, dtype=self._view.dtype, device="meta")
+
+    def tensor(self) -> Tensor:
+        """Return the padded tensor: the same object while somebody holds it."""
+        if self._view is None and self._dropped is not None:
+            self._view = self._dropped()
+        if self._view is None:
+            assert self._ragged is not None
+            self._set_view(self._ragged.padded())
+        assert self._view is not None
+        if self._ragged is not None:
+            VIEWS.use(self, self._view.nbytes)
+        return self._view
+
+    def current(self) -> RaggedColumn | None:
+        """Return the ragged column; None if there is none, or if its tensor was changed in place since."""
+        view = self._view
+        if view is None and self._dropped is not None:
+            view = self._dropped()
+        if self._ragged is not None and view is not None and _changes(view) != self._version:
+            self._view, self._ragged = view, None
+        return self._ragged
+
+    def to_ragged(self, column: Column, lengths: np.ndarray, starts: np.ndarray | None) -> RaggedColumn:
+        """Return the ragged column; build it from the tensor if necessary.
+
+        Args:
+            column: declaration.
+            lengths: ``[b]`` entries per row.
+            starts: see :class:`RaggedColumn`.
+
+        Raises:
+            DataError: the padding contains several values.
+        """
+        ragged = self.current()
+        if ragged is None:
+            assert self._view is not None
+            view = self._view
+            ragged = without_padding(column, view.detach().cpu(), lengths, starts)
+            if not (view.is_inference() or view.requires_grad):
+                self._ragged = ragged
+                self._set_view(view)
+                VIEWS.use(self, view.nbytes)
+        return ragged
+
+    def drop_view(self) -> None:
+        """Free the padded tensor of a ragged column, unless somebody else holds it or has changed it."""
+        if self.current() is not None and self._view is not None:
+            self._dropped, self._view = weakref.ref(self._view), None
+
+    def _set_view(self, view: Tensor) -> None:
+        self._view, self._version, self._dropped = view, _changes(view), None
+
+
+def _changes(tensor: Tensor) -> int:
+    """Number of changes in place; they are not counted in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class ViewCache:
+    """Drops the views that were read longest ago, once their memory exceeds the limit.
+
+    Args:
+        limit: bytes.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._entries: OrderedDict[int, tuple[weakref.ref[StoredColumn], int]] = OrderedDict()
+        self._bytes = 0
+
+    def use(self, column: StoredColumn, size: int) -> None:
+        """Record a read of a view."""
+        key = id(column)
+        if key in self._entries:
+            self._entries.move_to_end(key)
+            return
+        self._entries[key] = weakref.ref(column, lambda _: self._forget(key)), size
+        self._bytes += size
+        while self._bytes > self.limit and len(self._entries) > 1:
+            oldest = next(iter(self._entries))
+            stored = self._entries[oldest][0]()
+            if stored is not None:
+                stored.drop_view()
+            self._forget(oldest)
+
+    def _forget(self, key: int) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self._bytes -= entry[1]
+
+
+VIEWS = ViewCache(VIEW_BYTES)
+
+
+class Columns(Mapping[str, Tensor]):
+    """The tensor columns of a batch by name; reading one builds its padded tensor.
+
+    Args:
+        stored: columns by name, all with the same number of rows.
+    """
+
+    def __init__(self, stored: Mapping[str, StoredColumn]) -> None:
+        self.stored = dict(stored)
+        self._spans: Spans | None = None
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Columns:
+        """Convert a mapping of tensors; columns of another batch are shared."""
+        if isinstance(tensors, Columns):
+            return tensors
+        return cls({name: StoredColumn(tensor) for name, tensor in tensors.items()})
+
+    @classmethod
+    def of_ragged(cls, columns: Mapping[str, RaggedColumn]) -> Columns:
+        """Build columns without padded tensors."""
+        return cls({name: StoredColumn(None, column) for name, column in columns.items()})
+
+    @classmethod
+    def unpack(cls, packed: PackedColumns) -> Columns:
+        """Restore the columns of :meth:`pack`, on the CPU."""
+        return cls({name: _unpack(column) for name, column in packed.items()})
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.stored[name].tensor()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stored)
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.stored
+
+    def shapes(self) -> dict[str, Tensor]:
+        """Return tensors without data, with the shapes and dtypes of the columns."""
+        return {name: column.meta for name, column in self.stored.items()}
+
+    def only(self, names: Sequence[str]) -> Columns:
+        """Select columns."""
+        return Columns({name: self.stored[name] for name in names})
+
+    def merged(self, others: Mapping[str, Tensor]) -> Columns:
+        """Add or replace columns."""
+        return Columns({**self.stored, **Columns.of(others).stored})
+
+    def spans(self) -> Spans | None:
+        """Return the token spans of the rows if they are known without the padded ``attention_mask``."""
+        mask = self.stored["attention_mask"].current() if "attention_mask" in self.stored else None
+        if mask is None:
+            return None
+        if self._spans is None:
+            widths = column_widths(self.shapes())
+            if widths.prompt is None or widths.response is None or mask.starts is None:
+                return None
+            prompts = torch.from_numpy(widths.prompt - mask.starts)
+            responses = torch.from_numpy(mask.lengths.astype(np.int64)) - prompts
+            self._spans = Spans(widths.prompt, widths.response, prompts, responses)
+        return self._spans
+
+    def take(self, rows: slice | np.ndarray) -> Columns:
+        """Select rows."""
+        shared: dict[int, np.ndarray] = {}
+        positions = np.arange(self._num_rows())[rows] if isinstance(rows, slice) else rows
+        stored = {}
+        for name, column in self.stored.items():
+            ragged = column.current()
+            if ragged is None:
+                selected = rows if isinstance(rows, slice) else torch.from_numpy(rows)
+                stored[name] = StoredColumn(column.tensor()[selected])
+            else:
+                taken = ragged.take(positions)
+                # Columns of one alignment share their lengths; so do their selections, which are then sent once.
+                lengths = shared.setdefault(id(ragged.lengths), taken.lengths)
+                stored[name] = StoredColumn(None, taken._replace(lengths=lengths))
+        return Columns(stored)
+
+    def unpadded(self, name: str) -> list[Tensor]:
+        """Return the entries of each row of a declared column, by the token spans of the batch.
+
+        Raises:
+            DataError: the batch has no ``attention_mask``, or one with holes.
+        """
+        spans, stored = read_spans(self), self.stored[name]
+        if spans is None:
+            raise DataError(f"rows of {name!r} without padding need 'attention_mask'; there are {sorted(self)}")
+        ragged = stored.current()
+        alignment = COLUMNS[name].alignment if ragged is None else ragged.alignment
+        lengths, starts = regions_of(spans)[alignment]
+        if ragged is not None and np.array_equal(ragged.lengths, lengths):
+            return list(ragged.flat().split(lengths.tolist()))
+        tensor = stored.tensor()
+        if starts is None:
+            starts = spans.prompt_width - lengths if alignment == "prompt" else np.zeros_like(lengths)
+        ends = (starts + lengths).tolist()
+        return [row[start:end] for row, start, end in zip(tensor, starts.tolist(), ends, strict=True)]
+
+    def to_ragged(self) -> Columns:
+        """Store all declared columns without padding, and return this mapping.
+
+        Raises:
+            DataError: the attention mask has holes, or the padding of a column contains several values.
+        """
+        spans = read_spans(self)
+        regions: Regions = {} if spans is None else regions_of(spans)
+        for name, column in self.stored.items():
+            declaration = COLUMNS.get(name)
+            if declaration is None or declaration.alignment == "row" or column.current() is not None:
+                continue
+            if spans is not None:
+                column.to_ragged(declaration, *regions[declaration.alignment])
+            elif declaration.alignment != "sequence":
+                column.to_ragged(declaration, trimmed_lengths(column.tensor().detach().cpu(), declaration), None)
+        return self
+
+    def pack(self) -> PackedColumns:
+        """Return the columns without padding, for transport; see :meth:`to_ragged`."""
+        spans = read_spans(self)
+        regions: Regions = {} if spans is None else regions_of(spans)
+        return {name: self._packed(name, spans, regions) for name in self.stored}
+
+    def _packed(self, name: str, spans: Spans | None, regions: Regions) -> RaggedColumn | DenseColumn:
+        stored, declaration = self.stored[name], COLUMNS.get(name)
+        ragged = stored.current()
+        if ragged is not None:
+            return ragged
+        if declaration is not None and declaration.alignment != "row":
+            if spans is not None:
+                return stored.to_ragged(declaration, *regions[declaration.alignment])
+            if declaration.alignment != "sequence":
+                return stored.to_ragged(declaration, trimmed_lengths(stored.tensor().detach().cpu(), declaration), None)
+        tensor = stored.tensor().detach().cpu()
+        data = tensor.contiguous().flatten().view(torch.uint8).numpy()
+        return DenseColumn(data, tuple(tensor.shape), dtype_name(tensor.dtype))
+
+    def _num_rows(self) -> int:
+        return next((column.meta.shape[0] for column in self.stored.values()), 0)
+
+
+def ragged_columns(rows: Mapping[str, Rows], pads: Mapping[str, float]) -> Columns:
+    """Build the columns of a batch of samples from their rows, with an ``attention_mask`` of all their tokens.
+
+    Args:
+        rows: values of each row by declared column, prompt- or response-aligned; ``prompts`` and ``responses`` too.
+        pads: padding values that differ from the declarations.
+    """
+    columns = {name: RaggedColumn.of_rows(COLUMNS[name], values, pads.get(name)) for name, values in rows.items()}
+    prompts, responses = columns["prompts"], columns["responses"]
+    # Columns of one alignment share their lengths, which are then sent once.
+    columns = {
+        name: column._replace(lengths=(prompts if column.alignment == "prompt" else responses).lengths)
+        for name, column in columns.items()
+    }
+    columns["attention_mask"] = RaggedColumn(
+        None,
+        prompts.lengths + responses.lengths,
+        prompts.width - prompts.lengths,
+        prompts.width + responses.width,
+        "int64",
+        "sequence",
+    )
+    return Columns.of_ragged(columns)
+
+
+def join_rows(parts: Sequence[Columns]) -> Columns:
+    """Concatenate the rows of several batches; declared columns get the width of the widest part.
+
+    Raises:
+        DataError: the parts have different columns, or an undeclared column differs in shape or dtype.
+    """
+    require_same_keys([part.keys() for part in parts], "tensor columns")
+    widths = [column_widths(part.shapes()) for part in parts]
+    width = Widths(max((w.prompt or 0 for w in widths), default=0), max((w.response or 0 for w in widths), default=0))
+    return Columns({name: _join(name, parts, widths, width) for name in parts[0]})
+
+
+def _join(name: str, parts: Sequence[Columns], widths: Sequence[Widths], width: Widths) -> StoredColumn:
+    ragged = [part.stored[name].current() for part in parts]
+    first = ragged[0]
+    if first is not None and all(
+        column is not None and (column.dtype, column.alignment, column.shape[2:])
+        == (first.dtype, first.alignment, first.shape[2:])
+        for column in ragged
+    ):  # fmt: skip
+        return StoredColumn(None, join_ragged([c for c in ragged if c is not None], widths, width))
+    tensors, column = [part[name] for part in parts], COLUMNS.get(name)
+    differ = any(own not in (width, Widths(None, None)) for own in widths)
+    if column is not None and column.alignment != "row" and differ:
+        pad = _common_padding(column, parts)
+        tensors = [_widen(tensor, column, w, width, pad) for tensor, w in zip(tensors, widths, strict=True)]
+    return StoredColumn(_stack(name, tensors))
+
+
+def _common_padding(column: Column, parts: Sequence[Columns]) -> float:
+    """Return the padding value of a column in the parts, so that padding never mixes two values."""
+    for part in parts:
+        spans = read_spans(part)
+        if spans is not None:
+            region = regions_of(spans)[column.alignment]
+            pad = part.stored[column.name].to_ragged(column, *region).pad
+            if pad is not None:
+                return pad
+    return column.pad
+
+
+def _widen(tensor: Tensor, column: Column, own: Widths, width: Widths, pad: float) -> Tensor:
+    """Pad a declared column from the widths of its batch to other widths."""
+    left = (width.prompt or 0) - own.prompt if own.prompt is not None else 0
+    right = (width.response or 0) - own.response if own.response is not None else 0
+    before = left if column.alignment in ("prompt", "sequence") else 0
+    after = right if column.alignment in ("response", "sequence") else 0
+    return functional.pad(tensor, (0, 0) * (tensor.dim() - 2) + (before, after), value=pad)
+
+
+def _stack(name: str, tensors: list[Tensor]) -> Tensor:
+    first = tensors[0]
+    for tensor in tensors[1:]:
+        if tensor.shape[1:] != first.shape[1:] or tensor.dtype != first.dtype:
+            raise DataError(
+                f"column {name!r} cannot be joined: {list(first.shape)} {first.dtype} and "
+                f"{list(tensor.shape)} {tensor.dtype}; only the columns of megarl.data.COLUMNS may differ in width"
+            )
+    return torch.cat(tensors)
+
+
+def _unpack(packed: RaggedColumn | DenseColumn) -> StoredColumn:
+    """Restore a column; arrays out of shared memory are read-only, and are copied."""
+    if isinstance(packed, RaggedColumn):
+        values, starts = (None if array is None else writeable(array) for array in (packed.values, packed.starts))
+        return StoredColumn(None, packed._replace(values=values, lengths=writeable(packed.lengths), starts=starts))
+    data, dtype = writeable(packed.data), getattr(torch, packed.dtype)
+    if not data.size:  # numpy gives an empty array a stride that torch refuses to view
+        return StoredColumn(torch.empty(packed.shape, dtype=dtype))
+    return StoredColumn(torch.from_numpy(data).view(dtype).reshape(packed.shape))
