@@ -9,7 +9,7 @@ from typing import Any
 from megarl.base.errors import ConfigError, ModelError
 from megarl.base.json_text import parse_json
 from megarl.models.layout import ParallelLayout, check_pipeline
-from megarl.models.model_config import Experts, ModelConfig, Traits
+from megarl.models.model_config import Experts, ModelConfig, SlidingWindow, Traits
 from megarl.models.registry import (
     count,
     family_of,
@@ -17,6 +17,7 @@ from megarl.models.registry import (
     known_families,
     refuse_other_kinds,
     refuse_settings,
+    rope_section,
     rotary_factor,
 )
 
@@ -85,6 +86,10 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
         experts=_checked(traits.experts),
         latent=traits.latent,
         rotary_factor=traits.rotary_factor,
+        qk_norm_over_heads=traits.qk_norm_over_heads,
+        input_norms=traits.input_norms,
+        output_norms=traits.output_norms,
+        window=_limiting(traits.window, raw),
     )
 
 
@@ -205,11 +210,24 @@ def _checked(experts: Experts | None) -> Experts | None:
     return experts
 
 
+def _limiting(window: SlidingWindow | None, raw: Mapping[str, Any]) -> SlidingWindow | None:
+    """Check that the window has an entry per layer; return None if no layer has it."""
+    if window is None or not any(window.layers):
+        return None
+    layers = count(raw, "num_hidden_layers")
+    if len(window.layers) != layers:
+        raise ModelError(f"config.json: layer_types has {len(window.layers)} entries for num_hidden_layers={layers}")
+    return window
+
+
 def _rope(raw: Mapping[str, Any], traits: Traits) -> tuple[float, dict[str, Any] | None]:
-    """Read rotary base and scaling: ``rope_parameters`` in transformers 5, two fields in earlier versions."""
-    parameters = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    """Read rotary base and scaling: ``rope_parameters`` in transformers 5, two fields in earlier versions.
+
+    transformers 5 has a section per kind of layers for models with sliding-window attention.
+    """
+    parameters = dict(rope_section(raw, "full_attention"))
     theta = parameters.pop("rope_theta", None)
-    theta = raw.get("rope_theta", 10000.0) if theta is None else theta
+    theta = raw.get("rope_theta", traits.rope_theta) if theta is None else theta
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
     if kind not in ROPE_TYPES:

@@ -70,6 +70,21 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class SlidingWindow:
+    """Sliding-window attention: in some layers a token attends only to itself and the tokens shortly before it.
+
+    These layers have plain rotary embeddings; a rotary scaling applies to the layers with full attention.
+    """
+
+    size: int
+    """Tokens that a token attends to, itself included."""
+    layers: tuple[bool, ...]
+    """For each decoder layer whether it has the window; the others have full attention."""
+    rope_theta: float
+    """Rotary base of the layers with the window."""
+
+
+@dataclass(frozen=True)
 class Traits:
     """Properties of a family that its ``config.json`` declares beyond the common sizes."""
 
@@ -77,8 +92,18 @@ class Traits:
     """Biases on q, k and v."""
     qk_norm: bool = False
     """A norm on each head's q and k."""
+    qk_norm_over_heads: bool = False
+    """The norms on q and k have one statistic over all heads, and a weight for each element of each head."""
+    input_norms: bool = True
+    """Norms on the inputs of attention and MLP."""
+    output_norms: bool = False
+    """Norms on the outputs of attention and MLP, before they are added to the residual."""
+    rope_theta: float = 10000.0
+    """Rotary base of a file without one."""
     rotary_factor: float = 1.0
     """Share of a head's dimensions, from the first on, that rotary embeddings rotate; not for latent attention."""
+    window: SlidingWindow | None = None
+    """None if all layers have full attention."""
     experts: Experts | None = None
     """None for a dense model."""
     latent: Latent | None = None
@@ -119,6 +144,12 @@ class ModelConfig:
     """Multi-head latent attention; None for plain attention."""
     rotary_factor: float = 1.0
     """Share of a head's dimensions that are rotated."""
+    qk_norm_over_heads: bool = False
+    """See :class:`Traits`, also for the next two fields."""
+    input_norms: bool = True
+    output_norms: bool = False
+    window: SlidingWindow | None = None
+    """Sliding-window attention of some layers; None if all layers have full attention."""
 
     @property
     def rotary_dim(self) -> int:
@@ -128,6 +159,10 @@ class ModelConfig:
     def has_experts(self, layer: int) -> bool:
         """Return whether a decoder layer, by its global number, has experts instead of a dense MLP."""
         return self.experts is not None and self.experts.layers[layer]
+
+    def has_window(self, layer: int) -> bool:
+        """Return whether a decoder layer, by its global number, has sliding-window attention."""
+        return self.window is not None and self.window.layers[layer]
 
     @property
     def base_architecture(self) -> str:

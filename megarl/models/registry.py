@@ -131,6 +131,18 @@ def count(raw: Mapping[str, Any], name: str, default: int | None = None, *, leas
     return value
 
 
+def rope_section(raw: Mapping[str, Any], layers: str) -> Mapping[str, Any]:
+    """Return the rotary parameters of ``config.json``; empty if it has none.
+
+    Args:
+        raw: the complete ``config.json``.
+        layers: kind of layers, such as ``full_attention``, if the file has a section for each kind.
+    """
+    parameters: Mapping[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    section: Any = parameters.get(layers)
+    return section if isinstance(section, Mapping) else parameters
+
+
 def rotary_factor(raw: Mapping[str, Any], default: float = 1.0) -> float:
     """Read ``partial_rotary_factor``, the share of a head's dimensions with rotary embeddings.
 
@@ -140,7 +152,7 @@ def rotary_factor(raw: Mapping[str, Any], default: float = 1.0) -> float:
         raw: the complete ``config.json``.
         default: value of an absent or null field.
     """
-    sections = (raw.get("rope_parameters") or raw.get("rope_scaling") or {}, raw)
+    sections = (rope_section(raw, "full_attention"), raw)
     values = (section.get("partial_rotary_factor") for section in sections)
     return float(next((value for value in values if value is not None), default))
 

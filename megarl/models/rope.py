@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +35,16 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
             return _llama3(1.0 / wavelengths, scaling)
         case _:
             return _yarn(wavelengths, config.rope_theta, scaling)
+
+
+def window_frequencies(config: ModelConfig) -> Tensor | None:
+    """Compute the frequencies of layers with sliding-window attention, without scaling; None without such layers.
+
+    The shape is that of :func:`inverse_frequencies`.
+    """
+    if config.window is None:
+        return None
+    return inverse_frequencies(replace(config, rope_theta=config.window.rope_theta, rope_scaling=None))
 
 
 def attention_factor(config: ModelConfig) -> float:

@@ -70,6 +70,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
         **EXPERTS,
     },
+    "olmo2": {"family": "olmo2", "head_dim": 12},
+    "olmo3": {
+        "family": "olmo3",
+        "num_hidden_layers": 4,
+        "sliding_window": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "olmo_critic": {"family": "olmo3", "sliding_window": 4, "critic": "SequenceClassification"},
     "token_critic": {"family": "mistral", "critic": "TokenClassification"},
     "expert_critic": {"family": "qwen3_moe", "num_experts": 4, **EXPERTS, "critic": "SequenceClassification"},
 }

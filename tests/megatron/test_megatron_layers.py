@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.megatron import cuda_on_cpu
+from megarl.megatron.kernels import window_attention
 from megarl.megatron.layers import (
     PackedAttention,
     PackedSequences,
@@ -102,6 +104,18 @@ def test_packed_attention_is_causal_attention_within_each_sequence() -> None:
                 theirs.append(sum(p * value[s, group] for p, s in zip(probs, earlier, strict=True)))
         start += length
     assert_same(ours, torch.stack(theirs).view(tokens, HEADS * WIDTH), query, key, value)
+
+
+@pytest.mark.parametrize("window", [1, 3, 5, 12, 40])
+@pytest.mark.parametrize(("count", "seen"), [(12, 12), (4, 12), (1, 7)])
+def test_window_attention_is_attention_with_a_banded_mask(window: int, count: int, seen: int) -> None:
+    torch.manual_seed(1)
+    query = torch.randn(2, HEADS, count, WIDTH, requires_grad=True)
+    key, value = (torch.randn(2, GROUPS, seen, WIDTH, requires_grad=True) for _ in range(2))
+    distance = torch.arange(seen - count, seen)[:, None] - torch.arange(seen)
+    mask = (distance >= 0) & (distance < window)
+    theirs = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True)
+    assert_same(window_attention(query, key, value, window, 0.3), theirs, query, key, value)
 
 
 def test_value_head_computes_in_single_precision() -> None:

@@ -22,6 +22,7 @@ from engine_cases import Setup, engine, policy_loss
 from family_cases import MODELS
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 from tiny_models import TEMPERATURE, Row, policy_reference, rows, save_model
 from torch import Tensor, nn
 
@@ -58,7 +59,7 @@ class WholeSequences(nn.Module):
 
 
 def decoder_spec(
-    config: ModelConfig, layers: Iterable[int], *, fused: bool, adapted: bool
+    config: ModelConfig, megatron: TransformerConfig, layers: Iterable[int], *, fused: bool, adapted: bool
 ) -> TransformerBlockSubmodules:
     """The fused specification's attention among torch's layers."""
     assert fused and not adapted

@@ -15,7 +15,7 @@ SGLANG = [IN_PROCESS, OVER_HTTP, TWO_RANKS] if is_installed("sglang") else []
 ENGINES = ["embedded", *SGLANG]
 # Run only with SGLang installed, in a separate environment.
 collect_ignore = [] if SGLANG else ["test_rollout_sglang_two_ranks.py", "test_rollout_sglang_experts.py"]
-FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
+FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "olmo2": "Olmo2", "olmo3": "Olmo3"}
 VOCAB, EOS = 50, 7
 
 

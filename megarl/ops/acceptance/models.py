@@ -35,6 +35,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 32},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
     "mixtral": {"num_local_experts": 4},
     "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 64, **_EXPERTS},
     "qwen3_moe": {"num_experts": 4, "head_dim": 16, "norm_topk_prob": True, **_EXPERTS},
