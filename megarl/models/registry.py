@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from megarl.base.errors import ModelError
 from megarl.base.registry import Registry
 from megarl.models.declaration import Declaration
+from megarl.models.missing_parts import missing_parts
 from megarl.models.model_config import Traits
 
 
@@ -71,27 +72,35 @@ def family_of(architecture: str) -> Family:
 
 
 def refuse_other_kinds(architecture: str, raw: Mapping[str, Any]) -> None:
-    """Reject multimodal (VLM, audio) and encoder-decoder models, unless a family declares the architecture.
+    """Reject models with layers that megarl lacks, multimodal (VLM, audio) and encoder-decoder models.
+
+    A family that declares the architecture, such as one in ``external_lib``, is accepted.
 
     Args:
         architecture: name from ``architectures``.
         raw: the complete ``config.json``.
 
     Raises:
-        ModelError: the model is not a decoder of text.
+        ModelError: the model is not a decoder of text, or has parts that megarl does not compute; names them.
     """
     if architecture in FAMILIES:
         return
-    parts = [field for field in MULTIMODAL_FIELDS if raw.get(field)]
+    parts, missing = [field for field in MULTIMODAL_FIELDS if raw.get(field)], missing_parts(architecture)
+    lacks = f"has {missing}, which megarl does not compute" if missing else ""
     if raw.get("is_encoder_decoder"):
         kind = "an encoder-decoder model"
     elif parts or architecture.endswith("ForConditionalGeneration"):
         kind = f"a multimodal model{f' ({parts[0]})' if parts else ''}"
+    elif lacks:
+        raise ModelError(
+            f"architecture '{architecture}' {lacks}; families with a weight map: {', '.join(known_families())}; "
+            "declare a custom family in a file and name it in external_lib (docs/add_a_model.md)"
+        )
     else:
         return
     raise ModelError(
         f"architecture '{architecture}' is {kind}, and megarl trains decoders of text only; name a text-only model of "
-        f"one of the families {', '.join(known_families())}"
+        f"one of the families {', '.join(known_families())}{lacks and f'. Its decoder also {lacks}'}"
     )
 
 
