@@ -55,14 +55,18 @@ class RMSNorm(nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.eps = eps
+        self.offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
         self.weight = nn.Parameter(
             torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
         )
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  (Megatron's mark)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Compute ``inputs / rms(inputs) * weight``, in the shape and dtype of the inputs."""
-        result: Tensor = _RMSNorm.apply(inputs, self.weight, self.eps)
+        """Compute ``inputs / rms(inputs) * weight``, in the shape and dtype of the inputs.
+
+        Zero-centered weights are added to 1, in float32.
+        """
+        result: Tensor = _RMSNorm.apply(inputs, self.weight, self.eps, self.offset)
         return result
 
 
@@ -138,6 +142,18 @@ class SwiGLU(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Compute ``[..., n]`` from ``[..., 2 * n]``."""
         result: Tensor = _SwiGLU.apply(inputs)
+        return result
+
+
+class GeGLU(nn.Module):
+    """``gelu(gate) * up`` of ``[..., 2 * n]`` with the tanh approximation (https://arxiv.org/abs/2002.05202)."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Compute ``[..., n]`` from ``[..., 2 * n]``."""
+        result: Tensor = _GeGLU.apply(inputs)
         return result
 
 
@@ -282,23 +298,26 @@ class _RMSNorm(torch.autograd.Function):
     """Saves memory passes against autograd's version; small models on a CPU are bound by them."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
         exact = inputs.float()
         scale = (torch.linalg.vector_norm(exact, dim=-1, keepdim=True).square_() / inputs.shape[-1] + eps).rsqrt_()
         ctx.save_for_backward(inputs, weight, scale)
-        normed: Tensor = (exact * scale).to(inputs.dtype).mul_(weight)
-        return normed
+        ctx.offset = offset
+        normed: Tensor = exact * scale
+        if offset:
+            return normed.mul_(weight.float() + offset).to(inputs.dtype)
+        return normed.to(inputs.dtype).mul_(weight)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         inputs, weight, scale = ctx.saved_tensors
-        grad, exact_weight = grads[0].float(), weight.float()
+        grad, exact_weight = grads[0].float(), weight.float() + ctx.offset
         normed = inputs.float() * scale
         along = grad * normed
         grad_weight = along.flatten(0, -2).sum(0).to(weight.dtype)
         mean = (along @ exact_weight)[..., None] / inputs.shape[-1]
         grad_inputs = (grad * exact_weight).addcmul_(normed, mean, value=-1).mul_(scale)
-        return grad_inputs.to(inputs.dtype), grad_weight, None
+        return grad_inputs.to(inputs.dtype), grad_weight, None, None
 
 
 class _RMSNormOverHeads(torch.autograd.Function):
@@ -351,6 +370,28 @@ class _SwiGLU(torch.autograd.Function):
             grad_gate, grad_up = out.chunk(2, dim=-1)
             torch.mul(F.silu(gate), grad, out=grad_up)
             torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        return result
+
+
+class _GeGLU(torch.autograd.Function):
+    """As :class:`_SwiGLU`."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs)
+        gate, up = inputs.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh").mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (inputs,) = ctx.saved_tensors
+        result = torch.empty_like(inputs)
+        rows = _rows_at_once(inputs)
+        for part, grad, out in zip(inputs.split(rows), grads[0].split(rows), result.split(rows), strict=True):
+            gate, up = part.chunk(2, dim=-1)
+            grad_gate, grad_up = out.chunk(2, dim=-1)
+            torch.mul(F.gelu(gate, approximate="tanh"), grad, out=grad_up)
+            grad_gate.copy_(torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh"))
         return result
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -28,6 +29,7 @@ from torch import Tensor
 from megarl.megatron.context_parallel import MicroBatchPart
 from megarl.megatron.kernels import check_fusions, uses_transformer_engine
 from megarl.megatron.layers import (
+    GeGLU,
     NormedResidual,
     PackedAttention,
     PackedSequences,
@@ -58,6 +60,8 @@ class PackedModel(GPTModel):
     The output layer, the largest matrix of a small model, computes only the outputs of response tokens.
     """
 
+    embedding_scale = 1.0
+
     def forward(self, part: MicroBatchPart, sequences: PackedSequences, *, hidden_only: bool = False) -> Tensor:
         """Compute the output of this stage.
 
@@ -74,6 +78,8 @@ class PackedModel(GPTModel):
         embedded = None
         if self.pre_process:
             embedded = self.embedding(input_ids=part.tokens[None], position_ids=None)
+            if self.embedding_scale != 1.0:
+                embedded = embedded * self.embedding_scale
         rotary = None
         if sequences.rotation is None:
             rotary = self.rotary_pos_emb(sequences.max_seqlen_q, packed_seq=True)
@@ -197,6 +203,7 @@ def _build_chunk(
     layers = layout.layers(model.num_layers, runtime.coordinate.pp, chunk)
     number = chunk if layout.vpp > 1 else None  # Megatron's mark of an interleaved schedule
     is_last = runtime.is_last_stage and chunk == layout.vpp - 1
+    scale = torch.tensor(model.embedding_scale, dtype=options.dtype).item()
     module = PackedModel(
         config,
         transformer_layer_spec=decoder_spec(model, config, layers, fused=fused, adapted=options.lora is not None),
@@ -211,6 +218,7 @@ def _build_chunk(
         rotary_base=int(model.rope_theta),
         vp_stage=number,
     )
+    module.embedding_scale = scale
     if is_last:
         if options.value_head:
             module.output_layer = ValueHead(config, runtime.device, bias=model.has_head_bias)
@@ -294,7 +302,7 @@ def _separate_norms(model: ModelConfig, layer: ModuleSpec, has_experts: bool) ->
 def _torch_layer(model: ModelConfig) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(qk_layernorm=model.qk_norm, normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    submodules_of(layer.submodules.mlp).activation_func = SwiGLU
+    submodules_of(layer.submodules.mlp).activation_func = SwiGLU if model.activation == "silu" else GeGLU
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     if model.qk_norm:

@@ -258,6 +258,11 @@ ATTENTION_OUTPUT_NORM = layer_parameter(
     "post_attention_layernorm.weight",
     {"post_attention_layernorm.weight": ("hidden",)},
 )
+MLP_INPUT_NORM = layer_parameter(
+    "pre_mlp_layernorm.weight",
+    "pre_feedforward_layernorm.weight",
+    {"pre_feedforward_layernorm.weight": ("hidden",)},
+)
 MLP_OUTPUT_NORM = layer_parameter(
     "mlp_bda.norm.weight",
     "post_feedforward_layernorm.weight",

@@ -98,6 +98,18 @@ class Traits:
     """Norms on the inputs of attention and MLP."""
     output_norms: bool = False
     """Norms on the outputs of attention and MLP, before they are added to the residual."""
+    zero_centered_norms: bool = False
+    """All norms multiply by 1 plus their weights."""
+    activation: str = "silu"
+    """Activation of the gate in MLPs: ``silu`` or ``gelu_tanh``."""
+    embedding_scale: float = 1.0
+    """Factor on the embeddings of tokens, rounded to their dtype."""
+    score_scale: float | None = None
+    """Scale of the query-key products; None = ``head_dim ** -0.5``."""
+    tie_word_embeddings: bool = False
+    """Value of a file without the field."""
+    text_suffix: str = ""
+    """Addition to the names of transformers' other classes than the language model, such as ``Text``."""
     rope_theta: float = 10000.0
     """Rotary base of a file without one."""
     rotary_factor: float = 1.0
@@ -145,9 +157,14 @@ class ModelConfig:
     rotary_factor: float = 1.0
     """Share of a head's dimensions that are rotated."""
     qk_norm_over_heads: bool = False
-    """See :class:`Traits`, also for the next two fields."""
+    """See :class:`Traits`, also for the next fields."""
     input_norms: bool = True
     output_norms: bool = False
+    zero_centered_norms: bool = False
+    activation: str = "silu"
+    embedding_scale: float = 1.0
+    score_scale: float | None = None
+    text_suffix: str = ""
     window: SlidingWindow | None = None
     """Sliding-window attention of some layers; None if all layers have full attention."""
 
@@ -169,8 +186,13 @@ class ModelConfig:
         """The architecture's name without its head, such as ``Qwen2``."""
         for kind in ("ForCausalLM", *VALUE_MODELS):
             if self.architecture.endswith(kind):
-                return self.architecture.removesuffix(kind)
+                name = self.architecture.removesuffix(kind)
+                return name if kind == "ForCausalLM" else name.removesuffix(self.text_suffix)
         return self.architecture
+
+    def architecture_with(self, head: str) -> str:
+        """Return the name of the architecture with a scalar head, one of :data:`VALUE_MODELS`, or ``Model``."""
+        return f"{self.base_architecture}{self.text_suffix}{head}"
 
     @property
     def is_value_model(self) -> bool:
@@ -199,7 +221,7 @@ class ModelConfig:
         """
         if self.is_value_model:
             return self
-        architecture = self.base_architecture + VALUE_MODELS[0]
+        architecture = self.architecture_with(VALUE_MODELS[0])
         raw = {**self.raw, "architectures": [architecture]}
         if self.pad_token_id is None:
             raw["pad_token_id"] = pad_token_id

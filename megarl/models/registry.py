@@ -30,6 +30,9 @@ class Family(Protocol):
 MULTIMODAL_FIELDS = ("vision_config", "audio_config", "thinker_config", "visual")
 """Fields of ``config.json`` that only models with images or sound have."""
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Kinds of attention in ``layer_types`` and ``rope_parameters`` of ``config.json``."""
+
 FAMILIES: Registry[Family] = Registry("architectures", defaults="megarl.models.families", error=ModelError)
 
 
@@ -152,6 +155,47 @@ def rope_section(raw: Mapping[str, Any], layers: str) -> Mapping[str, Any]:
     return section if isinstance(section, Mapping) else parameters
 
 
+def window_layers(raw: Mapping[str, Any], every: int) -> tuple[bool, ...]:
+    """Read for each decoder layer from ``layer_types`` whether it has sliding-window attention.
+
+    Args:
+        raw: the complete ``config.json``.
+        every: in a file without the field, each layer has a window except every such one.
+
+    Raises:
+        ModelError: a layer has another kind of attention.
+    """
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        return tuple((layer + 1) % every != 0 for layer in range(count(raw, "num_hidden_layers")))
+    unknown = sorted(set(kinds) - {FULL, SLIDING})
+    if unknown:
+        raise ModelError(f"config.json: layer_types has {unknown[0]!r}, expected {FULL!r} or {SLIDING!r}")
+    return tuple(kind == SLIDING for kind in kinds)
+
+
+def window_theta(raw: Mapping[str, Any], default: float) -> float:
+    """Read the rotary base of layers with sliding-window attention.
+
+    Args:
+        raw: the complete ``config.json``.
+        default: value of a file without sections for both kinds of layers, or without the field.
+
+    Raises:
+        ModelError: these layers have a rotary scaling, or the file has one section for all layers.
+    """
+    parameters = raw.get("rope_parameters")
+    if not parameters:
+        return float(default)
+    if FULL not in parameters or SLIDING not in parameters:
+        raise ModelError(f"config.json: rope_parameters needs the sections {FULL!r} and {SLIDING!r}")
+    section = rope_section(raw, SLIDING)
+    kind = section.get("rope_type", "default")
+    if kind != "default":
+        raise ModelError(f"config.json: rope_type={kind!r} of {SLIDING!r} is not supported, only 'default'")
+    return float(section.get("rope_theta") or default)
+
+
 def rotary_factor(raw: Mapping[str, Any], default: float = 1.0) -> float:
     """Read ``partial_rotary_factor``, the share of a head's dimensions with rotary embeddings.
 
@@ -161,7 +205,7 @@ def rotary_factor(raw: Mapping[str, Any], default: float = 1.0) -> float:
         raw: the complete ``config.json``.
         default: value of an absent or null field.
     """
-    sections = (rope_section(raw, "full_attention"), raw)
+    sections = (rope_section(raw, FULL), raw)
     values = (section.get("partial_rotary_factor") for section in sections)
     return float(next((value for value in values if value is not None), default))
 

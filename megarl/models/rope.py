@@ -62,7 +62,7 @@ def attention_factor(config: ModelConfig) -> float:
 
 def softmax_scale(config: ModelConfig) -> float:
     """Scale of the query-key products, in addition to :func:`attention_factor`."""
-    scale: float = config.head_dim**-0.5
+    scale: float = config.head_dim**-0.5 if config.score_scale is None else config.score_scale
     scaling = config.rope_scaling
     if config.latent is not None and scaling is not None and scaling.get("mscale_all_dim"):
         scale *= _sharpening(scaling["factor"], scaling["mscale_all_dim"]) ** 2

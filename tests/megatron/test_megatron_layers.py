@@ -13,6 +13,7 @@ from torch import Tensor
 from megarl.megatron import cuda_on_cpu
 from megarl.megatron.kernels import window_attention
 from megarl.megatron.layers import (
+    GeGLU,
     PackedAttention,
     PackedSequences,
     RMSNorm,
@@ -33,8 +34,15 @@ def shim() -> None:
     cuda_on_cpu.install()
 
 
-def config(dtype: torch.dtype = torch.float32, sequence_parallel: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(params_dtype=dtype, sequence_parallel=sequence_parallel, hidden_size=8)
+def config(
+    dtype: torch.dtype = torch.float32, sequence_parallel: bool = False, zero_centered: bool = False
+) -> SimpleNamespace:
+    return SimpleNamespace(
+        params_dtype=dtype,
+        sequence_parallel=sequence_parallel,
+        hidden_size=8,
+        layernorm_zero_centered_gamma=zero_centered,
+    )
 
 
 def gradients(output: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -58,6 +66,15 @@ def test_rms_norm(shape: tuple[int, ...]) -> None:
     assert_same(norm(inputs), theirs, inputs, norm.weight)
 
 
+def test_zero_centered_weights_are_added_to_one() -> None:
+    norm = RMSNorm(config(zero_centered=True), 8, eps=1e-3)
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(8))
+    inputs = torch.randn(5, 1, 8, requires_grad=True)
+    theirs = inputs / (inputs.square().mean(-1, keepdim=True) + 1e-3).sqrt() * (1 + norm.weight)
+    assert_same(norm(inputs), theirs, inputs, norm.weight)
+
+
 def test_half_precision_rms_norm_computes_in_single_precision() -> None:
     norm = RMSNorm(config(torch.bfloat16), 8)
     inputs = (torch.randn(5, 1, 8) * 100).bfloat16()
@@ -75,6 +92,13 @@ def test_swiglu() -> None:
     inputs = torch.randn(5, 1, 12, requires_grad=True)
     gate, up = inputs[..., :6], inputs[..., 6:]
     assert_same(SwiGLU(config())(inputs), gate * torch.sigmoid(gate) * up, inputs)
+
+
+def test_geglu() -> None:
+    inputs = torch.randn(5, 1, 12, requires_grad=True)
+    gate, up = inputs[..., :6], inputs[..., 6:]
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    assert_same(GeGLU(config())(inputs), 0.5 * gate * (1 + inner.tanh()) * up, inputs)
 
 
 def test_packed_attention_is_causal_attention_within_each_sequence() -> None:

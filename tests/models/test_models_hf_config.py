@@ -8,6 +8,8 @@ from reference_weights import tiny_config
 from megarl.base.errors import ConfigError, ModelError
 from megarl.models import ParallelLayout, check_layout, known_architectures, parse_model_config, read_model_config
 from megarl.models.missing_parts import MISSING_PARTS
+from megarl.models.model_config import Experts, Latent, SlidingWindow, Traits
+from megarl.models.registry import family_of
 
 QWEN25 = {  # Qwen2.5-0.5B as published, the fields that matter
     "architectures": ["Qwen2ForCausalLM"],
@@ -238,3 +240,17 @@ def test_language_model_as_reward_model():
     assert language.raw["architectures"] == ["Qwen2ForCausalLM"] and language.pad_token_id is None
     assert parse_model_config({**QWEN25, "pad_token_id": 3}).as_reward_model(5).pad_token_id == 3
     assert model.as_reward_model(7) is model
+
+
+@pytest.mark.parametrize(
+    ("traits", "message"),
+    [
+        ({"latent": Latent(4, 4, 2, 2, 2, False), "qk_norm_over_heads": True}, "latent attention with qk_norm_over"),
+        ({"latent": Latent(4, 4, 2, 2, 2, False), "window": SlidingWindow(4, (True,), 1e4)}, "latent .* with window"),
+        ({"experts": Experts(2, 1, 8, (True,)), "activation": "gelu_tanh"}, "experts with activation='gelu_tanh'"),
+    ],
+)
+def test_traits_that_are_not_computed_together_are_rejected(monkeypatch, traits, message):
+    monkeypatch.setattr(family_of("LlamaForCausalLM"), "traits", lambda raw: Traits(**traits))
+    with pytest.raises(ModelError, match=message):
+        parse_model_config({**QWEN25, "architectures": ["LlamaForCausalLM"]})

@@ -55,7 +55,12 @@ OLMO3 = {
 }
 
 
-@pytest.mark.parametrize(("family", "fields"), [("olmo2", {}), ("olmo3", OLMO3)])
+GEMMA3 = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 9}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"), [("olmo2", {}), ("olmo3", OLMO3), ("gemma3_text", {"tied": True, **GEMMA3})]
+)
 def test_norms_on_outputs_and_windows_equal_transformers(make_folder, reference_for, family, fields):
     """Prompts shorter and longer than the window, with and without a shared prefix, in refilled slots."""
     folder = make_folder(family, **fields)

@@ -94,7 +94,9 @@ class LayerBytes:
         """Return the bytes that a layer saves, by its global number."""
         model = self.role.model
         attention = self._attention(layer) if model.latent is None else self._latent_attention()
-        return attention + (self._experts() if model.has_experts(layer) else self._dense())
+        both = model.input_norms and model.output_norms
+        output_norms = 2 * (self._hidden + self.tokens.between_layers * FLOAT32) if both else 0
+        return attention + output_norms + (self._experts() if model.has_experts(layer) else self._dense())
 
     @property
     def width(self) -> int:

@@ -52,6 +52,12 @@ class RotaryTable:
 NORMS = {
     (True, False): ("input_layernorm", None, "post_attention_layernorm", None),
     (False, True): (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    (True, True): (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
 }
 """Norms on the input and output of attention, and of the MLP, for models with norms on (inputs, outputs)."""
 
@@ -98,6 +104,8 @@ class TransformerDecoder:
         self._norms_over_heads = config.qk_norm_over_heads
         self._heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
         self._head_dim, self._eps = config.head_dim, config.rms_norm_eps
+        self._zero_centered, self._activation = config.zero_centered_norms, config.activation
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=head.dtype).item()
 
     def hidden(self, tokens: Tensor, positions: Tensor, attention: Attention, outputs: Tensor | None = None) -> Tensor:
         """Return the last layer's output before the final norm; ``attention`` gets the keys and values of all tokens.
@@ -112,6 +120,8 @@ class TransformerDecoder:
             ``[outputs, hidden_size]``.
         """
         x = self._embedding[tokens]
+        if self._embedding_scale != 1.0:
+            x = x * self._embedding_scale
         full, window = self._tables
         angles = full.at(positions)
         window_angles = angles if window is full else window.at(positions)
@@ -125,7 +135,7 @@ class TransformerDecoder:
                 x, attended = x[outputs], attended[outputs]
             x = self._added(x, attended, layer.output, layer.attention_norm)
             gate, up = F.linear(self._norm(x, layer.mlp_norm), layer.gate_up).chunk(2, -1)
-            x = self._added(x, F.silu(gate).mul_(up), layer.down, layer.output_norm)
+            x = self._added(x, self._activated(gate).mul_(up), layer.down, layer.output_norm)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -133,7 +143,14 @@ class TransformerDecoder:
         return F.linear(self._norm(hidden, self._final_norm), self._head).float()
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return x if weight is None else F.rms_norm(x, (x.shape[-1],), weight, self._eps)
+        if weight is None:
+            return x
+        if self._zero_centered:
+            return F.rms_norm(x.float(), (x.shape[-1],), weight.float() + 1.0, self._eps).to(x.dtype)
+        return F.rms_norm(x, (x.shape[-1],), weight, self._eps)
+
+    def _activated(self, gate: Tensor) -> Tensor:
+        return F.silu(gate) if self._activation == "silu" else F.gelu(gate, approximate="tanh")
 
     def _normed_heads(self, heads: Tensor, weight: Tensor | None) -> Tensor:
         """Norm of ``[tokens, heads, head_dim]``: of each head, or over all heads."""

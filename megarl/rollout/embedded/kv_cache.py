@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.models import ModelConfig
+from megarl.models.rope import softmax_scale
 
 # Widths are multiples of this many tokens. On a GPU each width has its own CUDA graph of the decode step.
 WIDTH_MULTIPLE = {"cpu": 32, "cuda": 256}
@@ -34,7 +35,7 @@ class KVCache:
         self._multiple = WIDTH_MULTIPLE[device.type]
         self.slots, self.length, self.width = slots, length, min(self._multiple, length)
         self._heads, self._head_dim = config.num_key_value_heads, config.head_dim
-        self.window = config.window
+        self.window, self.scale = config.window, softmax_scale(config)
         size = math.prod((slots, self._heads, length, self._head_dim))
 
         # Zeros instead of uninitialized memory: attention multiplies masked values by zero, and NaN would survive.
@@ -192,6 +193,7 @@ class PromptAttention:
             values,
             attn_mask=mask,
             is_causal=mask is None,
+            scale=self._cache.scale,
             enable_gqa=mask is None,
         )
         return attended.transpose(1, 2).reshape(self._count * self._width, -1).index_select(0, self._in_rectangle)
@@ -228,10 +230,10 @@ class StepAttention:
         grouped = queries.reshape(rows, kv_heads, -1, queries.shape[-1])
         attend = _plain_attention if queries.dtype is torch.float32 else F.scaled_dot_product_attention
         mask = self._window_mask if self._cache.has_window(layer) else self._mask
-        return attend(grouped, *stored, attn_mask=mask).reshape(rows, -1)
+        return attend(grouped, *stored, attn_mask=mask, scale=self._cache.scale).reshape(rows, -1)
 
 
-def _plain_attention(queries: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor) -> Tensor:
+def _plain_attention(queries: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor, scale: float) -> Tensor:
     """Attention for few query tokens in three operations.
 
     With one query token torch's kernel spends most of its time between small products. For 128 sequences of 96 tokens
@@ -239,5 +241,5 @@ def _plain_attention(queries: Tensor, keys: Tensor, values: Tensor, attn_mask: T
     float32.
     """
     scores = queries @ keys.transpose(-1, -2)
-    weights = torch.add(attn_mask, scores, alpha=queries.shape[-1] ** -0.5).softmax(-1)
+    weights = torch.add(attn_mask, scores, alpha=scale).softmax(-1)
     return weights @ values

@@ -26,6 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "critic": {"family": "qwen2", "critic": True, **WIDE},
     "output_norms": {"family": "olmo2", **WIDE},
     "window": {"family": "olmo3", "sliding_window": 16, **WIDE},
+    "all_norms": {"family": "gemma3_text", "tied": True, "head_dim": 16, "sliding_window": 16, **WIDE},
     "experts": {"family": "qwen3_moe", "num_experts": 4, "norm_topk_prob": True, **WIDE, **EXPERTS},
     "latent": {"family": "deepseek_v3", "n_group": 2, "topk_group": 1, "n_shared_experts": 1, **WIDE, **LATENTS},
 }
@@ -77,6 +78,7 @@ CASES = {
     "output_norms_cp2": _case("output_norms", cp=2),
     "output_norms_core_attention": _case("output_norms", RecomputeOptions("selective")),
     "window": _case("window"),
+    "all_norms": _case("all_norms"),
     "window_cp2": _case("window", cp=2),
     "adapters_tp2_bfloat16": _case("dense", tp=2, dtype=torch.bfloat16, lora=LoraOptions(4, 8.0)),
     "adapters_critic_dp2": _case("critic", dp=2, value_head=True, lora=LoraOptions(4, 8.0)),
