@@ -1,4 +1,4 @@
-"""OLMo 2, OLMo 3 and OLMoE: norms on outputs of attention and MLP, and over all heads of q and k."""
+"""OLMo 2, OLMo 3 and OLMoE: norms on outputs of attention and MLP, and over all heads."""
 
 from __future__ import annotations
 

@@ -135,9 +135,10 @@ class LayerBytes:
         mixed = query + 2 * key  # one tensor; keys and values are views of it
         total = self._norm() + self._normed() + query
         if model.qk_norm:
-            # Queries are copied out of the projection's output if several heads share a key.
+            # Queries of several keys are copied out of the projection's output if several heads share a key.
             statistics = 2 if model.qk_norm_over_heads else heads + groups
-            total += (query if heads != groups else 0) + self.tokens.local * FLOAT32 * statistics
+            copied = query if heads != groups and groups > 1 else 0
+            total += copied + self.tokens.local * FLOAT32 * statistics
         if "core_attn" in self.recomputed:
             # Queries and keys are saved before instead of after the rotary embedding; keys are views unless normed.
             unrotated = query if heads != groups or model.qk_norm else 0
