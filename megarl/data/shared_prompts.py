@@ -20,15 +20,14 @@ if TYPE_CHECKING:
 
 
 class CostModel(Protocol):
-    """Cost of a sequence, linear and quadratic in its tokens; ``models.sequence_cost.SequenceCost`` is one."""
+    """Cost of a sequence: of its tokens, and of their attention; ``models.sequence_cost.SequenceCost`` is one."""
 
     @property
     def linear(self) -> float:
         """Cost per token."""
 
-    @property
-    def quadratic(self) -> float:
-        """Cost per pair of tokens."""
+    def attention(self, length: int) -> float:
+        """Cost of attention within a sequence of ``length`` tokens."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,8 @@ class SharedPromptRows:
 
     def cost(self, rows: Sequence[int], cost: CostModel) -> float:
         """Estimate the cost of ``rows`` in one micro-batch, with attention over complete sequences."""
-        pairs = sum((self.prompt_lengths[row] + self.response_lengths[row]) ** 2 for row in rows)
-        return cost.linear * self.tokens(rows) + cost.quadratic * pairs
+        attention = sum(cost.attention(self.prompt_lengths[row] + self.response_lengths[row]) for row in rows)
+        return cost.linear * self.tokens(rows) + attention
 
 
 def micro_batch_units(rows: SharedPromptRows, chosen: Sequence[int], max_tokens: int) -> list[list[int]]:

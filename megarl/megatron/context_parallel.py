@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 
 from megarl.base.errors import DataError
-from megarl.megatron.kernels import causal_attention
+from megarl.megatron.kernels import causal_attention, window_attention
 from megarl.megatron.packed import PackedMicroBatch, SharedPrompts, copy_to, ranges
 
 
@@ -36,6 +36,7 @@ def attend(
     runs: Sequence[tuple[int, int]],
     scale: float | None,
     group: dist.ProcessGroup,
+    window: int | None = None,
 ) -> Tensor:
     """Compute causal attention of this rank's tokens to all ranks' tokens; communicates, differentiable.
 
@@ -49,6 +50,7 @@ def attend(
         runs: runs of neighbouring whole sequences of equal length: (number of sequences, their length).
         scale: of the scores; None = ``head_dim ** -0.5``.
         group: the ranks that share each sequence.
+        window: tokens that a token attends to, itself included; None = all earlier ones.
 
     Returns:
         ``[tokens of this rank, heads * value's last dimension]``.
@@ -62,7 +64,7 @@ def attend(
         keys, values = _in_order(gathered[:, start:stop], count).split([key.shape[-1], value.shape[-1]], dim=-1)
         queries = query[start:stop].unflatten(0, (count, 2, chunk))
         halves = [
-            _attend_to_prefix(queries[:, half].transpose(1, 2), keys[:, :, :seen], values[:, :, :seen], scale)
+            _attend_to_prefix(queries[:, half].transpose(1, 2), keys[:, :, :seen], values[:, :, :seen], scale, window)
             for half, seen in enumerate(((rank + 1) * chunk, (2 * ranks - rank) * chunk))
         ]
         outputs.append(torch.stack(halves, dim=1).flatten(0, 2).flatten(1))
@@ -110,7 +112,7 @@ def _in_order(gathered: Tensor, count: int) -> Tensor:
     return torch.cat([early, late.flip(0)]).permute(1, 3, 0, 2, 4).flatten(2, 3)
 
 
-def _attend_to_prefix(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+def _attend_to_prefix(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
     """Attention of the last tokens of each sequence: ``[count, chunk, heads, width]``.
 
     Args:
@@ -118,8 +120,11 @@ def _attend_to_prefix(query: Tensor, key: Tensor, value: Tensor, scale: float | 
         key: ``[count, key-value heads, seen, head_dim]``; its last ``chunk`` tokens are those of the queries.
         value: ``[count, key-value heads, seen, width]``.
         scale: of the scores.
+        window: see :func:`attend`.
     """
     chunk, seen = query.shape[2], key.shape[2]
+    if window is not None and window < seen:
+        return window_attention(query, key, value, window, scale).transpose(1, 2)
     mask: Tensor | None = None
     if chunk < seen and query.is_cuda:
         # needs no memory if the flash kernel supports these heads; a lazy import, because it loads torch's compiler

@@ -132,8 +132,13 @@ class MegatronEngine:
     def describe(self) -> str:
         """Describe layout, number format and kernels in one line."""
         options = self.options
-        trains, has_experts = options.optimizer is not None, self.model.experts is not None
-        used = kernels(self.runtime.device, options.dtype, trains=trains, has_experts=has_experts)
+        used = kernels(
+            self.runtime.device,
+            options.dtype,
+            trains=options.optimizer is not None,
+            has_experts=self.model.experts is not None,
+            has_windows=self.model.window is not None,
+        )
         name = str(options.dtype).removeprefix("torch.")
         return f"{self.runtime.layout.describe()} on {self.runtime.device.type} in {name}; {used.describe()}"
 

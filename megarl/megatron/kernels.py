@@ -51,14 +51,19 @@ def uses_transformer_engine(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype is torch.bfloat16 and has_transformer_engine()
 
 
-def kernels(device: torch.device, dtype: torch.dtype, *, trains: bool, has_experts: bool = False) -> Kernels:
-    """Select the kernels for a model of this number format on this device."""
+def kernels(
+    device: torch.device, dtype: torch.dtype, *, trains: bool, has_experts: bool = False, has_windows: bool = False
+) -> Kernels:
+    """Select the kernels for a model of this number format on this device.
+
+    A model with sliding-window attention has torch's attention among Transformer Engine's other layers.
+    """
     adam = adam_kernel(megatron_optimizer.Adam) if trains else ""
-    if uses_transformer_engine(device, dtype):
-        grouped = "Transformer Engine's (grouped)" if has_experts else ""
-        return Kernels("Transformer Engine", "Transformer Engine's", grouped, adam)
     packed = device.type == "cuda" and dtype is torch.bfloat16 and packed_attention() is not None
     attention = "torch's varlen_attn" if packed else "torch's, length by length"
+    if uses_transformer_engine(device, dtype):
+        grouped = "Transformer Engine's (grouped)" if has_experts else ""
+        return Kernels("Transformer Engine", attention if has_windows else "Transformer Engine's", grouped, adam)
     return Kernels("torch", attention, "one after the other" if has_experts else "", adam)
 
 
@@ -143,6 +148,35 @@ def causal_attention(
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=True
     )
+
+
+def window_attention(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float | None = None) -> Tensor:
+    """Compute sliding-window attention of the last tokens of sequences, in chunks of the window's size.
+
+    Every chunk of queries needs only the keys from one window before it: time and memory grow with the number of
+    tokens, not with its square.
+
+    Args:
+        query: ``[sequences, heads, tokens, head_dim]``, of the last tokens.
+        key: ``[sequences, key-value heads, all tokens, head_dim]``.
+        value: like ``key``; its last dimension may differ.
+        window: tokens that a token attends to, itself included.
+        scale: of the scores; None = ``head_dim ** -0.5``.
+
+    Returns:
+        ``[sequences, heads, tokens, value's last dimension]``.
+    """
+    count, seen = query.shape[2], key.shape[2]
+    outputs = []
+    for start in range(0, count, window):
+        stop = min(start + window, count)
+        position = seen - count + start  # of the chunk's first query
+        first, last = max(0, position - window + 1), seen - count + stop
+        visible = torch.ones(stop - start, last - first, dtype=torch.bool, device=query.device)
+        mask = visible.tril(position - first).triu(position - first - window + 1)
+        keys, values = key[:, :, first:last], value[:, :, first:last]
+        outputs.append(causal_attention(query[:, :, start:stop], keys, values, mask=mask, scale=scale))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
 def lacks_grouped_kernel(query: Tensor) -> bool:

@@ -1,6 +1,6 @@
-"""Torch layers in place of Transformer Engine's: RMSNorm, SwiGLU, packed attention, rotary embedding; and the value
-head.
+"""Torch layers: RMSNorm, SwiGLU, packed attention, rotary embedding, norms over all heads and on outputs, value head.
 
+The first four replace Transformer Engine's layers. Megatron has none of the others.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megarl.megatron.context_parallel import attend
-from megarl.megatron.kernels import causal_attention, fits_packed_attention, packed_attention
+from megarl.megatron.kernels import causal_attention, fits_packed_attention, packed_attention, window_attention
 from megarl.megatron.packed import SharedPrompts
 
 _CACHED_BYTES = 2**19
@@ -32,12 +33,14 @@ class PackedSequences(PackedSeqParams):
         runs: runs of neighbouring sequences of equal length: (number of sequences, their length), padding included.
         rotation: cosine and sine of each token's rotary embedding, each ``[tokens (of this rank), 1, head_dim / 2]``;
             None if Megatron rotates, or has rotated.
+        window_rotation: the same for layers with sliding-window attention; None without such layers.
         sharers: context-parallel ranks that divide each sequence zig-zag; None if this rank has whole sequences.
         shared: mapping between stored tokens and whole sequences, if some share their prompt.
     """
 
     runs: tuple[tuple[int, int], ...] = ()
     rotation: tuple[Tensor, Tensor] | None = None
+    window_rotation: tuple[Tensor, Tensor] | None = None
     sharers: dist.ProcessGroup | None = None
     shared: SharedPrompts | None = None
 
@@ -52,15 +55,82 @@ class RMSNorm(nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.eps = eps
+        self.offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
         self.weight = nn.Parameter(
             torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
         )
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  (Megatron's mark)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Compute ``inputs / rms(inputs) * weight``, in the shape and dtype of the inputs."""
-        result: Tensor = _RMSNorm.apply(inputs, self.weight, self.eps)
+        """Compute ``inputs / rms(inputs) * weight``, in the shape and dtype of the inputs.
+
+        Zero-centered weights are added to 1, in float32.
+        """
+        result: Tensor = _RMSNorm.apply(inputs, self.weight, self.eps, self.offset)
         return result
+
+
+class RMSNormOverHeads(nn.Module):
+    """Root-mean-square norm over all heads of a token, which tensor-parallel ranks divide; computed in float32.
+
+    Ranks sum the squares of their heads, and in the backward their products with the gradient. Every rank has the whole
+    weight and uses the part of its heads: Megatron sums the gradients of the norms on queries and keys over the ranks.
+
+    Args:
+        config: Megatron's configuration.
+        heads: heads of all ranks.
+        hidden_size: width of a head.
+        eps: added to the mean square.
+    """
+
+    def __init__(self, config: TransformerConfig, heads: int, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.group = get_tensor_model_parallel_group()
+        self.weight = nn.Parameter(
+            torch.ones(heads * hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Norm ``inputs [..., heads of this rank, head_dim]``; communicates, in the shape and dtype of the inputs."""
+        local = self.weight.chunk(self.group.size())[self.group.rank()].view(inputs.shape[-2:])
+        result: Tensor = _RMSNormOverHeads.apply(inputs, local, self.eps, self.group)
+        return result
+
+
+class RMSNormOverQueries(RMSNormOverHeads):
+    """Norm over all query heads; the arguments are Megatron's."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(config, config.num_attention_heads, hidden_size, eps)
+
+
+class RMSNormOverKeys(RMSNormOverHeads):
+    """Norm over all key heads; the arguments are Megatron's."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(config, config.num_query_groups or config.num_attention_heads, hidden_size, eps)
+
+
+class NormedResidual(nn.Module):
+    """Adds the norm of a layer's output to the residual, in place of Megatron's bias, dropout and addition.
+
+    Args:
+        norm: builds the norm.
+    """
+
+    def __init__(self, norm: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.norm = norm()
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """Return the function of ``(output, bias)``, residual and dropout that Megatron calls."""
+        return self._add
+
+    def _add(self, output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        assert output[1] is None and dropout == 0.0, "megarl builds layers without output biases and dropout"
+        normed: Tensor = self.norm(output[0])
+        return residual + normed
 
 
 class SwiGLU(nn.Module):
@@ -75,17 +145,42 @@ class SwiGLU(nn.Module):
         return result
 
 
+class GeGLU(nn.Module):
+    """``gelu(gate) * up`` of ``[..., 2 * n]`` with the tanh approximation (https://arxiv.org/abs/2002.05202)."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Compute ``[..., n]`` from ``[..., 2 * n]``."""
+        result: Tensor = _GeGLU.apply(inputs)
+        return result
+
+
 class PackedAttention(nn.Module):
     """Causal attention within each packed sequence, rotary embedding included.
 
     On a GPU, in half precision, one kernel computes all sequences. Otherwise one call computes each run of neighbouring
     sequences of equal length, so the number of calls is that of different lengths. The arguments of the constructor are
-    Megatron's.
+    Megatron's, and:
+
+    Args:
+        window: tokens that a token attends to, itself included; None = all earlier ones.
+        window_scale: scale of the scores with a window, in place of ``softmax_scale``.
     """
 
-    def __init__(self, config: TransformerConfig, *, softmax_scale: float | None = None, **_: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        softmax_scale: float | None = None,
+        window: int | None = None,
+        window_scale: float | None = None,
+        **_: Any,
+    ) -> None:
         super().__init__()
-        self.scale = softmax_scale
+        self.window = window
+        self.scale = softmax_scale if window is None else window_scale
 
     def forward(
         self,
@@ -103,13 +198,15 @@ class PackedAttention(nn.Module):
             query: ``[tokens, heads, head_dim]``, before rotation.
             key: ``[tokens, key-value heads, head_dim]``, before rotation.
             value: like ``key``; its last dimension may differ.
-            attention_mask: ignored; the mask is causal within each sequence.
+            attention_mask: ignored; the mask is causal within each sequence, and within the window.
             packed_seq_params: boundaries of the sequences; queries and keys are rotated if it has a rotation.
         """
-        if packed_seq_params.rotation is not None:
-            query, key = (rotate(heads, *packed_seq_params.rotation) for heads in (query, key))
+        rotation = packed_seq_params.rotation if self.window is None else packed_seq_params.window_rotation
+        if rotation is not None:
+            query, key = (rotate(heads, *rotation) for heads in (query, key))
         if packed_seq_params.sharers is not None:
-            return attend(query, key, value, packed_seq_params.runs, self.scale, packed_seq_params.sharers)
+            runs, sharers = packed_seq_params.runs, packed_seq_params.sharers
+            return attend(query, key, value, runs, self.scale, sharers, self.window)
         shared = packed_seq_params.shared
         if shared is None:
             return self._whole(query, key, value, packed_seq_params)
@@ -126,7 +223,10 @@ class PackedAttention(nn.Module):
         outputs = []
         for run, part in zip(runs, parts, strict=True):
             q, k, v = (heads.unflatten(0, run).transpose(1, 2) for heads in part)
-            attended = causal_attention(q, k, v, scale=self.scale)
+            if self.window is not None and self.window < run[1]:
+                attended = window_attention(q, k, v, self.window, self.scale)
+            else:
+                attended = causal_attention(q, k, v, scale=self.scale)
             outputs.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -134,9 +234,9 @@ class PackedAttention(nn.Module):
         attention = packed_attention()
         assert attention is not None
         ends, longest = sequences.cu_seqlens_q, sequences.max_seqlen_q
-        causal = (-1, 0)  # every earlier token, no later one
+        earlier = -1 if self.window is None else self.window - 1  # -1 = every earlier token
         attended: Tensor = attention(
-            query, key, value, ends, ends, longest, longest, scale=self.scale, window_size=causal
+            query, key, value, ends, ends, longest, longest, scale=self.scale, window_size=(earlier, 0)
         )
         return attended.flatten(1)
 
@@ -198,23 +298,57 @@ class _RMSNorm(torch.autograd.Function):
     """Saves memory passes against autograd's version; small models on a CPU are bound by them."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
         exact = inputs.float()
         scale = (torch.linalg.vector_norm(exact, dim=-1, keepdim=True).square_() / inputs.shape[-1] + eps).rsqrt_()
         ctx.save_for_backward(inputs, weight, scale)
-        normed: Tensor = (exact * scale).to(inputs.dtype).mul_(weight)
-        return normed
+        ctx.offset = offset
+        normed: Tensor = exact * scale
+        if offset:
+            return normed.mul_(weight.float() + offset).to(inputs.dtype)
+        return normed.to(inputs.dtype).mul_(weight)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         inputs, weight, scale = ctx.saved_tensors
-        grad, exact_weight = grads[0].float(), weight.float()
+        grad, exact_weight = grads[0].float(), weight.float() + ctx.offset
         normed = inputs.float() * scale
         along = grad * normed
         grad_weight = along.flatten(0, -2).sum(0).to(weight.dtype)
         mean = (along @ exact_weight)[..., None] / inputs.shape[-1]
         grad_inputs = (grad * exact_weight).addcmul_(normed, mean, value=-1).mul_(scale)
-        return grad_inputs.to(inputs.dtype), grad_weight, None
+        return grad_inputs.to(inputs.dtype), grad_weight, None, None
+
+
+class _RMSNormOverHeads(torch.autograd.Function):
+    """As :class:`_RMSNorm` over the last two dimensions, with sums over the ranks of a group."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, eps: float, group: dist.ProcessGroup) -> Tensor:
+        exact = inputs.float()
+        squares = _summed(exact.square().sum((-2, -1), keepdim=True), group)
+        ctx.width, ctx.group = weight.numel() * group.size(), group
+        scale = (squares / ctx.width + eps).rsqrt_()
+        ctx.save_for_backward(inputs, weight, scale)
+        normed: Tensor = (exact * scale).to(inputs.dtype).mul_(weight)
+        return normed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        inputs, weight, scale = ctx.saved_tensors
+        grad, exact_weight = grads[0].float(), weight.float()
+        normed = inputs.float() * scale
+        along = grad * normed
+        grad_weight = along.flatten(0, -3).sum(0).to(weight.dtype)
+        mean = _summed((along * exact_weight).sum((-2, -1), keepdim=True), ctx.group) / ctx.width
+        grad_inputs = (grad * exact_weight).addcmul_(normed, mean, value=-1).mul_(scale)
+        return grad_inputs.to(inputs.dtype), grad_weight, None, None
+
+
+def _summed(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if group.size() > 1:
+        dist.all_reduce(values, group=group)
+    return values
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -236,6 +370,28 @@ class _SwiGLU(torch.autograd.Function):
             grad_gate, grad_up = out.chunk(2, dim=-1)
             torch.mul(F.silu(gate), grad, out=grad_up)
             torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        return result
+
+
+class _GeGLU(torch.autograd.Function):
+    """As :class:`_SwiGLU`."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs)
+        gate, up = inputs.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh").mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (inputs,) = ctx.saved_tensors
+        result = torch.empty_like(inputs)
+        rows = _rows_at_once(inputs)
+        for part, grad, out in zip(inputs.split(rows), grads[0].split(rows), result.split(rows), strict=True):
+            gate, up = part.chunk(2, dim=-1)
+            grad_gate, grad_up = out.chunk(2, dim=-1)
+            torch.mul(F.gelu(gate, approximate="tanh"), grad, out=grad_up)
+            grad_gate.copy_(torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh"))
         return result
 
 

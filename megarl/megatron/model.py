@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -27,9 +29,13 @@ from torch import Tensor
 from megarl.megatron.context_parallel import MicroBatchPart
 from megarl.megatron.kernels import check_fusions, uses_transformer_engine
 from megarl.megatron.layers import (
+    GeGLU,
+    NormedResidual,
     PackedAttention,
     PackedSequences,
     RMSNorm,
+    RMSNormOverKeys,
+    RMSNormOverQueries,
     SharedPromptAttention,
     SwiGLU,
     ValueHead,
@@ -42,7 +48,7 @@ from megarl.megatron.runtime import Runtime
 from megarl.megatron.transformer_config import build_transformer_config
 from megarl.megatron.versions import submodules_of
 from megarl.models import ModelConfig, WeightMap
-from megarl.models.rope import inverse_frequencies
+from megarl.models.rope import inverse_frequencies, softmax_scale, window_frequencies
 
 _LONGEST_MULTIPLE = 128
 """The longest sequence is rounded up to it: kernels and rotary tables are then chosen for few different lengths."""
@@ -53,6 +59,8 @@ class PackedModel(GPTModel):
 
     The output layer, the largest matrix of a small model, computes only the outputs of response tokens.
     """
+
+    embedding_scale = 1.0
 
     def forward(self, part: MicroBatchPart, sequences: PackedSequences, *, hidden_only: bool = False) -> Tensor:
         """Compute the output of this stage.
@@ -70,6 +78,8 @@ class PackedModel(GPTModel):
         embedded = None
         if self.pre_process:
             embedded = self.embedding(input_ids=part.tokens[None], position_ids=None)
+            if self.embedding_scale != 1.0:
+                embedded = embedded * self.embedding_scale
         rotary = None
         if sequences.rotation is None:
             rotary = self.rotary_pos_emb(sequences.max_seqlen_q, packed_seq=True)
@@ -113,10 +123,12 @@ class StageModel:
     Attributes:
         chunks: chunks of layers in order; more than one only for an interleaved schedule.
         frequencies: rotary frequencies, on the device.
+        window_frequencies: those of layers with sliding-window attention, on the device; None without such layers.
     """
 
     chunks: tuple[PackedModel, ...]
     frequencies: Tensor
+    window_frequencies: Tensor | None = None
 
     @property
     def _megatron_rotates(self) -> bool:
@@ -124,6 +136,9 @@ class StageModel:
 
     def _rotation(self, part: MicroBatchPart) -> tuple[Tensor, Tensor]:
         return rotation_table(part.positions, self.frequencies)
+
+    def _window_rotation(self, part: MicroBatchPart) -> tuple[Tensor, Tensor] | None:
+        return None if self.window_frequencies is None else rotation_table(part.positions, self.window_frequencies)
 
     def sequences(self, part: MicroBatchPart) -> PackedSequences:
         """Return sequence boundaries and rotations of ``part``, computed once for all layers.
@@ -149,6 +164,7 @@ class StageModel:
             runs=part.runs(),
             # Megatron rotates sequence by sequence, which requires whole sequences.
             rotation=None if self._megatron_rotates and part.shared is None else self._rotation(part),
+            window_rotation=self._window_rotation(part),
             sharers=self.chunks[0].pg_collection.cp if divided else None,
             shared=part.shared,
         )
@@ -168,10 +184,16 @@ def build_model(model: ModelConfig, runtime: Runtime, options: MegatronOptions) 
     check_fusions(config, runtime.device)
     frequencies = inverse_frequencies(model).to(runtime.device)
     chunks = tuple(_build_chunk(model, runtime, options, config, chunk, fused) for chunk in range(layout.vpp))
-    if fused and model.latent is None:
+    if _megatron_rotates(model, fused):
         for module in chunks:
             module.rotary_pos_emb.inv_freq = frequencies
-    return StageModel(chunks, frequencies)
+    by_window = window_frequencies(model)
+    return StageModel(chunks, frequencies, None if by_window is None else by_window.to(runtime.device))
+
+
+def _megatron_rotates(model: ModelConfig, fused: bool) -> bool:
+    """Whether Megatron rotates queries and keys, before Transformer Engine's attention."""
+    return fused and model.latent is None and model.window is None
 
 
 def _build_chunk(
@@ -181,9 +203,10 @@ def _build_chunk(
     layers = layout.layers(model.num_layers, runtime.coordinate.pp, chunk)
     number = chunk if layout.vpp > 1 else None  # Megatron's mark of an interleaved schedule
     is_last = runtime.is_last_stage and chunk == layout.vpp - 1
+    scale = torch.tensor(model.embedding_scale, dtype=options.dtype).item()
     module = PackedModel(
         config,
-        transformer_layer_spec=decoder_spec(model, layers, fused=fused, adapted=options.lora is not None),
+        transformer_layer_spec=decoder_spec(model, config, layers, fused=fused, adapted=options.lora is not None),
         vocab_size=WeightMap(model).padded_vocab(layout.tp),
         max_sequence_length=model.max_position_embeddings,
         pre_process=runtime.is_first_stage and chunk == 0,
@@ -191,10 +214,11 @@ def _build_chunk(
         parallel_output=True,
         share_embeddings_and_output_weights=model.tie_word_embeddings and not options.value_head,
         # The torch layers take their rotation from the micro-batch, once, instead of sequence by sequence.
-        position_embedding_type="rope" if fused and model.latent is None else "none",
+        position_embedding_type="rope" if _megatron_rotates(model, fused) else "none",
         rotary_base=int(model.rope_theta),
         vp_stage=number,
     )
+    module.embedding_scale = scale
     if is_last:
         if options.value_head:
             module.output_layer = ValueHead(config, runtime.device, bias=model.has_head_bias)
@@ -213,33 +237,55 @@ def _take_gathered_inputs(output_layer: Any, config: TransformerConfig) -> None:
 
 
 def decoder_spec(
-    model: ModelConfig, layers: Iterable[int], *, fused: bool, adapted: bool = False
+    model: ModelConfig, config: TransformerConfig, layers: Iterable[int], *, fused: bool, adapted: bool = False
 ) -> TransformerBlockSubmodules:
     """Build the specification of one chunk of the decoder, for ``GPTModel``.
 
     Args:
         model: the model.
+        config: Megatron's configuration of it.
         layers: global indices of the chunk's layers.
         fused: use Transformer Engine's layers.
         adapted: linear layers get adapters, which read their inputs: no norm is part of a linear layer, and the experts
             of a rank are separate layers.
     """
-    kinds = {
-        has_experts: _layer(model, has_experts, fused, adapted)
-        for has_experts in {model.has_experts(n) for n in layers}
-    }
-    norm = importlib.import_module("megatron.core.extensions.transformer_engine").TENorm if fused else RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[kinds[model.has_experts(n)] for n in layers], layer_norm=norm)
+    kinds = [(model.has_experts(n), model.has_window(n)) for n in layers]
+    specs = {kind: _layer(model, config, *kind, fused, adapted) for kind in set(kinds)}
+    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=_norm(fused))
 
 
-def _layer(model: ModelConfig, has_experts: bool, fused: bool, adapted: bool) -> ModuleSpec:
+def _norm(fused: bool) -> Any:
+    return importlib.import_module("megatron.core.extensions.transformer_engine").TENorm if fused else RMSNorm
+
+
+def _layer(
+    model: ModelConfig, config: TransformerConfig, has_experts: bool, has_window: bool, fused: bool, adapted: bool
+) -> ModuleSpec:
     layer = _fused_layer(model, has_experts) if fused else _torch_layer(model)
     if has_experts:
         assert model.experts is not None
         layer.submodules.mlp = expert_layer_spec(model.experts, fused=fused, grouped=fused and not adapted)
-    if fused and adapted:
+    if fused and (adapted or not model.input_norms):
         _separate_norms(model, layer, has_experts)
+    _place_norms(model, config, layer, fused)
+    if model.window is not None:
+        size = model.window.size if has_window else None
+        attention = partial(PackedAttention, window=size, window_scale=softmax_scale(model))
+        layer.submodules.self_attention.submodules.core_attention = attention
     return layer
+
+
+def _place_norms(model: ModelConfig, config: TransformerConfig, layer: ModuleSpec, fused: bool) -> None:
+    """Remove norms on inputs, add norms on outputs, and select norms over all heads, as the model has them."""
+    parts = layer.submodules
+    if not model.input_norms:
+        parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+    if model.output_norms:
+        norm = partial(_norm(fused), config=config, hidden_size=model.hidden_size, eps=model.rms_norm_eps)
+        parts.self_attn_bda = parts.mlp_bda = ModuleSpec(module=NormedResidual, params={"norm": norm})
+    if model.qk_norm_over_heads:
+        attention = parts.self_attention.submodules
+        attention.q_layernorm, attention.k_layernorm = RMSNormOverQueries, RMSNormOverKeys
 
 
 def _separate_norms(model: ModelConfig, layer: ModuleSpec, has_experts: bool) -> None:
@@ -256,7 +302,7 @@ def _separate_norms(model: ModelConfig, layer: ModuleSpec, has_experts: bool) ->
 def _torch_layer(model: ModelConfig) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(qk_layernorm=model.qk_norm, normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    submodules_of(layer.submodules.mlp).activation_func = SwiGLU
+    submodules_of(layer.submodules.mlp).activation_func = SwiGLU if model.activation == "silu" else GeGLU
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     if model.qk_norm:

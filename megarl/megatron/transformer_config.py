@@ -51,6 +51,7 @@ def build_transformer_config(
         **_shape(model),
         **_division(model.num_layers, layout, options.sequence_parallel),
         **_execution(options.dtype, fused),
+        **_activation(model.activation, fused),
         **_recomputation(options.recompute),
         **expert_settings(model, layout, grouped=fused and options.lora is None),
     }
@@ -91,8 +92,8 @@ def _shape(model: ModelConfig) -> dict[str, Any]:
         "add_bias_linear": False,
         "normalization": "RMSNorm",
         "layernorm_epsilon": model.rms_norm_eps,
+        "layernorm_zero_centered_gamma": model.zero_centered_norms,
         "gated_linear_unit": True,
-        "activation_func": F.silu,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "attention_softmax_in_fp32": True,
@@ -138,7 +139,6 @@ def _execution(dtype: torch.dtype, fused: bool) -> dict[str, Any]:
         # Losses are already normalized by global counts, so gradients are summed and never divided.
         "calculate_per_token_loss": True,
         "gradient_accumulation_fusion": False,
-        "bias_activation_fusion": fused,
         "use_te_activation_func": not fused,  # Megatron's name for an activation from the layer specification
         "bias_dropout_fusion": fused,
         "apply_rope_fusion": fused,
@@ -156,6 +156,18 @@ def _recomputation(recompute: RecomputeOptions | None) -> dict[str, Any]:
         "recompute_method": recompute.method,
         "recompute_num_layers": recompute.num_layers,
     }
+
+
+def _activation(name: str, fused: bool) -> dict[str, Any]:
+    """Activation of MLPs; torch's layers take theirs from the specification, and Megatron accepts only known names."""
+    if name == "silu":
+        return {"activation_func": F.silu, "bias_activation_fusion": fused}
+    return {"activation_func": gelu_tanh if fused else F.gelu, "bias_activation_fusion": False}
+
+
+def gelu_tanh(gate: Tensor) -> Tensor:
+    """Compute GELU with the tanh approximation, elementwise."""
+    return F.gelu(gate, approximate="tanh")
 
 
 def _leave_unset(weight: Tensor) -> Tensor:

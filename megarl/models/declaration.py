@@ -232,6 +232,16 @@ Q_NORM = layer_parameter(
 K_NORM = layer_parameter(
     "self_attention.k_layernorm.weight", "self_attn.k_norm.weight", {"self_attn.k_norm.weight": ("head",)}
 )
+Q_NORM_OVER_HEADS = layer_parameter(
+    "self_attention.q_layernorm.weight",
+    "self_attn.q_norm.weight",
+    {"self_attn.q_norm.weight": ("q",)},
+)
+K_NORM_OVER_HEADS = layer_parameter(
+    "self_attention.k_layernorm.weight",
+    "self_attn.k_norm.weight",
+    {"self_attn.k_norm.weight": ("kv",)},
+)
 ATTENTION_OUTPUT = layer_parameter(
     "self_attention.linear_proj.weight",
     "self_attn.o_proj.weight",
@@ -242,6 +252,21 @@ MLP_NORM = layer_parameter(
     "pre_mlp_layernorm.weight",
     "post_attention_layernorm.weight",
     {"post_attention_layernorm.weight": ("hidden",)},
+)
+ATTENTION_OUTPUT_NORM = layer_parameter(
+    "self_attn_bda.norm.weight",
+    "post_attention_layernorm.weight",
+    {"post_attention_layernorm.weight": ("hidden",)},
+)
+MLP_INPUT_NORM = layer_parameter(
+    "pre_mlp_layernorm.weight",
+    "pre_feedforward_layernorm.weight",
+    {"pre_feedforward_layernorm.weight": ("hidden",)},
+)
+MLP_OUTPUT_NORM = layer_parameter(
+    "mlp_bda.norm.weight",
+    "post_feedforward_layernorm.weight",
+    {"post_feedforward_layernorm.weight": ("hidden",)},
 )
 GATE_UP = layer_parameter(
     "mlp.linear_fc1.weight",

@@ -9,14 +9,16 @@ from typing import Any
 from megarl.base.errors import ConfigError, ModelError
 from megarl.base.json_text import parse_json
 from megarl.models.layout import ParallelLayout, check_pipeline
-from megarl.models.model_config import Experts, ModelConfig, Traits
+from megarl.models.model_config import Experts, ModelConfig, SlidingWindow, Traits
 from megarl.models.registry import (
+    FULL,
     count,
     family_of,
     known_architectures,
     known_families,
     refuse_other_kinds,
     refuse_settings,
+    rope_section,
     rotary_factor,
 )
 
@@ -55,12 +57,13 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
             f"config.json: architectures={architectures!r}, expected a list with a class of transformers, such as "
             f"LlamaForCausalLM; families with a weight map: {', '.join(known_families())}"
         )
-    causal = architectures[0].removesuffix("Model") + "ForCausalLM"
+    causal = architectures[0].removesuffix("Model").removesuffix("Text") + "ForCausalLM"
     is_bare = may_be_bare and architectures[0].endswith("Model") and causal in known_architectures()
     architecture = causal if is_bare else architectures[0]
     refuse_other_kinds(architecture, raw)
     family = family_of(architecture)
     traits = family.traits(raw)
+    _check_combination(traits)
     refuse_settings(raw, quantization_config=None)
     heads = count(raw, "num_attention_heads")
     theta, scaling = _rope(raw, traits)
@@ -78,13 +81,22 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
         rope_theta=theta,
         rope_scaling=scaling,
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", traits.tie_word_embeddings)),
         qkv_bias=traits.qkv_bias,
         qk_norm=traits.qk_norm,
         raw=dict(raw),
         experts=_checked(traits.experts),
         latent=traits.latent,
         rotary_factor=traits.rotary_factor,
+        qk_norm_over_heads=traits.qk_norm_over_heads,
+        input_norms=traits.input_norms,
+        output_norms=traits.output_norms,
+        zero_centered_norms=traits.zero_centered_norms,
+        activation=traits.activation,
+        embedding_scale=traits.embedding_scale,
+        score_scale=traits.score_scale,
+        text_suffix=traits.text_suffix,
+        window=_limiting(traits.window, raw),
     )
     _check_rotary_width(config)
     return config
@@ -184,6 +196,20 @@ def _head_dim(raw: Mapping[str, Any], heads: int) -> int:
     return count(raw, "head_dim", hidden // heads)
 
 
+def _check_combination(traits: Traits) -> None:
+    """Reject traits, of a custom family for example, that the layers do not compute together."""
+    latent = {
+        "window": traits.window is not None,
+        "qk_norm_over_heads": traits.qk_norm_over_heads,
+        "score_scale": traits.score_scale is not None,
+    }
+    together = [name for name, is_set in latent.items() if is_set and traits.latent is not None]
+    if together:
+        raise ModelError(f"latent attention with {' and '.join(together)} is not supported")
+    if traits.experts is not None and traits.activation != "silu":
+        raise ModelError(f"experts with activation={traits.activation!r} are not supported, only 'silu'")
+
+
 def _checked(experts: Experts | None) -> Experts | None:
     """Check that the groups contain enough experts per token; return None if no layer has experts."""
     if experts is None or not any(experts.layers):
@@ -219,11 +245,24 @@ def _check_rotary_width(config: ModelConfig) -> None:
     )
 
 
+def _limiting(window: SlidingWindow | None, raw: Mapping[str, Any]) -> SlidingWindow | None:
+    """Check that the window has an entry per layer; return None if no layer has it."""
+    if window is None or not any(window.layers):
+        return None
+    layers = count(raw, "num_hidden_layers")
+    if len(window.layers) != layers:
+        raise ModelError(f"config.json: layer_types has {len(window.layers)} entries for num_hidden_layers={layers}")
+    return window
+
+
 def _rope(raw: Mapping[str, Any], traits: Traits) -> tuple[float, dict[str, Any] | None]:
-    """Read rotary base and scaling: ``rope_parameters`` in transformers 5, two fields in earlier versions."""
-    parameters = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    """Read rotary base and scaling: ``rope_parameters`` in transformers 5, two fields in earlier versions.
+
+    transformers 5 has a section per kind of layers for models with sliding-window attention.
+    """
+    parameters = dict(rope_section(raw, FULL))
     theta = parameters.pop("rope_theta", None)
-    theta = raw.get("rope_theta", 10000.0) if theta is None else theta
+    theta = raw.get("rope_theta", traits.rope_theta) if theta is None else theta
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
     if kind not in ROPE_TYPES:

@@ -96,7 +96,7 @@ def _check_scalar_head(tensors: Mapping[str, TensorEntry], config: ModelConfig) 
         raise ModelError(
             f"{bias.file}: tensor '{bias.stored_as or SCORE_BIAS}' would be dropped: the head of "
             f"{config.architecture} has no bias, here and in transformers; remove it (it shifts all scores equally) "
-            f"or name the architecture {config.base_architecture}{VALUE_MODELS[1]}"
+            f"or name the architecture {config.architecture_with(VALUE_MODELS[1])}"
         )
 
 

@@ -103,7 +103,8 @@ def exported_config(config: ModelConfig, tensors: Collection[str], dtype: torch.
         raw["num_nextn_predict_layers"] = 0  # multi-token prediction layers are not exported
     if SCORE not in tensors:
         complete = config.tie_word_embeddings or HEAD in tensors
-        raw["architectures"] = [config.base_architecture + (_CAUSAL if complete else _BARE)]
+        bare = config.architecture_with(_BARE)
+        raw["architectures"] = [config.base_architecture + _CAUSAL if complete else bare]
     elif HEAD not in tensors:
         if not config.is_value_model:
             raw["architectures"] = [_with_scalar_head(config)]
@@ -120,7 +121,7 @@ def needs_head_bias(exported: dict[str, Any]) -> bool:
 
 
 def _with_scalar_head(config: ModelConfig) -> str:
-    names = [config.base_architecture + kind for kind in reversed(VALUE_MODELS)]
+    names = [config.architecture_with(kind) for kind in reversed(VALUE_MODELS)]
     return next((name for name in names if name in known_architectures()), names[-1])
 
 

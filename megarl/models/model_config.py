@@ -70,6 +70,21 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class SlidingWindow:
+    """Sliding-window attention: in some layers a token attends only to itself and the tokens shortly before it.
+
+    These layers have plain rotary embeddings; a rotary scaling applies to the layers with full attention.
+    """
+
+    size: int
+    """Tokens that a token attends to, itself included."""
+    layers: tuple[bool, ...]
+    """For each decoder layer whether it has the window; the others have full attention."""
+    rope_theta: float
+    """Rotary base of the layers with the window."""
+
+
+@dataclass(frozen=True)
 class Traits:
     """Properties of a family that its ``config.json`` declares beyond the common sizes."""
 
@@ -77,8 +92,30 @@ class Traits:
     """Biases on q, k and v."""
     qk_norm: bool = False
     """A norm on each head's q and k."""
+    qk_norm_over_heads: bool = False
+    """The norms on q and k have one statistic over all heads, and a weight for each element of each head."""
+    input_norms: bool = True
+    """Norms on the inputs of attention and MLP."""
+    output_norms: bool = False
+    """Norms on the outputs of attention and MLP, before they are added to the residual."""
+    zero_centered_norms: bool = False
+    """All norms multiply by 1 plus their weights."""
+    activation: str = "silu"
+    """Activation of the gate in MLPs: ``silu`` or ``gelu_tanh``."""
+    embedding_scale: float = 1.0
+    """Factor on the embeddings of tokens, rounded to their dtype."""
+    score_scale: float | None = None
+    """Scale of the query-key products; None = ``head_dim ** -0.5``."""
+    tie_word_embeddings: bool = False
+    """Value of a file without the field."""
+    text_suffix: str = ""
+    """Addition to the names of transformers' other classes than the language model, such as ``Text``."""
+    rope_theta: float = 10000.0
+    """Rotary base of a file without one."""
     rotary_factor: float = 1.0
     """Share of a head's dimensions, from the first on, that rotary embeddings rotate; not for latent attention."""
+    window: SlidingWindow | None = None
+    """None if all layers have full attention."""
     experts: Experts | None = None
     """None for a dense model."""
     latent: Latent | None = None
@@ -119,6 +156,17 @@ class ModelConfig:
     """Multi-head latent attention; None for plain attention."""
     rotary_factor: float = 1.0
     """Share of a head's dimensions that are rotated."""
+    qk_norm_over_heads: bool = False
+    """See :class:`Traits`, also for the next fields."""
+    input_norms: bool = True
+    output_norms: bool = False
+    zero_centered_norms: bool = False
+    activation: str = "silu"
+    embedding_scale: float = 1.0
+    score_scale: float | None = None
+    text_suffix: str = ""
+    window: SlidingWindow | None = None
+    """Sliding-window attention of some layers; None if all layers have full attention."""
 
     @property
     def rotary_dim(self) -> int:
@@ -129,13 +177,22 @@ class ModelConfig:
         """Return whether a decoder layer, by its global number, has experts instead of a dense MLP."""
         return self.experts is not None and self.experts.layers[layer]
 
+    def has_window(self, layer: int) -> bool:
+        """Return whether a decoder layer, by its global number, has sliding-window attention."""
+        return self.window is not None and self.window.layers[layer]
+
     @property
     def base_architecture(self) -> str:
         """The architecture's name without its head, such as ``Qwen2``."""
         for kind in ("ForCausalLM", *VALUE_MODELS):
             if self.architecture.endswith(kind):
-                return self.architecture.removesuffix(kind)
+                name = self.architecture.removesuffix(kind)
+                return name if kind == "ForCausalLM" else name.removesuffix(self.text_suffix)
         return self.architecture
+
+    def architecture_with(self, head: str) -> str:
+        """Return the name of the architecture with a scalar head, one of :data:`VALUE_MODELS`, or ``Model``."""
+        return f"{self.base_architecture}{self.text_suffix}{head}"
 
     @property
     def is_value_model(self) -> bool:
@@ -164,7 +221,7 @@ class ModelConfig:
         """
         if self.is_value_model:
             return self
-        architecture = self.base_architecture + VALUE_MODELS[0]
+        architecture = self.architecture_with(VALUE_MODELS[0])
         raw = {**self.raw, "architectures": [architecture]}
         if self.pad_token_id is None:
             raw["pad_token_id"] = pad_token_id

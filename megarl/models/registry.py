@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from megarl.base.errors import ModelError
 from megarl.base.registry import Registry
 from megarl.models.declaration import Declaration
+from megarl.models.missing_parts import missing_parts
 from megarl.models.model_config import Traits
 
 
@@ -28,6 +29,9 @@ class Family(Protocol):
 
 MULTIMODAL_FIELDS = ("vision_config", "audio_config", "thinker_config", "visual")
 """Fields of ``config.json`` that only models with images or sound have."""
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Kinds of attention in ``layer_types`` and ``rope_parameters`` of ``config.json``."""
 
 FAMILIES: Registry[Family] = Registry("architectures", defaults="megarl.models.families", error=ModelError)
 
@@ -71,27 +75,35 @@ def family_of(architecture: str) -> Family:
 
 
 def refuse_other_kinds(architecture: str, raw: Mapping[str, Any]) -> None:
-    """Reject multimodal (VLM, audio) and encoder-decoder models, unless a family declares the architecture.
+    """Reject models with layers that megarl lacks, multimodal (VLM, audio) and encoder-decoder models.
+
+    A family that declares the architecture, such as one in ``external_lib``, is accepted.
 
     Args:
         architecture: name from ``architectures``.
         raw: the complete ``config.json``.
 
     Raises:
-        ModelError: the model is not a decoder of text.
+        ModelError: the model is not a decoder of text, or has parts that megarl does not compute; names them.
     """
     if architecture in FAMILIES:
         return
-    parts = [field for field in MULTIMODAL_FIELDS if raw.get(field)]
+    parts, missing = [field for field in MULTIMODAL_FIELDS if raw.get(field)], missing_parts(architecture)
+    lacks = f"has {missing}, which megarl does not compute" if missing else ""
     if raw.get("is_encoder_decoder"):
         kind = "an encoder-decoder model"
     elif parts or architecture.endswith("ForConditionalGeneration"):
         kind = f"a multimodal model{f' ({parts[0]})' if parts else ''}"
+    elif lacks:
+        raise ModelError(
+            f"architecture '{architecture}' {lacks}; families with a weight map: {', '.join(known_families())}; "
+            "declare a custom family in a file and name it in external_lib (docs/add_a_model.md)"
+        )
     else:
         return
     raise ModelError(
         f"architecture '{architecture}' is {kind}, and megarl trains decoders of text only; name a text-only model of "
-        f"one of the families {', '.join(known_families())}"
+        f"one of the families {', '.join(known_families())}{lacks and f'. Its decoder also {lacks}'}"
     )
 
 
@@ -131,6 +143,59 @@ def count(raw: Mapping[str, Any], name: str, default: int | None = None, *, leas
     return value
 
 
+def rope_section(raw: Mapping[str, Any], layers: str) -> Mapping[str, Any]:
+    """Return the rotary parameters of ``config.json``; empty if it has none.
+
+    Args:
+        raw: the complete ``config.json``.
+        layers: kind of layers, such as ``full_attention``, if the file has a section for each kind.
+    """
+    parameters: Mapping[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    section: Any = parameters.get(layers)
+    return section if isinstance(section, Mapping) else parameters
+
+
+def window_layers(raw: Mapping[str, Any], every: int) -> tuple[bool, ...]:
+    """Read for each decoder layer from ``layer_types`` whether it has sliding-window attention.
+
+    Args:
+        raw: the complete ``config.json``.
+        every: in a file without the field, each layer has a window except every such one.
+
+    Raises:
+        ModelError: a layer has another kind of attention.
+    """
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        return tuple((layer + 1) % every != 0 for layer in range(count(raw, "num_hidden_layers")))
+    unknown = sorted(set(kinds) - {FULL, SLIDING})
+    if unknown:
+        raise ModelError(f"config.json: layer_types has {unknown[0]!r}, expected {FULL!r} or {SLIDING!r}")
+    return tuple(kind == SLIDING for kind in kinds)
+
+
+def window_theta(raw: Mapping[str, Any], default: float) -> float:
+    """Read the rotary base of layers with sliding-window attention.
+
+    Args:
+        raw: the complete ``config.json``.
+        default: value of a file without sections for both kinds of layers, or without the field.
+
+    Raises:
+        ModelError: these layers have a rotary scaling, or the file has one section for all layers.
+    """
+    parameters = raw.get("rope_parameters")
+    if not parameters:
+        return float(default)
+    if FULL not in parameters or SLIDING not in parameters:
+        raise ModelError(f"config.json: rope_parameters needs the sections {FULL!r} and {SLIDING!r}")
+    section = rope_section(raw, SLIDING)
+    kind = section.get("rope_type", "default")
+    if kind != "default":
+        raise ModelError(f"config.json: rope_type={kind!r} of {SLIDING!r} is not supported, only 'default'")
+    return float(section.get("rope_theta") or default)
+
+
 def rotary_factor(raw: Mapping[str, Any], default: float = 1.0) -> float:
     """Read ``partial_rotary_factor``, the share of a head's dimensions with rotary embeddings.
 
@@ -140,7 +205,7 @@ def rotary_factor(raw: Mapping[str, Any], default: float = 1.0) -> float:
         raw: the complete ``config.json``.
         default: value of an absent or null field.
     """
-    sections = (raw.get("rope_parameters") or raw.get("rope_scaling") or {}, raw)
+    sections = (rope_section(raw, FULL), raw)
     values = (section.get("partial_rotary_factor") for section in sections)
     return float(next((value for value in values if value is not None), default))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,6 +37,16 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
             return _yarn(wavelengths, config.rope_theta, scaling)
 
 
+def window_frequencies(config: ModelConfig) -> Tensor | None:
+    """Compute the frequencies of layers with sliding-window attention, without scaling; None without such layers.
+
+    The shape is that of :func:`inverse_frequencies`.
+    """
+    if config.window is None:
+        return None
+    return inverse_frequencies(replace(config, rope_theta=config.window.rope_theta, rope_scaling=None))
+
+
 def attention_factor(config: ModelConfig) -> float:
     """Return the factor on rotated queries and keys: 1, except that ``yarn`` sharpens attention."""
     scaling = config.rope_scaling
@@ -51,7 +62,7 @@ def attention_factor(config: ModelConfig) -> float:
 
 def softmax_scale(config: ModelConfig) -> float:
     """Scale of the query-key products, in addition to :func:`attention_factor`."""
-    scale: float = config.head_dim**-0.5
+    scale: float = config.head_dim**-0.5 if config.score_scale is None else config.score_scale
     scaling = config.rope_scaling
     if config.latent is not None and scaling is not None and scaling.get("mscale_all_dim"):
         scale *= _sharpening(scaling["factor"], scaling["mscale_all_dim"]) ** 2

@@ -9,19 +9,32 @@ from megarl.models.model_config import ModelConfig
 
 
 class SequenceCost(NamedTuple):
-    """Cost of a sequence of ``n`` tokens: ``linear * n + quadratic * n**2``.
+    """Cost of a sequence of ``n`` tokens: ``linear * n + quadratic * n**2``, plus ``windowed`` pairs.
 
     Attributes:
         linear: cost per token.
-        quadratic: cost per pair of tokens.
+        quadratic: cost per pair of tokens in layers with full attention.
+        windowed: cost per pair of tokens in layers with sliding-window attention.
+        window: size of the window.
     """
 
     linear: float = 1.0
     quadratic: float = 0.0
+    windowed: float = 0.0
+    window: int = 0
 
     def of(self, lengths: Sequence[int]) -> list[float]:
         """Estimate the cost of sequences of ``lengths`` tokens."""
-        return [self.linear * length + self.quadratic * length**2 for length in lengths]
+        return [self.linear * length + self.attention(length) for length in lengths]
+
+    def attention(self, length: int) -> float:
+        """Estimate the cost of attention within a sequence of ``length`` tokens."""
+        return self.quadratic * length**2 + self.windowed * squares_in_window(length, self.window)
+
+
+def squares_in_window(length: int, window: int) -> int:
+    """Return twice the number of token pairs of a sequence that are less than ``window`` tokens apart."""
+    return length**2 - max(0, length - window) ** 2
 
 
 TOKENS = SequenceCost()
@@ -36,23 +49,28 @@ def sequence_cost(config: ModelConfig, *, value_head: bool = False) -> SequenceC
     attention and a dense MLP that is
     ``layers * hidden * (2 * (heads + kv_heads) * head_dim + 3 * ffn) + hidden * vocabulary``.
     ``quadratic = layers * heads * (head_dim + value_dim)`` counts a query's products with the keys up to its position,
-    half of all pairs, and with as many values, two operations per element. Embedding, norms and softmax are not
-    counted. A layout divides the work of all sequences equally and does not change the comparison.
+    half of all pairs, and with as many values, two operations per element. Layers with sliding-window attention count
+    in ``windowed`` instead. Embedding, norms and softmax are not counted. A layout divides the work of all sequences
+    equally and does not change the comparison.
 
     Args:
         config: the model.
         value_head: the model has a scalar head instead of the output layer.
     """
-    layers = (layer_cost(config, layer) for layer in range(config.num_layers))
-    linear, quadratic = (sum(column) for column in zip(*layers, head_cost(config, value_head=value_head), strict=True))
-    return SequenceCost(linear, quadratic)
+    layers = [layer_cost(config, layer) for layer in range(config.num_layers)]
+    parts = zip(*layers, head_cost(config, value_head=value_head), strict=True)
+    linear, quadratic, windowed, _ = (sum(column) for column in parts)
+    return SequenceCost(linear, quadratic, windowed, config.window.size if config.window else 0)
 
 
 def layer_cost(config: ModelConfig, layer: int) -> SequenceCost:
     """Count the floating-point operations of a forward pass through one decoder layer, by its global number."""
     value_dim = config.latent.v_dim if config.latent else config.head_dim
     weights = _attention_weights(config) + _mlp_weights(config, layer)
-    return SequenceCost(2.0 * weights, float(config.num_attention_heads * (config.head_dim + value_dim)))
+    pair = float(config.num_attention_heads * (config.head_dim + value_dim))
+    if config.window is not None and config.has_window(layer):
+        return SequenceCost(2.0 * weights, windowed=pair, window=config.window.size)
+    return SequenceCost(2.0 * weights, pair)
 
 
 def head_cost(config: ModelConfig, *, value_head: bool = False) -> SequenceCost:

@@ -277,6 +277,8 @@ def _check_modules(model: ModelConfig, megatron: MegatronConfig, field: str) -> 
         absent |= {"mlp"}
     if model.latent is None:
         absent |= {"mla_up_proj"}
+    if not model.input_norms:
+        absent |= {"layernorm"}
     inapplicable = [name for name in megatron.recompute_modules if name in absent]
     if inapplicable:
         modules = ("core_attn", "mlp", "moe", "moe_act", "layernorm", "mla_up_proj")

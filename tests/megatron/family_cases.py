@@ -70,6 +70,38 @@ MODELS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
         **EXPERTS,
     },
+    "olmo2": {"family": "olmo2", "head_dim": 12},
+    "olmo3": {
+        "family": "olmo3",
+        "num_hidden_layers": 4,
+        "sliding_window": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "olmo_critic": {"family": "olmo3", "sliding_window": 4, "critic": "SequenceClassification"},
+    "olmoe": {"family": "olmoe", "num_experts": 4, "num_experts_per_tok": 2},
+    "gemma3": {
+        "family": "gemma3_text",
+        "tied": True,
+        "head_dim": 12,
+        "query_pre_attn_scalar": 10,
+        "num_hidden_layers": 4,
+        "sliding_window": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "gemma_critic": {
+        "family": "gemma3_text",
+        "head_dim": 12,
+        "sliding_window": 4,
+        "critic": "SequenceClassification",
+    },
     "token_critic": {"family": "mistral", "critic": "TokenClassification"},
     "expert_critic": {"family": "qwen3_moe", "num_experts": 4, **EXPERTS, "critic": "SequenceClassification"},
 }

@@ -18,6 +18,12 @@ from megarl.models import ParallelLayout
 LAYOUTS = {
     "tp1": ParallelLayout(),
     "tp2": ParallelLayout(tp=2),
+    "tp2sp": ParallelLayout(tp=2),
+    "cp2": ParallelLayout(cp=2),
+    "tp2cp2sp": ParallelLayout(tp=2, cp=2),
+    "tp2pp2sp": ParallelLayout(tp=2, pp=2),
+    "pp2vpp2": ParallelLayout(pp=2, vpp=2),
+    "dp2": ParallelLayout(dp=2),
     "ep2": ParallelLayout(dp=2, ep=2),
     "tp2ep2etp1": ParallelLayout(tp=2, ep=2, etp=1),
     "tp2ep2dp2": ParallelLayout(tp=2, dp=2, ep=2),
@@ -50,6 +56,28 @@ CASES = [
     ("glm4_moe", "tp1"),
     ("glm4_moe", "pp2ep2dp2"),
     ("glm4_moe", "tp2ep2etp1"),
+    ("olmo2", "tp1"),
+    ("olmo2", "tp2"),
+    ("olmo2", "tp2pp2sp"),
+    ("olmo3", "tp1"),
+    ("olmo3", "tp2"),
+    ("olmo3", "cp2"),
+    ("olmo3", "dp2"),
+    ("olmo3", "pp2vpp2"),
+    ("olmo3", "tp2pp2sp"),
+    ("olmo3", "tp2cp2sp"),
+    ("olmo_critic", "tp1"),
+    ("olmo_critic", "tp2sp"),
+    ("olmoe", "tp1"),
+    ("olmoe", "ep2"),
+    ("olmoe", "tp2ep2etp1"),
+    ("gemma3", "tp1"),
+    ("gemma3", "tp2sp"),
+    ("gemma3", "cp2"),
+    ("gemma3", "pp2vpp2"),
+    ("gemma3", "tp2pp2sp"),
+    ("gemma_critic", "tp1"),
+    ("gemma_critic", "tp2"),
     ("token_critic", "tp1"),
     ("token_critic", "tp2"),
     ("expert_critic", "ep2"),
@@ -75,7 +103,11 @@ def test_family_equals_transformers(
     optimizer = OptimizerOptions(use_distributed_optimizer=False)
     one_by_one = sizes.tp == sizes.cp == 1
     setup = Setup(
-        sizes, value_head="critic" in MODELS[model], rows_per_micro_batch=1 if one_by_one else 3, optimizer=optimizer
+        sizes,
+        sequence_parallel=layout.endswith("sp"),
+        value_head="critic" in MODELS[model],
+        rows_per_micro_batch=1 if one_by_one else 3,
+        optimizer=optimizer,
     )
     ours = pool.run(study, sizes.world_size, path, setup, rows())
     check_outputs(sizes, ours, theirs)

@@ -55,6 +55,8 @@ def test_gpu_uses_the_best_usable_kernels(
 ) -> None:
     monkeypatch.setattr("megatron.core.extensions.transformer_engine.HAVE_TE", usable)
     assert kernels.kernels(torch.device("cuda"), dtype, trains=False)[:2] == expected
+    layers, attention = kernels.kernels(torch.device("cuda"), dtype, trains=False, has_windows=True)[:2]
+    assert layers == expected[0] and attention.startswith("torch's")
 
 
 BROKEN = """

@@ -7,10 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.megatron import cuda_on_cpu
+from megarl.megatron.kernels import window_attention
 from megarl.megatron.layers import (
+    GeGLU,
     PackedAttention,
     PackedSequences,
     RMSNorm,
@@ -31,8 +34,15 @@ def shim() -> None:
     cuda_on_cpu.install()
 
 
-def config(dtype: torch.dtype = torch.float32, sequence_parallel: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(params_dtype=dtype, sequence_parallel=sequence_parallel, hidden_size=8)
+def config(
+    dtype: torch.dtype = torch.float32, sequence_parallel: bool = False, zero_centered: bool = False
+) -> SimpleNamespace:
+    return SimpleNamespace(
+        params_dtype=dtype,
+        sequence_parallel=sequence_parallel,
+        hidden_size=8,
+        layernorm_zero_centered_gamma=zero_centered,
+    )
 
 
 def gradients(output: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -56,6 +66,15 @@ def test_rms_norm(shape: tuple[int, ...]) -> None:
     assert_same(norm(inputs), theirs, inputs, norm.weight)
 
 
+def test_zero_centered_weights_are_added_to_one() -> None:
+    norm = RMSNorm(config(zero_centered=True), 8, eps=1e-3)
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(8))
+    inputs = torch.randn(5, 1, 8, requires_grad=True)
+    theirs = inputs / (inputs.square().mean(-1, keepdim=True) + 1e-3).sqrt() * (1 + norm.weight)
+    assert_same(norm(inputs), theirs, inputs, norm.weight)
+
+
 def test_half_precision_rms_norm_computes_in_single_precision() -> None:
     norm = RMSNorm(config(torch.bfloat16), 8)
     inputs = (torch.randn(5, 1, 8) * 100).bfloat16()
@@ -73,6 +92,13 @@ def test_swiglu() -> None:
     inputs = torch.randn(5, 1, 12, requires_grad=True)
     gate, up = inputs[..., :6], inputs[..., 6:]
     assert_same(SwiGLU(config())(inputs), gate * torch.sigmoid(gate) * up, inputs)
+
+
+def test_geglu() -> None:
+    inputs = torch.randn(5, 1, 12, requires_grad=True)
+    gate, up = inputs[..., :6], inputs[..., 6:]
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    assert_same(GeGLU(config())(inputs), 0.5 * gate * (1 + inner.tanh()) * up, inputs)
 
 
 def test_packed_attention_is_causal_attention_within_each_sequence() -> None:
@@ -102,6 +128,18 @@ def test_packed_attention_is_causal_attention_within_each_sequence() -> None:
                 theirs.append(sum(p * value[s, group] for p, s in zip(probs, earlier, strict=True)))
         start += length
     assert_same(ours, torch.stack(theirs).view(tokens, HEADS * WIDTH), query, key, value)
+
+
+@pytest.mark.parametrize("window", [1, 3, 5, 12, 40])
+@pytest.mark.parametrize(("count", "seen"), [(12, 12), (4, 12), (1, 7)])
+def test_window_attention_is_attention_with_a_banded_mask(window: int, count: int, seen: int) -> None:
+    torch.manual_seed(1)
+    query = torch.randn(2, HEADS, count, WIDTH, requires_grad=True)
+    key, value = (torch.randn(2, GROUPS, seen, WIDTH, requires_grad=True) for _ in range(2))
+    distance = torch.arange(seen - count, seen)[:, None] - torch.arange(seen)
+    mask = (distance >= 0) & (distance < window)
+    theirs = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True)
+    assert_same(window_attention(query, key, value, window, 0.3), theirs, query, key, value)
 
 
 def test_value_head_computes_in_single_precision() -> None:

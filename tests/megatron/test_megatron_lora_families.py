@@ -30,6 +30,7 @@ CASES = {
     "experts_pp2ep2dp2": ("qwen3_moe", ParallelLayout(pp=2, dp=2, ep=2), LINEAR),
     "latent_tp2ep2etp1": ("deepseek_v3", ParallelLayout(tp=2, ep=2, etp=1), EVERYTHING),
     "latent_cp2ep2": ("deepseek_v2", ParallelLayout(cp=2, ep=2), LINEAR),
+    "output_norms_tp2cp2": ("olmo3", ParallelLayout(tp=2, cp=2), LINEAR),
     "critic_tp2": ("token_critic", ParallelLayout(tp=2), LINEAR),
     "expert_critic_pp2vpp1": ("expert_critic", ParallelLayout(pp=2), LINEAR),
 }

@@ -22,6 +22,7 @@ from engine_cases import Setup, engine, policy_loss
 from family_cases import MODELS
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 from tiny_models import TEMPERATURE, Row, policy_reference, rows, save_model
 from torch import Tensor, nn
 
@@ -58,7 +59,7 @@ class WholeSequences(nn.Module):
 
 
 def decoder_spec(
-    config: ModelConfig, layers: Iterable[int], *, fused: bool, adapted: bool
+    config: ModelConfig, megatron: TransformerConfig, layers: Iterable[int], *, fused: bool, adapted: bool
 ) -> TransformerBlockSubmodules:
     """The fused specification's attention among torch's layers."""
     assert fused and not adapted
@@ -81,10 +82,10 @@ def arranged_engine(place: Place, path: Path, setup: Setup) -> Iterator[Megatron
 
 
 def step(
-    place: Place, path: Path, setup: Setup, batch: list[Row], share: bool
+    place: Place, path: Path, setup: Setup, batch: list[Row], share: bool, arranged: bool = True
 ) -> tuple[Tensor, dict[str, Tensor], int]:
     """Log-probs, gradients and computed tokens of a step with all rows in one micro-batch."""
-    with arranged_engine(place, path, setup) as built:
+    with (arranged_engine if arranged else engine)(place, path, setup) as built:
         assert built.can_share_prompts
         columns = {"weights": torch.cat([row.weights for row in batch])}
         pairs = [(row.prompt, row.response) for row in batch]
@@ -100,10 +101,19 @@ def step(
 def test_shared_prompts_equal_repeated_ones_and_hugging_face(
     pool: ProcessPool, tmp_path: Path, family: str, tp: int
 ) -> None:
-    reference = save_model(tmp_path, **MODELS.get(family, {"family": family}))
+    check(pool, tmp_path, MODELS.get(family, {"family": family}), tp, arranged=True)
+
+
+@pytest.mark.parametrize("family", ["olmo3", "gemma3"])
+def test_shared_prompts_in_sliding_windows(pool: ProcessPool, tmp_path: Path, family: str) -> None:
+    check(pool, tmp_path, MODELS[family], tp=2, arranged=False)
+
+
+def check(pool: ProcessPool, tmp_path: Path, model: dict[str, Any], tp: int, arranged: bool) -> None:
+    reference = save_model(tmp_path, **model)
     batch = [row._replace(prompt=rows()[number % 2].prompt) for number, row in enumerate(rows())]
     setup = Setup(ParallelLayout(tp=tp), sequence_parallel=tp > 1, optimizer=OptimizerOptions())
-    repeated, shared = (pool.run(step, tp, tmp_path, setup, batch, share) for share in (False, True))
+    repeated, shared = (pool.run(step, tp, tmp_path, setup, batch, share, arranged) for share in (False, True))
     theirs = torch.cat([policy_reference(reference, row)[0].detach() for row in batch])
     for (log_probs, grads, tokens), (plain, plain_grads, plain_tokens) in zip(shared, repeated, strict=True):
         assert tokens < plain_tokens

@@ -30,6 +30,8 @@ def export(place: Place, path: Path, setup: Setup, target: Path) -> None:
         ({"family": "qwen3"}, ParallelLayout(tp=2, dp=2)),
         ({"family": "llama", "num_hidden_layers": 4}, ParallelLayout(pp=2, vpp=2)),
         ({"family": "qwen2", "critic": True}, ParallelLayout(tp=2, pp=2)),
+        ({"family": "olmo3"}, ParallelLayout(tp=2, pp=2)),
+        ({"family": "gemma3_text", "tied": True, "head_dim": 16}, ParallelLayout(tp=2, pp=2)),
     ],
     ids=lambda value: value.describe() if isinstance(value, ParallelLayout) else value["family"],
 )

@@ -46,7 +46,9 @@ def save_model(path: Path, family: str, *, tied: bool = False, critic: bool | st
     }
     torch.manual_seed(5)
     config = getattr(transformers, f"{name}Config")(**settings)
-    model = getattr(transformers, f"{name}For{head}")(config).float()
+    # The text model of a multimodal one has a configuration of its own.
+    plain = f"{name.removesuffix('Text')}For{head}"
+    model = getattr(transformers, plain if head == "CausalLM" else f"{name}For{head}")(config).float()
     with torch.no_grad():
         for key, param in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in key or "bias" in key:

@@ -41,6 +41,7 @@ MODELS = {
         "first_k_dense_replace": 1,
         **LATENTS,
     },
+    "olmoe": {"architectures": ["OlmoeForCausalLM"], "num_experts": 8},
     "glm4_moe": {
         "architectures": ["Glm4MoeForCausalLM"],
         "n_routed_experts": 8,
@@ -55,6 +56,7 @@ EXPERT_LAYERS = {
     "qwen2_moe": {1, 3},
     "qwen3_moe": {0, 2, 3},
     "deepseek_v3": {1, 2, 3},
+    "olmoe": {0, 1, 2, 3},
     "glm4_moe": {2, 3},
 }
 
@@ -132,7 +134,7 @@ def test_engine_stacks_its_experts(model, tp, ep):
     checkpoint = labelled_checkpoint(weight_map.hf_shapes())
     block, names = ("block_sparse_moe", "w1 w3 w2") if model == "mixtral" else ("mlp", "gate_proj up_proj down_proj")
     gate, up, down = names.split()
-    width, share, sharing = (16 if model == "mixtral" else 8), 8 // ep, tp // ep
+    width, share, sharing = (16 if model in ("mixtral", "olmoe") else 8), 8 // ep, tp // ep
     seen = set()
     for tp_rank in range(tp):
         # The ranks of a group are neighbours; they split what the group's experts are made of.
@@ -217,6 +219,7 @@ def test_layouts_that_do_not_fit_the_experts_are_rejected(model, layout, parts):
         ("deepseek_v3", {"num_experts_per_tok": 5}, ["num_experts_per_tok=5", "4 experts"]),
         ("deepseek_v3", {"scoring_func": "softmax"}, ["scoring_func='softmax'"]),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
+        ("olmoe", {"clip_qkv": 8.0}, ["clip_qkv=8.0"]),
         ("deepseek_v3", {"kv_lora_rank": None}, ["kv_lora_rank=None"]),
         (
             "deepseek_v3",

@@ -7,6 +7,9 @@ from reference_weights import tiny_config
 
 from megarl.base.errors import ConfigError, ModelError
 from megarl.models import ParallelLayout, check_layout, known_architectures, parse_model_config, read_model_config
+from megarl.models.missing_parts import MISSING_PARTS
+from megarl.models.model_config import Experts, Latent, SlidingWindow, Traits
+from megarl.models.registry import family_of
 
 QWEN25 = {  # Qwen2.5-0.5B as published, the fields that matter
     "architectures": ["Qwen2ForCausalLM"],
@@ -221,6 +224,37 @@ def test_a_model_that_is_no_decoder_of_text_hears_text_only(tmp_path, config, ar
         assert part in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "part"),
+    [
+        ("Qwen3NextForCausalLM", "gated delta net layers"),
+        ("Qwen3_5MoeForCausalLM", "gated delta net layers"),
+        ("Qwen3_5ForSequenceClassification", "gated delta net layers"),
+        ("Gemma2ForCausalLM", "soft caps on attention scores and logits"),
+        ("GptOssForCausalLM", "attention sinks"),
+        ("NemotronHForCausalLM", "Mamba"),
+    ],
+)
+def test_the_missing_part_of_an_architecture_is_named(tmp_path, architecture, part):
+    with pytest.raises(ModelError) as error:
+        read_model_config(write_config(tmp_path, {**QWEN25, "architectures": [architecture]}))
+    for word in (str(tmp_path), architecture, part, "does not compute", "qwen3_moe"):
+        assert word in str(error.value)
+
+
+def test_the_missing_part_of_a_multimodal_models_decoder_is_named():
+    raw = {"architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {"depth": 1}}
+    with pytest.raises(ModelError, match=r"multimodal model .* text only.*decoder also has gated delta net layers"):
+        parse_model_config(raw)
+
+
+@pytest.mark.parametrize("name", MISSING_PARTS)
+def test_architectures_with_missing_parts_exist_in_transformers(name):
+    import transformers
+
+    assert hasattr(transformers, f"{name}ForCausalLM") and f"{name}ForCausalLM" not in known_architectures()
+
+
 def test_a_multimodal_model_without_its_parts_is_refused_by_name():
     with pytest.raises(ModelError, match=r"is a multimodal model, .* text only"):
         parse_model_config({"architectures": ["ChameleonForConditionalGeneration"]})
@@ -240,3 +274,17 @@ def test_language_model_as_reward_model():
     assert language.raw["architectures"] == ["Qwen2ForCausalLM"] and language.pad_token_id is None
     assert parse_model_config({**QWEN25, "pad_token_id": 3}).as_reward_model(5).pad_token_id == 3
     assert model.as_reward_model(7) is model
+
+
+@pytest.mark.parametrize(
+    ("traits", "message"),
+    [
+        ({"latent": Latent(4, 4, 2, 2, 2, False), "qk_norm_over_heads": True}, "latent attention with qk_norm_over"),
+        ({"latent": Latent(4, 4, 2, 2, 2, False), "window": SlidingWindow(4, (True,), 1e4)}, "latent .* with window"),
+        ({"experts": Experts(2, 1, 8, (True,)), "activation": "gelu_tanh"}, "experts with activation='gelu_tanh'"),
+    ],
+)
+def test_traits_that_are_not_computed_together_are_rejected(monkeypatch, traits, message):
+    monkeypatch.setattr(family_of("LlamaForCausalLM"), "traits", lambda raw: Traits(**traits))
+    with pytest.raises(ModelError, match=message):
+        parse_model_config({**QWEN25, "architectures": ["LlamaForCausalLM"]})

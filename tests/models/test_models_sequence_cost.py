@@ -51,6 +51,16 @@ def test_sequence_cost_equals_the_flops_of_a_forward_pass(family):
     assert cost.linear - scalar_head.linear == 2 * 64 * (131 - 1) and cost.quadratic == scalar_head.quadratic
 
 
+def test_pairs_beyond_the_window_cost_nothing():
+    raw = SIZES | {"num_hidden_layers": 4, "architectures": ["Olmo3ForCausalLM"], "sliding_window": 8}
+    cost = sequence_cost(parse_model_config(raw))
+    pair = 4 * 2 * 16
+    assert (cost.quadratic, cost.windowed, cost.window) == (pair, 3 * pair, 8)
+    assert [cost.attention(length) for length in (3, 8)] == [4 * pair * 3**2, 4 * pair * 8**2]
+    visible = sum(min(token + 1, 8) for token in range(500))
+    assert cost.attention(500) - pair * 500**2 == pytest.approx(3 * 2 * pair * visible, rel=0.01)
+
+
 def test_costs_of_sequences():
     assert TOKENS.of([3, 5]) == [3, 5]
     assert TOKENS._replace(quadratic=2).of([3, 5]) == [21, 55]

@@ -16,6 +16,7 @@ ENGINES = ["embedded", *SGLANG]
 # Run only with SGLang installed, in a separate environment.
 collect_ignore = [] if SGLANG else ["test_rollout_sglang_two_ranks.py", "test_rollout_sglang_experts.py"]
 FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
+FAMILIES |= {"olmo2": "Olmo2", "olmo3": "Olmo3", "gemma3_text": "Gemma3Text"}
 VOCAB, EOS = 50, 7
 
 
@@ -52,7 +53,7 @@ def make_folder(tmp_path_factory):
             prefix = FAMILIES[family]
             torch.manual_seed(seed)
             config = getattr(transformers, f"{prefix}Config")(**(settings | fields))
-            model = getattr(transformers, f"{prefix}ForCausalLM")(config)
+            model = getattr(transformers, f"{prefix.removesuffix('Text')}ForCausalLM")(config)
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.add_(0.15 * torch.randn_like(parameter))

@@ -38,3 +38,38 @@ def test_llama3_log_probs_equal_transformers(make_folder, reference_for):
     answer = engine.generate([Request("r", prompt, SamplingParams(20, ignore_eos=True), 0)])[0]
     expected = reference_for(folder).log_probs(prompt, answer.token_ids)
     assert torch.tensor(answer.log_probs).double() == pytest.approx(expected, abs=1e-5)
+
+
+OLMO3 = {
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 16,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+
+
+GEMMA3 = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 9}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"), [("olmo2", {}), ("olmo3", OLMO3), ("gemma3_text", {"tied": True, **GEMMA3})]
+)
+def test_norms_on_outputs_and_windows_equal_transformers(make_folder, reference_for, family, fields):
+    """Prompts shorter and longer than the window, with and without a shared prefix, in refilled slots."""
+    folder = make_folder(family, **fields)
+    engine = create_engine("embedded", str(folder), EngineOptions(max_num_seqs=3))
+    engine.load_hf(str(folder))
+    start = list(range(10, 34))
+    prompts = [[1], [2, 3, 4], list(range(40)), *([*start, tail] for tail in range(4)), [5] * 7]
+    requests = [Request(f"r{i}", p, SamplingParams(5 + 4 * i, ignore_eos=True), i) for i, p in enumerate(prompts)]
+    reference = reference_for(folder)
+    for request, answer in zip(requests, engine.generate(requests), strict=True):
+        expected = reference.log_probs(request.prompt_ids, answer.token_ids)
+        assert torch.tensor(answer.log_probs).double() == pytest.approx(expected, abs=1e-5)

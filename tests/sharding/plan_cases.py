@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megarl.models import ParallelLayout, WeightMap, parse_model_config
 from megarl.sharding import Bucket, Placement, RolloutLayout
 
-DENSE = ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"]
+DENSE = ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "Olmo3ForCausalLM", "Gemma3ForCausalLM"]
 MIXTURES = ["Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM", "DeepseekV3ForCausalLM"]
 EXPERTS = 4
 

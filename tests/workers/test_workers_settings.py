@@ -79,6 +79,12 @@ def test_layout_that_does_not_fit_the_model_raises(keys: dict[str, Any], wrong: 
     assert f"megatron.{wrong}" in str(error.value) and str(error.value).endswith(f": {right}")
 
 
+def test_norms_on_outputs_are_not_recomputed() -> None:
+    config = MegatronConfig(recompute_granularity="selective", recompute_modules=["core_attn", "layernorm"])
+    with pytest.raises(ConfigError, match=r"recompute_modules=\['layernorm'\], .*: core_attn, mlp$"):
+        check_role(replace(MODEL, input_norms=False, output_norms=True), config, "megatron")
+
+
 @pytest.mark.parametrize(
     ("field", "correction_bias", "words"),
     [

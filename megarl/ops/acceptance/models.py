@@ -35,8 +35,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 32},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
     "mixtral": {"num_local_experts": 4},
     "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 64, **_EXPERTS},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, "head_dim": 16, "norm_topk_prob": True, **_EXPERTS},
     "deepseek_v2": {"topk_method": "group_limited_greedy", **_LATENTS},
     "deepseek_v3": _LATENTS,
@@ -87,7 +91,9 @@ def random_family(family: str, folder: Path, device: torch.device) -> Any:
         **FAMILIES[family],
     }
     torch.manual_seed(5)
-    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**settings)).float()
+    config = getattr(transformers, f"{name}Config")(**settings)
+    # The text model of a multimodal one has a configuration of its own.
+    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).float()
     with torch.no_grad():
         for key, param in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in key or "bias" in key:

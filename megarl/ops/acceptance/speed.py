@@ -136,8 +136,9 @@ class _Case:
         """Percent of the peak, and the other figures in words."""
         sizes = self.sizes
         count = MICRO_BATCHES * sizes.rows
-        stats = SequenceStats.of(np.full(count, sizes.prompt), np.full(count, sizes.response))
-        flops = model_flops(self._role(self.fields), stats, updates=updates).total
+        role = self._role(self.fields)
+        stats = SequenceStats.of(np.full(count, sizes.prompt), np.full(count, sizes.response), role.model)
+        flops = model_flops(role, stats, updates=updates).total
         share = 100 * flops / seconds / self.bench.hardware.peak_flops("bfloat16")
         layers = f"{self.fields['num_hidden_layers']} of {SHAPES[sizes.shape]['num_hidden_layers']} layers"
         return (

@@ -32,18 +32,23 @@ class SequenceStats(NamedTuple):
         tokens: number of tokens.
         squares: sum of squared lengths.
         outputs: response tokens, whose log-probs or values are computed.
+        windowed: as ``squares``, for attention within the model's sliding window.
     """
 
     sequences: float
     tokens: float
     squares: float
     outputs: float
+    windowed: float = 0.0
 
     @classmethod
-    def of(cls, prompts: Ints, responses: Ints) -> SequenceStats:
+    def of(cls, prompts: Ints, responses: Ints, model: ModelConfig) -> SequenceStats:
         """Return the sums of sequences given by prompt and response lengths."""
         lengths = (prompts + responses).astype(np.float64)
-        return cls(len(lengths), float(lengths.sum()), float((lengths**2).sum()), float(responses.sum()))
+        squares = float((lengths**2).sum())
+        beyond = np.maximum(0.0, lengths - model.window.size) if model.window else lengths
+        windowed = squares - float((beyond**2).sum())
+        return cls(len(lengths), float(lengths.sum()), squares, float(responses.sum()), windowed)
 
     def part(self, share: float) -> SequenceStats:
         """Return the sums of a fraction of the sequences."""
@@ -88,12 +93,17 @@ class FlopCount(NamedTuple):
 def forward_flops(role: PlannedRole, rows: SequenceStats, layers: Sequence[int], *, with_head: bool) -> FlopCount:
     """Return the FLOPs of a forward pass through some layers, over all devices that share it."""
     costs = _costs(role.model)
-    linear, quadratic = (sum(column) for column in zip(*(costs[layer] for layer in layers), (0.0, 0.0), strict=True))
+    linear = sum(costs[layer].linear for layer in layers)
+    attention = sum(_attention_flops(costs[layer], rows) for layer in layers)
     experts = expert_flops(role.model) * sum(role.model.has_experts(layer) for layer in layers)
     products = (linear - experts) * rows.tokens
     if with_head:
         products += head_cost(role.model, value_head=role.value_head).linear * rows.outputs
-    return FlopCount(products, experts * rows.tokens, quadratic * rows.squares)
+    return FlopCount(products, experts * rows.tokens, attention)
+
+
+def _attention_flops(cost: SequenceCost, rows: SequenceStats) -> float:
+    return cost.quadratic * rows.squares + cost.windowed * rows.windowed
 
 
 def expert_flops(model: ModelConfig) -> float:
@@ -128,7 +138,7 @@ def _selective_flops(
     for layer in layers:
         with_experts = model.has_experts(layer)
         if "core_attn" in modules:
-            flops = flops.plus(FlopCount(attention=layer_cost(model, layer).quadratic * rows.squares))
+            flops = flops.plus(FlopCount(attention=_attention_flops(layer_cost(model, layer), rows)))
         if "mlp" in modules and not with_experts:
             flops = flops.plus(FlopCount(6.0 * model.hidden_size * model.ffn_hidden_size * rows.tokens))
         if "moe" in modules and with_experts and model.experts is not None:
@@ -191,9 +201,9 @@ def layer_elements(model: ModelConfig, layer: int) -> tuple[float, float]:
 
 
 def _costs(model: ModelConfig) -> list[SequenceCost]:
-    """Return the cost of every layer; layers of the same kind (dense or experts) share one value."""
-    kinds: dict[bool, SequenceCost] = {}
-    flags = [model.has_experts(layer) for layer in range(model.num_layers)]
+    """Return the cost of every layer; layers of the same kind share one value."""
+    kinds: dict[tuple[bool, bool], SequenceCost] = {}
+    flags = [(model.has_experts(layer), model.has_window(layer)) for layer in range(model.num_layers)]
     for layer, flag in enumerate(flags):
         if flag not in kinds:
             kinds[flag] = layer_cost(model, layer)

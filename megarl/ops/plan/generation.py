@@ -139,6 +139,8 @@ class EngineTimer:
         self.dtype, self.width = rollout.config.dtype, rollout.dtype_bytes
         self.group = CollectiveGroup(rollout.tp, 1, devices_per_node)
         self.cost = sequence_cost(rollout.model)
+        # An upper bound with sliding windows: all earlier tokens are counted, and cached.
+        self.attention = self.cost.quadratic + self.cost.windowed
         model, head = rollout.model, rollout.model.vocab_size * rollout.model.hidden_size
         shared, routed = layers_elements(model, range(model.num_layers))
         self.shared_bytes = (shared + head) * self.width / rollout.tp
@@ -152,7 +154,7 @@ class EngineTimer:
         """Return the seconds of prefill; only the last token of a prompt needs logits."""
         head = 2.0 * self.model.vocab_size * self.model.hidden_size
         experts = self.experts_flops * tokens
-        flops = FlopCount((self.cost.linear - head) * tokens - experts, experts, self.cost.quadratic * squares)
+        flops = FlopCount((self.cost.linear - head) * tokens - experts, experts, self.attention * squares)
         seconds = flops.times(1 / self.tp).seconds(self.hardware, self.dtype)
         hidden = tokens * self.model.hidden_size * self.width
         return seconds + 2 * self.model.num_layers * self.group.reduce_s(hidden, self.hardware)
@@ -214,7 +216,7 @@ def time_generation(rollout: PlannedRollout, timer: EngineTimer, lengths: Length
         float(p.sum()) / shared + float(r.sum()),
         float((p**2).sum()) / shared + float((r * (2 * p + r)).sum()),
     )
-    flops = (timer.cost.linear * tokens + timer.cost.quadratic * pairs) * rollout.samples / count
+    flops = (timer.cost.linear * tokens + timer.attention * pairs) * rollout.samples / count
     cost = TimeBreakdown(compute=prefill).plus(decode)
     return GenerationTime(prefill, decode.seconds, steps, running, PassTime("gen", "rollout", cost, FlopCount(flops)))
 

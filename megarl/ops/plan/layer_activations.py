@@ -93,8 +93,10 @@ class LayerBytes:
     def of(self, layer: int) -> int:
         """Return the bytes that a layer saves, by its global number."""
         model = self.role.model
-        attention = self._attention() if model.latent is None else self._latent_attention()
-        return attention + (self._experts() if model.has_experts(layer) else self._dense())
+        attention = self._attention(layer) if model.latent is None else self._latent_attention()
+        both = model.input_norms and model.output_norms
+        output_norms = 2 * (self._hidden + self.tokens.between_layers * FLOAT32) if both else 0
+        return attention + output_norms + (self._experts() if model.has_experts(layer) else self._dense())
 
     @property
     def width(self) -> int:
@@ -124,7 +126,7 @@ class LayerBytes:
 
     # ---- attention
 
-    def _attention(self) -> int:
+    def _attention(self, layer: int) -> int:
         """Return the bytes of norm, projection, rotary embedding, core attention and the output projection's input."""
         model, tp = self.role.model, self.role.layout.tp
         heads, groups = model.num_attention_heads // tp, max(1, model.num_key_value_heads // tp)
@@ -133,15 +135,20 @@ class LayerBytes:
         mixed = query + 2 * key  # one tensor; keys and values are views of it
         total = self._norm() + self._normed() + query
         if model.qk_norm:
-            # Queries are copied out of the projection's output if several heads share a key.
-            total += (query if heads != groups else 0) + self.tokens.local * FLOAT32 * (heads + groups)
+            # Queries of several keys are copied out of the projection's output if several heads share a key.
+            statistics = 2 if model.qk_norm_over_heads else heads + groups
+            copied = query if heads != groups and groups > 1 else 0
+            total += copied + self.tokens.local * FLOAT32 * statistics
         if "core_attn" in self.recomputed:
             # Queries and keys are saved before instead of after the rotary embedding; keys are views unless normed.
             unrotated = query if heads != groups or model.qk_norm else 0
             return total + mixed + unrotated + (key if model.qk_norm else 0)
         if self.fused:
             return total + mixed + query + key + self.tokens.local * heads * FLOAT32
-        return total + self._cpu_attention(query, key, mixed, heads)
+        window = model.window.size if model.window is not None and model.has_window(layer) else self.tokens.longest
+        # The chunks of a window are copied into one output.
+        chunks = query if self.tokens.longest > window else 0
+        return total + self._cpu_attention(query, key, mixed, heads) + chunks
 
     def _cpu_attention(self, query: int, key: int, mixed: int, heads: int) -> int:
         """Return the bytes of rotated queries and keys, values, outputs and softmax sums.

@@ -116,10 +116,11 @@ class PassTimer:
         self.groups = CollectiveGroups.of(role.layout, devices_per_node)
         self._stages = [role.layout.stage_layers(role.model.num_layers, stage) for stage in range(role.layout.pp)]
         # Except for norms and router, stages with equal parts take equal time: one of each kind is enough.
-        kinds: dict[tuple[int, int, bool, bool], int] = {}
+        kinds: dict[tuple[int, int, int, bool, bool], int] = {}
         for stage, layers in enumerate(self._stages):
             with_experts = sum(role.model.has_experts(layer) for layer in layers)
-            kinds.setdefault((len(layers), with_experts, stage == 0, stage == role.layout.pp - 1), stage)
+            with_window = sum(role.model.has_window(layer) for layer in layers)
+            kinds.setdefault((len(layers), with_experts, with_window, stage == 0, stage == role.layout.pp - 1), stage)
         self._kinds = list(kinds.values())
         self._elements = {stage: rank_elements(role, stage) for stage in self._kinds}
         self._most = max(self._elements.values(), key=lambda elements: elements.total)
@@ -133,7 +134,7 @@ class PassTimer:
         """
         steps = max(1, planned.optimizer_steps)
         prompts, responses = self.lengths.rows(max(1, planned.samples // steps))
-        rows = SequenceStats.of(prompts, responses)
+        rows = SequenceStats.of(prompts, responses, self.role.model)
         flops = forward_flops(self.role, rows, range(self.role.model.num_layers), with_head=True)
         flops = flops.times(steps * (1 + BACKWARD if planned.updates else 1))
         cost = self._mini_batch(planned, micro, prompts, responses).times(steps).plus(self._host_copies(planned))
@@ -142,7 +143,7 @@ class PassTimer:
     def _mini_batch(self, planned: PlannedPass, sizes: MicroBatches, prompts: Ints, responses: Ints) -> TimeBreakdown:
         """Return the time of a mini-batch with its optimizer step, or of all micro-batches of a pass without update."""
         layout = self.role.layout
-        share = SequenceStats.of(prompts, responses).part(1 / layout.dp)
+        share = SequenceStats.of(prompts, responses, self.role.model).part(1 / layout.dp)
         count = self.micro_batches(sizes, prompts + responses)
         micro = share.part(1 / count)
         forward = [self.forward(stage, micro) for stage in self._kinds]

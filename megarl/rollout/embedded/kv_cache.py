@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.models import ModelConfig
+from megarl.models.rope import softmax_scale
 
 # Widths are multiples of this many tokens. On a GPU each width has its own CUDA graph of the decode step.
 WIDTH_MULTIPLE = {"cpu": 32, "cuda": 256}
@@ -34,6 +35,7 @@ class KVCache:
         self._multiple = WIDTH_MULTIPLE[device.type]
         self.slots, self.length, self.width = slots, length, min(self._multiple, length)
         self._heads, self._head_dim = config.num_key_value_heads, config.head_dim
+        self.window, self.scale = config.window, softmax_scale(config)
         size = math.prod((slots, self._heads, length, self._head_dim))
 
         # Zeros instead of uninitialized memory: attention multiplies masked values by zero, and NaN would survive.
@@ -56,6 +58,10 @@ class KVCache:
     def dtype(self) -> torch.dtype:
         """Dtype of the cache."""
         return self._keys[0].dtype
+
+    def has_window(self, layer: int) -> bool:
+        """Return whether a layer has sliding-window attention."""
+        return self.window is not None and self.window.layers[layer]
 
     def fit(self, length: int, used: int) -> None:
         """Set the width to hold ``length`` tokens per slot; the first ``used`` slots keep their tokens.
@@ -157,10 +163,16 @@ class PromptAttention:
         self.positions = columns + prefix
         self._in_rectangle = prompts * self._width + columns
         self._indices = cache.write_indices(prompts + first, self.positions)
+        window = cache.window
+        needs_window = window is not None and prefix + self._width > window.size
         self._mask: Tensor | None = None
-        if prefix:
-            visible = torch.ones(self._width, prefix + self._width, dtype=torch.bool, device=device)
-            self._mask = visible.tril(diagonal=prefix)
+        self._window_mask: Tensor | None = None
+        if prefix or needs_window:
+            visible = torch.ones(self._width, prefix + self._width, dtype=torch.bool, device=device).tril(prefix)
+            self._mask = visible if prefix else None
+            self._window_mask = self._mask
+            if window is not None and needs_window:
+                self._window_mask = visible.triu(prefix - window.size + 1)
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """See :class:`Attention`. Stale entries beyond a prompt's end are hidden by the causal mask."""
@@ -170,7 +182,8 @@ class PromptAttention:
         keys, values = self._cache.read(layer, self._first, self._count)
         length = self._prefix + self._width
         keys, values = keys[:, :, :length], values[:, :, :length]
-        if self._mask is not None:
+        mask = self._window_mask if self._cache.has_window(layer) else self._mask
+        if mask is not None:
             # With a mask, GPU kernels that keep no scores in memory need as many key heads as query heads.
             shared = queries.shape[1] // keys.shape[1]
             keys, values = keys.repeat_interleave(shared, 1), values.repeat_interleave(shared, 1)
@@ -178,9 +191,10 @@ class PromptAttention:
             rectangle.view(self._count, self._width, *queries.shape[1:]).transpose(1, 2),
             keys,
             values,
-            attn_mask=self._mask,
-            is_causal=self._mask is None,
-            enable_gqa=self._mask is None,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self._cache.scale,
+            enable_gqa=mask is None,
         )
         return attended.transpose(1, 2).reshape(self._count * self._width, -1).index_select(0, self._in_rectangle)
 
@@ -197,9 +211,16 @@ class StepAttention:
         self._cache = cache
         slots = torch.arange(len(positions), device=positions.device)
         self._indices = cache.write_indices(slots, positions)
-        hidden = torch.arange(cache.width, device=positions.device) > positions[:, None]
-        mask = torch.zeros(hidden.shape, dtype=cache.dtype, device=positions.device)
-        self._mask = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+        columns = torch.arange(cache.width, device=positions.device)
+        hidden = columns > positions[:, None]
+        self._mask = self._additive(hidden)
+        self._window_mask = self._mask
+        if cache.window is not None:
+            self._window_mask = self._additive(hidden | (columns <= positions[:, None] - cache.window.size))
+
+    def _additive(self, hidden: Tensor) -> Tensor:
+        mask = torch.zeros(hidden.shape, dtype=self._cache.dtype, device=hidden.device)
+        return mask.masked_fill_(hidden, float("-inf"))[:, None, None]
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """See :class:`Attention`. Query heads of one key head take the query-token dimension."""
@@ -208,10 +229,11 @@ class StepAttention:
         stored = self._cache.read(layer, 0, rows)
         grouped = queries.reshape(rows, kv_heads, -1, queries.shape[-1])
         attend = _plain_attention if queries.dtype is torch.float32 else F.scaled_dot_product_attention
-        return attend(grouped, *stored, attn_mask=self._mask).reshape(rows, -1)
+        mask = self._window_mask if self._cache.has_window(layer) else self._mask
+        return attend(grouped, *stored, attn_mask=mask, scale=self._cache.scale).reshape(rows, -1)
 
 
-def _plain_attention(queries: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor) -> Tensor:
+def _plain_attention(queries: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor, scale: float) -> Tensor:
     """Attention for few query tokens in three operations.
 
     With one query token torch's kernel spends most of its time between small products. For 128 sequences of 96 tokens
@@ -219,5 +241,5 @@ def _plain_attention(queries: Tensor, keys: Tensor, values: Tensor, attn_mask: T
     float32.
     """
     scores = queries @ keys.transpose(-1, -2)
-    weights = torch.add(attn_mask, scores, alpha=queries.shape[-1] ** -0.5).softmax(-1)
+    weights = torch.add(attn_mask, scores, alpha=scale).softmax(-1)
     return weights @ values
