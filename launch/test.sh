@@ -20,6 +20,7 @@ sglang="${SGLANG:-$([ $# -eq 0 ] && [ ${#select[@]} -eq 0 ] && echo 1 || echo 0)
 case "$sglang" in 0 | 1 | only) ;; *) echo "SGLANG=$sglang, expected 0, 1 or only" >&2; exit 2 ;; esac
 ensure_environment
 cd "$MEGARL_ROOT"
+status=0  # a failed test does not hide those of the later stages
 
 if [ "$sglang" != only ]; then
   mypy &  # takes as long as the other checks together
@@ -34,12 +35,12 @@ if [ "$sglang" != only ]; then
   wait "$compiled"
   # Two workers: while one waits for processes to start, the other computes. Tests of a file share slow fixtures, so they
   # stay together. Files keep their order: the longest come first (tests/conftest.py).
-  python -m pytest -n 2 --dist loadfile --no-loadscope-reorder ${select[@]+"${select[@]}"} "$@"
+  python -m pytest -n 2 --dist loadfile --no-loadscope-reorder ${select[@]+"${select[@]}"} "$@" || status=$?
   if [ $# -eq 0 ] && [ ${#select[@]} -eq 0 ]; then
     source "$MEGARL_ROOT/launch/browser.sh"
     if browser="$(find_browser)"; then
       echo "== The report's page in a browser: $browser ($("$browser" --version 2>/dev/null))"
-      BROWSER="$browser" python -m pytest -m browser tests/ops/report
+      BROWSER="$browser" python -m pytest -m browser tests/ops/report || status=$?
     else
       echo "== NOT RUN: the tests of the report's page in a browser (pytest -m browser): no browser found; see above" >&2
     fi
@@ -48,5 +49,6 @@ fi
 if [ "$sglang" != 0 ]; then
   source "$MEGARL_ROOT/launch/sglang_cpu.sh"
   ensure_sglang_environment
-  python -m pytest -m sglang tests/rollout tests/e2e
+  python -m pytest -m sglang tests/rollout tests/e2e || status=$?
 fi
+exit "$status"

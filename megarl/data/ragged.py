@@ -176,10 +176,10 @@ def without_padding(column: Column, tensor: Tensor, lengths: np.ndarray, starts:
                 if (part != pad).any():
                     raise _several_paddings(column, row)
     values = np.concatenate(real) if real else source[:0].reshape(0, *source.shape[2:])
-    found = None if pad is None else _number(pad, tensor.dtype)
+    number = None if pad is None else _number(pad, tensor.dtype)
     if column.name == "attention_mask" and (values == 1).all():
-        return empty._replace(pad=found)
-    return empty._replace(values=values.astype(_narrowest(values), copy=False), pad=found)
+        return empty._replace(pad=number)
+    return empty._replace(values=values.astype(_narrowest(values), copy=False), pad=number)
 
 
 def _number(value: Any, dtype: torch.dtype) -> float:

@@ -70,8 +70,8 @@ def read_spans(tensors: Mapping[str, Tensor]) -> Spans | None:
     Raises:
         DataError: the mask of a row is not contiguous, or widths are inconsistent (see ``column_widths``).
     """
-    if isinstance(tensors, KnownSpans) and (known := tensors.spans()) is not None:
-        return known
+    if isinstance(tensors, KnownSpans) and (spans := tensors.spans()) is not None:
+        return spans
     if "attention_mask" not in tensors:
         return None
     widths = column_widths(tensors.shapes() if isinstance(tensors, KnownSpans) else tensors)

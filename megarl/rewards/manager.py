@@ -312,10 +312,10 @@ class EarlyScores:
         Raises:
             RewardError: no process for functions can be started.
         """
-        wanted = list(names)
-        outcomes = {name: self._settled.pop(name) for name in wanted if name in self._settled}
+        names = list(names)
+        outcomes = {name: self._settled.pop(name) for name in names if name in self._settled}
         counts, self._settled_counts = self._settled_counts, RunCounts()
-        tickets = {name: self._tickets.pop(name) for name in wanted if name in self._tickets}
+        tickets = {name: self._tickets.pop(name) for name in names if name in self._tickets}
         if self._stream is not None:
             outcomes |= dict(zip(tickets, self._stream.outcomes(list(tickets.values())), strict=True))
             new = self._stream.take_counts()

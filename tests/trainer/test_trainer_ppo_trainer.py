@@ -16,7 +16,7 @@ def batch_of(**meta):
     lengths = torch.tensor(np.sort(np.random.default_rng(0).integers(1, 40, PROMPTS)).repeat(ANSWERS))
     mask = (torch.arange(40) < lengths[:, None]).long()
     uids = [f"p{row // ANSWERS}" for row in range(ANSWERS * PROMPTS)]
-    return DataProto.from_dict({"attention_mask": mask}, {"uid": uids}, meta)
+    return DataProto.from_dict({"responses": mask, "attention_mask": mask}, {"uid": uids}, meta)
 
 
 def balance(batch, on=True, shuffle=False, step=1, seed=7):
