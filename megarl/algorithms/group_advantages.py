@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megarl.algorithms.advantages import AdvantageInputs, discounted_returns, register_advantage
 from megarl.algorithms.masked import masked_whiten
-from megarl.algorithms.turns import sums_per_turn
+from megarl.algorithms.turns import sums_per_turn, trained_turns
 
 EPS = 1e-6
 """Keeps the division by a standard deviation of 0 finite."""
@@ -65,6 +65,11 @@ class GroupedScores:
         variance = self.sum(residuals**2) / (self.size - 1).clamp(min=1)
         return torch.where(self.several, variance.sqrt(), 1.0)
 
+    def relative(self, *, norm_by_std: bool) -> Tensor:
+        """Compare each score with its group, ``[b]``: ``s - mean``, with ``norm_by_std`` over the deviation."""
+        relative = self.scores - self.mean()
+        return relative / (self.deviation() + EPS) if norm_by_std else relative
+
     def to_tokens(self, per_row: Tensor) -> Tensor:
         """Repeat ``per_row [b]`` on every trained token of its row, ``[b, R]`` in the dtype of the rewards."""
         return torch.where(self.mask, per_row[:, None], 0.0).to(self._dtype)
@@ -78,10 +83,7 @@ def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     arXiv:2503.20783), which aggregates with ``seq-mean-token-sum-norm``.
     """
     groups = GroupedScores(inputs)
-    relative = groups.scores - groups.mean()
-    if inputs.norm_by_std:
-        relative = relative / (groups.deviation() + EPS)
-    advantages = groups.to_tokens(relative)
+    advantages = groups.to_tokens(groups.relative(norm_by_std=inputs.norm_by_std))
     return advantages, advantages
 
 
@@ -200,9 +202,7 @@ def gigpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """
     assert inputs.turns is not None
     groups = GroupedScores(inputs)
-    relative = groups.scores - groups.mean()
-    if inputs.norm_by_std:
-        relative = relative / (groups.deviation() + EPS)
+    relative = groups.relative(norm_by_std=inputs.norm_by_std)
     of_turns = _step_advantages(inputs, groups).gather(1, inputs.turns.numbers.clamp(min=0))
     advantages = torch.where(groups.mask, relative[:, None] + inputs.step_advantage_w * of_turns, 0.0)
     advantages = advantages.to(inputs.token_level_rewards.dtype)
@@ -216,7 +216,7 @@ def _step_advantages(inputs: AdvantageInputs, groups: GroupedScores) -> Tensor:
     returns = sums_per_turn(inputs.token_level_rewards, turns)
     for turn in reversed(range(returns.shape[1] - 1)):
         returns[:, turn] += inputs.gamma * returns[:, turn + 1]
-    trained = (turns.anchors >= 0) & (sums_per_turn(groups.mask, turns) > 0)
+    trained = trained_turns(turns, groups.mask)
     compared, (_, anchors) = returns[trained], turns.anchors[trained].unique(return_inverse=True)
     size = torch.bincount(anchors).clamp(min=1)
     mean = torch.bincount(anchors, compared) / size

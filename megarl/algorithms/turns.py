@@ -116,6 +116,11 @@ def sums_per_turn(values: Tensor, turns: Turns) -> Tensor:
     return sums.scatter_add(1, turns.numbers.clamp(min=0), inside)
 
 
+def trained_turns(turns: Turns, mask: Tensor) -> Tensor:
+    """Mark the turns with a trained token, ``[b, T]`` bool; ``mask [b, R]`` marks trained tokens."""
+    return (turns.anchors >= 0) & (sums_per_turn(mask, turns) > 0)
+
+
 def anchored_turns(turns: Turns, mask: Tensor) -> tuple[np.ndarray, int]:
     """Count the trained turns of each group of turns with the same state.
 
@@ -126,6 +131,6 @@ def anchored_turns(turns: Turns, mask: Tensor) -> tuple[np.ndarray, int]:
     Returns:
         Sizes of the groups, and the number of all trained turns.
     """
-    trained = (turns.anchors >= 0) & (sums_per_turn(mask, turns) > 0)
+    trained = trained_turns(turns, mask)
     sizes = np.unique(turns.anchors[trained].numpy(force=True), return_counts=True)[1]
     return sizes, int(trained.sum())

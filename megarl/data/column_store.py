@@ -28,6 +28,7 @@ from megarl.data.ragged import (
     dtype_name,
     join_ragged,
     regions_of,
+    row_starts,
     trimmed_lengths,
     without_padding,
     writeable,
@@ -144,7 +145,10 @@ class ViewCache:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._entries: OrderedDict[int, tuple[weakref.ref[StoredColumn], int]] = OrderedDict()
-        self._bytes = 0
+
+    @property
+    def _bytes(self) -> int:
+        return sum(size for _, size in list(self._entries.values()))
 
     def use(self, column: StoredColumn, size: int) -> None:
         """Record a read of a view."""
@@ -152,19 +156,13 @@ class ViewCache:
         if key in self._entries:
             self._entries.move_to_end(key)
             return
-        self._entries[key] = weakref.ref(column, lambda _: self._forget(key)), size
-        self._bytes += size
+        self._entries[key] = weakref.ref(column, lambda _: self._entries.pop(key, None)), size
         while self._bytes > self.limit and len(self._entries) > 1:
-            oldest = next(iter(self._entries))
-            stored = self._entries[oldest][0]()
+            # At once: a column may die between a look at the oldest entry and its removal.
+            _, (oldest, _) = self._entries.popitem(last=False)
+            stored = oldest()
             if stored is not None:
                 stored.drop_view()
-            self._forget(oldest)
-
-    def _forget(self, key: int) -> None:
-        entry = self._entries.pop(key, None)
-        if entry is not None:
-            self._bytes -= entry[1]
 
 
 VIEWS = ViewCache(VIEW_BYTES)
@@ -239,7 +237,7 @@ class Columns(Mapping[str, Tensor]):
     def take(self, rows: slice | np.ndarray) -> Columns:
         """Select rows."""
         shared: dict[int, np.ndarray] = {}
-        positions = np.arange(self._num_rows())[rows] if isinstance(rows, slice) else rows
+        positions = np.arange(self.num_rows)[rows] if isinstance(rows, slice) else rows
         stored = {}
         for name, column in self.stored.items():
             ragged = column.current()
@@ -268,10 +266,9 @@ class Columns(Mapping[str, Tensor]):
         if ragged is not None and np.array_equal(ragged.lengths, lengths):
             return list(ragged.flat().split(lengths.tolist()))
         tensor = stored.tensor()
-        if starts is None:
-            starts = spans.prompt_width - lengths if alignment == "prompt" else np.zeros_like(lengths)
-        ends = (starts + lengths).tolist()
-        return [row[start:end] for row, start, end in zip(tensor, starts.tolist(), ends, strict=True)]
+        begins = row_starts(alignment, spans.prompt_width, lengths, starts)
+        ends = (begins + lengths).tolist()
+        return [row[start:end] for row, start, end in zip(tensor, begins.tolist(), ends, strict=True)]
 
     def to_ragged(self) -> Columns:
         """Store all declared columns without padding, and return this mapping.
@@ -280,38 +277,32 @@ class Columns(Mapping[str, Tensor]):
             DataError: the attention mask has holes, or the padding of a column contains several values.
         """
         spans = read_spans(self)
-        regions: Regions = {} if spans is None else regions_of(spans)
-        for name, column in self.stored.items():
-            declaration = COLUMNS.get(name)
-            if declaration is None or declaration.alignment == "row" or column.current() is not None:
-                continue
-            if spans is not None:
-                column.to_ragged(declaration, *regions[declaration.alignment])
-            elif declaration.alignment != "sequence":
-                column.to_ragged(declaration, trimmed_lengths(column.tensor().detach().cpu(), declaration), None)
+        regions = None if spans is None else regions_of(spans)
+        for name in self.stored:
+            self._ragged(name, regions)
         return self
 
     def pack(self) -> PackedColumns:
         """Return the columns without padding, for transport; see :meth:`to_ragged`."""
         spans = read_spans(self)
-        regions: Regions = {} if spans is None else regions_of(spans)
-        return {name: self._packed(name, spans, regions) for name in self.stored}
+        regions = None if spans is None else regions_of(spans)
+        return {name: self._ragged(name, regions) or _dense(stored.tensor()) for name, stored in self.stored.items()}
 
-    def _packed(self, name: str, spans: Spans | None, regions: Regions) -> RaggedColumn | DenseColumn:
+    def _ragged(self, name: str, regions: Regions | None) -> RaggedColumn | None:
+        """Return a column without padding; None if it is not declared, or without padding that could be found."""
         stored, declaration = self.stored[name], COLUMNS.get(name)
         ragged = stored.current()
-        if ragged is not None:
+        if ragged is not None or declaration is None or declaration.alignment == "row":
             return ragged
-        if declaration is not None and declaration.alignment != "row":
-            if spans is not None:
-                return stored.to_ragged(declaration, *regions[declaration.alignment])
-            if declaration.alignment != "sequence":
-                return stored.to_ragged(declaration, trimmed_lengths(stored.tensor().detach().cpu(), declaration), None)
-        tensor = stored.tensor().detach().cpu()
-        data = tensor.contiguous().flatten().view(torch.uint8).numpy()
-        return DenseColumn(data, tuple(tensor.shape), dtype_name(tensor.dtype))
+        if regions is not None:
+            return stored.to_ragged(declaration, *regions[declaration.alignment])
+        if declaration.alignment == "sequence":
+            return None
+        return stored.to_ragged(declaration, trimmed_lengths(stored.tensor().detach().cpu(), declaration), None)
 
-    def _num_rows(self) -> int:
+    @property
+    def num_rows(self) -> int:
+        """Number of rows; 0 without columns."""
         return next((column.meta.shape[0] for column in self.stored.values()), 0)
 
 
@@ -399,6 +390,11 @@ def _stack(name: str, tensors: list[Tensor]) -> Tensor:
                 f"{list(tensor.shape)} {tensor.dtype}; only the columns of megarl.data.COLUMNS may differ in width"
             )
     return torch.cat(tensors)
+
+
+def _dense(tensor: Tensor) -> DenseColumn:
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return DenseColumn(data, tuple(tensor.shape), dtype_name(tensor.dtype))
 
 
 def _unpack(packed: RaggedColumn | DenseColumn) -> StoredColumn:

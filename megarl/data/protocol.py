@@ -132,8 +132,7 @@ class DataProto:
     def __len__(self) -> int:
         """Number of rows."""
         stored = self._stored()
-        columns: list[Tensor | np.ndarray] = [*stored.shapes().values(), *self.non_tensor_batch.values()]
-        return len(columns[0]) if columns else 0
+        return stored.num_rows if stored else len(next(iter(self.non_tensor_batch.values()), ()))
 
     def __getitem__(self, index: Index) -> DataProto:
         """Select rows by position (a batch of one row), slice, list of positions, or boolean mask.

@@ -87,8 +87,9 @@ class RaggedColumn(NamedTuple):
         """Build the padded tensor."""
         pad = self.default_pad if self.pad is None else self.pad
         tensor = torch.full(self.shape, pad, dtype=self.torch_dtype)
+        starts = row_starts(self.alignment, self.width, self.lengths, self.starts).tolist()
         target, ends = _array(tensor), np.cumsum(self.lengths).tolist()
-        for row, (start, length, end) in enumerate(zip(self._starts(), self.lengths.tolist(), ends, strict=True)):
+        for row, (start, length, end) in enumerate(zip(starts, self.lengths.tolist(), ends, strict=True)):
             target[row, start : start + length] = 1 if self.values is None else self.values[end - length : end]
         return tensor
 
@@ -107,12 +108,19 @@ class RaggedColumn(NamedTuple):
         values = np.concatenate(parts) if parts else self.values[:0]
         return self._replace(values=values, lengths=lengths, starts=starts)
 
-    def _starts(self) -> list[int]:
-        if self.starts is not None:
-            starts: list[int] = self.starts.tolist()
-            return starts
-        offset = self.width if self.alignment == "prompt" else 0
-        return [offset - length if self.alignment == "prompt" else 0 for length in self.lengths.tolist()]
+
+def row_starts(alignment: Alignment, width: int, lengths: np.ndarray, starts: np.ndarray | None) -> np.ndarray:
+    """Return the position of each row's first entry in a padded tensor, ``[b]``.
+
+    Args:
+        alignment: of the column.
+        width: of the tensor.
+        lengths: ``[b]`` entries per row.
+        starts: see :class:`RaggedColumn`.
+    """
+    if starts is not None:
+        return starts
+    return width - lengths if alignment == "prompt" else np.zeros_like(lengths)
 
 
 def join_ragged(columns: Sequence[RaggedColumn], widths: Sequence[Widths], width: Widths) -> RaggedColumn:
@@ -166,9 +174,9 @@ def without_padding(column: Column, tensor: Tensor, lengths: np.ndarray, starts:
     """
     name, width = dtype_name(tensor.dtype), tensor.shape[1]
     empty = RaggedColumn(None, lengths, starts, width, name, column.alignment, None, column.pad)
-    source = _array(tensor)
+    source, begins = _array(tensor), row_starts(column.alignment, width, lengths, starts).tolist()
     real, pad = [], None
-    for row, (start, length) in enumerate(zip(empty._starts(), lengths.tolist(), strict=True)):
+    for row, (start, length) in enumerate(zip(begins, lengths.tolist(), strict=True)):
         real.append(source[row, start : start + length])
         for part in (source[row, :start], source[row, start + length :]):
             if part.size:

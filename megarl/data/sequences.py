@@ -70,11 +70,14 @@ def read_spans(tensors: Mapping[str, Tensor]) -> Spans | None:
     Raises:
         DataError: the mask of a row is not contiguous, or widths are inconsistent (see ``column_widths``).
     """
-    if isinstance(tensors, KnownSpans) and (spans := tensors.spans()) is not None:
-        return spans
     if "attention_mask" not in tensors:
         return None
-    widths = column_widths(tensors.shapes() if isinstance(tensors, KnownSpans) else tensors)
+    shapes = tensors
+    if isinstance(tensors, KnownSpans):
+        if (spans := tensors.spans()) is not None:
+            return spans
+        shapes = tensors.shapes()
+    widths = column_widths(shapes)
     if widths.prompt is None or widths.response is None:
         return None
     mask = tensors["attention_mask"]

@@ -189,7 +189,7 @@ class RewardManager:
             if early is not None:
                 early.settle()
             results, late_counts = self.scorer.score([self._task(batch, row) for row in rows])
-            counts = RunCounts(counts.retries + late_counts.retries, counts.replaced + late_counts.replaced)
+            counts = counts.plus(late_counts)
         outcomes |= dict(zip(rows, results, strict=True))
         ordered = [outcomes[row] for row in range(len(lengths))]
         groups = batch.non_tensor_batch.get("uid")
@@ -318,8 +318,7 @@ class EarlyScores:
         tickets = {name: self._tickets.pop(name) for name in names if name in self._tickets}
         if self._stream is not None:
             outcomes |= dict(zip(tickets, self._stream.outcomes(list(tickets.values())), strict=True))
-            new = self._stream.take_counts()
-            counts = RunCounts(counts.retries + new.retries, counts.replaced + new.replaced)
+            counts = counts.plus(self._stream.take_counts())
         return outcomes, counts
 
     def settle(self) -> None:

@@ -16,12 +16,10 @@ from megarl.data import KTO_COLUMNS, DataProto
 from megarl.megatron import PolicyOutputs
 from megarl.megatron.packed import PackedMicroBatch
 from megarl.workers.base import offload_after
-from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
+from megarl.workers.dispatch import Dispatch, verb
 from megarl.workers.memory import FORWARD
-from megarl.workers.pairs import PairTrainingWorker
-from megarl.workers.preference import REF_LOG_PROB, ResponsePairs
+from megarl.workers.preference import REF_LOG_PROB, PreferenceTrainingWorker, ResponsePairs
 from megarl.workers.rows import SAMPLE_IDS
-from megarl.workers.settings import MicroBatchBudget, RoleSettings
 
 COLUMNS_READ = (*KTO_COLUMNS, *(f"{name}_prompt_tokens" for name in KTO_COLUMNS), "attention_mask", "desirable")
 OWN, MISMATCHED = 0, 1
@@ -77,32 +75,13 @@ class StepTotals(NamedTuple):
     kl: float
 
 
-class KTOWorker(PairTrainingWorker):
-    """Trains a policy on desirable and undesirable responses (KTO); the reference is the initial model.
+class KTOWorker(PreferenceTrainingWorker):
+    """Trains a policy on desirable and undesirable responses (KTO); arguments as :class:`PreferenceTrainingWorker`.
 
     Before a step, passes without gradients compute the log-probs of both sequences under the reference, and those of
     the mismatched one under the policy. Their mean over all data-parallel ranks is the KL, a constant in the loss. So
     the loss depends neither on the layout nor on the micro-batches.
-
-    Args:
-        place: rank and rendezvous address of this process.
-        settings: model, layout, optimizer.
-        budget: micro-batch budget for rows; tokens count both sequences.
-        loss: loss of a response.
     """
-
-    def __init__(
-        self, place: WorkerPlace, *, settings: RoleSettings, budget: MicroBatchBudget, loss: PreferenceLossConfig
-    ) -> None:
-        super().__init__(place, settings=settings, budget=budget)
-        self.loss = loss
-
-    @verb(Dispatch.ALL)
-    @offload_after
-    def init_model(self) -> None:
-        """Build the model; keep its weights as the reference, unless they are the base of adapters."""
-        super().init_model()
-        self._reference = self.reference_scope()
 
     @verb(Dispatch.SPLIT, equal_rows=True, phase="update", columns=(*COLUMNS_READ, *SAMPLE_IDS))
     def update_preference(self, batch: DataProto) -> dict[str, float]:
@@ -152,6 +131,7 @@ class KTOWorker(PairTrainingWorker):
         return StepTotals(round(count), round(desirable), max(0.0, log_ratios / count))
 
     def _ref_log_probs(self, rows: LabelledRows) -> dict[tuple[int, int], Tensor] | None:
+        assert self._reference is not None, "the loss reads a reference"
         with self._reference():
             return self._log_probs(rows, [OWN, MISMATCHED])
 

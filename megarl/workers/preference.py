@@ -61,15 +61,16 @@ class ResponsePairs(PairRows):
         return values
 
 
-class PreferenceWorker(PairTrainingWorker):
-    """Trains a policy on preference pairs; the initial weights, in host memory, or the base of adapters are the
-    reference.
+class PreferenceTrainingWorker(PairTrainingWorker):
+    """Base of the workers of preference optimization.
+
+    The reference is the initial model: its weights in host memory, or the base of adapters.
 
     Args:
         place: rank and rendezvous address of this process.
         settings: model, layout, optimizer.
-        budget: micro-batch budget for pairs; tokens count both sequences.
-        loss: loss of a pair.
+        budget: micro-batch budget for rows; tokens count both sequences.
+        loss: loss of a pair or of a response.
     """
 
     def __init__(
@@ -84,6 +85,10 @@ class PreferenceWorker(PairTrainingWorker):
         """Build the model; keep the weights of the loss's reference, unless they are the base of adapters."""
         super().init_model()
         self._reference = self.reference_scope() if self.loss.uses_reference else None
+
+
+class PreferenceWorker(PreferenceTrainingWorker):
+    """Trains a policy on preference pairs; arguments as :class:`PreferenceTrainingWorker`."""
 
     @verb(Dispatch.SPLIT, equal_rows=True, phase="update", columns=(*PAIRS, *PROMPT_TOKENS, *SAMPLE_IDS))
     def update_preference(self, batch: DataProto) -> dict[str, float]:

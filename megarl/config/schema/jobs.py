@@ -296,7 +296,7 @@ class PreferenceLossConfig:
     @property
     def uses_reference(self) -> bool:
         """Whether the loss reads log-probs of the initial model."""
-        return PREFERENCE_LOSS_TYPES.get(self.type, True)
+        return self.type == KTO or PREFERENCE_LOSS_TYPES[self.type]
 
 
 @dataclass(frozen=True)

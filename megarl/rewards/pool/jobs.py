@@ -34,6 +34,10 @@ class RunCounts:
     retries: int = 0
     replaced: int = 0
 
+    def plus(self, other: RunCounts) -> RunCounts:
+        """Return the sums of both."""
+        return RunCounts(self.retries + other.retries, self.replaced + other.replaced)
+
 
 class JobSource(Protocol):
     """Jobs that arrive while others run.

@@ -78,8 +78,8 @@ class Roles:
         rollout: rollout replicas.
         sharding_manager: sends the actor's weights to the replicas.
         connect: builds a sharding manager for the current processes.
-        shared_devices: whether the replicas run on the trainer's devices.
         answer_s: seconds for a replica to interrupt or continue its requests; a silent one is replaced.
+        shared_devices: whether the replicas run on the trainer's devices.
         replacements: number of lost replicas that were replaced.
     """
 
@@ -91,8 +91,8 @@ class Roles:
     rollout: RolloutGroup
     sharding_manager: ShardingManager
     connect: Callable[[ActorGroup, RolloutGroup], ShardingManager]
+    answer_s: float
     shared_devices: bool = True
-    answer_s: float = 180.0
     replacements: int = 0
 
     def replicas(self) -> list[ReplicaProcess]:
@@ -272,7 +272,7 @@ class RoleBuilder:
         sync = self._connect(actor, rollout)
         sync.free_engines()
         answer_s = self.policy.rollout.health.timeout_s
-        return Roles(actor, critic, reference, reward_model, teachers, rollout, sync, self._connect, shared, answer_s)
+        return Roles(actor, critic, reference, reward_model, teachers, rollout, sync, self._connect, answer_s, shared)
 
     def _actor(self) -> ActorGroup:
         reference = None

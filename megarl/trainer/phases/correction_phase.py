@@ -79,10 +79,7 @@ class RolloutCorrectionPhase:
         Raises:
             DataError: a log-prob of the engine or the actor is not finite.
         """
-        assert self.level is not None
-        return importance_weights(
-            *_ratios(batch), level=self.level, truncation=self.truncation, normalize=self.normalize
-        )
+        return self._weights(*_ratios(batch))
 
     def run(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
         """Add ``rollout_is_weights`` to the batch, and remove rejected tokens from ``response_mask``.
@@ -90,17 +87,25 @@ class RolloutCorrectionPhase:
         Raises:
             DataError: a log-prob of the engine or the actor is not finite.
         """
+        ratios, compared, trained = _ratios(batch)
         columns: dict[str, torch.Tensor] = {}
         statistics: Metrics = {}
         if self.level is not None:
-            columns["rollout_is_weights"], statistics = self.weights(batch)
+            columns["rollout_is_weights"], statistics = self._weights(ratios, compared, trained)
         if self.rules:
-            ratios, compared, trained = _ratios(batch)
             rejected, rejection_statistics = rejected_tokens(ratios, compared, trained, self.rules)
             columns["response_mask"] = trained.masked_fill(rejected, 0)
             statistics |= rejection_statistics
         metrics |= {f"rollout_corr/{name}": value for name, value in statistics.items()}
         return batch.with_columns(columns, {})
+
+    def _weights(
+        self, ratios: torch.Tensor, compared: torch.Tensor, trained: torch.Tensor
+    ) -> tuple[torch.Tensor, Metrics]:
+        assert self.level is not None, "importance weights are configured"
+        return importance_weights(
+            ratios, compared, trained, level=self.level, truncation=self.truncation, normalize=self.normalize
+        )
 
 
 def _ratios(batch: DataProto) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
