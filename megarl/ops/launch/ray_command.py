@@ -6,6 +6,7 @@ without them if they cannot be imported.
 
 from __future__ import annotations
 
+import runpy
 import sys
 
 HIDDEN = ("ray.serve", "ray.dashboard.modules.job.cli")
@@ -16,9 +17,7 @@ def main() -> None:
     """Run Ray's command line with the arguments of this process."""
     for name in HIDDEN:
         sys.modules[name] = None  # type: ignore[assignment]  # an import then raises ModuleNotFoundError
-    from ray.scripts.scripts import main as run_ray
-
-    run_ray()
+    runpy.run_module("ray.scripts.scripts", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
