@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 from ray._private import node, parameter, ray_constants, services, utils
-from ray._raylet import GcsClient
+from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled: its stub lacks the class
 
 from megarl.base.environment import environment_variables
 from megarl.base.signals import ENDING_SIGNALS
