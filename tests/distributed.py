@@ -109,10 +109,10 @@ def _serve(connection: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
-    gc.freeze()  # a collection, which ends every engine, would visit the objects of all imported modules
     while True:
         try:
             function, args = connection.recv()
+            gc.freeze()  # a collection, which ends every engine, would visit the objects of all imported modules
         except (EOFError, OSError):
             return
         except BaseException:

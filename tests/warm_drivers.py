@@ -24,8 +24,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-MODULES = ("megarl.cli", "torch", "transformers", "ray", "megarl.trainer.jobs.train", "megarl.ops.dry_run")
-"""Imported before the first fork: what ``megarl.train`` imports until its first step."""
+MODULES = (
+    *("megarl.cli", "torch", "transformers", "ray"),
+    *(f"megarl.trainer.jobs.{name}" for name in ("train", "sft", "evaluate")),
+    *("megarl.ops.dry_run", "megarl.ops.report.command", "megarl.models.families"),
+    *("megarl.rollout.embedded", "megarl.agents.single_turn", "megarl.sharding.transports", "megarl.tracking.backends"),
+    *("pandas", "pyarrow.json", "pydantic", "plotly.offline"),
+)
+"""Imported before the first fork: what a job imports until its end."""
 _HEADER_BYTES = 8
 
 

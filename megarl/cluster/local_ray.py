@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import ray
 from ray._private import node, parameter, ray_constants, services, utils
+from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled: its stub lacks the class
 
 from megarl.base.environment import environment_variables
 from megarl.base.signals import ENDING_SIGNALS
@@ -34,6 +36,8 @@ _NO_TASK_EVENTS = {"task_events_report_interval_ms": 0}
 They cost the GCS 4 KB per call, up to 100,000 calls, and every process a buffer of about 10 MB.
 """
 
+_REGISTRATION_S, _POLL_S = 5.0, 0.02
+"""Longest wait for the node's registration before Ray waits by itself, and the time between two looks."""
 _DASHBOARD_AGENT = "--dashboard_agent_command"
 _AGENT_PORTS = {_DASHBOARD_AGENT: "grpc-port", "--runtime_env_agent_command": "runtime-env-agent-port"}
 """Options of Ray's node process with the command lines of its agents, and the agents' options of their ports."""
@@ -83,6 +87,7 @@ def start_local_ray(
             stack.enter_context(_replaced(node, "Node", _HeadNode))
         daemon = partial(_Daemon, dashboard=dashboard, process_group=group)
         stack.enter_context(_replaced(services, "ConsolePopen", daemon))
+        stack.enter_context(_replaced(services, "get_node", partial(_registered_node, services.get_node)))
         context = ray.init(
             address="local",
             num_cpus=num_cpus,
@@ -151,6 +156,14 @@ class _HeadNode(node.Node):
 
     def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
         self._webui_url = ""  # as of a Ray without dashboard
+
+
+def _registered_node(get_node: Callable[[str, str], Any], gcs_address: str, node_id: str) -> Any:
+    """Wait until a node is known to the GCS, then describe it; Ray itself looks once a second."""
+    client, deadline = GcsClient(address=gcs_address), time.monotonic() + _REGISTRATION_S
+    while not client.get_all_node_info(timeout=_REGISTRATION_S) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return get_node(gcs_address, node_id)
 
 
 @contextlib.contextmanager

@@ -326,9 +326,10 @@ def _register(request: ConfigRequest[Any]) -> None:
     schema: Any = request.schema
     folders = _folders(request)
     _find(request.config_name, folders)
+    of_schema = f"{_DEFAULTS}_{schema.__name__}"
     primary = {
         # the run writes its log itself; see megarl.base.logs
-        "defaults": [_DEFAULTS, f"{request.config_name}@_global_", "_self_", {"override hydra/job_logging": "none"}],
+        "defaults": [of_schema, f"{request.config_name}@_global_", "_self_", {"override hydra/job_logging": "none"}],
         "hydra": {
             "output_subdir": None,  # the run stores these files itself, without secrets
             "searchpath": [f"file://{folder}" for folder in folders[1:]],
@@ -338,7 +339,8 @@ def _register(request: ConfigRequest[Any]) -> None:
         },
     }
     store = ConfigStore.instance()
-    store.store(_DEFAULTS, defaults(schema))
+    if f"{of_schema}.yaml" not in store.repo:  # storing them takes a tenth of a composition
+        store.store(of_schema, defaults(schema))
     store.store(_JOB, primary)
 
 

@@ -12,15 +12,16 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
 import torch
-from chaos_faults import DAMAGES, FAULTS, NO_REAPER, UNFINISHED, Damage, Fault
+from chaos_faults import DAMAGES, FAULTS, NO_FORK_SERVER, NO_REAPER, UNFINISHED, Damage, Fault
 from cli_runs import ROOT, START_S, CliRun, RunFiles, reproducible
 from safetensors.torch import load_file
+from warm_drivers import Drivers
 
 from megarl.base.errors import CheckpointError
 from megarl.cluster.fork_server import ENVIRONMENT
@@ -35,7 +36,7 @@ WATCHDOG_S = 15
 DISK_MB = 64
 """File system of a journey: several times of what it writes."""
 OWN_SERVER = {ENVIRONMENT: "1"}
-"""Each run has a fork server of its own, since a fault may strike it."""
+"""Environment of a run that has a fork server of its own."""
 
 
 class Violation(AssertionError):
@@ -54,6 +55,8 @@ class Campaign:
         faults: faults to choose from.
         damages: damages to choose from.
         share_at_start: share of the faults that strike within ten seconds after the start, at any moment.
+        drivers: forks the drivers of the journeys; None: they are processes of their own.
+        workers: environment of the workers; a run that loses its fork server has one of its own.
         log: one line per event.
     """
 
@@ -64,13 +67,15 @@ class Campaign:
     faults: Sequence[Fault] = FAULTS
     damages: Sequence[Damage] = DAMAGES
     share_at_start: float = 0.2
+    drivers: Drivers | None = None
+    workers: Mapping[str, str] = field(default_factory=lambda: OWN_SERVER)
     log: list[str] = field(default_factory=list)
     struck: Counter[str] = field(default_factory=Counter)
     _deck: list[Fault] = field(default_factory=list)
 
     def undisturbed(self) -> RunFiles:
         """Run the job without faults."""
-        run = self._start(self.folder / "undisturbed")
+        run = CliRun(self.folder / "undisturbed", self.arguments, self.workers)
         try:
             self._require(run.wait(_slowness() * START_S) == 0, run, "the undisturbed run failed")
         finally:
@@ -108,13 +113,14 @@ class Campaign:
             drawn.append(self._deck.pop())
         return drawn
 
-    def _start(self, folder: Path) -> CliRun:
-        return CliRun(folder, self.arguments, OWN_SERVER)
+    def _start(self, folder: Path, faults: Sequence[Fault] = ()) -> CliRun:
+        loses_server = any(fault.name == NO_FORK_SERVER for fault in faults)
+        return CliRun(folder, self.arguments, OWN_SERVER if loses_server else self.workers, server=self.drivers)
 
     def _strike(self, folder: Path, faults: Sequence[Fault]) -> None:
         """Start or resume the job, inject faults at random moments, and check how the run ends."""
         names, codes = " + ".join(fault.name for fault in faults), {0}
-        run = self._start(folder)
+        run = self._start(folder, faults)
         try:
             for fault in faults:
                 moment = self._wait_for_moment(run, fault, at_start=fault is faults[0])

@@ -156,7 +156,7 @@ def _second_run(run: CliRun, random: Random) -> bool:
     return True
 
 
-NO_REAPER = "SIGKILL of the reaper"
+NO_REAPER, NO_FORK_SERVER = "SIGKILL of the reaper", "SIGKILL of the fork server"
 KILLED, DIED, SURVIVES = frozenset({-9}), frozenset({0, 1}), frozenset({0})
 FAULTS: Sequence[Fault] = (
     Fault("SIGKILL of the driver", _signal_driver(signal.SIGKILL), KILLED),
@@ -179,7 +179,7 @@ FAULTS: Sequence[Fault] = (
     # 1: the last checkpoint or the export could not be written.
     Fault("full disk under the run folder", _fill_disk, DIED, in_training=True, goes_on=True),
     Fault(NO_REAPER, _kill("megarl.cluster.reaper"), SURVIVES, goes_on=True),
-    Fault("SIGKILL of the fork server", _kill("megarl.cluster.fork_server"), DIED),  # its forks end with it
+    Fault(NO_FORK_SERVER, _kill("megarl.cluster.fork_server"), DIED),  # its forks end with it
 )
 
 

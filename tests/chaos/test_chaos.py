@@ -14,7 +14,8 @@ from random import Random
 
 import pytest
 from chaos_campaign import Campaign, arguments_of, make_task
-from chaos_faults import FAULTS, NO_REAPER
+from chaos_faults import FAULTS, NO_FORK_SERVER
+from warm_drivers import Drivers
 
 SEED = int(os.environ.get("CHAOS_SEED", "4"))
 MINUTES = float(os.environ.get("CHAOS_MINUTES", "0"))
@@ -25,23 +26,24 @@ SHORT = (
     "SIGHUP",
     "a second SIGTERM in the final save",
     "full disk under the run folder",
-    NO_REAPER,
-    "SIGKILL of the fork server",
+    NO_FORK_SERVER,
 )
 """Faults of the short journey, of which it draws some. A run ends, or is at its next step, soon after them, on any
-machine; freezes, Ray's processes and second runs are for long campaigns.
+machine; freezes, Ray's processes, second runs and a lost reaper are for long campaigns.
 """
 ONE_DEVICE = ("trainer.n_gpus_per_node=1", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1")
 
 
 @pytest.mark.timeout(600 + 120 * MINUTES)
-def test_a_run_through_faults_equals_an_undisturbed_run(tmp_path: Path) -> None:
-    steps, faults = (8, 5) if MINUTES else (6, 3)
+def test_a_run_through_faults_equals_an_undisturbed_run(
+    tmp_path: Path, drivers: Drivers, shared_server: dict[str, str]
+) -> None:
+    steps, faults = (8, 5) if MINUTES else (5, 3)
     arguments = arguments_of(CONFIG or "quickstart_grpo", make_task(tmp_path / "task"), steps)
     campaign = Campaign(tmp_path, [*arguments, *(() if CONFIG else ONE_DEVICE)], steps, Random(SEED))
     if not MINUTES:
         campaign.faults = [fault for fault in FAULTS if fault.name in SHORT]
-        campaign.share_at_start = 0.0
+        campaign.share_at_start, campaign.drivers, campaign.workers = 0.0, drivers, shared_server
     deadline, journeys = time.monotonic() + 60.0 * MINUTES, 0
     expected = campaign.undisturbed()
     while not journeys or time.monotonic() < deadline:

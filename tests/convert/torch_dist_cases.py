@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import queue
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,17 +67,17 @@ def save_engine_torch_dist(place: Place, model: str, folder: str, layout: Parall
 
 
 def _save(state: dict[str, Any], folder: str) -> None:
-    """Save a state; Megatron's writer leaves a process running, which pool workers may not start."""
+    """Save a state; Megatron's writer starts processes, which pool workers may not do, and a server for their results.
+
+    The server would be for saves in the background: this process waits for its own results.
+    """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     Path(folder).mkdir(parents=True, exist_ok=True)
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    filesystem_async._results_queue = queue.Queue()
     dist_checkpointing.save(state, folder)
-    filesystem_async._results_queue = None
-    for child in multiprocessing.active_children():
-        child.kill()
-        child.join()
 
 
 def _stock_model(reader: HFReader, layout: ParallelLayout, stage: int, save_format: SaveFormat) -> Any:

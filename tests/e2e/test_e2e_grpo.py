@@ -46,12 +46,12 @@ def arguments(small: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def grpo(arguments: list[str], start: Callable[..., CliRun]) -> RunFiles:
+def grpo(arguments: list[str], start: Callable[..., CliRun], shared_server: dict[str, str]) -> RunFiles:
     """An uninterrupted run without checkpoints."""
     run = start(
         *arguments,
         "trainer.logger=[console,jsonl,tensorboard,wandb]",
-        env={"WANDB_MODE": "offline", "MEGARL_FORK_SERVER": "0"},
+        env={**shared_server, "WANDB_MODE": "offline"},
     )
     assert run.wait() == 0, run.output
     assert run.remaining() == []

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cli_runs import CliRun, RunFiles, assert_finite, read_jsonl, reproducible
+from cli_runs import ROOT, CliRun, RunFiles, assert_finite, read_jsonl, reproducible
 from documented_metrics import undocumented
 from listeners import assert_on_loopback, listening_processes
 from reward_functions import FULL_FOLDER, FULL_FROM, FULL_UNTIL, PAUSE_AT, PAUSED
@@ -29,6 +29,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.base.checkpoint_names import POINTER
+from megarl.cluster.fork_server import ENVIRONMENT
 from megarl.ops.report.balance import balance_maps
 from megarl.ops.report.run_files import read_run
 from megarl.tracing.trace_file import read_trace
@@ -120,11 +121,15 @@ def arguments(small: list[str], dense_reward: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole_run(
-    arguments: list[str], start: Callable[..., CliRun], tmp_path_factory: pytest.TempPathFactory
+    arguments: list[str],
+    start: Callable[..., CliRun],
+    shared_server: dict[str, str],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[CliRun]:
     """An uninterrupted run; if mounting is permitted, the checkpoint disk is full during one step."""
     folder = tmp_path_factory.mktemp("whole")
-    checkpoints, env = folder / "outputs" / "ppo" / "checkpoints", {KEY_VARIABLE: FROM_ENVIRONMENT}
+    checkpoints = folder / "outputs" / "ppo" / "checkpoints"
+    env = {**shared_server, KEY_VARIABLE: FROM_ENVIRONMENT}
     checkpoints.mkdir(parents=True)
     mount = ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(checkpoints)]
     is_mounted = subprocess.run(mount, check=False, capture_output=True).returncode == 0
@@ -354,8 +359,8 @@ def test_resume_in_another_layout_is_equal_within_rounding_and_survives_a_rank_k
     saved = tmp_path / "outputs" / "ppo" / "checkpoints"
     shutil.copytree(whole.root / "checkpoints" / f"global_step_{STEPS - 1}", saved / f"global_step_{STEPS - 1}")
     (saved / POINTER).write_text(f"{STEPS - 1}\n")
-    dying = {"PYTHONPATH": str(DYING_WRITER), "MEGARL_E2E_DIE_WRITING": "/actor/__1_0.distcp"}
-    run = start(*arguments, *OTHER_LAYOUT, folder=tmp_path, env=dying)
+    dying = {"PYTHONPATH": f"{DYING_WRITER}:{ROOT}", "MEGARL_E2E_DIE_WRITING": "/actor/__1_0.distcp", ENVIRONMENT: "1"}
+    run = start(*arguments, *OTHER_LAYOUT, folder=tmp_path, env=dying, warm=True)
     assert run.wait() == 1, run.output
     assert run.remaining() == []
     assert re.search(r"actor rank 1 \(pid \d+ on [\d.]+\) died in save_checkpoint", run.output), run.output
@@ -398,7 +403,7 @@ def test_killed_run_resumes_bit_exact(
     paused = tmp_path / "paused"
     pause_at = (KILLED_IN_STEP - 1) * SAMPLES + SAMPLES // 2  # half of the responses of the step are scored
     arguments = [*arguments, *IN_BACKGROUND]  # the uninterrupted run waits for each save
-    killed = start(*arguments, folder=tmp_path, env={PAUSE_AT: str(pause_at), PAUSED: str(paused)})
+    killed = start(*arguments, folder=tmp_path, env={PAUSE_AT: str(pause_at), PAUSED: str(paused)}, warm=True)
     killed.wait_until(paused.exists)
     # Ray and all roles, with their process groups connected; the last command is that of engines and agent runners.
     commands = ("gcs_server", "raylet/raylet", "ray::WorkerProcess", "ray::ServingWorkerProcess")

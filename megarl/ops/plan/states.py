@@ -86,6 +86,10 @@ class _Buffer:
         return total
 
 
+_COUNTED: dict[str, RankStates] = {}
+_MOST_COUNTED = 4096
+
+
 class StateCounter:
     """Counts the states of a role, rank by rank.
 
@@ -99,7 +103,20 @@ class StateCounter:
         self._adapters = AdapterMap(self._map, role.lora) if role.lora is not None else None
 
     def of(self, rank: int) -> RankStates:
-        """Return the states of a rank."""
+        """Return the states of a rank.
+
+        Plans of one model differ in few of the facts that decide its states, and a search makes hundreds.
+        """
+        role, megatron = self.role, self.role.megatron
+        facts = (role.model, role.value_head, role.lora, role.layout, role.trains, role.dtype_bytes, rank)
+        key = repr((*facts, megatron.use_distributed_optimizer, megatron.overlap_grad_reduce))  # a model has no hash
+        if key not in _COUNTED:
+            if len(_COUNTED) >= _MOST_COUNTED:
+                _COUNTED.clear()
+            _COUNTED[key] = self._count_rank(rank)
+        return _COUNTED[key]
+
+    def _count_rank(self, rank: int) -> RankStates:
         layout, width = self.role.layout, self.role.dtype_bytes
         params = self._map.megatron_params(layout, rank)
         numbers = [math.prod(param.shape) for param in params]
