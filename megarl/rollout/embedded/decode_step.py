@@ -120,8 +120,14 @@ class CudaGraphCapture:
         return graph.replay
 
 
-def decode_step(cache: KVCache, state: Tensor) -> DecodeStep:
-    """Return the decode step for the cache's device."""
-    if cache.device.type == "cuda":
+def decode_step(cache: KVCache, state: Tensor, *, dynamic: bool = False) -> DecodeStep:
+    """Return the decode step for the cache's device.
+
+    Args:
+        cache: see :class:`DecodeStep`.
+        state: see :class:`DecodeStep`.
+        dynamic: the shapes of the model's computation depend on its values, as those of experts do: no CUDA graphs.
+    """
+    if cache.device.type == "cuda" and not dynamic:
         return GraphedDecodeStep(cache, state, CudaGraphCapture(cache.device))
     return DecodeStep(cache, state)

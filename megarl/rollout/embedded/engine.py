@@ -20,6 +20,7 @@ from megarl.models.hf_folder import eos_in, eos_token_ids
 from megarl.rollout.embedded.decoder import TransformerDecoder
 from megarl.rollout.embedded.generation import ContinuousBatcher, FinishedRequest
 from megarl.rollout.embedded.kv_cache import KVCache
+from megarl.rollout.embedded.layers import KNOWN_PARAMETERS
 from megarl.rollout.embedded.sampling import Decode, Sampler, StopRules, load_decode
 from megarl.rollout.embedded.weights import WeightStore
 from megarl.rollout.interface import (
@@ -84,8 +85,9 @@ class EmbeddedEngine(RolloutEngine):
         eos = options.eos_token_ids
         self._eos = frozenset(eos_in(config.raw) if eos is None else eos)
         check_token_ids("eos_token_ids", self._eos, config.vocab_size)
-        params = WeightMap(config).rollout_params(1, 0)
-        self._weights = WeightStore(params, DTYPES[options.dtype], self._device)
+        weight_map = WeightMap(config)
+        params = weight_map.rollout_params(1, 0)
+        self._weights = WeightStore(params, DTYPES[options.dtype], self._device, weight_map.is_float32)
         self._weights.allocate()
         self._receiver: BucketReceiver | None = None
         self._asleep: set[Tag] = set()
@@ -140,12 +142,13 @@ class EmbeddedEngine(RolloutEngine):
 
     def load_hf(self, path: str, version: int = 0) -> None:
         """See the contract."""
-        reader = HFReader(path)
-        if WeightMap(reader.config).hf_shapes() != WeightMap(self.config).hf_shapes():
+        reader, weight_map = HFReader(path), WeightMap(self.config)
+        if WeightMap(reader.config).hf_shapes() != weight_map.hf_shapes():
             raise ModelError(f"model folder {path} holds another model than the one this engine was built for")
         self._check_idle()
         self._weights.begin(version)
-        params = load_local(reader, WeightMap(self.config).rollout_params(1, 0), self._weights.dtype)
+        local = weight_map.rollout_params(1, 0)
+        params = load_local(reader, local, self._weights.dtype, float32=weight_map.is_float32)
         with torch.no_grad():
             self._weights.write((name, (0,) * tensor.dim(), tensor) for name, tensor in params)
         self._weights.end(version)
@@ -284,17 +287,18 @@ class EmbeddedEngine(RolloutEngine):
 
 
 def check_model(config: ModelConfig) -> None:
-    """Refuse models that the forward pass does not support.
+    """Check that the forward pass computes with every parameter of the model.
 
     Raises:
-        ModelError: the model has experts or latent attention.
+        ModelError: a custom family declares other parameters.
     """
-    parts = {"mixture-of-experts layers": config.experts, "latent attention": config.latent}
-    unknown = [name for name, part in parts.items() if part is not None]
+    weight_map = WeightMap(config)
+    names = {name for layer in range(config.num_layers) for name in weight_map.layer_rollout_names(layer)}
+    unknown = sorted(names - KNOWN_PARAMETERS)
     if unknown:
         raise ModelError(
-            f"rollout engine 'embedded' does not run {config.architecture}: it has {' and '.join(unknown)}; "
-            "it runs models with dense layers and plain attention"
+            f"rollout engine 'embedded' does not run {config.architecture}: it does not compute with the parameter "
+            f"'{unknown[0]}' of its layers; set rollout.name=sglang"
         )
 
 

@@ -168,7 +168,7 @@ class ContinuousBatcher:
         self._size = 0
         # By slot: newest token, its position, number of generated tokens, lane.
         self._state = torch.zeros(4, lanes, dtype=torch.int64, device=device)
-        self._decode_step = decode_step(cache, self._state)
+        self._decode_step = decode_step(cache, self._state, dynamic=decoder.has_experts)
         # On the host, since reading a position waits for the device: position of a lane = steps + its entry here.
         self._steps = 0
         self._offsets: dict[int, int] = {}
