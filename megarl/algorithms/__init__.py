@@ -35,7 +35,16 @@ from megarl.algorithms.kl import (
     kl_penalty,
     make_kl_controller,
 )
-from megarl.algorithms.masked import explained_variance, masked_mean, masked_sum, masked_variance, masked_whiten
+from megarl.algorithms.masked import (
+    explained_variance,
+    have_tokens,
+    masked_mean,
+    masked_sum,
+    masked_variance,
+    masked_whiten,
+    sequence_counts,
+    sequence_sums,
+)
 from megarl.algorithms.policy_loss import (
     POLICY_LOSSES,
     ChoiceFunction,
@@ -151,6 +160,7 @@ __all__ = [
     "grpo",
     "grpo_passk",
     "gspo",
+    "have_tokens",
     "importance_weights",
     "ipo",
     "kl_cov",
@@ -188,7 +198,9 @@ __all__ = [
     "rloo",
     "row_cosine_similarity",
     "sapo",
+    "sequence_counts",
     "sequence_quality",
+    "sequence_sums",
     "simpo",
     "slic_hinge",
     "token_keys",

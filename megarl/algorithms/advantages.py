@@ -1,19 +1,21 @@
 """Advantage estimators: the registry, and the estimators over per-token returns (GAE, REINFORCE++, ReMax, RFT).
 
-An estimator maps :class:`AdvantageInputs` to ``(advantages, returns)``, both ``[b, R]``, 0 outside the response mask.
+An estimator maps :class:`AdvantageInputs` to ``(advantages, returns)``, both 0 outside the response mask. megarl's own
+estimators read packed tokens ``[n]``, a user's reads padded tensors ``[b, R]``; :class:`AdvantageEstimator` converts.
 Estimators with group baselines (GRPO, RLOO, ...) are in :mod:`megarl.algorithms.group_advantages`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masked import masked_whiten
+from megarl.algorithms.masked import expand_to_tokens, flat_tokens, masked_whiten, sequence_counts
 from megarl.algorithms.turns import Turns
 from megarl.base.algorithm_names import ADV_ESTIMATORS
 from megarl.base.registry import Registry
@@ -23,6 +25,9 @@ from megarl.base.user_code import load_user_function
 @dataclass(frozen=True)
 class AdvantageInputs:
     """Inputs of an advantage estimator.
+
+    Tensors ``[b, R]`` are padded; with ``lengths``, they are packed tokens ``[n]`` instead (see
+    :mod:`megarl.algorithms.masked`). A user's estimator always gets padded tensors.
 
     Attributes:
         token_level_rewards: ``[b, R]``, the reward of each response token. A reward on a token outside the mask belongs
@@ -41,6 +46,7 @@ class AdvantageInputs:
         gamma: discount per token; GiGPO: per turn.
         lam: lambda of GAE.
         norm_by_std: whether GRPO, its pass@k form and GiGPO divide by the standard deviation of a group.
+        lengths: ``[b]`` response tokens per row, of packed tokens; None = padded tensors.
     """
 
     token_level_rewards: Tensor
@@ -56,6 +62,55 @@ class AdvantageInputs:
     gamma: float = 1.0
     lam: float = 1.0
     norm_by_std: bool = True
+    lengths: Tensor | None = None
+
+    def packed(self) -> AdvantageInputs:
+        """View padded tensors as packed tokens: all rows have R tokens then."""
+        if self.lengths is not None:
+            return self
+        columns: dict[str, Any] = {name: flat_tokens(tensor, None)[0] for name, tensor in self._token_columns().items()}
+        _, lengths = flat_tokens(self.response_mask, None)
+        turns = None if self.turns is None else replace(self.turns, numbers=self.turns.numbers.reshape(-1))
+        return replace(self, **columns, turns=turns, lengths=lengths)
+
+    def padded(self) -> AdvantageInputs:
+        """Pad packed tokens to ``[b, R]``; R is the longest response."""
+        if self.lengths is None:
+            return self
+        columns: dict[str, Any] = {name: self._pad(tensor) for name, tensor in self._token_columns().items()}
+        columns["response_mask"] = columns["response_mask"].long()
+        turns = None if self.turns is None else replace(self.turns, numbers=self._pad(self.turns.numbers, -1))
+        return replace(self, **columns, turns=turns, lengths=None)
+
+    def like_tokens(self, result: Tensor) -> Tensor:
+        """Convert a result of :meth:`packed` or :meth:`padded` inputs back to the form of these inputs."""
+        if result.dim() == self.token_level_rewards.dim():
+            return result
+        return result.view_as(self.token_level_rewards) if self.lengths is None else result[self._real()]
+
+    def _token_columns(self) -> dict[str, Tensor]:
+        columns = {name: getattr(self, name) for name in _TOKEN_COLUMNS}
+        return {name: tensor for name, tensor in columns.items() if tensor is not None}
+
+    def _real(self) -> Tensor:
+        """Mark the tokens of each row in the padded tensors, ``[b, R]`` bool."""
+        assert self.lengths is not None
+        return torch.arange(int(self.lengths.max())) < self.lengths[:, None]
+
+    def _pad(self, tokens: Tensor, pad: float = 0) -> Tensor:
+        real = self._real()
+        return torch.full(real.shape, pad, dtype=tokens.dtype).masked_scatter(real, tokens)
+
+
+_TOKEN_COLUMNS = (
+    "token_level_rewards",
+    "response_mask",
+    "values",
+    "old_log_probs",
+    "sum_pi_squared",
+    "rollout_is_weights",
+)
+"""Fields of :class:`AdvantageInputs` with an entry per token."""
 
 
 AdvantageFunction = Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
@@ -77,14 +132,16 @@ class AdvantageEstimator:
         name: shown in messages.
         function: maps inputs to advantages and returns.
         needs: required fields of :class:`AdvantageInputs` among the fields that may be None.
+        reads_packed: whether the function reads packed tokens and returns them; else padded tensors.
     """
 
     name: str
     function: AdvantageFunction
     needs: tuple[str, ...] = ()
+    reads_packed: bool = False
 
     def __call__(self, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-        """Compute advantages and returns, each ``[b, R]``.
+        """Compute advantages and returns, each in the form of the inputs: ``[b, R]`` or packed ``[n]``.
 
         Raises:
             ValueError: the inputs lack a required field.
@@ -92,7 +149,8 @@ class AdvantageEstimator:
         for field in self.needs:
             if getattr(inputs, field) is None:
                 raise ValueError(f"advantage estimator {self.name!r} needs `{field}`: {_INPUT_MEANINGS[field]}")
-        return self.function(inputs)
+        advantages, returns = self.function(inputs.packed() if self.reads_packed else inputs.padded())
+        return inputs.like_tokens(advantages), inputs.like_tokens(returns)
 
 
 def _load_user_estimator(spec: str, key: str) -> AdvantageEstimator:
@@ -104,18 +162,19 @@ ADVANTAGES: Registry[AdvantageEstimator] = Registry("algorithm.adv_estimator", l
 
 
 def register_advantage(
-    *names: str, needs: tuple[str, ...] | None = None
+    *names: str, needs: tuple[str, ...] | None = None, reads_packed: bool = False
 ) -> Callable[[AdvantageFunction], AdvantageEstimator]:
     """Return a decorator that registers an estimator under ``names``.
 
     Args:
         names: names in the configuration.
         needs: required inputs; None = those in :mod:`megarl.base.algorithm_names`, none for a custom estimator.
+        reads_packed: see :class:`AdvantageEstimator`.
     """
     required = ADV_ESTIMATORS.get(names[0], ()) if needs is None else needs
 
     def add(function: AdvantageFunction) -> AdvantageEstimator:
-        return ADVANTAGES.register(*names)(AdvantageEstimator(names[0], function, required))
+        return ADVANTAGES.register(*names)(AdvantageEstimator(names[0], function, required, reads_packed))
 
     return add
 
@@ -130,7 +189,7 @@ def load_advantage(spec: str) -> AdvantageEstimator:
 
 
 def generalized_advantages(
-    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, lengths: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute generalized advantages (GAE) before whitening (Schulman et al. 2015, arXiv:1506.02438, eq. 11 to 16).
 
@@ -139,19 +198,20 @@ def generalized_advantages(
     is no time step: value and advantage skip it, and its reward belongs to the token of the mask before it.
 
     Args:
-        rewards: ``[b, R]``.
+        rewards: ``[b, R]``, or packed ``[n]``, as all tensors over tokens.
         values: ``[b, R]``.
         mask: ``[b, R]``, 0 or 1.
         gamma: discount per token.
         lam: 0 = one-step errors, 1 = discounted sum of rewards minus the value.
+        lengths: ``[b]`` of packed tokens; None = rectangles.
 
     Returns:
         Advantages and returns ``A + V``, each ``[b, R]``, 0 outside the mask.
     """
     kept = mask.bool()
-    counts = kept.sum(1)
+    counts = sequence_counts(kept, lengths)
     ends = counts.cumsum(0)
-    steps, value = _step_rewards(rewards, kept, ends - counts), values[kept]
+    steps, value = _step_rewards(rewards, kept, lengths), values[kept]
     next_value = torch.zeros_like(value)
     next_value[:-1] = value[1:]
     next_value[ends[counts > 0] - 1] = 0
@@ -161,21 +221,24 @@ def generalized_advantages(
     return advantages, returns
 
 
-def _step_rewards(rewards: Tensor, kept: Tensor, starts: Tensor) -> Tensor:
+def _step_rewards(rewards: Tensor, kept: Tensor, lengths: Tensor | None) -> Tensor:
     """Add the rewards outside the mask to the token of the mask before them; returns ``[n]`` for the kept tokens.
 
     Args:
-        rewards: ``[b, R]``.
-        kept: ``[b, R]`` bool.
-        starts: ``[b]`` position of each row's first token among the ``n`` kept ones.
+        rewards: ``[b, R]``, or packed.
+        kept: same shape, bool.
+        lengths: ``[b]`` of packed tokens; None = rectangles.
     """
+    (rewards, lengths), (kept, _) = flat_tokens(rewards, lengths), flat_tokens(kept, lengths)
     steps = rewards[kept]
-    late = (~kept & (rewards != 0)).nonzero()
+    late = (~kept & (rewards != 0)).nonzero()[:, 0]
     if len(late):
-        row, token = late.unbind(1)
-        place = kept.cumsum(1)[row, token] - 1
-        follows = place >= 0
-        steps.index_add_(0, (starts[row] + place)[follows], rewards[row, token][follows])
+        sequence = torch.searchsorted(lengths.cumsum(0), late, right=True)
+        before = kept.cumsum(0)  # kept tokens up to a token, over all sequences
+        counts = sequence_counts(kept, lengths)
+        place, start = before[late] - 1, (counts.cumsum(0) - counts)[sequence]
+        follows = place >= start
+        steps.index_add_(0, place[follows], rewards[late][follows])
     return steps
 
 
@@ -202,45 +265,48 @@ def _backward_sums(values: Tensor, counts: Tensor, factor: float) -> Tensor:
     return torch.from_numpy(sums).to(values.device)
 
 
-def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Compute discounted returns ``G_t = r_t + gamma * G_{t+1}`` over the tokens of the mask, ``[b, R]``, 0 outside."""
-    return generalized_advantages(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[0]
+def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float, lengths: Tensor | None = None) -> Tensor:
+    """Compute discounted returns ``G_t = r_t + gamma * G_{t+1}`` over the tokens of the mask, 0 outside.
+
+    Arguments and forms are those of :func:`generalized_advantages`.
+    """
+    return generalized_advantages(rewards, torch.zeros_like(rewards), mask, gamma, 1.0, lengths)[0]
 
 
-@register_advantage("gae")
+@register_advantage("gae", reads_packed=True)
 def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Compute GAE (:func:`generalized_advantages`) and whiten the advantages over all trained tokens of the batch."""
     assert inputs.values is not None
     advantages, returns = generalized_advantages(
-        inputs.token_level_rewards, inputs.values, inputs.response_mask, inputs.gamma, inputs.lam
+        inputs.token_level_rewards, inputs.values, inputs.response_mask, inputs.gamma, inputs.lam, inputs.lengths
     )
     return masked_whiten(advantages, inputs.response_mask), returns
 
 
-@register_advantage("reinforce_plus_plus")
+@register_advantage("reinforce_plus_plus", reads_packed=True)
 def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): returns whitened over all trained tokens of a batch.
 
     ``A_t = (G_t - mean) / std`` with ``G_t = sum_{k >= t} gamma^(k - t) r_k``. The paper also has a KL term in the
     reward: ``algorithm.use_kl_in_reward`` with ``kl_penalty=k1``.
     """
-    returns = discounted_returns(inputs.token_level_rewards, inputs.response_mask, inputs.gamma)
+    returns = discounted_returns(inputs.token_level_rewards, inputs.response_mask, inputs.gamma, inputs.lengths)
     return masked_whiten(returns, inputs.response_mask), returns
 
 
-@register_advantage("remax")
+@register_advantage("remax", reads_packed=True)
 def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """ReMax (Li et al. 2023, arXiv:2310.10505): the return minus the score of the prompt's greedy response.
 
     ``A_t = sum_{k >= t} r_k - r(x, greedy response to x)``, undiscounted as in the paper.
     """
     assert inputs.reward_baselines is not None
-    returns = discounted_returns(inputs.token_level_rewards, inputs.response_mask, 1.0)
-    relative = returns - inputs.reward_baselines.to(returns.dtype)[:, None]
+    returns = discounted_returns(inputs.token_level_rewards, inputs.response_mask, 1.0, inputs.lengths)
+    relative = returns - expand_to_tokens(inputs.reward_baselines.to(returns.dtype), returns, inputs.lengths)
     return torch.where(inputs.response_mask.bool(), relative, torch.zeros_like(relative)), returns
 
 
-@register_advantage("rft")
+@register_advantage("rft", reads_packed=True)
 def rft(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Rejection-sampling fine-tuning (RAFT, Dong et al. 2023, arXiv:2304.06767, section 3.1): imitate kept responses.
 
@@ -248,5 +314,5 @@ def rft(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     that is supervised learning on the responses that ``algorithm.best_of_n`` keeps.
     """
     return inputs.response_mask.to(inputs.token_level_rewards.dtype), discounted_returns(
-        inputs.token_level_rewards, inputs.response_mask, 1.0
+        inputs.token_level_rewards, inputs.response_mask, 1.0, inputs.lengths
     )

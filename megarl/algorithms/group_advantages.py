@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages import AdvantageInputs, discounted_returns, register_advantage
-from megarl.algorithms.masked import masked_whiten
+from megarl.algorithms.masked import (
+    expand_to_tokens,
+    have_tokens,
+    masked_whiten,
+    sequence_counts,
+    sequence_sums,
+)
 from megarl.algorithms.turns import sums_per_turn, trained_turns
 
 EPS = 1e-6
@@ -26,7 +32,7 @@ class GroupedScores:
     """Scores of responses with the statistics of their groups, in double precision.
 
     Attributes:
-        mask: ``[b, R]`` bool, trained tokens.
+        mask: ``[n]`` bool, trained tokens of packed responses.
         counted: ``[b]`` bool, rows with a trained token; other rows are in no statistic.
         scores: ``[b]``, the sum of a row's rewards; 0 for rows that do not count.
         size: ``[b]``, counted rows of each row's group.
@@ -35,9 +41,11 @@ class GroupedScores:
 
     def __init__(self, inputs: AdvantageInputs) -> None:
         assert inputs.group_ids is not None
-        self.mask = inputs.response_mask.bool()
-        self.counted = self.mask.any(-1)
-        self.scores = torch.where(self.counted, inputs.token_level_rewards.double().sum(-1), 0.0)
+        self.mask, self._lengths = inputs.response_mask.bool(), inputs.lengths
+        self.counted = have_tokens(self.mask, self._lengths)
+        rewards = inputs.token_level_rewards
+        sums = sequence_sums(rewards, torch.ones_like(self.mask), self._lengths)
+        self.scores = torch.where(self.counted, sums, 0.0)
         self._dtype = inputs.token_level_rewards.dtype
         _, groups = np.unique(inputs.group_ids.astype(str), return_inverse=True)
         self._group = torch.from_numpy(groups.reshape(-1)).to(self.mask.device)
@@ -71,11 +79,26 @@ class GroupedScores:
         return relative / (self.deviation() + EPS) if norm_by_std else relative
 
     def to_tokens(self, per_row: Tensor) -> Tensor:
-        """Repeat ``per_row [b]`` on every trained token of its row, ``[b, R]`` in the dtype of the rewards."""
-        return torch.where(self.mask, per_row[:, None], 0.0).to(self._dtype)
+        """Repeat ``per_row [b]`` on every trained token of its row, ``[n]`` in the dtype of the rewards."""
+        per_token = expand_to_tokens(per_row.to(self._dtype), self.mask, self._lengths)
+        return torch.where(self.mask, per_token, 0.0)
+
+    def steps(self) -> tuple[Tensor, int]:
+        """Number the time steps: the t-th trained tokens of a group's responses have one number.
+
+        Returns:
+            Number of each trained token, ``[trained tokens]``, and the count of numbers.
+        """
+        counts = sequence_counts(self.mask, self._lengths)
+        groups = int(self._group.max()) + 1
+        longest = torch.zeros(groups, dtype=torch.int64).scatter_reduce(0, self._group, counts, "amax")
+        first = (longest.cumsum(0) - longest)[self._group]
+        begins = counts.cumsum(0) - counts
+        shift = torch.repeat_interleave(first - begins, counts)
+        return torch.arange(len(shift)) + shift, int(longest.sum())
 
 
-@register_advantage("grpo", "grpo_vectorized")
+@register_advantage("grpo", "grpo_vectorized", reads_packed=True)
 def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """GRPO (Shao et al. 2024, arXiv:2402.03300, section 4.1.2): ``(s - mean) / (std + eps)`` over the group.
 
@@ -87,7 +110,7 @@ def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return advantages, advantages
 
 
-@register_advantage("grpo_passk")
+@register_advantage("grpo_passk", reads_packed=True)
 def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """GRPO for pass@k (Tang et al. 2025, arXiv:2503.19595): only the best response of a group gets an advantage.
 
@@ -106,7 +129,7 @@ def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return advantages, advantages
 
 
-@register_advantage("rloo", "rloo_vectorized")
+@register_advantage("rloo", "rloo_vectorized", reads_packed=True)
 def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """RLOO (Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740): a leave-one-out baseline.
 
@@ -118,7 +141,7 @@ def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return advantages, advantages
 
 
-@register_advantage("reinforce_plus_plus_baseline")
+@register_advantage("reinforce_plus_plus_baseline", reads_packed=True)
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """REINFORCE++ with the group's mean as baseline (Hu et al. 2025, arXiv:2501.03262).
 
@@ -129,20 +152,20 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tenso
     return advantages, advantages
 
 
-@register_advantage("opo")
+@register_advantage("opo", reads_packed=True)
 def opo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """OPO (Hao et al. 2025, arXiv:2505.23585): the minimum-variance baseline, weighted by length.
 
     ``A_i = s_i - sum_j l_j s_j / sum_j l_j`` with ``l`` the trained tokens of a response.
     """
     groups = GroupedScores(inputs)
-    lengths = groups.mask.double().sum(-1)
+    lengths = sequence_counts(groups.mask, inputs.lengths).double()
     baseline = groups.sum(lengths * groups.scores) / groups.sum(lengths).clamp(min=1)
     advantages = groups.to_tokens(groups.scores - torch.where(groups.several, baseline, 0.0))
     return advantages, advantages
 
 
-@register_advantage("gpg")
+@register_advantage("gpg", reads_packed=True)
 def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """GPG (Chu et al. 2025, arXiv:2504.02546): ``alpha (s - mean)``, for the loss ``gpg``.
 
@@ -160,7 +183,7 @@ def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return advantages, advantages
 
 
-@register_advantage("optimal_token_baseline", "tir_optimal_token_baseline")
+@register_advantage("optimal_token_baseline", "tir_optimal_token_baseline", reads_packed=True)
 def optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """OTB: subtract from each token's return the minimum-variance baseline of its time step (optimal token baseline).
 
@@ -174,23 +197,23 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     between them. A step that only one response of the group reaches has the baseline 0.
     """
     assert inputs.old_log_probs is not None and inputs.sum_pi_squared is not None
-    groups, mask = GroupedScores(inputs), inputs.response_mask.bool()
-    returns = discounted_returns(inputs.token_level_rewards, inputs.response_mask, 1.0)
-    energy = (1 - 2 * inputs.old_log_probs.double().exp() + inputs.sum_pi_squared.double()).clamp(min=0)
+    groups = GroupedScores(inputs)
+    mask, counts = groups.mask, sequence_counts(groups.mask, inputs.lengths)
+    returns = discounted_returns(inputs.token_level_rewards, mask, 1.0, inputs.lengths)
+    energy = (1 - 2 * inputs.old_log_probs[mask].double().exp() + inputs.sum_pi_squared[mask].double()).clamp(min=0)
     if inputs.rollout_is_weights is not None:
-        energy = energy * inputs.rollout_is_weights.double().square()
-    energy = torch.where(mask, energy, 0.0).cumsum(-1)
-    to_steps = (~mask).int().argsort(dim=-1, stable=True)  # trained tokens first, in their order
-    reached = mask.gather(1, to_steps)
-    weights = torch.where(reached, energy.gather(1, to_steps), 0.0)
-    numerator = groups.sum(weights * returns.double().gather(1, to_steps))
-    baselines = numerator / (groups.sum(weights) + ENERGY_EPS)
-    baselines = torch.where(groups.sum(reached.double()) > 1, baselines, 0.0)
-    per_token = torch.zeros_like(baselines).scatter(1, to_steps, baselines)
-    return torch.where(mask, returns - per_token, 0.0).to(returns.dtype), returns
+        energy = energy * inputs.rollout_is_weights[mask].double().square()
+    weights = torch.cat([row.cumsum(0) for row in energy.split(counts.tolist())])
+    steps, count = groups.steps()
+    numerator = torch.bincount(steps, weights * returns[mask].double(), minlength=count)
+    baselines = numerator / (torch.bincount(steps, weights, minlength=count) + ENERGY_EPS)
+    baselines = torch.where(torch.bincount(steps, minlength=count) > 1, baselines, 0.0)
+    advantages = torch.zeros_like(returns)
+    advantages[mask] = (returns[mask] - baselines[steps]).to(returns.dtype)
+    return advantages, returns
 
 
-@register_advantage("gigpo")
+@register_advantage("gigpo", reads_packed=True)
 def gigpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """GiGPO (Feng et al. 2025, arXiv:2505.10978): compare whole responses, and turns from the same anchor state.
 
@@ -200,11 +223,14 @@ def gigpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     deviation plus epsilon. A turn whose state no other turn has gets ``A_S = 0``. All tokens of a turn have its
     advantage.
     """
-    assert inputs.turns is not None
+    assert inputs.turns is not None and inputs.lengths is not None
     groups = GroupedScores(inputs)
     relative = groups.relative(norm_by_std=inputs.norm_by_std)
-    of_turns = _step_advantages(inputs, groups).gather(1, inputs.turns.numbers.clamp(min=0))
-    advantages = torch.where(groups.mask, relative[:, None] + inputs.step_advantage_w * of_turns, 0.0)
+    of_turns = _step_advantages(inputs, groups)
+    rows = torch.repeat_interleave(torch.arange(len(of_turns)), inputs.lengths)[groups.mask]
+    advantages = torch.zeros_like(inputs.token_level_rewards, dtype=torch.double)
+    turn = inputs.turns.numbers[groups.mask].clamp(min=0)
+    advantages[groups.mask] = relative[rows] + inputs.step_advantage_w * of_turns[rows, turn]
     advantages = advantages.to(inputs.token_level_rewards.dtype)
     return advantages, advantages
 
@@ -213,10 +239,10 @@ def _step_advantages(inputs: AdvantageInputs, groups: GroupedScores) -> Tensor:
     """GiGPO's advantage of each turn over the other turns from its state, ``[b, T]`` doubles."""
     turns = inputs.turns
     assert turns is not None
-    returns = sums_per_turn(inputs.token_level_rewards, turns)
+    returns = sums_per_turn(inputs.token_level_rewards, turns, inputs.lengths)
     for turn in reversed(range(returns.shape[1] - 1)):
         returns[:, turn] += inputs.gamma * returns[:, turn + 1]
-    trained = trained_turns(turns, groups.mask)
+    trained = trained_turns(turns, groups.mask, inputs.lengths)
     compared, (_, anchors) = returns[trained], turns.anchors[trained].unique(return_inverse=True)
     size = torch.bincount(anchors).clamp(min=1)
     mean = torch.bincount(anchors, compared) / size

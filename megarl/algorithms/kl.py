@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masked import masked_mean
+from megarl.algorithms.masked import have_tokens, masked_mean, sequence_means
 from megarl.base.registry import Registry
 
 KLFunction = Callable[[Tensor], Tensor]
@@ -79,26 +79,27 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
 
 
 def apply_kl_penalty(
-    token_level_scores: Tensor, kl: Tensor, response_mask: Tensor, beta: float
+    token_level_scores: Tensor, kl: Tensor, response_mask: Tensor, beta: float, lengths: Tensor | None = None
 ) -> tuple[Tensor, float]:
     """Subtract the KL penalty from the scores: ``r_t = score_t - beta * KL_t`` (Ziegler et al. 2019, eq. 2).
 
-    All tensors are ``[b, R]``.
+    All tensors over tokens are ``[b, R]``, or packed ``[n]``.
 
     Args:
         token_level_scores: the reward function's scores.
         kl: KL from the sampling policy to the reference at each token, estimated by :func:`kl_penalty` or exact.
         response_mask: 1 for trained tokens.
         beta: coefficient of the penalty.
+        lengths: ``[b]`` of packed tokens; None = rectangles.
 
     Returns:
-        The rewards ``[b, R]``, and the KL in nats per token: mean over a sequence's trained tokens, then over sequences
+        The rewards, and the KL in nats per token: mean over a sequence's trained tokens, then over sequences
         with trained tokens (0 if there are none).
     """
     kept = response_mask.bool()
     kl = torch.where(kept, kl, 0.0)
-    per_sequence = masked_mean(kl.double(), kept, dim=-1)
-    return token_level_scores - beta * kl, masked_mean(per_sequence, kept.any(-1)).item()
+    per_sequence = sequence_means(kl, kept, lengths)
+    return token_level_scores - beta * kl, masked_mean(per_sequence, have_tokens(kept, lengths)).item()
 
 
 class KLController(Protocol):

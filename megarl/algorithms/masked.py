@@ -1,4 +1,8 @@
-"""Masked statistics over tensors, and per-sequence sums for rectangles ``[b, R]`` and packed tokens ``[n]``.
+"""Masked statistics over tensors, and per-sequence reductions of rectangles ``[b, R]`` and packed tokens ``[n]``.
+
+Packed tokens are those of all sequences in order, without padding; ``lengths [b]`` counts the tokens of each sequence.
+A function with an argument ``lengths`` accepts both forms: rectangles with ``lengths=None``. A rectangle is packed
+tokens of sequences of equal length, so :func:`flat_tokens` converts it without a copy.
 
 An entry outside the mask may hold any value, NaN included: it is never read.
 """
@@ -76,8 +80,7 @@ def sequence_sums(values: Tensor, mask: Tensor, lengths: Tensor | None) -> Tenso
     Raises:
         ValueError: packed values come without ``lengths``.
     """
-    if lengths is None and values.dim() != 2:
-        raise ValueError(f"packed tokens of shape {tuple(values.shape)} need `lengths`")
+    _check_form(values, lengths)
     kept = torch.where(mask.bool(), values.double(), 0.0)
     if lengths is None:
         return kept.sum(-1)
@@ -93,6 +96,56 @@ def sequence_means(values: Tensor, mask: Tensor, lengths: Tensor | None) -> Tens
     """
     count = sequence_sums(torch.ones_like(mask, dtype=torch.double), mask, lengths)
     return sequence_sums(values, mask, lengths) / count.clamp(min=1)
+
+
+def sequence_maxima(values: Tensor, mask: Tensor, lengths: Tensor | None, initial: float) -> Tensor:
+    """Return the maximum of ``values`` and ``initial`` over the trained tokens of each sequence, ``[b]``.
+
+    Arguments and errors are those of :func:`sequence_sums`.
+    """
+    _check_form(values, lengths)
+    kept = torch.where(mask.bool(), values, initial)
+    if lengths is None:
+        return kept.amax(-1).clamp(min=initial)
+    sequence = expand_to_tokens(torch.arange(len(lengths), device=values.device), values, lengths)
+    empty = torch.full((len(lengths),), initial, dtype=values.dtype, device=values.device)
+    return empty.scatter_reduce(0, sequence, kept, "amax")
+
+
+def have_tokens(mask: Tensor, lengths: Tensor | None) -> Tensor:
+    """Mark the sequences with a token in the mask, ``[b]`` bool; see :func:`sequence_sums` for the forms."""
+    if lengths is None:
+        return mask.bool().any(-1)
+    return sequence_counts(mask, lengths) > 0
+
+
+def sequence_counts(mask: Tensor, lengths: Tensor | None) -> Tensor:
+    """Count the tokens of the mask in each sequence, ``[b]`` int64; see :func:`sequence_sums` for the forms."""
+    _check_form(mask, lengths)
+    if lengths is None:
+        return mask.bool().sum(-1)
+    ends = lengths.to(mask.device).cumsum(0)
+    total = torch.cat([torch.zeros(1, dtype=torch.int64, device=mask.device), mask.bool().cumsum(0)])
+    return total[ends] - total[ends - lengths.to(mask.device)]
+
+
+def flat_tokens(values: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    """View values of either form as packed tokens ``[n]``; returns them and the lengths ``[b]``.
+
+    Raises:
+        ValueError: packed values come without ``lengths``.
+    """
+    _check_form(values, lengths)
+    if lengths is not None:
+        return values, lengths.to(values.device)
+    return values.reshape(-1), torch.full((values.shape[0],), values.shape[1], device=values.device)
+
+
+def _check_form(values: Tensor, lengths: Tensor | None) -> None:
+    if (lengths is None) != (values.dim() == 2):
+        raise ValueError(
+            f"tokens of shape {tuple(values.shape)}: rectangles have 2 dimensions, packed tokens `lengths`"
+        )
 
 
 def expand_to_tokens(per_sequence: Tensor, like: Tensor, lengths: Tensor | None) -> Tensor:

@@ -2,8 +2,8 @@
 
 The ratio of a token is ``r = p_old / p_rollout``: the actor's probability over the probability at which the engine
 sampled it. A loss is corrected by importance weights, truncated at a bound, or by rejecting tokens or whole sequences.
-``docs/rollout_correction.md`` has the formulas and their sources. All functions work on rectangles ``[b, R]`` over the
-whole batch, in double precision and without gradients.
+``docs/rollout_correction.md`` has the formulas and their sources. All functions work on rectangles ``[b, R]``, or on
+packed tokens ``[n]`` with ``lengths [b]``, over the whole batch, in double precision and without gradients.
 
 Masks: ``trained`` marks trained tokens, ``compared`` the trained tokens that the engine sampled. A tool result may be
 trained on, but the engine has no log-prob for it: it takes part in no ratio, and its weight in a token-level correction
@@ -18,7 +18,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masked import masked_mean, masked_sum
+from megarl.algorithms.masked import (
+    expand_to_tokens,
+    have_tokens,
+    masked_mean,
+    sequence_maxima,
+    sequence_means,
+    sequence_sums,
+)
 from megarl.algorithms.policy_loss import LOG_RATIO_LIMIT
 
 Statistics = dict[str, float]
@@ -63,6 +70,7 @@ def importance_weights(
     level: str,
     truncation: Truncation,
     normalize: bool = False,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, Statistics]:
     """Compute the importance weight of each token's policy loss, with statistics of the weights.
 
@@ -73,6 +81,7 @@ def importance_weights(
         level: ``token``: ``r`` of the token; ``sequence``: the product of all ``r`` of its sequence.
         truncation: bounds of the weights.
         normalize: divide by the mean weight, over tokens or over sequences.
+        lengths: ``[b]`` of packed tokens; None = rectangles.
 
     Returns:
         Weights ``[b, R]`` in float32, 0 outside ``trained``; and ``rollout_is_*`` without a prefix: ``mean``, ``std``
@@ -80,13 +89,13 @@ def importance_weights(
     """
     kept = compared.bool()
     by_row = level == "sequence"
-    raw = log_ratio.sum(-1) if by_row else log_ratio
-    counted = kept.any(-1) if by_row else kept
+    raw = sequence_sums(log_ratio, torch.ones_like(kept), lengths) if by_row else log_ratio
+    counted = have_tokens(kept, lengths) if by_row else kept
     weights = truncated(raw.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), truncation)
     if normalize:
         mean = masked_mean(weights, counted)
         weights = torch.where(mean > 0, weights / mean, weights)
-    per_token = weights[:, None].expand_as(log_ratio) if by_row else weights
+    per_token = expand_to_tokens(weights, log_ratio, lengths) if by_row else weights
     statistics = _weight_statistics(per_token[kept], raw[counted].exp(), truncation)
     if by_row:
         statistics |= _sequence_statistics(weights[counted])
@@ -135,11 +144,11 @@ _ESTIMATES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """Bounded quantity as a function of ``log r``; for ``k1`` its exponential, the ratio, is bounded."""
 
-_SCOPES: dict[str, Callable[[Tensor, Tensor], Tensor] | None] = {
+_SCOPES: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor] | None] = {
     "token": None,
-    "seq_sum": lambda values, mask: masked_sum(values, mask, -1),
-    "seq_mean": lambda values, mask: masked_mean(values, mask, -1),
-    "seq_max": lambda values, mask: torch.where(mask, values, 0.0).amax(-1),
+    "seq_sum": sequence_sums,
+    "seq_mean": sequence_means,
+    "seq_max": lambda values, mask, lengths: sequence_maxima(values, mask, lengths, 0.0),
 }
 """Reduction of a sequence's estimates to one number; None: every token is tested separately."""
 
@@ -150,7 +159,11 @@ REJECTIONS = tuple(
 
 
 def rejected_tokens(
-    log_ratio: Tensor, compared: Tensor, trained: Tensor, rules: Sequence[Rejection]
+    log_ratio: Tensor,
+    compared: Tensor,
+    trained: Tensor,
+    rules: Sequence[Rejection],
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, Statistics]:
     """Select the tokens that at least one of the rules rejects.
 
@@ -159,6 +172,7 @@ def rejected_tokens(
         compared: ``[b, R]``, 0 or 1.
         trained: ``[b, R]``, 0 or 1.
         rules: at least one.
+        lengths: ``[b]`` of packed tokens; None = rectangles.
 
     Returns:
         ``[b, R]`` bool within ``trained``; and the statistics ``rollout_rs_masked_fraction`` of the trained tokens,
@@ -171,16 +185,16 @@ def rejected_tokens(
     tokens = int(kept.sum())
     rejected, statistics = torch.zeros_like(kept), {}
     for rule in rules:
-        outside = _outside(log_ratio, compared.bool(), rule) & kept
+        outside = _outside(log_ratio, compared.bool(), rule, lengths) & kept
         rejected |= outside
         statistics[f"rollout_rs_{rule.option}_masked_fraction"] = int(outside.sum()) / max(tokens, 1)
-    rows = int(kept.any(-1).sum())
+    rows = int(have_tokens(kept, lengths).sum())
     statistics["rollout_rs_masked_fraction"] = int(rejected.sum()) / max(tokens, 1)
-    statistics["rollout_rs_seq_masked_fraction"] = int(rejected.any(-1).sum()) / max(rows, 1)
+    statistics["rollout_rs_seq_masked_fraction"] = int(have_tokens(rejected, lengths).sum()) / max(rows, 1)
     return rejected, statistics
 
 
-def _outside(log_ratio: Tensor, compared: Tensor, rule: Rejection) -> Tensor:
+def _outside(log_ratio: Tensor, compared: Tensor, rule: Rejection, lengths: Tensor | None) -> Tensor:
     """Select the tokens that one rule rejects, by token or by sequence."""
     if rule.option not in REJECTIONS:
         raise ValueError(f"rejection {rule.option!r} is unknown; known ones: {', '.join(REJECTIONS)}")
@@ -189,17 +203,17 @@ def _outside(log_ratio: Tensor, compared: Tensor, rule: Rejection) -> Tensor:
     values = _ESTIMATES[estimate](log_ratio)
     counted = compared
     if reduce is not None:
-        values, counted = reduce(values, compared), compared.any(-1)
+        values, counted = reduce(values, compared, lengths), have_tokens(compared, lengths)
     if estimate == "k1":
         values = values.exp()
         inside = (values >= rule.lower) & (values <= rule.upper)
     else:
         inside = values <= rule.upper
     outside = ~inside & counted
-    return outside if reduce is None else outside[:, None].expand_as(log_ratio)
+    return outside if reduce is None else expand_to_tokens(outside, log_ratio, lengths)
 
 
-def off_policy_statistics(old: Tensor, rollout: Tensor, compared: Tensor) -> Statistics:
+def off_policy_statistics(old: Tensor, rollout: Tensor, compared: Tensor, lengths: Tensor | None = None) -> Statistics:
     """Compute off-policy metrics between actor ("training") and engine ("rollout"): KL, perplexities, chi-squared.
 
     Perplexities are computed per sequence and averaged over sequences with a compared token; empty without any.
@@ -208,20 +222,22 @@ def off_policy_statistics(old: Tensor, rollout: Tensor, compared: Tensor) -> Sta
         old: the actor's log-probs, ``[b, R]``.
         rollout: the engine's, ``[b, R]``.
         compared: ``[b, R]``, 0 or 1.
+        lengths: ``[b]`` of packed tokens; None = rectangles.
     """
     mask = compared.bool()
-    rows = mask.any(-1)
+    rows = have_tokens(mask, lengths)
     if not rows.any():
         return {}
-    mask, log_ratio = mask[rows], log_ratios(old, rollout, compared)[rows]
-    training_log_ppl = -masked_mean(old.double()[rows], mask, -1)
-    rollout_log_ppl = -masked_mean(rollout.double()[rows], mask, -1)
+    log_ratio = log_ratios(old, rollout, mask)
+    training_log_ppl = -sequence_means(old, mask, lengths)[rows]
+    rollout_log_ppl = -sequence_means(rollout, mask, lengths)[rows]
     difference = training_log_ppl - rollout_log_ppl
+    whole = sequence_sums(log_ratio, mask, lengths)[rows].clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_ratio = log_ratio[mask]
     limited = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    whole = log_ratio.sum(-1).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return {
-        "kl": -log_ratio[mask].mean().item(),
-        "k3_kl": _ESTIMATES["k3"](limited)[mask].mean().item(),
+        "kl": -log_ratio.mean().item(),
+        "k3_kl": _ESTIMATES["k3"](limited).mean().item(),
         "training_ppl": training_log_ppl.exp().mean().item(),
         "rollout_ppl": rollout_log_ppl.exp().mean().item(),
         "ppl_ratio": difference.exp().mean().item(),
@@ -231,7 +247,7 @@ def off_policy_statistics(old: Tensor, rollout: Tensor, compared: Tensor) -> Sta
         "log_ppl_abs_diff": difference.abs().mean().item(),
         "log_ppl_diff_max": difference.max().item(),
         "log_ppl_diff_min": difference.min().item(),
-        "chi2_token": (2 * limited[mask]).exp().mean().item() - 1,
+        "chi2_token": (2 * limited).exp().mean().item() - 1,
         "chi2_seq": (2 * whole).exp().mean().item() - 1,
     }
 

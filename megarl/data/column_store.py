@@ -251,24 +251,60 @@ class Columns(Mapping[str, Tensor]):
                 stored[name] = StoredColumn(None, taken._replace(lengths=lengths))
         return Columns(stored)
 
-    def unpadded(self, name: str) -> list[Tensor]:
-        """Return the entries of each row of a declared column, by the token spans of the batch.
+    def packed(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the entries of all rows of a declared column in order, by the token spans of the batch.
+
+        Args:
+            name: of the column.
+            dtype: of the result; None = that of the column.
 
         Raises:
             DataError: the batch has no ``attention_mask``, or one with holes.
         """
-        spans, stored = read_spans(self), self.stored[name]
-        if spans is None:
-            raise DataError(f"rows of {name!r} without padding need 'attention_mask'; there are {sorted(self)}")
+        spans, stored = self._known_spans(name), self.stored[name]
         ragged = stored.current()
         alignment = COLUMNS[name].alignment if ragged is None else ragged.alignment
         lengths, starts = regions_of(spans)[alignment]
         if ragged is not None and np.array_equal(ragged.lengths, lengths):
-            return list(ragged.flat().split(lengths.tolist()))
+            return ragged.flat(dtype)
         tensor = stored.tensor()
         begins = row_starts(alignment, spans.prompt_width, lengths, starts)
         ends = (begins + lengths).tolist()
-        return [row[start:end] for row, start, end in zip(tensor, begins.tolist(), ends, strict=True)]
+        rows = [row[start:end] for row, start, end in zip(tensor, begins.tolist(), ends, strict=True)]
+        return torch.cat(rows).to(dtype) if rows else tensor.new_empty((0, *tensor.shape[2:]), dtype=dtype)
+
+    def unpadded(self, name: str, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """Return the entries of each row of a declared column; see :meth:`packed`."""
+        alignment = COLUMNS[name].alignment if (ragged := self.stored[name].current()) is None else ragged.alignment
+        lengths, _ = regions_of(self._known_spans(name))[alignment]
+        return list(self.packed(name, dtype).split(lengths.tolist()))
+
+    def of_tokens(self, tokens: Mapping[str, Tensor]) -> Columns:
+        """Build declared columns of these rows from packed values ``[sum of lengths, ...]``.
+
+        Raises:
+            DataError: the batch has no ``attention_mask``, or a column has another number of values.
+        """
+        return Columns.of_ragged({name: self._of_tokens(COLUMNS[name], values) for name, values in tokens.items()})
+
+    def _of_tokens(self, column: Column, values: Tensor) -> RaggedColumn:
+        spans = self._known_spans(column.name)
+        lengths, starts = regions_of(spans)[column.alignment]
+        if len(values) != lengths.sum():
+            raise DataError(f"column {column.name!r} has {len(values)} values; its rows have {lengths.sum()} tokens")
+        for stored in self.stored.values():
+            ragged = stored.current()
+            if ragged is not None and ragged.alignment == column.alignment and np.array_equal(ragged.lengths, lengths):
+                lengths = ragged.lengths  # columns that share an array are sent with one
+                break
+        widths = {"prompt": spans.prompt_width, "response": spans.response_width}
+        return RaggedColumn.of_flat(column, values, lengths, starts, widths.get(column.alignment, sum(widths.values())))
+
+    def _known_spans(self, name: str) -> Spans:
+        spans = read_spans(self)
+        if spans is None:
+            raise DataError(f"rows of {name!r} without padding need 'attention_mask'; there are {sorted(self)}")
+        return spans
 
     def to_ragged(self) -> Columns:
         """Store all declared columns without padding, and return this mapping.

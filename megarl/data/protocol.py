@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from megarl.base.errors import DataError
@@ -116,13 +117,43 @@ class DataProto:
         """Widths P of the prompts and R of the responses; None if no column determines them."""
         return column_widths(self._stored().shapes())
 
-    def unpadded(self, name: str) -> list[Tensor]:
+    def unpadded(self, name: str, dtype: torch.dtype | None = None) -> list[Tensor]:
         """Return the entries of each row of a declared column: ``[b]`` tensors ``[length, ...]``, possibly views.
+
+        Args:
+            name: of the column.
+            dtype: of the result; None = that of the column.
 
         Raises:
             DataError: the batch has no ``attention_mask``, or one with holes.
         """
-        return self._stored().unpadded(name)
+        return self._stored().unpadded(name, dtype)
+
+    def packed(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the entries of all rows of a declared column in order, ``[sum of lengths, ...]``, possibly a view.
+
+        Response-aligned columns have the lengths of ``sequence_lengths(batch)[1]``.
+
+        Args:
+            name: of the column.
+            dtype: of the result; None = that of the column.
+
+        Raises:
+            DataError: the batch has no ``attention_mask``, or one with holes.
+        """
+        return self._stored().packed(name, dtype)
+
+    def with_packed(self, tokens: Mapping[str, Tensor]) -> DataProto:
+        """Return this batch with declared columns added or replaced, from packed values; see :meth:`packed`.
+
+        Raises:
+            DataError: the batch has no ``attention_mask``, or a column has another number of values.
+        """
+        return self.with_columns(self._stored().of_tokens(tokens))
+
+    def token_columns(self, tokens: Mapping[str, Tensor]) -> DataProto:
+        """Build a batch of the columns that :meth:`with_packed` would add, without those of this batch."""
+        return DataProto(self._stored().of_tokens(tokens))
 
     def _stored(self) -> Columns:
         if isinstance(self._columns, Columns):

@@ -65,6 +65,26 @@ class RaggedColumn(NamedTuple):
         stored = values.astype(_narrowest(values), copy=False)
         return cls(stored, lengths, None, width, name, column.alignment, pad, column.pad)
 
+    @classmethod
+    def of_flat(
+        cls, column: Column, values: Tensor, lengths: np.ndarray, starts: np.ndarray | None, width: int
+    ) -> RaggedColumn:
+        """Build a column from the values of all rows in order.
+
+        Args:
+            column: declaration.
+            values: ``[sum of lengths, ...]``; booleans get the declared dtype.
+            lengths: ``[b]`` entries per row.
+            starts: see the attributes.
+            width: width of the padded tensor.
+        """
+        if values.dtype == torch.bool:
+            name, array = dtype_name(column.dtype), values.to(torch.int8).numpy()
+        else:
+            name, array = dtype_name(values.dtype), _array(values.detach().cpu().contiguous())
+        stored = array.astype(_narrowest(array), copy=False)
+        return cls(stored, lengths, starts, width, name, column.alignment, default_pad=column.pad)
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the padded tensor."""
@@ -76,12 +96,13 @@ class RaggedColumn(NamedTuple):
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
-    def flat(self) -> Tensor:
-        """Return the values of all rows in the dtype of the padded tensor."""
+    def flat(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the values of all rows in a dtype, by default that of the padded tensor; possibly a view."""
+        dtype = self.torch_dtype if dtype is None else dtype
         if self.values is None:
-            return torch.ones(int(self.lengths.sum()), dtype=self.torch_dtype)
+            return torch.ones(int(self.lengths.sum()), dtype=dtype)
         values = torch.from_numpy(self.values)
-        return values.view(self.torch_dtype) if self.torch_dtype == torch.bfloat16 else values.to(self.torch_dtype)
+        return (values.view(torch.bfloat16) if self.torch_dtype == torch.bfloat16 else values).to(dtype)
 
     def padded(self) -> Tensor:
         """Build the padded tensor."""

@@ -15,7 +15,6 @@ import torch
 from megarl.base.errors import DataError
 from megarl.base.json_text import parse_json
 from megarl.data.protocol import DataProto
-from megarl.data.sequences import sequence_lengths
 
 RaggedArray = list[np.ndarray]
 _RAGGED = ("prompts", "responses", "generated", "rollout_log_probs", "old_log_probs")
@@ -68,23 +67,15 @@ class RolloutDump:
     @classmethod
     def of(cls, batch: DataProto, metadata: DumpMetadata) -> RolloutDump:
         """Extract the rollout of a batch with ``rollout_log_probs`` and ``old_log_probs``."""
-        tensors = batch.tensors
-        prompts, responses = (lengths.tolist() for lengths in sequence_lengths(batch))
-        width = tensors["prompts"].shape[1]
-        ids = [row[width - length :].numpy() for row, length in zip(tensors["prompts"], prompts, strict=True)]
-        generated = tensors.get("generated_mask")
-        columns = {
-            "responses": tensors["responses"],
-            "generated": torch.ones_like(tensors["responses"]).bool() if generated is None else generated.bool(),
-            "rollout_log_probs": tensors["rollout_log_probs"].float(),
-            "old_log_probs": tensors["old_log_probs"].float(),
-        }
-        ragged = {
-            name: [row[:length].numpy() for row, length in zip(column, responses, strict=True)]
-            for name, column in columns.items()
-        }
+        columns = {name: batch.unpadded(name) for name in ("prompts", "responses")}
+        columns |= {name: batch.unpadded(name, torch.float32) for name in ("rollout_log_probs", "old_log_probs")}
+        if "generated_mask" in batch.tensors:
+            columns["generated"] = batch.unpadded("generated_mask", torch.bool)
+        else:
+            columns["generated"] = [torch.ones(len(row), dtype=torch.bool) for row in columns["responses"]]
+        ragged = {name: [row.numpy() for row in rows] for name, rows in columns.items()}
         versions = batch.non_tensor_batch.get("weight_version", np.full(len(batch), -1))
-        return cls(metadata, ids, **ragged, weight_versions=versions.astype(np.int64))
+        return cls(metadata, **ragged, weight_versions=versions.astype(np.int64))
 
     def encoded(self) -> bytes:
         """Return the dump as the content of a compressed ``.npz`` file."""

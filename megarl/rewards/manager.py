@@ -50,6 +50,15 @@ class RewardBatch(Protocol):
     def tensors(self) -> Mapping[str, Tensor]:
         """Tensor columns by name."""
 
+    def unpadded(self, name: str, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """Return the entries of each row of a column."""
+
+    def packed(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the entries of all rows of a column in order."""
+
+    def with_packed(self, tokens: Mapping[str, Tensor]) -> Self:
+        """Return the batch with response-aligned columns added or replaced, from packed values."""
+
     def with_columns(self, tensors: Mapping[str, Tensor], non_tensors: Mapping[str, Any]) -> Self:
         """Return the batch with columns added or replaced."""
 
@@ -146,7 +155,7 @@ class RewardManager:
         Args:
             batch: ``prompts [b, P]``, ``responses [b, R]``, ``attention_mask [b, P+R]``; the columns ``data_source``,
                 ``reward_model`` with ``ground_truth``, and optionally ``extra_info``. ``response_mask [b, R]`` defaults
-                to the response part of ``attention_mask``. Kimi's length reward reads ``uid``.
+                to all response tokens. Kimi's length reward reads ``uid``.
             early: scores of some of its rows; the result is the same without them.
             names: name of each row in ``early``; None = the row numbers.
 
@@ -155,47 +164,45 @@ class RewardManager:
             ScoringStopped: a row failed under ``raise``, or too many rows failed.
         """
         _require_columns(batch)
-        attention = _response_attention(batch)
-        lengths = attention.sum(-1).tolist()
-        outcomes, counts = self._outcomes(batch, lengths, early, range(len(lengths)) if names is None else names)
-        self._apply_policy(batch, outcomes)
+        samples = _Samples.of(batch)
+        outcomes, counts = self._outcomes(samples, early, range(len(samples.responses)) if names is None else names)
+        self._apply_policy(samples, outcomes)
 
         kept = torch.tensor([outcome.failure is None for outcome in outcomes], dtype=torch.bool)
-        scores = torch.zeros(attention.shape, dtype=torch.float32)
-        last = attention.sum(-1)[kept] - 1
-        scores[kept, last] = torch.tensor([outcome.score for outcome in outcomes], dtype=torch.float32)[kept]
-        tensors = {"token_level_scores": scores, "response_mask": _masked(batch, kept)}
+        scores = torch.tensor([outcome.score for outcome in outcomes], dtype=torch.float32)
+        batch = batch.with_packed(score_columns(batch, scores, kept))
 
         metrics, extras = collect_extras([outcome.extras for outcome in outcomes])
         metrics |= failure_metrics(outcomes, counts)
         extras["reward_failed"] = (~kept).numpy().astype(object)
         extras["reward_failure"] = object_column([outcome.kind for outcome in outcomes])
-        return Scored(batch.with_columns(tensors, extras), metrics, extras)
+        return Scored(batch.with_columns({}, extras), metrics, extras)
 
     def _outcomes(
-        self, batch: RewardBatch, lengths: Sequence[int], early: EarlyScores | None, names: Sequence[Hashable]
+        self, samples: _Samples, early: EarlyScores | None, names: Sequence[Hashable]
     ) -> tuple[list[Outcome], RunCounts]:
         outcomes: dict[int, Outcome] = {}
         counts = RunCounts()
         if early is not None:
             present, counts = early.outcomes(names)
             outcomes = {row: present[name] for row, name in enumerate(names) if name in present}
+        lengths = samples.lengths
         for row, length in enumerate(lengths):
-            if outcome := _unscorable(batch, row, length):
+            if outcome := _unscorable(samples.columns, row, length):
                 outcomes[row] = outcome
         rows = [row for row in range(len(lengths)) if row not in outcomes]
         results: list[Outcome] = []
         if rows:
             if early is not None:
                 early.settle()
-            results, late_counts = self.scorer.score([self._task(batch, row) for row in rows])
+            results, late_counts = self.scorer.score([self._task(samples, row) for row in rows])
             counts = counts.plus(late_counts)
         outcomes |= dict(zip(rows, results, strict=True))
         ordered = [outcomes[row] for row in range(len(lengths))]
-        groups = batch.non_tensor_batch.get("uid")
+        groups = samples.columns.get("uid")
         return self.shaping.apply(ordered, lengths, None if groups is None else groups.tolist()), counts
 
-    def _apply_policy(self, batch: RewardBatch, outcomes: Sequence[Outcome]) -> None:
+    def _apply_policy(self, samples: _Samples, outcomes: Sequence[Outcome]) -> None:
         """Stop if the policy requires it; log the number of masked rows otherwise.
 
         Raises:
@@ -204,10 +211,10 @@ class RewardManager:
         failures = [(row, outcome) for row, outcome in enumerate(outcomes) if outcome.failure is not None]
         if not failures:
             return
-        first = self._describe(batch, *failures[0])
+        first = self._describe(samples, *failures[0])
         for row, outcome in failures:
             if outcome.kind == BAD_SAMPLE and self.policy.on_error == "raise":
-                sample = self._describe(batch, row, outcome)
+                sample = self._describe(samples, row, outcome)
                 raise ScoringStopped(f"{sample}\n  (reward_model.on_error=mask masks such rows)")
         if len(failures) == len(outcomes):
             raise ScoringStopped(f"none of {len(outcomes)} rows could be scored; the first: {first}")
@@ -219,13 +226,13 @@ class RewardManager:
             raise ScoringStopped(
                 f"{len(reward_failures)} of {len(outcomes)} rows could not be scored ({kinds}), more than "
                 f"reward_model.max_failure_ratio={self.policy.max_failure_ratio:g} allows; the first: "
-                f"{self._describe(batch, *reward_failures[0])}"
+                f"{self._describe(samples, *reward_failures[0])}"
             )
         logger.warning("masked %d of %d rows; the first: %s", len(failures), len(outcomes), first)
 
-    def _task(self, batch: RewardBatch, row: int) -> RewardTask:
-        columns = {name: column[row] for name, column in batch.non_tensor_batch.items()}
-        return self._task_of(row, columns, *_unpadded_ids(batch, row))
+    def _task(self, samples: _Samples, row: int) -> RewardTask:
+        columns = {name: column[row] for name, column in samples.columns.items()}
+        return self._task_of(row, columns, samples.prompts[row].numpy(), samples.responses[row].numpy())
 
     def _task_of(self, row: Hashable, columns: Mapping[str, Any], prompt: TokenIds, response: TokenIds) -> RewardTask:
         """Build the task of a row from its columns and unpadded token ids."""
@@ -245,16 +252,15 @@ class RewardManager:
     def _text(self, ids: TokenIds) -> str:
         return str(self.tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True))
 
-    def _describe(self, batch: RewardBatch, row: int, outcome: Outcome) -> str:
+    def _describe(self, samples: _Samples, row: int, outcome: Outcome) -> str:
         """Describe the sample and the cause, so that the failure can be reproduced by hand."""
         if outcome.kind == CONVERSATION:
             return f"the conversation of row {row} failed: {outcome.failure}"
-        prompt, response = _unpadded_ids(batch, row)
         parts = {
-            "data_source": batch.non_tensor_batch["data_source"][row],
-            "prompt": self._text(prompt),
-            "solution_str": self._text(response),
-            "ground_truth": batch.non_tensor_batch["reward_model"][row]["ground_truth"],
+            "data_source": samples.columns["data_source"][row],
+            "prompt": self._text(samples.prompts[row].numpy()),
+            "solution_str": self._text(samples.responses[row].numpy()),
+            "ground_truth": samples.columns["reward_model"][row]["ground_truth"],
         }
         sample = "\n".join(f"  {name}: {_excerpt(repr(value))}" for name, value in parts.items())
         return f"the reward of row {row} failed: {outcome.failure}\n{sample}"
@@ -365,8 +371,7 @@ class NullReward:
         Raises:
             RewardError: no row can be scored.
         """
-        attention = _response_attention(batch)
-        kept = attention.bool().any(-1)
+        kept = torch.tensor(_Samples.of(batch).lengths) > 0
         errors = batch.non_tensor_batch.get("agent_error")
         if errors is not None:
             kept &= torch.tensor([error is None for error in errors], dtype=torch.bool)
@@ -374,12 +379,9 @@ class NullReward:
             raise RewardError(
                 f"none of {len(kept)} rows could be scored: none has a response, or all conversations failed"
             )
-        tensors = {
-            "token_level_scores": torch.zeros(attention.shape, dtype=torch.float32),
-            "response_mask": _masked(batch, kept),
-        }
+        batch = batch.with_packed(score_columns(batch, torch.zeros(len(kept)), kept))
         extras = {"reward_failed": (~kept).numpy().astype(object)}
-        return Scored(batch.with_columns(tensors, extras), {"reward/failed": float((~kept).sum())}, extras)
+        return Scored(batch.with_columns({}, extras), {"reward/failed": float((~kept).sum())}, extras)
 
 
 _KINDS = {
@@ -402,27 +404,43 @@ def failure_metrics(outcomes: Sequence[Outcome], counts: RunCounts) -> dict[str,
     }
 
 
-def _response_attention(batch: RewardBatch) -> Tensor:
-    """Attention mask of the responses, ``[b, R]``."""
-    return batch.tensors["attention_mask"][:, batch.tensors["prompts"].shape[1] :]
+class _Samples(NamedTuple):
+    """The samples of a batch: non-tensor columns, and token ids of each row without padding."""
+
+    columns: Mapping[str, np.ndarray]
+    prompts: list[Tensor]
+    responses: list[Tensor]
+
+    @classmethod
+    def of(cls, batch: RewardBatch) -> _Samples:
+        ids = (batch.unpadded(name, torch.int32) for name in ("prompts", "responses"))
+        return cls(batch.non_tensor_batch, *ids)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each response."""
+        return list(map(len, self.responses))
 
 
-def _masked(batch: RewardBatch, kept: Tensor) -> Tensor:
-    """Response mask with zeros for the rows that are not kept."""
-    mask = batch.tensors["response_mask"] if "response_mask" in batch.tensors else _response_attention(batch)
-    return mask * kept[:, None].to(mask.dtype)
+def score_columns(batch: RewardBatch, scores: Tensor, kept: Tensor) -> dict[str, Tensor]:
+    """Build the packed columns of scores at the last response tokens, and of the mask that leaves out failed rows.
+
+    Args:
+        batch: samples; ``response_mask`` defaults to all response tokens.
+        scores: ``[b]`` float32.
+        kept: ``[b]`` bool, rows with a score.
+    """
+    lengths = torch.tensor(_Samples.of(batch).lengths)
+    total = int(lengths.sum())
+    trained = "response_mask" in batch.tensors
+    mask = batch.packed("response_mask", torch.bool) if trained else torch.ones(total, dtype=torch.bool)
+    per_token = torch.zeros(total).index_add(0, lengths.cumsum(0)[kept] - 1, scores[kept])
+    return {"token_level_scores": per_token, "response_mask": mask & torch.repeat_interleave(kept, lengths)}
 
 
-def _unpadded_ids(batch: RewardBatch, row: int) -> tuple[list[int], list[int]]:
-    """Token ids of a row's prompt and response, without padding."""
-    prompt, response, mask = (batch.tensors[name][row] for name in ("prompts", "responses", "attention_mask"))
-    attended = mask.bool()
-    return prompt[attended[: len(prompt)]].tolist(), response[attended[len(prompt) :]].tolist()
-
-
-def _unscorable(batch: RewardBatch, row: int, length: int) -> Outcome | None:
+def _unscorable(columns: Mapping[str, np.ndarray], row: int, length: int) -> Outcome | None:
     """Outcome of a row with a failed conversation or an empty response; None for all other rows."""
-    errors = batch.non_tensor_batch.get("agent_error")
+    errors = columns.get("agent_error")
     if errors is not None and errors[row] is not None:
         return failed_outcome(CONVERSATION, str(errors[row]))
     if length == 0:

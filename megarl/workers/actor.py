@@ -59,10 +59,10 @@ class PolicyWorker(MegatronWorker):
     def log_probs(
         self, batch: DataProto, settings: LogProbSettings, *, with_entropy: bool, with_routes: bool = False
     ) -> dict[str, Tensor] | None:
-        """Compute log-probs and entropies of the response tokens, ``[b, R]`` each; None on non-owner ranks.
+        """Compute log-probs and entropies of the response tokens, packed ``[n]`` each; None on non-owner ranks.
 
-        ``settings.sum_pi_squared`` adds the sums of squared probabilities, ``[b, R]``. ``with_routes`` adds the experts
-        of every token, ``[b, P + R, expert layers, per token]``.
+        ``settings.sum_pi_squared`` adds the sums of squared probabilities, ``[n]``. ``with_routes`` adds the experts of
+        every token, ``[sum of sequence lengths, expert layers, per token]``.
         """
         rows = self.packed_rows(batch, settings.budget)
         options = OutputOptions(
@@ -187,7 +187,8 @@ class ActorWorker(PolicyWorker):
         if result is None:
             return None
         optional = {name: result[name] for name in ("sum_pi_squared", ROUTES) if name in result}
-        return DataProto.from_dict({"old_log_probs": result["log_probs"], "entropys": result["entropy"], **optional})
+        columns = {"old_log_probs": result["log_probs"], "entropys": result["entropy"], **optional}
+        return batch.token_columns(columns)
 
     @verb(Dispatch.ALL, phase="old_log_prob")
     @offload_after
@@ -221,10 +222,10 @@ class ActorWorker(PolicyWorker):
         columns = {} if result is None else {"ref_log_prob": result["log_probs"]}
         if self.reference.full_kl:
             columns |= self._full_kl(batch, self.reference)
-        return DataProto.from_dict(columns) if columns else None
+        return batch.token_columns(columns) if columns else None
 
     def _full_kl(self, batch: DataProto, settings: LogProbSettings) -> dict[str, Tensor]:
-        """``ref_kl [b, R]``; empty on non-owner ranks."""
+        """``ref_kl``, packed ``[n]``; empty on non-owner ranks."""
         rows = self.packed_rows(batch, settings.budget)
 
         def compute(groups: Sequence[Sequence[int]]) -> dict[str, Tensor]:
@@ -307,8 +308,8 @@ class ActorWorker(PolicyWorker):
         mask = rows.column("response_mask", mini_batch)
         if outputs is None:
             return {"chosen": torch.zeros_like(mask)}  # the loss is computed on the last stage
-        log_probs = rows.unpack(groups, [output.log_probs for output in outputs])
-        log_prob, old = rows.take(log_probs, mini_batch), rows.column("old_log_probs", mini_batch)
+        log_prob = rows.repack(groups, [output.log_probs.float().cpu() for output in outputs], mini_batch)
+        old = rows.column("old_log_probs", mini_batch)
         if "proximal_fractions" in rows.batch.tensors:
             old = loglinear_log_probs(log_prob, old, rows.column("proximal_fractions", mini_batch))
         packed_columns = [log_prob, old, rows.column("advantages", mini_batch)]

@@ -51,7 +51,7 @@ class CriticWorker(MegatronWorker):
             outputs = self.engine.forward([rows.pack(group) for group in groups])
             if outputs is None:
                 return None
-            return DataProto.from_dict({"values": rows.unpack(groups, [output.values for output in outputs])})
+            return batch.token_columns({"values": rows.unpack(groups, [output.values for output in outputs])})
 
         return self.memory.run_pass(FORWARD, self.plan.budget, rows, compute)
 

@@ -36,7 +36,7 @@ class ReferenceWorker(PolicyWorker):
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto | None:
         """Compute ``ref_log_prob`` of the response tokens, ``[b, R]``."""
         result = self.log_probs(batch, self.log_prob, with_entropy=False)
-        return None if result is None else DataProto.from_dict({"ref_log_prob": result["log_probs"]})
+        return None if result is None else batch.token_columns({"ref_log_prob": result["log_probs"]})
 
     @verb(Dispatch.SPLIT, phase="repr_align", columns=(*SEQUENCES, "response_mask"))
     @offload_after

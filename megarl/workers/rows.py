@@ -1,4 +1,4 @@
-"""Packing of a batch's padded rectangles into micro-batches, and unpacking of the results."""
+"""Packing of the rows of a batch into micro-batches, and unpacking of the results."""
 
 from __future__ import annotations
 
@@ -137,20 +137,19 @@ class PackedRows:
         return [self.unpadded(ROUTES)[row] for row in rows]
 
     def unpack_routes(self, groups: Sequence[Sequence[int]], routes: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Unpack the experts of each token into the column :data:`ROUTES`.
+        """Order the experts of each token by rows, for the column :data:`ROUTES`.
 
         Args:
             groups: rows of each micro-batch.
             routes: per micro-batch and row ``[tokens, expert layers, per token]``.
+
+        Returns:
+            ``[sum of sequence lengths, expert layers, per token]`` int16.
         """
-        width, response_width = self._widths()
-        shape = (len(self), width + response_width, *routes[0][0].shape[1:])
-        rectangle = torch.full(shape, -1, dtype=torch.int16)
-        for rows, parts in zip(groups, routes, strict=True):
-            for row, part in zip(rows, parts, strict=True):
-                start = width - self.prompt_lengths[row]
-                rectangle[row, start : start + len(part)] = part
-        return rectangle
+        parts: dict[int, Tensor] = {}
+        for rows, of_rows in zip(groups, routes, strict=True):
+            parts |= zip(rows, of_rows, strict=True)
+        return torch.cat([parts[row] for row in range(len(self))]).to(torch.int16)
 
     def samples(self, rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """Return the prompt and response token ids of each row, without padding."""
@@ -172,16 +171,6 @@ class PackedRows:
             self._unpadded[name] = self.batch.unpadded(name)
         return self._unpadded[name]
 
-    def _widths(self) -> tuple[int, int]:
-        """Widths of prompts and responses."""
-        prompt, response = self.batch.widths
-        assert prompt is not None and response is not None, "the rows have tokens"
-        return prompt, response
-
-    def take(self, values: Tensor, rows: Sequence[int]) -> Tensor:
-        """Pack ``values [batch, R, ...]`` of the rows: ``[sum of response lengths, ...]``."""
-        return torch.cat([values[row, : self.response_lengths[row]] for row in rows])
-
     def describe(self, row: int) -> str:
         """Name of a row in messages: its :data:`SAMPLE_IDS`, or its index if the batch has none."""
         columns = self.batch.non_tensor_batch
@@ -202,7 +191,7 @@ class PackedRows:
         return numbers
 
     def unpack(self, groups: Sequence[Sequence[int]], packed: Sequence[Tensor]) -> Tensor:
-        """Unpack values over response tokens, ``[n, ...]`` per micro-batch, into ``[batch, R, ...]``.
+        """Order values over response tokens by rows: from ``[n, ...]`` per micro-batch to ``[sum of lengths, ...]``, on CPU.
 
         Integers stay integers; other values become float32.
 
@@ -210,14 +199,9 @@ class PackedRows:
             groups: rows of each micro-batch, from :meth:`micro_batches`.
             packed: per micro-batch, the values of its rows in order.
         """
-        first = packed[0]
-        dtype = torch.float32 if first.is_floating_point() or first.dtype == torch.bool else first.dtype
-        rectangle = torch.zeros(len(self), self._widths()[1], *first.shape[1:], dtype=dtype)
-        for rows, values in zip(groups, packed, strict=True):
-            lengths = [self.response_lengths[row] for row in rows]
-            for row, part in zip(rows, values.to(dtype).cpu().split(lengths), strict=True):
-                rectangle[row, : len(part)] = part
-        return rectangle
+        floats = packed[0].is_floating_point() or packed[0].dtype == torch.bool
+        dtype = torch.float32 if floats else packed[0].dtype
+        return self.repack(groups, [values.to(dtype).cpu() for values in packed], range(len(self)))
 
 
 def pack_whole(

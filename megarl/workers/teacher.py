@@ -45,9 +45,9 @@ class TeacherWorker(PolicyWorker):
         """Compute ``teacher_log_prob [b, R]``, or ``teacher_topk_ids`` and ``teacher_topk_log_probs [b, R, k]``."""
         if self.top is not None:
             columns = self._top_tokens(batch, self.top)
-            return None if columns is None else DataProto.from_dict(columns)
+            return None if columns is None else batch.token_columns(columns)
         result = self.log_probs(batch, self.log_prob, with_entropy=False)
-        return None if result is None else DataProto.from_dict({TEACHER_LOG_PROB: result["log_probs"]})
+        return None if result is None else batch.token_columns({TEACHER_LOG_PROB: result["log_probs"]})
 
     def _top_tokens(self, batch: DataProto, top: TopOptions) -> dict[str, Tensor] | None:
         rows = self.packed_rows(batch, self.log_prob.budget)

@@ -31,6 +31,8 @@ def batch(*, critic: bool = True) -> DataProto:
     return DataProto.from_dict(
         {
             **numbers,
+            "prompts": torch.ones(4, 1).long(),
+            "attention_mask": torch.ones(4, 4).long(),
             "response_mask": MASK,
             "token_level_scores": scores,
             "entropys": torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 99.0], [6.0, 99.0, 99.0], [99.0, 99.0, 99.0]]),

@@ -36,6 +36,7 @@ def scored_batch() -> DataProto:
     scores = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.25, 0.0], [2.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     values = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))
     tensors = {"response_mask": mask, "token_level_scores": scores, "values": values}
+    tensors |= {"prompts": torch.ones(4, 1).long(), "attention_mask": torch.ones(4, 4).long()}
     return DataProto.from_dict(tensors, {"uid": ["a", "a", "b", "b"]})
 
 

@@ -44,10 +44,11 @@ def test_micro_batches_hold_each_row_once_within_the_budget(budget: MicroBatchBu
 def test_unpacked_values_return_to_their_positions() -> None:
     packed = PackedRows(numbered())
     groups = [[5, 0], [7], [2, 1, 6], [3, 4]]
-    rectangle = packed.unpack(groups, [packed.column("values", group) for group in groups])
-    assert rectangle.dtype == torch.float32
-    for row, (_, response) in enumerate(ROW_LENGTHS):
-        assert rectangle[row].tolist() == [row * 8 + i + 1.0 if i < response else 0.0 for i in range(8)]
+    unpacked = packed.unpack(groups, [packed.column("values", group) for group in groups])
+    assert unpacked.dtype == torch.float32
+    assert unpacked.tolist() == [
+        row * 8 + i + 1.0 for row, (_, response) in enumerate(ROW_LENGTHS) for i in range(response)
+    ]
 
 
 def test_unpacked_values_are_float32() -> None:

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
 from megarl.agents.endpoint import check_endpoint
+from megarl.algorithms import missing_eos
 from megarl.algorithms.selection import best_of_groups
 from megarl.base.atomic_write import atomic_write
 from megarl.base.errors import DataError
@@ -29,7 +30,7 @@ from megarl.trainer.jobs.worker_groups import ready_reward_model
 from megarl.trainer.phases.data_loading import validation_loader
 from megarl.trainer.phases.reward_phase import RewardModelScorer, RewardPhase, SequenceReader, reward_manager
 from megarl.trainer.phases.validation import Validator
-from megarl.trainer.records.metrics import Metrics, counted_rows, generated_tokens
+from megarl.trainer.records.metrics import Metrics, counted_rows, generated_tokens, row_sums
 from megarl.trainer.records.reporting import RunReporter
 from megarl.trainer.records.samples import Sample, dump_samples, evenly_spaced
 
@@ -134,9 +135,9 @@ class BestAnswers:
         """Add a scored batch of complete groups; ignored without ``best_answers.file``."""
         if self.config.file is None:
             return
-        scores = batch.tensors["token_level_scores"].sum(-1).double().numpy()
+        scores = row_sums(batch, "token_level_scores").numpy()
         uids = batch.non_tensor_batch["uid"]
-        usable = counted_rows(batch) & self._complete(batch)
+        usable = counted_rows(batch).numpy() & self._complete(batch)
         self.prompts += len(set(uids.tolist()))
         for row in best_of_groups(scores, uids, usable, self.config.keep):
             if usable[row] and (self.config.min_score is None or scores[row] >= self.config.min_score):
@@ -169,16 +170,16 @@ class BestAnswers:
 
     def _complete(self, batch: DataProto) -> np.ndarray:
         """Mark rows that were not truncated, ``[b]`` bool."""
-        _, lengths = sequence_lengths(batch)
-        last = batch.tensors["responses"].gather(1, (lengths - 1).clamp(min=0)[:, None])[:, 0]
-        complete: np.ndarray = ((last == self.tokenizer.eos_token_id) | (lengths < self.max_length)).numpy()
+        lengths = sequence_lengths(batch)[1]
+        ended = ~missing_eos(batch.packed("responses"), lengths - 1, [self.tokenizer.eos_token_id], lengths)
+        complete: np.ndarray = (ended | (lengths < self.max_length)).numpy()
         return complete
 
     def _turns(self, batch: DataProto, row: int) -> list[dict[str, str]]:
         """Split a response into turns of the policy and of its environment."""
-        length = int(sequence_lengths(batch)[1][row])
-        ids = batch.tensors["responses"][row, :length].tolist()
-        generated = generated_tokens(batch)[row, :length].tolist()
+        one = batch[row]
+        ids, generated = one.packed("responses").tolist(), generated_tokens(one).tolist()
+        length = len(ids)
         borders = [index for index in range(1, length) if generated[index] != generated[index - 1]]
         return [
             {

@@ -18,7 +18,7 @@ from megarl.base.errors import DataError
 from megarl.cluster.agent_runners import AgentRunners
 from megarl.config import GenerateConfig
 from megarl.config.schema.jobs import STANDARD_INPUT
-from megarl.data import DataProto, sequence_lengths
+from megarl.data import DataProto
 from megarl.tracing import PHASE, span
 from megarl.trainer.jobs.frozen_policy import STREAM, FrozenPolicy, FrozenReplicas
 from megarl.trainer.jobs.preflight import check_generation
@@ -115,11 +115,10 @@ def answer_rows(
         samples: number of samples per prompt.
         tokenizer: of the policy.
     """
-    lengths = sequence_lengths(batch)[1].tolist()
     errors = batch.non_tensor_batch.get("agent_error", [None] * len(batch))
     texts = [
-        None if error is not None else tokenizer.decode(ids[:length].tolist(), skip_special_tokens=True)
-        for ids, length, error in zip(batch.tensors["responses"], lengths, errors, strict=True)
+        None if error is not None else tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+        for ids, error in zip(batch.unpadded("responses"), errors, strict=True)
     ]
     columns = {name: values for name, values in prompts.non_tensor_batch.items() if name not in (MESSAGES, "index")}
     rows = []

@@ -26,6 +26,7 @@ from megarl.algorithms import (
     missing_eos,
     observations,
     sequence_quality,
+    sequence_sums,
     turn_numbers,
     warmup_steps,
     whiten_rewards,
@@ -34,10 +35,12 @@ from megarl.base.errors import DataError
 from megarl.config.schema.algorithm import AlgorithmConfig, ScheduledWeightConfig
 from megarl.data import DataProto, sequence_lengths
 from megarl.trainer.phases.correction_phase import RolloutCorrectionPhase
-from megarl.trainer.records.metrics import Metrics, generated_tokens, summary
+from megarl.trainer.records.metrics import Metrics, counted_rows, generated_tokens, summary, trained_tokens
 
 ANCHOR_STATES = "anchor_states"
 """Column with the states before the turns of a response, from agent loops that know them."""
+_TOKEN_INPUTS = ("values", "old_log_probs", "sum_pi_squared")
+"""Columns that an estimator reads if the batch has them."""
 
 
 def weight_schedule(config: ScheduledWeightConfig, total_steps: int) -> WeightSchedule:
@@ -73,39 +76,32 @@ class RewardShaping:
         Raises:
             DataError: a log-prob of the reference is NaN.
         """
-        tensors = batch.tensors
-        rewards = tensors["token_level_scores"]
+        rewards = batch.packed("token_level_scores")
         if self.quality is not None:
             rewards = self._blend_quality(batch, self.quality.weight(step), metrics)
         if self.alignment is not None:
-            weight, fired = self.alignment.weight(step), "ref_similarity" in tensors
+            weight, fired = self.alignment.weight(step), "ref_similarity" in batch.tensors
             metrics |= {"repr_align/weight": weight, "repr_align/fired": float(fired)}
-            rows, last = _trained_rows_and_last_tokens(batch)
-            bonus = weight * tensors["ref_similarity"] if fired else torch.zeros(len(batch))
+            rows, lengths = counted_rows(batch), sequence_lengths(batch)[1]
+            bonus = weight * batch.tensors["ref_similarity"] if fired else torch.zeros(len(batch))
             metrics |= summary("repr_align/reward_added", bonus[rows])
-            rewards = add_at_last(rewards, bonus, rows, last)
-        return batch.with_columns({"token_level_rewards": rewards}, {})
+            rewards = add_at_last(rewards, bonus, rows, lengths - 1, lengths)
+        return batch.with_packed({"token_level_rewards": rewards})
 
     @staticmethod
     def _blend_quality(batch: DataProto, weight: float, metrics: Metrics) -> Tensor:
-        tensors = batch.tensors
-        rows, last = _trained_rows_and_last_tokens(batch)
-        quality = sequence_quality(tensors["ref_log_prob"], tensors["response_mask"])
+        rows, lengths = counted_rows(batch), sequence_lengths(batch)[1]
+        quality = sequence_quality(batch.packed("ref_log_prob"), trained_tokens(batch), lengths)
         invalid = quality.isnan().nonzero()
         if len(invalid):
             raise DataError(f"ref_log_prob of row {int(invalid[0])} is not a number: ref_quality_score cannot blend it")
-        scores = tensors["token_level_scores"]
-        blended = blend_quality(scores, quality, rows, last, weight)
-        change = (blended.double() - scores.double()).sum(-1)[rows]
+        scores = batch.packed("token_level_scores")
+        blended = blend_quality(scores, quality, rows, lengths - 1, weight, lengths)
+        change = sequence_sums(blended.double() - scores.double(), torch.ones_like(scores), lengths)[rows]
         metrics |= {"ref_quality/weight": weight, "ref_quality/left_out": float((~rows).sum())}
         metrics |= summary("ref_quality/quality", quality[rows])
         metrics |= summary("ref_quality/reward_change", change)
         return blended
-
-
-def _trained_rows_and_last_tokens(batch: DataProto) -> tuple[Tensor, Tensor]:
-    """Rows with a trained token (bool), and the index of each row's last response token: ``[b]`` both."""
-    return batch.tensors["response_mask"].bool().any(-1), sequence_lengths(batch)[1] - 1
 
 
 class AdvantagePhase:
@@ -129,31 +125,32 @@ class AdvantagePhase:
 
     def compute(self, batch: DataProto, metrics: Metrics) -> DataProto:
         """Add ``token_level_rewards``, ``advantages`` and ``returns`` to the batch, and statistics to ``metrics``."""
-        batch = self._penalize(batch, metrics)
-        tensors, config = batch.tensors, self.config
+        config, mask = self.config, trained_tokens(batch)
+        tokens = {name: batch.packed(name) for name in _TOKEN_INPUTS if name in batch.tensors}
+        rewards = self._penalized_rewards(batch, mask, metrics)
         advantages, returns = self.estimate(
             AdvantageInputs(
-                token_level_rewards=tensors["token_level_rewards"],
-                response_mask=tensors["response_mask"],
-                values=tensors.get("values"),
+                token_level_rewards=rewards,
+                response_mask=mask,
+                values=tokens.get("values"),
                 group_ids=batch.non_tensor_batch["uid"],
-                reward_baselines=tensors.get("reward_baselines"),
-                old_log_probs=tensors.get("old_log_probs"),
-                sum_pi_squared=tensors.get("sum_pi_squared"),
+                reward_baselines=batch.tensors.get("reward_baselines"),
+                old_log_probs=tokens.get("old_log_probs"),
+                sum_pi_squared=tokens.get("sum_pi_squared"),
                 turns=self._turns(batch, metrics) if "turns" in self.estimate.needs else None,
                 step_advantage_w=config.gigpo.step_advantage_w,
                 rollout_is_weights=None if self.correction is None else self.correction.weights(batch)[0],
                 gamma=config.gamma,
                 lam=config.lam,
                 norm_by_std=config.norm_by_std,
+                lengths=sequence_lengths(batch)[1],
             )
         )
-        mask = tensors["response_mask"]
-        if "entropys" in tensors:
-            metrics["actor/entropy"] = masked_mean(tensors["entropys"], mask).item()
-        if "values" in tensors:
-            metrics["critic/vf_explained_var"] = explained_variance(tensors["values"], returns, mask)
-        return batch.with_columns({"advantages": advantages, "returns": returns}, {})
+        if "entropys" in batch.tensors:
+            metrics["actor/entropy"] = masked_mean(batch.packed("entropys"), mask).item()
+        if "values" in tokens:
+            metrics["critic/vf_explained_var"] = explained_variance(tokens["values"], returns, mask)
+        return batch.with_packed({"token_level_rewards": rewards, "advantages": advantages, "returns": returns})
 
     def _turns(self, batch: DataProto, metrics: Metrics) -> Turns:
         """Find the turns of each response, and the turns of a prompt that begin in the same state.
@@ -161,11 +158,11 @@ class AdvantagePhase:
         Raises:
             DataError: ``anchor_states`` of a row has not one state per turn.
         """
-        generated, config = generated_tokens(batch), self.config.gigpo
-        numbers = turn_numbers(generated)
-        states = observations(batch.tensors["responses"], generated, numbers)
+        generated, lengths, config = generated_tokens(batch), sequence_lengths(batch)[1], self.config.gigpo
+        numbers = turn_numbers(generated, lengths)
+        states, counted = observations(batch.packed("responses"), generated, numbers, lengths), counted_rows(batch)
         for row, named in enumerate(batch.non_tensor_batch.get(ANCHOR_STATES, [])):
-            if named is None or not batch.tensors["response_mask"][row].any():
+            if named is None or not counted[row]:
                 continue
             if len(named) != len(states[row]):
                 raise DataError(
@@ -175,41 +172,37 @@ class AdvantagePhase:
             states[row] = [state if isinstance(state, str) else tuple(state) for state in named]
         threshold = config.similarity_thresh if config.enable_similarity else None
         turns = Turns(numbers, anchor_groups(states, batch.non_tensor_batch["uid"].tolist(), threshold))
-        sizes, count = anchored_turns(turns, batch.tensors["response_mask"])
+        sizes, count = anchored_turns(turns, trained_tokens(batch), lengths)
         if count:
             metrics["gigpo/step_group_size/mean"] = float(sizes.mean())
             metrics["gigpo/compared_turn_fraction"] = float(sizes[sizes > 1].sum()) / count
         return turns
 
-    def _penalize(self, batch: DataProto, metrics: Metrics) -> DataProto:
-        """Compute ``token_level_rewards``: shaped scores minus the EOS and KL penalties, then whitened."""
-        tensors = batch.tensors
-        rewards = tensors.get("token_level_rewards", tensors["token_level_scores"])  # after reward shaping
-        rewards = self._subtract_eos_penalty(batch, rewards, metrics)
-        rewards = self._subtract_kl_penalty(batch, rewards, metrics)
-        if self.config.whiten_rewards:
-            rewards = whiten_rewards(rewards, batch.tensors["response_mask"])
-        return batch.with_columns({"token_level_rewards": rewards}, {})
+    def _penalized_rewards(self, batch: DataProto, mask: Tensor, metrics: Metrics) -> Tensor:
+        """Compute the rewards, packed ``[n]``: shaped scores minus the EOS and KL penalties, then whitened."""
+        shaped = "token_level_rewards" if "token_level_rewards" in batch.tensors else "token_level_scores"
+        rewards = self._subtract_eos_penalty(batch, batch.packed(shaped), metrics)
+        rewards = self._subtract_kl_penalty(batch, rewards, mask, metrics)
+        return whiten_rewards(rewards, mask, sequence_lengths(batch)[1]) if self.config.whiten_rewards else rewards
 
     def _subtract_eos_penalty(self, batch: DataProto, rewards: Tensor, metrics: Metrics) -> Tensor:
         if self.config.missing_eos_penalty is None:
             return rewards
-        counted = batch.tensors["response_mask"].bool().any(-1)
-        last = sequence_lengths(batch)[1] - 1
-        missing = missing_eos(batch.tensors["responses"], last, self.eos_token_ids)
+        counted, lengths = counted_rows(batch), sequence_lengths(batch)[1]
+        missing = missing_eos(batch.packed("responses"), lengths - 1, self.eos_token_ids, lengths)
         metrics["reward/missing_eos_fraction"] = masked_mean(missing.double(), counted).item()
-        penalties = torch.full((len(batch),), -self.config.missing_eos_penalty, device=rewards.device)
-        return add_at_last(rewards, penalties, counted & missing, last)
+        penalties = torch.full((len(batch),), -self.config.missing_eos_penalty)
+        return add_at_last(rewards, penalties, counted & missing, lengths - 1, lengths)
 
-    def _subtract_kl_penalty(self, batch: DataProto, rewards: Tensor, metrics: Metrics) -> Tensor:
+    def _subtract_kl_penalty(self, batch: DataProto, rewards: Tensor, mask: Tensor, metrics: Metrics) -> Tensor:
         if self.kl_controller is None:
             return rewards
-        tensors, coefficient = batch.tensors, self.kl_controller.value
+        coefficient = self.kl_controller.value
         if self.config.uses_full_kl:
-            distance = tensors["ref_kl"]
+            distance = batch.packed("ref_kl")
         else:
-            distance = kl_penalty(tensors["old_log_probs"], tensors["ref_log_prob"], self.config.kl_penalty)
-        rewards, kl = apply_kl_penalty(rewards, distance, tensors["response_mask"], coefficient)
+            distance = kl_penalty(batch.packed("old_log_probs"), batch.packed("ref_log_prob"), self.config.kl_penalty)
+        rewards, kl = apply_kl_penalty(rewards, distance, mask, coefficient, sequence_lengths(batch)[1])
         self.kl_controller.update(kl, len(batch))
         metrics["actor/reward_kl_penalty"] = kl
         metrics["actor/reward_kl_penalty_coeff"] = coefficient

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 import torch
 
@@ -20,7 +21,14 @@ from megarl.base.errors import DataError
 from megarl.config.correction_bounds import rejection_rules, weight_bounds
 from megarl.config.schema.algorithm import PFPPOConfig, RolloutCorrectionConfig
 from megarl.data import DataProto, sequence_lengths
-from megarl.trainer.records.metrics import Metrics, compared_tokens
+from megarl.trainer.records.metrics import (
+    Metrics,
+    compared_tokens,
+    counted_rows,
+    row_sums,
+    train_rows,
+    trained_tokens,
+)
 
 LOG_PROB_COLUMNS = ("rollout_log_probs", "old_log_probs")
 
@@ -63,23 +71,23 @@ class RolloutCorrectionPhase:
             DataError: a log-prob of the engine is not finite.
         """
         _check_finite(batch)
-        columns = {"old_log_probs": batch.tensors["rollout_log_probs"].clone()}
+        columns = {"old_log_probs": batch.packed("rollout_log_probs")}
         if self.version is not None:
-            fractions = proximal_fractions(batch.tensors["weight_versions"], self.version())
+            fractions = proximal_fractions(batch.packed("weight_versions"), self.version())
             columns["proximal_fractions"] = fractions * compared_tokens(batch)
-        return DataProto.from_dict(columns)
+        return batch.token_columns(columns)
 
     def is_active(self, batch: DataProto, step: int) -> bool:
         """Return whether importance weights or rejection rules are configured."""
         return self.level is not None or bool(self.rules)
 
     def weights(self, batch: DataProto) -> tuple[torch.Tensor, Metrics]:
-        """Compute the importance weights ``[b, R]`` of the configured level, with their statistics.
+        """Compute the importance weights of the configured level, packed ``[n]``, with their statistics.
 
         Raises:
             DataError: a log-prob of the engine or the actor is not finite.
         """
-        return self._weights(*_ratios(batch))
+        return self._weights(_compare(batch))
 
     def run(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
         """Add ``rollout_is_weights`` to the batch, and remove rejected tokens from ``response_mask``.
@@ -87,33 +95,47 @@ class RolloutCorrectionPhase:
         Raises:
             DataError: a log-prob of the engine or the actor is not finite.
         """
-        ratios, compared, trained = _ratios(batch)
+        tokens = _compare(batch)
         columns: dict[str, torch.Tensor] = {}
         statistics: Metrics = {}
         if self.level is not None:
-            columns["rollout_is_weights"], statistics = self._weights(ratios, compared, trained)
+            columns["rollout_is_weights"], statistics = self._weights(tokens)
         if self.rules:
-            rejected, rejection_statistics = rejected_tokens(ratios, compared, trained, self.rules)
-            columns["response_mask"] = trained.masked_fill(rejected, 0)
+            rejected, rejection_statistics = rejected_tokens(
+                tokens.ratios, tokens.compared, tokens.trained, self.rules, tokens.lengths
+            )
+            columns["response_mask"] = tokens.trained & ~rejected
             statistics |= rejection_statistics
         metrics |= {f"rollout_corr/{name}": value for name, value in statistics.items()}
-        return batch.with_columns(columns, {})
+        return batch.with_packed(columns)
 
-    def _weights(
-        self, ratios: torch.Tensor, compared: torch.Tensor, trained: torch.Tensor
-    ) -> tuple[torch.Tensor, Metrics]:
+    def _weights(self, tokens: _ComparedTokens) -> tuple[torch.Tensor, Metrics]:
         assert self.level is not None, "importance weights are configured"
         return importance_weights(
-            ratios, compared, trained, level=self.level, truncation=self.truncation, normalize=self.normalize
+            tokens.ratios,
+            tokens.compared,
+            tokens.trained,
+            level=self.level,
+            truncation=self.truncation,
+            normalize=self.normalize,
+            lengths=tokens.lengths,
         )
 
 
-def _ratios(batch: DataProto) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-ratios of actor to engine, compared tokens and trained tokens, ``[b, R]`` each."""
+class _ComparedTokens(NamedTuple):
+    """Packed response tokens: log-ratios of actor to engine, masks of compared and trained tokens, row lengths."""
+
+    ratios: torch.Tensor
+    compared: torch.Tensor
+    trained: torch.Tensor
+    lengths: torch.Tensor
+
+
+def _compare(batch: DataProto) -> _ComparedTokens:
     _check_finite(batch)
-    tensors, compared = batch.tensors, compared_tokens(batch)
-    ratios = log_ratios(tensors["old_log_probs"], tensors["rollout_log_probs"], compared)
-    return ratios, compared, tensors["response_mask"]
+    compared = compared_tokens(batch)
+    ratios = log_ratios(batch.packed("old_log_probs"), batch.packed("rollout_log_probs"), compared)
+    return _ComparedTokens(ratios, compared, trained_tokens(batch), sequence_lengths(batch)[1])
 
 
 class TruncatedResponsesPhase:
@@ -136,10 +158,10 @@ class TruncatedResponsesPhase:
 
     def run(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
         """Clear ``response_mask`` of truncated responses; ``actor/truncated_masked_fraction`` is their share."""
-        last = sequence_lengths(batch)[1] - 1
-        truncated = missing_eos(batch.tensors["responses"], last, self.eos_token_ids)
+        lengths = sequence_lengths(batch)[1]
+        truncated = missing_eos(batch.packed("responses"), lengths - 1, self.eos_token_ids, lengths)
         metrics["actor/truncated_masked_fraction"] = truncated.double().mean().item()
-        return batch.with_columns({"response_mask": batch.tensors["response_mask"] * ~truncated[:, None]}, {})
+        return train_rows(batch, ~truncated)
 
 
 class PreferencePhase:
@@ -168,8 +190,7 @@ class PreferencePhase:
             step: global step.
             metrics: gets ``pf_ppo/rows_fraction``.
         """
-        scores = batch.tensors["token_level_scores"].sum(-1).numpy()
-        counted = batch.tensors["response_mask"].bool().any(-1).numpy()
+        scores, counted = row_sums(batch, "token_level_scores").numpy(), counted_rows(batch).numpy()
         method, power = self.config.reweight_method, self.config.weight_pow
         rows = policy_filtration_rows(scores, counted, method, power, (self.seed, step))
         metrics["pf_ppo/rows_fraction"] = len(set(rows.tolist())) / len(rows)
@@ -180,10 +201,14 @@ def _check_finite(batch: DataProto) -> None:
     compared = compared_tokens(batch)
     for name in LOG_PROB_COLUMNS:
         if name in batch.tensors:
-            invalid = (compared & ~torch.isfinite(batch.tensors[name])).nonzero()
+            values = batch.packed(name)
+            invalid = (compared & ~torch.isfinite(values)).nonzero()[:, 0]
             if len(invalid):
-                row, token = invalid[0].tolist()
-                value = batch.tensors[name][row, token].item()
+                first = int(invalid[0])
+                ends = sequence_lengths(batch)[1].cumsum(0)
+                row = int(torch.searchsorted(ends, first, right=True))
+                token = first - int(ends[row - 1]) if row else first
                 raise DataError(
-                    f"{name}={value} of row {row}, token {token}: algorithm.rollout_correction needs finite log-probs"
+                    f"{name}={values[first].item()} of row {row}, token {token}: algorithm.rollout_correction needs "
+                    "finite log-probs"
                 )

@@ -12,7 +12,14 @@ from megarl.algorithms.selection import best_of_groups, varied_groups
 from megarl.base.errors import DataError, StepImpossible
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data import DataProto
-from megarl.trainer.records.metrics import GENERATED_TOKENS, Metrics, counted_rows, generated_tokens
+from megarl.trainer.records.metrics import (
+    GENERATED_TOKENS,
+    Metrics,
+    counted_rows,
+    generated_tokens,
+    row_sums,
+    train_rows,
+)
 from megarl.trainer.records.reductions import combine_metrics
 
 SCORES = ("score", "seq_reward")
@@ -62,7 +69,7 @@ class SampleCollector:
         if not self.filter.enable:
             self._varied.append(batch)
             return 0
-        varied = varied_groups(self._filter_values(batch), batch.non_tensor_batch["uid"], counted_rows(batch))
+        varied = varied_groups(self._filter_values(batch), batch.non_tensor_batch["uid"], counted_rows(batch).numpy())
         self._kept += int(varied.sum()) // self.samples
         self._varied.append(batch[varied])
         self._zero_variance.append(batch[~varied])
@@ -84,7 +91,8 @@ class SampleCollector:
         """Value of ``filter_groups.metric`` per row; NaN for a row without one."""
         name = self.filter.metric
         if name in SCORES:
-            return batch.tensors["token_level_scores"].sum(-1).double().numpy()
+            scores: np.ndarray = row_sums(batch, "token_level_scores").numpy()
+            return scores
         column = batch.non_tensor_batch.get(f"reward_extra_{name}")
         if column is None:
             names = [key.removeprefix("reward_extra_") for key in batch.non_tensor_batch if key.startswith("reward_ex")]
@@ -138,23 +146,19 @@ def split_baselines(batch: DataProto) -> tuple[DataProto, Metrics]:
     scores = dict(
         zip(
             baselines.non_tensor_batch["uid"].tolist(),
-            zip(baselines.tensors["token_level_scores"].sum(-1).tolist(), counted_rows(baselines), strict=True),
+            zip(row_sums(baselines, "token_level_scores").tolist(), counted_rows(baselines).tolist(), strict=True),
             strict=True,
         )
     )
     of_rows = [scores[uid] for uid in rest.non_tensor_batch["uid"].tolist()]
-    has_baseline = torch.tensor([bool(counted) for _, counted in of_rows])
-    mask = rest.tensors["response_mask"]
-    columns = {
-        "reward_baselines": torch.tensor([score for score, _ in of_rows], dtype=torch.float32),
-        "response_mask": mask * has_baseline[:, None].to(mask.dtype),
-    }
+    has_baseline = torch.tensor([counted for _, counted in of_rows])
+    baseline_scores = torch.tensor([score for score, _ in of_rows], dtype=torch.float32)
     valid = [score for score, counted in scores.values() if counted]
     metrics = {"reward_baselines/failed": float(len(scores) - len(valid))}
     if valid:
         metrics["reward_baselines/mean"] = sum(valid) / len(valid)
     rest.non_tensor_batch.pop("is_baseline")
-    return rest.with_columns(columns), metrics
+    return train_rows(rest, has_baseline).with_columns({"reward_baselines": baseline_scores}), metrics
 
 
 def keep_best(batch: DataProto, keep: int, min_score: float | None, metrics: Metrics) -> DataProto:
@@ -162,16 +166,14 @@ def keep_best(batch: DataProto, keep: int, min_score: float | None, metrics: Met
 
     ``metrics`` gets ``best_of_n/{all,kept}/mean`` and ``best_of_n/masked``.
     """
-    scores, counted = batch.tensors["token_level_scores"].sum(-1).double().numpy(), counted_rows(batch)
+    scores, counted = row_sums(batch, "token_level_scores").numpy(), counted_rows(batch).numpy()
     best = best_of_groups(scores, batch.non_tensor_batch["uid"], counted, keep)
     trained = counted[best] & (scores[best] >= (-np.inf if min_score is None else min_score))
     if counted.any():
         metrics["best_of_n/all/mean"] = float(scores[counted].mean())
         metrics["best_of_n/kept/mean"] = float(scores[best][counted[best]].mean())
     metrics["best_of_n/masked"] = float((~trained).sum())
-    kept = batch[best]
-    mask = kept.tensors["response_mask"]
-    return kept.with_columns({"response_mask": mask * torch.from_numpy(trained)[:, None].to(mask.dtype)})
+    return train_rows(batch[best], torch.from_numpy(trained))
 
 
 def join(parts: Sequence[DataProto]) -> DataProto:

@@ -12,7 +12,7 @@ from torch import Tensor
 from megarl.algorithms import WeightSchedule, masked_mean, row_cosine_similarity
 from megarl.data import DataProto, attention_mask_of, pad_right, sequence_lengths
 from megarl.models import ParallelLayout
-from megarl.trainer.records.metrics import Metrics, summary
+from megarl.trainer.records.metrics import Metrics, counted_rows, summary, trained_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -114,7 +114,7 @@ class AlignmentPhase:
         """Return whether the bonus has a weight in this step and the policy's mean entropy is above the threshold."""
         if self.schedule.weight(step) == 0:
             return False
-        entropy = masked_mean(batch.tensors["entropys"], batch.tensors["response_mask"]).item()
+        entropy = masked_mean(batch.packed("entropys"), trained_tokens(batch)).item()
         return entropy > self.entropy_threshold
 
     def run(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
@@ -123,7 +123,7 @@ class AlignmentPhase:
         Both are means of the reference's final hidden states after the same prompt: over the trained tokens of the
         response, and over all tokens of the ground truth.
         """
-        trained = batch.tensors["response_mask"].bool().any(-1)
+        trained = counted_rows(batch)
         truths = self._ground_truths(batch)
         similarity = torch.zeros(len(batch))
         compared = trained & torch.from_numpy(truths.of_row >= 0)

@@ -19,10 +19,10 @@ from megarl.config.schema.jobs import ScoredJobConfig
 from megarl.config.schema.rewards import RewardModelConfig
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right, sequence_lengths
 from megarl.data.tokenization import Prompt, PromptEncoder
-from megarl.rewards.manager import EarlyScores, NullReward, Scored
+from megarl.rewards.manager import EarlyScores, NullReward, Scored, score_columns
 from megarl.trainer.phases.data_loading import load_tokenizer
 from megarl.trainer.phases.reward_functions import function_manager
-from megarl.trainer.records.metrics import summary
+from megarl.trainer.records.metrics import row_sums, summary
 
 logger = logging.getLogger(__name__)
 
@@ -164,20 +164,16 @@ class RewardPhase:
         invalid = ~failed & ~model.scores.isfinite()
         if invalid.any():
             failed = self._mask_invalid(invalid, failed, model.scores)
-        tensors, weight = scored.batch.tensors, self.keys.function_weight or 0.0
-        functions = tensors["token_level_scores"].masked_fill(failed[:, None], 0.0)
-        total, kept = weight * functions, ~failed
-        last = tensors["attention_mask"][:, -total.shape[1] :].sum(-1)[kept] - 1
-        total[kept, last] += self.keys.model_weight * model.scores[kept]
-        columns = {"token_level_scores": total}
-        columns["response_mask"] = tensors["response_mask"] * kept[:, None].to(tensors["response_mask"].dtype)
-        parts = {RM_SCORE: model.scores} | ({FUNCTION_SCORE: functions.sum(-1)} if weight else {})
+        weight, kept = self.keys.function_weight or 0.0, ~failed
+        functions = row_sums(scored.batch, "token_level_scores").float().masked_fill(failed, 0.0)
+        columns = score_columns(scored.batch, weight * functions + self.keys.model_weight * model.scores, kept)
+        parts = {RM_SCORE: model.scores} | ({FUNCTION_SCORE: functions} if weight else {})
         extras = {f"{EXTRA}{name}": _object_column(values, kept) for name, values in parts.items()}
         extras["reward_failed"] = failed.numpy().astype(object)
         metrics = {"reward/failed": float(failed.sum()), "reward/rm_truncated": float(model.truncated)}
         for name, values in parts.items():
             metrics |= summary(f"reward/{name}", values[kept])
-        batch = scored.batch.with_columns(columns, extras)
+        batch = scored.batch.with_packed(columns).with_columns({}, extras)
         return Scored(batch, scored.metrics | metrics, scored.extra_columns | extras)
 
     def _mask_invalid(self, invalid: Tensor, failed: Tensor, scores: Tensor) -> Tensor:
@@ -243,9 +239,8 @@ class SequenceReader:
             prompts, responses = sequence_lengths(batch)
             if int((prompts + responses).max()) <= self.max_length:
                 return batch.select(SEQUENCES, []), 0
-            ids = torch.cat([batch.tensors[name] for name in SEQUENCES[:2]], dim=1)
-            mask = batch.tensors["attention_mask"]
-            sequences = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
+            parts = zip(*(batch.unpadded(name) for name in SEQUENCES[:2]), strict=True)
+            sequences = [[*prompt.tolist(), *response.tolist()] for prompt, response in parts]
         too_long = sum(len(ids) > self.max_length for ids in sequences)
         return _sequence_batch([ids[-self.max_length :] for ids in sequences]), too_long
 
@@ -253,10 +248,9 @@ class SequenceReader:
         prompts = batch.non_tensor_batch.get("raw_prompt")
         if prompts is None:
             raise RewardError("the reward model has its own tokenizer and needs the column 'raw_prompt'")
-        _, lengths = sequence_lengths(batch)
         sequences = []
-        for row, (messages, length) in enumerate(zip(prompts, lengths.tolist(), strict=True)):
-            response = decoder.decode(batch.tensors["responses"][row, :length].tolist(), skip_special_tokens=True)
+        for row, (messages, ids) in enumerate(zip(prompts, batch.unpadded("responses"), strict=True)):
+            response = decoder.decode(ids.tolist(), skip_special_tokens=True)
             conversation = [*messages, {"role": "assistant", "content": response}]
             sequences.append(self._encoder.encode(Prompt(conversation), f"row {row} for the reward model"))
         return sequences

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from megarl.agents.build import default_agent_loop
@@ -21,7 +22,7 @@ from megarl.base.seeds import derive_seed
 from megarl.config.schema.async_training import SYNC
 from megarl.config.schema.jobs import GenerationJobConfig, TrainConfig
 from megarl.config.schema.rollout import TrainingRolloutConfig, ValSamplingConfig
-from megarl.data import DataProto, sequence_lengths
+from megarl.data import DataProto
 from megarl.rollout.interface import NO_VERSION, SamplingParams
 from megarl.rollout.router import RouterStats
 from megarl.trainer.records.metrics import Metrics
@@ -265,14 +266,13 @@ class RolloutPhase:
         keys: Sequence[str],
     ) -> list[ConversationGroup]:
         """Build one group per prompt, with one conversation per entry of ``params``."""
-        rectangle, (lengths, _) = prompts.tensors["prompts"], sequence_lengths(prompts)
-        ids = [row[len(row) - length :] for row, length in zip(rectangle, lengths.tolist(), strict=True)]
+        ids = prompts.unpadded("prompts", torch.int32)
         rows = [{name: column[row] for name, column in prompts.non_tensor_batch.items()} for row in range(len(prompts))]
         return [
             ConversationGroup(
                 number=numbers[row],
                 messages=rows[row].get("raw_prompt", ()),
-                prompt_ids=ids[row].numpy().astype(np.int32),
+                prompt_ids=ids[row].numpy(),
                 samples=[
                     PlannedSample(sample, sampling, derive_seed(seeds[row], sample))
                     for sample, sampling in enumerate(params)

@@ -21,11 +21,12 @@ from itertools import combinations
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from megarl.data import DataProto, StatefulLoader
+from megarl.algorithms import sequence_counts
+from megarl.data import DataProto, StatefulLoader, sequence_lengths
 from megarl.rewards.outcome import as_number
 from megarl.trainer.phases.reward_phase import EXTRA, RewardPhase
 from megarl.trainer.phases.rollout_phase import ROLLOUT_METRICS, RolloutPhase
-from megarl.trainer.records.metrics import Metrics, generated_tokens
+from megarl.trainer.records.metrics import Metrics, generated_tokens, row_sums
 from megarl.trainer.records.reductions import combine_metrics
 from megarl.trainer.records.samples import Sample, describe_samples
 
@@ -89,14 +90,16 @@ class Validator:
 
     def _metrics(self, parts: Sequence[DataProto]) -> Metrics:
         sources, prompts, failed = (_column(parts, name) for name in ("data_source", "uid", "reward_failed"))
-        scores = np.concatenate([part.tensors["token_level_scores"].sum(-1).double().numpy() for part in parts])
+        scores = np.concatenate([row_sums(part, "token_level_scores").numpy() for part in parts])
         scores[failed.astype(bool)] = np.nan
         extras = {name.removeprefix(EXTRA): _column(parts, name) for name in _extra_columns(parts)}
         answers = extras.pop(PREDICTION, None)
         variables = {name: _numbers(column) for name, column in extras.items()} | {"reward": scores}
         samples = self.rollout.rollout.val_kwargs.n
         metrics = validation_metrics(sources, prompts, samples, variables, answers)
-        lengths = np.concatenate([generated_tokens(part).sum(-1).numpy() for part in parts])
+        lengths = np.concatenate(
+            [sequence_counts(generated_tokens(part), sequence_lengths(part)[1]).numpy() for part in parts]
+        )
         for source in dict.fromkeys(map(str, sources)):
             rows = sources.astype(str) == source
             metrics[f"val-aux/{source}/num_prompts"] = float(rows.sum() / samples)

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Mapping
 import numpy as np
 import torch
 
-from megarl.algorithms import log_prob_differences, off_policy_statistics
+from megarl.algorithms import have_tokens, log_prob_differences, off_policy_statistics, sequence_sums
 from megarl.cluster import WorkerGroup, rank_loads
 from megarl.data import DataProto, sequence_lengths, token_counts
 from megarl.tracking.jsonl_files import SECONDS_SUFFIX, TOKENS, WORK, RankLists
@@ -37,18 +37,15 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
 
     ``critic/score`` and ``critic/rewards`` are sums over a response. The token-level metrics cover trained tokens.
     """
-    tensors = batch.tensors
-    mask = tensors["response_mask"].bool()
-    kept = mask.any(-1)
-    metrics = summary("critic/score", tensors["token_level_scores"].sum(-1)[kept])
-    metrics |= summary("critic/rewards", tensors["token_level_rewards"].sum(-1)[kept])
+    mask, counted = trained_tokens(batch), counted_rows(batch)
+    scores = row_sums(batch, "token_level_scores")[counted]
+    metrics = summary("critic/score", scores)
+    metrics |= summary("critic/rewards", row_sums(batch, "token_level_rewards")[counted])
     if "uid" in batch.non_tensor_batch:
-        metrics |= group_spread(
-            tensors["token_level_scores"].sum(-1)[kept], batch.non_tensor_batch["uid"][kept.numpy()]
-        )
+        metrics |= group_spread(scores, batch.non_tensor_batch["uid"][counted.numpy()])
     for name in ("advantages", "returns", "values"):
-        if name in tensors:
-            metrics |= summary(f"critic/{name}", tensors[name][mask])
+        if name in batch.tensors:
+            metrics |= summary(f"critic/{name}", batch.packed(name)[mask])
     prompt_lengths, response_lengths = sequence_lengths(batch)
     for name, lengths, limit in (
         ("prompt_length", prompt_lengths, max_prompt_length),
@@ -79,32 +76,47 @@ def group_spread(scores: torch.Tensor, uids: np.ndarray) -> Metrics:
     }
 
 
-def counted_rows(batch: DataProto) -> np.ndarray:
+def trained_tokens(batch: DataProto) -> torch.Tensor:
+    """Mark trained response tokens, packed ``[n]`` bool."""
+    return batch.packed("response_mask", torch.bool)
+
+
+def counted_rows(batch: DataProto) -> torch.Tensor:
     """Mark rows that have a score and a trained token, ``[b]`` bool."""
-    return batch.tensors["response_mask"].bool().any(-1).numpy()
+    return have_tokens(trained_tokens(batch), sequence_lengths(batch)[1])
+
+
+def train_rows(batch: DataProto, rows: torch.Tensor) -> DataProto:
+    """Clear ``response_mask`` of all rows but ``rows``, ``[b]`` bool: the others do not train."""
+    kept = torch.repeat_interleave(rows, sequence_lengths(batch)[1])
+    return batch.with_packed({"response_mask": trained_tokens(batch) & kept})
+
+
+def row_sums(batch: DataProto, name: str) -> torch.Tensor:
+    """Sum a response-aligned column, such as ``token_level_scores``, over each row: ``[b]`` doubles."""
+    values = batch.packed(name)
+    return sequence_sums(values, torch.ones_like(values, dtype=torch.bool), sequence_lengths(batch)[1])
 
 
 def generated_tokens(batch: DataProto) -> torch.Tensor:
-    """Mark response tokens that the policy generated, not a tool or a search, ``[b, R]`` bool."""
-    tensors = batch.tensors
-    if "generated_mask" in tensors:
-        return tensors["generated_mask"].bool()
-    return tensors["attention_mask"][:, -tensors["responses"].shape[1] :].bool()
+    """Mark response tokens that the policy generated, not a tool or a search: packed ``[n]`` bool."""
+    if "generated_mask" in batch.tensors:
+        return batch.packed("generated_mask", torch.bool)
+    return torch.ones(int(sequence_lengths(batch)[1].sum()), dtype=torch.bool)
 
 
 def compared_tokens(batch: DataProto) -> torch.Tensor:
-    """Mark trained tokens that have a log-prob of both engine and actor, ``[b, R]`` bool."""
-    return batch.tensors["response_mask"].bool() & generated_tokens(batch)
+    """Mark trained tokens that have a log-prob of both engine and actor, packed ``[n]`` bool."""
+    return trained_tokens(batch) & generated_tokens(batch)
 
 
 def rollout_mismatch_metrics(batch: DataProto) -> Metrics:
     """Measure the mismatch of the engine's and the actor's log-probs: ``training/rollout_*``, ``rollout_corr/*``."""
-    tensors = batch.tensors
-    if "rollout_log_probs" not in tensors:
+    if "rollout_log_probs" not in batch.tensors:
         return {}
-    mask, rollout, old = compared_tokens(batch), tensors["rollout_log_probs"], tensors["old_log_probs"]
+    mask, rollout, old = compared_tokens(batch), batch.packed("rollout_log_probs"), batch.packed("old_log_probs")
     differences = log_prob_differences(old[mask], rollout[mask])
-    distances = off_policy_statistics(old, rollout, mask)
+    distances = off_policy_statistics(old, rollout, mask, sequence_lengths(batch)[1])
     return {f"training/{name}": value for name, value in differences.items()} | {
         f"rollout_corr/{name}": value for name, value in distances.items()
     }

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from megarl.algorithms import sequence_counts, sequence_sums
 from megarl.base.run_writer import RUN_WRITER
 from megarl.config.schema.jobs import ActorRolloutRefConfig
 from megarl.data import DataProto, sequence_lengths
@@ -16,6 +17,7 @@ from megarl.data.rollout_dump import DumpMetadata, RolloutDump
 from megarl.data.tokenization import characters_per_token
 from megarl.tracking.sample_files import write_samples
 from megarl.tracking.token_columns import TokenValues
+from megarl.trainer.records.metrics import generated_tokens, row_sums, trained_tokens
 
 Sample = dict[str, Any]
 Item = TypeVar("Item")
@@ -41,27 +43,27 @@ def describe_samples(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step:
     that a tool or a search wrote, as ``[begin, end]`` pairs. ``advantage`` is the mean over the trained tokens. A
     failed conversation has ``agent_error``.
     """
-    prompt_lengths, response_lengths = (lengths.tolist() for lengths in sequence_lengths(batch))
-    prompts, responses = batch.tensors["prompts"], batch.tensors["responses"]
-    scores = batch.tensors["token_level_scores"].sum(-1).tolist()
+    scores = row_sums(batch, "token_level_scores").tolist()
     failed = batch.non_tensor_batch["reward_failed"]
     extras = [name for name in batch.non_tensor_batch if name.startswith("reward_extra_")]
     sources = batch.non_tensor_batch.get("data_source")
     advantages = _mean_advantages(batch)
+    masks = batch.unpadded("generated_mask") if "generated_mask" in batch.tensors else None
     samples = []
-    for row, (prompt, response) in enumerate(zip(prompt_lengths, response_lengths, strict=True)):
+    for row, (prompt, response) in enumerate(zip(batch.unpadded("prompts"), batch.unpadded("responses"), strict=True)):
+        ids, generated = response.tolist(), [] if masks is None else masks[row].tolist()
         samples.append(
             {
-                "input": tokenizer.decode(prompts[row, prompts.shape[1] - prompt :].tolist(), skip_special_tokens=True),
-                "output": tokenizer.decode(responses[row, :response].tolist(), skip_special_tokens=True),
+                "input": tokenizer.decode(prompt.tolist(), skip_special_tokens=True),
+                "output": tokenizer.decode(ids, skip_special_tokens=True),
                 "gts": batch.non_tensor_batch["reward_model"][row]["ground_truth"],
                 "score": None if failed[row] else scores[row],
                 "step": step,
                 **({"data_source": str(sources[row])} if sources is not None else {}),
-                "response_length": response,
+                "response_length": len(ids),
                 **({"advantage": advantages[row]} if advantages is not None else {}),
                 **{name.removeprefix("reward_extra_"): batch.non_tensor_batch[name][row] for name in extras},
-                **_conversation_fields(batch, tokenizer, row, response),
+                **_conversation_fields(batch, tokenizer, row, ids, generated),
             }
         )
     return samples
@@ -71,20 +73,22 @@ def _mean_advantages(batch: DataProto) -> list[float | None] | None:
     """Mean advantage of each row over its trained tokens, None without any; None before advantages are computed."""
     if "advantages" not in batch.tensors:
         return None
-    mask = batch.tensors["response_mask"].bool()
-    sums, counts = (batch.tensors["advantages"] * mask).sum(-1).tolist(), mask.sum(-1).tolist()
+    mask, lengths = trained_tokens(batch), sequence_lengths(batch)[1]
+    sums = sequence_sums(batch.packed("advantages"), mask, lengths).tolist()
+    counts = sequence_counts(mask, lengths).tolist()
     return [total / count if count else None for total, count in zip(sums, counts, strict=True)]
 
 
-def _conversation_fields(batch: DataProto, tokenizer: PreTrainedTokenizerBase, row: int, length: int) -> Sample:
+def _conversation_fields(
+    batch: DataProto, tokenizer: PreTrainedTokenizerBase, row: int, ids: list[int], generated: list[int]
+) -> Sample:
     """Fields that only conversations with tools or searches, and failed ones, have."""
     fields: Sample = {}
-    generated = batch.tensors["generated_mask"][row, :length].tolist() if "generated_mask" in batch.tensors else []
     error = batch.non_tensor_batch["agent_error"][row] if "agent_error" in batch.non_tensor_batch else None
     if error is not None:
         fields["agent_error"] = error
     elif not all(generated):
-        fields["masked"] = _masked_spans(batch.tensors["responses"][row, :length].tolist(), generated, tokenizer)
+        fields["masked"] = _masked_spans(ids, generated, tokenizer)
     return fields
 
 
@@ -106,21 +110,21 @@ def samples_with_tokens(batch: DataProto, tokenizer: PreTrainedTokenizerBase, st
     A sample whose tokens cannot be mapped to its text has no ``tokens``.
     """
     samples = describe_samples(batch, tokenizer, step)
-    lengths = sequence_lengths(batch)[1].tolist()
-    tensors = batch.tensors
     columns = {
-        name: compute(*(tensors[source] for source in sources))
+        name: compute(*(batch.packed(source) for source in sources))
         for name, (sources, compute) in _TOKEN_COLUMNS.items()
-        if all(source in tensors for source in sources)
+        if all(source in batch.tensors for source in sources)
     }
-    if "difference" in columns and "generated_mask" in tensors:
+    if "difference" in columns:
         # The engine has no log-prob of tokens that a tool or a search wrote.
-        columns["difference"] = columns["difference"] * tensors["generated_mask"]
-    for row, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
-        characters = characters_per_token(tensors["responses"][row, :length].tolist(), tokenizer)
+        columns["difference"] = columns["difference"] * generated_tokens(batch)
+    lengths = sequence_lengths(batch)[1].tolist()
+    rows = {name: column.split(lengths) for name, column in columns.items()}
+    for row, (sample, ids) in enumerate(zip(samples, batch.unpadded("responses"), strict=True)):
+        characters = characters_per_token(ids.tolist(), tokenizer)
         if characters is None:
             continue
-        values = {name: column[row, :length].float().numpy() for name, column in columns.items()}
+        values = {name: parts[row].float().numpy() for name, parts in rows.items()}
         encoded = TokenValues.of(characters, values).encoded()
         if encoded is not None:
             sample["tokens"] = encoded
