@@ -21,6 +21,7 @@ from megarl.rollout.embedded.decoder import TransformerDecoder
 from megarl.rollout.embedded.generation import ContinuousBatcher, FinishedRequest
 from megarl.rollout.embedded.kv_cache import KVCache
 from megarl.rollout.embedded.layers import KNOWN_PARAMETERS
+from megarl.rollout.embedded.routes import RouteTable
 from megarl.rollout.embedded.sampling import Decode, Sampler, StopRules, load_decode
 from megarl.rollout.embedded.weights import WeightStore
 from megarl.rollout.interface import (
@@ -35,6 +36,7 @@ from megarl.rollout.interface import (
     RolloutError,
     Tag,
     check_request,
+    check_routes,
     check_tags,
     check_token_ids,
 )
@@ -64,7 +66,8 @@ class EmbeddedEngine(RolloutEngine):
 
     Raises:
         ConfigError: the engine does not support an option.
-        ModelError: the engine does not support the model (:func:`check_model`).
+        ModelError: the engine does not support the model (:func:`check_model`), or ``return_routes`` is set for a dense
+            model.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class EmbeddedEngine(RolloutEngine):
         options = options or EngineOptions()
         _check_options(options)
         check_model(config)
+        check_routes(config, options)
         self.config, self.options = config, options
         self._decode = decode
         self._device = torch.device(options.device)
@@ -264,10 +268,13 @@ class EmbeddedEngine(RolloutEngine):
     def _new_batcher(self, decoder: TransformerDecoder, cache: KVCache) -> ContinuousBatcher:
         lanes = self.options.max_num_seqs
         rules = StopRules(lanes, self._eos, self.config.vocab_size, self._decode or _no_text, self._device)
-        return ContinuousBatcher(decoder, cache, Sampler(lanes, self._device), rules, lanes, self._prompt_tokens)
+        experts = self.config.experts if self.options.return_routes else None
+        routes = None if experts is None else RouteTable(experts, lanes, self._device)
+        sampler = Sampler(lanes, self._device)
+        return ContinuousBatcher(decoder, cache, sampler, rules, lanes, self._prompt_tokens, routes)
 
     def _completion(self, ended: FinishedRequest, reason: FinishReason) -> Completion:
-        request, tokens, log_probs, _ = ended
+        request, tokens, log_probs, _, routes = ended
         if not all(map(math.isfinite, log_probs)):
             lost = len(self._running)
             # NaN in the cache would corrupt later sequences.
@@ -277,11 +284,11 @@ class EmbeddedEngine(RolloutEngine):
                 f"'{request.request_id}'; {lost} running requests are lost"
             )
         self._running.discard(request.request_id)
-        rest = Completion(request.request_id, tokens, log_probs, reason, self.weight_version)
+        rest = Completion(request.request_id, tokens, log_probs, reason, self.weight_version, routes=routes)
         return rest.after(request.prior)
 
     def _check_request(self, request: Request) -> None:
-        check_request(request, self._max_length, self.config.vocab_size)
+        check_request(request, self._max_length, self.config.vocab_size, return_routes=self.options.return_routes)
         if request.params.stop and self._decode is None:
             raise RolloutError(f"request '{request.request_id}': stop strings need an engine with a tokenizer")
 
@@ -302,7 +309,7 @@ def check_model(config: ModelConfig) -> None:
         )
 
 
-@register_engine("embedded", check=lambda config, options: check_model(config))
+@register_engine("embedded", check=lambda config, options: check_model(config), returns_routes=True)
 def create_embedded(model_path: str, options: EngineOptions) -> EmbeddedEngine:
     """Create the embedded engine for the model in a folder; see :func:`megarl.rollout.create_engine`."""
     if options.eos_token_ids is None:
