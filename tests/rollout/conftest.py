@@ -125,6 +125,17 @@ class Reference:
         logits = self.model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1].double()
         return (logits / temperature).log_softmax(-1)[torch.arange(len(answer)), torch.tensor(answer)]
 
+    @torch.no_grad()
+    def routes(self, ids):
+        """Sorted experts ``[tokens, expert layers, per token]`` of the model's routers."""
+        chosen = {}
+        routers = [module for module in self.model.modules() if type(module).__name__.lower().endswith("topkrouter")]
+        hooks = [router.register_forward_hook(lambda m, i, o: chosen.update({m: o[2]})) for router in routers]
+        self.model(torch.tensor([ids]))
+        for hook in hooks:
+            hook.remove()
+        return torch.stack([chosen[router] for router in routers], 1).sort(-1).values.numpy()
+
     def greedy(self, prompt, count):
         ids = list(prompt)
         for _ in range(count):

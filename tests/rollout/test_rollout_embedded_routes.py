@@ -1,11 +1,9 @@
 """Experts that the embedded engine returns, for routing replay: those of transformers' routers."""
 
-from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from megarl.base.errors import ModelError
 from megarl.rollout import EngineOptions, Request, RolloutError, SamplingParams, create_engine
@@ -20,24 +18,11 @@ def routing_engine(folder, **options):
     return engine
 
 
-def reference_routes(model, ids):
-    """Sorted experts ``[tokens, expert layers, per token]`` of transformers' routers."""
-    chosen = defaultdict(list)
-    routers = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
-    hooks = [router.register_forward_hook(lambda m, i, o: chosen[m].append(o[2])) for router in routers]
-    with torch.no_grad():
-        model(torch.tensor([ids]))
-    for hook in hooks:
-        hook.remove()
-    layers = [torch.cat(chosen[router]) for router in routers if chosen[router]]
-    return np.sort(torch.stack(layers, 1).numpy(), -1)
-
-
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "deepseek_v3"])
 def test_routes_equal_transformers_while_slots_are_refilled(make_folder, reference_for, family):
     """With prompts of one group, a shared prefix, and requests that need no routes of their first tokens."""
     folder = make_folder(family)
-    engine, model = routing_engine(folder, max_num_seqs=3), reference_for(folder).model
+    engine, reference = routing_engine(folder, max_num_seqs=3), reference_for(folder)
     requests = [
         Request(
             f"r{i}-{j}", prompt, SamplingParams(3 + 4 * i + j, ignore_eos=True), i, routes_from=j * len(prompt) // 2
@@ -49,7 +34,7 @@ def test_routes_equal_transformers_while_slots_are_refilled(make_folder, referen
     *completions, plain = engine.generate(requests)
     assert plain.routes is None
     for request, completion in zip(requests, completions, strict=False):
-        expected = reference_routes(model, [*request.prompt_ids, *completion.token_ids])
+        expected = reference.routes([*request.prompt_ids, *completion.token_ids])
         assert completion.routes.dtype == np.int16
         assert np.array_equal(np.sort(completion.routes, -1), expected[request.routes_from : -1])
 
@@ -64,7 +49,7 @@ def test_an_interrupted_response_keeps_its_routes(make_folder, reference_for):
     (whole,) = engine.generate([replace(request, prior=half)])
     ids, before = [*request.prompt_ids, *whole.token_ids], len(half.routes)
     assert whole.token_ids[: len(half.token_ids)] == half.token_ids and len(whole.routes) == len(ids) - 2
-    first, second = (reference_routes(reference_for(folder).model, ids)[1:-1] for folder in (old, new))
+    first, second = (reference_for(folder).routes(ids)[1:-1] for folder in (old, new))
     assert not np.array_equal(first[:before], second[:before])
     assert np.array_equal(np.sort(whole.routes, -1), np.concatenate([first[:before], second[before:]]))
 

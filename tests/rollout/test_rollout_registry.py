@@ -1,7 +1,7 @@
 import pytest
 
 from megarl.base.errors import ConfigError, ModelError
-from megarl.models import declaration, parse_model_config, register_family
+from megarl.models import declaration, parse_model_config, read_model_config, register_family
 from megarl.models.model_config import Traits
 from megarl.models.registry import FAMILIES
 from megarl.rollout import EngineOptions, check_engine_model, create_engine, known_engines, register_engine
@@ -13,7 +13,7 @@ def test_an_unknown_engine_lists_the_known_ones(make_folder):
         create_engine("vllm", str(make_folder()))
 
 
-def test_a_registered_user_engine_is_created(monkeypatch):
+def test_a_registered_user_engine_is_created_and_returns_no_routes(monkeypatch, make_folder):
     monkeypatch.setattr(ENGINES, "_entries", dict(ENGINES._entries))
 
     @register_engine("mine")
@@ -22,6 +22,8 @@ def test_a_registered_user_engine_is_created(monkeypatch):
 
     assert "mine" in known_engines()
     assert create_engine("mine", "folder", EngineOptions(max_num_seqs=2)) == ("folder", EngineOptions(max_num_seqs=2))
+    with pytest.raises(ConfigError, match=r"mode=R3 replays routes of the engine, which rollout\.name=mine does not"):
+        check_engine_model("mine", read_model_config(make_folder("qwen3_moe")), EngineOptions(return_routes=True))
 
 
 class WithSinks:
