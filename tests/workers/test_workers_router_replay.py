@@ -147,9 +147,9 @@ def test_old_log_probs_and_update_use_the_experts_of_the_engine(
             expected = policy_tokens(model, row)[0]
         assert log_probs[: len(expected)] == pytest.approx(expected, abs=1e-5)
 
-    # A dense model of this size differs by at most 0.05, for rounding only.
+    # A dense model of this size differs by 0.04, by rounding only.
     difference = (old - batch.tensors["rollout_log_probs"]).abs().max()
-    assert difference < 0.1 < 0.2 < rollout.without_replay.max()
+    assert difference < 0.1 < 0.5 < rollout.without_replay.max()
     for name, value in _train_with_routes(model, batch, announce).items():
         assert metrics[f"actor/{name}"] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
