@@ -26,12 +26,16 @@ import numpy as np
 import torch
 from ray import cloudpickle
 
+from megarl.base.allocator import keep_freed_memory
 from megarl.cluster.split import Plan, collect, plan_rows
 from megarl.config.schema.algorithm import AlgorithmConfig
 from megarl.data import DataProto
 from megarl.data.column_store import Columns, ragged_columns
 from megarl.data.ragged import RaggedColumn
-from megarl.trainer.phases.advantage_phase import AdvantagePhase
+from megarl.rewards.manager import score_columns
+from megarl.trainer.jobs.train import LARGEST_KEPT_TENSOR
+from megarl.trainer.phases.advantage_phase import AdvantagePhase, RewardShaping
+from megarl.trainer.records.metrics import batch_metrics, rollout_mismatch_metrics
 from megarl.workers.actor import ActorWorker
 from megarl.workers.critic import CriticWorker
 from megarl.workers.dispatch import VerbMark, read_marks
@@ -122,6 +126,20 @@ def joined(batch: DataProto, chunks: Sequence[DataProto], plan: Plan, column: st
     return merged, seconds
 
 
+def with_advantages(batch: DataProto) -> DataProto:
+    """Add scores and advantages, compute the metrics of the step, and print the cost of each."""
+    scores, kept = torch.linspace(0, 1, len(batch)), torch.ones(len(batch), dtype=torch.bool)
+    score_s, batch = cpu_seconds(lambda: batch.with_packed(score_columns(batch, scores, kept)))
+    config = AlgorithmConfig()
+    phase, shaping = AdvantagePhase(config), RewardShaping(config, 1)
+    advantage_s, batch = cpu_seconds(lambda: phase.compute(shaping.shape(batch, 1, {}), {}))
+    longest = batch.widths[1] or 0
+    metric_s, _ = cpu_seconds(lambda: (batch_metrics(batch, PROMPT, longest), rollout_mismatch_metrics(batch)))
+    print(f"scores {score_s:.2f} s, advantages {advantage_s:.2f} s, metrics {metric_s:.2f} s, ", end="")
+    print(f"peak memory {peak_gib():.1f} GiB")
+    return batch
+
+
 def peak_gib() -> float:
     """Peak memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -138,6 +156,7 @@ def main() -> None:
     args = parser.parse_args()
 
     torch.set_num_threads(1)
+    keep_freed_memory(LARGEST_KEPT_TENSOR)
     marks = read_marks(ActorWorker) | read_marks(CriticWorker)
     idle = peak_gib()
     for samples in args.samples:
@@ -154,10 +173,7 @@ def main() -> None:
             for verb in ("compute_log_prob", "compute_values"):
                 batch = measure(batch, verb, marks[verb], dp, tokens)
         print(f"peak memory {peak_gib():.1f} GiB, of these {idle:.1f} before the first batch")
-        scores = torch.zeros(samples, batch.widths[1] or 0)
-        batch = batch.with_columns({"token_level_scores": scores, "token_level_rewards": scores})
-        seconds, batch = cpu_seconds(lambda batch=batch: AdvantagePhase(AlgorithmConfig()).compute(batch, {}))
-        print(f"advantages {seconds:.2f} s, peak memory {peak_gib():.1f} GiB")
+        batch = with_advantages(batch)
         for dp in args.dp:
             for verb in ("update_critic", "update_actor"):
                 batch = measure(batch, verb, marks[verb], dp, tokens)

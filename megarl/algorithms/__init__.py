@@ -42,6 +42,7 @@ from megarl.algorithms.masked import (
     masked_sum,
     masked_variance,
     masked_whiten,
+    select_tokens,
     sequence_counts,
     sequence_sums,
 )
@@ -198,6 +199,7 @@ __all__ = [
     "rloo",
     "row_cosine_similarity",
     "sapo",
+    "select_tokens",
     "sequence_counts",
     "sequence_quality",
     "sequence_sums",

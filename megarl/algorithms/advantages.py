@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masked import expand_to_tokens, flat_tokens, masked_whiten, sequence_counts
+from megarl.algorithms.masked import expand_to_tokens, flat_tokens, masked_whiten, select_tokens, sequence_counts
 from megarl.algorithms.turns import Turns
 from megarl.base.algorithm_names import ADV_ESTIMATORS
 from megarl.base.registry import Registry
@@ -211,14 +211,13 @@ def generalized_advantages(
     kept = mask.bool()
     counts = sequence_counts(kept, lengths)
     ends = counts.cumsum(0)
-    steps, value = _step_rewards(rewards, kept, lengths), values[kept]
+    steps, value = _step_rewards(rewards, kept, lengths), select_tokens(values, kept)
     next_value = torch.zeros_like(value)
     next_value[:-1] = value[1:]
     next_value[ends[counts > 0] - 1] = 0
     advantage = _backward_sums(steps + gamma * next_value - value, counts, gamma * lam)
-    advantages, returns = torch.zeros_like(rewards), torch.zeros_like(values)
-    advantages[kept], returns[kept] = advantage, advantage + value
-    return advantages, returns
+    advantages = torch.zeros_like(rewards).masked_scatter_(kept, advantage)
+    return advantages, torch.zeros_like(values).masked_scatter_(kept, advantage + value)
 
 
 def _step_rewards(rewards: Tensor, kept: Tensor, lengths: Tensor | None) -> Tensor:
@@ -230,9 +229,10 @@ def _step_rewards(rewards: Tensor, kept: Tensor, lengths: Tensor | None) -> Tens
         lengths: ``[b]`` of packed tokens; None = rectangles.
     """
     (rewards, lengths), (kept, _) = flat_tokens(rewards, lengths), flat_tokens(kept, lengths)
-    steps = rewards[kept]
-    late = (~kept & (rewards != 0)).nonzero()[:, 0]
-    if len(late):
+    steps = select_tokens(rewards, kept)
+    outside = ~kept & (rewards != 0)
+    if outside.any():
+        late, steps = outside.nonzero()[:, 0], steps.clone()
         sequence = torch.searchsorted(lengths.cumsum(0), late, right=True)
         before = kept.cumsum(0)  # kept tokens up to a token, over all sequences
         counts = sequence_counts(kept, lengths)

@@ -9,8 +9,14 @@ An entry outside the mask may hold any value, NaN included: it is never read.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
+
+
+def select_tokens(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the entries of ``mask`` (bool, same shape) in order, ``[k]``; a view if the mask has no hole."""
+    return values.reshape(-1) if bool(mask.all()) else values[mask]
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -30,11 +36,11 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 def masked_variance(values: Tensor, mask: Tensor) -> Tensor:
     """Compute the sample variance (divisor ``n - 1``) over the mask, a scalar; 0 for fewer than two entries."""
-    return _sample_variance(values[mask.bool()])
+    return _sample_variance(select_tokens(values, mask.bool()))
 
 
 def _sample_variance(values: Tensor) -> Tensor:
-    squares = ((values - values.sum() / max(1, values.numel())) ** 2).sum()
+    squares = (values - values.sum() / max(1, values.numel())).square_().sum()
     return squares / max(1, values.numel() - 1)
 
 
@@ -52,11 +58,10 @@ def masked_whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
         Same shape and type as ``values``.
     """
     kept = mask.bool()
-    entries = values[kept].double()
+    entries = select_tokens(values, kept).double()
     centered = entries - entries.sum() / max(1, entries.numel())
-    white = torch.zeros_like(values)
-    white[kept] = (centered * torch.rsqrt(_sample_variance(entries) + eps)).to(values.dtype)
-    return white
+    white = centered.mul_(torch.rsqrt(_sample_variance(entries) + eps)).to(values.dtype)
+    return torch.zeros_like(values).masked_scatter_(kept, white)
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, eps: float = 1e-5) -> float:
@@ -65,7 +70,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, eps: float
     1 is a perfect critic, 0 a critic no better than a constant, a negative value a worse one.
     """
     kept = mask.bool()
-    estimates, targets = values[kept].double(), returns[kept].double()
+    estimates, targets = select_tokens(values, kept).double(), select_tokens(returns, kept).double()
     return (1.0 - _sample_variance(targets - estimates) / (_sample_variance(targets) + eps)).item()
 
 
@@ -81,6 +86,8 @@ def sequence_sums(values: Tensor, mask: Tensor, lengths: Tensor | None) -> Tenso
         ValueError: packed values come without ``lengths``.
     """
     _check_form(values, lengths)
+    if lengths is not None and not values.requires_grad and values.device.type == "cpu":
+        return _array_sums(values, mask, lengths)
     kept = torch.where(mask.bool(), values.double(), 0.0)
     if lengths is None:
         return kept.sum(-1)
@@ -89,13 +96,23 @@ def sequence_sums(values: Tensor, mask: Tensor, lengths: Tensor | None) -> Tenso
     return empty.index_add(0, sequence, kept)
 
 
+def _array_sums(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+    """Compute :func:`sequence_sums` of packed tokens without gradients, with little memory: batches may be large."""
+    kept = values if mask is values or bool(mask.all()) else torch.where(mask.bool(), values, torch.zeros_like(values))
+    counts = lengths.numpy(force=True)
+    sums, filled = np.zeros(len(counts)), counts > 0
+    if filled.any():  # reduceat gives an empty sequence the value of the next one
+        starts = (np.cumsum(counts) - counts)[filled]
+        sums[filled] = np.add.reduceat(kept.numpy(), starts, dtype=np.float64)
+    return torch.from_numpy(sums)
+
+
 def sequence_means(values: Tensor, mask: Tensor, lengths: Tensor | None) -> Tensor:
     """Average ``values`` over the trained tokens of each sequence, ``[b]`` double, 0 for a sequence without any.
 
     Arguments and errors are those of :func:`sequence_sums`.
     """
-    count = sequence_sums(torch.ones_like(mask, dtype=torch.double), mask, lengths)
-    return sequence_sums(values, mask, lengths) / count.clamp(min=1)
+    return sequence_sums(values, mask, lengths) / sequence_counts(mask, lengths).clamp(min=1)
 
 
 def sequence_maxima(values: Tensor, mask: Tensor, lengths: Tensor | None, initial: float) -> Tensor:
@@ -124,9 +141,7 @@ def sequence_counts(mask: Tensor, lengths: Tensor | None) -> Tensor:
     _check_form(mask, lengths)
     if lengths is None:
         return mask.bool().sum(-1)
-    ends = lengths.to(mask.device).cumsum(0)
-    total = torch.cat([torch.zeros(1, dtype=torch.int64, device=mask.device), mask.bool().cumsum(0)])
-    return total[ends] - total[ends - lengths.to(mask.device)]
+    return sequence_sums(mask, mask, lengths).long()
 
 
 def flat_tokens(values: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:

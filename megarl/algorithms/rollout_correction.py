@@ -22,6 +22,7 @@ from megarl.algorithms.masked import (
     expand_to_tokens,
     have_tokens,
     masked_mean,
+    select_tokens,
     sequence_maxima,
     sequence_means,
     sequence_sums,
@@ -233,7 +234,7 @@ def off_policy_statistics(old: Tensor, rollout: Tensor, compared: Tensor, length
     rollout_log_ppl = -sequence_means(rollout, mask, lengths)[rows]
     difference = training_log_ppl - rollout_log_ppl
     whole = sequence_sums(log_ratio, mask, lengths)[rows].clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    log_ratio = log_ratio[mask]
+    log_ratio = select_tokens(log_ratio, mask)
     limited = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return {
         "kl": -log_ratio.mean().item(),
@@ -259,8 +260,9 @@ def log_prob_differences(old: Tensor, rollout: Tensor) -> Statistics:
     """
     if old.numel() == 0:
         return {}
-    old, rollout = old.double(), rollout.double()
-    logs, probs = (rollout - old).abs(), (rollout.exp() - old.exp()).abs()
+    logs = (rollout.double() - old.double()).abs_()
+    old_probs, rollout_probs = old.double().exp_(), rollout.double().exp_()
+    probs = (rollout_probs - old_probs).abs_()
     statistics = {
         "rollout_log_probs_diff_mean": logs.mean().item(),
         "rollout_log_probs_diff_max": logs.max().item(),
@@ -268,8 +270,8 @@ def log_prob_differences(old: Tensor, rollout: Tensor) -> Statistics:
         "rollout_probs_diff_max": probs.max().item(),
         "rollout_probs_diff_std": probs.std(unbiased=False).item(),
     }
-    a, b = rollout.exp() - rollout.exp().mean(), old.exp() - old.exp().mean()
-    scale = (a.square().sum() * b.square().sum()).sqrt()
+    a, b = rollout_probs.sub_(rollout_probs.mean()), old_probs.sub_(old_probs.mean())
+    scale = (a.dot(a) * b.dot(b)).sqrt()
     if scale > 0:
-        statistics["rollout_actor_probs_pearson_corr"] = ((a * b).sum() / scale).item()
+        statistics["rollout_actor_probs_pearson_corr"] = (a.dot(b) / scale).item()
     return statistics

@@ -291,7 +291,7 @@ class _Search:
 
         For free sizes every part also offers no item, as item -1. Offers end when the work limit is reached.
         """
-        partners: list[np.ndarray] = []
+        partners: list[int] = []
         items: list[np.ndarray] = []
         size = 0
         for part in np.argsort(self.sums, kind="stable").tolist():
@@ -301,14 +301,14 @@ class _Search:
             if not self.fixed_sizes:
                 offered = np.append(offered, -1)
             items.append(offered)
-            partners.append(np.full(len(offered), part))
+            partners.append(part)
             size += len(offered)
             self.work += _WORK_PER_PART
             if size >= at_once:
-                yield np.concatenate(partners), np.concatenate(items)
+                yield np.repeat(partners, list(map(len, items))), np.concatenate(items)
                 partners, items, size = [], [], 0
         if items:
-            yield np.concatenate(partners), np.concatenate(items)
+            yield np.repeat(partners, list(map(len, items))), np.concatenate(items)
 
     def _exchange(self, heavy: int, given: int, light: int, taken: int) -> None:
         for part, old, new in ((heavy, given, taken), (light, taken, given)):

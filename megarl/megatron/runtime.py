@@ -5,7 +5,6 @@ The only module that chooses backend and device.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import os
@@ -18,6 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from megarl.base.allocator import keep_freed_memory
 from megarl.base.errors import CheckpointError, ConfigError, ResourceError
 from megarl.base.rendezvous import join_rendezvous
 from megarl.megatron import cuda_on_cpu
@@ -45,9 +45,6 @@ logger = logging.getLogger(__name__)
 
 DEVICES = ("auto", "cpu", "cuda")
 # Names and largest value as in glibc's malloc.h.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LARGEST_MMAP_THRESHOLD = 32 * 2**20
-_MOST = 2**31 - 1
 _T = TypeVar("_T")
 
 
@@ -195,22 +192,6 @@ def _choose_device(device: str, rank: int) -> torch.device:
     if device == "cpu" or not available:
         return torch.device("cpu")
     return torch.device("cuda", rank % torch.cuda.device_count())
-
-
-def keep_freed_memory() -> bool:
-    """Keep the memory of freed tensors of up to 32 MiB in the process (glibc's ``mallopt``).
-
-    Activations are allocated and freed with every micro-batch; by default the system zeroes their pages each time. The
-    process's resident memory stays near its peak.
-
-    Returns:
-        Whether the allocator is glibc's; another one is left unchanged.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    accepted = [mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD), mallopt(_M_TRIM_THRESHOLD, _MOST)]
-    return all(accepted)
 
 
 def all_ranks_or_raise(runtime: Runtime, action: Callable[[], _T], doing: str) -> _T:

@@ -191,7 +191,7 @@ class PackedRows:
         return numbers
 
     def unpack(self, groups: Sequence[Sequence[int]], packed: Sequence[Tensor]) -> Tensor:
-        """Order values over response tokens by rows: from ``[n, ...]`` per micro-batch to ``[sum of lengths, ...]``, on CPU.
+        """Order values over response tokens by rows: ``[n, ...]`` per micro-batch to ``[sum of lengths, ...]``, on CPU.
 
         Integers stay integers; other values become float32.
 

@@ -66,7 +66,7 @@ def test_expansion_to_tokens_knows_its_size(lengths, monkeypatch):
         return plain(values, repeats, output_size=output_size)
 
     monkeypatch.setattr(torch, "repeat_interleave", repeat)
-    values, counts = torch.arange(5.0), torch.tensor(lengths)
+    values, counts = torch.arange(5.0, requires_grad=True), torch.tensor(lengths)
     sums = sequence_sums(values, torch.ones(5), counts)
     assert sums.tolist() == [part.sum().item() for part in values.split(lengths)]
     tokens = expand_to_tokens(sums, values, counts)

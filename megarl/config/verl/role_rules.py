@@ -11,6 +11,10 @@ _ACTOR, _REF, _CRITIC, _REWARD = "actor_rollout_ref.actor", "actor_rollout_ref.r
 _PACKED = "megarl always packs sequences, without padding"
 _EXACT = "megarl always computes log-probs and entropy on chunks of 256 MiB of float32 logits"
 _PER_GPU = "counts samples over all ranks; give {}, per data-parallel rank"
+_ADAM = (
+    "the optimizer is Adam; Megatron-Core's Muon needs the package emerging_optimizers, and trains without the "
+    "distributed optimizer"
+)
 _FLOAT32 = "the optimizer state is float32, as in Megatron with this key and default dtypes"
 _SEEDS = "every rank draws from trainer.seed"
 _QAT = "megarl has no quantization-aware training; rollout.dtype is the engine's format"
@@ -65,7 +69,7 @@ _MEGATRON: dict[str, Rule] = {
 }
 
 _OPTIM: dict[str, Rule] = {
-    "optimizer": Only(("adam",), "the optimizer is Adam"),
+    "optimizer": Only(("adam",), _ADAM),
     "lr_warmup_init": Only((0.0,), "warm-up begins at 0"),
     "lr_decay_steps": Renamed("{}.total_training_steps", why="including the warm-up steps"),
     "weight_decay_incr_style": Only(("constant",), "weight decay is constant"),
@@ -77,7 +81,7 @@ _OPTIM: dict[str, Rule] = {
     "main_grads_dtype": Only(("fp32",), "megarl sums gradients in float32"),
     "exp_avg_dtype": Only(("fp32",), "the optimizer state is float32"),
     "exp_avg_sq_dtype": Only(("fp32",), "the optimizer state is float32"),
-    "muon_*": Feature("{}.optimizer", ("adam",), "the optimizer is Adam"),
+    "muon_*": Feature("{}.optimizer", ("adam",), _ADAM),
     "override_optimizer_config.optimizer_offload_fraction": NoEffect("the optimizer offloads all of its state or none"),
     "override_optimizer_config.overlap_cpu_optimizer_d2h_h2d": NoEffect("no optimizer step runs on the host"),
     "override_optimizer_config.use_precision_aware_optimizer": NoEffect(_FLOAT32),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.agents.endpoint import check_endpoint
+from megarl.base.allocator import keep_freed_memory
 from megarl.cluster import PlacedPool
 from megarl.cluster.agent_runners import AgentRunners
 from megarl.config.batch import plan_batches, render_plan
@@ -42,6 +43,9 @@ from megarl.trainer.rollout_service.service import RolloutService, restored_ledg
 from megarl.trainer.rollout_service.source import SampleSource, StepRounds
 from megarl.trainer.rollout_service.traffic import RolloutTraffic
 from megarl.trainer.state.run_state import RunState, inexact_checkpoints
+
+LARGEST_KEPT_TENSOR = 2**30
+"""Bytes of the largest freed tensor whose memory the driver keeps: a column of a large batch."""
 
 
 def run(config: TrainConfig, output_dir: Path) -> RunSummary:
@@ -112,6 +116,7 @@ class TrainerBuilder:
             WorkerError: a worker failed to start.
         """
         session, config, console = self.session, self.session.config, self.session.console
+        keep_freed_memory(LARGEST_KEPT_TENSOR)
         console.set_total_steps(self.total_steps)
         advantage = AdvantagePhase(config.algorithm, all_eos_token_ids(config.actor_rollout_ref.model.path))
         state = RunState(

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Mapping
 import numpy as np
 import torch
 
-from megarl.algorithms import have_tokens, log_prob_differences, off_policy_statistics, sequence_sums
+from megarl.algorithms import have_tokens, log_prob_differences, off_policy_statistics, select_tokens, sequence_sums
 from megarl.cluster import WorkerGroup, rank_loads
 from megarl.data import DataProto, sequence_lengths, token_counts
 from megarl.tracking.jsonl_files import SECONDS_SUFFIX, TOKENS, WORK, RankLists
@@ -24,11 +24,11 @@ def summary(prefix: str, values: torch.Tensor) -> Metrics:
     """Compute ``{prefix}/{mean,max,min}`` of a tensor of any shape; empty for an empty tensor."""
     if values.numel() == 0:
         return {}
-    values = values.double()
+    array = values.numpy(force=True)
     return {
-        f"{prefix}/mean": values.mean().item(),
-        f"{prefix}/max": values.max().item(),
-        f"{prefix}/min": values.min().item(),
+        f"{prefix}/mean": float(array.mean(dtype=np.float64)),
+        f"{prefix}/max": float(array.max()),
+        f"{prefix}/min": float(array.min()),
     }
 
 
@@ -45,7 +45,7 @@ def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length:
         metrics |= group_spread(scores, batch.non_tensor_batch["uid"][counted.numpy()])
     for name in ("advantages", "returns", "values"):
         if name in batch.tensors:
-            metrics |= summary(f"critic/{name}", batch.packed(name)[mask])
+            metrics |= summary(f"critic/{name}", select_tokens(batch.packed(name), mask))
     prompt_lengths, response_lengths = sequence_lengths(batch)
     for name, lengths, limit in (
         ("prompt_length", prompt_lengths, max_prompt_length),
@@ -115,7 +115,7 @@ def rollout_mismatch_metrics(batch: DataProto) -> Metrics:
     if "rollout_log_probs" not in batch.tensors:
         return {}
     mask, rollout, old = compared_tokens(batch), batch.packed("rollout_log_probs"), batch.packed("old_log_probs")
-    differences = log_prob_differences(old[mask], rollout[mask])
+    differences = log_prob_differences(select_tokens(old, mask), select_tokens(rollout, mask))
     distances = off_policy_statistics(old, rollout, mask, sequence_lengths(batch)[1])
     return {f"training/{name}": value for name, value in differences.items()} | {
         f"rollout_corr/{name}": value for name, value in distances.items()
