@@ -137,7 +137,7 @@ def _versions(trajectory: Trajectory) -> Integers:
 
 
 def _routes(trajectories: Sequence[Trajectory], lengths: Sequence[int]) -> list[np.ndarray]:
-    """Experts of each row's tokens; -1 for those that the engine has not computed, as the last one of a response.
+    """Experts of each row's tokens; -1 for tokens that the engine has not computed, as the last one.
 
     Raises:
         AgentError: no trajectory has experts.
