@@ -19,6 +19,7 @@ from megarl.agents.endpoint.endpoint import EndpointAddress, build_endpoint
 from megarl.agents.event_loop import EventLoopThread
 from megarl.agents.loop import AgentLoop
 from megarl.agents.loop_monitor import monitored_loop
+from megarl.agents.routes import RouteRecord
 from megarl.agents.types import (
     AgentError,
     Conversation,
@@ -211,9 +212,15 @@ class AgentRunner:
         assert self._router is not None
         router = self._router
 
-        async def generate(prompt_ids: Sequence[int], params: SamplingParams, *, seed: int, key: str) -> Completion:
-            return await router.generate(prompt_ids, params, seed=seed, key=key, expected_tokens=group.expected_tokens)
+        async def generate(
+            prompt_ids: Sequence[int], params: SamplingParams, *, seed: int, key: str, routes_from: int | None = None
+        ) -> Completion:
+            expected = group.expected_tokens
+            return await router.generate(
+                prompt_ids, params, seed=seed, key=key, expected_tokens=expected, routes_from=routes_from
+            )
 
+        record = RouteRecord(generate) if group.with_routes else None
         conversation = Conversation(
             messages=group.messages,
             params=sample.params,
@@ -226,11 +233,15 @@ class AgentRunner:
         )
         try:
             async with self._slots:
-                trajectory = await lead_conversation(conversation, self._loops[group.agent_name], generate)
+                trajectory = await lead_conversation(
+                    conversation, self._loops[group.agent_name], generate if record is None else record.generate
+                )
         except FATAL as error:
             self._fail(error)
             return
         self._tasks.pop(name, None)
+        if record is not None:
+            trajectory = record.add_to(trajectory)
         with self._changed:
             self._pending -= 1
             self._ended.append(FinishedSample(name, trajectory))

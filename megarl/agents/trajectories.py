@@ -74,7 +74,12 @@ def _ragged(rows: Sequence[Integers | Sequence[float]], dtype: type) -> tuple[np
 
 
 def trajectories_to_batch(
-    trajectories: Sequence[Trajectory], pad_token_id: int, *, state_masking: bool = True, with_versions: bool = False
+    trajectories: Sequence[Trajectory],
+    pad_token_id: int,
+    *,
+    state_masking: bool = True,
+    with_versions: bool = False,
+    with_routes: bool = False,
 ) -> DataProto:
     """Convert trajectories into a batch, one row per trajectory, in their order.
 
@@ -88,12 +93,13 @@ def trajectories_to_batch(
         state_masking: exclude the environment's tokens from losses, KL, advantages and entropy; False trains on them as
             on the policy's tokens.
         with_versions: add the column ``weight_versions``, for asynchronous training.
+        with_routes: add the column ``routed_experts``, for routing replay R3.
 
     Returns:
         ``prompts [b, P]``, ``responses``, ``response_mask``, ``generated_mask``, ``rollout_log_probs`` (0.0 for the
         environment's tokens) ``[b, R]`` and ``attention_mask [b, P+R]``; with ``with_versions`` also ``weight_versions
-        [b, R]``; the columns ``num_turns``, ``weight_version``, ``agent_error`` (None: no failure) and one column per
-        name in ``fields``.
+        [b, R]``; with ``with_routes`` also ``routed_experts [b, P+R, expert layers, per token]``; the columns
+        ``num_turns``, ``weight_version``, ``agent_error`` (None: no failure) and one column per name in ``fields``.
     """
     prompts = [_nonempty(trajectory.prompt_ids, pad_token_id) for trajectory in trajectories]
     responses = [_nonempty(trajectory.response_ids, pad_token_id) for trajectory in trajectories]
@@ -107,6 +113,9 @@ def trajectories_to_batch(
     }
     if with_versions:
         rows["weight_versions"] = [_versions(trajectory) for trajectory in trajectories]
+    if with_routes:
+        lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
+        rows["routed_experts"] = _routes(trajectories, lengths)
     tensors = ragged_columns(rows, {"prompts": pad_token_id, "responses": pad_token_id})
     names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.fields)
     columns = {name: [trajectory.fields.get(name) for trajectory in trajectories] for name in names}
@@ -125,6 +134,25 @@ def _versions(trajectory: Trajectory) -> Integers:
     if len(trajectory.weight_versions):
         return trajectory.weight_versions
     return [trajectory.weight_version] * max(len(trajectory.response_ids), 1)
+
+
+def _routes(trajectories: Sequence[Trajectory], lengths: Sequence[int]) -> list[np.ndarray]:
+    """Experts of each row's tokens; -1 for tokens that the engine has not computed, as the last one.
+
+    Raises:
+        AgentError: no trajectory has experts.
+    """
+    known = [trajectory.routes for trajectory in trajectories if trajectory.routes is not None]
+    if not known:
+        raise AgentError(
+            "the rollout engine returned no experts, which actor.router_replay.mode=R3 replays; set R2 to replay those "
+            "of the pass for old log-probs"
+        )
+    rows = [np.full((length, *known[0].shape[1:]), -1, np.int16) for length in lengths]
+    for row, trajectory in zip(rows, trajectories, strict=True):
+        if trajectory.routes is not None:
+            row[: len(trajectory.routes)] = trajectory.routes
+    return rows
 
 
 def _train_mask(trajectory: Trajectory, state_masking: bool) -> Integers:

@@ -114,6 +114,8 @@ class Trajectory:
         fields: additional columns of the row.
         error: cause of the failure; None: the conversation succeeded.
         unmasked: ``response_mask`` before the failure was recorded; empty without a failure.
+        routes: int16 ``[tokens, expert layers, per token]``, experts of the first tokens, prompt and response; None
+            without routing replay R3, and if the engine has computed nothing.
     """
 
     prompt_ids: Integers
@@ -128,6 +130,7 @@ class Trajectory:
     fields: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
     unmasked: Integers = ()
+    routes: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     @property
     def generated_mask(self) -> Integers:
@@ -179,6 +182,7 @@ class ConversationGroup:
         agent_name: name of the agent loop.
         facts: the other columns of the data row.
         expected_tokens: expected tokens per turn; None = unknown.
+        with_routes: record the experts of all tokens.
     """
 
     number: int
@@ -189,6 +193,7 @@ class ConversationGroup:
     agent_name: str
     facts: Mapping[str, Any] = field(default_factory=dict)
     expected_tokens: float | None = None
+    with_routes: bool = False
 
     @property
     def ids(self) -> list[SampleId]:

@@ -346,17 +346,13 @@ def ragged_columns(rows: Mapping[str, Rows], pads: Mapping[str, float]) -> Colum
     """Build the columns of a batch of samples from their rows, with an ``attention_mask`` of all their tokens.
 
     Args:
-        rows: values of each row by declared column, prompt- or response-aligned; ``prompts`` and ``responses`` too.
+        rows: values of each row by declared column; ``prompts`` and ``responses`` too.
         pads: padding values that differ from the declarations.
     """
     columns = {name: RaggedColumn.of_rows(COLUMNS[name], values, pads.get(name)) for name, values in rows.items()}
     prompts, responses = columns["prompts"], columns["responses"]
     # Columns of one alignment share their lengths, which are then sent once.
-    columns = {
-        name: column._replace(lengths=(prompts if column.alignment == "prompt" else responses).lengths)
-        for name, column in columns.items()
-    }
-    columns["attention_mask"] = RaggedColumn(
+    whole = RaggedColumn(
         None,
         prompts.lengths + responses.lengths,
         prompts.width - prompts.lengths,
@@ -364,6 +360,11 @@ def ragged_columns(rows: Mapping[str, Rows], pads: Mapping[str, float]) -> Colum
         "int64",
         "sequence",
     )
+    spans = {"prompt": prompts, "response": responses, "sequence": whole}
+    for name, column in columns.items():
+        span = spans[column.alignment]
+        columns[name] = column._replace(lengths=span.lengths, starts=span.starts, width=span.width)
+    columns["attention_mask"] = whole
     return Columns.of_ragged(columns)
 
 

@@ -23,6 +23,7 @@ from megarl.megatron.lora import LowRankAdapter
 from megarl.megatron.routing import RouterState
 from megarl.megatron.versions import submodules_of
 from megarl.models import ModelConfig, ParallelLayout
+from megarl.models.expert_choice import choose_experts, score_experts, weigh_experts
 from megarl.models.model_config import Experts
 
 
@@ -111,34 +112,6 @@ def drop_autograd_graphs(module: nn.Module) -> None:
                     setattr(holder, name, value.detach())
 
 
-def choose_experts(scores: Tensor, experts: Experts, correction: Tensor | None = None) -> Tensor:
-    """Select the experts of each token: ``[tokens, per token]`` indices.
-
-    Args:
-        scores: ``[tokens, experts]`` float32.
-        experts: the selection rule.
-        correction: ``[experts]``, added to the scores for the selection only.
-    """
-    with torch.no_grad():
-        ranking = scores if correction is None else scores + correction
-        if experts.groups_per_token < experts.groups:
-            grouped = ranking.unflatten(-1, (experts.groups, -1))
-            best = (
-                grouped.topk(experts.group_best, dim=-1).values.sum(-1).topk(experts.groups_per_token, dim=-1).indices
-            )
-            excluded = torch.ones(grouped.shape[:-1], dtype=torch.bool, device=scores.device).scatter(1, best, False)
-            ranking = grouped.masked_fill(excluded[..., None], -torch.inf).flatten(1)
-        return ranking.topk(experts.per_token, dim=-1).indices
-
-
-def weigh_experts(scores: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
-    """Compute the weights of the selected experts, ``[tokens, per token]``, differentiable in the scores."""
-    weights = scores.gather(1, chosen)
-    if experts.normalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * experts.scaling
-
-
 class ExpertRouter(nn.Module):
     """Selects the experts of each token, in place of Megatron's router and with its arguments.
 
@@ -186,7 +159,7 @@ class ExpertRouter(nn.Module):
         logits = F.linear(inputs, self.weight.float())
         if self.lora is not None and self.lora.enabled:
             logits = logits + self.lora.in_float32(inputs)
-        scores = logits.softmax(-1) if self.experts.score == "softmax" else logits.sigmoid()
+        scores = score_experts(logits, self.experts)
         chosen = choose_experts(scores, self.experts, self.expert_bias)
         tokens, recomputes = (None, False) if self.state is None else self.state.next_tokens()
         if self.state is not None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from megarl.megatron.context_parallel import stored_indices
 from megarl.megatron.packed import PackedMicroBatch, copy_to
 from megarl.megatron.runtime import Runtime
+from megarl.models.expert_choice import score_experts
 from megarl.models.model_config import Experts
 
 NO_ROUTE = -1
@@ -210,9 +211,8 @@ class RouterState:
     def _sequence_loss(self, logits: Tensor, tokens: RoutedTokens) -> Tensor:
         """This rank's share of the sum of the sequences' balance losses."""
         experts = self.shared.experts
-        scores = logits.softmax(-1)
+        scores = score_experts(logits, experts)
         if experts.score != "softmax":
-            scores = logits.sigmoid()
             scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
         best = torch.zeros_like(scores).scatter(1, scores.topk(experts.per_token, dim=-1).indices, 1.0)
         shape, (members, sequences) = (len(tokens.lengths), experts.count), tokens.members

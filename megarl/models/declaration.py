@@ -128,7 +128,8 @@ def without_query_latent(config: ModelConfig, layer: int) -> bool:
 
 
 _HF_LAYER = "model.layers.{layer}."
-_MEGATRON_LAYER = "decoder.layers.{layer}."
+LAYER_PREFIX = "decoder.layers.{layer}."
+"""Start of the Megatron names of a layer's parameters."""
 
 
 def layer_parameter(
@@ -150,7 +151,7 @@ def layer_parameter(
         float32: see :class:`Declaration`.
     """
     tensors = tuple(HFTensor(_HF_LAYER + name, dims) for name, dims in hf.items())
-    megatron, rollout = _MEGATRON_LAYER + megatron, _HF_LAYER + rollout
+    megatron, rollout = LAYER_PREFIX + megatron, _HF_LAYER + rollout
     return Declaration(megatron, rollout, tensors, split, when=when, float32=float32)
 
 

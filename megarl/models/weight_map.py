@@ -16,6 +16,7 @@ from megarl.models import partition
 from megarl.models.declaration import (
     EMBEDDING,
     FINAL_NORM,
+    LAYER_PREFIX,
     LM_HEAD,
     TIED_LM_HEAD,
     VALUE_HEAD,
@@ -198,6 +199,18 @@ class WeightMap:
                 if occurrence.declared.is_expert:
                     expert_names.add(shard.name)
         return [partition.stacked(n, parts) if n in expert_names else parts[0] for n, parts in params.items()]
+
+    def layer_rollout_names(self, layer: int) -> dict[str, str]:
+        """Return the engine's name of each parameter of a decoder layer.
+
+        Keys are Megatron's names after ``decoder.layers.<n>.``, which all families share; ``{expert}`` stays in the
+        names of stacked experts.
+        """
+        return {
+            declared.megatron.removeprefix(LAYER_PREFIX): declared.rollout.format(layer=layer)
+            for declared in self._layer
+            if declared.rollout is not None and (declared.when is None or declared.when(self.config, layer))
+        }
 
     def patterns(self, layout: ParallelLayout, tp: int, ep: int = 1, vocab_multiple: int = 1) -> list[ShardPattern]:
         """List name patterns of all parameters that trainer and engine share, one for all layers and experts.

@@ -18,15 +18,18 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from megarl.base.errors import MegarlError, WeightSyncError, WorkerLost
+import numpy as np
+
+from megarl.base.errors import MegarlError, ModelError, WeightSyncError, WorkerLost
 from megarl.config.schema.rollout import TrainingRolloutConfig, ValSamplingConfig
 
 if TYPE_CHECKING:  # the planner, which must start in seconds, imports this package
     from torch import Tensor
 
+    from megarl.models import ModelConfig
     from megarl.models.checksum import ParamRectangle
     from megarl.sharding.placement import ProcessLocation
     from megarl.sharding.plan import TransferUsage
@@ -123,6 +126,7 @@ class Request:
         prior: completion of the same request before an interruption; None = a new request. Generation continues after
             its tokens: limits, stop rules, penalties and random numbers are those of the whole response, which is the
             new completion.
+        routes_from: return the experts of the tokens from this position of the prompt on (routing replay); None = none.
     """
 
     request_id: str
@@ -130,6 +134,7 @@ class Request:
     params: SamplingParams
     seed: int
     prior: Completion | None = None
+    routes_from: int | None = None
 
     @property
     def prior_ids(self) -> Sequence[int]:
@@ -137,11 +142,19 @@ class Request:
         return () if self.prior is None else self.prior.token_ids
 
     @property
+    def remaining_routes_from(self) -> int | None:
+        """First position whose experts the prior does not have; None if no experts are requested."""
+        if self.routes_from is None or self.prior is None or self.prior.routes is None:
+            return self.routes_from
+        return self.routes_from + len(self.prior.routes)
+
+    @property
     def remainder(self) -> Request:
         """The request for the rest of the response, after a prompt with its prior tokens."""
         left = self.params.max_new_tokens - len(self.prior_ids)
         prompt, params = [*self.prompt_ids, *self.prior_ids], replace(self.params, max_new_tokens=left)
-        return replace(self, prompt_ids=prompt, params=params, prior=None)
+        routes_from = self.remaining_routes_from
+        return replace(self, prompt_ids=prompt, params=params, prior=None, routes_from=routes_from)
 
 
 @dataclass(frozen=True)
@@ -157,6 +170,10 @@ class Completion:
             :meth:`RolloutEngine.abort`, with the tokens generated so far, possibly none.
         weight_version: version of the weights that generated it; the oldest if there were several.
         weight_versions: version of each token if they differ; empty if all equal ``weight_version``.
+        routes: int16 ``[tokens, expert layers, experts per token]``, the experts of every token from
+            :attr:`Request.routes_from` on except the last, whose output the engine does not compute. Tokens of an
+            interrupted response keep their first experts. None if the request has no ``routes_from``, or the engine
+            has computed nothing.
     """
 
     request_id: str
@@ -165,6 +182,7 @@ class Completion:
     finish_reason: FinishReason
     weight_version: int
     weight_versions: tuple[int, ...] = ()
+    routes: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -176,12 +194,14 @@ class Completion:
         if prior is None or not prior.token_ids:
             return self
         versions = (*prior.versions, *self.versions)
+        routes = [part for part in (prior.routes, self.routes) if part is not None]
         return replace(
             self,
             token_ids=[*prior.token_ids, *self.token_ids],
             log_probs=[*prior.log_probs, *self.log_probs],
             weight_version=min(versions),
             weight_versions=versions if len(set(versions)) > 1 else (),
+            routes=np.concatenate(routes) if routes else None,
         )
 
 
@@ -213,6 +233,7 @@ class EngineOptions:
         max_num_seqs: maximum number of running sequences; further requests wait in a queue.
         max_model_len: maximum tokens of prompt and response; None = the model's ``max_position_embeddings``.
         eos_token_ids: tokens that end every sequence; None = the model folder's.
+        return_routes: requests may have :attr:`Request.routes_from`; the engine then records experts.
     """
 
     dtype: str = "float32"
@@ -221,6 +242,7 @@ class EngineOptions:
     max_num_seqs: int = 256
     max_model_len: int | None = None
     eos_token_ids: tuple[int, ...] | None = None
+    return_routes: bool = False
 
     def device_of(self, rank: int) -> str:
         """Return the device of a tensor-parallel rank: consecutive devices, starting with ``device``."""
@@ -437,12 +459,24 @@ def check_token_ids(source: str, ids: Iterable[int], vocab_size: int) -> None:
         raise RolloutError(f"{source}: {outside[0]} is no token id, the vocabulary has {vocab_size}")
 
 
-def check_request(request: Request, max_model_len: int, vocab_size: int) -> None:
-    """Check length and token ids of a request.
+def check_routes(config: ModelConfig, options: EngineOptions) -> None:
+    """Check that a model whose experts are to be returned has experts.
+
+    Raises:
+        ModelError: it is a dense model.
+    """
+    if options.return_routes and config.experts is None:
+        raise ModelError(
+            f"return_routes=True, but {config.architecture} is a dense model, whose tokens have no experts"
+        )
+
+
+def check_request(request: Request, max_model_len: int, vocab_size: int, *, return_routes: bool) -> None:
+    """Check length, token ids and routes of a request.
 
     Raises:
         RolloutError: the prompt is empty, the prior leaves nothing to generate, prompt and response exceed
-            ``max_model_len``, or a token id is outside the vocabulary.
+            ``max_model_len``, a token id is outside the vocabulary, or the engine records no experts for the request.
     """
     name, prompt, limit = f"request '{request.request_id}'", request.prompt_ids, request.params.max_new_tokens
     if not len(prompt):
@@ -454,6 +488,13 @@ def check_request(request: Request, max_model_len: int, vocab_size: int) -> None
         )
     if len(request.prior_ids) >= limit:
         raise RolloutError(f"{name}: prior has {len(request.prior_ids)} tokens, expected fewer than {limit}")
+    if request.routes_from is not None:
+        if not return_routes:
+            raise RolloutError(f"{name}: routes_from={request.routes_from}, but the engine has return_routes=False")
+        if not 0 <= request.routes_from <= len(prompt):
+            raise RolloutError(
+                f"{name}: routes_from={request.routes_from}, expected 0 to {len(prompt)}, the prompt's end"
+            )
     check_token_ids(f"{name}: prompt_ids", prompt, vocab_size)
     check_token_ids(f"{name}: prior", request.prior_ids, vocab_size)
     check_token_ids(f"{name}: stop_token_ids", request.params.stop_token_ids, vocab_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
+from megarl.base.errors import ConfigError
 from megarl.base.registry import Registry
 from megarl.models import ModelConfig
 from megarl.rollout.interface import EngineOptions, RolloutEngine
@@ -25,11 +26,13 @@ class EngineEntry(NamedTuple):
         create: builds the engine.
         check: checks a model; None if the engine checks the model when it is built.
         vocab_multiple: the engine pads the vocabulary to a multiple of this number before it divides the rows.
+        returns_routes: the engine supports :attr:`EngineOptions.return_routes`.
     """
 
     create: EngineFactory
     check: ModelCheck | None
     vocab_multiple: int = 1
+    returns_routes: bool = False
 
 
 # Imported on first use: only the users of an engine need its dependencies.
@@ -39,7 +42,7 @@ ENGINES: Registry[EngineEntry] = Registry(
 
 
 def register_engine(
-    name: str, check: ModelCheck | None = None, vocab_multiple: int = 1
+    name: str, check: ModelCheck | None = None, vocab_multiple: int = 1, *, returns_routes: bool = False
 ) -> Callable[[_Factory], _Factory]:
     """Return a decorator that registers a function of (model folder, options) as an engine.
 
@@ -47,10 +50,11 @@ def register_engine(
         name: name of the engine in the config.
         check: raises ModelError for unsupported models; None = the engine checks the model when it is built.
         vocab_multiple: see :class:`EngineEntry`.
+        returns_routes: see :class:`EngineEntry`.
     """
 
     def register(factory: _Factory) -> _Factory:
-        ENGINES.register(name)(EngineEntry(factory, check, vocab_multiple))
+        ENGINES.register(name)(EngineEntry(factory, check, vocab_multiple, returns_routes))
         return factory
 
     return register
@@ -85,12 +89,18 @@ def check_engine_model(name: str, model: ModelConfig, options: EngineOptions) ->
         options: options of the engine.
 
     Raises:
-        ConfigError: the name is unknown (lists the known ones).
+        ConfigError: the name is unknown (lists the known ones), or the engine does not return the routes that training
+            replays.
         ModelError: the engine does not support the model; gives the reason.
     """
-    check = ENGINES[name].check
-    if check is not None:
-        check(model, options)
+    entry = ENGINES[name]
+    if options.return_routes and not entry.returns_routes:
+        raise ConfigError(
+            f"actor_rollout_ref.actor.router_replay.mode=R3 replays routes of the engine, which rollout.name={name} "
+            "does not return; set R2"
+        )
+    if entry.check is not None:
+        entry.check(model, options)
 
 
 def engine_vocab_multiple(name: str) -> int:

@@ -258,6 +258,7 @@ class Router:
         seed: int,
         key: str = "",
         expected_tokens: float | None = None,
+        routes_from: int | None = None,
     ) -> Completion:
         """Generate one response. Cancelling the call aborts the request.
 
@@ -267,6 +268,7 @@ class Router:
             seed: seed of the request.
             key: requests with one key share a prefix; empty = no shared prefix.
             expected_tokens: expected length of the response; None = unknown.
+            routes_from: see :class:`~megarl.rollout.interface.Request`.
 
         Raises:
             NoReplicaLeft: all replicas are lost.
@@ -279,7 +281,7 @@ class Router:
         name = f"{self.client}-{self._count}"
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         entry = PendingRequest(
-            Request(name, prompt_ids, params, seed),
+            Request(name, prompt_ids, params, seed, routes_from=routes_from),
             key or name,
             params.max_new_tokens,
             expected_tokens,

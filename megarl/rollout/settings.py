@@ -17,7 +17,12 @@ from megarl.rollout.sglang.options import SGLangOptions
 
 
 def engine_options(
-    rollout: RolloutConfig, device: str, replica: int = 0, pending_bytes: int | None = None
+    rollout: RolloutConfig,
+    device: str,
+    replica: int = 0,
+    pending_bytes: int | None = None,
+    *,
+    return_routes: bool = False,
 ) -> EngineOptions:
     """Return the options of the engine ``rollout.name``.
 
@@ -27,6 +32,7 @@ def engine_options(
         replica: number of the replica; selects its server if the config has ``urls``.
         pending_bytes: device bytes that training roles on the replica's GPUs have yet to allocate, from which SGLang's
             share of the free memory follows; None = no training role.
+        return_routes: see :class:`~megarl.rollout.interface.EngineOptions`.
 
     Raises:
         ConfigError: the training roles leave no memory to SGLang, or the API key of running servers is not set.
@@ -36,6 +42,7 @@ def engine_options(
         device=device,
         tensor_parallel_size=rollout.tensor_model_parallel_size,
         max_num_seqs=rollout.max_num_seqs,
+        return_routes=return_routes,
     )
     if rollout.name != "sglang":
         return common

@@ -62,7 +62,7 @@ class PolicyWorker(MegatronWorker):
         """Compute log-probs and entropies of the response tokens, packed ``[n]`` each; None on non-owner ranks.
 
         ``settings.sum_pi_squared`` adds the sums of squared probabilities, ``[n]``. ``with_routes`` adds the experts of
-        every token, ``[sum of sequence lengths, expert layers, per token]``.
+        every token, ``[sum of sequence lengths, expert layers, per token]``, instead of replaying those of the batch.
         """
         rows = self.packed_rows(batch, settings.budget)
         options = OutputOptions(
@@ -73,7 +73,7 @@ class PolicyWorker(MegatronWorker):
         )
 
         def compute(groups: Sequence[Sequence[int]]) -> dict[str, Tensor] | None:
-            outputs = self.engine.forward([rows.pack(group) for group in groups], options)
+            outputs = self.engine.forward([rows.pack(group, replay=not with_routes) for group in groups], options)
             if outputs is None:
                 return None
             columns = {"log_probs": [output.log_probs for output in outputs]}
@@ -172,16 +172,22 @@ class ActorWorker(PolicyWorker):
     def _learns_full_kl(self) -> bool:
         return self.config.use_kl_loss and self.config.kl_loss_type == FULL_KL
 
-    @verb(Dispatch.SPLIT, phase="old_log_prob", columns=SEQUENCES)
+    @verb(Dispatch.SPLIT, phase="old_log_prob", columns=(*SEQUENCES, ROUTES))
     @offload_after
     def compute_log_prob(self, batch: DataProto) -> DataProto | None:
         """Compute ``old_log_probs`` of the response tokens and their ``entropys``, ``[b, R]``, before the updates.
 
         The weights are the current ones, unless :meth:`hold_weights` keeps others (the proximal policy). Routing replay
-        R2 adds ``routed_experts``, the experts of every token, for the update. An estimator with an optimal token
-        baseline reads ``sum_pi_squared``, the sum of the squared probabilities of each token's distribution.
+        R2 adds ``routed_experts``, the experts of every token, for the update; R3 uses those of the rollout engine. An
+        estimator with an optimal token baseline reads ``sum_pi_squared``, the sum of the squared probabilities of each
+        token's distribution.
+
+        Raises:
+            DataError: routing replay R3 is on, and the batch has no routes.
         """
         replay = self.config.router_replay.mode == "R2"
+        if self.config.router_replay.from_engine:
+            self._require_routes(batch, "which the rollout engine returns")
         with self._held.in_model():
             result = self.log_probs(batch, self.log_prob, with_entropy=True, with_routes=replay)
         if result is None:
@@ -267,10 +273,10 @@ class ActorWorker(PolicyWorker):
         Raises:
             DataError: routing replay is on, and the batch has no routes.
         """
-        if self.config.router_replay.mode == "R2" and ROUTES not in batch.tensors:
-            raise DataError(
-                f"actor_rollout_ref.actor.router_replay.mode=R2: the batch has no {ROUTES}, which compute_log_prob "
-                "records; the routers would select other experts than for the old log-probs"
+        if self.config.router_replay.enable:
+            from_engine = self.config.router_replay.from_engine
+            self._require_routes(
+                batch, "which the rollout engine returns" if from_engine else "which compute_log_prob records"
             )
         self._held.mark_changed()
         unread = () if self.config.use_kl_loss and not self._learns_full_kl else ("ref_log_prob",)
@@ -294,6 +300,14 @@ class ActorWorker(PolicyWorker):
         if self.config.use_kl_loss:
             metrics["actor/kl_coef"] = self.config.kl_loss_coef
         return metrics
+
+    def _require_routes(self, batch: DataProto, origin: str) -> None:
+        if ROUTES not in batch.tensors:
+            mode = self.config.router_replay.mode
+            raise DataError(
+                f"actor_rollout_ref.actor.router_replay.mode={mode}: the batch has no {ROUTES}, {origin}; the routers "
+                "would select other experts"
+            )
 
     def _chosen_tokens(
         self, choose: ChoiceFunction, rows: PackedRows, mini_batch: range, groups: Sequence[Sequence[int]]

@@ -56,7 +56,9 @@ class RolloutWorker:
         weights, tp = WeightMap(read_model_config(settings.model_path)), rollout.tensor_model_parallel_size
         multiple = engine_vocab_multiple(rollout.name)
         self._params = [weights.rollout_params(tp, rank, vocab_multiple=multiple) for rank in range(tp)]
-        self._options = options = engine_options(rollout, settings.device, self.replica, pending_bytes)
+        self._options = options = engine_options(
+            rollout, settings.device, self.replica, pending_bytes, return_routes=settings.return_routes
+        )
         self.engine = create_engine(rollout.name, settings.model_path, options)
         self._fingerprint = WeightFingerprint(self.engine)
         self._server = EngineServer(self.engine)

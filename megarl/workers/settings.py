@@ -132,12 +132,14 @@ class RolloutSettings:
         device: ``cpu``, ``cuda`` or ``auto``.
         config: engine, sampling and size.
         external_lib: see :class:`RoleSettings`.
+        return_routes: the engine returns the experts of tokens, for routing replay R3.
     """
 
     model_path: str
     device: str
     config: RolloutConfig
     external_lib: tuple[str, ...] = ()
+    return_routes: bool = False
 
 
 def layout_of(megatron: MegatronConfig) -> ParallelLayout:

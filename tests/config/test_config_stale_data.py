@@ -45,7 +45,7 @@ HELD = {
         ({**LOGLINEAR, "algorithm.repr_align.enable": True, "algorithm.repr_align.ref_alignment.enable": True},
          "algorithm.repr_align.enable", "async_training.proximal=recompute"),
         ({**LOGLINEAR, f"{ACTOR}.router_replay.mode": "R2"}, f"{ACTOR}.router_replay.mode",
-         "needs the pass for old log-probs, which async_training.proximal=loglinear leaves out; set recompute"),
+         "needs the pass for old log-probs, which async_training.proximal=loglinear leaves out; set recompute or R3"),
         ({**BYPASS, f"{ACTOR}.router_replay.mode": "R2"}, f"{ACTOR}.router_replay.mode",
          f"needs the pass for old log-probs, which {RC}.bypass_mode=true leaves out; set false"),
         ({**BYPASS, f"{ACTOR}.policy_loss.loss_mode": "reinforce"}, f"{ACTOR}.policy_loss.loss_mode",

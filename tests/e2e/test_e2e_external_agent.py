@@ -1,9 +1,13 @@
-"""GRPO with an external agent over the HTTP endpoint, and requests of an unrelated client, from the command line."""
+"""GRPO with an external agent over the HTTP endpoint, and requests of an unrelated client, from the command line.
+
+The model has experts, and their routes are replayed from the engine (R3), over both turns of a conversation.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from cli_runs import CliRun, RunFiles, assert_finite, read_jsonl
 from http_agents import chat
 
@@ -26,8 +32,24 @@ def client_responses() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
+def mixture(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3-MoE with the task's tokenizer."""
+    folder = tmp_path_factory.mktemp("mixture") / "model"
+    shutil.copytree(task / "model", folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    dense = json.loads((task / "model" / "config.json").read_text())
+    kept = ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "max_position_embeddings")
+    sizes = {name: dense[name] for name in (*kept, "num_hidden_layers", "eos_token_id", "pad_token_id")}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(**sizes, **experts, head_dim=8, bos_token_id=None, initializer_range=0.2)
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def run(
     small: list[str],
+    mixture: Path,
     start: Callable[..., CliRun],
     client_responses: list[dict[str, Any]],
     tmp_path_factory: pytest.TempPathFactory,
@@ -39,6 +61,7 @@ def run(
         *("trainer.total_training_steps=2", f"{rollout}.agent.external_agent={AGENT}:two_turns"),
         *("reward_model.name=agent_score", "data.max_response_length=120", "trainer.rollout_data_dir=rollouts"),
         *(f"{rollout}.calculate_log_probs=true", "trainer.test_freq=-1", "trainer.val_before_train=false"),
+        *(f"actor_rollout_ref.model.path={mixture}", "actor_rollout_ref.actor.router_replay.mode=R3"),
         env={"MEGARL_E2E_TURNS": str(turns)},
         warm=True,
     )

@@ -17,6 +17,46 @@ ENGINES = ["embedded", *SGLANG]
 collect_ignore = [] if SGLANG else ["test_rollout_sglang_two_ranks.py", "test_rollout_sglang_experts.py"]
 FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
 FAMILIES |= {"olmo2": "Olmo2", "olmo3": "Olmo3", "gemma3_text": "Gemma3Text"}
+FAMILIES |= {"mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe"}
+FAMILIES |= {"glm4_moe": "Glm4Moe", "deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3"}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
+WINDOWS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
+LATENTS = {
+    "num_key_value_heads": 4,
+    "head_dim": 4,  # transformers' name of the rotated part
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 8,
+    **EXPERTS,
+}
+FIELDS = {
+    "olmo3": WINDOWS
+    | {
+        "rope_parameters": {
+            "full_attention": YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "gemma3_text": WINDOWS | {"query_pre_attn_scalar": 9},
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]},
+    "qwen3_moe": EXPERTS | {"num_experts": 8, "norm_topk_prob": True},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": None},
+    "glm4_moe": EXPERTS | {"n_routed_experts": 8, "use_qk_norm": True, "routed_scaling_factor": 2.5},
+    "deepseek_v2": LATENTS
+    | {
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.5},
+    },
+    "deepseek_v3": LATENTS | {"n_group": 2, "topk_group": 1, "n_shared_experts": 1, "rope_parameters": YARN},
+}
+"""Fields of ``config.json`` beyond the common sizes."""
 VOCAB, EOS = 50, 7
 
 
@@ -30,11 +70,14 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def make_folder(tmp_path_factory):
-    """``make_folder(family, tied, seed, **config fields)``: a folder saved by transformers, created once."""
+    """``make_folder(family, tied, seed, noise, **config fields)``: a folder saved by transformers, created once.
+
+    ``noise`` is the standard deviation added to each initial weight.
+    """
     created = {}
 
-    def make(family="qwen2", tied=False, seed=0, **fields):
-        key = (family, tied, seed, repr(sorted(fields.items())))
+    def make(family="qwen2", tied=False, seed=0, noise=0.15, **fields):
+        key = (family, tied, seed, noise, repr(sorted(fields.items())))
         if key not in created:
             settings = {
                 "num_hidden_layers": 2,
@@ -49,14 +92,17 @@ def make_folder(tmp_path_factory):
                 "pad_token_id": 0,
                 "bos_token_id": None,
                 **({} if family == "qwen2" else {"head_dim": 16}),
+                **FIELDS.get(family, {}),
             }
             prefix = FAMILIES[family]
             torch.manual_seed(seed)
-            config = getattr(transformers, f"{prefix}Config")(**(settings | fields))
+            settings = {name: value for name, value in (settings | fields).items() if value is not None}
+            config = getattr(transformers, f"{prefix}Config")(**settings)
             model = getattr(transformers, f"{prefix.removesuffix('Text')}ForCausalLM")(config)
             with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.add_(0.15 * torch.randn_like(parameter))
+                biases = (tensor for name, tensor in model.named_buffers() if name.endswith("correction_bias"))
+                for tensor in (*model.parameters(), *biases):
+                    tensor.add_(noise * torch.randn_like(tensor))
             created[key] = tmp_path_factory.mktemp(f"{family}-{seed}")
             model.save_pretrained(created[key])
         return created[key]
@@ -78,6 +124,17 @@ class Reference:
     def log_probs(self, prompt, answer, temperature=1.0):
         logits = self.model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1].double()
         return (logits / temperature).log_softmax(-1)[torch.arange(len(answer)), torch.tensor(answer)]
+
+    @torch.no_grad()
+    def routes(self, ids):
+        """Sorted experts ``[tokens, expert layers, per token]`` of the model's routers."""
+        chosen = {}
+        routers = [module for module in self.model.modules() if type(module).__name__.lower().endswith("topkrouter")]
+        hooks = [router.register_forward_hook(lambda m, i, o: chosen.update({m: o[2]})) for router in routers]
+        self.model(torch.tensor([ids]))
+        for hook in hooks:
+            hook.remove()
+        return torch.stack([chosen[router] for router in routers], 1).sort(-1).values.numpy()
 
     def greedy(self, prompt, count):
         ids = list(prompt)

@@ -27,8 +27,12 @@ def assert_log_probs_match(reference, requests, completions):
         assert torch.tensor(completion.log_probs).double() == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+DENSE = ["qwen2", "qwen3", "llama", "olmo2", "olmo3", "gemma3_text"]
+MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v2", "deepseek_v3"]
+FAMILIES = [*((family, False) for family in (*DENSE, *MIXTURES)), ("qwen2", True), ("gemma3_text", True)]
+
+
+@pytest.mark.parametrize(("family", "tied"), FAMILIES)
 def test_log_probs_equal_a_whole_forward_while_slots_are_refilled(engine_for, reference_for, make_folder, family, tied):
     folder = make_folder(family, tied)
     rng = random.Random(1)
@@ -45,8 +49,9 @@ def test_log_probs_equal_a_whole_forward_while_slots_are_refilled(engine_for, re
     assert_log_probs_match(reference_for(folder), requests, completions)
 
 
-def test_prompts_with_a_shared_prefix(engine_for, reference_for, make_folder):
-    folder = make_folder()
+@pytest.mark.parametrize("family", ["qwen2", "olmo3", "qwen3_moe", "deepseek_v3"])
+def test_prompts_with_a_shared_prefix(engine_for, reference_for, make_folder, family):
+    folder = make_folder(family)
     start = [3] * 3 + list(range(20, 40))
     requests = requests_of([start + tail for tail in mixed_prompts(9, shortest=1, longest=9)], max_new_tokens=12)
     completions = engine_for(folder, max_num_seqs=4).generate(requests)

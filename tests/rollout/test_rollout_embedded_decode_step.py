@@ -15,7 +15,8 @@ class Captures:
     def __init__(self):
         self.steps, self.count, self.replays, self.fails = [], 0, 0, False
 
-    def step(self, cache, state):
+    def step(self, cache, state, *, dynamic):
+        assert not dynamic
         self.steps.append(GraphedDecodeStep(cache, state, self.capture))
         return self.steps[-1]
 

@@ -40,28 +40,23 @@ def test_llama3_log_probs_equal_transformers(make_folder, reference_for):
     assert torch.tensor(answer.log_probs).double() == pytest.approx(expected, abs=1e-5)
 
 
-OLMO3 = {
-    "sliding_window": 8,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "rope_parameters": {
-        "full_attention": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 8.0,
-            "original_max_position_embeddings": 16,
-        },
-        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-    },
-}
-
-
-GEMMA3 = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 9}
+DIRECT_QUERIES = {"q_lora_rank": None, "noise": 0.05}
+"""Without the norm on a latent of queries, larger random weights amplify rounding: also in transformers."""
 
 
 @pytest.mark.parametrize(
-    ("family", "fields"), [("olmo2", {}), ("olmo3", OLMO3), ("gemma3_text", {"tied": True, **GEMMA3})]
+    ("family", "fields"),
+    [
+        ("olmo2", {}),
+        ("olmo3", {}),
+        ("gemma3_text", {"tied": True}),
+        ("mixtral", {}),
+        ("qwen2_moe", {"norm_topk_prob": True}),
+        ("deepseek_v2", DIRECT_QUERIES),
+        ("deepseek_v3", {"n_group": 4, "topk_group": 2, "rope_interleave": False}),
+    ],
 )
-def test_norms_on_outputs_and_windows_equal_transformers(make_folder, reference_for, family, fields):
+def test_all_parts_of_layers_equal_transformers(make_folder, reference_for, family, fields):
     """Prompts shorter and longer than the window, with and without a shared prefix, in refilled slots."""
     folder = make_folder(family, **fields)
     engine = create_engine("embedded", str(folder), EngineOptions(max_num_seqs=3))

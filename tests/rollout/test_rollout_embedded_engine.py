@@ -106,8 +106,9 @@ def test_non_finite_log_probs_are_reported_and_the_cache_is_dropped(make_folder)
     assert engine.generate(requests) == before
 
 
-def test_bfloat16(make_folder, reference_for):
-    folder = make_folder()
+@pytest.mark.parametrize("family", ["qwen2", "deepseek_v3"])
+def test_bfloat16(make_folder, reference_for, family):
+    folder = make_folder(family)
     engine = loaded(folder, EngineOptions(dtype="bfloat16"))
     for request, done in zip(requests := requests_of([[1, 2, 3], [4] * 9]), engine.generate(requests), strict=True):
         expected = reference_for(folder).log_probs(request.prompt_ids, done.token_ids)

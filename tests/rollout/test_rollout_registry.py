@@ -1,7 +1,9 @@
 import pytest
 
 from megarl.base.errors import ConfigError, ModelError
-from megarl.models import parse_model_config
+from megarl.models import declaration, parse_model_config, read_model_config, register_family
+from megarl.models.model_config import Traits
+from megarl.models.registry import FAMILIES
 from megarl.rollout import EngineOptions, check_engine_model, create_engine, known_engines, register_engine
 from megarl.rollout.registry import ENGINES
 
@@ -11,7 +13,7 @@ def test_an_unknown_engine_lists_the_known_ones(make_folder):
         create_engine("vllm", str(make_folder()))
 
 
-def test_a_registered_user_engine_is_created(monkeypatch):
+def test_a_registered_user_engine_is_created_and_returns_no_routes(monkeypatch, make_folder):
     monkeypatch.setattr(ENGINES, "_entries", dict(ENGINES._entries))
 
     @register_engine("mine")
@@ -20,26 +22,30 @@ def test_a_registered_user_engine_is_created(monkeypatch):
 
     assert "mine" in known_engines()
     assert create_engine("mine", "folder", EngineOptions(max_num_seqs=2)) == ("folder", EngineOptions(max_num_seqs=2))
+    with pytest.raises(ConfigError, match=r"mode=R3 replays routes of the engine, which rollout\.name=mine does not"):
+        check_engine_model("mine", read_model_config(make_folder("qwen3_moe")), EngineOptions(return_routes=True))
 
 
-@pytest.mark.parametrize(
-    ("family", "why"),
-    [
-        ("mixtral", "MixtralForCausalLM: it has mixture-of-experts layers"),
-        ("deepseek", "experts.* and latent attention"),
-    ],
-)
-def test_an_unsupported_model_is_refused_before_the_engine_is_built(family, why):
+class WithSinks:
+    """A custom family with a parameter that no engine of megarl computes with."""
+
+    name = "with_sinks"
+    layer = (
+        declaration.INPUT_NORM,
+        declaration.layer_parameter("self_attention.sinks", "self_attn.sinks", {"self_attn.sinks": ("one",)}),
+    )
+
+    def traits(self, raw):
+        return Traits()
+
+
+def test_an_unsupported_model_is_refused_before_the_engine_is_built(monkeypatch):
+    monkeypatch.setattr(FAMILIES, "_entries", dict(FAMILIES._entries))
+    register_family("SinksForCausalLM")(WithSinks)
     sizes = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
-    sizes |= {"vocab_size": 9, "max_position_embeddings": 16, "num_experts_per_tok": 2}
-    if family == "mixtral":
-        raw = sizes | {"architectures": ["MixtralForCausalLM"]}
-    else:
-        latents = {"kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 2}
-        experts = {"n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 4}
-        raw = sizes | latents | experts | {"architectures": ["DeepseekV2ForCausalLM"]}
-    with pytest.raises(ModelError, match=why):
-        check_engine_model("embedded", parse_model_config(raw), EngineOptions())
+    sizes |= {"vocab_size": 9, "max_position_embeddings": 16, "architectures": ["SinksForCausalLM"]}
+    with pytest.raises(ModelError, match=r"'embedded' does not run SinksForCausalLM: .*'self_attention.sinks'.*sglang"):
+        check_engine_model("embedded", parse_model_config(sizes), EngineOptions())
 
 
 def test_a_missing_model_folder_is_an_error(tmp_path):

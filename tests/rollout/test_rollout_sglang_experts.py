@@ -1,9 +1,10 @@
 """Models with experts and latent attention in the real SGLang: loading and updates against transformers.
 
-A replica of two ranks each. DeepSeek's attention is computed from matrices that SGLang derives from ``kv_b_proj``:
-log-probs after an update show whether they were derived again.
+A replica of two ranks each, which returns its experts (routing replay R3). DeepSeek's attention is computed from
+matrices that SGLang derives from ``kv_b_proj``: log-probs after an update show whether they were derived again.
 """
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -15,7 +16,10 @@ from megarl.rollout import Request, SamplingParams, create_engine
 from megarl.rollout.sglang.options import SGLangOptions
 
 RANKS = 2
-REQUESTS = [Request(f"r{i}", [3, 1, 4, 1, 5][: i + 1], SamplingParams(6, ignore_eos=True), i) for i in range(4)]
+REQUESTS = [
+    Request(f"r{i}", [3, 1, 4, 1, 5][: i + 1], SamplingParams(6, ignore_eos=True), i, routes_from=i // 2)
+    for i in range(4)
+]
 SIZES = {
     "num_hidden_layers": 2,
     "hidden_size": 32,
@@ -93,11 +97,13 @@ def shards_of(engine, folder):
 
 
 def assert_serves(engine, folder, reference, version):
-    """Log-probs equal transformers', and the ranks hold the weight map's shards of the folder."""
+    """Log-probs and experts equal transformers', and the ranks hold the weight map's shards of the folder."""
     for request, completion in zip(REQUESTS, engine.generate(REQUESTS), strict=True):
         expected = reference.log_probs(request.prompt_ids, completion.token_ids)
         assert torch.tensor(completion.log_probs).double() == pytest.approx(expected, abs=1e-5)
         assert completion.weight_version == version
+        routes = reference.routes([*request.prompt_ids, *completion.token_ids])[request.routes_from : -1]
+        assert np.array_equal(np.sort(completion.routes, -1), routes)
     for rank, shard in enumerate(shards_of(engine, folder)):
         assert engine.checksum(rank) == {name: tensor_checksum(tensor) for name, tensor in shard.items()}
         held = engine.weights(rank)
@@ -112,7 +118,7 @@ CASES = [pytest.param(kind, marks=[pytest.mark.sglang] if kind == "DeepseekV3" e
 def test_loading_and_updating_give_the_same_weights_in_sglang(kind, _sglang, reference_for, tmp_path):
     _sglang.make_room()
     folders = [saved(kind, seed, tmp_path / str(seed)) for seed in (0, 1)]
-    engine = create_engine("sglang", str(folders[0]), SGLangOptions(tensor_parallel_size=RANKS))
+    engine = create_engine("sglang", str(folders[0]), SGLangOptions(tensor_parallel_size=RANKS, return_routes=True))
     try:
         engine.load_hf(str(folders[0]), version=1)  # by SGLang itself
         assert_serves(engine, folders[0], reference_for(folders[0]), 1)

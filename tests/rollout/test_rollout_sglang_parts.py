@@ -1,5 +1,6 @@
 """Parts of the SGLang engine that need no SGLang: shards, checks of updates, requests and responses."""
 
+import base64
 import importlib.util
 import json
 import os
@@ -9,6 +10,7 @@ import struct
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -18,6 +20,7 @@ from megarl.base.errors import ConfigError, ModelError, WeightSyncError
 from megarl.models import ParallelLayout, WeightMap, parse_model_config, read_model_config
 from megarl.models.checksum import ParamRectangle, rectangle_checksum, tensor_checksum
 from megarl.models.hf_checkpoint import HFReader, load_local
+from megarl.models.model_config import Experts
 from megarl.rollout import EngineOptions, Request, RolloutError, SamplingParams, check_engine_model
 from megarl.rollout.sglang import loader, options
 from megarl.rollout.sglang.backend import NAN_STOP, ResponseContext, parse_completion, request_payload
@@ -282,6 +285,52 @@ def test_a_response_of_several_weight_versions():
     assert (done.weight_version, done.weight_versions, done.finish_reason) == (3, (3, 3, 4), "length")
     plain = parse_completion(REQUEST, response_of([(5, -1.0)] * 3, weight_version="2"), READING)
     assert (plain.weight_version, plain.weight_versions) == (2, ())
+
+
+EXPERTS = Experts(count=9, per_token=2, ffn_hidden_size=4, layers=(False, True, True))
+
+
+def encoded(routes):
+    return base64.b64encode(routes.astype(np.int32).tobytes()).decode()
+
+
+def test_routes_are_decoded_without_dense_layers():
+    """SGLang's field has all layers, and the tokens from the requested one to the last but one."""
+    request = replace(REQUEST, routes_from=1)
+    payload = request_payload(request, "x-1", frozenset({7}), 0)
+    assert payload["return_routed_experts"] and payload["routed_experts_start_len"] == 1
+    assert "return_routed_experts" not in request_payload(REQUEST, "x-1", frozenset({7}), 0)
+    routes = np.arange(3 * 3 * 2).reshape(3, 3, 2) % 9
+    response = response_of([(5, -1.0)] * 3, routed_experts=encoded(routes))
+    done = parse_completion(request, response, replace(READING, experts=EXPERTS))
+    assert done.routes.dtype == np.int16 and np.array_equal(done.routes, routes[:, 1:])
+    assert parse_completion(REQUEST, response, READING).routes is None
+
+
+@pytest.mark.parametrize(
+    ("routes", "message"),
+    [
+        (None, "returned no routes; start it with enable_return_routed_experts=true"),
+        (np.zeros((2, 3, 2)), r"returned 12 experts, expected \[3, 3, 2\]"),
+        (np.full((3, 3, 2), 9), "returned experts 9 to 9 of 9"),
+    ],
+)
+def test_missing_and_impossible_routes_are_errors(routes, message):
+    response = response_of([(5, -1.0)] * 3, routed_experts=None if routes is None else encoded(routes))
+    with pytest.raises(RolloutError, match=rf"request 'r'.*{message}"):
+        parse_completion(replace(REQUEST, routes_from=1), response, replace(READING, experts=EXPERTS))
+
+
+def test_a_version_without_routes_is_refused(monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    fields = {"enable_return_routed_experts"}
+    monkeypatch.setattr(options, "server_arg_names", lambda: frozenset(fields))
+    recording = SGLangOptions(return_routes=True)
+    assert server_args(str(tmp_path), 64, recording)["enable_return_routed_experts"] is True
+    assert "enable_return_routed_experts" not in server_args(str(tmp_path), 64, SGLangOptions())
+    fields.clear()
+    with pytest.raises(ConfigError, match=r"mode=R3: the installed SGLang returns no experts.*0\.5\.17"):
+        server_args(str(tmp_path), 64, recording)
 
 
 def test_a_stop_token_as_the_last_allowed_one_counts_as_stop():

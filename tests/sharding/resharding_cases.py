@@ -7,7 +7,8 @@ from plan_cases import model
 
 from megarl.models import ParallelLayout
 
-ARCHITECTURES = ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen2MoeForCausalLM"]
+ARCHITECTURES = ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"]
+ARCHITECTURES += ["Qwen2MoeForCausalLM", "DeepseekV3ForCausalLM"]
 
 
 def weight_map_of(

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import transformers
 
 from megarl.base.errors import WeightSyncError
 from megarl.models import ParallelLayout, WeightMap, parse_model_config
 from megarl.models.hf_checkpoint import HFReader, load_local
+from megarl.rollout import EngineOptions
 from megarl.rollout.embedded.engine import EmbeddedEngine
 from megarl.sharding import RolloutLayout, Routes, build_plan, receiver_plans
 from megarl.sharding.placement import current_location
@@ -16,23 +18,44 @@ from megarl.sharding.transports.interface import PeerTransports
 FLOAT32 = torch.float32
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def folder(request, tmp_path_factory):
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+SIZES = {
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 4,
+    "vocab_size": 37,
+    "max_position_embeddings": 64,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
+LATENTS = {
+    "q_lora_rank": 6,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 4,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+MODELS = {
+    "untied": ("Qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": False}),
+    "tied": ("Qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "experts": ("Qwen3Moe", {"num_key_value_heads": 2, "num_experts": 4, **EXPERTS}),
+    "latents": ("DeepseekV3", {"num_key_value_heads": 4, **LATENTS, **EXPERTS}),
+}
 
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request, tmp_path_factory):
     torch.manual_seed(0)
-    config = Qwen2Config(
-        num_hidden_layers=2,
-        hidden_size=16,
-        intermediate_size=24,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=37,
-        max_position_embeddings=64,
-        tie_word_embeddings=request.param,
-    )
+    prefix, fields = MODELS[request.param]
+    model = getattr(transformers, f"{prefix}ForCausalLM")(getattr(transformers, f"{prefix}Config")(**SIZES, **fields))
+    for name, tensor in model.named_buffers():
+        if name.endswith("correction_bias"):
+            tensor.normal_()
     folder = tmp_path_factory.mktemp("model")
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    model.save_pretrained(folder)
     return folder
 
 
@@ -42,8 +65,19 @@ def connect(engine, plan, senders, transport="shared_memory"):
     engine.connect_receivers([ReceiverSpec(part, Routes([here] * senders, [here], transport), None, "float32")])
 
 
-@pytest.mark.parametrize("layout", [ParallelLayout(2, 1, 1), ParallelLayout(2, 2, 2)])
-def test_every_parameter_has_the_checksum_of_the_model_folder(folder, layout):
+LAYOUTS = [
+    ParallelLayout(2, 1, 1),
+    ParallelLayout(2, 2, 2),
+    ParallelLayout(dp=2, ep=2),
+    ParallelLayout(2, 1, 2, ep=4, etp=1),
+    ParallelLayout(2, 2, 2, ep=2, etp=2),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"), [*((layout, "float32") for layout in LAYOUTS), (LAYOUTS[3], "bfloat16")], ids=str
+)
+def test_every_parameter_has_the_checksum_of_the_model_folder(folder, layout, dtype):
     reader = HFReader(folder)
     weight_map = WeightMap(reader.config)
     plan = build_plan(weight_map, layout, RolloutLayout(), 1000, 4)
@@ -51,12 +85,13 @@ def test_every_parameter_has_the_checksum_of_the_model_folder(folder, layout):
         dict(load_local(reader, weight_map.megatron_params(layout, rank), torch.float32))
         for rank in range(layout.world_size)
     ]
+    options = EngineOptions(dtype=dtype)
 
     def way(count):
         return PeerTransports(dict.fromkeys(range(count), "shared_memory"))
 
     senders = [BucketSender(plan, rank, lambda rank=rank: ranks[rank], way(1), FLOAT32) for rank in range(len(ranks))]
-    engine, reference = EmbeddedEngine(reader.config), EmbeddedEngine(reader.config)
+    engine, reference = EmbeddedEngine(reader.config, options), EmbeddedEngine(reader.config, options)
     connect(engine, plan, len(ranks))
 
     engine.begin_update(3)
@@ -71,6 +106,9 @@ def test_every_parameter_has_the_checksum_of_the_model_folder(folder, layout):
     reference.load_hf(str(folder))
     assert engine.weight_version == 3
     assert engine.checksum() == reference.checksum()
+    exact = {name for name, tensor in engine.weights().items() if tensor.dtype == FLOAT32}
+    biases = {"model.layers.1.mlp.gate.e_score_correction_bias"} & set(engine.weights())
+    assert exact == (set(engine.weights()) if dtype == "float32" else biases)
 
 
 def test_an_engine_of_another_model_refuses_the_sync(folder):

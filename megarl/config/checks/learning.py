@@ -118,14 +118,13 @@ def reference_shaping(config: TrainConfig) -> Iterator[Problem]:
 def router_replay(config: TrainConfig) -> Iterator[Problem]:
     """Check that something records the routes that the update replays."""
     path, mode = "actor_rollout_ref.actor.router_replay.mode", config.actor_rollout_ref.actor.router_replay.mode
-    if mode == "R3":
-        text = f"needs routes of the engine, which rollout.name={config.actor_rollout_ref.rollout.name} does not return"
-        yield Problem(path, mode, f"{text}; set R2")
     if mode == "R2" and config.algorithm.rollout_correction.bypass_mode:
-        text = f"needs the pass for old log-probs, which {_CORRECTION}.bypass_mode=true leaves out; set false"
+        text = f"needs the pass for old log-probs, which {_CORRECTION}.bypass_mode=true leaves out; set false or R3"
         yield Problem(path, mode, text)
     if mode == "R2" and config.estimates_proximal_policy:
-        text = "needs the pass for old log-probs, which async_training.proximal=loglinear leaves out; set recompute"
+        text = (
+            "needs the pass for old log-probs, which async_training.proximal=loglinear leaves out; set recompute or R3"
+        )
         yield Problem(path, mode, text)
 
 

@@ -47,6 +47,11 @@ class PolicyConfig:
     model: ModelPathConfig = section(ModelPathConfig)
     rollout: RolloutConfig = section(RolloutConfig)
 
+    @property
+    def replays_engine_routes(self) -> bool:
+        """Whether training replays the experts that the rollout engine selects (routing replay R3)."""
+        return False
+
 
 @dataclass(frozen=True)
 class ActorRolloutRefConfig(PolicyConfig):
@@ -56,6 +61,11 @@ class ActorRolloutRefConfig(PolicyConfig):
     rollout: TrainingRolloutConfig = section(TrainingRolloutConfig)
     actor: ActorConfig = section(ActorConfig)
     ref: RefConfig = section(RefConfig)
+
+    @property
+    def replays_engine_routes(self) -> bool:
+        """See :class:`PolicyConfig`."""
+        return self.actor.router_replay.from_engine
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ class RouterReplayConfig:
 
     mode: str = key(
         "disabled",
-        "R2 = the update uses the experts that the pass for old log-probs selected. R3 = those of the rollout engine, "
-        "which no engine of megarl returns yet.",
+        "R2 = the update uses the experts that the pass for old log-probs selected. R3 = that pass and the update use "
+        "those of the rollout engine.",
         choices=("disabled", "R2", "R3"),
     )
 
@@ -55,6 +55,11 @@ class RouterReplayConfig:
     def enable(self) -> bool:
         """Whether the update replays routes."""
         return self.mode != "disabled"
+
+    @property
+    def from_engine(self) -> bool:
+        """Whether the rollout engine returns the routes."""
+        return self.mode == "R3"
 
 
 @dataclass(frozen=True)

@@ -238,9 +238,7 @@ _GENERATION: dict[str, Rule] = {
     "quantization_config_file": Refused("rollout.dtype is the format of the engine's weights"),
     "qat.*": Refused("megarl has no quantization-aware training"),
     "mtp.*": Feature(f"{_ROLLOUT}.mtp.enable", (False,), "the engine predicts one token at a time"),
-    "enable_rollout_routing_replay": Only(
-        (False,), "the engines return no routes; set actor_rollout_ref.actor.router_replay.mode=R2"
-    ),
+    "enable_rollout_routing_replay": NoEffect("follows from actor_rollout_ref.actor.router_replay.mode=R3"),
     "moe_load_balance_metrics_interval": NoEffect("every update measures the load of experts (actor/expert_load/*)"),
     "disaggregation.*": Feature(f"{_ROLLOUT}.disaggregation.enabled", (False,), "each engine does prefill and decode"),
     "prometheus.*": Feature(f"{_ROLLOUT}.prometheus.enable", (False,), "set trainer.logger for metrics"),

@@ -31,10 +31,17 @@ class DecodeStep:
     def __init__(self, cache: KVCache, state: Tensor) -> None:
         self._cache, self._state = cache, state
 
-    def logits(self, decoder: TransformerDecoder, size: int) -> Tensor:
-        """Return float32 logits ``[size, vocab_size]`` of the first ``size`` slots, valid until the next call."""
+    def logits(self, decoder: TransformerDecoder, size: int, routes: Tensor | None = None) -> Tensor:
+        """Return float32 logits ``[size, vocab_size]`` of the first ``size`` slots, valid until the next call.
+
+        Args:
+            decoder: the model.
+            size: number of slots.
+            routes: see :meth:`TransformerDecoder.hidden`.
+        """
         tokens, positions = self._state[:2, :size]
-        return decoder.logits(decoder.hidden(tokens, positions, StepAttention(self._cache, positions)))
+        hidden = decoder.hidden(tokens, positions, StepAttention(self._cache, positions), routes=routes)
+        return decoder.logits(hidden)
 
 
 class GraphedDecodeStep(DecodeStep):
@@ -56,8 +63,9 @@ class GraphedDecodeStep(DecodeStep):
         self._memory: tuple[int, int] | None = None
         self._output: Tensor | None = None
 
-    def logits(self, decoder: TransformerDecoder, size: int) -> Tensor:
-        """See :meth:`DecodeStep.logits`."""
+    def logits(self, decoder: TransformerDecoder, size: int, routes: Tensor | None = None) -> Tensor:
+        """See :meth:`DecodeStep.logits`; models with experts are not captured."""
+        assert routes is None
         rows = min(1 << (size - 1).bit_length(), self._cache.slots)
         self._state[:2, size:rows] = 0
         self._drop_outdated(decoder)
@@ -120,8 +128,14 @@ class CudaGraphCapture:
         return graph.replay
 
 
-def decode_step(cache: KVCache, state: Tensor) -> DecodeStep:
-    """Return the decode step for the cache's device."""
-    if cache.device.type == "cuda":
+def decode_step(cache: KVCache, state: Tensor, *, dynamic: bool = False) -> DecodeStep:
+    """Return the decode step for the cache's device.
+
+    Args:
+        cache: see :class:`DecodeStep`.
+        state: see :class:`DecodeStep`.
+        dynamic: the shapes of the model's computation depend on its values, as those of experts do: no CUDA graphs.
+    """
+    if cache.device.type == "cuda" and not dynamic:
         return GraphedDecodeStep(cache, state, CudaGraphCapture(cache.device))
     return DecodeStep(cache, state)

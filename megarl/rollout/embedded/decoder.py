@@ -8,9 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.models import ModelConfig
+from megarl.models import ModelConfig, WeightMap
 from megarl.models.rope import attention_factor, inverse_frequencies, window_frequencies
 from megarl.rollout.embedded.kv_cache import Attention
+from megarl.rollout.embedded.layers import (
+    GatedMLP,
+    LatentHeads,
+    Norm,
+    PlainHeads,
+    Rotate,
+    RoutedExperts,
+    added,
+    layer_parameters,
+)
 
 
 class RotaryTable:
@@ -37,77 +47,88 @@ class RotaryTable:
         self._sin = torch.cat([-sin, sin], -1).to(device)
         self._width = config.rotary_dim
 
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and signed sines ``[tokens, 1, rotary_dim]`` of positions ``[tokens]``."""
-        return self._cos[positions][:, None], self._sin[positions][:, None]
+    def rotation(self, positions: Tensor) -> Rotate:
+        """Return a function that rotates heads at positions ``[tokens]``: their first ``rotary_dim`` elements."""
+        cos, sin, width = self._cos[positions][:, None], self._sin[positions][:, None], self._width
 
-    def rotate(self, heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """Return ``[tokens, heads, head_dim]``, whose first ``rotary_dim`` are rotated by the result of :meth:`at`."""
-        cos, sin = angles
-        turned, rest = heads[..., : self._width], heads[..., self._width :]
-        rotated = torch.addcmul(turned * cos, turned.roll(self._width // 2, -1).to(cos.dtype), sin).to(heads.dtype)
-        return torch.cat([rotated, rest], -1) if rest.shape[-1] else rotated
+        def rotate(heads: Tensor) -> Tensor:
+            turned, rest = heads[..., :width], heads[..., width:]
+            rotated = torch.addcmul(turned * cos, turned.roll(width // 2, -1).to(cos.dtype), sin).to(heads.dtype)
+            return torch.cat([rotated, rest], -1) if rest.shape[-1] else rotated
 
-
-NORMS = {
-    (True, False): ("input_layernorm", None, "post_attention_layernorm", None),
-    (False, True): (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
-    (True, True): (
-        "input_layernorm",
-        "post_attention_layernorm",
-        "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
-    ),
-}
-"""Norms on the input and output of attention, and of the MLP, for models with norms on (inputs, outputs)."""
+        return rotate
 
 
 class DecoderLayer:
-    """Parameters of one layer under short names; views of the live parameters, so updates are visible at once."""
-
-    def __init__(self, config: ModelConfig, params: Mapping[str, Tensor], layer: int) -> None:
-        prefix = f"model.layers.{layer}."
-        names = NORMS[config.input_norms, config.output_norms]
-        norms = [None if name is None else params[f"{prefix}{name}.weight"] for name in names]
-        self.input_norm, self.attention_norm, self.mlp_norm, self.output_norm = norms
-        self.qkv = params[prefix + "self_attn.qkv_proj.weight"]
-        self.qkv_bias = params[prefix + "self_attn.qkv_proj.bias"] if config.qkv_bias else None
-        self.q_norm = params[prefix + "self_attn.q_norm.weight"] if config.qk_norm else None
-        self.k_norm = params[prefix + "self_attn.k_norm.weight"] if config.qk_norm else None
-        self.output = params[prefix + "self_attn.o_proj.weight"].t()
-        self.gate_up = params[prefix + "mlp.gate_up_proj.weight"]
-        self.down = params[prefix + "mlp.down_proj.weight"].t()
-
-
-class TransformerDecoder:
-    """A model of a dense family over packed tokens.
+    """One layer: attention, then an MLP or experts.
 
     Args:
         config: model config.
-        params: parameters by rollout name, on one device and in one dtype; must outlive the decoder.
+        params: see :func:`~megarl.rollout.embedded.layers.layer_parameters`.
+        layer: global layer number.
+    """
+
+    def __init__(self, config: ModelConfig, params: Mapping[str, Tensor], layer: int) -> None:
+        self._number = layer
+        self._input_norm = Norm(config, params.get("input_layernorm.weight"))
+        self._heads = PlainHeads(config, params) if config.latent is None else LatentHeads(config, params)
+        self._output = params["self_attention.linear_proj.weight"].t()
+        self._attention_norm = Norm(config, params.get("self_attn_bda.norm.weight"))
+        self._mlp_norm = Norm(config, params.get("pre_mlp_layernorm.weight"))
+        self._output_norm = Norm(config, params.get("mlp_bda.norm.weight"))
+        self._mlp: GatedMLP | RoutedExperts
+        if config.experts is not None and config.has_experts(layer):
+            self._mlp = RoutedExperts(config, params, sum(config.experts.layers[:layer]))
+        else:
+            self._mlp = GatedMLP(params["mlp.linear_fc1.weight"], params["mlp.linear_fc2.weight"], config.activation)
+
+    def __call__(
+        self, x: Tensor, rotate: Rotate, attention: Attention, outputs: Tensor | None, routes: Tensor | None
+    ) -> Tensor:
+        """Compute the layer for ``[tokens, hidden_size]``; see :meth:`TransformerDecoder.hidden`."""
+        attended = attention(self._number, *self._heads(self._input_norm(x), rotate))
+        if outputs is not None:
+            x, attended = x[outputs], attended[outputs]
+        x = added(x, self._heads.values(attended), self._output, self._attention_norm)
+        return self._mlp.add_to(x, self._mlp_norm(x), self._output_norm, routes)
+
+
+class TransformerDecoder:
+    """A model of any family over packed tokens.
+
+    Args:
+        config: model config.
+        params: parameters by rollout name, on one device; must outlive the decoder.
         max_length: largest position plus one.
     """
 
     def __init__(self, config: ModelConfig, params: Mapping[str, Tensor], max_length: int) -> None:
         self._embedding = params["model.embed_tokens.weight"]
-        self._final_norm = params["model.norm.weight"]
+        self._final_norm = Norm(config, params["model.norm.weight"])
         head = self._embedding if config.tie_word_embeddings else params["lm_head.weight"]
         # Without the padding rows of the vocabulary, which must never be sampled.
         self._head = head[: config.vocab_size]
-        self.vocab_size = config.vocab_size
-        self._layers = [DecoderLayer(config, params, layer) for layer in range(config.num_layers)]
+        self.vocab_size, self.has_experts = config.vocab_size, config.experts is not None
+        weight_map = WeightMap(config)
+        self._layers = [
+            DecoderLayer(config, layer_parameters(weight_map, params, layer), layer)
+            for layer in range(config.num_layers)
+        ]
         frequencies, by_window = inverse_frequencies(config), window_frequencies(config)
         full = RotaryTable(config, frequencies, attention_factor(config), max_length, head.device)
         window = full if by_window is None else RotaryTable(config, by_window, 1.0, max_length, head.device)
         self._tables = (full, window)
         self._has_window = [config.has_window(layer) for layer in range(config.num_layers)]
-        self._norms_over_heads = config.qk_norm_over_heads
-        self._heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
-        self._head_dim, self._eps = config.head_dim, config.rms_norm_eps
-        self._zero_centered, self._activation = config.zero_centered_norms, config.activation
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=head.dtype).item()
 
-    def hidden(self, tokens: Tensor, positions: Tensor, attention: Attention, outputs: Tensor | None = None) -> Tensor:
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        outputs: Tensor | None = None,
+        routes: Tensor | None = None,
+    ) -> Tensor:
         """Return the last layer's output before the final norm; ``attention`` gets the keys and values of all tokens.
 
         Args:
@@ -115,6 +136,8 @@ class TransformerDecoder:
             positions: int64 ``[tokens]``.
             attention: attention over the KV cache.
             outputs: indices of the required output tokens, to which the last layer is limited; None = all.
+            routes: int16 ``[tokens, expert layers, experts per token]``, filled with the experts of each token;
+                the last layer is then not limited. None = they are not recorded.
 
         Returns:
             ``[outputs, hidden_size]``.
@@ -123,41 +146,14 @@ class TransformerDecoder:
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
         full, window = self._tables
-        angles = full.at(positions)
-        window_angles = angles if window is full else window.at(positions)
-        for number, layer in enumerate(self._layers):
-            qkv = F.linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
-            q, k, v = qkv.view(len(x), -1, self._head_dim).split(self._heads, 1)
-            q, k = self._normed_heads(q, layer.q_norm), self._normed_heads(k, layer.k_norm)
-            turns = window_angles if self._has_window[number] else angles
-            attended = attention(number, full.rotate(q, turns), full.rotate(k, turns), v)
-            if outputs is not None and layer is self._layers[-1]:
-                x, attended = x[outputs], attended[outputs]
-            x = self._added(x, attended, layer.output, layer.attention_norm)
-            gate, up = F.linear(self._norm(x, layer.mlp_norm), layer.gate_up).chunk(2, -1)
-            x = self._added(x, self._activated(gate).mul_(up), layer.down, layer.output_norm)
-        return x
+        rotate = full.rotation(positions)
+        rotate_in_window = rotate if window is full else window.rotation(positions)
+        last = self._layers[-1]
+        for layer, has_window in zip(self._layers, self._has_window, strict=True):
+            limit = outputs if layer is last and routes is None else None
+            x = layer(x, rotate_in_window if has_window else rotate, attention, limit, routes)
+        return x if outputs is None or routes is None else x[outputs]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits ``[rows, vocab_size]`` of rows of :meth:`hidden`."""
-        return F.linear(self._norm(hidden, self._final_norm), self._head).float()
-
-    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        if weight is None:
-            return x
-        if self._zero_centered:
-            return F.rms_norm(x.float(), (x.shape[-1],), weight.float() + 1.0, self._eps).to(x.dtype)
-        return F.rms_norm(x, (x.shape[-1],), weight, self._eps)
-
-    def _activated(self, gate: Tensor) -> Tensor:
-        return F.silu(gate) if self._activation == "silu" else F.gelu(gate, approximate="tanh")
-
-    def _normed_heads(self, heads: Tensor, weight: Tensor | None) -> Tensor:
-        """Norm of ``[tokens, heads, head_dim]``: of each head, or over all heads."""
-        if weight is None or not self._norms_over_heads:
-            return self._norm(heads, weight)
-        return self._norm(heads.flatten(1), weight).view(heads.shape)
-
-    def _added(self, x: Tensor, inputs: Tensor, weight: Tensor, norm: Tensor | None) -> Tensor:
-        """``x`` plus the product of a layer's last matrix, normed if the layer has a norm on its output."""
-        return torch.addmm(x, inputs, weight) if norm is None else x + self._norm(inputs @ weight, norm)
+        return F.linear(self._final_norm(hidden), self._head).float()

@@ -20,6 +20,8 @@ from megarl.models.hf_folder import eos_in, eos_token_ids
 from megarl.rollout.embedded.decoder import TransformerDecoder
 from megarl.rollout.embedded.generation import ContinuousBatcher, FinishedRequest
 from megarl.rollout.embedded.kv_cache import KVCache
+from megarl.rollout.embedded.layers import KNOWN_PARAMETERS
+from megarl.rollout.embedded.routes import RouteTable
 from megarl.rollout.embedded.sampling import Decode, Sampler, StopRules, load_decode
 from megarl.rollout.embedded.weights import WeightStore
 from megarl.rollout.interface import (
@@ -34,6 +36,7 @@ from megarl.rollout.interface import (
     RolloutError,
     Tag,
     check_request,
+    check_routes,
     check_tags,
     check_token_ids,
 )
@@ -63,7 +66,8 @@ class EmbeddedEngine(RolloutEngine):
 
     Raises:
         ConfigError: the engine does not support an option.
-        ModelError: the engine does not support the model (:func:`check_model`).
+        ModelError: the engine does not support the model (:func:`check_model`), or ``return_routes`` is set for a dense
+            model.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class EmbeddedEngine(RolloutEngine):
         options = options or EngineOptions()
         _check_options(options)
         check_model(config)
+        check_routes(config, options)
         self.config, self.options = config, options
         self._decode = decode
         self._device = torch.device(options.device)
@@ -84,8 +89,9 @@ class EmbeddedEngine(RolloutEngine):
         eos = options.eos_token_ids
         self._eos = frozenset(eos_in(config.raw) if eos is None else eos)
         check_token_ids("eos_token_ids", self._eos, config.vocab_size)
-        params = WeightMap(config).rollout_params(1, 0)
-        self._weights = WeightStore(params, DTYPES[options.dtype], self._device)
+        weight_map = WeightMap(config)
+        params = weight_map.rollout_params(1, 0)
+        self._weights = WeightStore(params, DTYPES[options.dtype], self._device, weight_map.is_float32)
         self._weights.allocate()
         self._receiver: BucketReceiver | None = None
         self._asleep: set[Tag] = set()
@@ -140,12 +146,13 @@ class EmbeddedEngine(RolloutEngine):
 
     def load_hf(self, path: str, version: int = 0) -> None:
         """See the contract."""
-        reader = HFReader(path)
-        if WeightMap(reader.config).hf_shapes() != WeightMap(self.config).hf_shapes():
+        reader, weight_map = HFReader(path), WeightMap(self.config)
+        if WeightMap(reader.config).hf_shapes() != weight_map.hf_shapes():
             raise ModelError(f"model folder {path} holds another model than the one this engine was built for")
         self._check_idle()
         self._weights.begin(version)
-        params = load_local(reader, WeightMap(self.config).rollout_params(1, 0), self._weights.dtype)
+        local = weight_map.rollout_params(1, 0)
+        params = load_local(reader, local, self._weights.dtype, float32=weight_map.is_float32)
         with torch.no_grad():
             self._weights.write((name, (0,) * tensor.dim(), tensor) for name, tensor in params)
         self._weights.end(version)
@@ -261,10 +268,13 @@ class EmbeddedEngine(RolloutEngine):
     def _new_batcher(self, decoder: TransformerDecoder, cache: KVCache) -> ContinuousBatcher:
         lanes = self.options.max_num_seqs
         rules = StopRules(lanes, self._eos, self.config.vocab_size, self._decode or _no_text, self._device)
-        return ContinuousBatcher(decoder, cache, Sampler(lanes, self._device), rules, lanes, self._prompt_tokens)
+        experts = self.config.experts if self.options.return_routes else None
+        routes = None if experts is None else RouteTable(experts, lanes, self._device)
+        sampler = Sampler(lanes, self._device)
+        return ContinuousBatcher(decoder, cache, sampler, rules, lanes, self._prompt_tokens, routes)
 
     def _completion(self, ended: FinishedRequest, reason: FinishReason) -> Completion:
-        request, tokens, log_probs, _ = ended
+        request, tokens, log_probs, _, routes = ended
         if not all(map(math.isfinite, log_probs)):
             lost = len(self._running)
             # NaN in the cache would corrupt later sequences.
@@ -274,31 +284,32 @@ class EmbeddedEngine(RolloutEngine):
                 f"'{request.request_id}'; {lost} running requests are lost"
             )
         self._running.discard(request.request_id)
-        rest = Completion(request.request_id, tokens, log_probs, reason, self.weight_version)
+        rest = Completion(request.request_id, tokens, log_probs, reason, self.weight_version, routes=routes)
         return rest.after(request.prior)
 
     def _check_request(self, request: Request) -> None:
-        check_request(request, self._max_length, self.config.vocab_size)
+        check_request(request, self._max_length, self.config.vocab_size, return_routes=self.options.return_routes)
         if request.params.stop and self._decode is None:
             raise RolloutError(f"request '{request.request_id}': stop strings need an engine with a tokenizer")
 
 
 def check_model(config: ModelConfig) -> None:
-    """Refuse models that the forward pass does not support.
+    """Check that the forward pass computes with every parameter of the model.
 
     Raises:
-        ModelError: the model has experts or latent attention.
+        ModelError: a custom family declares other parameters.
     """
-    parts = {"mixture-of-experts layers": config.experts, "latent attention": config.latent}
-    unknown = [name for name, part in parts.items() if part is not None]
+    weight_map = WeightMap(config)
+    names = {name for layer in range(config.num_layers) for name in weight_map.layer_rollout_names(layer)}
+    unknown = sorted(names - KNOWN_PARAMETERS)
     if unknown:
         raise ModelError(
-            f"rollout engine 'embedded' does not run {config.architecture}: it has {' and '.join(unknown)}; "
-            "it runs models with dense layers and plain attention"
+            f"rollout engine 'embedded' does not run {config.architecture}: it does not compute with the parameter "
+            f"'{unknown[0]}' of its layers; set rollout.name=sglang"
         )
 
 
-@register_engine("embedded", check=lambda config, options: check_model(config))
+@register_engine("embedded", check=lambda config, options: check_model(config), returns_routes=True)
 def create_embedded(model_path: str, options: EngineOptions) -> EmbeddedEngine:
     """Create the embedded engine for the model in a folder; see :func:`megarl.rollout.create_engine`."""
     if options.eos_token_ids is None:

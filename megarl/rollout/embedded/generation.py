@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from megarl.rollout.embedded.decode_step import decode_step
 from megarl.rollout.embedded.decoder import TransformerDecoder
 from megarl.rollout.embedded.kv_cache import KVCache, PromptAttention
+from megarl.rollout.embedded.routes import RouteTable
 from megarl.rollout.embedded.sampling import Sampler, StopRules
 from megarl.rollout.interface import Request
 
@@ -133,6 +135,8 @@ class FinishedRequest(NamedTuple):
     log_probs: list[float]
     stopped: bool
     """Whether it ended at a stop token or string, not at its limit."""
+    routes: np.ndarray | None = None
+    """See :attr:`megarl.rollout.interface.Completion.routes`; from ``request.remaining_routes_from`` on."""
 
 
 class ContinuousBatcher:
@@ -149,6 +153,7 @@ class ContinuousBatcher:
         rules: end of each request.
         lanes: maximum running requests, also of sampler and rules.
         prompt_tokens: maximum prompt tokens in one forward pass.
+        routes: records experts; None = they are not recorded.
     """
 
     def __init__(
@@ -159,8 +164,11 @@ class ContinuousBatcher:
         rules: StopRules,
         lanes: int,
         prompt_tokens: int,
+        routes: RouteTable | None = None,
     ) -> None:
         self.decoder, self._cache, self._sampler, self._rules = decoder, cache, sampler, rules
+        self._routes = routes
+        self._prefix_routes: Tensor | None = None
         self._prompt_tokens = prompt_tokens
         self._queue: RequestQueue[Request] = RequestQueue()
         self._prefix: list[Tensor] | None = None
@@ -168,7 +176,7 @@ class ContinuousBatcher:
         self._size = 0
         # By slot: newest token, its position, number of generated tokens, lane.
         self._state = torch.zeros(4, lanes, dtype=torch.int64, device=device)
-        self._decode_step = decode_step(cache, self._state)
+        self._decode_step = decode_step(cache, self._state, dynamic=decoder.has_experts)
         # On the host, since reading a position waits for the device: position of a lane = steps + its entry here.
         self._steps = 0
         self._offsets: dict[int, int] = {}
@@ -225,7 +233,8 @@ class ContinuousBatcher:
         self._cache.fit(max(length, self._cache.width if self._size else 0), self._size)
         attention = PromptAttention(self._cache, self._size, [length], 0)
         tokens = torch.tensor(groups[0].prompt[:length], device=self._device)
-        self.decoder.hidden(tokens, attention.positions, attention, outputs=attention.ends[:0])
+        self._prefix_routes = None if self._routes is None else self._routes.new(length)
+        self.decoder.hidden(tokens, attention.positions, attention, attention.ends[:0], self._prefix_routes)
         return self._cache.snapshot(self._size, length)
 
     def _start(self, groups: Sequence[PromptGroup[Request]], prefix: list[Tensor]) -> None:
@@ -237,7 +246,9 @@ class ContinuousBatcher:
             self._cache.restore(prefix, first, len(groups))
         attention = PromptAttention(self._cache, first, [len(group.prompt) - skip for group in groups], skip)
         tokens = torch.tensor([token for group in groups for token in group.prompt[skip:]], device=self._device)
-        logits = self.decoder.logits(self.decoder.hidden(tokens, attention.positions, attention, attention.ends))
+        routes = None if self._routes is None else self._routes.new(len(tokens))
+        hidden = self.decoder.hidden(tokens, attention.positions, attention, attention.ends, routes)
+        logits = self.decoder.logits(hidden)
 
         # The first member of each group uses the slot of its prompt; the others get copies in the following slots.
         owners = [*range(len(groups)), *(i for i, group in enumerate(groups) for _ in group.members[1:])]
@@ -251,7 +262,13 @@ class ContinuousBatcher:
         state = self._state[:, first : self._size]
         state[1] = attention.positions[attention.ends][owner] + 1
         state[2] = torch.tensor([len(member.prior_ids) for member in members], device=self._device)
-        state[3] = torch.tensor(self._assign(members), device=self._device)
+        lanes = self._assign(members)
+        state[3] = torch.tensor(lanes, device=self._device)
+        if self._routes is not None and routes is not None:
+            by_prompt = routes.split([len(group.prompt) - skip for group in groups])
+            for lane, number in zip(lanes, owners, strict=True):
+                parts = (self._prefix_routes, by_prompt[number]) if skip else (by_prompt[number],)
+                self._routes.begin(lane, [part for part in parts if part is not None])
         self._record(first, *self._sampler.draw(logits[owner], state[3], state[2]))
 
     def _assign(self, requests: Sequence[Request]) -> list[int]:
@@ -277,7 +294,10 @@ class ContinuousBatcher:
         """Decode one token of every running sequence."""
         _, positions, counts, lanes = self._state[:, : self._size]
         self._cache.fit(self._longest(), self._size)
-        logits = self._decode_step.logits(self.decoder, self._size)
+        routes = None if self._routes is None else self._routes.new(self._size)
+        logits = self._decode_step.logits(self.decoder, self._size, routes)
+        if self._routes is not None and routes is not None:
+            self._routes.store(lanes, positions, routes, self._longest())
         positions += 1
         self._steps += 1
         self._record(0, *self._sampler.draw(logits, lanes, counts))
@@ -306,7 +326,10 @@ class ContinuousBatcher:
             request = self._lanes.pop(lane)
             new = slice(len(request.prior_ids), count)
             tokens, log_probs = self._tokens[lane, new].tolist(), self._log_probs[lane, new].tolist()
-            self._ended.append(FinishedRequest(request, tokens, log_probs, at_stop))
+            routes, first_route = None, request.remaining_routes_from
+            if self._routes is not None and first_route is not None:
+                routes = self._routes.read(lane, first_route, len(request.prompt_ids) + count - 1)
+            self._ended.append(FinishedRequest(request, tokens, log_probs, at_stop, routes))
             del self._offsets[lane]
         self._sampler.release(lanes)
         self._free_lanes += lanes

@@ -18,7 +18,9 @@ WIDTH_MULTIPLE = {"cpu": 32, "cuda": 256}
 
 
 class KVCache:
-    """Keys and values with one slot per sequence: in each layer two tensors ``[slots, kv_heads, width, head_dim]``.
+    """Keys and values with one slot per sequence: in each layer two tensors ``[slots, kv_heads, width, key_dim]``.
+
+    With latent attention there is one tensor with one head per layer, the keys: their first elements are the values.
 
     Every step reads all of it, and memory without gaps is read several times faster. Therefore all slots are as wide as
     the longest sequence needs. :meth:`fit` changes the width.
@@ -34,15 +36,19 @@ class KVCache:
     def __init__(self, config: ModelConfig, slots: int, length: int, dtype: torch.dtype, device: torch.device) -> None:
         self._multiple = WIDTH_MULTIPLE[device.type]
         self.slots, self.length, self.width = slots, length, min(self._multiple, length)
-        self._heads, self._head_dim = config.num_key_value_heads, config.head_dim
         self.window, self.scale = config.window, softmax_scale(config)
-        size = math.prod((slots, self._heads, length, self._head_dim))
+        latent = config.latent
+        if latent is None:
+            self._heads, self._key_dim, self._value_dim = config.num_key_value_heads, config.head_dim, config.head_dim
+        else:
+            self._heads, self._key_dim, self._value_dim = 1, latent.kv_lora_rank + latent.rope_dim, latent.kv_lora_rank
+        size = math.prod((slots, self._heads, length, self._key_dim))
 
         # Zeros instead of uninitialized memory: attention multiplies masked values by zero, and NaN would survive.
-        def allocate() -> list[Tensor]:
-            return [torch.zeros(size, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        def allocate(layers: int) -> list[Tensor]:
+            return [torch.zeros(size, dtype=dtype, device=device) for _ in range(layers)]
 
-        self._keys, self._values = allocate(), allocate()
+        self._keys, self._values = allocate(config.num_layers), allocate(config.num_layers if latent is None else 0)
 
     @property
     def device(self) -> torch.device:
@@ -72,16 +78,15 @@ class KVCache:
         if 3 * self.width <= 4 * width and width <= self.width:
             return
         kept_width = min(width, self.width)
-        for layer in range(len(self._keys)):
-            for cache in (self._keys[layer], self._values[layer]):
-                tokens = self._slots_of(cache)[:used, :, :kept_width].clone()
-                self._slots_of(cache, width)[:used, :, :kept_width] = tokens
+        for cache in (*self._keys, *self._values):
+            tokens = self._slots_of(cache)[:used, :, :kept_width].clone()
+            self._slots_of(cache, width)[:used, :, :kept_width] = tokens
         self.width = width
 
     def grow(self, slots: int, length: int) -> None:
         """Add slots or lengthen them; the content stays."""
         self.slots, self.length = max(slots, self.slots), max(length, self.length)
-        size = math.prod((self.slots, self._heads, self.length, self._head_dim))
+        size = math.prod((self.slots, self._heads, self.length, self._key_dim))
         for caches in (self._keys, self._values):
             for layer, cache in enumerate(caches):
                 caches[layer] = F.pad(cache, (0, size - len(cache)))
@@ -91,15 +96,25 @@ class KVCache:
         heads = torch.arange(self._heads, device=slots.device)
         return ((slots[:, None] * self._heads + heads) * self.width + positions[:, None]).flatten()
 
-    def write(self, layer: int, indices: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write tokens ``[tokens, kv_heads, head_dim]`` at indices of :meth:`write_indices` for the current width."""
-        for cache, new in ((self._keys[layer], keys), (self._values[layer], values)):
-            cache.view(-1, self._head_dim).index_copy_(0, indices, new.reshape(-1, self._head_dim))
+    def write(self, layer: int, indices: Tensor, keys: Tensor, values: Tensor | None) -> None:
+        """Write tokens ``[tokens, kv_heads, key_dim]`` at indices of :meth:`write_indices` for the current width.
+
+        ``values`` is None with latent attention.
+        """
+        caches = (
+            [(self._keys[layer], keys)]
+            if values is None
+            else [(self._keys[layer], keys), (self._values[layer], values)]
+        )
+        for cache, new in caches:
+            cache.view(-1, self._key_dim).index_copy_(0, indices, new.reshape(-1, self._key_dim))
 
     def read(self, layer: int, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Return views ``[count, kv_heads, width, head_dim]`` of neighboring slots' keys and values, without gaps."""
-        window = slice(first, first + count)
-        return self._slots_of(self._keys[layer])[window], self._slots_of(self._values[layer])[window]
+        """Return views of neighboring slots' keys and values, ``[count, kv_heads, width, key_dim or value_dim]``."""
+        keys = self._slots_of(self._keys[layer])[first : first + count]
+        if not self._values:
+            return keys, keys[..., : self._value_dim]
+        return keys, self._slots_of(self._values[layer])[first : first + count]
 
     def copy(self, sources: Tensor, targets: Tensor, length: int) -> None:
         """Copy the first ``length`` tokens of slots to other slots; no target may be a source."""
@@ -117,25 +132,25 @@ class KVCache:
             self._slots_of(cache)[first : first + count, :, : saved.shape[1]] = saved
 
     def _slots_of(self, cache: Tensor, width: int | None = None) -> Tensor:
-        """View a layer's memory as ``[slots, kv_heads, width, head_dim]``."""
-        shape = (self.slots, self._heads, width or self.width, self._head_dim)
+        """View a layer's memory as ``[slots, kv_heads, width, key_dim]``."""
+        shape = (self.slots, self._heads, width or self.width, self._key_dim)
         return cache[: math.prod(shape)].view(shape)
 
 
 class Attention(Protocol):
     """Writes keys and values of new tokens to the cache and attends from them to all tokens before."""
 
-    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor | None) -> Tensor:
         """Compute the attention of the new tokens in one layer.
 
         Args:
             layer: layer number.
-            queries: ``[tokens, heads, head_dim]``.
-            keys: ``[tokens, kv_heads, head_dim]``.
-            values: ``[tokens, kv_heads, head_dim]``.
+            queries: ``[tokens, heads, key_dim]``.
+            keys: ``[tokens, kv_heads, key_dim]``.
+            values: ``[tokens, kv_heads, key_dim]``; None = the first elements of the keys (latent attention).
 
         Returns:
-            ``[tokens, heads * head_dim]``.
+            ``[tokens, heads * value_dim]``.
         """
 
 
@@ -174,14 +189,13 @@ class PromptAttention:
             if window is not None and needs_window:
                 self._window_mask = visible.triu(prefix - window.size + 1)
 
-    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor | None) -> Tensor:
         """See :class:`Attention`. Stale entries beyond a prompt's end are hidden by the causal mask."""
         self._cache.write(layer, self._indices, keys, values)
         rectangle = queries.new_zeros(self._count * self._width, *queries.shape[1:])
         rectangle.index_copy_(0, self._in_rectangle, queries)
-        keys, values = self._cache.read(layer, self._first, self._count)
         length = self._prefix + self._width
-        keys, values = keys[:, :, :length], values[:, :, :length]
+        keys, values = (part[:, :, :length] for part in self._cache.read(layer, self._first, self._count))
         mask = self._window_mask if self._cache.has_window(layer) else self._mask
         if mask is not None:
             # With a mask, GPU kernels that keep no scores in memory need as many key heads as query heads.
@@ -222,7 +236,7 @@ class StepAttention:
         mask = torch.zeros(hidden.shape, dtype=self._cache.dtype, device=hidden.device)
         return mask.masked_fill_(hidden, float("-inf"))[:, None, None]
 
-    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor | None) -> Tensor:
         """See :class:`Attention`. Query heads of one key head take the query-token dimension."""
         self._cache.write(layer, self._indices, keys, values)
         rows, kv_heads = keys.shape[:2]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,12 +18,22 @@ class WeightStore(ShardWeights):
         params: names and shapes, from :meth:`megarl.models.WeightMap.rollout_params`.
         dtype: dtype of the parameters; slices of another dtype are converted.
         device: device of the parameters.
+        float32: whether the parameter of a Hugging Face name is float32 instead
+            (:meth:`megarl.models.WeightMap.is_float32`).
     """
 
-    def __init__(self, params: Sequence[LocalParam], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        params: Sequence[LocalParam],
+        dtype: torch.dtype,
+        device: torch.device,
+        float32: Callable[[str], bool] = lambda hf_name: False,
+    ) -> None:
         super().__init__({})
         self.shapes = {param.name: param.shape for param in params}
         self.dtype, self._device = dtype, device
+        exact = [param.name for param in params if any(float32(piece.hf_name) for piece in param.pieces)]
+        self._dtypes = dict.fromkeys(exact, torch.float32)
 
     @property
     def allocated(self) -> bool:
@@ -34,7 +44,8 @@ class WeightStore(ShardWeights):
         """Allocate all parameters, filled with zeros; a no-op if they are allocated."""
         if not self.allocated:
             self.tensors = {
-                name: torch.zeros(shape, dtype=self.dtype, device=self._device) for name, shape in self.shapes.items()
+                name: torch.zeros(shape, dtype=self._dtypes.get(name, self.dtype), device=self._device)
+                for name, shape in self.shapes.items()
             }
 
     def free(self) -> None:

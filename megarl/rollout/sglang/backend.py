@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import concurrent.futures
 import math
 import threading
@@ -11,7 +12,11 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
+
+from megarl.models.model_config import Experts
 from megarl.rollout.interface import Completion, EngineLost, Request, RolloutError, SamplingParams
+from megarl.rollout.sglang.options import ROUTES_ARGUMENT
 
 _T = TypeVar("_T")
 CLOSE_S = 10.0
@@ -223,7 +228,10 @@ def request_payload(request: Request, rid: str, eos: frozenset[int], every_token
         sampling["stop"] = list(params.stop)
     if every_token:
         sampling["sampling_seed"] = request.seed
-    return {"input_ids": list(request.prompt_ids), "sampling_params": sampling, "return_logprob": True, "rid": rid}
+    payload = {"input_ids": list(request.prompt_ids), "sampling_params": sampling, "return_logprob": True, "rid": rid}
+    if request.routes_from is not None:
+        payload |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
+    return payload
 
 
 @dataclass(frozen=True)
@@ -233,17 +241,19 @@ class ResponseContext:
     Attributes:
         eos: tokens that end every response.
         version: weight version that the engine serves.
+        experts: experts of the model; None = it is dense.
     """
 
     eos: frozenset[int]
     version: int
+    experts: Experts | None = None
 
 
 def parse_completion(request: Request, response: dict[str, Any], context: ResponseContext) -> Completion:
     """Convert SGLang's response to a completion.
 
     Raises:
-        RolloutError: log-probs are not finite or not one per token, tokens are missing, or SGLang failed.
+        RolloutError: log-probs are not finite or not one per token, tokens or routes are missing, or SGLang failed.
     """
     meta = response["meta_info"]
     pairs = meta.get("output_token_logprobs") or []
@@ -259,7 +269,37 @@ def parse_completion(request: Request, response: dict[str, Any], context: Respon
         _finish_reason(request.params, tokens, reason.get("type"), context.eos),
         oldest,
         versions if len(set(versions)) > 1 else (),
+        parse_routes(request, meta.get("routed_experts"), len(tokens), context.experts),
     )
+
+
+def parse_routes(request: Request, encoded: str | None, tokens: int, experts: Experts | None) -> np.ndarray | None:
+    """Decode SGLang's routes: base64 of int32 ``[positions, all layers, experts per token]``.
+
+    The positions are those from ``routes_from`` on, except the last token. Rows of dense layers are left out.
+
+    Args:
+        request: the request.
+        encoded: of the response.
+        tokens: generated tokens.
+        experts: experts of the model.
+
+    Raises:
+        RolloutError: the response has no routes, or not those of all tokens.
+    """
+    if request.routes_from is None or not tokens:
+        return None
+    name = f"request '{request.request_id}'"
+    if encoded is None or experts is None:
+        raise RolloutError(f"{name}: SGLang returned no routes; start it with {ROUTES_ARGUMENT}=true")
+    values = np.frombuffer(base64.b64decode(encoded), np.int32)
+    shape = (len(request.prompt_ids) + tokens - 1 - request.routes_from, len(experts.layers), experts.per_token)
+    if values.size != math.prod(shape):
+        raise RolloutError(f"{name}: SGLang returned {values.size} experts, expected {list(shape)}")
+    routes = values.reshape(shape)[:, list(experts.layers)].astype(np.int16)
+    if ((routes < 0) | (routes >= experts.count)).any():
+        raise RolloutError(f"{name}: SGLang returned experts {routes.min()} to {routes.max()} of {experts.count}")
+    return routes
 
 
 def _check(

@@ -32,6 +32,7 @@ from megarl.rollout.interface import (
     SamplingParams,
     Tag,
     check_request,
+    check_routes,
     check_tags,
     check_token_ids,
 )
@@ -94,6 +95,7 @@ class SGLangEngine(RolloutEngine):
         _check_options(options)
         self.config, self.options, self._folder = config, options, folder
         check_model_runs(config, options)
+        check_routes(config, options)
         _check_divides(config, options.tensor_parallel_size)
         self._max_length = options.max_model_len or config.max_position_embeddings
         self._eos = all_eos_token_ids(folder) if options.eos_token_ids is None else frozenset(options.eos_token_ids)
@@ -311,7 +313,8 @@ class SGLangEngine(RolloutEngine):
             rest = entry.request.remainder
             payload = request_payload(rest, entry.rid, self._eos, every_token)
             response = await self._backend.generate(payload)
-            completion = parse_completion(rest, response, ResponseContext(self._eos, self._version))
+            context = ResponseContext(self._eos, self._version, self.config.experts)
+            completion = parse_completion(rest, response, context)
             result = completion.after(entry.request.prior)
         except RolloutError as error:
             result = error
@@ -376,7 +379,7 @@ class SGLangEngine(RolloutEngine):
             raise EngineLost(f"SGLang does not serve any more: {failure}")
 
     def _check_request(self, request: Request) -> None:
-        check_request(request, self._max_length, self.config.vocab_size)
+        check_request(request, self._max_length, self.config.vocab_size, return_routes=self.options.return_routes)
         if request.prior is not None and not self.can_continue(request.params):
             raise RolloutError(
                 f"request '{request.request_id}': SGLang cannot continue a response with stop strings or a "
@@ -389,7 +392,7 @@ class SGLangEngine(RolloutEngine):
             )
 
 
-@register_engine("sglang", check=check_model_runs, vocab_multiple=VOCAB_MULTIPLE)
+@register_engine("sglang", check=check_model_runs, vocab_multiple=VOCAB_MULTIPLE, returns_routes=True)
 def create_sglang(model_path: str, options: EngineOptions) -> SGLangEngine:
     """Create the SGLang engine for the model in a folder; see :func:`megarl.rollout.create_engine`."""
     if not isinstance(options, SGLangOptions):

@@ -27,7 +27,7 @@ from megarl.base.processes import READ_ERRORS, descendants
 from megarl.rollout.interface import EngineLost, RolloutError
 from megarl.rollout.sglang.backend import CLOSE_S, CONTROL_CALLS, ControlResult, RequestLoop
 from megarl.rollout.sglang.liveness import stopped_processes
-from megarl.rollout.sglang.options import KEY, SGLangOptions, decodes, environment
+from megarl.rollout.sglang.options import KEY, ROUTES_ARGUMENT, SGLangOptions, decodes, environment
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOG_TAIL = 4000
@@ -184,6 +184,11 @@ def _check_server_info(url: str, info: Mapping[str, Any], folder: str, options: 
     for name, value in expected.items():
         if info.get(name, value) != value:
             raise ConfigError(f"the SGLang server at {url} runs with {name}={info[name]}, the options have {value}")
+    if options.return_routes and not info.get(ROUTES_ARGUMENT):
+        raise ConfigError(
+            f"the SGLang server at {url} does not run with --enable-return-routed-experts, which "
+            "actor_rollout_ref.actor.router_replay.mode=R3 needs: add it, or set R2"
+        )
     if options.seeded and not info.get("enable_deterministic_inference"):
         raise ConfigError(
             f"the SGLang server at {url} does not run with --enable-deterministic-inference, which seeds "

@@ -31,6 +31,9 @@ RESERVED_TOKENS = 2
 """Tokens of the context length that SGLang reserves."""
 
 KEY = "rollout.engine_kwargs.sglang"
+ROUTES_ARGUMENT = "enable_return_routed_experts"
+"""Argument of SGLang with which it records the experts of tokens."""
+
 _CPU = {
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
@@ -60,6 +63,7 @@ _ENGINE_ARGS = (
     "api_key",
     "admin_api_key",
     "base_gpu_id",
+    ROUTES_ARGUMENT,
 )
 
 # Arguments that change the parameters of SGLang's ranks, with the values that do not.
@@ -145,7 +149,8 @@ def server_args(folder: str, max_model_len: int, options: SGLangOptions) -> dict
         options: options of the engine.
 
     Raises:
-        ConfigError: ``options.server_args`` has an argument that the engine sets, or that SGLang does not have.
+        ConfigError: ``options.server_args`` has an argument that the engine sets, or that SGLang does not have; or
+            SGLang cannot return routes.
     """
     device, _, index = options.device.partition(":")
     arguments: dict[str, Any] = {
@@ -164,6 +169,8 @@ def server_args(folder: str, max_model_len: int, options: SGLangOptions) -> dict
         "trust_remote_code": False,
         "log_level": "error",
     }
+    if options.return_routes:
+        arguments[ROUTES_ARGUMENT] = True
     if device == "cpu":
         arguments |= _CPU
     else:
@@ -175,6 +182,11 @@ def server_args(folder: str, max_model_len: int, options: SGLangOptions) -> dict
     check_server_args(options.server_args)
     arguments |= options.server_args
     supported = server_arg_names()
+    if options.return_routes and ROUTES_ARGUMENT not in supported:
+        raise ConfigError(
+            "actor_rollout_ref.actor.router_replay.mode=R3: the installed SGLang returns no experts of tokens; install "
+            "0.5.17 or later, or set R2"
+        )
     return {name: value for name, value in arguments.items() if name in supported or name not in _OPTIONAL}
 
 

@@ -134,9 +134,11 @@ def check_engine(config: TrainConfig | EvaluateConfig | GenerateConfig, model: M
     Raises:
         ModelError, ConfigError: names the key, its value, and the remedy.
     """
-    rollout = config.actor_rollout_ref.rollout
+    policy = config.actor_rollout_ref
+    rollout = policy.rollout
     check_layout(model, ParallelLayout(tp=rollout.tensor_model_parallel_size), "actor_rollout_ref.rollout")
-    check_engine_model(rollout.name, model, engine_options(rollout, config.trainer.device))
+    options = engine_options(rollout, config.trainer.device, return_routes=policy.replays_engine_routes)
+    check_engine_model(rollout.name, model, options)
 
 
 def check_schedules(config: TrainConfig | SupervisedConfig, batches: BatchPlan, total_steps: int) -> None:

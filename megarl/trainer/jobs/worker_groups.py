@@ -45,7 +45,13 @@ def rollout_group(policy: PolicyConfig, pool: PlacedPool) -> RolloutGroup:
         ResourceError: the replicas need more devices than the pool has.
     """
     rollout = policy.rollout
-    settings = RolloutSettings(policy.model.path, pool.pool.device, rollout, policy.model.user_modules)
+    settings = RolloutSettings(
+        policy.model.path,
+        pool.pool.device,
+        rollout,
+        policy.model.user_modules,
+        return_routes=policy.replays_engine_routes,
+    )
     worker, kwargs = "megarl.workers.rollout:RolloutWorker", {"settings": settings}
     layout = ParallelLayout(dp=rollout.replicas or 1)
     span, threads = rollout.devices_per_replica, rollout.agent.num_workers + SPARE_THREADS

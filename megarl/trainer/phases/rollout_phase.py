@@ -87,6 +87,7 @@ class RolloutPhase:
         self.batch_info = batch_info
         self.state_masking = state_masking
         self.with_versions = isinstance(config, TrainConfig) and config.async_training.mode != SYNC
+        self.with_routes = config.actor_rollout_ref.replays_engine_routes
         self.on_lost = on_lost
         self._default_loop = default_agent_loop(config)
         self._lengths = LengthPredictor()
@@ -155,10 +156,13 @@ class RolloutPhase:
         seeds, rows = self._seeds(stream, len(prompts)), range(len(prompts))
         # The rollout service numbers its groups from 0; these are in flight at the same time.
         numbers, keys = [-1 - row for row in rows], [str(row) for row in rows]
-        trajectories, traffic = self._lead(self._groups(prompts, params_per_sample, seeds, numbers, keys), early)
+        with_routes = self.with_routes and sampling is self.rollout
+        groups = self._groups(prompts, params_per_sample, seeds, numbers, keys, with_routes=with_routes)
+        trajectories, traffic = self._lead(groups, early)
         if traffic.lost:
             self.on_lost(traffic.lost)
-        batch = self._with_columns_of(prompts.non_tensor_batch, [_uid(stream, row) for row in rows], trajectories)
+        uids = [_uid(stream, row) for row in rows]
+        batch = self._with_columns_of(prompts.non_tensor_batch, uids, trajectories, with_routes=with_routes)
         return batch, trajectory_metrics(trajectories) | traffic.metrics()
 
     def _lead(
@@ -220,7 +224,8 @@ class RolloutPhase:
         seeds = [self._seeds((TRAINING, step), place + 1)[place] for step, place in origins]
         keys = [_uid((TRAINING, step), place) for step, place in origins]
         params = [self.training_params()] * self.rollout.n
-        return self._with_expected_lengths(self._groups(prompts, params, seeds, numbers, keys))
+        groups = self._groups(prompts, params, seeds, numbers, keys, with_routes=self.with_routes)
+        return self._with_expected_lengths(groups)
 
     def batch_of(
         self, groups: Sequence[ConversationGroup], trajectories: Sequence[Trajectory]
@@ -235,7 +240,8 @@ class RolloutPhase:
         self._lengths.update(trajectories)
         names = dict.fromkeys(name for group in groups for name in group.facts)
         columns = {name: [group.facts.get(name) for group in groups] for name in names}
-        batch = self._with_columns_of(columns, [group.key for group in groups], trajectories)
+        uids = [group.key for group in groups]
+        batch = self._with_columns_of(columns, uids, trajectories, with_routes=self.with_routes)
         batch.meta_info |= self.batch_info
         return batch, trajectory_metrics(trajectories)
 
@@ -245,7 +251,12 @@ class RolloutPhase:
         return seeds
 
     def _with_columns_of(
-        self, columns: Mapping[str, Sequence[Any] | np.ndarray], uids: Sequence[str], trajectories: Sequence[Trajectory]
+        self,
+        columns: Mapping[str, Sequence[Any] | np.ndarray],
+        uids: Sequence[str],
+        trajectories: Sequence[Trajectory],
+        *,
+        with_routes: bool,
     ) -> DataProto:
         """Build a batch of trajectories with the columns of their prompts."""
         batch = trajectories_to_batch(
@@ -253,6 +264,7 @@ class RolloutPhase:
             self.tokenizer.pad_token_id or 0,
             state_masking=self.state_masking,
             with_versions=self.with_versions,
+            with_routes=with_routes,
         )
         prompts = DataProto.from_dict({}, {**columns, "uid": uids})
         return batch.union(prompts.repeat(len(trajectories) // len(uids)))
@@ -264,6 +276,8 @@ class RolloutPhase:
         seeds: Sequence[int],
         numbers: Sequence[int],
         keys: Sequence[str],
+        *,
+        with_routes: bool,
     ) -> list[ConversationGroup]:
         """Build one group per prompt, with one conversation per entry of ``params``."""
         ids = prompts.unpadded("prompts", torch.int32)
@@ -280,6 +294,7 @@ class RolloutPhase:
                 key=keys[row],
                 agent_name=str(rows[row].get(AGENT_NAME) or self._default_loop),
                 facts=rows[row],
+                with_routes=with_routes,
             )
             for row in range(len(prompts))
         ]

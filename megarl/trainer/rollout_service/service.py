@@ -283,7 +283,7 @@ class RolloutService:
     def _restored_group(self, stored: Mapping[str, Any]) -> ConversationGroup:
         params = self.rollout.training_params()
         samples = [PlannedSample(sample, params, seed) for sample, seed in enumerate(stored["seeds"])]
-        fields = {name: stored[name] for name in STORED}
+        fields = {name: stored[name] for name in STORED} | {"with_routes": self.rollout.with_routes}
         return ConversationGroup(samples=samples, messages=stored["facts"].get("raw_prompt", ()), **fields)
 
 

@@ -155,7 +155,7 @@ def test_delta_syncs_between_pools_keep_the_weights_once_per_side() -> None:
 
 def test_replayed_routes_are_in_host_memory_of_every_rank() -> None:
     """128 samples of 2048 tokens over two data-parallel ranks; 48 layers, 8 experts per token, two bytes each."""
-    for mode, expected in (("R2", 8 * 64 * 2048 * 48 * 8 * 2), ("disabled", 0)):
+    for mode, expected in (("R2", 8 * 64 * 2048 * 48 * 8 * 2), ("R3", 8 * 64 * 2048 * 48 * 8 * 2), ("disabled", 0)):
         job = train_job("Qwen3-30B-A3B", megatron(4), actor_rollout_ref__actor__router_replay={"mode": mode})
         assert {c.name: c.nbytes for c in plan_memory(job, 80 * GIB).host}.get("routes", 0) == expected
 

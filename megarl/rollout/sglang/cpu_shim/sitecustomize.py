@@ -8,6 +8,7 @@ The engine adds this folder to the search path of SGLang's processes on such a m
 - ``sglang.srt.batch_invariant_ops``: that mode replaces matrix products by Triton's, which do not exist on a CPU.
 - ``sglang.kernels.ops.sampling.murmur_hash``: draws by seeds with a Triton kernel, before 0.5.21 on a CPU too.
 - ``sglang.srt.utils.weight_checker``: waits for a CUDA device in some versions.
+- ``sglang.srt.state_capturer.base``: registers the host memory of recorded experts with CUDA.
 - ``torchvision``, unless installed: SGLang imports it for vision models, which do not run here. Its usual build is for
   CUDA, fails to load with a CPU build of torch, and then prevents transformers' models from loading too.
 """
@@ -46,6 +47,13 @@ def _wait_for_no_device(module: Any) -> None:
     module.torch.cuda.synchronize = lambda *args, **kwargs: None
 
 
+def _keep_experts_in_plain_memory(module: Any) -> None:
+    def allocate(dims: Sequence[int], dtype: Any, **options: Any) -> Any:
+        return module.torch.empty(dims, dtype=dtype)
+
+    module.ALLOC_MEMORY_FUNCS = {"cpu": allocate}
+
+
 def _note_absence(module: Any) -> None:
     """Let transformers look for torchvision before the substitute exists; it caches the result."""
     sys.meta_path.remove(_ABSENT)
@@ -60,6 +68,7 @@ AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.batch_invariant_ops": _keep_torch_products,
     "sglang.kernels.ops.sampling.murmur_hash": _hash_without_triton,
     "sglang.srt.utils.weight_checker": _wait_for_no_device,
+    "sglang.srt.state_capturer.base": _keep_experts_in_plain_memory,
     "transformers.utils.import_utils": _note_absence,
 }
 

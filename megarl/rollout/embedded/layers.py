@@ -1,0 +1,238 @@
+"""Parts of a decoder layer of the embedded engine: norms, heads of attention, dense MLPs and experts.
+
+Parameters are read by their names in the trainer, which all families share. They are views of the live parameters that
+weight updates write, so updates are visible at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megarl.models import ModelConfig, WeightMap
+from megarl.models.expert_choice import choose_experts, score_experts, weigh_experts
+
+Rotate = Callable[[Tensor], Tensor]
+"""Rotates heads ``[tokens, heads, width]`` by the positions of their tokens."""
+
+KNOWN_PARAMETERS = frozenset(
+    {
+        "input_layernorm.weight",
+        "self_attention.linear_qkv.weight",
+        "self_attention.linear_qkv.bias",
+        "self_attention.q_layernorm.weight",
+        "self_attention.k_layernorm.weight",
+        "self_attention.kv_layernorm.weight",
+        "self_attention.linear_q_proj.weight",
+        "self_attention.linear_q_down_proj.weight",
+        "self_attention.linear_q_up_proj.weight",
+        "self_attention.linear_kv_down_proj.weight",
+        "self_attention.linear_kv_up_proj.weight",
+        "self_attention.linear_proj.weight",
+        "self_attn_bda.norm.weight",
+        "pre_mlp_layernorm.weight",
+        "mlp.linear_fc1.weight",
+        "mlp.linear_fc2.weight",
+        "mlp.router.weight",
+        "mlp.router.expert_bias",
+        "mlp.experts.local_experts.{expert}.linear_fc1.weight",
+        "mlp.experts.local_experts.{expert}.linear_fc2.weight",
+        "mlp.shared_experts.linear_fc1.weight",
+        "mlp.shared_experts.linear_fc2.weight",
+        "mlp.shared_experts.gate_weight",
+        "mlp_bda.norm.weight",
+    }
+)
+"""Parameters of a layer that this module computes with; a custom family may declare others."""
+
+
+def layer_parameters(weight_map: WeightMap, params: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
+    """Return a layer's parameters by their names in the trainer, without the layer's number.
+
+    Args:
+        weight_map: weight map of the model.
+        params: parameters of the engine.
+        layer: global layer number.
+    """
+    return {name: params[rollout] for name, rollout in weight_map.layer_rollout_names(layer).items()}
+
+
+class Norm:
+    """RMS norm over the last dimension; the identity without a weight.
+
+    Args:
+        config: model config.
+        weight: ``[width]``; None = the model has no such norm.
+        eps: added to the mean square; None = the model's.
+    """
+
+    def __init__(self, config: ModelConfig, weight: Tensor | None, eps: float | None = None) -> None:
+        self.weight, self._eps = weight, config.rms_norm_eps if eps is None else eps
+        self._zero_centered = config.zero_centered_norms
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return ``x`` with a root mean square of 1, times the weight."""
+        if self.weight is None:
+            return x
+        if self._zero_centered:
+            return F.rms_norm(x.float(), self.weight.shape, self.weight.float() + 1.0, self._eps).to(x.dtype)
+        return F.rms_norm(x, self.weight.shape, self.weight, self._eps)
+
+
+class PlainHeads:
+    """Queries, keys and values of attention with one key-value head per group of query heads.
+
+    Args:
+        config: model config.
+        params: see :func:`layer_parameters`.
+    """
+
+    def __init__(self, config: ModelConfig, params: Mapping[str, Tensor]) -> None:
+        self._qkv = params["self_attention.linear_qkv.weight"]
+        self._bias = params.get("self_attention.linear_qkv.bias")
+        self._q_norm = Norm(config, params.get("self_attention.q_layernorm.weight"))
+        self._k_norm = Norm(config, params.get("self_attention.k_layernorm.weight"))
+        self._over_heads = config.qk_norm_over_heads
+        self._heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
+        self._head_dim = config.head_dim
+
+    def __call__(self, x: Tensor, rotate: Rotate) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Compute queries ``[tokens, heads, head_dim]``, and keys and values, from ``[tokens, hidden]``."""
+        qkv = F.linear(x, self._qkv, self._bias)
+        q, k, v = qkv.view(len(x), -1, self._head_dim).split(self._heads, 1)
+        return rotate(self._normed(q, self._q_norm)), rotate(self._normed(k, self._k_norm)), v
+
+    def values(self, attended: Tensor) -> Tensor:
+        """Return the input of the output projection: the attention's result itself."""
+        return attended
+
+    def _normed(self, heads: Tensor, norm: Norm) -> Tensor:
+        return norm(heads.flatten(1)).view(heads.shape) if self._over_heads else norm(heads)
+
+
+class LatentHeads:
+    """Queries and keys of multi-head latent attention (https://arxiv.org/abs/2405.04434) in the space of the latent.
+
+    The projection from the latent to the heads' keys is applied to the queries instead, and that to the values after
+    the attention. So all heads share one key: the latent and the rotated part. Its first elements, the latent, are the
+    values, and the cache holds nothing else.
+
+    Args:
+        config: model config, with latent attention.
+        params: see :func:`layer_parameters`.
+    """
+
+    def __init__(self, config: ModelConfig, params: Mapping[str, Tensor]) -> None:
+        assert config.latent is not None
+        self._latent = latent = config.latent
+        self._heads, self._head_dim = config.num_attention_heads, config.head_dim
+        prefix = "self_attention."
+        self._q_down = params.get(prefix + "linear_q_down_proj.weight")
+        self._q_norm = Norm(config, params.get(prefix + "q_layernorm.weight"), latent.norm_eps)
+        self._q_up = params[prefix + ("linear_q_proj.weight" if self._q_down is None else "linear_q_up_proj.weight")]
+        self._kv_down = params[prefix + "linear_kv_down_proj.weight"]
+        self._kv_norm = Norm(config, params[prefix + "kv_layernorm.weight"], latent.norm_eps)
+        up = params[prefix + "linear_kv_up_proj.weight"].view(self._heads, -1, latent.kv_lora_rank)
+        self._key_up, self._value_up = up.split([latent.nope_dim, latent.v_dim], 1)
+
+    def __call__(self, x: Tensor, rotate: Rotate) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Compute queries ``[tokens, heads, latent + rotated]`` and keys ``[tokens, 1, latent + rotated]``."""
+        latent = self._latent
+        queries = F.linear(x if self._q_down is None else self._q_norm(F.linear(x, self._q_down)), self._q_up)
+        queries = queries.view(len(x), self._heads, self._head_dim)
+        q_plain, q_rotated = queries.split([latent.nope_dim, latent.rope_dim], -1)
+        compressed, k_rotated = F.linear(x, self._kv_down)[:, None].split([latent.kv_lora_rank, latent.rope_dim], -1)
+        in_latent = torch.einsum("thn,hnl->thl", q_plain, self._key_up)
+        q_rotated, k_rotated = (rotate(self._in_halves(part)) for part in (q_rotated, k_rotated))
+        return torch.cat([in_latent, q_rotated], -1), torch.cat([self._kv_norm(compressed), k_rotated], -1), None
+
+    def values(self, attended: Tensor) -> Tensor:
+        """Project sums of latents ``[tokens, heads * latent]`` to values ``[tokens, heads * v_dim]``."""
+        latents = attended.view(len(attended), self._heads, self._latent.kv_lora_rank)
+        return torch.einsum("thl,hvl->thv", latents, self._value_up).flatten(1)
+
+    def _in_halves(self, heads: Tensor) -> Tensor:
+        """Reorder interleaved pairs to halves, in queries and keys: their products stay the same."""
+        return heads.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if self._latent.interleaved else heads
+
+
+class GatedMLP:
+    """A gated MLP.
+
+    Args:
+        gate_up: ``[2 * ffn, hidden]``.
+        down: ``[hidden, ffn]``.
+        activation: see :class:`~megarl.models.model_config.Traits`.
+    """
+
+    def __init__(self, gate_up: Tensor, down: Tensor, activation: str = "silu") -> None:
+        self._gate_up, self._down, self._activation = gate_up, down.t(), activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return ``[tokens, hidden]``."""
+        return self._inner(x) @ self._down
+
+    def add_to(self, residual: Tensor, x: Tensor, norm: Norm, routes: Tensor | None) -> Tensor:
+        """Return the residual plus the normed output for ``x``; there are no routes to record."""
+        return added(residual, self._inner(x), self._down, norm)
+
+    def _inner(self, x: Tensor) -> Tensor:
+        gate, up = F.linear(x, self._gate_up).chunk(2, -1)
+        gate = F.silu(gate) if self._activation == "silu" else F.gelu(gate, approximate="tanh")
+        return gate.mul_(up)
+
+
+class RoutedExperts:
+    """The experts of a layer: those that the router selects for each token, and shared ones.
+
+    Tokens are sorted by expert, and each expert with tokens computes all of its own at once.
+
+    Args:
+        config: model config, with experts.
+        params: see :func:`layer_parameters`.
+        layer: index among the layers with experts.
+    """
+
+    def __init__(self, config: ModelConfig, params: Mapping[str, Tensor], layer: int) -> None:
+        assert config.experts is not None
+        self._rule, self._layer = config.experts, layer
+        self._router, self._correction = params["mlp.router.weight"], params.get("mlp.router.expert_bias")
+        stacked = (params[f"mlp.experts.local_experts.{{expert}}.linear_fc{part}.weight"] for part in (1, 2))
+        self._experts = [GatedMLP(*pair) for pair in zip(*stacked, strict=True)]
+        shared = [params.get(f"mlp.shared_experts.{name}") for name in ("linear_fc1.weight", "linear_fc2.weight")]
+        self._shared = None if shared[0] is None or shared[1] is None else GatedMLP(shared[0], shared[1])
+        self._shared_gate = params.get("mlp.shared_experts.gate_weight")
+
+    def add_to(self, residual: Tensor, x: Tensor, norm: Norm, routes: Tensor | None) -> Tensor:
+        """Return the residual plus the normed output for ``x``, and record the selected experts in ``routes``."""
+        output = self._routed(x, routes)
+        if self._shared is not None:
+            always = self._shared(x)
+            output += always if self._shared_gate is None else always * F.linear(x, self._shared_gate).sigmoid()
+        return residual + norm(output)
+
+    def _routed(self, x: Tensor, routes: Tensor | None) -> Tensor:
+        """Weighted sum of the selected experts' outputs; choice, weights and sum are in float32."""
+        scores = score_experts(F.linear(x.float(), self._router.float()), self._rule)
+        chosen = choose_experts(scores, self._rule, self._correction)
+        if routes is not None:
+            routes[:, self._layer] = chosen
+        weights = weigh_experts(scores, chosen, self._rule).flatten()
+        order = chosen.flatten().argsort(stable=True)
+        tokens = order // self._rule.per_token
+        parts = x[tokens].split(chosen.flatten().bincount(minlength=self._rule.count).tolist())
+        outputs = [expert(part) for expert, part in zip(self._experts, parts, strict=True) if len(part)]
+        if not outputs:  # a prefix needs the last layer's keys and values only
+            return x
+        weighted = torch.cat(outputs).float() * weights[order, None]
+        return torch.zeros_like(x, dtype=torch.float32).index_add_(0, tokens, weighted).to(x.dtype)
+
+
+def added(residual: Tensor, inputs: Tensor, weight: Tensor, norm: Norm) -> Tensor:
+    """Return the residual plus the product of a layer's last matrix, normed if there is a norm on its output."""
+    if norm.weight is None:
+        return torch.addmm(residual, inputs, weight)
+    return residual + norm(inputs @ weight)
