@@ -98,6 +98,11 @@ class LowRankAdapter(nn.Module):
             else:
                 set_tensor_model_parallel_attributes(param, True, dim, 1)
 
+    @property
+    def sums_norms(self) -> bool:
+        """Whether the norms of DoRA's rows are sums over the ranks that share the layer."""
+        return self.m is not None and self.split is AdapterSplit.ROW and self.group.size() > 1
+
     def spread_b(self) -> Tensor:
         """Spread B to ``[rows, adapters * rank]``: each row in the columns of its adapter, zero elsewhere."""
         if self.owned is None:
@@ -155,7 +160,7 @@ class LowRankAdapter(nn.Module):
         squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()[self.rows]
         mixed = 2 * F.linear(weight, self.a)[self.rows].float() + self.scale * b @ (a @ a.T)
         squares += self.scale * (mixed * b).sum(1)
-        if self.split is AdapterSplit.ROW:
+        if self.sums_norms:
             dist.all_reduce(squares, group=self.group)
         # A row of zeros, which peft divides by, has the factor 1 until B changes it.
         norms: Tensor = squares.clamp_min(torch.finfo(torch.float32).tiny).sqrt().to(self.b.dtype)
@@ -281,13 +286,13 @@ class Adapters:
 class _MergedWeights(Mapping[str, Tensor]):
     """Merges a weight when it is read, and caches the last one, since its slices are read consecutively.
 
-    Ranks read different weights in different orders: what needs communication is computed first.
+    Ranks read different weights in different orders: factors that need communication are computed first.
     """
 
     @torch.no_grad()
     def __init__(self, weights: Mapping[str, Tensor], layers: Mapping[str, LowRankAdapter]) -> None:
         self._weights, self._layers = weights, layers
-        self._factors = {name: layer.factors(weights[name]) for name, layer in layers.items()}
+        self._factors = {name: layer.factors(weights[name]) for name, layer in layers.items() if layer.sums_norms}
         self._last: tuple[str, Tensor] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
@@ -296,7 +301,9 @@ class _MergedWeights(Mapping[str, Tensor]):
             return self._weights[name]
         if self._last is None or self._last[0] != name:
             self._last = None
-            self._last = name, layer.merged(self._weights[name], self._factors[name])
+            weight = self._weights[name]
+            factors = self._factors[name] if layer.sums_norms else layer.factors(weight)
+            self._last = name, layer.merged(weight, factors)
         return self._last[1]
 
     def __iter__(self) -> Iterator[str]:
