@@ -15,25 +15,27 @@ from megarl.base.json_text import parse_json
 from megarl.convert.source import CheckpointSource, StoredAdapters
 from megarl.convert.stored import Files, Scratch, TensorView
 from megarl.models import WeightMap
-from megarl.models.adapters import AdapterMap, LoraOptions
+from megarl.models.adapters import AdapterMap, LoraOptions, magnitude_name
 from megarl.models.model_identity import ModelIdentity, identify_model
 from megarl.models.peft_folder import AdapterFolder
 
 
 @dataclass(frozen=True)
 class MergedView(TensorView):
-    """A weight with its adapter merged: ``W + scale * B A``, summed in float32 and rounded once.
+    """A weight with its adapter merged, computed in float32 and rounded once.
 
     Attributes:
         base: the weight.
         a: A, ``[rank, columns]``.
         b: B, ``[rows, rank]``.
+        m: magnitudes of the rows, ``[rows]``; None without DoRA.
         scale: factor of the adapter.
     """
 
     base: TensorView
     a: TensorView
     b: TensorView
+    m: TensorView | None
     scale: float
 
     def read(self, first: int, last: int, dtype: torch.dtype, files: Files, scratch: Scratch) -> Tensor:
@@ -41,7 +43,13 @@ class MergedView(TensorView):
         weight = self.base.read(first, last, torch.float32, files, scratch).clone()
         a = self.a.read(0, self.a.shape[0], torch.float32, files, scratch).clone()
         b = self.b.read(first, last, torch.float32, files, scratch)
-        return weight.addmm_(b, a, alpha=self.scale).to(dtype)
+        weight.addmm_(b, a, alpha=self.scale)
+        if self.m is not None:
+            m = self.m.read(first, last, torch.float32, files, scratch)
+            # The norm is rounded as in training.
+            norms = torch.linalg.vector_norm(weight, dim=1).to(self.m.dtype).float()
+            weight *= (m / norms)[:, None]
+        return weight.to(dtype)
 
 
 def with_base(
@@ -52,7 +60,7 @@ def with_base(
     Args:
         source: the checkpoint, without tensors.
         base: the base model.
-        views: every A and B, and a scalar head.
+        views: every A, B and M, and a scalar head.
         options: options of the adapters.
 
     Raises:
@@ -78,8 +86,9 @@ def _merged(name: str, adapters: AdapterMap, base: CheckpointSource, views: Mapp
     if name not in adapters.targets:
         return weight
     a, b = (views[f"{name.removesuffix('.weight')}.lora_{part}.weight"] for part in "AB")
-    regions = (*weight.regions, *a.regions, *b.regions)
-    return MergedView(name, weight.shape, weight.dtype, regions, weight, a, b, adapters.options.scale)
+    m = views.get(magnitude_name(name))
+    regions = (*weight.regions, *a.regions, *b.regions, *(m.regions if m else ()))
+    return MergedView(name, weight.shape, weight.dtype, regions, weight, a, b, m, adapters.options.scale)
 
 
 def base_of_role(path: Path, document: Mapping[str, Any], model: Path | None) -> Path:
@@ -120,6 +129,7 @@ def options_of_folder(folder: AdapterFolder) -> LoraOptions:
             alpha=float(config["lora_alpha"]),
             targets=tuple(layers),
             rank_stabilized=bool(config.get("use_rslora", False)),
+            kind=folder.kind,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{folder.path}: adapter_config.json is malformed: {error!r}") from None

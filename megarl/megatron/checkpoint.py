@@ -303,14 +303,15 @@ def _check_fits(
 
 
 def _check_adapters(engine: MegatronEngine, folder: Path, state: RoleState) -> None:
-    """Reject adapters of another rank or scale, or of another base model; rank 0 identifies the base model."""
+    """Reject adapters of another rank, scale or kind, or of another base model; rank 0 identifies the base model."""
     saved, here = state.lora, engine.options.lora
     if (saved is None) != (here is None):
         saved_text, here_text = (f"lora_rank={0 if options is None else options.rank}" for options in (saved, here))
         raise CheckpointError(f"checkpoint {folder} was saved with {saved_text}, this run has {here_text}")
     if saved is None or here is None:
         return
-    for key, name in (("lora_rank", "rank"), ("lora_alpha", "alpha"), ("lora.use_rslora", "rank_stabilized")):
+    keys = {"lora_rank": "rank", "lora_alpha": "alpha", "lora.use_rslora": "rank_stabilized", "lora.type": "kind"}
+    for key, name in keys.items():
         if getattr(saved, name) != getattr(here, name):
             raise CheckpointError(
                 f"checkpoint {folder} was saved with {key}={getattr(saved, name)}, this run has {getattr(here, name)}"

@@ -145,7 +145,7 @@ class MegatronEngine:
     # ---- weights
 
     def load_hf(self, path: str | Path) -> None:
-        """Load this rank's shard of a Hugging Face folder; a value head that the folder lacks stays zero.
+        """Load this rank's shard of a Hugging Face folder; may communicate. A value head that it lacks stays zero.
 
         Raises:
             ModelError: the folder is of another model, or incomplete.
@@ -308,7 +308,9 @@ class MegatronEngine:
         self.offload_manager.onload(PARAM)
         weight = self._stage.chunks[-1].output_weight()
         adapter: LowRankAdapter | None = getattr(getattr(self._stage.chunks[-1], "output_layer", None), "lora", None)
-        return weight if weight is None or adapter is None or not adapter.enabled else adapter.merged(weight)
+        if weight is None or adapter is None or not adapter.enabled:
+            return weight
+        return adapter.merged(weight, adapter.factors(weight))
 
     @torch.no_grad()
     def mean_hidden(self, micro_batches: Sequence[PackedMicroBatch]) -> list[Tensor] | None:

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) on Megatron's parallel linear layers, and weights with the adapters merged into them."""
+"""Low-rank adapters (LoRA, DoRA) on Megatron's parallel linear layers, and weights with adapters merged into them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,18 @@ from megarl.base.seeds import derive_seed
 from megarl.megatron.parameter_names import first_expert, global_naming
 from megarl.megatron.runtime import Runtime
 from megarl.models import LocalParam
-from megarl.models.adapters import OUTPUT_LAYER, A, AdapterMap, AdapterSplit, B, LocalAdapter
+from megarl.models.adapters import OUTPUT_LAYER, A, AdapterMap, AdapterSplit, B, LocalAdapter, M
 
 
 class LowRankAdapter(nn.Module):
     """The adapters of one parallel linear layer: ``scale * B A x`` is added to the layer's output.
 
-    A column-parallel layer has a whole A and its rows of B; a row-parallel layer its columns of A and a whole B. Under
-    sequence parallelism a whole matrix sees a part of the tokens: the mark on it makes Megatron sum its gradients.
+    With DoRA each row of ``W + scale * B A`` is rescaled to its magnitude in M; the layer's bias is not. As in peft, a
+    row's norm is rounded to the dtype of M, and has no gradient.
+
+    A column-parallel layer has a whole A and its rows of B and M; a row-parallel layer has its columns of A, a whole B
+    and a whole M. Under sequence parallelism a whole tensor sees a part of the tokens: the mark on it makes Megatron
+    sum its gradients.
 
     Megatron's experts and megarl's output layer exchange tokens outside the layer: each rank that shares the layer has
     all tokens, and the ranks' input gradients (of a row-parallel layer: outputs) are summed later.
@@ -67,6 +71,7 @@ class LowRankAdapter(nn.Module):
         self._rows_of_layer = weight.shape[0]
         self.a = nn.Parameter(initial_a.to(weight))
         self.b = nn.Parameter(weight.new_zeros(local.b.shape))
+        self.m = None if local.m is None else nn.Parameter(weight.new_ones(local.m.shape))
         adapters = len(self.a) // self.b.shape[1]
         self.rows: Tensor
         self.owned: Tensor | None
@@ -77,19 +82,26 @@ class LowRankAdapter(nn.Module):
         self._mark(weight, local.is_expert)
 
     def _mark(self, weight: nn.Parameter, is_expert: bool) -> None:
-        """Set Megatron's marks: replicas of an expert, gradients to sum, and matrices that the norm counts once."""
-        whole = {AdapterSplit.COLUMN: [self.a], AdapterSplit.ROW: [self.b], AdapterSplit.REPLICATED: [self.a, self.b]}
-        for number, param in enumerate((self.a, self.b)):
-            is_whole = any(param is other for other in whole[self.split])
+        """Set Megatron's marks: replicas of an expert, gradients to sum, and tensors that the norm counts once."""
+        dims = ((self.a, AdapterSplit.ROW, 1), (self.b, AdapterSplit.COLUMN, 0), (self.m, AdapterSplit.COLUMN, 0))
+        for param, split, dim in dims:
+            if param is None:
+                continue
+            is_whole = self.split is not split
             if is_expert:
-                # Megatron finds the first copy of a whole matrix by the group of dense layers.
-                set_tensor_model_parallel_attributes(param, True, 1 - number, 1)
+                # Megatron finds the first copy of a whole tensor by the group of dense layers.
+                set_tensor_model_parallel_attributes(param, True, dim, 1)
                 setattr(param, "shared", is_whole and self.group.rank() > 0)  # noqa: B010
                 setattr(param, "allreduce", getattr(weight, "allreduce", True))  # noqa: B010
             elif is_whole:
                 setattr(param, "sequence_parallel", self.sequence_parallel)  # noqa: B010
             else:
-                set_tensor_model_parallel_attributes(param, True, 1 - number, 1)
+                set_tensor_model_parallel_attributes(param, True, dim, 1)
+
+    @property
+    def sums_norms(self) -> bool:
+        """Whether the norms of DoRA's rows are sums over the ranks that share the layer."""
+        return self.m is not None and self.split is AdapterSplit.ROW and self.group.size() > 1
 
     def spread_b(self) -> Tensor:
         """Spread B to ``[rows, adapters * rank]``: each row in the columns of its adapter, zero elsewhere."""
@@ -97,7 +109,73 @@ class LowRankAdapter(nn.Module):
             return self.b
         return (self.owned[:, :, None] * self.b[:, None, :]).flatten(1)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, output: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Apply the adapters to the layer's output, ``[..., rows]``.
+
+        Args:
+            inputs: the layer's inputs.
+            output: the layer's output.
+            weight: the layer's weight.
+            bias: the bias in the output; None without one.
+        """
+        return self._rescaled(output + self._added(inputs), weight, bias)
+
+    def in_float32(self, inputs: Tensor, logits: Tensor, weight: Tensor) -> Tensor:
+        """Apply the adapter to a router's logits, in float32 like the logits."""
+        added = F.linear(F.linear(inputs, self.a.float()), self.b.float()) * self.scale
+        return self._rescaled(logits + added, weight, None)
+
+    def factors(self, weight: Tensor) -> Tensor | None:
+        """Compute DoRA's factor of each row of ``W + scale * B A``, ``[rows]`` float32; may communicate.
+
+        Args:
+            weight: the layer's weight.
+
+        Returns:
+            1 for rows without an adapter; None without DoRA.
+        """
+        if self.m is None:
+            return None
+        factors = self.m.float() / self._norms(weight).float()
+        if self.split is AdapterSplit.ROW and self._share != 1:
+            # Each rank's output is a summand, and gives a part of the gradient.
+            factors = copy_to_tensor_model_parallel_region(factors, group=self.group)
+        if len(self.rows) == self._rows_of_layer:
+            return factors
+        return factors.new_ones(self._rows_of_layer).index_copy(0, self.rows, factors)
+
+    @torch.no_grad()
+    def reset_magnitudes(self, weight: Tensor) -> None:
+        """Set the magnitudes to the norms of the rows: the adapters then have no effect; may communicate."""
+        if self.m is not None:
+            self.m.copy_(self._norms(weight))
+
+    @torch.no_grad()
+    def _norms(self, weight: Tensor) -> Tensor:
+        """Compute the norms of the adapted rows of ``W + scale * B A``, in the dtype of M.
+
+        The sum is not built: ``|W + s B A|^2 = |W|^2 + (2 W A^T + s B A A^T) . s B``, row by row.
+        """
+        a, b = self.a.float(), self.spread_b().float()
+        squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()[self.rows]
+        mixed = 2 * F.linear(weight, self.a)[self.rows].float() + self.scale * b @ (a @ a.T)
+        squares += self.scale * (mixed * b).sum(1)
+        if self.sums_norms:
+            dist.all_reduce(squares, group=self.group)
+        # A row of zeros, which peft divides by, has the factor 1 until B changes it.
+        norms: Tensor = squares.clamp_min(torch.finfo(torch.float32).tiny).sqrt().to(self.b.dtype)
+        return norms
+
+    def _rescaled(self, output: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Rescale an output with adapters; exact where a factor is 1."""
+        factors = self.factors(weight)
+        if factors is None:
+            return output
+        without_bias = output if bias is None else output - bias
+        result: Tensor = torch.addcmul(output, without_bias, (factors - 1).to(output.dtype))
+        return result
+
+    def _added(self, inputs: Tensor) -> Tensor:
         """Compute the adapters' part of the layer's output, ``[..., rows]``."""
         if self.split is AdapterSplit.COLUMN:
             inputs = _Scaled.apply(inputs, 1.0, self._share)
@@ -107,10 +185,6 @@ class LowRankAdapter(nn.Module):
         if len(self.rows) == self._rows_of_layer:
             return result
         return result.new_zeros(*result.shape[:-1], self._rows_of_layer).index_copy(-1, self.rows, result)
-
-    def in_float32(self, inputs: Tensor) -> Tensor:
-        """Compute the adapter's part of a router's logits, in float32 like the logits."""
-        return F.linear(F.linear(inputs, self.a.float()), self.b.float()) * self.scale
 
     def _exchanged(self, low: Tensor) -> Tensor:
         """``A x`` of all tokens that this rank's part of B multiplies."""
@@ -124,10 +198,17 @@ class LowRankAdapter(nn.Module):
         return result
 
     @torch.no_grad()
-    def merged(self, weight: Tensor) -> Tensor:
-        """Return a copy of the layer's weight plus ``scale * B A``, summed in float32 and rounded once."""
+    def merged(self, weight: Tensor, factors: Tensor | None) -> Tensor:
+        """Return the layer's weight with the adapters merged, computed in float32 and rounded once.
+
+        Args:
+            weight: the layer's weight, which is not changed.
+            factors: the :meth:`factors` of its rows.
+        """
         result = weight.detach().float().clone()
         result.index_add_(0, self.rows, self.spread_b().float() @ self.a.float(), alpha=self.scale)
+        if factors is not None:
+            result *= factors[:, None]
         return result.to(weight.dtype)
 
 
@@ -155,12 +236,19 @@ class Adapters:
         self._layers = layers
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return A and B of every adapted layer, by their names in :class:`~megarl.models.adapters.AdapterMap`."""
+        """Return A, B and M of every adapted layer, by their names in :class:`~megarl.models.adapters.AdapterMap`."""
         params: dict[str, nn.Parameter] = {}
         for weight, layer in self._layers.items():
             name = weight.removesuffix(".weight")
             params |= {f"{name}.{A}": layer.a, f"{name}.{B}": layer.b}
+            if layer.m is not None:
+                params[f"{name}.{M}"] = layer.m
         return params
+
+    def reset_magnitudes(self, weights: Mapping[str, Tensor]) -> None:
+        """Set DoRA's magnitudes to the norms of the rows, once the weights are loaded; may communicate."""
+        for name, layer in self._layers.items():
+            layer.reset_magnitudes(weights[name])
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
@@ -174,7 +262,7 @@ class Adapters:
                 layer.enabled = True
 
     def copy(self) -> dict[str, Tensor]:
-        """Copy A and B, which must be on the device, to host memory, for :meth:`swapped`."""
+        """Copy the adapters, which must be on the device, to host memory, for :meth:`swapped`."""
         return {name: param.detach().to("cpu", copy=True) for name, param in self.parameters().items()}
 
     @contextlib.contextmanager
@@ -191,15 +279,20 @@ class Adapters:
                 param.copy_(own[name])
 
     def merged(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return a view of the weights with adapters merged into them, one weight at a time."""
+        """Return a view of the weights with adapters merged into them, one weight at a time; may communicate."""
         return _MergedWeights(weights, self._layers)
 
 
 class _MergedWeights(Mapping[str, Tensor]):
-    """Merges a weight when it is read, and caches the last one, since its slices are read consecutively."""
+    """Merges a weight when it is read, and caches the last one, since its slices are read consecutively.
 
+    Ranks read different weights in different orders: factors that need communication are computed first.
+    """
+
+    @torch.no_grad()
     def __init__(self, weights: Mapping[str, Tensor], layers: Mapping[str, LowRankAdapter]) -> None:
         self._weights, self._layers = weights, layers
+        self._factors = {name: layer.factors(weights[name]) for name, layer in layers.items() if layer.sums_norms}
         self._last: tuple[str, Tensor] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
@@ -208,7 +301,9 @@ class _MergedWeights(Mapping[str, Tensor]):
             return self._weights[name]
         if self._last is None or self._last[0] != name:
             self._last = None
-            self._last = name, layer.merged(self._weights[name])
+            weight = self._weights[name]
+            factors = self._factors[name] if layer.sums_norms else layer.factors(weight)
+            self._last = name, layer.merged(weight, factors)
         return self._last[1]
 
     def __iter__(self) -> Iterator[str]:
@@ -266,7 +361,7 @@ def _adapter_of(local: LocalAdapter, layer: Any, initial: Tensor, scale: float, 
 def _attach(layer: Any, adapter: LowRankAdapter) -> None:
     layer.lora = adapter
     if not getattr(layer, "adds_own_adapter", False):
-        layer.register_forward_hook(_add_output)
+        layer.register_forward_hook(_adapt_output)
 
 
 def initial_a(adapter_map: AdapterMap, param: LocalParam) -> Tensor:
@@ -297,12 +392,15 @@ def _xavier(values: Tensor, generator: torch.Generator) -> None:
 _DRAWS: Mapping[str, Callable[[Tensor, torch.Generator], None]] = {"kaiming": _kaiming, "xavier": _xavier}
 
 
-def _add_output(layer: Any, args: tuple[Tensor, ...], output: Any) -> Any:
+def _adapt_output(layer: Any, args: tuple[Tensor, ...], output: Any) -> Any:
     adapter: LowRankAdapter = layer.lora
     if not adapter.enabled:
         return None
-    added = adapter(args[0])
-    return output + added if isinstance(output, Tensor) else (output[0] + added, output[1])
+    if isinstance(output, Tensor):
+        return adapter(args[0], output, layer.weight)
+    # A layer that returns no bias has added it; Transformer Engine's layers without one have an empty tensor.
+    bias = layer.bias if output[1] is None and layer.bias is not None and layer.bias.numel() else None
+    return adapter(args[0], output[0], layer.weight, bias), output[1]
 
 
 def _require_grad(_: Any, __: Any, embedded: Tensor) -> Tensor | None:

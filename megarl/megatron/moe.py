@@ -123,7 +123,7 @@ class ExpertRouter(nn.Module):
     """
 
     adds_own_adapter = True
-    """The adapter's part is added to the logits, in float32, rather than to the output."""
+    """The adapter is applied to the logits, in float32, rather than to the output."""
 
     def __init__(self, config: TransformerConfig, pg_collection: Any = None, *, experts: Experts, **_: Any) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class ExpertRouter(nn.Module):
         inputs = hidden.flatten(0, -2).float()
         logits = F.linear(inputs, self.weight.float())
         if self.lora is not None and self.lora.enabled:
-            logits = logits + self.lora.in_float32(inputs)
+            logits = self.lora.in_float32(inputs, logits, self.weight)
         scores = score_experts(logits, self.experts)
         chosen = choose_experts(scores, self.experts, self.expert_bias)
         tokens, recomputes = (None, False) if self.state is None else self.state.next_tokens()

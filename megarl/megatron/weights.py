@@ -94,7 +94,7 @@ class RankWeights:
 
     @torch.no_grad()
     def load_hf(self, path: str | Path) -> None:
-        """Load this rank's shard of a model folder.
+        """Load this rank's shard of a model folder, and set DoRA's magnitudes to its rows' norms; may communicate.
 
         A value head that the folder lacks is left unchanged.
 
@@ -117,6 +117,8 @@ class RankWeights:
         absent = set(self._params) - loaded - heads
         if absent:
             raise ModelError(f"weight map has no entry for the model's parameters {sorted(absent)}")
+        if self._adapters is not None:
+            self._adapters.reset_magnitudes(self._params)
 
     @torch.no_grad()
     def load_adapters(self, folder: ModelFolder, trained: AdapterMap) -> None:
@@ -139,17 +141,21 @@ class RankWeights:
             CheckpointError: on every rank, if rank 0 could not write.
         """
         self._gather()
+        merged = None if self._adapters is None else self.named()
         turns, rank = self._runtime.barrier.turns(), self._runtime.rank
         if rank != 0:
             for param in [param for owner, param in self._export_order() if owner == rank]:
                 turns.wait()
-                dist.send(self._values(param).to(self._runtime.device), dst=0)
+                dist.send(self._values(param, merged).to(self._runtime.device), dst=0)
             turns.wait()  # for the end
             return
         try:
             with writer() as files:
                 for owner, param in self._export_order():
-                    files.add(param, (self._values(param) if owner == 0 else self._receive(param, owner, turns)).cpu())
+                    mine = owner == 0
+                    files.add(
+                        param, (self._values(param, merged) if mine else self._receive(param, owner, turns)).cpu()
+                    )
         except BaseException as error:
             turns.fail(f"{type(error).__name__}: {error}")
             raise
@@ -163,10 +169,10 @@ class RankWeights:
             for name, weight in self.named().items()
         }
 
-    def _values(self, param: LocalParam) -> Tensor:
+    def _values(self, param: LocalParam, merged: Mapping[str, Tensor] | None) -> Tensor:
         """Return a weight's values: a device view, a copy of offloaded memory, or merged with its adapters."""
-        if self._adapters is not None:
-            return self.named()[param.name]
+        if merged is not None:
+            return merged[param.name]
         return self._offload_manager.memory(self._params[param.name]).joined().view(param.shape)
 
     def _receive(self, param: LocalParam, owner: int, turns: RankTurns) -> Tensor:

@@ -1,4 +1,7 @@
-"""Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685) as data: tensors with adapters, and their shards."""
+"""Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685) as data: tensors with adapters, and their shards.
+
+DoRA (https://arxiv.org/abs/2402.09353) adds a magnitude M of each row of an adapted weight.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,10 @@ from megarl.models.weight_map import VOCAB_MULTIPLE, Contribution, WeightMap
 ALL_LINEAR = "all-linear"
 INITIAL_A = ("kaiming", "xavier")
 """Distributions of A's initial values: uniform as in peft, or normal as in Megatron-Bridge."""
-A, B = "lora_a", "lora_b"
-"""Names of an adapter's two parameters inside its layer."""
+LORA, DORA = KINDS = ("lora", "dora")
+"""Kinds of adapters: ``W + scale * B A``, or with each row of this sum rescaled to a trained magnitude."""
+A, B, M = "lora_a", "lora_b", "lora_m"
+"""Names of an adapter's parameters inside its layer; only DoRA has M."""
 OUTPUT_LAYER = "output_layer"
 _ATTENTION = r"self_attention\.(linear_qkv|linear_proj|linear_q_proj|linear_(q|kv)_(down|up)_proj)"
 _MLP = r"mlp\.((shared_experts\.|experts\.local_experts\.\d+\.)?linear_fc[12]|router)"
@@ -43,6 +48,7 @@ class LoraOptions:
         rank_stabilized: multiply by ``alpha / sqrt(rank)`` instead (rsLoRA, https://arxiv.org/abs/2312.03732).
         initial_a: distribution of A's initial values, of :data:`INITIAL_A`; B is zero.
         seed: seed of the initial values.
+        kind: kind of the adapters, of :data:`KINDS`.
     """
 
     rank: int
@@ -52,25 +58,33 @@ class LoraOptions:
     rank_stabilized: bool = False
     initial_a: str = INITIAL_A[0]
     seed: int = 0
+    kind: str = LORA
 
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ConfigError(f"lora_rank={self.rank} must be at least 1 (0 = no adapters)")
         if not self.alpha > 0:
             raise ConfigError(f"lora_alpha={self.alpha} must be above 0: the adapters would have no effect")
+        if self.kind not in KINDS:
+            raise ConfigError(f"lora.type={self.kind} must be one of {', '.join(KINDS)}")
 
     @property
     def scale(self) -> float:
         """The factor of the adapter's output."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
+    @property
+    def has_magnitudes(self) -> bool:
+        """Whether the rows of an adapted weight have trained magnitudes (DoRA)."""
+        return self.kind == DORA
+
 
 class AdapterSplit(Enum):
     """Split of an adapter over the ranks that share its layer."""
 
-    COLUMN = "the layer's outputs are split: A is whole, B is split by rows"
-    ROW = "the layer's inputs are split: A is split by columns, B is whole"
-    REPLICATED = "every rank has the whole layer, A and B"
+    COLUMN = "the layer's outputs are split: A is whole, B and M are split by rows"
+    ROW = "the layer's inputs are split: A is split by columns, B and M are whole"
+    REPLICATED = "every rank has the whole layer, A, B and M"
 
 
 class LocalAdapter(NamedTuple):
@@ -80,6 +94,7 @@ class LocalAdapter(NamedTuple):
         weight: name of the layer's weight in the weight map.
         a: A of each adapter, one below the other, ``[adapters * rank, inputs]``.
         b: rows of B for the adapted rows of the layer, ``[rows, rank]``.
+        m: magnitudes of the adapted rows, ``[rows]``; None without DoRA.
         rows: adapted rows of the layer, ascending.
         owners: number of the adapter of each row.
         split: split over the ranks that share the layer.
@@ -88,9 +103,15 @@ class LocalAdapter(NamedTuple):
     weight: str
     a: LocalParam
     b: LocalParam
+    m: LocalParam | None
     rows: tuple[int, ...]
     owners: tuple[int, ...]
     split: AdapterSplit
+
+    @property
+    def params(self) -> tuple[LocalParam, ...]:
+        """A, B, and M if the adapters have magnitudes."""
+        return (self.a, self.b) if self.m is None else (self.a, self.b, self.m)
 
     @property
     def is_expert(self) -> bool:
@@ -99,7 +120,7 @@ class LocalAdapter(NamedTuple):
 
 
 class AdapterMap:
-    """Weight map of the trained parameters of a model with adapters: every A and B, and a scalar head.
+    """Weight map of the trained parameters of a model with adapters: every A, B and M, and a scalar head.
 
     Args:
         weights: weight map of the model.
@@ -116,11 +137,13 @@ class AdapterMap:
         self._check_targets()
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every A and B by peft's name, and of a scalar head."""
+        """Return the shape of every A, B and M by peft's name, and of a scalar head."""
         rank, shapes = self.options.rank, dict[str, tuple[int, ...]]()
         for name in self.targets:
             rows, columns = self._shapes[name]
             shapes |= {_hf_name(name, "A"): (rank, columns), _hf_name(name, "B"): (rows, rank)}
+            if self.options.has_magnitudes:
+                shapes[magnitude_name(name)] = (rows,)
         return shapes | {name: self._shapes[name] for name in self.head}
 
     @property
@@ -154,8 +177,8 @@ class AdapterMap:
     def megatron_params(self, layout: ParallelLayout, rank: int) -> list[LocalParam]:
         """Return the trained parameters of one training rank."""
         held = self._weights.megatron_params(layout, rank)
-        pairs = [param for adapter in map(self._adapter, held) if adapter for param in (adapter.a, adapter.b)]
-        return pairs + [param for param in held if self._is_head(param)]
+        added = [param for adapter in map(self._adapter, held) if adapter for param in adapter.params]
+        return added + [param for param in held if self._is_head(param)]
 
     def contributions(self, layout: ParallelLayout, rank: int) -> list[Contribution]:
         """Return the :meth:`megatron_params` that a rank contributes to a checkpoint, each element once."""
@@ -168,7 +191,8 @@ class AdapterMap:
             if adapter is None:
                 continue
             is_first = (layout.expert_coordinate(rank).etp if adapter.is_expert else layout.coordinate(rank).tp) == 0
-            for part, split in ((adapter.a, AdapterSplit.ROW), (adapter.b, AdapterSplit.COLUMN)):
+            for part in adapter.params:
+                split = AdapterSplit.ROW if part is adapter.a else AdapterSplit.COLUMN
                 if is_first or adapter.split is split:
                     result.append(Contribution(part, replica, replicas))
         return result
@@ -224,17 +248,20 @@ class AdapterMap:
             for number, name in enumerate(tensors)
         ]
         b: list[Piece] = []
+        m: list[Piece] = []
         rows: list[int] = []
         owners: list[int] = []
         for piece in pieces:
             height = piece.shape[0]
             b.append(Piece(_hf_name(piece.hf_name, "B"), (piece.start[0], 0), (piece.stop[0], rank), (len(rows), 0)))
+            m.append(Piece(magnitude_name(piece.hf_name), piece.start[:1], piece.stop[:1], (len(rows),)))
             rows += range(piece.at[0], piece.at[0] + height)
             owners += [tensors.index(piece.hf_name)] * height
         return LocalAdapter(
             param.name,
             LocalParam(f"{layer}.{A}", (len(tensors) * rank, last - first), tuple(a)),
             LocalParam(f"{layer}.{B}", (len(rows), rank), tuple(b)),
+            LocalParam(f"{layer}.{M}", (len(rows),), tuple(m)) if self.options.has_magnitudes else None,
             tuple(rows),
             tuple(owners),
             _split_of(layer),
@@ -292,6 +319,11 @@ def _nearest(name: str, layers: Iterable[str]) -> str:
 
 def _module(hf_name: str) -> str:
     return hf_name.removesuffix(".weight")
+
+
+def magnitude_name(weight: str) -> str:
+    """Return peft's name of the magnitudes of a weight's rows."""
+    return f"{_module(weight)}.lora_magnitude_vector"
 
 
 def _hf_name(weight: str, part: str) -> str:

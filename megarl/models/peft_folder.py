@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.base.errors import ConfigError, ModelError
 from megarl.base.json_text import parse_json
-from megarl.models.adapters import AdapterMap
+from megarl.models.adapters import DORA, LORA, AdapterMap
 from megarl.models.hf_folder import ModelFolder, TensorEntry, read_header
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -16,7 +16,6 @@ PREFIX = "base_model.model."
 """Prefix of a tensor's name in peft's files."""
 _KEY = "lora_adapter_path"
 _UNSUPPORTED: Mapping[str, Any] = {
-    "use_dora": False,
     "rank_pattern": {},
     "alpha_pattern": {},
     "fan_in_fan_out": False,
@@ -54,6 +53,11 @@ class AdapterFolder:
             name.removeprefix(PREFIX): entry._replace(stored_as=name) for name, entry in stored.items()
         }
 
+    @property
+    def kind(self) -> str:
+        """Kind of the adapters, of :data:`~megarl.models.adapters.KINDS`."""
+        return DORA if self.config.get("use_dora") else LORA
+
     def check(self, adapters: AdapterMap) -> None:
         """Check that the folder has exactly the adapters of a role.
 
@@ -62,13 +66,13 @@ class AdapterFolder:
         """
         options = adapters.options
         self.check_supported()
-        expected = {
-            "r": ("lora_rank", options.rank),
-            "lora_alpha": ("lora_alpha", options.alpha),
-            "use_rslora": ("lora.use_rslora", options.rank_stabilized),
+        settings = {
+            "lora_rank": (options.rank, self.config.get("r")),
+            "lora_alpha": (options.alpha, self.config.get("lora_alpha")),
+            "lora.use_rslora": (options.rank_stabilized, self.config.get("use_rslora", False)),
+            "lora.type": (options.kind, self.kind),
         }
-        for name, (key, value) in expected.items():
-            stored = self.config.get(name, False)
+        for key, (value, stored) in settings.items():
             if stored != value:
                 raise ConfigError(f"{key}={_text(value)}: the adapters of {_KEY}={self.path} have {_text(stored)}")
         shapes = adapters.hf_shapes()
@@ -119,7 +123,7 @@ def peft_config(adapters: AdapterMap, base: str | None) -> dict[str, Any]:
         "lora_alpha": int(options.alpha) if options.alpha == int(options.alpha) else options.alpha,
         "lora_dropout": 0.0,
         "use_rslora": options.rank_stabilized,
-        "use_dora": False,
+        "use_dora": options.has_magnitudes,
         "bias": "none",
         "fan_in_fan_out": False,
         "target_modules": _peft_targets(adapters),

@@ -171,6 +171,7 @@ def lora_options(model: AdapterKeys, seed: int) -> LoraOptions | None:
         rank_stabilized=model.lora.use_rslora,
         initial_a=model.lora.lora_A_init_method,
         seed=seed,
+        kind=model.lora.type,
     )
 
 

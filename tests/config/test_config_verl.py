@@ -108,7 +108,7 @@ def test_accepted_without_a_change(key: str, value: Any) -> None:
         (f"{ROLLOUT}.name", "vllm", "rollout.name=sglang"),
         (f"{ROLLOUT}.name", "trtllm", "rollout.name=sglang"),
         ("trainer.device", "npu", "Ascend"),
-        ("actor_rollout_ref.model.lora.type", "dora", "megarl has no DoRA"),
+        ("actor_rollout_ref.model.lora.type", "vlm_lora", "no vision models"),
         ("actor_rollout_ref.model.lora.dropout", 0.1, "no dropout"),
         (f"{ACTOR}.ppo_micro_batch_size", 8, "ppo_micro_batch_size_per_gpu"),
         (f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff", 0.01, "needs moe_router_load_b"),
@@ -151,6 +151,13 @@ def test_adapters_have_verls_keys_of_both_of_its_sections() -> None:
     assert (config.actor_rollout_ref.model.lora_rank, config.actor_rollout_ref.model.lora_alpha) == (8, 32)
 
 
+@pytest.mark.parametrize(("kind", "expected"), [("canonical_lora", "lora"), ("dora", "dora")])
+def test_adapters_have_verls_kinds(kind: str, expected: str) -> None:
+    model = "critic.model"
+    config = build(TrainConfig, with_keys({f"{model}.lora_rank": 8, f"{model}.lora.type": kind}))
+    assert config.critic.model.lora.type == expected
+
+
 def test_adapters_need_no_layout_of_the_reference() -> None:
     """verl ignores the reference's layout if the model has adapters."""
     values = {"actor_rollout_ref.model.lora_rank": 8, "actor_rollout_ref.ref.megatron.tensor_model_parallel_size": 1}
@@ -161,6 +168,7 @@ def test_adapters_need_no_layout_of_the_reference() -> None:
     ("key", "value", "words"),
     [
         ("actor_rollout_ref.model.lora_alpha", 32, "no effect with actor_rollout_ref.model.lora_rank=0"),
+        ("critic.model.lora.type", "dora", "no effect with critic.model.lora_rank=0"),
         ("actor_rollout_ref.model.lora.use_rslora", True, "no effect with actor_rollout_ref.model.lora_rank=0"),
         ("critic.model.lora_adapter_path", "adapter", "no effect with critic.model.lora_rank=0"),
         ("actor_rollout_ref.model.lora_rank", -1, ">= 0"),

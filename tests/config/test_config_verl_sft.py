@@ -101,7 +101,7 @@ def test_values_reach_megarls_keys() -> None:
         ("engine.fsdp_size", 8, "concerns FSDP"),
         ("engine.tensor_parallel_size", 8, "unknown key; did you mean megatron.tensor_model_parallel_size"),
         ("optim.optimizer", "muon", "the optimizer is Adam"),
-        ("model.lora.type", "dora", "no DoRA"),
+        ("model.lora.type", "vlm_lora", "no vision models"),
         ("data.custom_cls.path", "own.py", "prompts with responses"),
         ("data.enable_thinking_key", "think", "apply_chat_template_kwargs"),
         ("trainer.profile_interval", [1, 2], "no profiler"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from distributed import Place, ProcessPool
 from engine_cases import Setup, engine, in_parts, refusal
 from safetensors.torch import load_file, save_file
-from test_megatron_lora import ADAM, adapted_step, check_log_probs, log_probs, peft_model
+from test_megatron_lora import ADAM, adapted_step, check_log_probs, log_probs, peft_model, saved_name
 from tiny_models import policy_reference, rows, save_model
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from megarl.megatron.checkpoint import load_sharded
 from megarl.models import ParallelLayout
 from megarl.models.adapters import LoraOptions
 
-LORA = LoraOptions(rank=2, alpha=2.0, targets=("linear_qkv", "down_proj", "lm_head"), rank_stabilized=True)
+DORA = LoraOptions(rank=2, alpha=2.0, targets=("linear_qkv", "down_proj", "lm_head"), rank_stabilized=True, kind="dora")
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def trained(pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> tupl
     """A folder with a base model, a checkpoint of its adapters, the engine's export, both conversions; log-probs."""
     folder = tmp_path_factory.mktemp("adapters")
     save_model(folder / "base", "llama", initializer_range=0.12)
-    setup = Setup(ParallelLayout(tp=2, pp=2), sequence_parallel=True, optimizer=ADAM, lora=LORA)
+    setup = Setup(ParallelLayout(tp=2, pp=2), sequence_parallel=True, optimizer=ADAM, lora=DORA)
     answers = pool.run(adapted_step, 4, folder / "base", setup, rows(1), folder)
     for kind in ("peft", "hf"):
         assert main([f"megatron-to-{kind}", str(folder / "checkpoint"), str(folder / kind)]) == 0
@@ -55,7 +56,7 @@ def test_peft_loads_the_folder(trained: tuple[Path, Tensor]) -> None:
     config = theirs.peft_config["default"]
     assert (config.task_type, config.r, config.lora_alpha, config.use_rslora) == ("CAUSAL_LM", 2, 2, True)
     tensors = load_file(folder / "peft" / "adapter_model.safetensors")
-    held = {name.replace(".default", ""): value for name, value in theirs.state_dict().items() if ".lora_" in name}
+    held = {saved_name(name): value for name, value in theirs.state_dict().items() if ".lora_" in name}
     assert held.keys() == tensors.keys(), "target_modules names exactly the modules with adapters"
     check_outputs(theirs, outputs)
     check_merged(theirs.merge_and_unload(), folder / "hf")
@@ -74,13 +75,13 @@ def continued_log_probs(place: Place, folder: Path, setup: Setup) -> Any:
         return outputs, reference, changed
 
 
-@pytest.mark.parametrize("rank_stabilized", [False, True])
+@pytest.mark.parametrize(("rank_stabilized", "kind"), [(False, "lora"), (True, "lora"), (False, "dora")])
 def test_folder_of_peft_is_read(
-    pool: ProcessPool, trained: tuple[Path, Tensor], tmp_path: Path, rank_stabilized: bool
+    pool: ProcessPool, trained: tuple[Path, Tensor], tmp_path: Path, rank_stabilized: bool, kind: str
 ) -> None:
     """Adapters that peft has saved train in the engine at TP=2, and convert to peft's merged weights."""
     folder, _ = trained
-    lora = LoraOptions(rank=3, alpha=4.0, rank_stabilized=rank_stabilized)
+    lora = LoraOptions(rank=3, alpha=4.0, rank_stabilized=rank_stabilized, kind=kind)
     torch.manual_seed(7)
     theirs = peft_model(folder / "base", lora, "all-linear", init_lora_weights=False)
     theirs.save_pretrained(tmp_path / "peft")
@@ -125,7 +126,7 @@ def check_merged(model: Any, folder: Path) -> None:
 def test_training_continues_from_a_folder_in_another_layout(pool: ProcessPool, trained: tuple[Path, Tensor]) -> None:
     """The reference can be the first adapter, while the adapters change."""
     folder, outputs = trained
-    setup = Setup(ParallelLayout(tp=2), optimizer=ADAM, lora=LORA)
+    setup = Setup(ParallelLayout(tp=2), optimizer=ADAM, lora=DORA)
     start, reference, changed = pool.run(continued_log_probs, 2, folder, setup)[0]
     torch.testing.assert_close(start, outputs, rtol=0, atol=1e-5)
     assert torch.equal(start, reference)
@@ -151,7 +152,8 @@ def restored(place: Place, base: Path, checkpoint: Path, setup: Setup) -> None:
     [
         ({}, "its weights differ"),
         ({"lora": None}, "was saved with lora_rank=2, this run has lora_rank=0"),
-        ({"lora": LORA.__class__(rank=2, alpha=4.0)}, "lora_alpha=2.0, this run has 4.0"),
+        ({"lora": replace(DORA, alpha=4.0)}, "lora_alpha=2.0, this run has 4.0"),
+        ({"lora": replace(DORA, kind="lora")}, "lora.type=dora, this run has lora"),
     ],
 )
 def test_checkpoint_of_another_base_is_rejected(
@@ -159,7 +161,7 @@ def test_checkpoint_of_another_base_is_rejected(
 ) -> None:
     folder, _ = trained
     base = other_weights(folder / "base", tmp_path / "other")
-    setup = Setup(ParallelLayout(), optimizer=ADAM, lora=LORA)._replace(**changes)
+    setup = Setup(ParallelLayout(), optimizer=ADAM, lora=DORA)._replace(**changes)
     assert message in pool.run(refusal, 1, restored, base, folder / "checkpoint", setup)[0]
 
 

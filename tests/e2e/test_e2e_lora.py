@@ -1,4 +1,4 @@
-"""PPO with low-rank adapters from the command line: engines, the free reference, checkpoints, resume and conversion."""
+"""PPO with LoRA and DoRA from the command line: engines, the free reference, checkpoints, resume and conversion."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def arguments(small: list[str], dense_reward: list[str]) -> list[str]:
     return [
         *("--config-name", "quickstart", *small, *dense_reward, "trainer.experiment_name=lora"),
         *(f"{MODEL}.lora_rank=4", f"{MODEL}.lora_alpha=8", f"{MODEL}.exclude_modules=[k_proj]"),
+        f"{MODEL}.lora.type=dora",
         *(f"{ACTOR}.optim.lr=1e-2", f"{ACTOR}.megatron.param_offload=true", f"{ACTOR}.megatron.optimizer_offload=true"),
         *("critic.model.lora_rank=2", "critic.model.lora.use_rslora=true"),
         *(f"trainer.total_training_steps={STEPS}", "trainer.val_before_train=false", "trainer.test_freq=-1"),
@@ -78,7 +79,7 @@ def test_resume_in_another_layout_continues_exactly(
 def test_checkpoint_converts_to_pefts_format(trained: RunFiles, tmp_path: Path) -> None:
     assert main(["megatron-to-peft", str(_checkpoint(trained.folder, 3)), str(tmp_path / "peft")]) == 0
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"]) == (4, 8)
+    assert (config["r"], config["lora_alpha"], config["use_dora"]) == (4, 8, True)
     assert {"q_proj", "down_proj"} <= set(config["target_modules"]) and "k_proj" not in config["target_modules"]
     with safe_open(tmp_path / "peft" / "adapter_model.safetensors", framework="pt") as file:
         assert all(name.startswith("base_model.model.model.layers.") for name in file.keys())  # noqa: SIM118

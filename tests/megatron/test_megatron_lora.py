@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from megarl.models import ParallelLayout, WeightMap, read_model_config
 from megarl.models.adapters import AdapterMap, LoraOptions
 
 ALL = LoraOptions(rank=3, alpha=6.0)
+DORA = replace(ALL, kind="dora")
 QUERY_VALUE = LoraOptions(rank=2, alpha=8.0, targets=("q_proj", "v_proj", "down_proj"), rank_stabilized=True)
 ADAM = OptimizerOptions(lr=1e-2, weight_decay=0.0, clip_grad=0.5, eps=1e-3)
 LAYOUTS = {
@@ -30,6 +32,11 @@ LAYOUTS = {
     "cp2_recompute": Setup(ParallelLayout(cp=2), lora=ALL, recompute=RecomputeOptions()),
     "tp2pp2sp": Setup(ParallelLayout(tp=2, pp=2), sequence_parallel=True, lora=ALL),
     "pp2vpp2": Setup(ParallelLayout(pp=2, vpp=2), rows_per_micro_batch=2, lora=ALL),
+    "dora_tp1_some": Setup(ParallelLayout(), lora=replace(QUERY_VALUE, kind="dora")),
+    "dora_tp2": Setup(ParallelLayout(tp=2), lora=DORA),
+    "dora_tp2sp_some": Setup(ParallelLayout(tp=2), sequence_parallel=True, lora=replace(QUERY_VALUE, kind="dora")),
+    "dora_pp2_recompute": Setup(ParallelLayout(pp=2), lora=DORA, recompute=RecomputeOptions()),
+    "dora_tp2pp2sp": Setup(ParallelLayout(tp=2, pp=2), sequence_parallel=True, lora=DORA),
 }
 
 
@@ -41,9 +48,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def values_of(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Large values for every A and B."""
+    """Large values for every A and B, and for magnitudes."""
     generator = torch.Generator().manual_seed(3)
-    return {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return {
+        name: 0.2 * torch.randn(shape, generator=generator) + (1 if "magnitude" in name else 0)
+        for name, shape in shapes.items()
+    }
 
 
 def peft_model(path: Path, lora: LoraOptions, targets: list[str] | str, **changes: Any) -> Any:
@@ -57,10 +67,16 @@ def peft_model(path: Path, lora: LoraOptions, targets: list[str] | str, **change
         r=lora.rank,
         lora_alpha=lora.alpha,
         use_rslora=lora.rank_stabilized,
+        use_dora=lora.has_magnitudes,
         target_modules=targets,
         **changes,
     )
     return peft.get_peft_model(model, config).eval()
+
+
+def saved_name(name: str) -> str:
+    """The name that a parameter of peft's model has in a saved folder."""
+    return name.replace("magnitude_vector.default.weight", "magnitude_vector").replace(".default", "")
 
 
 class PeftLora:
@@ -75,9 +91,7 @@ class PeftLora:
         self.model = peft_model(
             path, lora, [name.removesuffix(".lora_A.weight") for name in values if ".lora_A" in name]
         )
-        params = {
-            name.replace(".default", ""): param for name, param in self.model.named_parameters() if param.requires_grad
-        }
+        params = {saved_name(name): param for name, param in self.model.named_parameters() if param.requires_grad}
         self.values = {name: params[f"base_model.model.{name}"] for name in values}
         assert len(params) == len(values)
         with torch.no_grad():
@@ -258,6 +272,7 @@ def test_initial_values_do_not_depend_on_the_layout(path: Path) -> None:
     ("changes", "message"),
     [
         ({"rank": 0}, "lora_rank=0 must be at least 1"),
+        ({"kind": "doras"}, "lora.type=doras must be one of lora, dora"),
         ({"alpha": 0.0}, "lora_alpha=0.0 must be above 0"),
         ({"targets": ("q_prj",)}, r"'q_prj' matches no layer .*; did you mean 'q_proj'\? valid: o_proj, q_proj,"),
         ({"targets": ("embed_tokens",)}, "'model.embed_tokens' cannot have an adapter"),

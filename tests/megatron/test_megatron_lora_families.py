@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from megarl.models.adapters import AdapterMap, LoraOptions
 
 SETTINGS = {**MODELS, "untied": {"family": "llama"}, "large_untied": {"family": "llama", "num_hidden_layers": 4}}
 EVERYTHING = LoraOptions(rank=3, alpha=6.0, targets=("all-linear", "router", "lm_head"))
+EVERYTHING_DENSE = LoraOptions(rank=3, alpha=6.0, targets=("all-linear", "lm_head"))
 LINEAR = LoraOptions(rank=3, alpha=6.0)
 CASES = {
     "output_layer_tp2": ("untied", ParallelLayout(tp=2), LoraOptions(2, 4.0, ("lm_head", "linear_fc1"))),
@@ -31,6 +33,9 @@ CASES = {
     "latent_tp2ep2etp1": ("deepseek_v3", ParallelLayout(tp=2, ep=2, etp=1), EVERYTHING),
     "latent_cp2ep2": ("deepseek_v2", ParallelLayout(cp=2, ep=2), LINEAR),
     "output_norms_tp2cp2": ("olmo3", ParallelLayout(tp=2, cp=2), LINEAR),
+    "dora_output_layer_tp2": ("untied", ParallelLayout(tp=2), replace(EVERYTHING_DENSE, kind="dora")),
+    "dora_experts_dp4ep2etp2": ("mixtral", ParallelLayout(dp=4, ep=2, etp=2), replace(EVERYTHING, kind="dora")),
+    "dora_latent_tp2ep2etp1": ("deepseek_v3", ParallelLayout(tp=2, ep=2, etp=1), replace(EVERYTHING, kind="dora")),
     "critic_tp2": ("token_critic", ParallelLayout(tp=2), LINEAR),
     "expert_critic_pp2vpp1": ("expert_critic", ParallelLayout(pp=2), LINEAR),
 }
@@ -45,7 +50,10 @@ class Expected(NamedTuple):
 
 
 def expected_of(path: Path, name: str, lora: LoraOptions, batch: list[Row]) -> Expected:
-    """With ``W' = W + s B A``: ``dB = s dW' A^T`` and ``dA = s B^T dW'``."""
+    """With ``W' = f (W + s B A)``: ``dB = s f dW' A^T`` and ``dA = s f B^T dW'``; without DoRA ``f = 1``.
+
+    With DoRA ``f = m / n`` for constant norms ``n`` of the rows: ``dm = sum(dW' W') / m``.
+    """
     settings = SETTINGS[name]
     critic, scale = "critic" in settings, lora.alpha / lora.rank
     model = save_model(path, **settings)
@@ -54,10 +62,15 @@ def expected_of(path: Path, name: str, lora: LoraOptions, batch: list[Row]) -> E
     params = dict(model.named_parameters())
     weights = in_checkpoint_names(params, settings["family"])
     layers = [key.removesuffix(".lora_A.weight") for key in values if "lora_A" in key]
+    factors = {layer: torch.ones(1) for layer in layers}
     with torch.no_grad():
         for layer in layers:
             a, b = (values[f"{layer}.lora_{part}.weight"] for part in "AB")
-            weights[f"{layer}.weight"] += scale * b @ a
+            weight = weights[f"{layer}.weight"]
+            weight += scale * b @ a
+            if lora.has_magnitudes:
+                factors[layer] = (values[f"{layer}.lora_magnitude_vector"] / weight.norm(dim=1))[:, None]
+                weight *= factors[layer]
     loss, outputs = torch.zeros(()), []
     for row in batch:
         if critic:
@@ -73,6 +86,10 @@ def expected_of(path: Path, name: str, lora: LoraOptions, batch: list[Row]) -> E
     for layer in layers:
         a, b = (values[f"{layer}.lora_{part}.weight"] for part in "AB")
         grad = whole_grads[f"{layer}.weight"]
+        if lora.has_magnitudes:
+            name = f"{layer}.lora_magnitude_vector"
+            grads[name] = (grad * weights[f"{layer}.weight"].detach()).sum(1) / values[name]
+            grad = grad * factors[layer]
         grads |= {f"{layer}.lora_A.weight": scale * b.T @ grad, f"{layer}.lora_B.weight": scale * grad @ a.T}
     return Expected(values, torch.cat(outputs), grads)
 
@@ -109,7 +126,7 @@ def test_gradients_equal_those_of_merged_weights(pool: ProcessPool, tmp_path: Pa
     setup = Setup(
         layout,
         value_head="critic" in SETTINGS[model],
-        sequence_parallel=name == "output_layer_tp2",
+        sequence_parallel=name.endswith("output_layer_tp2"),
         optimizer=OptimizerOptions(use_distributed_optimizer=False),
         lora=lora,
     )

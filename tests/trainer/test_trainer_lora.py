@@ -34,7 +34,8 @@ def test_a_policy_continues_from_the_adapters_of_fine_tuning(
 ) -> None:
     """SFT's loss falls by adapters alone; RL starts from them, and the KL to them is 0 in the first step."""
     checkpoints, adapters = tmp_path / "checkpoints", tmp_path / "adapters"
-    lora = {"model.lora_rank": RANK, "model.lora_alpha": 8, "optim.lr": 3e-2, "optim.weight_decay": 0.0}
+    model = {"model.lora_rank": RANK, "model.lora_alpha": 8, "model.lora.type": "dora"}
+    lora = {**model, "optim.lr": 3e-2, "optim.weight_decay": 0.0}
     run = {"total_training_steps": 6, "save_freq": 6, "default_local_dir": str(checkpoints)}
     (tmp_path / "sft").mkdir()
     config = sft_config({**lora, **{f"trainer.{name}": value for name, value in run.items()}})
@@ -43,7 +44,7 @@ def test_a_policy_continues_from_the_adapters_of_fine_tuning(
     assert losses[-1] < losses[0] - 0.5
     assert convert(["megatron-to-peft", str(checkpoints), str(adapters)]) == 0
 
-    policy = {f"actor_rollout_ref.{name}": value for name, value in lora.items() if name.startswith("model.")} | {
+    policy = {f"actor_rollout_ref.{name}": value for name, value in model.items()} | {
         "actor_rollout_ref.model.lora_adapter_path": str(adapters),
         "actor_rollout_ref.model.lora.reference": "adapter",
         "actor_rollout_ref.actor.optim.lr": 1e-2,
@@ -62,6 +63,9 @@ def test_a_policy_continues_from_the_adapters_of_fine_tuning(
 
     wrong = train_config({**policy, "actor_rollout_ref.model.lora_rank": 8})
     with pytest.raises(ConfigError, match=r"actor_rollout_ref\.model\.lora_rank=8: the adapters of .* have 4"):
+        check_learners(wrong)
+    wrong = train_config({**policy, "actor_rollout_ref.model.lora.type": "lora"})
+    with pytest.raises(ConfigError, match=r"actor_rollout_ref\.model\.lora\.type=lora: the adapters of .* have dora"):
         check_learners(wrong)
 
 

@@ -44,6 +44,12 @@ class ModelPathConfig:
 class LoraConfig:
     """Further settings of low-rank adapters; the main ones are keys of the model's section."""
 
+    type: str = key(
+        "lora",
+        "Kind of adapters: `W + scale * B A` (lora), or each row of this sum rescaled to a trained magnitude (dora, "
+        "weight-decomposed).",
+        choices=("lora", "dora"),
+    )
     use_rslora: bool = key(False, "Scale adapters by `lora_alpha / sqrt(lora_rank)` (rank-stabilized LoRA).")
     lora_A_init_method: str = key(
         "kaiming",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, Refused, Renamed, Rule
+from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, Refused, Renamed, Rule, Values
 
 _ACTOR, _REF, _CRITIC, _REWARD = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward_model"
 _PACKED = "megarl always packs sequences, without padding"
@@ -126,11 +126,6 @@ _LORA: dict[str, Rule] = {
             "adapter_path": "lora_adapter_path",
         }.items()
     },
-    "lora.type": Only(
-        ("lora", "canonical_lora"),
-        "each Hugging Face tensor has one A and one B, also in Megatron's fused layers (canonical_lora); megarl has no "
-        "DoRA, whose norms of whole rows differ between layouts, and no vision models",
-    ),
     "lora.merge": NoEffect(_MERGED),
     "lora.fully_sharded_loras": NoEffect(_MERGED),
     "lora.dropout": Only((0.0,), "adapters have no dropout: the log-probs of a policy must not be random"),
@@ -143,6 +138,9 @@ _LORA: dict[str, Rule] = {
     "lora.freeze_language_model": NoEffect("only adapters are trained"),
 }
 _MODEL |= _LORA
+
+ADAPTER_KIND = Values(meanings={"canonical_lora": "lora"}, refused={"vlm_lora": _NO_VISION})
+"""verl's values of `lora.type`: each Hugging Face tensor always has an A and a B, also in Megatron's fused layers."""
 
 _UPDATE: dict[str, Rule] = {
     "ppo_micro_batch_size": Refused(_PER_GPU.format("ppo_micro_batch_size_per_gpu")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megarl.config.verl.role_rules import ADAPTER_KIND
 from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, Refused, Renamed, Rule, Values
 
 _CORRECTION = "algorithm.rollout_correction"
@@ -282,6 +283,7 @@ VALUES: dict[str, Values] = {
         f"{role}.optim.lr_wsd_decay_steps": Values(meanings={None: -1})
         for role in ("actor_rollout_ref.actor", "critic")
     },
+    **{f"{model}.lora.type": ADAPTER_KIND for model in ("actor_rollout_ref.model", "critic.model")},
     "algorithm.filter_groups.metric": Values(meanings={None: "score"}),
     "custom_reward_function.name": Values(meanings={None: "compute_score"}),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megarl.config.verl.role_rules import ADAPTER_KIND
 from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, Refused, Renamed, Rule, Values
 
 _TEXTS = "megarl trains on text: it has no images, video or sound"
@@ -67,6 +68,7 @@ SFT_VALUES: dict[str, Values] = {
     "optim.lr_warmup_steps": Values(meanings={None: -1}),
     "optim.lr_wsd_decay_steps": Values(meanings={None: -1}),
     "optim.total_training_steps": Values(meanings={-1: None}),
+    "model.lora.type": ADAPTER_KIND,
     "trainer.save_freq": Values(refused={"after_each_epoch": "a number of steps in megarl, or -1"}),
     "trainer.device": Values(refused={"npu": "an Ascend NPU, with MindSpeed: megarl runs on CUDA and on CPUs"}),
 }

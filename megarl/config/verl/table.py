@@ -98,7 +98,7 @@ _SAME = {
     "actor_rollout_ref.actor.router_replay": "mode",
     "actor_rollout_ref.actor.policy_loss": "clip_cov_lb clip_cov_ratio clip_cov_ub kl_cov_ratio loss_mode ppo_kl_coef",
     "actor_rollout_ref.model": f"external_lib path tokenizer_path {_ADAPTERS}",
-    "actor_rollout_ref.model.lora": "lora_A_init_method",
+    "actor_rollout_ref.model.lora": "lora_A_init_method type",
     "actor_rollout_ref.ref": (
         "log_prob_max_token_len_per_gpu log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz"
     ),
@@ -127,7 +127,7 @@ _SAME = {
         "ppo_mini_batch_size use_dynamic_bsz"
     ),
     "critic.megatron": _MEGATRON,
-    "critic.model.lora": "lora_A_init_method",
+    "critic.model.lora": "lora_A_init_method type",
     "critic.model": f"path {_ADAPTERS}",
     "critic.optim": _OPTIM,
     "custom_reward_function": "name path reward_kwargs",
@@ -165,7 +165,7 @@ _SFT_SAME = {
         "apply_chat_template_kwargs max_length max_token_len_per_gpu messages_key micro_batch_size_per_gpu "
         "train_batch_size train_files train_max_samples truncation use_dynamic_bsz"
     ),
-    "model.lora": "lora_A_init_method",
+    "model.lora": "lora_A_init_method type",
     "model": f"external_lib path tokenizer_path {_ADAPTERS}",
     "optim": _OPTIM,
     "trainer": (

@@ -9,9 +9,14 @@ CPU layer whose values are narrower than its queries.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
+from megarl.models import ModelConfig, ParallelLayout, WeightMap
+from megarl.models.adapters import AdapterMap, AdapterSplit, LoraOptions
 from megarl.ops.plan.job import PlannedPass, PlannedRole
 
 FLOAT32, INT64 = 4, 8
@@ -74,6 +79,37 @@ def recomputed_modules(role: PlannedRole) -> frozenset[str]:
     return frozenset(megatron.recompute_modules) if megatron.recompute_granularity == "selective" else NOTHING
 
 
+class AdaptedOutput(NamedTuple):
+    """The output of an adapted linear layer, which DoRA saves for the gradient of its magnitudes.
+
+    Attributes:
+        in_mlp: the layer belongs to the MLP or the experts.
+        is_expert: the layer belongs to each routed expert.
+        is_split: tensor-parallel ranks have different rows, of all tokens.
+        rows: rows over all ranks, of one expert.
+    """
+
+    in_mlp: bool
+    is_expert: bool
+    is_split: bool
+    rows: int
+
+
+@lru_cache(maxsize=16)
+def adapted_outputs(model: ModelConfig, value_head: bool, lora: LoraOptions) -> Mapping[int, Sequence[AdaptedOutput]]:
+    """Return the adapted linear layers of each decoder layer, by its global number."""
+    weights, whole = WeightMap(model, value_head), ParallelLayout()
+    rows = {param.name: param.shape[0] for param in weights.megatron_params(whole, 0)}
+    result = defaultdict[int, list[AdaptedOutput]](list)
+    for adapter in AdapterMap(weights, lora).adapters(whole, 0):
+        parts = adapter.weight.split(".")
+        if parts[0] == "decoder" and (not adapter.is_expert or ".local_experts.0." in adapter.weight):
+            is_split = adapter.split is AdapterSplit.COLUMN
+            output = AdaptedOutput(parts[3] == "mlp", adapter.is_expert, is_split, rows[adapter.weight])
+            result[int(parts[2])].append(output)
+    return result
+
+
 @dataclass(frozen=True)
 class LayerBytes:
     """Activation sizes of one decoder layer on one rank.
@@ -96,7 +132,8 @@ class LayerBytes:
         attention = self._attention(layer) if model.latent is None else self._latent_attention()
         both = model.input_norms and model.output_norms
         output_norms = 2 * (self._hidden + self.tokens.between_layers * FLOAT32) if both else 0
-        return attention + output_norms + (self._experts() if model.has_experts(layer) else self._dense())
+        mlp = self._experts() if model.has_experts(layer) else self._dense()
+        return attention + output_norms + mlp + self._rescaled(layer)
 
     @property
     def width(self) -> int:
@@ -123,6 +160,25 @@ class LayerBytes:
     def _gathers(self) -> bool:
         """Whether linear layers save the tensor gathered over the sequence: CPU layers in float32."""
         return self.role.sequence_parallel and not self.fused and self.width == FLOAT32
+
+    def _rescaled(self, layer: int) -> int:
+        """Return the bytes of the outputs that DoRA rescales."""
+        model, layout, tokens, lora = self.role.model, self.role.layout, self.tokens, self.role.lora
+        if lora is None or not lora.has_magnitudes:
+            return 0
+        recomputes_mlp = ("moe" if model.has_experts(layer) else "mlp") in self.recomputed
+        total = 0
+        for output in adapted_outputs(model, self.role.value_head, lora).get(layer, ()):
+            if output.in_mlp and recomputes_mlp:
+                continue
+            if output.is_expert:
+                elements = self._routed * output.rows // (layout.expert_tp if output.is_split else 1)
+            elif output.is_split:
+                elements = tokens.local * output.rows // layout.tp
+            else:
+                elements = tokens.between_layers * output.rows
+            total += elements * self.width
+        return total
 
     # ---- attention
 
@@ -203,19 +259,26 @@ class LayerBytes:
         """Return the bytes of both halves before the activation, and of its output."""
         return tokens * self.width * 3 * (ffn // self.role.layout.tp)
 
+    @property
+    def _routed(self) -> int:
+        """Tokens of all experts of a rank, with balanced routing."""
+        experts = self.role.model.experts
+        assert experts is not None
+        gathered = self.role.layout.expert_tp if self.role.sequence_parallel else 1
+        return self.tokens.between_layers * experts.per_token * gathered
+
     def _experts(self) -> int:
         """Return the bytes of norm, router, routed and shared experts, with balanced routing."""
-        experts, tokens = self.role.model.experts, self.tokens
+        experts = self.role.model.experts
         assert experts is not None
         if "moe" in self.recomputed:
             return self._norm() + self._hidden
         etp = self.role.layout.expert_tp
-        routed = tokens.between_layers * experts.per_token * (etp if self.role.sequence_parallel else 1)
         # before and after the activation; unfused layers save one more tensor, weighted by the router
         tensors = 2 if "moe_act" in self.recomputed else 3 if self.fused else 4
         inner = tensors * (experts.ffn_hidden_size // etp)
         total = self._norm() + self._router()
-        total += routed * (self.width * (self.role.model.hidden_size + inner) + FLOAT32 + 2 * INT64)
+        total += self._routed * (self.width * (self.role.model.hidden_size + inner) + FLOAT32 + 2 * INT64)
         if experts.shared_ffn_hidden_size:
             return total + self._shared_experts(experts.shared_ffn_hidden_size, experts.shared_gate)
         return total + (self._hidden if self.width == FLOAT32 else 0)

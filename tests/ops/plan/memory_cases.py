@@ -82,6 +82,8 @@ CASES = {
     "window_cp2": _case("window", cp=2),
     "adapters_tp2_bfloat16": _case("dense", tp=2, dtype=torch.bfloat16, lora=LoraOptions(4, 8.0)),
     "adapters_critic_dp2": _case("critic", dp=2, value_head=True, lora=LoraOptions(4, 8.0)),
+    "dora_tp2_bfloat16": _case("dense", tp=2, dtype=torch.bfloat16, lora=LoraOptions(4, 8.0, kind="dora")),
+    "dora_experts_ep2": _case("experts", ep=2, dp=2, lora=LoraOptions(4, 8.0, kind="dora")),
     "latent_tp2": _case("latent", tp=2, sequence_parallel=True),
 }
 

@@ -7,6 +7,7 @@ from planned_jobs import OFFLOAD, megatron, train_job
 
 from megarl.ops.plan import plan_memory
 from megarl.ops.plan.memory import MemoryPlan
+from megarl.ops.plan.states import StateCounter
 from megarl.rollout.sglang.memory import default_fraction
 
 GIB = 2**30
@@ -111,6 +112,18 @@ def test_the_proximal_policy_of_a_sync_interval_is_in_host_memory() -> None:
     assert not plan_memory(estimated, 80 * GIB).host
     adapters = train_job("Qwen2.5-7B", megatron(4), **interval, actor_rollout_ref__model__lora_rank=8)
     assert not plan_memory(adapters, 80 * GIB).host
+
+
+def test_magnitudes_of_adapters_are_trained_parameters() -> None:
+    """Rows of Qwen2.5-7B's linear layers at TP=4: column-parallel rows are divided, row-parallel rows are not."""
+
+    def parameters(kind: str) -> int:
+        adapters = {"lora_rank": 8, "lora__type": kind}
+        job = train_job("Qwen2.5-7B", megatron(4), **{f"actor_rollout_ref__model__{k}": v for k, v in adapters.items()})
+        return StateCounter(job.role("actor")).of(0).parameters
+
+    column = (3584 + 2 * 512 + 2 * 18944) // 4
+    assert parameters("dora") - parameters("lora") == 28 * (column + 2 * 3584)
 
 
 def test_background_save_copies_states_that_are_not_offloaded() -> None:
