@@ -261,7 +261,7 @@ def log_prob_differences(old: Tensor, rollout: Tensor) -> Statistics:
     if old.numel() == 0:
         return {}
     logs = (rollout.double() - old.double()).abs_()
-    old_probs, rollout_probs = old.double().exp_(), rollout.double().exp_()
+    old_probs, rollout_probs = old.double().exp(), rollout.double().exp()
     probs = (rollout_probs - old_probs).abs_()
     statistics = {
         "rollout_log_probs_diff_mean": logs.mean().item(),
