@@ -75,8 +75,8 @@ the scripts give it.
 
 @SHARES@
 
-Before megarl had adapters, distillation, routing replay, asynchronous training and the newer objectives, the shares were
-87, 73 and 94 % for all scripts, and 92, 86 and 95 % for those on GPUs with SGLang.
+Before megarl had adapters, distillation, routing replay, asynchronous training and the newer objectives, the shares
+were 87, 73 and 94 % for all scripts, and 92, 86 and 95 % for those on GPUs with SGLang.
 
 megarl refuses the rest by name. The refused keys belong to features that megarl lacks: multi-token prediction (MTP),
 initial weights from Megatron checkpoints, Megatron's FSDP, and engines that span nodes. Others belong to vLLM,

@@ -33,7 +33,7 @@ from megarl.trainer.rollout_service.service import RolloutService, check_stalene
 from megarl.trainer.rollout_service.source import StepRounds
 from megarl.trainer.rollout_service.staleness import staleness_metrics
 from megarl.trainer.rollout_service.traffic import RolloutTraffic
-from megarl.trainer.state.trainer_state import _decode, _encode
+from megarl.trainer.state.trainer_state import Decoder, Encoder
 from megarl.workers.dispatch import WorkerPlace
 from megarl.workers.rollout import RolloutWorker
 from megarl.workers.settings import RolloutSettings
@@ -254,13 +254,14 @@ def test_a_checkpoint_has_the_work_in_flight(make: Callable[..., Any], engine: O
     for _ in range(3):  # some samples have ended, others are in flight
         service._receive(0.01)
     state, position = service.state_dict(), service.prompts.state_dict()
-    stored = json.loads(json.dumps(_encode(state, "rollout")))
+    with open(tmp_path / "arrays", "wb") as arrays:
+        stored = json.loads(json.dumps(Encoder(arrays).encode(state, "rollout")))
     rest = [rows(batch) for _, batch, _ in steps_of(service, 2)]
     order = tmp_path / "first" / "batch_order.jsonl"
 
     resumed = make(1, replay=order, folder="second")
     resumed.prompts.load_state_dict(position)
-    decoded = _decode(stored)
+    decoded = Decoder(tmp_path / "arrays").decode(stored)
     resumed.ledger.load_state_dict(decoded["ledger"])
     resumed.restore(decoded, 1)
     engine.sync_weights()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 import megarl
 from megarl.base.errors import CheckpointError
-from megarl.trainer.state.trainer_state import STATE_FILE, TrainerState
+from megarl.trainer.state.trainer_state import ARRAY_FILE, STATE_FILE, TrainerState
 
 MODEL = {"actor": {"family": "qwen2", "hidden_size": 64, "rope_scaling": None}, "critic": {"hidden_size": 32}}
 
@@ -64,6 +65,36 @@ def test_state_round_trip(tmp_path: Path) -> None:
     assert json.loads((tmp_path / STATE_FILE).read_text())["step"] == 7
 
 
+def test_large_arrays_are_in_a_file_of_their_own(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    samples = [
+        {"routes": random.integers(0, 99, (9000 + number, 4, 2), dtype=np.int16), "log_probs": random.random(9000)}
+        for number in range(3)
+    ]
+    saved = state(
+        rollout={"samples": samples, "weights": torch.ones(50_000, dtype=torch.bfloat16), "raw": bytes(90_000)}
+    )
+    saved.write(tmp_path)
+    assert (tmp_path / STATE_FILE).stat().st_size < 10_000
+    assert (tmp_path / ARRAY_FILE).stat().st_size == sum(
+        sample["routes"].nbytes + sample["log_probs"].nbytes for sample in samples
+    ) + 100_000 + 90_000
+    assert same(TrainerState.read(tmp_path).rollout, saved.rollout)
+    size = (tmp_path / ARRAY_FILE).stat().st_size
+    os.truncate(tmp_path / ARRAY_FILE, size - 1)
+    with pytest.raises(CheckpointError, match=f"rollout is malformed: .*{ARRAY_FILE} ends before byte {size}"):
+        TrainerState.read(tmp_path)
+
+
+def test_states_of_the_first_format_are_read(tmp_path: Path) -> None:
+    """That format had all arrays in the JSON file."""
+    state(dataloader={"generator": np.arange(4, dtype=np.uint32)}).write(tmp_path)
+    document = json.loads((tmp_path / STATE_FILE).read_text())
+    (tmp_path / STATE_FILE).write_text(json.dumps({**document, "format": 1}))
+    assert not (tmp_path / ARRAY_FILE).exists()
+    assert TrainerState.read(tmp_path).dataloader["generator"].tolist() == [0, 1, 2, 3]
+
+
 def test_numpy_scalars_become_plain_numbers(tmp_path: Path) -> None:
     state(kl_controller={"value": np.float32(0.5), "n": np.int64(3)}).write(tmp_path)
     assert same(TrainerState.read(tmp_path).kl_controller, {"value": 0.5, "n": 3})
@@ -82,7 +113,8 @@ def test_unsupported_types_are_named(tmp_path: Path) -> None:
         ({"step": -1}, "step=-1"),
         ({"epoch": 1.5}, "epoch=1.5"),
         ({"model": []}, "model"),
-        ({"format": 2}, "format=2, this megarl reads 1"),
+        ({"format": 3}, "format=3, this megarl reads 1 and 2"),
+        ({"dataloader": tagged("bytes", begin=0, bytes=9)}, "dataloader is malformed.*No such file"),
         (
             {"dataloader": {"g": {"__megarl__": "tensor", "dtype": "load", "shape": [1], "data": ""}}},
             "dataloader is mal",

@@ -1,7 +1,8 @@
-"""State of the driver in a checkpoint: ``trainer_state.json``.
+"""State of the driver in a checkpoint: ``trainer_state.json``, and the bytes of large arrays in ``trainer_arrays.bin``.
 
-The file is plain JSON, so reading it runs no code. Types that JSON lacks (bytes, tensors, arrays, tuples, integer keys)
-are tagged and restored exactly, floats to the last bit.
+The first file is plain JSON, so reading it runs no code. Types that JSON lacks (bytes, tensors, arrays, tuples, integer
+keys) are tagged and restored exactly, floats to the last bit. Finished samples of asynchronous training can have
+gigabytes of arrays, which the second file holds one after the other.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
-from collections.abc import Collection, Iterator, Mapping
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -23,8 +25,11 @@ from megarl.base.json_text import parse_json
 from megarl.base.provenance import installed_versions
 from megarl.models.model_config import ModelConfig
 
-STATE_FILE = "trainer_state.json"
-FORMAT = 1
+STATE_FILE, ARRAY_FILE = "trainer_state.json", "trainer_arrays.bin"
+FORMAT, FORMATS = 2, (1, 2)
+"""Format that is written, and those that are read; 1 had no second file."""
+_INLINE_BYTES = 2**16
+"""Bytes of the largest array that the JSON file holds."""
 _TAG = "__megarl__"
 
 
@@ -52,22 +57,27 @@ class TrainerState:
     """Software versions of the driver; informational."""
 
     def write(self, folder: Path) -> None:
-        """Write ``trainer_state.json`` into a checkpoint folder.
+        """Write the files of the state into a checkpoint folder.
 
         Raises:
             OSError: writing failed.
             TypeError: the state contains a type that cannot be stored; names its path.
         """
-        values = {name: _encode(getattr(self, name), name) for name in _FIELDS}
+        with open(Path(folder) / ARRAY_FILE, "wb") as arrays:
+            encoder = Encoder(arrays)
+            values = {name: encoder.encode(getattr(self, name), name) for name in _FIELDS}
+            has_arrays = arrays.tell() > 0
+        if not has_arrays:
+            os.unlink(arrays.name)
         with open(Path(folder) / STATE_FILE, "w", encoding="utf-8") as file:
             json.dump({"format": FORMAT, **values}, file, indent=1)
 
     @classmethod
     def read(cls, folder: Path) -> TrainerState:
-        """Read ``trainer_state.json`` of a checkpoint folder.
+        """Read the state of a checkpoint folder.
 
         Raises:
-            CheckpointError: the file is missing or malformed; names the field.
+            CheckpointError: a file is missing or malformed; names the field.
         """
         path = Path(folder) / STATE_FILE
         try:
@@ -76,12 +86,13 @@ class TrainerState:
             raise CheckpointError(f"{path} is missing") from None
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
-        if not isinstance(document, dict) or document.get("format") != FORMAT:
+        if not isinstance(document, dict) or document.get("format") not in FORMATS:
             version = document.get("format") if isinstance(document, dict) else document
-            raise CheckpointError(f"{path}: format={version!r}, this megarl reads {FORMAT}")
+            raise CheckpointError(f"{path}: format={version!r}, this megarl reads {' and '.join(map(str, FORMATS))}")
         for name in _LATER_FIELDS:
             document.setdefault(name, {})
-        return cls(**{name: _field(path, document, name, kind) for name, kind in _FIELDS.items()})
+        decoder = Decoder(path.with_name(ARRAY_FILE))
+        return cls(**{name: _field(path, document, name, kind, decoder) for name, kind in _FIELDS.items()})
 
     def check_model(self, current: Mapping[str, Any]) -> None:
         """Reject a checkpoint of another model.
@@ -159,12 +170,12 @@ def model_fingerprint(config: ModelConfig) -> dict[str, Any]:
     return fields
 
 
-def _field(path: Path, document: Mapping[str, Any], name: str, kind: type) -> Any:
+def _field(path: Path, document: Mapping[str, Any], name: str, kind: type, decoder: Decoder) -> Any:
     if name not in document:
         raise CheckpointError(f"{path}: {name} is missing")
     try:
-        value = _decode(document[name])
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        value = decoder.decode(document[name])
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{path}: {name} is malformed: {error!r}") from None
     if type(value) is not kind or (type(value) is int and value < 0):
         raise CheckpointError(f"{path}: {name}={value!r}, expected {kind.__name__}")
@@ -179,56 +190,102 @@ def _flatten(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", item
 
 
-def _encode(value: Any, where: str) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value.item() if isinstance(value, np.generic) else value
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, list):
-        return [_encode(item, f"{where}[{index}]") for index, item in enumerate(value)]
-    if isinstance(value, tuple):
-        return {_TAG: "tuple", "items": [_encode(item, f"{where}[{index}]") for index, item in enumerate(value)]}
-    if isinstance(value, Mapping):
-        if all(isinstance(key, str) for key in value) and _TAG not in value:
-            return {key: _encode(item, f"{where}.{key}") for key, item in value.items()}
-        pairs = [[_encode(key, f"{where}, key"), _encode(item, f"{where}.{key}")] for key, item in value.items()]
-        return {_TAG: "mapping", "items": pairs}
-    if isinstance(value, bytes | bytearray):
-        return {_TAG: "bytes", "data": base64.b64encode(value).decode("ascii")}
-    if isinstance(value, torch.Tensor):
-        array = value.detach().cpu().contiguous()
-        raw = array.reshape(-1).view(torch.uint8).numpy().tobytes()
-        return {_TAG: "tensor", "dtype": str(array.dtype).removeprefix("torch."), **_blob(array.shape, raw)}
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return {_TAG: "array", "dtype": value.dtype.str, **_blob(value.shape, value.tobytes())}
-    raise TypeError(f"trainer state: {where} is a {type(value).__name__}, which {STATE_FILE} cannot store")
+class Encoder:
+    """Converts values to JSON; the bytes of large arrays go to a file.
+
+    Args:
+        arrays: the file, open for writing.
+    """
+
+    def __init__(self, arrays: BinaryIO) -> None:
+        self._arrays = arrays
+
+    def encode(self, value: Any, where: str) -> Any:
+        """Convert a value; ``where`` is its path in errors."""
+        if value is None or isinstance(value, bool | int | float | str):
+            return value.item() if isinstance(value, np.generic) else value
+        if isinstance(value, np.generic):
+            return value.item()
+        if isinstance(value, list):
+            return self._items(value, where)
+        if isinstance(value, tuple):
+            return {_TAG: "tuple", "items": self._items(value, where)}
+        if isinstance(value, Mapping):
+            if all(isinstance(key, str) for key in value) and _TAG not in value:
+                return {key: self.encode(item, f"{where}.{key}") for key, item in value.items()}
+            pairs = [
+                [self.encode(key, f"{where}, key"), self.encode(item, f"{where}.{key}")] for key, item in value.items()
+            ]
+            return {_TAG: "mapping", "items": pairs}
+        if isinstance(value, bytes | bytearray):
+            return {_TAG: "bytes", **self._content(bytes(value))}
+        if isinstance(value, torch.Tensor):
+            array = value.detach().cpu().contiguous()
+            raw = array.reshape(-1).view(torch.uint8).numpy().tobytes()
+            kind = {_TAG: "tensor", "dtype": str(array.dtype).removeprefix("torch."), "shape": list(array.shape)}
+            return kind | self._content(raw)
+        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            kind = {_TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape)}
+            return kind | self._content(value.tobytes())
+        raise TypeError(f"trainer state: {where} is a {type(value).__name__}, which {STATE_FILE} cannot store")
+
+    def _items(self, values: Sequence[Any], where: str) -> list[Any]:
+        return [self.encode(item, f"{where}[{index}]") for index, item in enumerate(values)]
+
+    def _content(self, raw: bytes) -> dict[str, Any]:
+        if len(raw) <= _INLINE_BYTES:
+            return {"data": base64.b64encode(raw).decode("ascii")}
+        begin = self._arrays.tell()
+        self._arrays.write(raw)
+        return {"begin": begin, "bytes": len(raw)}
 
 
-def _blob(shape: tuple[int, ...], raw: bytes) -> dict[str, Any]:
-    return {"shape": list(shape), "data": base64.b64encode(raw).decode("ascii")}
+class Decoder:
+    """Restores the values of :class:`Encoder`.
 
+    Args:
+        arrays: path of the file with large arrays.
+    """
 
-def _decode(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_decode(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if _TAG not in value:
-        return {key: _decode(item) for key, item in value.items()}
-    kind = value[_TAG]
-    if kind == "tuple":
-        return tuple(_decode(item) for item in value["items"])
-    if kind == "mapping":
-        return {_decode(key): _decode(item) for key, item in value["items"]}
-    raw = base64.b64decode(value["data"], validate=True)
-    if kind == "bytes":
+    def __init__(self, arrays: Path) -> None:
+        self._arrays = arrays
+
+    def decode(self, value: Any) -> Any:
+        """Restore a value.
+
+        Raises:
+            OSError, KeyError, TypeError, ValueError, AttributeError, RuntimeError: the value is malformed.
+        """
+        if isinstance(value, list):
+            return [self.decode(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if _TAG not in value:
+            return {key: self.decode(item) for key, item in value.items()}
+        kind = value[_TAG]
+        if kind == "tuple":
+            return tuple(self.decode(item) for item in value["items"])
+        if kind == "mapping":
+            return {self.decode(key): self.decode(item) for key, item in value["items"]}
+        raw = self._content(value)
+        if kind == "bytes":
+            return raw
+        if kind == "array":
+            return np.frombuffer(raw, dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy()
+        if kind == "tensor":
+            dtype = getattr(torch, value["dtype"])
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"no such dtype: {value['dtype']!r}")
+            flat = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+            return flat.reshape(value["shape"])
+        raise ValueError(f"unknown tag {kind!r}")
+
+    def _content(self, value: Mapping[str, Any]) -> bytes:
+        if "data" in value:
+            return base64.b64decode(value["data"], validate=True)
+        with open(self._arrays, "rb") as file:
+            file.seek(value["begin"])
+            raw = file.read(value["bytes"])
+        if len(raw) != value["bytes"]:
+            raise ValueError(f"{self._arrays.name} ends before byte {value['begin'] + value['bytes']}")
         return raw
-    if kind == "array":
-        return np.frombuffer(raw, dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy()
-    if kind == "tensor":
-        dtype = getattr(torch, value["dtype"])
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"no such dtype: {value['dtype']!r}")
-        flat = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-        return flat.reshape(value["shape"])
-    raise ValueError(f"unknown tag {kind!r}")
