@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import multiprocessing as mp
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -104,15 +105,31 @@ class ProcessPool:
         return results
 
 
+def _freeze_new_modules(modules: int) -> int:
+    """Keep the objects of imported modules out of later collections, with which every engine ends.
+
+    Args:
+        modules: number of modules at the last call.
+
+    Returns:
+        Number of modules now.
+    """
+    if len(sys.modules) > modules:
+        gc.collect()  # garbage would stay for ever, with the threads of its process groups
+        gc.freeze()
+    return len(sys.modules)
+
+
 def _serve(connection: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
     torch.set_num_threads(1)
+    modules = 0
     while True:
         try:
             function, args = connection.recv()
-            gc.freeze()  # a collection, which ends every engine, would visit the objects of all imported modules
+            modules = _freeze_new_modules(modules)
         except (EOFError, OSError):
             return
         except BaseException:

@@ -72,7 +72,7 @@ def test_embedded_engine_rotates_as_the_trainer_bit_for_bit(tmp_path: Path) -> N
     config = read_model_config(tmp_path)
     heads, positions = torch.randn(64, 4, config.head_dim).bfloat16(), torch.arange(1000, 1064)
     table = RotaryTable(config, inverse_frequencies(config), 1.0, 1064, torch.device("cpu"))
-    rotated = table.rotate(heads, table.at(positions))
+    rotated = table.rotation(positions)(heads)
     assert rotated.dtype == torch.bfloat16
     assert torch.equal(rotated, rotate(heads, *rotation_table(positions, inverse_frequencies(config))))
 
