@@ -57,11 +57,11 @@ class RouteRecord:
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, seed: int, key: str) -> Completion:
         """See :class:`megarl.agents.types.Generate`."""
         prompt = np.asarray(prompt_ids, np.int64)
-        earlier, known = self._longest(prompt)
-        completion = await self._generate(prompt_ids, params, seed=seed, key=key, routes_from=known)
+        earlier, count = self._longest(prompt)
+        completion = await self._generate(prompt_ids, params, seed=seed, key=key, routes_from=count)
         if completion.routes is None:
             return completion
-        routes = completion.routes if earlier is None else np.concatenate([earlier.routes[:known], completion.routes])
+        routes = completion.routes if earlier is None else np.concatenate([earlier.routes[:count], completion.routes])
         extended = RoutedSequence(np.concatenate([prompt, np.asarray(completion.token_ids, np.int64)]), routes)
         self._sequences = [old for old in self._sequences if old.known(extended.tokens) < len(old.routes)]
         self._sequences.append(extended)
@@ -75,16 +75,16 @@ class RouteRecord:
         tokens = np.concatenate(
             [np.asarray(part, np.int64) for part in (trajectory.prompt_ids, trajectory.response_ids)]
         )
-        sequence, known = self._longest(tokens)
+        sequence, count = self._longest(tokens)
         if sequence is not None:
-            trajectory = replace(trajectory, routes=sequence.routes[:known])
+            trajectory = replace(trajectory, routes=sequence.routes[:count])
         generated = np.flatnonzero(trajectory.response_mask)
         # The output for a token is computed at the token before it.
         needed = len(trajectory.prompt_ids) + int(generated[-1]) if len(generated) else 0
-        if trajectory.error is not None or known >= needed:
+        if trajectory.error is not None or count >= needed:
             return trajectory
         return trajectory.failed(
-            f"token {known} of the trajectory follows other tokens than in any request to the engine, so that its "
+            f"token {count} of the trajectory follows other tokens than in any request to the engine, so that its "
             "experts are unknown; actor.router_replay.mode=R3 replays those of a request that begins like it"
         )
 

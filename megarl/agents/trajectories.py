@@ -142,13 +142,13 @@ def _routes(trajectories: Sequence[Trajectory], lengths: Sequence[int]) -> list[
     Raises:
         AgentError: no trajectory has experts.
     """
-    known = [trajectory.routes for trajectory in trajectories if trajectory.routes is not None]
-    if not known:
+    example = next((trajectory.routes for trajectory in trajectories if trajectory.routes is not None), None)
+    if example is None:
         raise AgentError(
             "the rollout engine returned no experts, which actor.router_replay.mode=R3 replays; set R2 to replay those "
             "of the pass for old log-probs"
         )
-    rows = [np.full((length, *known[0].shape[1:]), -1, np.int16) for length in lengths]
+    rows = [np.full((length, *example.shape[1:]), -1, np.int16) for length in lengths]
     for row, trajectory in zip(rows, trajectories, strict=True):
         if trajectory.routes is not None:
             row[: len(trajectory.routes)] = trajectory.routes

@@ -15,7 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masked import expand_to_tokens, flat_tokens, masked_whiten, select_tokens, sequence_counts
+from megarl.algorithms.masked import (
+    expand_to_tokens,
+    flat_tokens,
+    kept_before,
+    masked_whiten,
+    select_tokens,
+    sequence_counts,
+)
 from megarl.algorithms.turns import Turns
 from megarl.base.algorithm_names import ADV_ESTIMATORS
 from megarl.base.registry import Registry
@@ -233,11 +240,8 @@ def _step_rewards(rewards: Tensor, kept: Tensor, lengths: Tensor | None) -> Tens
     outside = ~kept & (rewards != 0)
     if outside.any():
         late, steps = outside.nonzero()[:, 0], steps.clone()
-        sequence = torch.searchsorted(lengths.cumsum(0), late, right=True)
-        before = kept.cumsum(0)  # kept tokens up to a token, over all sequences
-        counts = sequence_counts(kept, lengths)
-        place, start = before[late] - 1, (counts.cumsum(0) - counts)[sequence]
-        follows = place >= start
+        place, first, _ = kept_before(kept, lengths, late)
+        follows = place >= first
         steps.index_add_(0, place[follows], rewards[late][follows])
     return steps
 

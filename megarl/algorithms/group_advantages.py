@@ -18,6 +18,7 @@ from megarl.algorithms.masked import (
     have_tokens,
     masked_whiten,
     sequence_counts,
+    sequence_starts,
     sequence_sums,
 )
 from megarl.algorithms.turns import sums_per_turn, trained_turns
@@ -92,9 +93,8 @@ class GroupedScores:
         counts = sequence_counts(self.mask, self._lengths)
         groups = int(self._group.max()) + 1
         longest = torch.zeros(groups, dtype=torch.int64).scatter_reduce(0, self._group, counts, "amax")
-        first = (longest.cumsum(0) - longest)[self._group]
-        begins = counts.cumsum(0) - counts
-        shift = torch.repeat_interleave(first - begins, counts)
+        first = sequence_starts(longest)[self._group]
+        shift = torch.repeat_interleave(first - sequence_starts(counts), counts)
         return torch.arange(len(shift)) + shift, int(longest.sum())
 
 

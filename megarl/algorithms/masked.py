@@ -144,6 +144,28 @@ def sequence_counts(mask: Tensor, lengths: Tensor | None) -> Tensor:
     return sequence_sums(mask, mask, lengths).long()
 
 
+def sequence_starts(lengths: Tensor) -> Tensor:
+    """Return the position of each sequence's first packed token, ``[b]``."""
+    return lengths.cumsum(0) - lengths
+
+
+def kept_before(kept: Tensor, lengths: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the token of the mask before each of the given tokens.
+
+    Args:
+        kept: ``[n]`` bool, mask over packed tokens.
+        lengths: ``[b]``.
+        tokens: ``[k]`` positions outside the mask.
+
+    Returns:
+        By token ``[k]``: number of the last kept token before it, counted over all kept tokens; number of the first
+        kept token of its sequence; whether its sequence has one. The first number is below the second if no kept
+        token of the sequence precedes it.
+    """
+    counts, sequence = sequence_counts(kept, lengths), torch.searchsorted(lengths.cumsum(0), tokens, right=True)
+    return kept.cumsum(0)[tokens] - 1, sequence_starts(counts)[sequence], counts[sequence] > 0
+
+
 def flat_tokens(values: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
     """View values of either form as packed tokens ``[n]``; returns them and the lengths ``[b]``.
 

@@ -11,10 +11,11 @@ from torch import Tensor
 from megarl.algorithms.masked import (
     expand_to_tokens,
     flat_tokens,
+    kept_before,
     masked_mean,
     masked_whiten,
-    sequence_counts,
     sequence_means,
+    sequence_starts,
 )
 
 
@@ -66,7 +67,7 @@ def add_at_last(rewards: Tensor, amounts: Tensor, rows: Tensor, last: Tensor, le
         lengths: ``[b]`` of packed tokens; None = rectangles.
     """
     flat, counts = flat_tokens(rewards, lengths)
-    places = (counts.cumsum(0) - counts + last)[rows]
+    places = (sequence_starts(counts) + last)[rows]
     return flat.index_add(0, places, amounts[rows].to(rewards.dtype)).view_as(rewards)
 
 
@@ -88,7 +89,7 @@ def missing_eos(
     """
     ids, counts = flat_tokens(responses, lengths)
     ends = torch.tensor(sorted(eos_token_ids), dtype=responses.dtype, device=responses.device)
-    return ~torch.isin(ids[counts.cumsum(0) - counts + last], ends)
+    return ~torch.isin(ids[sequence_starts(counts) + last], ends)
 
 
 def on_trained_tokens(rewards: Tensor, response_mask: Tensor, lengths: Tensor | None = None) -> Tensor:
@@ -105,11 +106,9 @@ def on_trained_tokens(rewards: Tensor, response_mask: Tensor, lengths: Tensor | 
     moved = torch.where(kept, flat, 0.0)
     late = (~kept & (flat != 0)).nonzero()[:, 0]
     if len(late):
-        trained, sequence = sequence_counts(kept, counts), torch.searchsorted(counts.cumsum(0), late, right=True)
-        place, first = kept.cumsum(0)[late] - 1, (trained.cumsum(0) - trained)[sequence]
-        target = torch.maximum(place, first)
-        trains = trained[sequence] > 0
-        moved.index_add_(0, kept.nonzero()[target[trains], 0], flat[late[trains]])
+        place, first, trains = kept_before(kept, counts, late)
+        target = torch.maximum(place, first)[trains]
+        moved.index_add_(0, kept.nonzero()[target, 0], flat[late[trains]])
     return moved.view_as(rewards)
 
 

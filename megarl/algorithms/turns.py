@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masked import flat_tokens
+from megarl.algorithms.masked import flat_tokens, sequence_starts
 
 State = str | tuple[int, ...]
 """State of an environment before a turn: a text, or token ids."""
@@ -44,7 +44,7 @@ def turn_numbers(generated: Tensor, lengths: Tensor | None = None) -> Tensor:
     mask, counts = flat_tokens(generated.bool(), lengths)
     begins = mask.clone()
     begins[1:] &= ~mask[:-1]
-    starts = (counts.cumsum(0) - counts)[counts > 0]
+    starts = sequence_starts(counts)[counts > 0]
     begins[starts] = mask[starts]
     turns = begins.cumsum(0)
     before = (turns - begins.long())[starts]  # turns of the responses before each one

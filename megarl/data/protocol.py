@@ -118,15 +118,7 @@ class DataProto:
         return column_widths(self._stored().shapes())
 
     def unpadded(self, name: str, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """Return the entries of each row of a declared column: ``[b]`` tensors ``[length, ...]``, possibly views.
-
-        Args:
-            name: of the column.
-            dtype: of the result; None = that of the column.
-
-        Raises:
-            DataError: the batch has no ``attention_mask``, or one with holes.
-        """
+        """Return the entries of each row of a declared column, each ``[length, ...]``; see :meth:`packed`."""
         return self._stored().unpadded(name, dtype)
 
     def packed(self, name: str, dtype: torch.dtype | None = None) -> Tensor:

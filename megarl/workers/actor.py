@@ -187,7 +187,7 @@ class ActorWorker(PolicyWorker):
         """
         replay = self.config.router_replay.mode == "R2"
         if self.config.router_replay.from_engine:
-            self._require_routes(batch, "which the rollout engine returns")
+            self._require_routes(batch)
         with self._held.in_model():
             result = self.log_probs(batch, self.log_prob, with_entropy=True, with_routes=replay)
         if result is None:
@@ -274,10 +274,7 @@ class ActorWorker(PolicyWorker):
             DataError: routing replay is on, and the batch has no routes.
         """
         if self.config.router_replay.enable:
-            from_engine = self.config.router_replay.from_engine
-            self._require_routes(
-                batch, "which the rollout engine returns" if from_engine else "which compute_log_prob records"
-            )
+            self._require_routes(batch)
         self._held.mark_changed()
         unread = () if self.config.use_kl_loss and not self._learns_full_kl else ("ref_log_prob",)
         columns = [name for name in (*POLICY_COLUMNS, *TEACHER_COLUMNS) if name in batch.tensors and name not in unread]
@@ -301,12 +298,13 @@ class ActorWorker(PolicyWorker):
             metrics["actor/kl_coef"] = self.config.kl_loss_coef
         return metrics
 
-    def _require_routes(self, batch: DataProto, origin: str) -> None:
+    def _require_routes(self, batch: DataProto) -> None:
         if ROUTES not in batch.tensors:
-            mode = self.config.router_replay.mode
+            replay = self.config.router_replay
+            origin = "which the rollout engine returns" if replay.from_engine else "which compute_log_prob records"
             raise DataError(
-                f"actor_rollout_ref.actor.router_replay.mode={mode}: the batch has no {ROUTES}, {origin}; the routers "
-                "would select other experts"
+                f"actor_rollout_ref.actor.router_replay.mode={replay.mode}: the batch has no {ROUTES}, {origin}; the "
+                "routers would select other experts"
             )
 
     def _chosen_tokens(

@@ -59,6 +59,7 @@ def run(config: TrainConfig, output_dir: Path) -> RunSummary:
         MegarlError: an error in configuration, data, model, resources or a worker; all processes are ended.
     """
     check_train(config)
+    keep_freed_memory(LARGEST_KEPT_TENSOR)
     with open_job(config, output_dir) as session:
         check_output_folders(config, session.resume.path if session.resume else None)
         with session.console.phase("read data", announce=True):
@@ -116,7 +117,6 @@ class TrainerBuilder:
             WorkerError: a worker failed to start.
         """
         session, config, console = self.session, self.session.config, self.session.console
-        keep_freed_memory(LARGEST_KEPT_TENSOR)
         console.set_total_steps(self.total_steps)
         advantage = AdvantagePhase(config.algorithm, all_eos_token_ids(config.actor_rollout_ref.model.path))
         state = RunState(
