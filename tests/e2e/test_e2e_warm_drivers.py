@@ -16,14 +16,14 @@ from warm_drivers import Drivers
 SCRIPT = """
 import atexit, json, os, signal, sys, threading
 threads = threading.active_count()
-threading.Thread(target=lambda: print("thread", flush=True)).start()
+threading.Thread(target=sys.stdout.write, args=["thread\\n"]).start()  # one write: another thread may write between two
 atexit.register(print, "at exit")
-print(json.dumps({
+sys.stdout.write(json.dumps({
     "argv": sys.argv, "cwd": os.getcwd(), "value": os.environ.get("VALUE"), "home": "HOME" in os.environ,
     "session": os.getsid(0) == os.getpid(), "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
     "threads": threads, "path": sys.path[0], "name": __name__, "loaded": "torch" in sys.modules,
     "descriptors": sorted(os.listdir("/proc/self/fd"), key=int)[:-1], "stdin": sys.stdin.read(),
-}))
+}) + "\\n")
 print("to standard error", file=sys.stderr)
 sys.exit(3)
 """
