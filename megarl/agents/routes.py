@@ -16,7 +16,7 @@ class GenerateWithRoutes(Protocol):
     """Generate one turn, with the experts of its tokens from a position on."""
 
     async def __call__(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, seed: int, key: str, routes_from: int | None
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, seed: int, key: str, routes_from: int | None = None
     ) -> Completion:
         """See :class:`megarl.agents.types.Generate` and :attr:`megarl.rollout.interface.Request.routes_from`."""
 

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 from megarl.agents.build import build_agent_loops, conversation_limits
@@ -19,7 +20,8 @@ from megarl.agents.endpoint.endpoint import EndpointAddress, build_endpoint
 from megarl.agents.event_loop import EventLoopThread
 from megarl.agents.loop import AgentLoop
 from megarl.agents.loop_monitor import monitored_loop
-from megarl.agents.routes import RouteRecord
+from megarl.agents.routes import GenerateWithRoutes, RouteRecord
+from megarl.agents.turns import TurnRecord, VersionGate, context_digest
 from megarl.agents.types import (
     AgentError,
     Conversation,
@@ -28,10 +30,11 @@ from megarl.agents.types import (
     Generate,
     PlannedSample,
     SampleId,
+    StoredTurn,
     Trajectory,
 )
 from megarl.base.errors import WeightSyncError, WorkerError
-from megarl.rollout.interface import Completion, RolloutError, SamplingParams
+from megarl.rollout.interface import RolloutError
 from megarl.rollout.router import Replica, Router, RouterStats
 
 if TYPE_CHECKING:
@@ -81,6 +84,8 @@ class AgentRunner:
         self._ended: list[FinishedSample] = []
         self._failure: Exception | None = None
         self._tasks: dict[SampleId, asyncio.Task[None]] = {}
+        self._records: dict[SampleId, TurnRecord] = {}
+        self._gate = VersionGate()
         self._pending = self._epoch = 0
         self._reported_at = 0.0
         self._scope, self._resources = AsyncExitStack(), ExitStack()
@@ -150,6 +155,31 @@ class AgentRunner:
 
         return self._loop.run(take())
 
+    def stored_turns(self) -> dict[SampleId, list[StoredTurn]]:
+        """Return the turns of unfinished conversations; see :class:`~megarl.agents.types.ConversationService`."""
+
+        async def store() -> dict[SampleId, list[StoredTurn]]:
+            if self._router is None:
+                return {}
+            async with self._router.interrupted() as requests:
+                parts = {context_digest(r.prompt_ids, r.seed): r.prior for r in requests if r.prior is not None}
+                return {name: self._records[name].stored(parts) for name in self._tasks if name in self._records}
+
+        return self._loop.run(store())
+
+    def set_version(self, version: int) -> None:
+        """Announce the weight version of the replicas; see :class:`~megarl.agents.types.ConversationService`."""
+        self._loop.loop.call_soon_threadsafe(self._gate.set_version, version)
+
+    def waits_for_weights(self) -> bool:
+        """Return whether every conversation with recorded spans waits for a later weight version."""
+
+        async def waits() -> bool:
+            recorded = [name for name, record in self._records.items() if record.spans]
+            return self._gate.waiting >= len(recorded)
+
+        return self._loop.run(waits())
+
     def close(self) -> RouterStats:
         """Abort the remaining conversations; when it returns, no replica has a request of this runner."""
         stats = self._loop.run(self._close())
@@ -175,7 +205,7 @@ class AgentRunner:
         return self._failure is not None or self._epoch != epoch
 
     async def _open(self, replicas: Sequence[Replica], client: str) -> None:
-        self._router = Router(replicas, self._capacity, self._timeout_s, client)
+        self._router, self._gate = Router(replicas, self._capacity, self._timeout_s, client), VersionGate()
         await self._scope.enter_async_context(self._router)
         await self._scope.enter_async_context(monitored_loop())
         serving = self.endpoint.serving(self._router.generate) if self.endpoint else nullcontext()
@@ -191,6 +221,8 @@ class AgentRunner:
 
     async def _abort(self, names: Sequence[SampleId]) -> None:
         tasks = [task for name in names if (task := self._tasks.pop(name, None)) is not None]
+        for name in names:
+            self._records.pop(name, None)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -203,24 +235,22 @@ class AgentRunner:
         self._loops |= build_agent_loops(self._config, self._tokenizer, missing, self.endpoint)
 
     def _start(self, groups: Sequence[ConversationGroup]) -> None:
-        for group in groups:
-            for name, sample in zip(group.ids, group.samples, strict=True):
-                self._tasks[name] = self._loop.loop.create_task(self._lead(name, group, sample))
-
-    async def _lead(self, name: SampleId, group: ConversationGroup, sample: PlannedSample) -> None:
-        """Lead one conversation, and hand out its trajectory."""
         assert self._router is not None
-        router = self._router
+        for group in groups:
+            generate = partial(self._router.generate, expected_tokens=group.expected_tokens)
+            for name, sample in zip(group.ids, group.samples, strict=True):
+                if group.with_turns:
+                    self._records[name] = TurnRecord(generate, self._gate, sample.turns, sample.spans)
+                self._tasks[name] = self._loop.loop.create_task(self._lead(name, group, sample, generate))
 
-        async def generate(
-            prompt_ids: Sequence[int], params: SamplingParams, *, seed: int, key: str, routes_from: int | None = None
-        ) -> Completion:
-            expected = group.expected_tokens
-            return await router.generate(
-                prompt_ids, params, seed=seed, key=key, expected_tokens=expected, routes_from=routes_from
-            )
-
-        record = RouteRecord(generate) if group.with_routes else None
+    async def _lead(
+        self, name: SampleId, group: ConversationGroup, sample: PlannedSample, generate: GenerateWithRoutes
+    ) -> None:
+        """Lead one conversation, and hand out its trajectory."""
+        turns = self._records.get(name)
+        if turns is not None:
+            generate = turns.generate
+        routes = RouteRecord(generate) if group.with_routes else None
         conversation = Conversation(
             messages=group.messages,
             params=sample.params,
@@ -232,16 +262,19 @@ class AgentRunner:
             limits=self._limits,
         )
         try:
+            if turns is not None:
+                await turns.begin()  # before it takes a slot
             async with self._slots:
                 trajectory = await lead_conversation(
-                    conversation, self._loops[group.agent_name], generate if record is None else record.generate
+                    conversation, self._loops[group.agent_name], generate if routes is None else routes.generate
                 )
         except FATAL as error:
             self._fail(error)
             return
         self._tasks.pop(name, None)
-        if record is not None:
-            trajectory = record.add_to(trajectory)
+        self._records.pop(name, None)
+        if routes is not None:
+            trajectory = routes.add_to(trajectory)
         with self._changed:
             self._pending -= 1
             self._ended.append(FinishedSample(name, trajectory))

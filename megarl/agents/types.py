@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from megarl.base.errors import MegarlError
-from megarl.rollout.interface import NO_VERSION, Completion, SamplingParams
+from megarl.rollout.interface import NO_VERSION, Completion, FinishReason, SamplingParams
 
 if TYPE_CHECKING:
     from megarl.rollout.router import Replica, RouterStats
@@ -154,6 +154,60 @@ class SampleId(NamedTuple):
     sample: int
 
 
+class VersionSpan(NamedTuple):
+    """Consecutive generated tokens of one weight version."""
+
+    version: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class StoredTurn:
+    """A turn of an unfinished conversation, which a checkpoint stores.
+
+    Attributes:
+        context: digest of the turn's prompt and seed, see :func:`megarl.agents.turns.context_digest`.
+        token_ids: int32 ``[n]`` generated tokens.
+        log_probs: float32 ``[n]``.
+        versions: int32 ``[n]`` weight version of each token.
+        finish_reason: see :class:`~megarl.rollout.interface.Completion`; ``abort``: the turn is unfinished.
+        routes: see :class:`~megarl.rollout.interface.Completion`.
+    """
+
+    context: str
+    token_ids: np.ndarray
+    log_probs: np.ndarray
+    versions: np.ndarray
+    finish_reason: FinishReason
+    routes: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, context: str, completion: Completion) -> StoredTurn:
+        """Build the turn of a completion."""
+        return cls(
+            context,
+            np.array(completion.token_ids, np.int32),
+            np.array(completion.log_probs, np.float32),
+            np.array(completion.versions, np.int32),
+            completion.finish_reason,
+            completion.routes,
+        )
+
+    @property
+    def completion(self) -> Completion:
+        """The turn as a completion."""
+        versions = self.versions.tolist()
+        return Completion(
+            request_id=self.context,
+            token_ids=self.token_ids.tolist(),
+            log_probs=self.log_probs.tolist(),
+            finish_reason=self.finish_reason,
+            weight_version=min(versions, default=NO_VERSION),
+            weight_versions=tuple(versions) if len(set(versions)) > 1 else (),
+            routes=self.routes,
+        )
+
+
 @dataclass(frozen=True)
 class PlannedSample:
     """One conversation of a group before its rollout.
@@ -162,11 +216,15 @@ class PlannedSample:
         sample: number within the group.
         params: sampling parameters.
         seed: seed of its first turn.
+        turns: turns that exist already, from a checkpoint; the last one may be unfinished.
+        spans: weight versions of its generated tokens in the run that this run replays; empty = any.
     """
 
     sample: int
     params: SamplingParams
     seed: int
+    turns: Sequence[StoredTurn] = ()
+    spans: Sequence[VersionSpan] = ()
 
 
 @dataclass(frozen=True)
@@ -183,6 +241,7 @@ class ConversationGroup:
         facts: the other columns of the data row.
         expected_tokens: expected tokens per turn; None = unknown.
         with_routes: record the experts of all tokens.
+        with_turns: record the turns, for :meth:`ConversationService.stored_turns`.
     """
 
     number: int
@@ -194,6 +253,7 @@ class ConversationGroup:
     facts: Mapping[str, Any] = field(default_factory=dict)
     expected_tokens: float | None = None
     with_routes: bool = False
+    with_turns: bool = False
 
     @property
     def ids(self) -> list[SampleId]:
@@ -237,6 +297,19 @@ class ConversationService(Protocol):
 
     def take_stats(self) -> RouterStats:
         """Return the statistics since the last call or since :meth:`open`; conversations go on."""
+
+    def stored_turns(self) -> Mapping[SampleId, Sequence[StoredTurn]]:
+        """Return the turns of the conversations that have not ended, for a checkpoint.
+
+        The responses are interrupted for a moment and go on. Conversations of groups without ``with_turns`` are left
+        out. An ended sample is left out too, even if :meth:`finished` has not returned it yet.
+        """
+
+    def set_version(self, version: int) -> None:
+        """Announce the weight version of the replicas; conversations whose recorded spans wait for it go on."""
+
+    def waits_for_weights(self) -> bool:
+        """Return whether every conversation with recorded spans waits for a later weight version."""
 
     def close(self) -> RouterStats:
         """Abort the remaining conversations; when it returns, no replica has a request of this service."""

@@ -16,7 +16,7 @@ import ray
 from megarl.agents.endpoint.server import make_token
 from megarl.agents.runner import AgentRunner
 from megarl.agents.trajectories import PackedSamples
-from megarl.agents.types import ConversationGroup, FinishedSample, SampleId
+from megarl.agents.types import ConversationGroup, FinishedSample, SampleId, StoredTurn
 from megarl.base.errors import StepImpossible, WorkerError
 from megarl.base.user_code import import_user_modules
 from megarl.cluster.adapters import ReplicaProcess
@@ -25,6 +25,7 @@ from megarl.cluster.failures import WorkerCall, WorkerFailed, WorkerSilent, firs
 from megarl.cluster.resources import PlacedPool
 from megarl.cluster.worker_group import WorkerGroup, wait_ready
 from megarl.models.layout import ParallelLayout
+from megarl.rollout.interface import NO_VERSION
 from megarl.rollout.router import Replica, RouterStats
 from megarl.tracing import TRACER
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
@@ -113,6 +114,21 @@ class AgentRunnerWorker:
     def take_stats(self) -> RouterStats:
         """Return the router's statistics since the last call."""
         return self._runner.take_stats()
+
+    @verb(Dispatch.ALL)
+    def stored_turns(self) -> dict[SampleId, list[StoredTurn]]:
+        """Return the turns of unfinished conversations."""
+        return self._runner.stored_turns()
+
+    @verb(Dispatch.ALL)
+    def set_version(self, version: int) -> None:
+        """Announce the weight version of the replicas."""
+        self._runner.set_version(version)
+
+    @verb(Dispatch.ALL)
+    def waits_for_weights(self) -> bool:
+        """Return whether every conversation with recorded spans waits for a later weight version."""
+        return self._runner.waits_for_weights()
 
     @verb(Dispatch.ALL)
     def close(self) -> RouterStats:
@@ -209,7 +225,7 @@ class AgentRunners:
         self._groups: dict[int, ConversationGroup] = {}
         self._unfinished: Counter[int] = Counter()
         self._dead: list[int] = []
-        self._losses = 0
+        self._losses, self._version = 0, NO_VERSION
 
     def __enter__(self) -> AgentRunners:
         return self
@@ -231,7 +247,7 @@ class AgentRunners:
 
     def open(self, replicas: Sequence[Replica]) -> None:
         """Send the replicas to the runners; see :class:`~megarl.agents.types.ConversationService`."""
-        self._replicas, self._groups, self._losses = replicas, {}, 0
+        self._replicas, self._groups, self._losses, self._version = replicas, {}, 0, NO_VERSION
         self._unfinished.clear()
         self._runners = {rank: self._open(rank) for rank in range(self._group.world_size)}
 
@@ -279,18 +295,32 @@ class AgentRunners:
 
         Lost runners are replaced. A runner that has just been lost is left out; :meth:`finished` notices its loss.
         """
-        stats = []
-        for runner in self._runners.values():
-            try:
-                stats += gather([runner.handle.submit("take_stats")], self._timeout_s)
-            except (WorkerFailed, WorkerSilent) as failure:
-                if not _is_lost(failure):
-                    raise
+        stats = [found for _, found in self._ask("take_stats") if found is not None]
         if self._dead:
             self._group.restart(self._dead)
             self._runners |= {lost: self._open(lost) for lost in self._dead}
         losses, self._losses, self._dead = self._losses, 0, []
         return RouterStats.merged(stats, losses)
+
+    def stored_turns(self) -> dict[SampleId, Sequence[StoredTurn]]:
+        """Collect the turns of all runners; see :class:`~megarl.agents.types.ConversationService`.
+
+        The conversations of a runner that has just been lost have none: they are repeated.
+        """
+        turns: dict[SampleId, Sequence[StoredTurn]] = {}
+        for runner, found in self._ask("stored_turns"):
+            turns |= dict.fromkeys(runner.running, ()) if found is None else found
+        return turns
+
+    def set_version(self, version: int) -> None:
+        """Announce the weight version of the replicas; see :class:`~megarl.agents.types.ConversationService`."""
+        self._version = version
+        for runner in self._runners.values():
+            runner.call("set_version", version)
+
+    def waits_for_weights(self) -> bool:
+        """Ask all runners; see :class:`~megarl.agents.types.ConversationService`."""
+        return all(waits for _, waits in self._ask("waits_for_weights"))
 
     def close(self) -> RouterStats:
         """Abort the remaining conversations; see :class:`~megarl.agents.types.ConversationService`.
@@ -323,7 +353,22 @@ class AgentRunners:
     def _open(self, rank: int) -> _Runner:
         runner = _Runner(self._group.handle(rank))
         runner.call("open", self._replicas, runner.client)
+        if self._version != NO_VERSION:
+            runner.call("set_version", self._version)
         return runner
+
+    def _ask(self, name: str) -> list[tuple[_Runner, Any]]:
+        """Call a verb of all runners after their earlier calls; the answer of a runner that was lost is None."""
+        calls = [(runner, runner.handle.submit(name)) for runner in self._runners.values()]
+        answers = []
+        for runner, call in calls:
+            try:
+                answers.append((runner, gather([call], self._timeout_s)[0]))
+            except (WorkerFailed, WorkerSilent) as failure:
+                if not _is_lost(failure):
+                    raise
+                answers.append((runner, None))
+        return answers
 
     def _distribute(self, groups: Iterable[ConversationGroup]) -> None:
         """Start conversations on the runners with the fewest unfinished ones."""

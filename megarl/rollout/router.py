@@ -10,7 +10,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -225,6 +225,7 @@ class Router:
         self._arrived: list[PendingRequest] = []
         self._pumps: list[asyncio.Task[None]] = []
         self._failure: Exception | None = None
+        self._interrupts = False
         self._changed = asyncio.Event()
         self._count = self.finished = 0
         self._since = time.perf_counter()
@@ -259,6 +260,7 @@ class Router:
         key: str = "",
         expected_tokens: float | None = None,
         routes_from: int | None = None,
+        prior: Completion | None = None,
     ) -> Completion:
         """Generate one response. Cancelling the call aborts the request.
 
@@ -269,6 +271,7 @@ class Router:
             key: requests with one key share a prefix; empty = no shared prefix.
             expected_tokens: expected length of the response; None = unknown.
             routes_from: see :class:`~megarl.rollout.interface.Request`.
+            prior: see :class:`~megarl.rollout.interface.Request`.
 
         Raises:
             NoReplicaLeft: all replicas are lost.
@@ -281,7 +284,7 @@ class Router:
         name = f"{self.client}-{self._count}"
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         entry = PendingRequest(
-            Request(name, prompt_ids, params, seed, routes_from=routes_from),
+            Request(name, prompt_ids, params, seed, prior, routes_from),
             key or name,
             params.max_new_tokens,
             expected_tokens,
@@ -308,8 +311,25 @@ class Router:
         self.stats = RouterStats(busy_s=dict.fromkeys(self._board.replicas, 0.0))
         return taken
 
+    @contextlib.asynccontextmanager
+    async def interrupted(self) -> AsyncIterator[list[Request]]:
+        """Interrupt all requests; they go on at the end of the context, which has the list of them.
+
+        The ``prior`` of a request has its tokens so far.
+        """
+        self._interrupts = True
+        for number in self._board.replicas:
+            self._aborted[number] += [entry.request.request_id for entry in self._board.held(number)]
+            self._calls[number].set()
+        try:
+            await self._drain()
+            yield [entry.request for entry in self._entries.values() if not entry.payload.done()]
+        finally:
+            self._interrupts = False
+            self._dispatch()
+
     async def _drain(self) -> None:
-        """Wait until the replicas have aborted all cancelled requests."""
+        """Wait until the replicas have ended or aborted all requests that they have."""
         while self._failure is None and any(self._board.held(number) for number in self._board.replicas):
             self._changed.clear()
             await self._changed.wait()
@@ -321,6 +341,8 @@ class Router:
         self._dispatch()
 
     def _dispatch(self) -> None:
+        if self._interrupts:
+            return
         for number, entries in self._board.dispatch().items():
             self._inbox[number] += [entry.request for entry in entries]
             self._calls[number].set()
@@ -388,12 +410,17 @@ class Router:
             return
         TRACER.progress()
         self._account()
-        self.finished += len(completions)
         for completion in completions:
-            entry = self._entries.pop(completion.request_id)
+            entry = self._entries[completion.request_id]
             tokens = None if completion.finish_reason == "abort" else len(completion.token_ids)
             self._board.release(number, entry, tokens)
             self._spans.finished(number, completion.request_id, len(entry.request.prompt_ids), tokens)
+            if tokens is None and self._interrupts and not entry.payload.done():
+                entry.request = replace(entry.request, prior=completion if completion.token_ids else None)
+                self._board.add([entry])
+                continue
+            del self._entries[completion.request_id]
+            self.finished += 1
             with contextlib.suppress(asyncio.InvalidStateError):  # cancelled by its caller
                 entry.payload.set_result(completion)
         self._dispatch()

@@ -78,13 +78,15 @@ class EngineServer:
 
         Args:
             client: name of the caller; only its :meth:`completions` return the results.
-            requests: new requests, whose ids are unique among all clients.
+            requests: new requests, whose ids are unique among all clients. One that the engine cannot continue begins
+                without its ``prior``.
             aborted: ids of requests to abort; an unknown id is ignored.
         """
         with self._changed:
             if client in self._gone:
                 return
             if requests:
+                requests = [self._startable(request) for request in requests]
                 self._clients.setdefault(client, _Client()).running.update(request.request_id for request in requests)
                 self._owners.update((request.request_id, client) for request in requests)
                 self._inbox.append((client, requests))
@@ -225,13 +227,19 @@ class EngineServer:
         if request is None or not client:  # the engine was used by someone else before
             return
         if completion.finish_reason == "abort" and name not in self._cancelled:
-            continues = bool(completion.token_ids) and self._engine.can_continue(request.params)
-            self._inbox.append((client, [replace(request, prior=completion if continues else None)]))
+            held = replace(request, prior=completion if completion.token_ids else None)
+            self._inbox.append((client, [self._startable(held)]))
             return
         self._cancelled.discard(name)
         del self._owners[name]
         self._clients[client].running.discard(name)
         self._clients[client].ended.append(completion)
+
+    def _startable(self, request: Request) -> Request:
+        """Drop the prior tokens of a request that the engine cannot continue."""
+        if request.prior is None or self._engine.can_continue(request.params):
+            return request
+        return replace(request, prior=None)
 
     def _fail(self, client: str, names: Iterable[str], error: Exception) -> None:
         """End requests of a client with an error."""

@@ -202,6 +202,9 @@ class TimedEngine:
     def interrupt_poll(self):
         pass
 
+    def can_continue(self, params):
+        return True
+
     def submit(self, requests):
         ends = time.monotonic() + self.seconds
         for number, request in enumerate(requests):

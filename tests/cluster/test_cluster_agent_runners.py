@@ -15,14 +15,15 @@ import pytest
 from light_workers import timed_tokens
 from task_configs import arithmetic, train_config  # noqa: F401
 
-from megarl.agents.types import ConversationGroup, PlannedSample, SampleId
+from megarl.agents.turns import context_digest
+from megarl.agents.types import ConversationGroup, PlannedSample, SampleId, StoredTurn, Trajectory, VersionSpan
 from megarl.base.errors import ConfigError
 from megarl.cluster import PlacedPool, RaySession, ResourcePool, WorkerGroup, agent_runners
 from megarl.cluster.adapters import replica_processes
 from megarl.cluster.agent_runners import AgentRunners, RunnersLost
 from megarl.config import TrainConfig
 from megarl.models import ParallelLayout
-from megarl.rollout.interface import SamplingParams
+from megarl.rollout.interface import Completion, SamplingParams
 from megarl.rollout.router import Replica
 from megarl.trainer.phases.data_loading import load_tokenizer
 
@@ -151,6 +152,44 @@ def test_statistics_are_taken_while_conversations_go_on(
     later = service.take_stats()
     assert later.runners_lost == 0 and 0 < later.busy_s[0] <= later.seconds
     assert service.close().runners_lost == 0
+
+
+def test_turns_of_unfinished_conversations_are_stored(
+    runners: Callable[..., AgentRunners], replica: WorkerGroup
+) -> None:
+    """Conversations of a lost runner have none. A conversation resumes after its turns, on the same service."""
+    service = runners(2)
+    service.open(replica_processes(replica))
+    groups = [replace(group, with_turns=True) for group in groups_of(6)]
+    service.submit(groups)
+    assert service.stored_turns() == {name: [] for group in groups for name in group.ids}
+    ended: dict[SampleId, Trajectory] = {}
+    signal_runner(service, 0, signal.SIGKILL)
+    lost = service._runners[0].running
+    assert lost and all(service.stored_turns()[name] == () for name in lost)
+    while len(ended) < 12:
+        ended |= dict(service.finished(1.0))
+    assert service.stored_turns() == {}
+    assert {name: trajectory.response_ids.tolist() for name, trajectory in ended.items()} == expected(6)
+
+    part = Completion("r", [1, 2], [-0.5, -0.5], "abort", 1)
+    whole = replace(part, token_ids=[9, 9, 9], log_probs=[-0.5] * 3, finish_reason="stop")
+    contexts = [context_digest([3, 0], seed) for seed in (0, 1)]
+    planned = [
+        replace(sample, turns=[StoredTurn.of(context, turn)], spans=[VersionSpan(5, 2), VersionSpan(6, 3)])
+        for sample, context, turn in zip(groups[0].samples, contexts, (whole, part), strict=True)
+    ]
+    service.submit([replace(groups[0], number=9, samples=planned)])
+    assert service.finished(1.0) == [] and service.waits_for_weights()
+    service.set_version(5)
+    samples = {name: trajectory.response_ids.tolist() for name, trajectory in service.finished(5.0)}
+    assert samples == {(9, 0): [9, 9, 9]}, "it needs no engine"
+    assert service.finished(1.0) == [] and service.waits_for_weights(), "its two tokens of version 5 exist already"
+    service.set_version(6)
+    while len(samples) < 2:
+        samples |= {name: trajectory.response_ids.tolist() for name, trajectory in service.finished(1.0)}
+    assert samples[SampleId(9, 1)] == timed_tokens([3, 0], 1) and service.waits_for_weights()
+    service.close()
 
 
 def test_reports_that_wait_for_the_driver_are_no_silence(

@@ -6,11 +6,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from cli_runs import CliRun, RunFiles, assert_finite, read_jsonl, reproducible
 from documented_metrics import undocumented
 
 STEPS, PROMPTS = 4, 24
-TIMED = ("rollout_service/",)
+TIMED = ("rollout_service/", "rollout/idle_while_waiting_s")
 """Metrics of queues, which depend on timing."""
 
 
@@ -110,13 +111,15 @@ def test_a_run_without_replicas_saves_whole_steps_and_names_a_step_that_trained_
 def test_colocated_training_begins_when_a_batch_is_complete(
     small: list[str], dense_reward: list[str], start: Callable[..., CliRun]
 ) -> None:
-    run = start(
+    """Responses pause and continue. A run that resumes with the order of this one repeats its tokens and versions."""
+    arguments = [
         *("--config-name", "quickstart_grpo", *small, *dense_reward, "trainer.experiment_name=colocated"),
         *("async_training.mode=colocated", "async_training.max_staleness=1", "sync.verify_freq=1"),
         *("algorithm.rollout_correction.rollout_is=token", "actor_rollout_ref.rollout.max_num_seqs=4"),
-        *("data.max_response_length=40", f"trainer.total_training_steps={STEPS}"),
-        *("trainer.val_before_train=false", "trainer.test_freq=2"),
-    )
+        *("data.max_response_length=40", f"trainer.total_training_steps={STEPS}", "trainer.save_freq=2"),
+        *("trainer.val_before_train=false", "trainer.test_freq=2", "trainer.max_actor_ckpt_to_keep=null"),
+    ]
+    run = start(*arguments)
     assert run.wait() == 0, run.output
     files = RunFiles(run.folder, "colocated")
     steps = list(files.steps.values())
@@ -125,8 +128,22 @@ def test_colocated_training_begins_when_a_batch_is_complete(
     assert all(row["training/off_policy/trajectory_staleness_worst"] <= 1 for row in steps)
     assert sum(row["fully_async/partial/total_partial_num"] for row in steps) > 0
     assert all(row["weight_sync/verified"] == 1 for row in steps)
-    trained = [group for row in read_jsonl(files.newest / "batch_order.jsonl") for group in row["groups"]]
+    order = files.newest / "batch_order.jsonl"
+    trained = [group for row in read_jsonl(order) for group in row["groups"]]
     assert sorted(trained) == list(range(STEPS * PROMPTS))
+
+    checkpoint = run.folder / "outputs" / "colocated" / "checkpoints" / "global_step_2"
+    resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
+    run = start(*arguments, *resume, f"trainer.replay_order={order}")
+    assert run.wait() == 0 and "replay_order:" not in run.output, run.output
+    again = RunFiles(run.folder, "colocated")
+    assert read_jsonl(again.newest / "batch_order.jsonl") == read_jsonl(order)
+    for step in (3, 4):
+        expected, found = (
+            {name: value for name, value in reproducible(row).items() if not name.startswith(TIMED)}
+            for row in (files.steps[step], again.steps[step])
+        )
+        assert found == pytest.approx(expected, rel=1e-3, abs=1e-5), "queued requests: equal to rounding"
 
 
 def test_staleness_0_is_synchronous_training(

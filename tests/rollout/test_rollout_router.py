@@ -2,13 +2,14 @@
 
 import asyncio
 import random
+from itertools import pairwise
 
 import pytest
 
 from megarl.base.errors import WeightSyncError
-from megarl.rollout import Completion, RolloutError, SamplingParams
+from megarl.rollout import Completion, EngineOptions, Request, RolloutError, SamplingParams, create_engine
 from megarl.rollout import router as router_module
-from megarl.rollout.router import NoReplicaLeft, ReplicaLost, RequestGivenUp, Router
+from megarl.rollout.router import EngineReplica, NoReplicaLeft, ReplicaLost, RequestGivenUp, Router
 
 PARAMS = SamplingParams(1000)
 
@@ -136,6 +137,63 @@ def test_a_request_that_kills_replicas_is_given_up():
 def test_other_errors_end_the_router(error):
     answers, stats = ask_all([Scripted(error=error), Scripted(error=error)], prompts_of(5))
     assert all(answer is error or str(answer) == str(error) for answer in answers) and not stats.lost
+
+
+@pytest.fixture(scope="module")
+def engine(make_folder):
+    folder = make_folder(max_position_embeddings=4096)
+    engine = create_engine("embedded", str(folder), EngineOptions(max_num_seqs=4))
+    engine.load_hf(str(folder), 1)
+    yield engine
+    engine.shutdown()
+
+
+def test_interrupted_requests_go_on_after_their_tokens(engine):
+    """Three requests run, a fourth waits, one is cancelled during an interruption: no token changes."""
+    prompts, params = [[3, 11, n] for n in range(4)], SamplingParams(200, ignore_eos=True)
+    whole = [engine.generate([Request("r", prompt, params, n)])[0] for n, prompt in enumerate(prompts)]
+
+    async def run():
+        async with Router([EngineReplica(engine)], 3, 60.0) as router:
+            callers = [asyncio.create_task(router.generate(p, params, seed=n)) for n, p in enumerate(prompts)]
+            cancelled = asyncio.create_task(router.generate([5], params, seed=9))
+            found = []
+            for turn in range(12):
+                await asyncio.sleep(0.02)
+                async with router.interrupted() as requests:
+                    lengths = {request.seed: len(request.prior_ids) for request in requests}
+                    found.append(lengths)
+                    assert not router._board.held(0)
+                    await asyncio.sleep(0.01)
+                    now = {request.seed: len(request.prior_ids) for request in requests}
+                    assert now == lengths, "no token is generated within the context"
+                if turn == 6:
+                    cancelled.cancel()
+            return await asyncio.gather(*callers), found
+
+    answers, found = asyncio.run(run())
+    assert [(a.token_ids, a.log_probs) for a in answers] == [
+        (a.token_ids, pytest.approx(a.log_probs, abs=1e-4)) for a in whole
+    ]
+    assert set(found[0]) == {0, 1, 2, 3, 9} and 9 not in found[-1]
+    assert any(0 < tokens < 200 for lengths in found for tokens in lengths.values())
+    for earlier, later in pairwise(found):
+        assert all(later[seed] >= tokens for seed, tokens in earlier.items() if seed in later)
+
+
+def test_an_interruption_survives_the_loss_of_a_replica():
+    replicas = [Scripted(), Scripted(dies_after=2)]
+
+    async def run():
+        async with Router(replicas, 4, 5.0) as router:
+            callers = [asyncio.create_task(router.generate([30, n], PARAMS, seed=n)) for n in range(6)]
+            await asyncio.sleep(0)
+            async with router.interrupted() as requests:
+                assert sorted(request.seed for request in requests) == [0, 1, 2, 3, 4, 5]
+            return [answer.token_ids for answer in await asyncio.gather(*callers)], router.stats
+
+    answers, stats = asyncio.run(run())
+    assert answers == [[30, n] for n in range(6)] and list(stats.lost) in ([], [1])
 
 
 def test_cancelling_a_caller_aborts_its_request():

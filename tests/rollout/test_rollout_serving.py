@@ -161,6 +161,18 @@ def test_paused_requests_continue_with_the_next_weights(make_folder):
         assert ended.token_ids == rest.token_ids
 
 
+def test_a_request_that_the_engine_cannot_continue_begins_again(engine, monkeypatch):
+    monkeypatch.setattr(engine, "can_continue", lambda params: params.repetition_penalty == 1)
+    penalized = SamplingParams(20, ignore_eos=True, repetition_penalty=1.2)
+    new = Request("new", [3, 11, 12], penalized, 4)
+    (whole,) = engine.generate([new])
+    prior = Completion("new", [5] * 10, [-1.0] * 10, "abort", -1)
+    server = EngineServer(engine)
+    server.accept("a", [replace(new, prior=prior), replace(request("kept", 20), prior=prior)])
+    done = fetch(server, "a", 2)
+    assert done["new"].token_ids == whole.token_ids and done["kept"].token_ids[:10] == [5] * 10
+
+
 def test_pauses_change_no_response_of_the_same_weights(engine):
     """Stop strings, penalties, random numbers and limits do not see the interruptions."""
     params = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -137,7 +138,7 @@ def make(
         else:
             ledger = GroupLedger(AdmissionRule(8, staleness, STEPS * 8), 2)
             order = OrderFile(tmp_path / folder / "batch_order.jsonl")
-            repeated = ReplayOrder(str(replay)) if replay else None
+            repeated = ReplayOrder(str(replay), partial_rollout=partial) if replay else None
             source = RolloutService(config, ledger, prompts, phase, rewards, engine, order, repeated)
         return source
 
@@ -209,6 +210,14 @@ def synchronous() -> list[Any]:
     return []
 
 
+def synchronous_samples(make: Callable[..., Any], engine: OneEngine, known: list[Any]) -> list[Any]:
+    if not known:
+        source = make(None, tokens=40)
+        engine.sync_weights()
+        known += sorted(row for _, batch, _ in steps_of(source) for row in rows(batch))
+    return known
+
+
 @pytest.mark.parametrize(("colocated", "loses_replica"), [(False, False), (False, True), (True, False)])
 def test_a_sync_interrupts_responses_and_loses_none(
     make: Callable[..., Any], engine: OneEngine, synchronous: list[Any], colocated: bool, loses_replica: bool
@@ -218,10 +227,7 @@ def test_a_sync_interrupts_responses_and_loses_none(
     If a sync replaced a replica, the responses in flight are repeated; then no sample has two versions. In colocated
     mode the engine sleeps between the batch and the sync.
     """
-    if not synchronous:
-        source = make(None, tokens=40)
-        engine.sync_weights()
-        synchronous += sorted(row for _, batch, _ in steps_of(source) for row in rows(batch))
+    expected = synchronous_samples(make, engine, synchronous)
     service = make(2, tokens=40, partial=True, colocated=colocated)
     engine.loses_replica = loses_replica
     engine.sync_weights()
@@ -241,7 +247,7 @@ def test_a_sync_interrupts_responses_and_loses_none(
         assert 0 <= synced.get("rollout/replica_utilization/mean", 0.0) <= 1
         idle = {name: value for name, value in synced.items() if name.endswith("idle_ratio")}
         assert all(0 <= value <= 1 for value in idle.values()) and len(idle) == (0 if colocated else 2)
-    assert sorted(found) == synchronous
+    assert sorted(found) == expected
     assert sum(interrupted) > 0 == interrupted[-1] and (mixed == 0) == loses_replica
 
 
@@ -253,22 +259,107 @@ def test_a_checkpoint_has_the_work_in_flight(make: Callable[..., Any], engine: O
     assert service.ledger.capacity == 0 and len(service.ledger.untrained) == 16
     for _ in range(3):  # some samples have ended, others are in flight
         service._receive(0.01)
-    state, position = service.state_dict(), service.prompts.state_dict()
-    with open(tmp_path / "arrays", "wb") as arrays:
-        stored = json.loads(json.dumps(Encoder(arrays).encode(state, "rollout")))
+    state = saved(service, tmp_path)
     rest = [rows(batch) for _, batch, _ in steps_of(service, 2)]
     order = tmp_path / "first" / "batch_order.jsonl"
 
     resumed = make(1, replay=order, folder="second")
-    resumed.prompts.load_state_dict(position)
-    decoded = Decoder(tmp_path / "arrays").decode(stored)
-    resumed.ledger.load_state_dict(decoded["ledger"])
-    resumed.restore(decoded, 1)
-    engine.sync_weights()
+    decoded = resume(resumed, state, tmp_path, 1)
     assert engine.sharding_manager.version == 2 and len(decoded["groups"]) == 16
     assert [rows(batch) for _, batch, _ in steps_of(resumed, 2)] == rest
     trained = [row[0] for _, batch, _ in first for row in rows(batch)] + [row[0] for batch in rest for row in batch]
     assert len(trained) == STEPS * 16 and all(trained.count(uid) == 2 for uid in set(trained))
+
+
+def saved(source: Any, folder: Path) -> tuple[Any, Any]:
+    """The state of a source in a checkpoint, and that of its prompts."""
+    with open(folder / "arrays", "wb") as arrays:
+        return json.loads(
+            json.dumps(Encoder(arrays).encode(source.state_dict(), "rollout"))
+        ), source.prompts.state_dict()
+
+
+def resume(source: Any, state: tuple[Any, Any], folder: Path, step: int) -> Any:
+    """Restore a source after a step, and send the weights as a resumed trainer does."""
+    decoded = Decoder(folder / "arrays").decode(state[0])
+    source.prompts.load_state_dict(state[1])
+    source.ledger.load_state_dict(decoded["ledger"])
+    source.restore(decoded, step)
+    source.roles.sync_weights()
+    return decoded
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+def test_a_partial_rollout_is_replayed_and_resumes_from_a_checkpoint(
+    make: Callable[..., Any], engine: OneEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture, colocated: bool
+) -> None:
+    """A replay interrupts each response at the recorded token. So does a run that resumes from its checkpoint."""
+
+    def samples(source: Any, first: int = 1, last: int = STEPS) -> list[Any]:
+        return [
+            (rows(batch), [row.tolist() for row in batch.unpadded("weight_versions")])
+            for _, batch, _ in steps_of(source, first, last)
+        ]
+
+    build = functools.partial(make, 2, tokens=40, partial=True, colocated=colocated)
+    recorded = build(folder="recorded")
+    engine.sync_weights()
+    trained = samples(recorded)
+    assert any(len(set(row)) > 1 for _, versions in trained for row in versions)
+    order = tmp_path / "recorded" / "batch_order.jsonl"
+    replayed = build(replay=order, folder="replayed")
+    engine.sync_weights()
+    assert samples(replayed) == trained
+
+    stopped = build(replay=order, folder="stopped")
+    engine.sync_weights()
+    assert samples(stopped, last=1) == trained[:1]
+    state = saved(stopped, tmp_path)
+    stopped.close()
+    resumed = build(replay=order, folder="resumed")
+    turns = [turn for *_, turns in resume(resumed, state, tmp_path, 1)["turns"] for turn in turns]
+    assert turns and all(turn["finish_reason"] == "abort" for turn in turns)
+    assert samples(resumed, 2) == trained[1:]
+    assert "replay_order" not in caplog.text
+
+
+def test_kills_at_any_moment_lose_no_sample_and_favour_no_length(
+    make: Callable[..., Any], engine: OneEngine, synchronous: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed run resumes from its last step. Its samples are those of an undisturbed one, token counts included."""
+
+    class Killed(Exception):
+        pass
+
+    def killing(end_sample: Callable[..., bool], after: int) -> Callable[..., bool]:
+        left = iter(range(after))
+
+        def end(*name: int) -> bool:
+            if next(left, None) is None:
+                raise Killed
+            return end_sample(*name)
+
+        return end
+
+    random, kills = np.random.default_rng(3), 0
+    for run in range(4):
+        state, step, trained = None, 0, []
+        while step < STEPS:
+            source = make(2, tokens=40, partial=True, folder=f"run{run}-{kills}")
+            monkeypatch.setattr(source.ledger, "end_sample", killing(source.ledger.end_sample, random.integers(60)))
+            if state is None:
+                engine.sync_weights()
+            else:
+                resume(source, state, tmp_path, step)
+            try:
+                while step < STEPS:
+                    of_step = [row for _, batch, _ in steps_of(source, step + 1, step + 1) for row in rows(batch)]
+                    state, step, trained = saved(source, tmp_path), step + 1, [*trained, *of_step]
+            except Killed:
+                kills += 1
+                source.traffic.close()
+        assert sorted(trained) == synchronous_samples(make, engine, synchronous)
+    assert kills > 5
 
 
 def test_validation_runs_beside_conversations_in_flight(make: Callable[..., Any], engine: OneEngine) -> None:

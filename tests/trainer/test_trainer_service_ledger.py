@@ -12,9 +12,10 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from megarl.agents.types import SampleId, VersionSpan
 from megarl.base.errors import CheckpointError, ConfigError
 from megarl.trainer.rollout_service.ledger import AdmissionRule, GroupLedger
-from megarl.trainer.rollout_service.replay_order import OrderFile, ReplayOrder, read_order
+from megarl.trainer.rollout_service.replay_order import OrderedBatch, OrderFile, ReplayOrder, read_order
 
 TENTHS = st.integers(0, 40).map(lambda tenths: tenths / 10)
 
@@ -132,17 +133,38 @@ def test_the_order_of_batches_survives_a_resume_and_is_read_again(tmp_path: Path
     path = tmp_path / "batch_order.jsonl"
     first = OrderFile(path)
     for batch, groups in enumerate([[0, 2], [1, 3], [5, 6]]):
-        first.add(batch, groups)
+        first.add(batch, OrderedBatch(groups, None))
     resumed = OrderFile(path, 2)  # the third batch was trained after the checkpoint
-    resumed.add(2, [4, 5])
-    order = ReplayOrder(str(path))
+    resumed.add(2, OrderedBatch([4, 5], None))
+    order = ReplayOrder(str(path), partial_rollout=False)
     assert [order.groups(batch) for batch in range(3)] == [[0, 2], [1, 3], [4, 5]]
+    assert order.spans(SampleId(0, 0)) == []
     with pytest.raises(ConfigError, match="ends before batch 3; train fewer steps"):
         order.groups(3)
+    with pytest.raises(ConfigError, match=r"of a run with async_training\.partial_rollout=false; replay it with that"):
+        ReplayOrder(str(path), partial_rollout=True)
     with path.open("a") as file:
         file.write('{"batch": 3, "gro')  # a killed process
     assert list(read_order(path)) == [0, 1, 2]
     path.write_text('{"batch": 0}\n{"batch": 1, "groups": [1]}\n')
     with pytest.raises(ConfigError, match=r"batch_order\.jsonl, line 1: no batch with its groups"):
-        ReplayOrder(str(path))
+        ReplayOrder(str(path), partial_rollout=False)
     assert OrderFile(path) and not path.read_text()
+
+
+def test_the_order_file_has_the_versions_of_interrupted_responses(tmp_path: Path) -> None:
+    path, spans = tmp_path / "batch_order.jsonl", [VersionSpan(3, 17), VersionSpan(4, 5)]
+    order = OrderFile(path)
+    order.add(0, OrderedBatch([6, 2], [[[], spans], [spans[1:], []]]))
+    order.add(1, OrderedBatch([3], [[spans[:1], spans[:1]]]))
+    resumed = OrderFile(path, 1)
+    resumed.add(1, OrderedBatch([4], [[spans, []]]))
+    replay = ReplayOrder(str(path), partial_rollout=True)
+    assert replay.groups(0) == [6, 2] and replay.groups(1) == [4]
+    names = [(6, 0), (6, 1), (2, 0), (4, 0), (3, 0), (9, 0)]
+    assert [replay.spans(SampleId(*name)) for name in names] == [[], spans, spans[1:], spans, [], []]
+    with pytest.raises(ConfigError, match=r"of a run with async_training\.partial_rollout=true; replay it with that"):
+        ReplayOrder(str(path), partial_rollout=False)
+    path.write_text('{"batch": 0, "groups": [1, 2], "versions": [[[]]]}\n{"batch": 1, "groups": [1]}\n')
+    with pytest.raises(ConfigError, match="line 1: no batch with its groups"):
+        read_order(path)

@@ -26,15 +26,6 @@ def async_mode(config: TrainConfig) -> Iterator[Problem]:
     if keys.mode == COLOCATED and not keys.partial_rollout:
         text = f"{_ASYNC}.mode=colocated interrupts the responses in flight for training; set true, or mode=sync"
         yield Problem(f"{_ASYNC}.partial_rollout", False, text)
-    if keys.mode == COLOCATED and replay is not None:
-        text = f"{_ASYNC}.mode=colocated interrupts responses at tokens that depend on timing; leave it null"
-        yield Problem("trainer.replay_order", replay, text)
-    if keys.mode == DISAGGREGATED and keys.partial_rollout and replay is not None:
-        text = (
-            f"repeats batches, not the tokens at which a sync interrupted responses; set {_ASYNC}.partial_rollout=false"
-            " in the run to repeat and in this one"
-        )
-        yield Problem("trainer.replay_order", replay, text)
     if keys.mode == DISAGGREGATED and not keys.partial_rollout and keys.max_staleness > 1:
         text = (
             f"with {_ASYNC}.partial_rollout=false a sync waits for all responses in flight, so more than 1 adds "

@@ -102,7 +102,8 @@ class TrainerBuilder:
         self.replay: ReplayOrder | None = None
         if config.async_training.mode != SYNC:
             self.ledger = restored_ledger(config, self.total_steps, session.resume)
-            self.replay = ReplayOrder(config.trainer.replay_order) if config.trainer.replay_order else None
+            path, partial = config.trainer.replay_order, config.async_training.partial_rollout
+            self.replay = ReplayOrder(path, partial_rollout=partial) if path else None
         check_schedules(config, self.batches, self.total_steps)
         check_endpoint(config)
 

@@ -86,8 +86,10 @@ class RolloutPhase:
         self.tokenizer = tokenizer
         self.batch_info = batch_info
         self.state_masking = state_masking
-        self.with_versions = isinstance(config, TrainConfig) and config.async_training.mode != SYNC
+        asynchronous = config.async_training if isinstance(config, TrainConfig) else None
+        self.with_versions = asynchronous is not None and asynchronous.mode != SYNC
         self.with_routes = config.actor_rollout_ref.replays_engine_routes
+        self.with_turns = self.with_versions and asynchronous is not None and asynchronous.partial_rollout
         self.on_lost = on_lost
         self._default_loop = default_agent_loop(config)
         self._lengths = LengthPredictor()
@@ -225,6 +227,7 @@ class RolloutPhase:
         keys = [_uid((TRAINING, step), place) for step, place in origins]
         params = [self.training_params()] * self.rollout.n
         groups = self._groups(prompts, params, seeds, numbers, keys, with_routes=self.with_routes)
+        groups = [dataclasses.replace(group, with_turns=self.with_turns) for group in groups]
         return self._with_expected_lengths(groups)
 
     def batch_of(

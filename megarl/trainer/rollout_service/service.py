@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
-from megarl.agents.types import ConversationGroup, PlannedSample, SampleId, Trajectory
+from megarl.agents.turns import version_spans
+from megarl.agents.types import ConversationGroup, PlannedSample, SampleId, StoredTurn, Trajectory
 from megarl.base.errors import WeightSyncError
 from megarl.base.signals import while_waiting
 from megarl.config.schema.async_training import COLOCATED
@@ -25,13 +28,17 @@ from megarl.trainer.phases.rollout_phase import RolloutPhase, send_sample
 from megarl.trainer.records.metrics import Metrics
 from megarl.trainer.rollout_service.idle_clock import IdleClock
 from megarl.trainer.rollout_service.ledger import AdmissionRule, GroupLedger
-from megarl.trainer.rollout_service.replay_order import OrderFile, ReplayOrder
+from megarl.trainer.rollout_service.replay_order import OrderedBatch, OrderFile, ReplayOrder
 from megarl.trainer.rollout_service.source import TimedPhase
 from megarl.trainer.rollout_service.staleness import staleness_metrics
 from megarl.trainer.rollout_service.traffic import WAIT_S
 from megarl.trainer.state.run_state import Resume
 
-GROUPS, SAMPLES, LEDGER = "groups", "samples", "ledger"
+logger = logging.getLogger(__name__)
+
+GROUPS, SAMPLES, TURNS, LEDGER = "groups", "samples", "turns", "ledger"
+POLL_S = 0.05
+"""Seconds between two questions whether the conversations of a replayed run wait for weights."""
 
 
 def restored_ledger(config: TrainConfig, total_steps: int, resume: Resume | None) -> GroupLedger:
@@ -115,6 +122,7 @@ class RolloutService:
             with phase("gen"):
                 batch, names, metrics = self._collect()
                 if self._is_colocated:
+                    self._await_recorded_versions()
                     self.roles.pause_engines()
             with phase("reward"):
                 scored = self.rewards.score(batch, self._early, names)
@@ -133,6 +141,7 @@ class RolloutService:
             Metrics of the sync, and of engines and trainer since the last one.
         """
         self._raise_error()
+        self._await_recorded_versions()
         in_flight = self.keys.partial_rollout and self.ledger.running
         metrics = self._sync_in_flight() if in_flight or self._is_colocated else self._sync_when_idle()
         self._replacements = self.roles.replacements
@@ -142,16 +151,21 @@ class RolloutService:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the ledger, the prompts of untrained groups, and their finished samples."""
+        """Return the ledger, the prompts of untrained groups, their finished samples, and the turns of the others.
+
+        Without partial rollouts there are no turns, since their samples have one weight version.
+        """
         self._receive(0.0)
+        turns = self._stored_turns()
         return {
             LEDGER: self.ledger.state_dict(),
             GROUPS: [_stored_group(self._groups[number]) for number in self.ledger.untrained],
             SAMPLES: [[*name, _stored_trajectory(trajectory)] for name, trajectory in self._ended.items()],
+            TURNS: [[*name, [dict(vars(turn)) for turn in of_sample]] for name, of_sample in turns.items()],
         }
 
     def restore(self, state: Mapping[str, Any], step: int) -> None:
-        """Restore the work in flight; unfinished samples are generated again, with the same seeds.
+        """Restore the work in flight; unfinished samples go on after their stored turns, with the same seeds.
 
         The ledger is restored before the workers start, see :func:`restored_ledger`.
         """
@@ -159,7 +173,11 @@ class RolloutService:
         self._early = self.rewards.ahead()
         if not state:
             return
-        self._groups = {group["number"]: self._restored_group(group) for group in state[GROUPS]}
+        turns = {
+            SampleId(group, sample): [StoredTurn(**fields) for fields in of_sample]
+            for group, sample, of_sample in (state.get(TURNS, ()) if self.keys.partial_rollout else ())
+        }
+        self._groups = {group["number"]: self._restored_group(group, turns) for group in state[GROUPS]}
         self._ended = {SampleId(group, sample): Trajectory(**fields) for group, sample, fields in state[SAMPLES]}
         for name, trajectory in self._ended.items():
             self._score(name, trajectory)
@@ -189,7 +207,7 @@ class RolloutService:
         metrics["rollout_service/finished"] = float(len(self.ledger.finished) - len(numbers))
         metrics["rollout_service/running"] = float(len(self.ledger.running))
         self.ledger.train(numbers)
-        self.order.add(batch_number, numbers)
+        self._record_order(batch_number, numbers, names, trajectories)
         for number in numbers:
             del self._groups[number]
         for name in names:
@@ -209,11 +227,13 @@ class RolloutService:
             prompts = self.prompts.take(count)
             numbers = self.ledger.admit(count)
             groups = self.rollout.training_groups(prompts, [self._origin(number) for number in numbers], numbers)
-            self._groups |= dict(zip(numbers, groups, strict=True))
+            self._groups |= {group.number: self._with_spans(group) for group in groups}
             self._unsent += numbers
         if self._unsent:
             unsent, self._unsent = self._unsent, []
             self.traffic.submit([self._missing(number) for number in unsent])
+        if self._awaits_versions and self.traffic.is_open:
+            self.traffic.runners.set_version(self.roles.sharding_manager.version)
 
     def _origin(self, number: int) -> tuple[int, int]:
         """Return step and batch index of the group in synchronous training, which seed its samples."""
@@ -280,11 +300,72 @@ class RolloutService:
             self._unsent = self.ledger.running
         return {"rollout_service/sync_wait_s": 0.0} | _held_metrics(held) | stats.metrics() | metrics
 
-    def _restored_group(self, stored: Mapping[str, Any]) -> ConversationGroup:
+    @property
+    def _awaits_versions(self) -> bool:
+        """Whether the conversations repeat the weight versions of an earlier run."""
+        return self.replay is not None and self.keys.partial_rollout
+
+    def _await_recorded_versions(self) -> None:
+        """Wait until all conversations have the tokens that this weight version generated in the earlier run."""
+        while self._awaits_versions and self.traffic.is_open and not self.traffic.runners.waits_for_weights():
+            self._receive(POLL_S)
+
+    def _stored_turns(self) -> dict[SampleId, Sequence[StoredTurn]]:
+        """Interrupt the conversations in flight for a moment; return the turns of the unfinished samples."""
+        if not self.keys.partial_rollout:
+            return {}
+        if not self.traffic.is_open:  # the replicas are lost
+            return {name: sample.turns for name, sample in self._unfinished() if sample.turns}
+        turns = self.traffic.runners.stored_turns()
+        while any(name not in turns for name, _ in self._unfinished()):  # they have ended
+            self._receive(WAIT_S)
+        return {name: turns[name] for name, _ in self._unfinished() if turns[name]}
+
+    def _unfinished(self) -> Iterator[tuple[SampleId, PlannedSample]]:
+        for number in self.ledger.running:
+            group = self._missing(number)
+            yield from zip(group.ids, group.samples, strict=True)
+
+    def _record_order(
+        self, batch: int, numbers: Sequence[int], names: Sequence[SampleId], trajectories: Sequence[Trajectory]
+    ) -> None:
+        """Record a batch for replays; warn if samples of a replayed batch differ from the recorded ones."""
+        versions = None
+        if self.keys.partial_rollout:
+            spans = {name: version_spans(trajectory) for name, trajectory in zip(names, trajectories, strict=True)}
+            versions = [[spans[name] for name in self._groups[number].ids] for number in numbers]
+            if self.replay is not None and (other := [n for n in names if spans[n] != self.replay.spans(n)]):
+                logger.warning(
+                    "trainer.replay_order: %d of %d samples of batch %d have other tokens per weight version than in "
+                    "the recorded run, the first is sample %d of group %d",
+                    *(len(other), len(names), batch, other[0].sample, other[0].group),
+                )
+        self.order.add(batch, OrderedBatch(list(numbers), versions))
+
+    def _with_spans(self, group: ConversationGroup) -> ConversationGroup:
+        """Add the weight versions of the recorded run that this run replays, if any."""
+        replay = self.replay
+        if replay is None:
+            return group
+        names = zip(group.ids, group.samples, strict=True)
+        return replace(group, samples=[replace(sample, spans=replay.spans(name)) for name, sample in names])
+
+    def _restored_group(
+        self, stored: Mapping[str, Any], turns: Mapping[SampleId, Sequence[StoredTurn]]
+    ) -> ConversationGroup:
         params = self.rollout.training_params()
-        samples = [PlannedSample(sample, params, seed) for sample, seed in enumerate(stored["seeds"])]
-        fields = {name: stored[name] for name in STORED} | {"with_routes": self.rollout.with_routes}
-        return ConversationGroup(samples=samples, messages=stored["facts"].get("raw_prompt", ()), **fields)
+        samples = [
+            PlannedSample(sample, params, seed, turns.get(SampleId(stored["number"], sample), ()))
+            for sample, seed in enumerate(stored["seeds"])
+        ]
+        group = ConversationGroup(
+            samples=samples,
+            messages=stored["facts"].get("raw_prompt", ()),
+            with_routes=self.rollout.with_routes,
+            with_turns=self.rollout.with_turns,
+            **{name: stored[name] for name in STORED},
+        )
+        return self._with_spans(group)
 
 
 def _held_metrics(held: HeldRequests) -> Metrics:
