@@ -293,8 +293,8 @@ class TrainerConfig(ValidationRecordsConfig, TrainingRunConfig):
     )
     replay_order: str | None = key(
         None,
-        "`batch_order.jsonl` of an earlier asynchronous run, whose batches and weight versions this run repeats; null = "
-        "batches in the order of completion.",
+        "`batch_order.jsonl` of an earlier asynchronous run, whose batches and weight versions this run repeats; "
+        "null = batches in the order of completion.",
     )
     rollout_data_dir: str | None = key(None, "Folder for the responses of every step as `<step>.jsonl`; null = none.")
     callbacks: list[str] = key(
