@@ -99,6 +99,13 @@ class StoredColumn:
             self._view, self._ragged = view, None
         return self._ragged
 
+    def flat(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the values of the ragged column in a dtype, by default its own; possibly a view."""
+        assert self._ragged is not None
+        if self._ragged.values is not None:
+            self._ragged = self._ragged._replace(values=writeable(self._ragged.values))
+        return self._ragged.flat(dtype)
+
     def to_ragged(self, column: Column, lengths: np.ndarray, starts: np.ndarray | None) -> RaggedColumn:
         """Return the ragged column; build it from the tensor if necessary.
 
@@ -266,7 +273,7 @@ class Columns(Mapping[str, Tensor]):
         alignment = COLUMNS[name].alignment if ragged is None else ragged.alignment
         lengths, starts = regions_of(spans)[alignment]
         if ragged is not None and np.array_equal(ragged.lengths, lengths):
-            return ragged.flat(dtype)
+            return stored.flat(dtype)
         tensor = stored.tensor()
         begins = row_starts(alignment, spans.prompt_width, lengths, starts)
         ends = (begins + lengths).tolist()
@@ -368,8 +375,12 @@ def ragged_columns(rows: Mapping[str, Rows], pads: Mapping[str, float]) -> Colum
     return Columns.of_ragged(columns)
 
 
-def join_rows(parts: Sequence[Columns]) -> Columns:
+def join_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> Columns:
     """Concatenate the rows of several batches; declared columns get the width of the widest part.
+
+    Args:
+        parts: the batches.
+        rows: positions in the concatenation that the result has, in order; None = all.
 
     Raises:
         DataError: the parts have different columns, or an undeclared column differs in shape or dtype.
@@ -377,10 +388,12 @@ def join_rows(parts: Sequence[Columns]) -> Columns:
     require_same_keys([part.keys() for part in parts], "tensor columns")
     widths = [column_widths(part.shapes()) for part in parts]
     width = Widths(max((w.prompt or 0 for w in widths), default=0), max((w.response or 0 for w in widths), default=0))
-    return Columns({name: _join(name, parts, widths, width) for name in parts[0]})
+    return Columns({name: _join(name, parts, widths, width, rows) for name in parts[0]})
 
 
-def _join(name: str, parts: Sequence[Columns], widths: Sequence[Widths], width: Widths) -> StoredColumn:
+def _join(
+    name: str, parts: Sequence[Columns], widths: Sequence[Widths], width: Widths, rows: np.ndarray | None
+) -> StoredColumn:
     ragged = [part.stored[name].current() for part in parts]
     first = ragged[0]
     if first is not None and all(
@@ -388,13 +401,14 @@ def _join(name: str, parts: Sequence[Columns], widths: Sequence[Widths], width: 
         == (first.dtype, first.alignment, first.shape[2:])
         for column in ragged
     ):  # fmt: skip
-        return StoredColumn(None, join_ragged([c for c in ragged if c is not None], widths, width))
+        return StoredColumn(None, join_ragged([c for c in ragged if c is not None], widths, width, rows))
     tensors, column = [part[name] for part in parts], COLUMNS.get(name)
     differ = any(own not in (width, Widths(None, None)) for own in widths)
     if column is not None and column.alignment != "row" and differ:
         pad = _common_padding(column, parts)
         tensors = [_widen(tensor, column, w, width, pad) for tensor, w in zip(tensors, widths, strict=True)]
-    return StoredColumn(_stack(name, tensors))
+    stacked = _stack(name, tensors)
+    return StoredColumn(stacked if rows is None else stacked[torch.from_numpy(rows)])
 
 
 def _common_padding(column: Column, parts: Sequence[Columns]) -> float:
@@ -435,10 +449,10 @@ def _dense(tensor: Tensor) -> DenseColumn:
 
 
 def _unpack(packed: RaggedColumn | DenseColumn) -> StoredColumn:
-    """Restore a column; arrays out of shared memory are read-only, and are copied."""
+    """Restore a column; arrays out of shared memory are read-only, and values are copied when they are read."""
     if isinstance(packed, RaggedColumn):
-        values, starts = (None if array is None else writeable(array) for array in (packed.values, packed.starts))
-        return StoredColumn(None, packed._replace(values=values, lengths=writeable(packed.lengths), starts=starts))
+        starts = None if packed.starts is None else writeable(packed.starts)
+        return StoredColumn(None, packed._replace(lengths=writeable(packed.lengths), starts=starts))
     data, dtype = writeable(packed.data), getattr(torch, packed.dtype)
     if not data.size:  # numpy gives an empty array a stride that torch refuses to view
         return StoredColumn(torch.empty(packed.shape, dtype=dtype))

@@ -298,8 +298,12 @@ class DataProto:
         return self.split([len(self) // chunks] * chunks)
 
     @staticmethod
-    def concat(parts: Sequence[DataProto]) -> DataProto:
+    def concat(parts: Sequence[DataProto], rows: np.ndarray | None = None) -> DataProto:
         """Concatenate the rows of all parts; declared columns are padded to the widest part.
+
+        Args:
+            parts: batches with the same columns.
+            rows: positions in the concatenation that the result has, in order; None = all.
 
         Raises:
             DataError: there are no parts, their columns differ, or two have different values for a meta_info key.
@@ -309,9 +313,9 @@ class DataProto:
         if len({part._columns is None for part in parts}) > 1:
             raise DataError("some parts have tensors and others have none; add or drop them")
         require_same_keys([part.non_tensor_batch.keys() for part in parts], "non-tensor columns")
-        columns = None if parts[0]._columns is None else join_rows([part._stored() for part in parts])
-        names = parts[0].non_tensor_batch
-        objects = {name: np.concatenate([part.non_tensor_batch[name] for part in parts]) for name in names}
+        columns = None if parts[0]._columns is None else join_rows([part._stored() for part in parts], rows)
+        names, chosen = parts[0].non_tensor_batch, slice(None) if rows is None else rows
+        objects = {name: np.concatenate([part.non_tensor_batch[name] for part in parts])[chosen] for name in names}
         return DataProto(columns, objects, merge_mappings([part.meta_info for part in parts], "meta_info key"))
 
     def pad_to_divisor(self, divisor: int) -> tuple[DataProto, int]:

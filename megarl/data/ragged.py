@@ -144,13 +144,16 @@ def row_starts(alignment: Alignment, width: int, lengths: np.ndarray, starts: np
     return width - lengths if alignment == "prompt" else np.zeros_like(lengths)
 
 
-def join_ragged(columns: Sequence[RaggedColumn], widths: Sequence[Widths], width: Widths) -> RaggedColumn:
+def join_ragged(
+    columns: Sequence[RaggedColumn], widths: Sequence[Widths], width: Widths, rows: np.ndarray | None = None
+) -> RaggedColumn:
     """Concatenate the rows of a column.
 
     Args:
         columns: the same column of each batch, equal in dtype, alignment and trailing shape.
         widths: widths of each batch.
         width: widths of the result.
+        rows: positions in the concatenation that the result has, in order; None = all.
     """
     first, starts = columns[0], None
     if first.alignment == "sequence":
@@ -163,18 +166,30 @@ def join_ragged(columns: Sequence[RaggedColumn], widths: Sequence[Widths], width
         total = (width.prompt or 0) + (width.response or 0)
     else:
         total = max(column.width for column in columns)
-    values = None
-    if any(column.values is not None for column in columns):
-        kinds = [column.values for column in columns if column.values is not None]
-        kind = np.result_type(*(values.dtype for values in kinds))
-        trailing = kinds[0].shape[1:]
-        values = np.concatenate([
-            np.ones((int(column.lengths.sum()), *trailing), kind) if column.values is None else column.values
-            for column in columns
-        ])  # fmt: skip
     pad = next((column.pad for column in columns if column.pad is not None), None)
     lengths = np.concatenate([column.lengths for column in columns])
-    return first._replace(values=values, lengths=lengths, starts=starts, width=total, pad=pad)
+    if rows is not None:
+        lengths, starts = lengths[rows], None if starts is None else starts[rows]
+    return first._replace(values=_join_values(columns, rows), lengths=lengths, starts=starts, width=total, pad=pad)
+
+
+def _join_values(columns: Sequence[RaggedColumn], rows: np.ndarray | None) -> np.ndarray | None:
+    """Copy the values of the rows, each once; None if all are ones."""
+    stored = [column.values for column in columns if column.values is not None]
+    if not stored:
+        return None
+    kind, trailing = np.result_type(*(values.dtype for values in stored)), stored[0].shape[1:]
+    parts = [
+        np.ones((int(column.lengths.sum()), *trailing), kind) if column.values is None else column.values
+        for column in columns
+    ]
+    if rows is None:
+        return np.concatenate(parts)
+    part = np.repeat(np.arange(len(columns)), [len(column.lengths) for column in columns])[rows].tolist()
+    ends = np.concatenate([np.cumsum(column.lengths) for column in columns])[rows]
+    begins = ends - np.concatenate([column.lengths for column in columns])[rows]
+    slices = [parts[n][begin:end] for n, begin, end in zip(part, begins.tolist(), ends.tolist(), strict=True)]
+    return np.concatenate(slices, dtype=kind) if slices else np.empty((0, *trailing), kind)
 
 
 def regions_of(spans: Spans) -> Regions:

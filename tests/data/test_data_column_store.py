@@ -314,6 +314,18 @@ def test_read_only_buffers_are_copied():
     assert restored.batch["x"].tolist() == [1, 2, 3, 4]
 
 
+def test_packed_tokens_of_read_only_buffers_are_copied_when_they_are_read():
+    buffers = []
+    rows = {"prompts": [[1], [2, 3]], "responses": [[4, 5], [6]], "rollout_log_probs": [[-1.0, -2.0], [-3.0]]}
+    payload = pickle.dumps(DataProto(ragged_columns(rows, {})), protocol=5, buffer_callback=buffers.append)
+    shared = [bytes(buffer) for buffer in buffers]
+    restored = pickle.loads(payload, buffers=shared)
+    restored.packed("rollout_log_probs").mul_(2)
+    assert restored.packed("rollout_log_probs").tolist() == [-2, -4, -6]
+    assert restored.tensors["rollout_log_probs"].tolist() == [[-2, -4], [-6, 0]]
+    assert pickle.loads(payload, buffers=shared).packed("rollout_log_probs").tolist() == [-1, -2, -3]
+
+
 @QUICK
 @given(st.lists(st.lists(st.integers(1, 9), max_size=4), max_size=4))
 def test_padded_rectangles(rows):

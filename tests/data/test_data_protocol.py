@@ -241,6 +241,22 @@ def test_concat_pads_to_the_widest_part(groups, pad):
         assert joined.batch[name].shape == together.batch[name].shape
 
 
+@QUICK
+@given(st.data(), st.lists(token_rows, min_size=1, max_size=3), st.booleans())
+def test_concat_in_an_order_takes_rows_of_the_concatenation(data, groups, ragged):
+    parts = [answered(*zip(*group, strict=True)) for group in groups]
+    for number, part in enumerate(parts):
+        part.non_tensor_batch["name"] = np.array([f"{number}-{row}" for row in range(len(part))], dtype=object)
+        if ragged:
+            part.parts([range(len(part))])
+    whole = DataProto.concat(parts)
+    rows = np.array(data.draw(st.lists(st.integers(0, len(whole) - 1), max_size=6)), dtype=np.int64)
+    chosen = DataProto.concat(parts, rows)
+    assert chosen.non_tensor_batch["name"].tolist() == whole.non_tensor_batch["name"][rows].tolist()
+    for name in whole.tensors:
+        assert torch.equal(chosen.tensors[name], whole.tensors[name][rows]), name
+
+
 def test_concat_keeps_the_padding_value():
     full, ragged = answered([[1, 2]], [[3]], pad=11), answered([[1], [2, 3, 4]], [[5], [6, 7]], pad=11)
     joined = DataProto.concat([full, ragged])
