@@ -1,4 +1,4 @@
-"""Build the quickstart's task from a seed: a tokenizer, a small random Qwen2 model and arithmetic data.
+"""Build the quickstart's task from a seed: a tokenizer, a small random model (Qwen2) and arithmetic data.
 
 Writes, under ``--out``::
 
@@ -27,7 +27,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 DATA_SOURCE = "arithmetic"
 PAD, END = "<|endoftext|>", "<|end|>"
@@ -41,6 +51,11 @@ CHAT_TEMPLATE = (
 WORDS = ["What", "Ġis", "Ġ+"]
 CARRIES_IN_FIRST_LESSON = 0.1
 FORGETS_TO_CARRY = 0.7
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
+    "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+}
 
 
 def build_tokenizer(words: Sequence[str] = WORDS, tags: Sequence[str] = ()) -> PreTrainedTokenizerFast:
@@ -78,10 +93,29 @@ def build_tokenizer(words: Sequence[str] = WORDS, tags: Sequence[str] = ()) -> P
     return fast
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, hidden: int, layers: int) -> Qwen2ForCausalLM:
-    """Build a Qwen2 model with random weights, sized for a laptop (about one million parameters)."""
+def hybrid_fields(hidden: int, layers: int) -> dict:
+    """Return the fields of a model with gated delta nets, and attention in every second layer; Qwen3-Next's experts."""
+    return {
+        "layer_types": [("linear_attention", "full_attention")[layer % 2] for layer in range(layers)],
+        "head_dim": hidden // 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": hidden,
+        "shared_expert_intermediate_size": hidden,
+    }
+
+
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, seed: int, hidden: int, layers: int, family: str = "qwen2"
+) -> PreTrainedModel:
+    """Build a model with random weights, sized for a laptop (about one million parameters)."""
     torch.manual_seed(seed)
-    config = Qwen2Config(
+    config_class, model_class = FAMILIES[family]
+    config = config_class(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
         intermediate_size=4 * hidden,
@@ -94,8 +128,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, hidden: int, laye
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **({} if family == "qwen2" else hybrid_fields(hidden, layers)),
     )
-    return Qwen2ForCausalLM(config)
+    return model_class(config)
 
 
 def problem_row(a: int, b: int, split: str, index: int) -> dict:
@@ -184,6 +219,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--num-test", type=int, default=300, help="held-out problems")
     parser.add_argument("--hidden", type=int, default=192)
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--family", choices=sorted(FAMILIES), default="qwen2", help="family of the model")
     parser.add_argument(
         "--pairs", type=int, nargs=2, default=(20_000, 600), help="number of training and held-out pairs"
     )
@@ -191,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer, args.seed, args.hidden, args.layers)
+    model = build_model(tokenizer, args.seed, args.hidden, args.layers, args.family)
     model.save_pretrained(args.out / "model")
     tokenizer.save_pretrained(args.out / "model")
     train, test = build_problems(args.seed, args.largest, args.num_test)

@@ -342,7 +342,8 @@ def blocks_of_range(param: LocalParam, start: int, stop: int) -> Iterator[Tensor
     padding is in none.
 
     Args:
-        param: one- or two-dimensional; its pieces span whole rows, like those of training layouts.
+        param: at most two of its dimensions, the first and the last, are larger than 1; its pieces span whole rows,
+            like those of training layouts.
         start: first element.
         stop: one after the last.
 
@@ -350,8 +351,9 @@ def blocks_of_range(param: LocalParam, start: int, stop: int) -> Iterator[Tensor
         ValueError: the parameter has another form.
     """
     width = math.prod(param.shape[1:])
+    between = len(param.shape) - 2  # dimensions of size 1
     for piece in param.pieces:
-        if len(param.shape) > 2 or piece.shape[1:] != param.shape[1:]:
+        if any(size != 1 for size in param.shape[1:-1]) or piece.shape[1:] != param.shape[1:]:
             raise ValueError(f"'{param.name}' of shape {list(param.shape)}: {piece} does not span its rows")
         base = piece.at[0] * width
         low, high = max(start, base) - base, min(stop, base + math.prod(piece.shape)) - base
@@ -359,14 +361,10 @@ def blocks_of_range(param: LocalParam, start: int, stop: int) -> Iterator[Tensor
             # A run is whole rows, or a part of one row.
             row, column = divmod(first, width)
             rows, columns = divmod(last - first, width)
-            corner, shape = (row, column), (rows, width) if rows else (1, columns)
-            dimensions = len(param.shape)
-            yield TensorBlock(
-                piece.hf_name,
-                tuple(a + b for a, b in zip(piece.start, corner[:dimensions], strict=True)),
-                shape[:dimensions],
-                base + first - start,
-            )
+            corner = (row, *(0,) * between, column)[: len(param.shape)]
+            shape = (rows or 1, *(1,) * between, width if rows else columns)[: len(param.shape)]
+            corner_in_tensor = tuple(a + b for a, b in zip(piece.start, corner, strict=True))
+            yield TensorBlock(piece.hf_name, corner_in_tensor, shape, base + first - start)
 
 
 def _runs(low: int, high: int, width: int) -> Iterator[tuple[int, int]]:

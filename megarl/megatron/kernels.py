@@ -32,16 +32,24 @@ class Kernels(NamedTuple):
         attention: within the layers.
         experts: of a mixture of experts; empty for a dense model.
         adam: of the optimizer; empty for inference.
+        delta_nets: of gated delta nets; empty for a model without them.
     """
 
     layers: str
     attention: str
     experts: str
     adam: str
+    delta_nets: str = ""
 
     def describe(self) -> str:
         """Describe the kernels in one line, such as ``layers: torch, attention: torch's, Megatron-Core 0.16.1``."""
-        named = {"layers": self.layers, "attention": self.attention, "experts": self.experts, "Adam": self.adam}
+        named = {
+            "layers": self.layers,
+            "attention": self.attention,
+            "gated delta nets": self.delta_nets,
+            "experts": self.experts,
+            "Adam": self.adam,
+        }
         parts = [f"{name}: {kernel}" for name, kernel in named.items() if kernel]
         return ", ".join([*parts, f"Megatron-Core {megatron_version}"])
 
@@ -52,7 +60,13 @@ def uses_transformer_engine(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def kernels(
-    device: torch.device, dtype: torch.dtype, *, trains: bool, has_experts: bool = False, has_windows: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    trains: bool,
+    has_experts: bool = False,
+    has_windows: bool = False,
+    has_delta_nets: bool = False,
 ) -> Kernels:
     """Select the kernels for a model of this number format on this device.
 
@@ -61,10 +75,37 @@ def kernels(
     adam = adam_kernel(megatron_optimizer.Adam) if trains else ""
     packed = device.type == "cuda" and dtype is torch.bfloat16 and packed_attention() is not None
     attention = "torch's varlen_attn" if packed else "torch's, length by length"
+    delta_nets = _delta_net_kernels(device, dtype) if has_delta_nets else ""
     if uses_transformer_engine(device, dtype):
         grouped = "Transformer Engine's (grouped)" if has_experts else ""
-        return Kernels("Transformer Engine", attention if has_windows else "Transformer Engine's", grouped, adam)
-    return Kernels("torch", attention, "one after the other" if has_experts else "", adam)
+        attention = attention if has_windows else "Transformer Engine's"
+        return Kernels("Transformer Engine", attention, grouped, adam, delta_nets)
+    return Kernels("torch", attention, "one after the other" if has_experts else "", adam, delta_nets)
+
+
+def _delta_net_kernels(device: torch.device, dtype: torch.dtype) -> str:
+    """Kernels of gated delta nets."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    rule = "flash-linear-attention's" if device.type == "cuda" and half and fla_delta_rule() else "torch's, in chunks"
+    return f"{rule} (convolution: causal-conv1d's)" if device.type == "cuda" and packed_convolution() else rule
+
+
+@functools.cache
+def fla_delta_rule() -> Callable[..., Any] | None:
+    """Return flash-linear-attention's delta rule over packed sequences; None without the package."""
+    if importlib.util.find_spec("fla") is None:
+        return None
+    kernel: Callable[..., Any] = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    return kernel
+
+
+@functools.cache
+def packed_convolution() -> Callable[..., Any] | None:
+    """Return the causal convolution of the package causal-conv1d; None without the package."""
+    if importlib.util.find_spec("causal_conv1d") is None:
+        return None
+    kernel: Callable[..., Any] = importlib.import_module("causal_conv1d").causal_conv1d_fn
+    return kernel
 
 
 def adam_kernel(adam: type) -> str:

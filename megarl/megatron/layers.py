@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from megarl.megatron.context_parallel import attend
 from megarl.megatron.kernels import causal_attention, fits_packed_attention, packed_attention, window_attention
 from megarl.megatron.packed import SharedPrompts
+from megarl.models.delta_rule import ChunkPlan
 
 _CACHED_BYTES = 2**19
 
@@ -36,6 +37,7 @@ class PackedSequences(PackedSeqParams):
         window_rotation: the same for layers with sliding-window attention; None without such layers.
         sharers: context-parallel ranks that divide each sequence zig-zag; None if this rank has whole sequences.
         shared: mapping between stored tokens and whole sequences, if some share their prompt.
+        chunks: storage of the sequences in gated delta net layers; None without such layers.
     """
 
     runs: tuple[tuple[int, int], ...] = ()
@@ -43,6 +45,7 @@ class PackedSequences(PackedSeqParams):
     window_rotation: tuple[Tensor, Tensor] | None = None
     sharers: dist.ProcessGroup | None = None
     shared: SharedPrompts | None = None
+    chunks: ChunkPlan | None = None
 
 
 class RMSNorm(nn.Module):

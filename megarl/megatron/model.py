@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.megatron.context_parallel import MicroBatchPart
+from megarl.megatron.gated_delta_net import delta_net_spec
 from megarl.megatron.kernels import check_fusions, uses_transformer_engine
 from megarl.megatron.layers import (
     GeGLU,
@@ -48,6 +49,7 @@ from megarl.megatron.runtime import Runtime
 from megarl.megatron.transformer_config import build_transformer_config
 from megarl.megatron.versions import submodules_of
 from megarl.models import ModelConfig, WeightMap
+from megarl.models.delta_rule import ChunkPlan
 from megarl.models.rope import inverse_frequencies, softmax_scale, window_frequencies
 
 _LONGEST_MULTIPLE = 128
@@ -124,11 +126,13 @@ class StageModel:
         chunks: chunks of layers in order; more than one only for an interleaved schedule.
         frequencies: rotary frequencies, on the device.
         window_frequencies: those of layers with sliding-window attention, on the device; None without such layers.
+        conv_width: width of the convolution of gated delta net layers; 0 without such layers.
     """
 
     chunks: tuple[PackedModel, ...]
     frequencies: Tensor
     window_frequencies: Tensor | None = None
+    conv_width: int = 0
 
     @property
     def _megatron_rotates(self) -> bool:
@@ -167,6 +171,7 @@ class StageModel:
             window_rotation=self._window_rotation(part),
             sharers=self.chunks[0].pg_collection.cp if divided else None,
             shared=part.shared,
+            chunks=ChunkPlan.of(part.lengths, self.conv_width, ends.device) if self.conv_width else None,
         )
 
 
@@ -188,7 +193,8 @@ def build_model(model: ModelConfig, runtime: Runtime, options: MegatronOptions) 
         for module in chunks:
             module.rotary_pos_emb.inv_freq = frequencies
     by_window = window_frequencies(model)
-    return StageModel(chunks, frequencies, None if by_window is None else by_window.to(runtime.device))
+    width = 0 if model.linear is None else model.linear.conv_width
+    return StageModel(chunks, frequencies, None if by_window is None else by_window.to(runtime.device), width)
 
 
 def _megatron_rotates(model: ModelConfig, fused: bool) -> bool:
@@ -249,8 +255,8 @@ def decoder_spec(
         adapted: linear layers get adapters, which read their inputs: no norm is part of a linear layer, and the experts
             of a rank are separate layers.
     """
-    kinds = [(model.has_experts(n), model.has_window(n)) for n in layers]
-    specs = {kind: _layer(model, config, *kind, fused, adapted) for kind in set(kinds)}
+    kinds = [(model.has_experts(n), model.has_window(n), model.is_linear(n)) for n in layers]
+    specs = {kind: _layer(model, config, *kind, fused=fused, adapted=adapted) for kind in set(kinds)}
     return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=_norm(fused))
 
 
@@ -259,7 +265,14 @@ def _norm(fused: bool) -> Any:
 
 
 def _layer(
-    model: ModelConfig, config: TransformerConfig, has_experts: bool, has_window: bool, fused: bool, adapted: bool
+    model: ModelConfig,
+    config: TransformerConfig,
+    has_experts: bool,
+    has_window: bool,
+    is_linear: bool,
+    *,
+    fused: bool,
+    adapted: bool,
 ) -> ModuleSpec:
     layer = _fused_layer(model, has_experts) if fused else _torch_layer(model)
     if has_experts:
@@ -272,7 +285,18 @@ def _layer(
         size = model.window.size if has_window else None
         attention = partial(PackedAttention, window=size, window_scale=softmax_scale(model))
         layer.submodules.self_attention.submodules.core_attention = attention
+    if is_linear:
+        _replace_attention(model, layer, fused)
     return layer
+
+
+def _replace_attention(model: ModelConfig, layer: ModuleSpec, fused: bool) -> None:
+    """Replace a layer's attention by a gated delta net."""
+    attention, column = layer.submodules.self_attention.submodules, None
+    if fused:
+        engine = importlib.import_module("megatron.core.extensions.transformer_engine")
+        layer.submodules.input_layernorm, column = engine.TENorm, engine.TEColumnParallelLinear
+    layer.submodules.self_attention = delta_net_spec(model, column or attention.linear_qkv, attention.linear_proj)
 
 
 def _place_norms(model: ModelConfig, config: TransformerConfig, layer: ModuleSpec, fused: bool) -> None:

@@ -88,6 +88,7 @@ def _shape(model: ModelConfig) -> dict[str, Any]:
         "num_query_groups": model.num_key_value_heads,
         "kv_channels": model.head_dim,
         "qk_layernorm": model.qk_norm,
+        "attention_output_gate": model.output_gate,
         "add_qkv_bias": model.qkv_bias,
         "add_bias_linear": False,
         "normalization": "RMSNorm",

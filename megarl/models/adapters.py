@@ -28,7 +28,9 @@ LORA, DORA = KINDS = ("lora", "dora")
 A, B, M = "lora_a", "lora_b", "lora_m"
 """Names of an adapter's parameters inside its layer; only DoRA has M."""
 OUTPUT_LAYER = "output_layer"
-_ATTENTION = r"self_attention\.(linear_qkv|linear_proj|linear_q_proj|linear_(q|kv)_(down|up)_proj)"
+_ATTENTION = (
+    r"self_attention\.(linear_qkv|linear_proj|linear_q_proj|linear_(q|kv)_(down|up)_proj|in_proj_(qkvz|ba)|out_proj)"
+)
 _MLP = r"mlp\.((shared_experts\.|experts\.local_experts\.\d+\.)?linear_fc[12]|router)"
 _ADAPTED = re.compile(rf"^(decoder\.layers\.\d+\.({_ATTENTION}|{_MLP})|{OUTPUT_LAYER})\.weight$")
 _BY_NAME_ONLY = ("router", OUTPUT_LAYER)
@@ -305,7 +307,7 @@ class AdapterMap:
 
 def _split_of(layer: str) -> AdapterSplit:
     name = layer.rpartition(".")[2]
-    if name in ("linear_proj", "linear_fc2"):
+    if name in ("linear_proj", "out_proj", "linear_fc2"):
         return AdapterSplit.ROW
     return AdapterSplit.REPLICATED if name == "router" or name.endswith("_down_proj") else AdapterSplit.COLUMN
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import NamedTuple
 
-from megarl.models.model_config import ModelConfig
+from megarl.models.model_config import LinearAttention, ModelConfig
 
 
 class Split(Enum):
@@ -20,6 +20,9 @@ class Split(Enum):
     REPLICATED = "every rank holds the complete parameter"
     COLUMN = "dimension 0 of each Hugging Face tensor is divided; a rank stacks its shards along it"
     GROUPED = "as COLUMN in the engine; in Megatron a rank stacks q, k, v of each of its key-value groups"
+    GATED = "as GROUPED, but each head's q is followed by its gate; Megatron stacks a group's q, gates, k, v"
+    SECTIONS = "dimension 0 has sections of heads (:func:`head_sections`); a rank stacks its heads of each section"
+    SECTIONS_BY_HEAD = "dimension 0 has all sections of each head; as COLUMN in the engine, as SECTIONS in Megatron"
     ROW = "dimension 1 is divided"
     VOCAB = "dimension 0 is padded, then divided"
 
@@ -77,6 +80,7 @@ def dimension_sizes(config: ModelConfig) -> Mapping[str, int]:
     sizes = {
         "hidden": config.hidden_size,
         "q": config.num_attention_heads * config.head_dim,
+        "q_and_gate": 2 * config.num_attention_heads * config.head_dim,
         "kv": config.num_key_value_heads * config.head_dim,
         "head": config.head_dim,
         "ffn": config.ffn_hidden_size,
@@ -94,7 +98,30 @@ def dimension_sizes(config: ModelConfig) -> Mapping[str, int]:
         sizes["kv_latent_and_rope"] = latent.kv_lora_rank + latent.rope_dim
         sizes["kv_unpacked"] = config.num_attention_heads * (latent.nope_dim + latent.v_dim)
         sizes["v"] = config.num_attention_heads * latent.v_dim
+    if config.linear is not None:
+        linear = config.linear
+        sizes["conv"] = linear.conv_width
+        sizes["linear_heads"] = linear.value_heads
+        sizes["linear_head"] = linear.value_dim
+        sizes |= {name: linear.key_heads * sum(rows) for name, rows in head_sections(linear).items()}
     return sizes
+
+
+def head_sections(linear: LinearAttention) -> Mapping[str, tuple[int, ...]]:
+    """Return the rows that each key head has in the sections of a dimension, by dimension name.
+
+    ``q`` and ``k`` are a key head's query and key, ``v`` and ``z`` the values and output gates of its value heads,
+    ``b`` their learning rates, ``a`` their decays.
+    """
+    key, values, heads = linear.key_dim, linear.values_per_key * linear.value_dim, linear.values_per_key
+    return {
+        "linear_qkvz": (key, key, values, values),
+        "linear_qkv": (key, key, values),
+        "linear_z": (values,),
+        "linear_ba": (heads, heads),
+        "linear_b": (heads,),
+        "linear_a": (heads,),
+    }
 
 
 def in_dense_layers(config: ModelConfig, layer: int) -> bool:
@@ -115,6 +142,16 @@ def with_qkv_bias(config: ModelConfig, layer: int) -> bool:
 def with_qk_norm(config: ModelConfig, layer: int) -> bool:
     """Select models with norms on q and k (for ``when``)."""
     return config.qk_norm
+
+
+def in_attention_layers(config: ModelConfig, layer: int) -> bool:
+    """Select layers with attention (for ``when``)."""
+    return not config.is_linear(layer)
+
+
+def in_linear_layers(config: ModelConfig, layer: int) -> bool:
+    """Select gated delta net layers (for ``when``)."""
+    return config.is_linear(layer)
 
 
 def with_query_latent(config: ModelConfig, layer: int) -> bool:
@@ -347,6 +384,47 @@ LATENT_ATTENTION = (
         Split.ROW,
     ),
 )
+
+GATED_QKV_WEIGHT = layer_parameter(
+    "self_attention.linear_qkv.weight",
+    "self_attn.qkv_proj.weight",
+    {
+        "self_attn.q_proj.weight": ("q_and_gate", "hidden"),
+        "self_attn.k_proj.weight": ("kv", "hidden"),
+        "self_attn.v_proj.weight": ("kv", "hidden"),
+    },
+    Split.GATED,
+    when=in_attention_layers,
+)
+
+
+def gated_delta_net(
+    qkvz: Mapping[str, tuple[str, ...]], ba: Mapping[str, tuple[str, ...]], split: Split
+) -> tuple[Declaration, ...]:
+    """Declare the parameters of a gated delta net layer.
+
+    Args:
+        qkvz: the projections to queries, keys, values and output gates: names after ``linear_attn.`` with dimensions.
+        ba: the projections to learning rates and decays, likewise.
+        split: split of both.
+    """
+
+    def parameter(megatron: str, hf: Mapping[str, tuple[str, ...]], split: Split, rollout: str = "") -> Declaration:
+        tensors = {f"linear_attn.{name}": dims for name, dims in hf.items()}
+        engine = f"linear_attn.{rollout or next(iter(hf))}"
+        return layer_parameter(f"self_attention.{megatron}", engine, tensors, split, in_linear_layers)
+
+    weight, heads = "conv1d.weight", ("linear_heads",)
+    return (
+        parameter("in_proj_qkvz.weight", qkvz, split, "in_proj_qkvz.weight"),
+        parameter("in_proj_ba.weight", ba, split, "in_proj_ba.weight"),
+        parameter(weight, {weight: ("linear_qkv", "one", "conv")}, Split.SECTIONS),
+        parameter("dt_bias", {"dt_bias": heads}, Split.COLUMN),
+        parameter("A_log", {"A_log": heads}, Split.COLUMN),
+        parameter("out_norm.weight", {"norm.weight": ("linear_head",)}, Split.REPLICATED),
+        parameter("out_proj.weight", {"out_proj.weight": ("hidden", "linear_z")}, Split.ROW),
+    )
+
 
 _EMBEDDING_TENSOR = HFTensor("model.embed_tokens.weight", ("vocab", "hidden"))
 EMBEDDING = Declaration(

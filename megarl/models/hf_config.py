@@ -72,7 +72,7 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
         family=family.name,
         num_layers=count(raw, "num_hidden_layers"),
         hidden_size=count(raw, "hidden_size"),
-        ffn_hidden_size=count(raw, "intermediate_size"),
+        ffn_hidden_size=count(raw, "intermediate_size", _unused_width(traits.experts)),
         num_attention_heads=heads,
         num_key_value_heads=heads if traits.latent else _key_value_heads(raw, heads),
         head_dim=traits.latent.nope_dim + traits.latent.rope_dim if traits.latent else _head_dim(raw, heads),
@@ -97,6 +97,8 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
         score_scale=traits.score_scale,
         text_suffix=traits.text_suffix,
         window=_limiting(traits.window, raw),
+        linear=traits.linear if traits.linear is not None and any(traits.linear.layers) else None,
+        output_gate=traits.output_gate,
     )
     _check_rotary_width(config)
     return config
@@ -117,6 +119,9 @@ def check_layout(config: ModelConfig, layout: ParallelLayout, field: str) -> Non
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
     }
+    if config.linear is not None:
+        divided_by_tp["linear_num_key_heads"] = config.linear.key_heads
+        _check_linear(config, layout, field)
     if config.experts is None or not all(config.experts.layers):
         divided_by_tp["intermediate_size"] = config.ffn_hidden_size
     if config.experts is not None and config.experts.shared_ffn_hidden_size:
@@ -130,6 +135,16 @@ def check_layout(config: ModelConfig, layout: ParallelLayout, field: str) -> Non
             )
     check_pipeline(config.num_layers, layout, field)
     _check_experts(config, layout, field)
+
+
+def _check_linear(config: ModelConfig, layout: ParallelLayout, field: str) -> None:
+    """Refuse context parallelism for gated delta net layers."""
+    if layout.cp > 1:
+        raise ConfigError(
+            f"{field}.context_parallel_size={layout.cp} is not supported for {config.architecture}: its gated delta "
+            "net layers pass a state from token to token, and no rank has a whole sequence; set it to 1 and use "
+            "tensor_model_parallel_size"
+        )
 
 
 def _check_experts(config: ModelConfig, layout: ParallelLayout, field: str) -> None:
@@ -196,16 +211,25 @@ def _head_dim(raw: Mapping[str, Any], heads: int) -> int:
     return count(raw, "head_dim", hidden // heads)
 
 
+def _unused_width(experts: Experts | None) -> int | None:
+    """Width of dense MLPs of a model without any, whose file may lack it; None if the field is required."""
+    return experts.ffn_hidden_size if experts is not None and all(experts.layers) else None
+
+
 def _check_combination(traits: Traits) -> None:
     """Reject traits, of a custom family for example, that the layers do not compute together."""
     latent = {
         "window": traits.window is not None,
         "qk_norm_over_heads": traits.qk_norm_over_heads,
         "score_scale": traits.score_scale is not None,
+        "output_gate": traits.output_gate,
+        "linear": traits.linear is not None,
     }
     together = [name for name, is_set in latent.items() if is_set and traits.latent is not None]
     if together:
         raise ModelError(f"latent attention with {' and '.join(together)} is not supported")
+    if traits.linear is not None and traits.window is not None:
+        raise ModelError("gated delta net layers with sliding-window attention are not supported")
     if traits.experts is not None and traits.activation != "silu":
         raise ModelError(f"experts with activation={traits.activation!r} are not supported, only 'silu'")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_GATED_DELTA = "gated delta net layers (linear attention)"
 _MAMBA = "Mamba (state-space) layers"
 _INDEXER = "sparse attention with an indexer"
 
@@ -25,11 +24,8 @@ MISSING_PARTS: Mapping[str, str] = {
     "Mamba2": _MAMBA,
     "MiniMax": "lightning attention (linear attention)",
     "NemotronH": _MAMBA,
-    "OlmoHybrid": _GATED_DELTA,
+    "OlmoHybrid": "gated delta net layers with learning rates up to 2, and norms after attention",
     "Phi3": "fused projections in the checkpoint (qkv_proj, gate_up_proj)",
-    "Qwen3Next": _GATED_DELTA,
-    "Qwen3_5": _GATED_DELTA,
-    "Qwen3_5Moe": _GATED_DELTA,
     "SmolLM3": "layers without rotary embeddings",
 }
 """Parts by the architecture's name without its head; a family in ``external_lib`` takes precedence."""

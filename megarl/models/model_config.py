@@ -85,6 +85,40 @@ class SlidingWindow:
 
 
 @dataclass(frozen=True)
+class LinearAttention:
+    """Gated delta net layers (https://arxiv.org/abs/2412.06464), in place of attention in some layers.
+
+    A causal convolution mixes each channel of queries, keys and values over a few tokens. Each value head has a state
+    of ``key_dim`` times ``value_dim``, which every token decays, corrects at its key, and reads at its query.
+    """
+
+    layers: tuple[bool, ...]
+    """For each decoder layer whether it is a gated delta net; the others have full attention."""
+    key_heads: int
+    """Heads of queries and of keys."""
+    value_heads: int
+    """A multiple of ``key_heads``: neighbouring value heads share a query and a key."""
+    key_dim: int
+    """Width of a head's query and key."""
+    value_dim: int
+    """Width of a head's value."""
+    conv_width: int
+    """Tokens that the convolution mixes, the current one included."""
+    grouped: bool
+    """The checkpoint's input projections order their rows by key head, not by kind (query, key, value, gate)."""
+
+    @property
+    def values_per_key(self) -> int:
+        """Value heads that share a key."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def mixed_width(self) -> int:
+        """Channels of the convolution: queries, keys and values of all heads."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
 class Traits:
     """Properties of a family that its ``config.json`` declares beyond the common sizes."""
 
@@ -116,6 +150,10 @@ class Traits:
     """Share of a head's dimensions, from the first on, that rotary embeddings rotate; not for latent attention."""
     window: SlidingWindow | None = None
     """None if all layers have full attention."""
+    linear: LinearAttention | None = None
+    """None without gated delta net layers."""
+    output_gate: bool = False
+    """Full attention multiplies its output by the sigmoid of a gate, which is projected with the queries."""
     experts: Experts | None = None
     """None for a dense model."""
     latent: Latent | None = None
@@ -167,6 +205,9 @@ class ModelConfig:
     text_suffix: str = ""
     window: SlidingWindow | None = None
     """Sliding-window attention of some layers; None if all layers have full attention."""
+    linear: LinearAttention | None = None
+    """Gated delta net layers; None without any."""
+    output_gate: bool = False
 
     @property
     def rotary_dim(self) -> int:
@@ -180,6 +221,15 @@ class ModelConfig:
     def has_window(self, layer: int) -> bool:
         """Return whether a decoder layer, by its global number, has sliding-window attention."""
         return self.window is not None and self.window.layers[layer]
+
+    def is_linear(self, layer: int) -> bool:
+        """Return whether a decoder layer, by its global number, is a gated delta net."""
+        return self.linear is not None and self.linear.layers[layer]
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Global numbers of the layers with attention, whose keys and values grow with the sequence."""
+        return tuple(layer for layer in range(self.num_layers) if not self.is_linear(layer))
 
     @property
     def base_architecture(self) -> str:

@@ -111,6 +111,55 @@ def heads_shard(name: str, tensors: Sequence[FullTensor], groups: int, tp: int, 
     return stack_rows(name, [_shard(query, tp, tp_rank), *shared])
 
 
+def gated_shard(name: str, tensors: Sequence[FullTensor], groups: int, heads: int, tp: int, tp_rank: int) -> LocalParam:
+    """Shard Megatron's ``linear_qkv`` with an output gate: of each key-value group queries, gates, key and value.
+
+    In the first tensor each head's query is followed by its gate.
+    """
+    query, *key_value = tensors
+    per_group, per_rank = heads // groups, groups // tp
+    rows: list[RowRange] = []
+    for group in range(tp_rank * per_rank, (tp_rank + 1) * per_rank):
+        mine = range(group * per_group, (group + 1) * per_group)
+        rows += [_shard(query, 2 * heads, 2 * head + half) for half in range(2) for head in mine]
+        rows += [_shard(tensor, groups, group) for tensor in key_value]
+    return stack_rows(name, rows)
+
+
+class Sections(NamedTuple):
+    """Rows of a tensor for each head, by kind of row.
+
+    Attributes:
+        heads: number of heads.
+        heights: rows of a head in each section, such as its query, its key, its values.
+        grouped: the tensor has the rows of one head after the other; otherwise one section after the other.
+    """
+
+    heads: int
+    heights: tuple[int, ...]
+    grouped: bool
+
+    def shard(self, tensor: FullTensor, tp: int, tp_rank: int) -> list[RowRange]:
+        """Return a rank's rows, one section after the other."""
+        share = _divide(tensor, self.heads, tp)
+        first, rows, before = tp_rank * share, list[RowRange](), 0
+        for height in self.heights:
+            if self.grouped:
+                starts = [head * sum(self.heights) + before for head in range(first, first + share)]
+                rows += [RowRange(tensor.name, tensor.shape, start, start + height) for start in starts]
+                before += height
+            else:
+                start = before + first * height
+                rows.append(RowRange(tensor.name, tensor.shape, start, start + share * height))
+                before += self.heads * height
+        return rows
+
+
+def sectioned_shard(name: str, tensors: Sequence[tuple[FullTensor, Sections]], tp: int, tp_rank: int) -> LocalParam:
+    """Stack a rank's rows of each tensor, section after section."""
+    return stack_rows(name, [rows for tensor, sections in tensors for rows in sections.shard(tensor, tp, tp_rank)])
+
+
 def row_shard(name: str, tensor: FullTensor, tp: int, tp_rank: int) -> LocalParam:
     """Shard the columns of ``tensor``, the inputs of a row-parallel layer."""
     rows, columns = tensor.shape

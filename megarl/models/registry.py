@@ -30,7 +30,7 @@ class Family(Protocol):
 MULTIMODAL_FIELDS = ("vision_config", "audio_config", "thinker_config", "visual")
 """Fields of ``config.json`` that only models with images or sound have."""
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 """Kinds of attention in ``layer_types`` and ``rope_parameters`` of ``config.json``."""
 
 FAMILIES: Registry[Family] = Registry("architectures", defaults="megarl.models.families", error=ModelError)
@@ -165,13 +165,37 @@ def window_layers(raw: Mapping[str, Any], every: int) -> tuple[bool, ...]:
     Raises:
         ModelError: a layer has another kind of attention.
     """
+    return _layers_of_kind(raw, SLIDING, every)
+
+
+def linear_layers(raw: Mapping[str, Any], every: int) -> tuple[bool, ...]:
+    """Read for each decoder layer from ``layer_types`` whether it has linear attention.
+
+    Args:
+        raw: the complete ``config.json``.
+        every: in a file without the field, each layer has it except every such one.
+
+    Raises:
+        ModelError: a layer has another kind of attention, no layer has full attention, or a layer has no entry.
+    """
+    layers, number = _layers_of_kind(raw, LINEAR, every), count(raw, "num_hidden_layers")
+    if len(layers) != number:
+        raise ModelError(f"config.json: layer_types has {len(layers)} entries for num_hidden_layers={number}")
+    if all(layers):
+        raise ModelError(
+            f"config.json: no layer of layer_types is {FULL!r}; models without attention are not supported"
+        )
+    return layers
+
+
+def _layers_of_kind(raw: Mapping[str, Any], special: str, every: int) -> tuple[bool, ...]:
     kinds = raw.get("layer_types")
     if kinds is None:
         return tuple((layer + 1) % every != 0 for layer in range(count(raw, "num_hidden_layers")))
-    unknown = sorted(set(kinds) - {FULL, SLIDING})
+    unknown = sorted(set(kinds) - {FULL, special})
     if unknown:
-        raise ModelError(f"config.json: layer_types has {unknown[0]!r}, expected {FULL!r} or {SLIDING!r}")
-    return tuple(kind == SLIDING for kind in kinds)
+        raise ModelError(f"config.json: layer_types has {unknown[0]!r}, expected {FULL!r} or {special!r}")
+    return tuple(kind == special for kind in kinds)
 
 
 def window_theta(raw: Mapping[str, Any], default: float) -> float:

@@ -5,31 +5,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megarl.models.model_config import ModelConfig
+from megarl.models.model_config import LinearAttention, ModelConfig
+
+CHUNK = 64
+"""Tokens of a chunk in kernels of the gated delta rule."""
 
 
 class SequenceCost(NamedTuple):
-    """Cost of a sequence of ``n`` tokens: ``linear * n + quadratic * n**2``, plus ``windowed`` pairs.
+    """Cost of a sequence of ``n`` tokens: ``(linear + recurrent) * n + quadratic * n**2``, plus ``windowed`` pairs.
 
     Attributes:
         linear: cost per token.
         quadratic: cost per pair of tokens in layers with full attention.
         windowed: cost per pair of tokens in layers with sliding-window attention.
         window: size of the window.
+        recurrent: cost per token of the states of gated delta net layers.
     """
 
     linear: float = 1.0
     quadratic: float = 0.0
     windowed: float = 0.0
     window: int = 0
+    recurrent: float = 0.0
 
     def of(self, lengths: Sequence[int]) -> list[float]:
         """Estimate the cost of sequences of ``lengths`` tokens."""
         return [self.linear * length + self.attention(length) for length in lengths]
 
     def attention(self, length: int) -> float:
-        """Estimate the cost of attention within a sequence of ``length`` tokens."""
-        return self.quadratic * length**2 + self.windowed * squares_in_window(length, self.window)
+        """Estimate the cost of attention, and of states, within a sequence of ``length`` tokens."""
+        pairs = self.quadratic * length**2 + self.windowed * squares_in_window(length, self.window)
+        return pairs + self.recurrent * length
 
 
 def squares_in_window(length: int, window: int) -> int:
@@ -50,8 +56,9 @@ def sequence_cost(config: ModelConfig, *, value_head: bool = False) -> SequenceC
     ``layers * hidden * (2 * (heads + kv_heads) * head_dim + 3 * ffn) + hidden * vocabulary``.
     ``quadratic = layers * heads * (head_dim + value_dim)`` counts a query's products with the keys up to its position,
     half of all pairs, and with as many values, two operations per element. Layers with sliding-window attention count
-    in ``windowed`` instead. Embedding, norms and softmax are not counted. A layout divides the work of all sequences
-    equally and does not change the comparison.
+    in ``windowed`` instead. Gated delta nets count in ``recurrent``: per value head three products with the state, half
+    of the pairs within a chunk, and the solution of its triangular system; and the convolution. Embedding, norms and
+    softmax are not counted. A layout divides the work of all sequences equally and does not change the comparison.
 
     Args:
         config: the model.
@@ -59,12 +66,15 @@ def sequence_cost(config: ModelConfig, *, value_head: bool = False) -> SequenceC
     """
     layers = [layer_cost(config, layer) for layer in range(config.num_layers)]
     parts = zip(*layers, head_cost(config, value_head=value_head), strict=True)
-    linear, quadratic, windowed, _ = (sum(column) for column in parts)
-    return SequenceCost(linear, quadratic, windowed, config.window.size if config.window else 0)
+    linear, quadratic, windowed, _, recurrent = (sum(column) for column in parts)
+    return SequenceCost(linear, quadratic, windowed, config.window.size if config.window else 0, recurrent)
 
 
 def layer_cost(config: ModelConfig, layer: int) -> SequenceCost:
     """Count the floating-point operations of a forward pass through one decoder layer, by its global number."""
+    if config.linear is not None and config.is_linear(layer):
+        weights = _delta_weights(config.hidden_size, config.linear) + _mlp_weights(config, layer)
+        return SequenceCost(2.0 * weights, recurrent=_recurrent_cost(config.linear))
     value_dim = config.latent.v_dim if config.latent else config.head_dim
     weights = _attention_weights(config) + _mlp_weights(config, layer)
     pair = float(config.num_attention_heads * (config.head_dim + value_dim))
@@ -82,11 +92,25 @@ def _attention_weights(config: ModelConfig) -> int:
     """Attention weights of one layer."""
     hidden, heads, latent = config.hidden_size, config.num_attention_heads, config.latent
     if latent is None:
-        return hidden * config.head_dim * 2 * (heads + config.num_key_value_heads)
+        gates = heads if config.output_gate else 0
+        return hidden * config.head_dim * (2 * (heads + config.num_key_value_heads) + gates)
     queries = heads * config.head_dim * (latent.q_lora_rank or hidden) + hidden * latent.q_lora_rank
     compressed = hidden * (latent.kv_lora_rank + latent.rope_dim)
     expanded = latent.kv_lora_rank * heads * (latent.nope_dim + latent.v_dim)
     return queries + compressed + expanded + heads * latent.v_dim * hidden
+
+
+def _delta_weights(hidden: int, linear: LinearAttention) -> int:
+    """Weights of the projections of a gated delta net."""
+    values = linear.value_heads * linear.value_dim
+    return hidden * (linear.mixed_width + 2 * values + 2 * linear.value_heads)
+
+
+def _recurrent_cost(linear: LinearAttention) -> float:
+    """Floating-point operations of one token in convolution and delta rule."""
+    key, value = linear.key_dim, linear.value_dim
+    pairs = CHUNK * (2 * key + value) + CHUNK * (key + value)  # products of queries and keys, values; triangular system
+    return linear.value_heads * (6.0 * key * value + pairs) + 2.0 * linear.conv_width * linear.mixed_width
 
 
 def _mlp_weights(config: ModelConfig, layer: int) -> int:

@@ -25,6 +25,7 @@ from megarl.models.declaration import (
     PipelineStage,
     Split,
     dimension_sizes,
+    head_sections,
 )
 from megarl.models.layout import ParallelLayout
 from megarl.models.model_config import ModelConfig
@@ -274,7 +275,7 @@ class WeightMap:
         """Shard of an occurrence on one of the ``sharing`` engine ranks, without vocabulary padding."""
         assert occurrence.declared.rollout is not None
         name = occurrence.declared.rollout.format(layer=occurrence.layer)
-        if occurrence.declared.split is Split.GROUPED:
+        if occurrence.declared.split in (Split.GROUPED, Split.GATED):
             return partition.heads_shard(
                 name, self._tensors(occurrence), self.config.num_key_value_heads, sharing, rank
             )
@@ -335,6 +336,11 @@ class WeightMap:
         if occurrence.declared.split is Split.GROUPED:
             groups = self.config.num_key_value_heads
             return partition.grouped_shard(name, self._tensors(occurrence), groups, tp, tp_rank)
+        if occurrence.declared.split is Split.GATED:
+            groups, heads = self.config.num_key_value_heads, self.config.num_attention_heads
+            return partition.gated_shard(name, self._tensors(occurrence), groups, heads, tp, tp_rank)
+        if occurrence.declared.split is Split.SECTIONS_BY_HEAD:
+            return self._sectioned(name, occurrence, tp, tp_rank)
         return self._shard(name, occurrence, tp, tp_rank, self.padded_vocab(tp))
 
     def _shard(self, name: str, occurrence: Occurrence, tp: int, tp_rank: int, padded: int) -> LocalParam:
@@ -342,14 +348,25 @@ class WeightMap:
         match occurrence.declared.split:
             case Split.REPLICATED:
                 return partition.replicated(name, tensors)
-            case Split.COLUMN:
+            case Split.COLUMN | Split.SECTIONS_BY_HEAD:
                 return partition.column_shard(name, tensors, tp, tp_rank)
+            case Split.SECTIONS:
+                return self._sectioned(name, occurrence, tp, tp_rank)
             case Split.ROW:
                 return partition.row_shard(name, tensors[0], tp, tp_rank)
             case Split.VOCAB:
                 return partition.vocab_shard(name, tensors[0], padded, tp, tp_rank)
-            case Split.GROUPED:
+            case Split.GROUPED | Split.GATED:
                 raise AssertionError("the trainer and the engine order these rows differently")
+
+    def _sectioned(self, name: str, occurrence: Occurrence, tp: int, tp_rank: int) -> LocalParam:
+        """Shard of sections of heads, one section after the other."""
+        linear, declared = self.config.linear, occurrence.declared
+        assert linear is not None
+        heights, grouped = head_sections(linear), declared.split is Split.SECTIONS_BY_HEAD
+        sections = [partition.Sections(linear.key_heads, heights[t.dims[0]], grouped) for t in declared.hf]
+        pairs = list(zip(self._tensors(occurrence), sections, strict=True))
+        return partition.sectioned_shard(name, pairs, tp, tp_rank)
 
     def _tensors(self, occurrence: Occurrence) -> list[FullTensor]:
         return [

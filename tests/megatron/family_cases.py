@@ -26,6 +26,15 @@ LATENTS = {
     "first_k_dense_replace": 1,
     **EXPERTS,
 }
+LINEAR = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "initializer_range": 0.1,
+}
+"""Queries and keys are normed after a convolution: with larger weights transformers' gradients amplify rounding too."""
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
 MODELS: dict[str, dict[str, Any]] = {
     "mistral": {"family": "mistral", "head_dim": 12},
@@ -101,6 +110,42 @@ MODELS: dict[str, dict[str, Any]] = {
         "head_dim": 12,
         "sliding_window": 4,
         "critic": "SequenceClassification",
+    },
+    "qwen3_next": {
+        "family": "qwen3_next",
+        "num_hidden_layers": 4,
+        "mlp_only_layers": [1],
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 40,
+        **LINEAR,
+        **EXPERTS,
+    },
+    "qwen3_next_dense": {
+        "family": "qwen3_next",
+        "num_experts": 0,
+        "layer_types": ["linear_attention", "full_attention"],
+        **LINEAR,
+    },
+    "qwen3_next_critic": {
+        "family": "qwen3_next",
+        "num_experts": 0,
+        "layer_types": ["full_attention", "linear_attention"],
+        "critic": "SequenceClassification",
+        **LINEAR,
+    },
+    "qwen3_5": {
+        "family": "qwen3_5_text",
+        "num_hidden_layers": 4,
+        "full_attention_interval": 2,
+        **LINEAR,
+    },
+    "qwen3_5_moe": {
+        "family": "qwen3_5_moe_text",
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 40,
+        **LINEAR,
+        **EXPERTS,
     },
     "token_critic": {"family": "mistral", "critic": "TokenClassification"},
     "expert_critic": {"family": "qwen3_moe", "num_experts": 4, **EXPERTS, "critic": "SequenceClassification"},

@@ -15,9 +15,9 @@ from megarl.models import LocalParam, ParallelLayout, Piece, WeightMap, parse_mo
 SHAPE = (7, 5)
 
 
-def model_map() -> WeightMap:
+def model_map(architecture: str) -> WeightMap:
     raw = {
-        "architectures": ["Qwen2ForCausalLM"],
+        "architectures": [architecture],
         "num_hidden_layers": 2,
         "hidden_size": 8,
         "intermediate_size": 6,
@@ -29,6 +29,13 @@ def model_map() -> WeightMap:
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": True,
         "hidden_act": "silu",
+        "layer_types": ["linear_attention", "full_attention"],  # of Qwen3.5, whose convolution has three dimensions
+        "head_dim": 2,
+        "partial_rotary_factor": 1.0,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 3,
+        "linear_value_head_dim": 1,
     }
     return WeightMap(parse_model_config(raw))
 
@@ -53,7 +60,7 @@ def local_of(param: LocalParam, full: dict[str, np.ndarray]) -> np.ndarray:
 
 @given(st.data())
 def test_blocks_cover_the_elements_of_the_range(data: st.DataObject) -> None:
-    weight_map = model_map()
+    weight_map = model_map(data.draw(st.sampled_from(["Qwen2ForCausalLM", "Qwen3_5ForCausalLM"])))
     layout = data.draw(st.sampled_from([ParallelLayout(), ParallelLayout(tp=2), ParallelLayout(tp=2, pp=2)]))
     rank = data.draw(st.integers(0, layout.world_size - 1))
     param = data.draw(st.sampled_from(weight_map.megatron_params(layout, rank)))

@@ -7,7 +7,7 @@ import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -28,7 +28,7 @@ ENDS = torch.tensor([0, 4, 8, 12, 17], dtype=torch.int32)
 
 def test_cpu_uses_torch_kernels() -> None:
     chosen = kernels.kernels(torch.device("cpu"), torch.bfloat16, trains=False)
-    assert chosen == ("torch", "torch's, length by length", "", "")
+    assert chosen == ("torch", "torch's, length by length", "", "", "")
     assert chosen.describe().startswith("layers: torch, attention: torch's, length by length, Megatron-Core 0.")
 
 
@@ -57,6 +57,44 @@ def test_gpu_uses_the_best_usable_kernels(
     assert kernels.kernels(torch.device("cuda"), dtype, trains=False)[:2] == expected
     layers, attention = kernels.kernels(torch.device("cuda"), dtype, trains=False, has_windows=True)[:2]
     assert layers == expected[0] and attention.startswith("torch's")
+
+
+@pytest.fixture
+def kernel_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Packages with the names and functions that megarl looks for."""
+    (tmp_path / "fla" / "ops").mkdir(parents=True)
+    (tmp_path / "fla" / "ops" / "gated_delta_rule.py").write_text("chunk_gated_delta_rule = print\n")
+    (tmp_path / "causal_conv1d.py").write_text("causal_conv1d_fn = print\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    detected = (kernels.fla_delta_rule, kernels.packed_convolution)
+    for detect in detected:
+        detect.cache_clear()
+    yield
+    for detect in detected:
+        detect.cache_clear()
+    for name in [name for name in sys.modules if name.split(".")[0] in ("fla", "causal_conv1d")]:
+        del sys.modules[name]
+
+
+def test_gated_delta_nets_use_torch_without_the_packages() -> None:
+    for device in ("cpu", "cuda"):
+        chosen = kernels.kernels(torch.device(device), torch.bfloat16, trains=False, has_delta_nets=True)
+        assert chosen.delta_nets == "torch's, in chunks"
+        assert ", gated delta nets: torch's, in chunks, Megatron-Core" in chosen.describe()
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "expected"),
+    [
+        ("cuda", torch.bfloat16, "flash-linear-attention's (convolution: causal-conv1d's)"),
+        ("cuda", torch.float32, "torch's, in chunks (convolution: causal-conv1d's)"),
+        ("cpu", torch.bfloat16, "torch's, in chunks"),
+    ],
+)
+def test_gated_delta_nets_use_the_packages_on_a_gpu(
+    kernel_packages: None, device: str, dtype: torch.dtype, expected: str
+) -> None:
+    assert kernels.kernels(torch.device(device), dtype, trains=False, has_delta_nets=True).delta_nets == expected
 
 
 BROKEN = """

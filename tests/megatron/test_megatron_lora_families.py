@@ -32,10 +32,13 @@ CASES = {
     "experts_pp2ep2dp2": ("qwen3_moe", ParallelLayout(pp=2, dp=2, ep=2), LINEAR),
     "latent_tp2ep2etp1": ("deepseek_v3", ParallelLayout(tp=2, ep=2, etp=1), EVERYTHING),
     "latent_cp2ep2": ("deepseek_v2", ParallelLayout(cp=2, ep=2), LINEAR),
+    "delta_nets_by_head_tp2": ("qwen3_next_dense", ParallelLayout(tp=2), LINEAR),
+    "delta_nets_by_kind_tp2ep2etp1": ("qwen3_5_moe", ParallelLayout(tp=2, ep=2, etp=1), EVERYTHING),
     "output_norms_tp2cp2": ("olmo3", ParallelLayout(tp=2, cp=2), LINEAR),
     "dora_output_layer_tp2": ("untied", ParallelLayout(tp=2), replace(EVERYTHING_DENSE, kind="dora")),
     "dora_experts_dp4ep2etp2": ("mixtral", ParallelLayout(dp=4, ep=2, etp=2), replace(EVERYTHING, kind="dora")),
     "dora_latent_tp2ep2etp1": ("deepseek_v3", ParallelLayout(tp=2, ep=2, etp=1), replace(EVERYTHING, kind="dora")),
+    "dora_delta_nets_tp2": ("qwen3_next_dense", ParallelLayout(tp=2), replace(LINEAR, kind="dora")),
     "critic_tp2": ("token_critic", ParallelLayout(tp=2), LINEAR),
     "expert_critic_pp2vpp1": ("expert_critic", ParallelLayout(pp=2), LINEAR),
 }

@@ -109,6 +109,11 @@ def test_shared_prompts_in_sliding_windows(pool: ProcessPool, tmp_path: Path, fa
     check(pool, tmp_path, MODELS[family], tp=2, arranged=False)
 
 
+@pytest.mark.parametrize("family", ["qwen3_next_dense", "qwen3_5"])
+def test_shared_prompts_in_gated_delta_nets(pool: ProcessPool, tmp_path: Path, family: str) -> None:
+    check(pool, tmp_path, MODELS[family], tp=2, arranged=False)
+
+
 def check(pool: ProcessPool, tmp_path: Path, model: dict[str, Any], tp: int, arranged: bool) -> None:
     reference = save_model(tmp_path, **model)
     batch = [row._replace(prompt=rows()[number % 2].prompt) for number, row in enumerate(rows())]

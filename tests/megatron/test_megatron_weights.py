@@ -10,6 +10,7 @@ import pytest
 import torch
 from distributed import Place, ProcessPool
 from engine_cases import Setup, engine, forward, micro_batches, policy_loss, refusal
+from family_cases import LINEAR
 from safetensors.torch import load_file, save_file
 from tiny_models import TEMPERATURE, rows, save_model
 from torch import Tensor
@@ -31,6 +32,8 @@ def export(place: Place, path: Path, setup: Setup, target: Path) -> None:
         ({"family": "llama", "num_hidden_layers": 4}, ParallelLayout(pp=2, vpp=2)),
         ({"family": "qwen2", "critic": True}, ParallelLayout(tp=2, pp=2)),
         ({"family": "olmo3"}, ParallelLayout(tp=2, pp=2)),
+        ({"family": "qwen3_next", "num_experts": 0, "num_hidden_layers": 4, **LINEAR}, ParallelLayout(tp=2, pp=2)),
+        ({"family": "qwen3_5_text", "num_hidden_layers": 4, **LINEAR}, ParallelLayout(tp=2, pp=2)),
         ({"family": "gemma3_text", "tied": True, "head_dim": 16}, ParallelLayout(tp=2, pp=2)),
     ],
     ids=lambda value: value.describe() if isinstance(value, ParallelLayout) else value["family"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,8 @@ def save_model(path: Path, family: str, *, tied: bool = False, critic: bool | st
     """
     import transformers
 
-    name = "".join(word.capitalize() for word in family.split("_"))
+    words = re.split(r"(?<!\d)_|_(?!\d)", family)  # a version such as 3_5 is one word
+    name = "".join(word.capitalize() for word in words)
     head = critic if isinstance(critic, str) else "SequenceClassification" if critic else "CausalLM"
     settings: dict[str, Any] = {
         "vocab_size": VOCAB,

@@ -227,9 +227,7 @@ def test_a_model_that_is_no_decoder_of_text_hears_text_only(tmp_path, config, ar
 @pytest.mark.parametrize(
     ("architecture", "part"),
     [
-        ("Qwen3NextForCausalLM", "gated delta net layers"),
-        ("Qwen3_5MoeForCausalLM", "gated delta net layers"),
-        ("Qwen3_5ForSequenceClassification", "gated delta net layers"),
+        ("OlmoHybridForCausalLM", "gated delta net layers with learning rates up to 2"),
         ("Gemma2ForCausalLM", "soft caps on attention scores and logits"),
         ("GptOssForCausalLM", "attention sinks"),
         ("NemotronHForCausalLM", "Mamba"),
@@ -243,8 +241,8 @@ def test_the_missing_part_of_an_architecture_is_named(tmp_path, architecture, pa
 
 
 def test_the_missing_part_of_a_multimodal_models_decoder_is_named():
-    raw = {"architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {"depth": 1}}
-    with pytest.raises(ModelError, match=r"multimodal model .* text only.*decoder also has gated delta net layers"):
+    raw = {"architectures": ["Gemma3nForConditionalGeneration"], "vision_config": {"depth": 1}}
+    with pytest.raises(ModelError, match=r"multimodal model .* text only.*decoder also has per-layer embeddings"):
         parse_model_config(raw)
 
 

@@ -51,6 +51,28 @@ def test_sequence_cost_equals_the_flops_of_a_forward_pass(family):
     assert cost.linear - scalar_head.linear == 2 * 64 * (131 - 1) and cost.quadratic == scalar_head.quadratic
 
 
+@pytest.mark.parametrize("family", ["Qwen3Next", "Qwen3_5"])
+def test_gated_delta_nets_cost_the_same_for_every_token(family):
+    """transformers computes all pairs of a chunk of 64 tokens; torch does not count the triangular system.
+
+    It counts a few tokens more in each convolution, for its padding.
+    """
+    fields = {"head_dim": 32, "layer_types": ["linear_attention"] * 2 + ["full_attention"], "linear_num_key_heads": 2,
+              "linear_num_value_heads": 6, "linear_key_head_dim": 24, "linear_value_head_dim": 16}  # fmt: skip
+    kind = f"{family}{'' if family == 'Qwen3Next' else 'Text'}Config"
+    config = getattr(transformers, kind)(**SIZES, **fields, attn_implementation="eager")
+    raw = {**config.to_dict(), "architectures": [f"{family}ForCausalLM"], "num_experts": 0}
+    config.num_experts = 0
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    cost = sequence_cost(parse_model_config(raw))
+    short, long = counted(model, 64), counted(model, 128)
+    assert cost.quadratic == pytest.approx((long - 2 * short) / (128**2 - 2 * 64**2) / 2, rel=5e-3)
+    half_of_pairs, system = 6 * 64 * (2 * 24 + 16), 6 * 64 * (24 + 16)
+    theirs = (short - 2 * cost.quadratic * 64**2) / 64
+    assert cost.linear + cost.recurrent + 2 * (half_of_pairs - system) == pytest.approx(theirs, rel=5e-3)
+    assert cost.of([10])[0] == pytest.approx(10 * (cost.linear + cost.recurrent) + 100 * cost.quadratic)
+
+
 def test_pairs_beyond_the_window_cost_nothing():
     raw = SIZES | {"num_hidden_layers": 4, "architectures": ["Olmo3ForCausalLM"], "sliding_window": 8}
     cost = sequence_cost(parse_model_config(raw))

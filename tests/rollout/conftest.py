@@ -18,6 +18,7 @@ collect_ignore = [] if SGLANG else ["test_rollout_sglang_two_ranks.py", "test_ro
 FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
 FAMILIES |= {"olmo2": "Olmo2", "olmo3": "Olmo3", "gemma3_text": "Gemma3Text"}
 FAMILIES |= {"mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe"}
+FAMILIES |= {"qwen3_next": "Qwen3Next", "qwen3_5_text": "Qwen3_5Text", "qwen3_5_moe_text": "Qwen3_5MoeText"}
 FAMILIES |= {"glm4_moe": "Glm4Moe", "deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3"}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
 WINDOWS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
@@ -33,6 +34,14 @@ LATENTS = {
     "n_routed_experts": 8,
     **EXPERTS,
 }
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
+SHARED_EXPERT = {"num_experts": 4, "shared_expert_intermediate_size": 40, "moe_intermediate_size": 24}
 FIELDS = {
     "olmo3": WINDOWS
     | {
@@ -42,6 +51,9 @@ FIELDS = {
         },
     },
     "gemma3_text": WINDOWS | {"query_pre_attn_scalar": 9},
+    "qwen3_next": LINEAR | SHARED_EXPERT | {"num_experts_per_tok": 2, "mlp_only_layers": [1]},
+    "qwen3_5_text": LINEAR,
+    "qwen3_5_moe_text": LINEAR | SHARED_EXPERT | {"num_experts_per_tok": 2},
     "mixtral": {"num_local_experts": 4},
     "qwen2_moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]},
     "qwen3_moe": EXPERTS | {"num_experts": 8, "norm_topk_prob": True},
@@ -57,6 +69,8 @@ FIELDS = {
     "deepseek_v3": LATENTS | {"n_group": 2, "topk_group": 1, "n_shared_experts": 1, "rope_parameters": YARN},
 }
 """Fields of ``config.json`` beyond the common sizes."""
+NOISE = {"qwen3_next": 0.1, "qwen3_5_text": 0.1, "qwen3_5_moe_text": 0.1}
+"""Queries and keys are normed after a convolution: larger random weights amplify rounding, also in transformers."""
 VOCAB, EOS = 50, 7
 
 
@@ -76,7 +90,8 @@ def make_folder(tmp_path_factory):
     """
     created = {}
 
-    def make(family="qwen2", tied=False, seed=0, noise=0.15, **fields):
+    def make(family="qwen2", tied=False, seed=0, noise=None, **fields):
+        noise = NOISE.get(family, 0.15) if noise is None else noise
         key = (family, tied, seed, noise, repr(sorted(fields.items())))
         if key not in created:
             settings = {

@@ -64,8 +64,9 @@ def test_an_interrupted_poll_returns_early(engine_for, make_folder):
     assert len((done or poll_until(engine, 1))["r0"].token_ids) == 100
 
 
-def test_an_aborted_request_returns_its_tokens_and_others_continue(engine_for, make_folder):
-    engine = engine_for(make_folder())
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_5_text"])
+def test_an_aborted_request_returns_its_tokens_and_others_continue(engine_for, make_folder, family):
+    engine = engine_for(make_folder(family))
     requests = requests_of([100, 5, 30, 100], temperature=0.0)
     alone = {request.request_id: engine.generate([request])[0].token_ids for request in requests}
     engine.submit(requests)
@@ -162,9 +163,10 @@ def test_a_stop_string_ends_a_response_that_ignores_stop_tokens(engine_for, fold
     assert (completion.token_ids, completion.finish_reason) == (ids[: end + 1], "stop")
 
 
-def test_a_request_with_a_prior_continues_its_response(engine_for, make_folder):
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_5_text"])
+def test_a_request_with_a_prior_continues_its_response(engine_for, make_folder, family):
     """The same tokens as without the interruption, since random numbers and limit are those of the whole response."""
-    engine = engine_for(make_folder())
+    engine = engine_for(make_folder(family))
     requests = [
         Request("greedy", [1, 2, 3], SamplingParams(20, 0.0, ignore_eos=True), 5),
         Request("drawn", [4, 5], SamplingParams(24, top_p=0.9, ignore_eos=True), 6),

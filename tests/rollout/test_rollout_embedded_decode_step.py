@@ -59,13 +59,13 @@ def assert_equal(results, expected):
         assert result.log_probs == pytest.approx(other.log_probs, abs=1e-5)
 
 
-@pytest.mark.parametrize("slots", [1, 3, 5, 256])
-def test_replayed_steps_equal_eager_ones(make_folder, monkeypatch, captures, slots):
-    requests = mixed_requests()
-    results = loaded(make_folder(), max_num_seqs=slots).generate(requests)
+@pytest.mark.parametrize(("family", "slots"), [*(("qwen2", slots) for slots in (1, 3, 5, 256)), ("qwen3_5_text", 5)])
+def test_replayed_steps_equal_eager_ones(make_folder, monkeypatch, captures, family, slots):
+    requests, folder = mixed_requests(), make_folder(family)
+    results = loaded(folder, max_num_seqs=slots).generate(requests)
     assert captures.replays > captures.count > 0
     monkeypatch.undo()
-    assert_equal(results, loaded(make_folder(), max_num_seqs=slots).generate(requests))
+    assert_equal(results, loaded(folder, max_num_seqs=slots).generate(requests))
 
 
 def test_a_size_is_captured_at_its_second_step_and_then_replayed(make_folder, captures):

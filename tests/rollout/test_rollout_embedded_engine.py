@@ -106,7 +106,7 @@ def test_non_finite_log_probs_are_reported_and_the_cache_is_dropped(make_folder)
     assert engine.generate(requests) == before
 
 
-@pytest.mark.parametrize("family", ["qwen2", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen2", "deepseek_v3", "qwen3_5_text"])
 def test_bfloat16(make_folder, reference_for, family):
     folder = make_folder(family)
     engine = loaded(folder, EngineOptions(dtype="bfloat16"))

@@ -132,6 +132,104 @@ def test_latent_projections_are_fused_as_in_sglang():
             assert torch.equal(model.held[fused].data, torch.cat([query, key_value]))
 
 
+HYBRID = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "partial_rotary_factor": 0.5,
+    "vocab_size": 128,
+    "max_position_embeddings": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+    "shared_expert_intermediate_size": 10,
+}
+HYBRID_IN_SGLANG = {  # on one of two ranks; names and shapes of SGLang 0.5.23's classes
+    "model.embed_tokens.weight": [64, 8],
+    "model.norm.weight": [8],
+    "lm_head.weight": [64, 8],
+    **{f"model.layers.{n}.{kind}_layernorm.weight": [8] for n in (0, 1) for kind in ("input", "post_attention")},
+    "model.layers.0.linear_attn.in_proj_qkvz.weight": [3 + 3 + 10 + 10, 8],
+    "model.layers.0.linear_attn.in_proj_ba.weight": [4, 8],
+    "model.layers.0.linear_attn.conv1d.weight": [3 + 3 + 10, 1, 4],
+    "model.layers.0.linear_attn.A_log": [2],
+    "model.layers.0.linear_attn.dt_bias": [2],
+    "model.layers.0.linear_attn.norm.weight": [5],
+    "model.layers.0.linear_attn.out_proj.weight": [8, 10],
+    "model.layers.1.qkv_proj.weight": [2 * 2 * 4 + 4 + 4, 8],
+    "model.layers.1.q_norm.weight": [4],
+    "model.layers.1.k_norm.weight": [4],
+    "model.layers.1.o_proj.weight": [8, 8],
+}
+EXPERTS_IN_SGLANG = {
+    "gate.weight": [4, 8],
+    "experts.w13_weight": [4, 6, 8],
+    "experts.w2_weight": [4, 8, 3],
+    "shared_expert.gate_up_proj.weight": [10, 8],
+    "shared_expert.down_proj.weight": [8, 5],
+    "shared_expert_gate.weight": [1, 8],
+}
+MLP_IN_SGLANG = {"gate_up_proj.weight": [12, 8], "down_proj.weight": [8, 6]}
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5ForCausalLM"])
+def test_gated_delta_nets_have_the_parameters_of_sglang(architecture):
+    """A rank's rows: those of its heads in the order of Qwen3-Next's checkpoint, or one kind after the other."""
+    shard = SGLangShard(parse_model_config(HYBRID | {"architectures": [architecture]}), 2, 1)
+    blocks = MLP_IN_SGLANG if architecture == "Qwen3_5ForCausalLM" else EXPERTS_IN_SGLANG
+    mlps = {f"model.layers.{n}.mlp.{name}": shape for n in (0, 1) for name, shape in blocks.items()}
+    assert shard._shapes(shard._places()) == HYBRID_IN_SGLANG | mlps
+    views = shard.views(Model(HYBRID_IN_SGLANG | mlps))
+    assert views.keys() == {param.name for param in shard.params()}
+    rows = {
+        name: [(piece.hf_name.split(".")[-2], piece.start[0], piece.stop[0]) for piece in param.pieces]
+        for name, param in ((param.name.partition(".linear_attn.")[2], param) for param in shard.params())
+    }
+    if architecture == "Qwen3NextForCausalLM":
+        assert rows["in_proj_qkvz.weight"] == [("in_proj_qkvz", 26, 52)]
+        assert rows["in_proj_ba.weight"] == [("in_proj_ba", 4, 8)]
+    else:
+        queries = [("in_proj_qkv", 3, 6), ("in_proj_qkv", 9, 12), ("in_proj_qkv", 22, 32)]
+        assert rows["in_proj_qkvz.weight"] == [*queries, ("in_proj_z", 10, 20)]
+        assert rows["in_proj_ba.weight"] == [("in_proj_b", 2, 4), ("in_proj_a", 2, 4)]
+    assert rows["conv1d.weight"] == [("conv1d", 3, 6), ("conv1d", 9, 12), ("conv1d", 22, 32)]
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({}, {"device": "cpu"}, "does not run Qwen3NextForCausalLM on a CPU.*rollout.name=embedded"),
+        ({}, {"device": "cuda", "tensor_parallel_size": 4}, "linear_num_key_heads to be a multiple of 4.* has 2"),
+        ({"mlp_only_layers": [0]}, {"device": "cuda"}, "with dense layers: .*rollout.name=embedded"),
+    ],
+)
+def test_gated_delta_nets_that_sglang_lacks_are_refused(change, options, message):
+    config = parse_model_config(HYBRID | {"architectures": ["Qwen3NextForCausalLM"]} | change)
+    with pytest.raises(ModelError, match=message):
+        check_engine_model("sglang", config, EngineOptions(**options))
+
+
+def test_decays_that_sglang_holds_in_float32_are_compared():
+    """The other parameters must have the sent dtype."""
+    sent = torch.randn(3).bfloat16()
+    for name, is_compared in (("model.layers.0.linear_attn.A_log", True), ("model.norm.weight", False)):
+        rank, part = loader.RankLoader(), ParamRectangle(name, (0,), (3,), (0,), (3,), "bfloat16")
+        rank._shard = SimpleNamespace(views=lambda model, name=name: {name: sent.float()})
+        if is_compared:
+            assert rank.sums(None, [part]).values == [rectangle_checksum(sent, (0,))]
+        else:
+            with pytest.raises(WeightSyncError, match="was sent as"):
+                rank.sums(None, [part])
+
+
 def test_without_a_latent_of_queries_nothing_is_fused():
     model = sglang_model(SGLangShard(parse_model_config(LATENT | {"q_lora_rank": None}), 1, 0))
     attention = {

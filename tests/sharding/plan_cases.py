@@ -10,7 +10,10 @@ from megarl.models import ParallelLayout, WeightMap, parse_model_config
 from megarl.sharding import Bucket, Placement, RolloutLayout
 
 DENSE = ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "Olmo3ForCausalLM", "Gemma3ForCausalLM"]
+DENSE += ["Qwen3_5ForCausalLM"]
 MIXTURES = ["Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM", "DeepseekV3ForCausalLM"]
+MIXTURES += ["Qwen3NextForCausalLM"]
+LINEAR = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM")
 EXPERTS = 4
 
 
@@ -67,9 +70,23 @@ def model(architecture, *, layers, hidden, ffn, heads, groups, vocab, tied, head
                 "qk_nope_head_dim": 1,
                 "qk_rope_head_dim": 2,
                 "v_head_dim": 2,
+                **(linear_layers(layers, heads) if architecture in LINEAR else {}),
             }
         )
     )
+
+
+def linear_layers(layers, heads):
+    """Gated delta nets in every other layer, with two value heads per key head."""
+    kinds = ["full_attention", "linear_attention"]
+    return {
+        "layer_types": [kinds[layer % 2] for layer in range(layers)],
+        "linear_num_key_heads": heads,
+        "linear_num_value_heads": 2 * heads,
+        "linear_key_head_dim": 2,
+        "linear_value_head_dim": 1,
+        "partial_rotary_factor": 1.0,
+    }
 
 
 @st.composite

@@ -38,10 +38,20 @@ LATENTS = {
     "n_group": 2,
     "topk_group": 1,
 }
+LINEAR = {
+    "layer_types": ["full_attention", "linear_attention"],
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+}
 MODELS = {
     "untied": ("Qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": False}),
     "tied": ("Qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     "experts": ("Qwen3Moe", {"num_key_value_heads": 2, "num_experts": 4, **EXPERTS}),
+    "by_head": ("Qwen3Next", {"num_key_value_heads": 2, "num_experts": 4, **EXPERTS, **LINEAR}),
+    "by_kind": ("Qwen3_5Text", {"num_key_value_heads": 2, **LINEAR}),
     "latents": ("DeepseekV3", {"num_key_value_heads": 4, **LATENTS, **EXPERTS}),
 }
 
@@ -50,7 +60,8 @@ MODELS = {
 def folder(request, tmp_path_factory):
     torch.manual_seed(0)
     prefix, fields = MODELS[request.param]
-    model = getattr(transformers, f"{prefix}ForCausalLM")(getattr(transformers, f"{prefix}Config")(**SIZES, **fields))
+    config = getattr(transformers, f"{prefix}Config")(**SIZES, **fields)
+    model = getattr(transformers, f"{prefix.removesuffix('Text')}ForCausalLM")(config)
     for name, tensor in model.named_buffers():
         if name.endswith("correction_bias"):
             tensor.normal_()
@@ -119,7 +130,9 @@ def test_an_engine_of_another_model_refuses_the_sync(folder):
     way = PeerTransports({0: "inline"})
     message = BucketSender(plan, 0, lambda: params, way, FLOAT32).export_bucket(0)[0]
 
-    engine = EmbeddedEngine(parse_model_config({**reader.config.raw, "num_hidden_layers": 1}))
+    kinds = reader.config.raw.get("layer_types")
+    changes = {"num_hidden_layers": 1, "layer_types": kinds and kinds[:1]}
+    engine = EmbeddedEngine(parse_model_config({**reader.config.raw, **changes}))
     connect(engine, plan, 1, "inline")
     engine.begin_update(1)
     with pytest.raises(WeightSyncError, match=r"model\.layers\.1\."):

@@ -32,7 +32,9 @@ class Qwen2Moe:
         """Biases on q, k, v; a gated shared expert."""
         refuse_settings(raw, hidden_act="silu", use_sliding_window=False, qkv_bias=True)
         shared = count(raw, "shared_expert_intermediate_size", 5632)
-        experts = _experts(raw, default_per_token=4, default_ffn=1408, shared_ffn_hidden_size=shared, shared_gate=True)
+        experts = qwen_experts(
+            raw, default_per_token=4, default_ffn=1408, shared_ffn_hidden_size=shared, shared_gate=True
+        )
         return Traits(qkv_bias=True, experts=experts)
 
 
@@ -56,10 +58,21 @@ class Qwen3Moe:
     def traits(self, raw: Mapping[str, Any]) -> Traits:
         """Norms on q and k; no shared expert."""
         refuse_settings(raw, hidden_act="silu", use_sliding_window=False, attention_bias=False)
-        return Traits(qk_norm=True, experts=_experts(raw, default_per_token=8, default_ffn=768))
+        return Traits(qk_norm=True, experts=qwen_experts(raw, default_per_token=8, default_ffn=768))
 
 
-def _experts(raw: Mapping[str, Any], default_per_token: int, default_ffn: int, **shared: Any) -> Experts:
+def qwen_experts(
+    raw: Mapping[str, Any], default_per_token: int, default_ffn: int, normalize: bool = False, **shared: Any
+) -> Experts:
+    """Read experts with a softmax router in the layers that ``decoder_sparse_step`` and ``mlp_only_layers`` select.
+
+    Args:
+        raw: the complete ``config.json``.
+        default_per_token: default of ``num_experts_per_tok``.
+        default_ffn: default of ``moe_intermediate_size``.
+        normalize: default of ``norm_topk_prob``.
+        **shared: fields of the shared expert.
+    """
     step, dense = count(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
     number = "num_experts" if raw.get("num_experts") is not None else "num_local_experts"
     return Experts(
@@ -67,6 +80,6 @@ def _experts(raw: Mapping[str, Any], default_per_token: int, default_ffn: int, *
         per_token=count(raw, "num_experts_per_tok", default_per_token),
         ffn_hidden_size=count(raw, "moe_intermediate_size", default_ffn),
         layers=tuple((n + 1) % step == 0 and n not in dense for n in range(count(raw, "num_hidden_layers"))),
-        normalize=bool(raw.get("norm_topk_prob", False)),
+        normalize=bool(raw.get("norm_topk_prob", normalize)),
         **shared,
     )

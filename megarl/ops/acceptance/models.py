@@ -30,6 +30,14 @@ _LATENTS = {
     "first_k_dense_replace": 1,
     **_EXPERTS,
 }
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 32,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
@@ -42,6 +50,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 64, **_EXPERTS},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, "head_dim": 16, "norm_topk_prob": True, **_EXPERTS},
+    "qwen3_next": {"num_experts": 4, "shared_expert_intermediate_size": 64, **_LINEAR, **_EXPERTS},
     "deepseek_v2": {"topk_method": "group_limited_greedy", **_LATENTS},
     "deepseek_v3": _LATENTS,
     "glm4_moe": {

@@ -9,6 +9,7 @@ costs two forward passes. Recomputed FLOPs are counted separately, as the differ
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -61,7 +62,7 @@ class FlopCount(NamedTuple):
     Attributes:
         products: products with weights that every token uses.
         experts: grouped products with the weights of routed experts.
-        attention: attention products between tokens.
+        attention: attention products between tokens, and those with the states of gated delta nets.
     """
 
     products: float = 0.0
@@ -103,7 +104,7 @@ def forward_flops(role: PlannedRole, rows: SequenceStats, layers: Sequence[int],
 
 
 def _attention_flops(cost: SequenceCost, rows: SequenceStats) -> float:
-    return cost.quadratic * rows.squares + cost.windowed * rows.windowed
+    return cost.quadratic * rows.squares + cost.windowed * rows.windowed + cost.recurrent * rows.tokens
 
 
 def expert_flops(model: ModelConfig) -> float:
@@ -184,10 +185,10 @@ def optimized_elements(role: PlannedRole, held: Elements) -> float:
 
 def layers_elements(model: ModelConfig, layers: Iterable[int]) -> tuple[float, float]:
     """Return the weight elements of whole layers: dense and routed-expert elements."""
-    kinds: dict[bool, list[int]] = {False: [], True: []}  # layers of a kind have equal sizes
+    kinds = defaultdict[tuple[bool, bool], list[int]](list)  # layers of a kind have equal sizes
     for layer in layers:
-        kinds[model.has_experts(layer)].append(layer)
-    sizes = [(len(members), *layer_elements(model, members[0])) for members in kinds.values() if members]
+        kinds[model.has_experts(layer), model.is_linear(layer)].append(layer)
+    sizes = [(len(members), *layer_elements(model, members[0])) for members in kinds.values()]
     return sum(count * dense for count, dense, _ in sizes), sum(count * routed for count, _, routed in sizes)
 
 
@@ -202,8 +203,8 @@ def layer_elements(model: ModelConfig, layer: int) -> tuple[float, float]:
 
 def _costs(model: ModelConfig) -> list[SequenceCost]:
     """Return the cost of every layer; layers of the same kind share one value."""
-    kinds: dict[tuple[bool, bool], SequenceCost] = {}
-    flags = [(model.has_experts(layer), model.has_window(layer)) for layer in range(model.num_layers)]
+    kinds: dict[tuple[bool, bool, bool], SequenceCost] = {}
+    flags = [(model.has_experts(n), model.has_window(n), model.is_linear(n)) for n in range(model.num_layers)]
     for layer, flag in enumerate(flags):
         if flag not in kinds:
             kinds[flag] = layer_cost(model, layer)

@@ -20,6 +20,7 @@ from megarl.ops.plan.hardware import CollectiveGroup, Hardware
 from megarl.ops.plan.job import DTYPE_BYTES, PlannedRollout
 from megarl.ops.plan.lengths import Ints, Lengths
 from megarl.ops.plan.pass_times import PassTime, TimeBreakdown
+from megarl.ops.plan.states import FLOAT32
 from megarl.rollout.sglang.memory import FRACTION, FreeMemory, default_fraction, shared_fraction
 
 LENGTH_MULTIPLE = 32
@@ -34,7 +35,7 @@ class KVCacheCapacity(NamedTuple):
     Attributes:
         tokens: capacity over all sequences; 0 if no memory is left.
         bytes_per_token: bytes per token on one device.
-        nbytes: bytes on one device.
+        nbytes: bytes on one device, with the states of gated delta nets.
         sequences: capacity in sequences of maximum length.
         how: the setting that determines the size, in words.
     """
@@ -49,11 +50,22 @@ class KVCacheCapacity(NamedTuple):
 def bytes_per_token(model: ModelConfig, tp: int, width: int) -> int:
     """Return the KV cache bytes of one token, in all layers on one rank.
 
-    With latent attention, the cache holds the latent instead of keys and values.
+    With latent attention, the cache holds the latent instead of keys and values. Gated delta nets have none.
     """
+    layers = len(model.attention_layers)
     if model.latent is not None:
-        return model.num_layers * (model.latent.kv_lora_rank + model.latent.rope_dim) * width
-    return model.num_layers * 2 * max(1, model.num_key_value_heads // tp) * model.head_dim * width
+        return layers * (model.latent.kv_lora_rank + model.latent.rope_dim) * width
+    return layers * 2 * max(1, model.num_key_value_heads // tp) * model.head_dim * width
+
+
+def bytes_per_sequence(model: ModelConfig, tp: int, width: int) -> int:
+    """Return the bytes of one sequence's states of gated delta nets, in all layers on one rank; 0 without them."""
+    linear = model.linear
+    if linear is None:
+        return 0
+    matrices = FLOAT32 * linear.value_heads * linear.key_dim * linear.value_dim
+    inputs = width * (linear.conv_width - 1) * linear.mixed_width
+    return sum(linear.layers) * (matrices + inputs) // tp
 
 
 def kv_cache_capacity(
@@ -77,15 +89,17 @@ def kv_cache_capacity(
         length = -(-(rollout.longest - 1) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
         slots = min(rollout.config.max_num_seqs, -(-rollout.samples // rollout.replicas))
         tokens = slots * length
+        nbytes = tokens * per_token + slots * bytes_per_sequence(rollout.model, rollout.tp, width)
         return KVCacheCapacity(
-            tokens, per_token, tokens * per_token, slots, "slots for the longest trajectory, rollout.max_num_seqs"
+            tokens, per_token, nbytes, slots, "slots for the longest trajectory, rollout.max_num_seqs"
         )
+    states = rollout.config.max_num_seqs * bytes_per_sequence(rollout.model, rollout.tp, width)
     args = rollout.config.engine_kwargs.sglang.server_args
     max_tokens = args.get("max_total_tokens", CPU_TOKENS if device == "cpu" else None)
     if device == "cpu" or device_bytes is None:
         if max_tokens is None:
             return None
-        return _of_tokens(int(max_tokens), per_token, rollout, f"max_total_tokens={max_tokens}")
+        return _of_tokens(int(max_tokens), per_token, rollout, f"max_total_tokens={max_tokens}", states)
     free = FreeMemory(device_bytes - other_roles, device_bytes)
     fraction = args.get(FRACTION)
     if fraction is None:
@@ -95,15 +109,15 @@ def kv_cache_capacity(
             keeps_memory = not rollout.config.free_cache_engine
             fraction = shared_fraction([free] * rollout.tp, 0, keeps_memory=keeps_memory)
     # The fraction applies to the memory that is free when the engine starts; weights are taken out first.
-    available = int(free.free * fraction) - weights
+    available = int(free.free * fraction) - weights - states
     tokens = max(0, available) // per_token
     if max_tokens is not None and max_tokens < tokens:
-        return _of_tokens(int(max_tokens), per_token, rollout, f"max_total_tokens={max_tokens}")
-    return _of_tokens(tokens, per_token, rollout, f"{FRACTION}={fraction:g}")
+        return _of_tokens(int(max_tokens), per_token, rollout, f"max_total_tokens={max_tokens}", states)
+    return _of_tokens(tokens, per_token, rollout, f"{FRACTION}={fraction:g}", states)
 
 
-def _of_tokens(tokens: int, per_token: int, rollout: PlannedRollout, how: str) -> KVCacheCapacity:
-    return KVCacheCapacity(tokens, per_token, tokens * per_token, tokens // rollout.longest, how)
+def _of_tokens(tokens: int, per_token: int, rollout: PlannedRollout, how: str, states: int = 0) -> KVCacheCapacity:
+    return KVCacheCapacity(tokens, per_token, tokens * per_token + states, tokens // rollout.longest, how)
 
 
 class GenerationTime(NamedTuple):
@@ -147,6 +161,7 @@ class EngineTimer:
         self.expert_bytes = routed * self.width / rollout.tp
         self.experts_flops = expert_flops(model) * sum(map(model.has_experts, range(model.num_layers)))
         self.kv_bytes = bytes_per_token(model, rollout.tp, self.width)
+        self.state_bytes = bytes_per_sequence(model, rollout.tp, self.width)
         launched = on_cpu or rollout.config.name == "embedded"
         self.floor_s = model.num_layers * hardware.latency.layer_us * 1e-6 if launched else 0.0
 
@@ -154,14 +169,17 @@ class EngineTimer:
         """Return the seconds of prefill; only the last token of a prompt needs logits."""
         head = 2.0 * self.model.vocab_size * self.model.hidden_size
         experts = self.experts_flops * tokens
-        flops = FlopCount((self.cost.linear - head) * tokens - experts, experts, self.attention * squares)
+        attention = self.attention * squares + self.cost.recurrent * tokens
+        flops = FlopCount((self.cost.linear - head) * tokens - experts, experts, attention)
         seconds = flops.times(1 / self.tp).seconds(self.hardware, self.dtype)
         hidden = tokens * self.model.hidden_size * self.width
         return seconds + 2 * self.model.num_layers * self.group.reduce_s(hidden, self.hardware)
 
     def step(self, running: int) -> TimeBreakdown:
         """Return the time of a decode step with ``running`` sequences, without attention to the KV cache."""
-        reading = self.hardware.reading_s(self.shared_bytes + self.expert_bytes * self._expert_share(running))
+        states = 2 * running * self.state_bytes  # read and written
+        weights = self.shared_bytes + self.expert_bytes * self._expert_share(running)
+        reading = self.hardware.reading_s(weights + states)
         experts = self.experts_flops * running
         flops = FlopCount(self.cost.linear * running - experts, experts)
         computing = flops.times(1 / self.tp).seconds(self.hardware, self.dtype)
@@ -175,7 +193,7 @@ class EngineTimer:
         # Queries of the new token with all keys and values; latent attention keeps these compressed.
         latent, heads = self.model.latent, self.model.num_attention_heads
         width = 2 * latent.kv_lora_rank + latent.rope_dim if latent else 2 * self.model.head_dim
-        flops = 2.0 * self.model.num_layers * heads * width * tokens / self.tp
+        flops = 2.0 * len(self.model.attention_layers) * heads * width * tokens / self.tp
         return _longer(self.hardware.attention_s(flops, self.dtype), reading)
 
     def _expert_share(self, running: int) -> float:

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 from megarl.models import ModelConfig, ParallelLayout, WeightMap
 from megarl.models.adapters import AdapterMap, AdapterSplit, LoraOptions
+from megarl.models.model_config import LinearAttention
+from megarl.models.sequence_cost import CHUNK
 from megarl.ops.plan.job import PlannedPass, PlannedRole
 
 FLOAT32, INT64 = 4, 8
@@ -129,7 +131,10 @@ class LayerBytes:
     def of(self, layer: int) -> int:
         """Return the bytes that a layer saves, by its global number."""
         model = self.role.model
-        attention = self._attention(layer) if model.latent is None else self._latent_attention()
+        if model.linear is not None and model.is_linear(layer):
+            attention = self._delta_net(model.linear)
+        else:
+            attention = self._attention(layer) if model.latent is None else self._latent_attention()
         both = model.input_norms and model.output_norms
         output_norms = 2 * (self._hidden + self.tokens.between_layers * FLOAT32) if both else 0
         mlp = self._experts() if model.has_experts(layer) else self._dense()
@@ -190,6 +195,10 @@ class LayerBytes:
         query, key = local * heads * model.head_dim, local * groups * model.head_dim
         mixed = query + 2 * key  # one tensor; keys and values are views of it
         total = self._norm() + self._normed() + query
+        if model.output_gate:
+            # The gate is a view of the projection's output, or copied; its sigmoid; the output before the gate.
+            mixed += query
+            total += (query if heads != groups and groups > 1 else 0) + 2 * query
         if model.qk_norm:
             # Queries of several keys are copied out of the projection's output if several heads share a key.
             statistics = 2 if model.qk_norm_over_heads else heads + groups
@@ -221,6 +230,30 @@ class LayerBytes:
             spread = (2 * query + 2 * key) * tokens.attended // tokens.local
             return (mixed if normed else 0) + spread + tokens.attended * heads * FLOAT32
         return mixed + query + key + (query if tokens.mixed_lengths else 0) + sums
+
+    def _delta_net(self, linear: LinearAttention) -> int:
+        """Return the bytes of norm, projections, convolution, delta rule, gated norm and the last projection's input.
+
+        Torch's delta rule saves its inputs and computes its products again; flash-linear-attention's saves normed
+        queries and keys, and the solution of each chunk's system.
+        """
+        tp, tokens = self.role.layout.tp, self.tokens
+        mixed, heads = linear.mixed_width // tp, linear.value_heads // tp
+        values = heads * linear.value_dim
+        total = self._norm() + self._normed() * (2 if self._gathers else 1)
+        total += tokens.local * (mixed + values + 2 * heads) * self.width  # the projections' outputs
+        # The gated norm: its input, normed, weighted, the activated gate, and its output.
+        halves = 1 if self.width == FLOAT32 else 2
+        total += tokens.local * values * (FLOAT32 * (2 + 2 // halves + (halves - 1)) + self.width)
+        total += tokens.local * heads * FLOAT32
+        if "core_attn" in self.recomputed:
+            return total
+        gates = 3 * heads * FLOAT32
+        if self.fused:
+            normed = 2 * heads * linear.key_dim + heads * CHUNK
+            return total + tokens.attended * ((mixed + normed) * self.width + gates)
+        # Inputs of the convolution with each sequence's history, its output before and after the activation.
+        return total + tokens.attended * (3 * mixed * self.width + gates)
 
     def _latent_attention(self) -> int:
         """Return the bytes of multi-head latent attention: latents, norms, queries, keys, values and outputs."""

@@ -116,11 +116,12 @@ class PassTimer:
         self.groups = CollectiveGroups.of(role.layout, devices_per_node)
         self._stages = [role.layout.stage_layers(role.model.num_layers, stage) for stage in range(role.layout.pp)]
         # Except for norms and router, stages with equal parts take equal time: one of each kind is enough.
-        kinds: dict[tuple[int, int, int, bool, bool], int] = {}
+        kinds: dict[tuple[int, int, int, int, bool, bool], int] = {}
         for stage, layers in enumerate(self._stages):
             with_experts = sum(role.model.has_experts(layer) for layer in layers)
             with_window = sum(role.model.has_window(layer) for layer in layers)
-            kinds.setdefault((len(layers), with_experts, with_window, stage == 0, stage == role.layout.pp - 1), stage)
+            linear, is_last = sum(map(role.model.is_linear, layers)), stage == role.layout.pp - 1
+            kinds.setdefault((len(layers), with_experts, with_window, linear, stage == 0, is_last), stage)
         self._kinds = list(kinds.values())
         self._elements = {stage: rank_elements(role, stage) for stage in self._kinds}
         self._most = max(self._elements.values(), key=lambda elements: elements.total)

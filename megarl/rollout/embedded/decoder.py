@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from megarl.models import ModelConfig, WeightMap
 from megarl.models.rope import attention_factor, inverse_frequencies, window_frequencies
+from megarl.rollout.embedded.delta_states import DeltaNet
 from megarl.rollout.embedded.kv_cache import Attention
 from megarl.rollout.embedded.layers import (
     GatedMLP,
@@ -20,6 +22,7 @@ from megarl.rollout.embedded.layers import (
     RoutedExperts,
     added,
     layer_parameters,
+    limited,
 )
 
 
@@ -60,7 +63,7 @@ class RotaryTable:
 
 
 class DecoderLayer:
-    """One layer: attention, then an MLP or experts.
+    """One layer: attention or a gated delta net, then an MLP or experts.
 
     Args:
         config: model config.
@@ -71,8 +74,12 @@ class DecoderLayer:
     def __init__(self, config: ModelConfig, params: Mapping[str, Tensor], layer: int) -> None:
         self._number = layer
         self._input_norm = Norm(config, params.get("input_layernorm.weight"))
-        self._heads = PlainHeads(config, params) if config.latent is None else LatentHeads(config, params)
-        self._output = params["self_attention.linear_proj.weight"].t()
+        self._delta = DeltaNet(config, params, layer) if config.is_linear(layer) else None
+        self._heads: PlainHeads | LatentHeads | None = None
+        if self._delta is None:
+            self._heads = PlainHeads(config, params) if config.latent is None else LatentHeads(config, params)
+        projection = "linear_proj" if self._delta is None else "out_proj"
+        self._output = params[f"self_attention.{projection}.weight"].t()
         self._attention_norm = Norm(config, params.get("self_attn_bda.norm.weight"))
         self._mlp_norm = Norm(config, params.get("pre_mlp_layernorm.weight"))
         self._output_norm = Norm(config, params.get("mlp_bda.norm.weight"))
@@ -86,10 +93,13 @@ class DecoderLayer:
         self, x: Tensor, rotate: Rotate, attention: Attention, outputs: Tensor | None, routes: Tensor | None
     ) -> Tensor:
         """Compute the layer for ``[tokens, hidden_size]``; see :meth:`TransformerDecoder.hidden`."""
-        attended = attention(self._number, *self._heads(self._input_norm(x), rotate))
-        if outputs is not None:
-            x, attended = x[outputs], attended[outputs]
-        x = added(x, self._heads.values(attended), self._output, self._attention_norm)
+        normed = self._input_norm(x)
+        if self._heads is not None:
+            mixed = self._heads(normed, rotate, partial(attention, self._number), outputs)
+        else:
+            assert self._delta is not None
+            mixed = self._delta(normed, attention, outputs)
+        x = added(limited(x, outputs), mixed, self._output, self._attention_norm)
         return self._mlp.add_to(x, self._mlp_norm(x), self._output_norm, routes)
 
 

@@ -1,4 +1,7 @@
-"""The KV cache of running sequences, and attention over it for new prompts and for single new tokens."""
+"""The KV cache of running sequences, and attention over it for new prompts and for single new tokens.
+
+Gated delta net layers have states in place of keys and values.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.models import ModelConfig
+from megarl.models.delta_rule import ChunkPlan
 from megarl.models.rope import softmax_scale
+from megarl.rollout.embedded.delta_states import DeltaStates, TokenInputs
 
 # Widths are multiples of this many tokens. On a GPU each width has its own CUDA graph of the decode step.
 WIDTH_MULTIPLE = {"cpu": 32, "cuda": 256}
@@ -48,7 +53,10 @@ class KVCache:
         def allocate(layers: int) -> list[Tensor]:
             return [torch.zeros(size, dtype=dtype, device=device) for _ in range(layers)]
 
-        self._keys, self._values = allocate(config.num_layers), allocate(config.num_layers if latent is None else 0)
+        layers = config.attention_layers
+        self._index = {layer: number for number, layer in enumerate(layers)}
+        self._keys, self._values = allocate(len(layers)), allocate(len(layers) if latent is None else 0)
+        self.delta = None if config.linear is None else DeltaStates(config, slots, dtype, device)
 
     @property
     def device(self) -> torch.device:
@@ -90,6 +98,8 @@ class KVCache:
         for caches in (self._keys, self._values):
             for layer, cache in enumerate(caches):
                 caches[layer] = F.pad(cache, (0, size - len(cache)))
+        if self.delta is not None:
+            self.delta.grow(self.slots)
 
     def write_indices(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Return the write indices ``[tokens * kv_heads]`` of ``[tokens]`` slots and positions."""
@@ -101,34 +111,40 @@ class KVCache:
 
         ``values`` is None with latent attention.
         """
-        caches = (
-            [(self._keys[layer], keys)]
-            if values is None
-            else [(self._keys[layer], keys), (self._values[layer], values)]
-        )
+        number = self._index[layer]
+        caches = [(self._keys[number], keys)]
+        if values is not None:
+            caches.append((self._values[number], values))
         for cache, new in caches:
             cache.view(-1, self._key_dim).index_copy_(0, indices, new.reshape(-1, self._key_dim))
 
     def read(self, layer: int, first: int, count: int) -> tuple[Tensor, Tensor]:
         """Return views of neighboring slots' keys and values, ``[count, kv_heads, width, key_dim or value_dim]``."""
-        keys = self._slots_of(self._keys[layer])[first : first + count]
+        number = self._index[layer]
+        keys = self._slots_of(self._keys[number])[first : first + count]
         if not self._values:
             return keys, keys[..., : self._value_dim]
-        return keys, self._slots_of(self._values[layer])[first : first + count]
+        return keys, self._slots_of(self._values[number])[first : first + count]
 
     def copy(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        """Copy the first ``length`` tokens of slots to other slots; no target may be a source."""
+        """Copy the first ``length`` tokens of slots, and their states, to other slots; no target may be a source."""
+        if self.delta is not None:
+            self.delta.copy(sources, targets)
         for cache in (*self._keys, *self._values):
             window = self._slots_of(cache)[:, :, :length]
             window.index_copy_(0, targets, window.index_select(0, sources))
 
     def snapshot(self, slot: int, length: int) -> list[Tensor]:
-        """Return copies of the first ``length`` tokens of a slot, for :meth:`restore`."""
-        return [self._slots_of(cache)[slot, :, :length].clone() for cache in (*self._keys, *self._values)]
+        """Return copies of the first ``length`` tokens of a slot, which holds no others, for :meth:`restore`."""
+        saved = [self._slots_of(cache)[slot, :, :length].clone() for cache in (*self._keys, *self._values)]
+        return saved if self.delta is None else [*saved, *self.delta.snapshot(slot)]
 
     def restore(self, snapshot: list[Tensor], first: int, count: int) -> None:
         """Write a snapshot to the start of ``count`` neighboring slots."""
-        for cache, saved in zip((*self._keys, *self._values), snapshot, strict=True):
+        caches = (*self._keys, *self._values)
+        if self.delta is not None:
+            self.delta.restore(snapshot[len(caches) :], first, count)
+        for cache, saved in zip(caches, snapshot, strict=False):
             self._slots_of(cache)[first : first + count, :, : saved.shape[1]] = saved
 
     def _slots_of(self, cache: Tensor, width: int | None = None) -> Tensor:
@@ -152,6 +168,9 @@ class Attention(Protocol):
         Returns:
             ``[tokens, heads * value_dim]``.
         """
+
+    def recur(self, layer: int, tokens: TokenInputs) -> Tensor:
+        """See :class:`~megarl.rollout.embedded.delta_states.Recurrence`."""
 
 
 class PromptAttention:
@@ -180,6 +199,9 @@ class PromptAttention:
         self._indices = cache.write_indices(prompts + first, self.positions)
         window = cache.window
         needs_window = window is not None and prefix + self._width > window.size
+        self._chunks: ChunkPlan | None = None
+        if cache.delta is not None:
+            self._chunks = ChunkPlan.of(lengths, cache.delta.linear.conv_width, device)
         self._mask: Tensor | None = None
         self._window_mask: Tensor | None = None
         if prefix or needs_window:
@@ -211,6 +233,11 @@ class PromptAttention:
             enable_gqa=mask is None,
         )
         return attended.transpose(1, 2).reshape(self._count * self._width, -1).index_select(0, self._in_rectangle)
+
+    def recur(self, layer: int, tokens: TokenInputs) -> Tensor:
+        """See :class:`~megarl.rollout.embedded.delta_states.Recurrence`."""
+        assert self._cache.delta is not None and self._chunks is not None
+        return self._cache.delta.prompts(layer, tokens, self._chunks, self._first, self._prefix > 0)
 
 
 class StepAttention:
@@ -245,6 +272,11 @@ class StepAttention:
         attend = _plain_attention if queries.dtype is torch.float32 else F.scaled_dot_product_attention
         mask = self._window_mask if self._cache.has_window(layer) else self._mask
         return attend(grouped, *stored, attn_mask=mask, scale=self._cache.scale).reshape(rows, -1)
+
+    def recur(self, layer: int, tokens: TokenInputs) -> Tensor:
+        """See :class:`~megarl.rollout.embedded.delta_states.Recurrence`."""
+        assert self._cache.delta is not None
+        return self._cache.delta.step(layer, tokens)
 
 
 def _plain_attention(queries: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor, scale: float) -> Tensor:

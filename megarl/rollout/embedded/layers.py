@@ -18,6 +18,9 @@ from megarl.models.expert_choice import choose_experts, score_experts, weigh_exp
 Rotate = Callable[[Tensor], Tensor]
 """Rotates heads ``[tokens, heads, width]`` by the positions of their tokens."""
 
+Attend = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Computes attention of one layer; :class:`~megarl.rollout.embedded.kv_cache.Attention` without the layer's number."""
+
 KNOWN_PARAMETERS = frozenset(
     {
         "input_layernorm.weight",
@@ -32,6 +35,13 @@ KNOWN_PARAMETERS = frozenset(
         "self_attention.linear_kv_down_proj.weight",
         "self_attention.linear_kv_up_proj.weight",
         "self_attention.linear_proj.weight",
+        "self_attention.in_proj_qkvz.weight",
+        "self_attention.in_proj_ba.weight",
+        "self_attention.conv1d.weight",
+        "self_attention.dt_bias",
+        "self_attention.A_log",
+        "self_attention.out_norm.weight",
+        "self_attention.out_proj.weight",
         "self_attn_bda.norm.weight",
         "pre_mlp_layernorm.weight",
         "mlp.linear_fc1.weight",
@@ -46,7 +56,7 @@ KNOWN_PARAMETERS = frozenset(
         "mlp_bda.norm.weight",
     }
 )
-"""Parameters of a layer that this module computes with; a custom family may declare others."""
+"""Parameters of a layer that the engine computes with; a custom family may declare others."""
 
 
 def layer_parameters(weight_map: WeightMap, params: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
@@ -96,18 +106,22 @@ class PlainHeads:
         self._q_norm = Norm(config, params.get("self_attention.q_layernorm.weight"))
         self._k_norm = Norm(config, params.get("self_attention.k_layernorm.weight"))
         self._over_heads = config.qk_norm_over_heads
-        self._heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
+        self._gated, queries = config.output_gate, config.num_attention_heads * (2 if config.output_gate else 1)
+        self._heads = [queries, config.num_key_value_heads, config.num_key_value_heads]
         self._head_dim = config.head_dim
 
-    def __call__(self, x: Tensor, rotate: Rotate) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Compute queries ``[tokens, heads, head_dim]``, and keys and values, from ``[tokens, hidden]``."""
+    def __call__(self, x: Tensor, rotate: Rotate, attend: Attend, outputs: Tensor | None) -> Tensor:
+        """Compute the input ``[outputs, heads * head_dim]`` of the output projection from ``[tokens, hidden]``."""
         qkv = F.linear(x, self._qkv, self._bias)
         q, k, v = qkv.view(len(x), -1, self._head_dim).split(self._heads, 1)
-        return rotate(self._normed(q, self._q_norm)), rotate(self._normed(k, self._k_norm)), v
-
-    def values(self, attended: Tensor) -> Tensor:
-        """Return the input of the output projection: the attention's result itself."""
-        return attended
+        gate: Tensor | None = None
+        if self._gated:
+            q, gate = q.unflatten(1, (-1, 2)).unbind(2)
+        attended = attend(rotate(self._normed(q, self._q_norm)), rotate(self._normed(k, self._k_norm)), v)
+        if gate is None:
+            return limited(attended, outputs)
+        gate = limited(gate, outputs).flatten(1)
+        return (limited(attended, outputs) * gate.float().sigmoid()).to(x.dtype)
 
     def _normed(self, heads: Tensor, norm: Norm) -> Tensor:
         return norm(heads.flatten(1)).view(heads.shape) if self._over_heads else norm(heads)
@@ -138,8 +152,14 @@ class LatentHeads:
         up = params[prefix + "linear_kv_up_proj.weight"].view(self._heads, -1, latent.kv_lora_rank)
         self._key_up, self._value_up = up.split([latent.nope_dim, latent.v_dim], 1)
 
-    def __call__(self, x: Tensor, rotate: Rotate) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Compute queries ``[tokens, heads, latent + rotated]`` and keys ``[tokens, 1, latent + rotated]``."""
+    def __call__(self, x: Tensor, rotate: Rotate, attend: Attend, outputs: Tensor | None) -> Tensor:
+        """Compute the input ``[outputs, heads * v_dim]`` of the output projection from ``[tokens, hidden]``."""
+        attended = limited(attend(*self._queries_and_keys(x, rotate), None), outputs)
+        latents = attended.view(len(attended), self._heads, self._latent.kv_lora_rank)
+        return torch.einsum("thl,hvl->thv", latents, self._value_up).flatten(1)
+
+    def _queries_and_keys(self, x: Tensor, rotate: Rotate) -> tuple[Tensor, Tensor]:
+        """Queries ``[tokens, heads, latent + rotated]`` and keys ``[tokens, 1, latent + rotated]``."""
         latent = self._latent
         queries = F.linear(x if self._q_down is None else self._q_norm(F.linear(x, self._q_down)), self._q_up)
         queries = queries.view(len(x), self._heads, self._head_dim)
@@ -147,12 +167,7 @@ class LatentHeads:
         compressed, k_rotated = F.linear(x, self._kv_down)[:, None].split([latent.kv_lora_rank, latent.rope_dim], -1)
         in_latent = torch.einsum("thn,hnl->thl", q_plain, self._key_up)
         q_rotated, k_rotated = (rotate(self._in_halves(part)) for part in (q_rotated, k_rotated))
-        return torch.cat([in_latent, q_rotated], -1), torch.cat([self._kv_norm(compressed), k_rotated], -1), None
-
-    def values(self, attended: Tensor) -> Tensor:
-        """Project sums of latents ``[tokens, heads * latent]`` to values ``[tokens, heads * v_dim]``."""
-        latents = attended.view(len(attended), self._heads, self._latent.kv_lora_rank)
-        return torch.einsum("thl,hvl->thv", latents, self._value_up).flatten(1)
+        return torch.cat([in_latent, q_rotated], -1), torch.cat([self._kv_norm(compressed), k_rotated], -1)
 
     def _in_halves(self, heads: Tensor) -> Tensor:
         """Reorder interleaved pairs to halves, in queries and keys: their products stay the same."""
@@ -229,6 +244,11 @@ class RoutedExperts:
             return x
         weighted = torch.cat(outputs).float() * weights[order, None]
         return torch.zeros_like(x, dtype=torch.float32).index_add_(0, tokens, weighted).to(x.dtype)
+
+
+def limited(rows: Tensor, outputs: Tensor | None) -> Tensor:
+    """Return the rows at the required outputs; None = all."""
+    return rows if outputs is None else rows[outputs]
 
 
 def added(residual: Tensor, inputs: Tensor, weight: Tensor, norm: Norm) -> Tensor:

@@ -34,7 +34,7 @@ from megarl.base.ports import interface_of
 from megarl.models.checksum import ParamRectangle, tensor_checksum
 from megarl.rollout.interface import NOT_CONNECTED
 from megarl.rollout.sglang.options import GLOO_INTERFACE
-from megarl.rollout.sglang.shards import SGLangShard
+from megarl.rollout.sglang.shards import ALWAYS_FLOAT32, SGLangShard
 from megarl.rollout.weight_checks import ShardWeights
 from megarl.sharding.placement import current_location
 from megarl.sharding.receiver import BucketReceiver, ReceiverSpec
@@ -213,7 +213,8 @@ class RankLoader:
     def sums(self, model: torch.nn.Module, rectangles: Sequence[ParamRectangle]) -> Reply:
         """Return checksums of parts of parameters, computed on this rank's device."""
         held = self._views(model)
-        return Reply([rectangle.checksum(held[rectangle.name]) for rectangle in rectangles])
+        # A sent value converts to float32 and back without a change.
+        return Reply([r.checksum(held[r.name], convert=r.name.endswith(ALWAYS_FLOAT32)) for r in rectangles])
 
     def read(self, model: torch.nn.Module, name: str | None) -> Reply:
         """Return a parameter of a selected rank; None = another rank is selected."""

@@ -2,7 +2,8 @@
 
 SGLang pads the vocabulary to a multiple of 64 before it divides the rows; the reshard plan does the same. For latent
 attention with a query latent, SGLang stores both projections into latents in one parameter: the rows of
-``kv_a_proj_with_mqa`` follow those of ``q_a_proj``.
+``kv_a_proj_with_mqa`` follow those of ``q_a_proj``. In models with gated delta nets the parameters of full attention
+belong to the layer itself, without ``self_attn``.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ VOCAB_PARAMS = ("model.embed_tokens.weight", "lm_head.weight")
 
 QUERY_LATENT, KEY_VALUE_LATENT = ".self_attn.q_a_proj.weight", ".self_attn.kv_a_proj_with_mqa.weight"
 FUSED_LATENTS = ".self_attn.fused_qkv_a_proj_with_mqa.weight"
+
+ALWAYS_FLOAT32 = ".linear_attn.A_log"
+"""End of the names of parameters that SGLang holds in float32 in every dtype."""
 
 
 class SGLangShard(NamedTuple):
@@ -78,10 +82,15 @@ class SGLangShard(NamedTuple):
     def _places(self) -> dict[str, _Rows]:
         params = self.params()
         fused = _fused_latents({param.name: param for param in params})
+        named = {param.name: self._name(param.name) for param in params}
         return {
-            param.name: _Rows(*fused.get(param.name, (param.name, 0)), param.shape[0], param.shape[1:])
+            param.name: _Rows(*fused.get(param.name, (named[param.name], 0)), param.shape[0], param.shape[1:])
             for param in params
         }
+
+    def _name(self, name: str) -> str:
+        """Return SGLang's name of a parameter of the weight map that is not fused with another."""
+        return name if self.config.linear is None else name.replace(".self_attn.", ".")
 
     def _shapes(self, places: Mapping[str, _Rows]) -> dict[str, list[int]]:
         """Return the shapes of SGLang's parameters, with padding."""
@@ -115,8 +124,31 @@ def check_model_runs(config: ModelConfig, options: EngineOptions) -> None:
             f"rollout engine 'sglang' over {tp} ranks needs num_attention_heads to be a multiple of {tp}, "
             f"{config.architecture} has {config.num_attention_heads}: a rank has whole heads of latent attention"
         )
+    if config.linear is not None:
+        _check_linear(config, options)
     if options.device == "cpu":
         check_cpu_sizes(config, tp)
+
+
+def _check_linear(config: ModelConfig, options: EngineOptions) -> None:
+    """Refuse models with gated delta nets in a form that SGLang does not have."""
+    tp, linear = options.tensor_parallel_size, config.linear
+    assert linear is not None
+    if options.device == "cpu":
+        raise ModelError(
+            f"rollout engine 'sglang' does not run {config.architecture} on a CPU: its gated delta nets need a GPU; "
+            "set rollout.name=embedded"
+        )
+    if linear.key_heads % tp:
+        raise ModelError(
+            f"rollout engine 'sglang' over {tp} ranks needs linear_num_key_heads to be a multiple of {tp}, "
+            f"{config.architecture} has {linear.key_heads}"
+        )
+    if linear.grouped and (config.experts is None or not all(config.experts.layers)):
+        raise ModelError(
+            f"rollout engine 'sglang' does not run {config.architecture} with dense layers: SGLang has experts in "
+            "every layer of this architecture; set rollout.name=embedded"
+        )
 
 
 def check_cpu_sizes(config: ModelConfig, tp: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from engine_cases import Setup
-from family_cases import EXPERTS, LATENTS
+from family_cases import EXPERTS, LATENTS, LINEAR
 from tiny_models import Row, rows_of
 
 from megarl.config import MegatronConfig
@@ -28,6 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "window": {"family": "olmo3", "sliding_window": 16, **WIDE},
     "all_norms": {"family": "gemma3_text", "tied": True, "head_dim": 16, "sliding_window": 16, **WIDE},
     "experts": {"family": "qwen3_moe", "num_experts": 4, "norm_topk_prob": True, **WIDE, **EXPERTS},
+    "linear": {"family": "qwen3_5_text", "full_attention_interval": 2, **WIDE, **LINEAR},
     "latent": {"family": "deepseek_v3", "n_group": 2, "topk_group": 1, "n_shared_experts": 1, **WIDE, **LATENTS},
 }
 ROWS = rows_of([(20, 44)] * 8)
@@ -73,6 +74,10 @@ CASES = {
     "experts_tp2_etp1_ep2": _case("experts", tp=2, etp=1, ep=2, sequence_parallel=True, dtype=torch.bfloat16),
     "experts_recomputed": _case("experts", RecomputeOptions("selective", modules=("moe",))),
     "latent": _case("latent"),
+    "linear": _case("linear"),
+    "linear_bfloat16": _case("linear", dtype=torch.bfloat16),
+    "linear_tp2": _case("linear", tp=2, sequence_parallel=True),
+    "linear_core_attention": _case("linear", RecomputeOptions("selective")),
     "output_norms": _case("output_norms"),
     "output_norms_tp2": _case("output_norms", tp=2, sequence_parallel=True),
     "output_norms_cp2": _case("output_norms", cp=2),

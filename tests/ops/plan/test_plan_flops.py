@@ -77,6 +77,20 @@ def test_flops_per_token_follow_the_active_parameters(name):
     assert elements == pytest.approx(total, rel=0.01)
 
 
+@pytest.mark.parametrize("kind", ["Qwen3Next", "Qwen3_5"])
+def test_elements_of_hybrid_models_are_those_of_transformers(kind):
+    """In published sizes (Qwen3-Next-80B-A3B, Qwen3.5-9B); norms and convolutions are not counted."""
+    config = getattr(transformers, f"{kind}{'' if kind == 'Qwen3Next' else 'Text'}Config")()
+    with torch.device("meta"):
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    parsed = parse_model_config({**config.to_dict(), "architectures": [f"{kind}ForCausalLM"]})
+    elements = sum(sum(layer_elements(parsed, layer)) for layer in range(parsed.num_layers))
+    theirs = sum(param.numel() for param in model.model.layers.parameters())
+    assert elements == pytest.approx(theirs, rel=1e-3)
+    halves = [rank_elements(role(parsed, ParallelLayout(pp=2)), stage).total for stage in (0, 1)]
+    assert sum(halves) == elements + 2 * parsed.vocab_size * parsed.hidden_size
+
+
 def test_stages_sum_to_the_model():
     actor = train_job("Llama-3-70B", megatron(8, 4), nodes=16).role("actor")
     stages = [actor.layout.stage_layers(80, stage) for stage in range(4)]
