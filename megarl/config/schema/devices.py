@@ -1,6 +1,5 @@
 """Keys of a role's own devices; roles without them share the trainer's."""
 
-# ruff: noqa: RUF009 -- `key` and `section` return dataclass fields
 from __future__ import annotations
 
 from dataclasses import dataclass

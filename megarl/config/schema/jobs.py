@@ -37,9 +37,9 @@ from megarl.config.schema.run import (
     TrainerConfig,
 )
 
-ROLLOUT, CRITIC, REFERENCE = "actor_rollout_ref.rollout", "critic", "actor_rollout_ref.ref"
-REWARD_MODEL, TEACHERS = "reward_model", "distillation"
-"""Paths of the sections of roles that can have devices of their own."""
+ACTOR, ROLLOUT, REFERENCE = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+CRITIC, REWARD_MODEL, TEACHERS = "critic", "reward_model", "distillation"
+"""Paths of the sections of roles; all but the actor can have devices of their own."""
 STANDARD_INPUT = "-"
 """Entry of `data.prompts` that stands for the lines of the standard input."""
 

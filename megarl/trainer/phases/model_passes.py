@@ -1,0 +1,48 @@
+"""Model passes of a step (log-probs, values, updates): one role each, at the same time on separate devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from megarl.cluster import PlacedPool, WorkerGroup
+from megarl.cluster.calls import PendingCall
+from megarl.data import DataProto
+from megarl.trainer.records.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class ModelPass:
+    """A pass of one role over a batch, which starts without waiting.
+
+    Attributes:
+        name: name of the phase in ``timing_s/<name>``.
+        devices: pools that the pass computes on; empty if the driver computes.
+        submit: starts the pass on a batch, and may add metrics; the call's result is columns, or an update's metrics.
+        first_step: the first training step with this pass.
+    """
+
+    name: str
+    devices: tuple[PlacedPool, ...]
+    submit: Callable[[DataProto, Metrics], PendingCall]
+    first_step: int = 1
+
+
+def verb_pass(name: str, group: WorkerGroup, verb: str, first_step: int = 1) -> ModelPass:
+    """Return the pass that runs a verb of a worker group on the batch."""
+    return ModelPass(name, (group.pool,), lambda batch, metrics: group.submit(verb, batch), first_step)
+
+
+def simultaneous_passes(passes: Iterable[ModelPass]) -> list[list[ModelPass]]:
+    """Group independent passes that can run at the same time, because no two of a group share devices.
+
+    Passes on the same devices keep their order: roles that share a device must not compute at the same time.
+    """
+    groups: list[list[ModelPass]] = []
+    for one in passes:
+        taken = [number for number, group in enumerate(groups) if any(set(one.devices) & set(p.devices) for p in group)]
+        first_free = max(taken) + 1 if taken else 0
+        if first_free == len(groups):
+            groups.append([])
+        groups[first_free].append(one)
+    return groups
