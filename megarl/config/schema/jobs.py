@@ -40,6 +40,14 @@ from megarl.config.schema.run import (
 ACTOR, ROLLOUT, REFERENCE = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 CRITIC, REWARD_MODEL, TEACHERS = "critic", "reward_model", "distillation"
 """Paths of the sections of roles; all but the actor can have devices of their own."""
+POOL_OWNERS = {
+    ROLLOUT: "the engines",
+    CRITIC: "the critic",
+    REFERENCE: "the reference",
+    REWARD_MODEL: "the reward model",
+    TEACHERS: "the teachers",
+}
+"""Owners of resource pools in the words of reports."""
 STANDARD_INPUT = "-"
 """Entry of `data.prompts` that stands for the lines of the standard input."""
 

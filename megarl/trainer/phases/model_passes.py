@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from megarl.base.disjoint_groups import disjoint_groups
 from megarl.cluster import PlacedPool, WorkerGroup
 from megarl.cluster.calls import PendingCall
 from megarl.data import DataProto
@@ -34,15 +35,5 @@ def verb_pass(name: str, group: WorkerGroup, verb: str, first_step: int = 1) -> 
 
 
 def simultaneous_passes(passes: Iterable[ModelPass]) -> list[list[ModelPass]]:
-    """Group independent passes that can run at the same time, because no two of a group share devices.
-
-    Passes on the same devices keep their order: roles that share a device must not compute at the same time.
-    """
-    groups: list[list[ModelPass]] = []
-    for one in passes:
-        taken = [number for number, group in enumerate(groups) if any(set(one.devices) & set(p.devices) for p in group)]
-        first_free = max(taken) + 1 if taken else 0
-        if first_free == len(groups):
-            groups.append([])
-        groups[first_free].append(one)
-    return groups
+    """Group independent passes: those of a group can run at the same time, because no two share devices."""
+    return disjoint_groups(passes, lambda one: one.devices)
