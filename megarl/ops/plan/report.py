@@ -69,9 +69,7 @@ def plan_sections(plan: Estimate, suggestion: Suggestion | None) -> list[ReportS
 def _overview(plan: Estimate) -> ReportSection:
     job, hardware = plan.job, plan.hardware
     model = job.roles[0].model
-    own = "".join(
-        f", and {pool.nodes} x {pool.devices_per_node} for {POOL_OWNERS[pool.section]}" for pool in job.own_pools
-    )
+    own = "".join(f", {pool.nodes} x {pool.devices_per_node} for {POOL_OWNERS[pool.section]}" for pool in job.own_pools)
     lines = [
         f"{job.nodes} x {job.devices_per_node} {hardware.name}{own}, {hardware.memory_gib:g} GiB each, of which "
         f"{plan.usable_bytes / GIB:.1f} GiB for tensors",

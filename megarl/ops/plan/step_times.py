@@ -13,7 +13,7 @@ from megarl.base.disjoint_groups import disjoint_groups
 from megarl.config import TrainConfig
 from megarl.config.batch import MicroBatches
 from megarl.config.schema.async_training import COLOCATED, SYNC
-from megarl.config.schema.jobs import TEACHERS
+from megarl.config.schema.jobs import ROLLOUT, TEACHERS
 from megarl.models import WeightMap
 from megarl.ops.plan.asynchronous import ModeComparison, SimulatedBatch, SimulatedMode, SimulatedRates, compare_modes
 from megarl.ops.plan.flops import FlopCount, layers_elements
@@ -49,7 +49,7 @@ class StepTime:
         generated: details of generation; None without a rollout on the job's devices.
         overlap: generation and training at the same time; None in synchronous mode.
         simultaneous: groups of phases at the same time, on separate devices.
-        own_devices: number of devices of phases on a role's own devices, by phase.
+        phase_devices: number of devices of each phase: those of its roles' pool.
     """
 
     phases: tuple[PassTime, ...]
@@ -59,7 +59,7 @@ class StepTime:
     generated: GenerationTime | None
     overlap: ModeComparison | None = None
     simultaneous: tuple[tuple[str, ...], ...] = ()
-    own_devices: Mapping[str, int] = field(default_factory=dict)
+    phase_devices: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -77,8 +77,8 @@ class StepTime:
         return sum(phase.flops.total for phase in self.phases) / (self.seconds * self.devices * self.peak_flops)
 
     def mfu_of(self, phase: PassTime) -> float:
-        """Return the MFU of a phase, on the devices of its role if it has devices of its own."""
-        seconds, devices = phase.cost.seconds, self.own_devices.get(phase.phase, self.devices)
+        """Return the MFU of a phase on its devices."""
+        seconds, devices = phase.cost.seconds, self.phase_devices.get(phase.phase, self.devices)
         return phase.flops.total / (seconds * devices * self.peak_flops) if seconds else 0.0
 
     @property
@@ -135,7 +135,8 @@ def time_step(
     """
     trained = job.roles[0]
     generated = _generation(job, hardware, lengths, kv_tokens)
-    timed, own_devices = {"gen": generated.time} if generated else {}, {}
+    timed = {"gen": generated.time} if generated else {}
+    phase_devices = {"gen": len(job.pool_of(ROLLOUT).numbers)}
     for role in job.roles:
         pool = job.pool_of(role.section)
         model = PassTimer(role, hardware, lengths, pool.devices_per_node)
@@ -143,8 +144,7 @@ def time_step(
             time = model.time(planned, micro_batches_of(job, role, planned))
             several = planned.phase == "teacher" and planned.phase in timed
             timed[planned.phase] = timed[planned.phase].plus(time) if several else time
-            if pool.first:
-                own_devices[planned.phase] = len(pool.numbers)
+            phase_devices[planned.phase] = len(pool.numbers)
     if job.rollout is not None:
         timed["update_weights"] = _sync(job, hardware, sync_s)
     samples, phases = job.batches.samples_per_step, tuple(timed[phase] for phase in job.phases if phase in timed)
@@ -156,7 +156,7 @@ def time_step(
         generated=generated,
         overlap=_overlap(job, hardware, lengths, generated, phases, kv_tokens),
         simultaneous=simultaneous_phases(job),
-        own_devices=own_devices,
+        phase_devices=phase_devices,
     )
 
 
