@@ -165,6 +165,9 @@ def wait_all(
         if on_end is not None and not running[number]:
             on_end(number)
 
+    if on_end is not None:
+        for number in (number for number, left in enumerate(running) if not left):
+            on_end(number)  # the driver has run it already
     groups = list(itertools.chain.from_iterable(call.groups for call in pending))
     calls = list(itertools.chain.from_iterable(call.calls for call in pending))
     results = iter(gather_results(groups, calls, timeout_s, count))

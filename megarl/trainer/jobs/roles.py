@@ -300,7 +300,9 @@ class RoleBuilder:
     def _critic(self) -> CriticGroup:
         critic = self.config.critic
         kwargs: dict[str, Any] = {
-            "settings": self._settings(str(critic.model.path), critic.megatron, critic.optim, "critic", critic.model),
+            "settings": self._settings(
+                str(critic.model.path), critic.megatron, critic.optim, "critic", critic.model, critic.nnodes > 0
+            ),
             "config": critic,
             "plan": self._update_plan("critic", str(critic.loss_agg_mode)),
         }
@@ -312,7 +314,9 @@ class RoleBuilder:
         megatron = self.policy.ref.megatron
         assert megatron is not None
         kwargs: dict[str, Any] = {
-            "settings": self._settings(self.policy.model.path, megatron, None, None),
+            "settings": self._settings(
+                self.policy.model.path, megatron, None, None, has_own_devices=self.policy.ref.nnodes > 0
+            ),
             "log_prob": self._log_prob("ref_log_prob"),
         }
         budgets = dict.fromkeys(REFERENCE_VERBS, kwargs["log_prob"].budget)
@@ -329,8 +333,9 @@ class RoleBuilder:
         teacher = self.config.distillation.teacher_models[name]
         cost = sequence_cost(read_model_config(str(teacher.model_path)))
         micro = budget(self.batches.phase(teacher_phase(name)).micro, cost)
+        alone = self.config.distillation.nnodes > 0 and len(self.config.distillation.teacher_models) == 1
         kwargs: dict[str, Any] = {
-            "settings": self._settings(str(teacher.model_path), teacher.megatron, None, None),
+            "settings": self._settings(str(teacher.model_path), teacher.megatron, None, None, has_own_devices=alone),
             "log_prob": LogProbSettings(micro, self.policy.rollout.temperature),
             "topk": self.config.distillation.distillation_loss.teacher_topk,
             "candidates": read_model_config(self.policy.model.path).vocab_size,
@@ -398,6 +403,7 @@ class RoleBuilder:
         optim: OptimConfig | None,
         phase: str | None,
         adapters: AdapterKeys | None = None,
+        has_own_devices: bool = False,
     ) -> RoleSettings:
         updates = run_updates(self.config, self.batches, phase, self.total_steps) if phase else 0
         return RoleSettings(
@@ -414,6 +420,7 @@ class RoleBuilder:
             lora=lora_options(adapters, self.config.trainer.seed) if adapters else None,
             adapter_path=adapters.lora_adapter_path if adapters else None,
             reference_adapter=adapters is not None and adapters.lora.reference == "adapter",
+            has_own_devices=has_own_devices,
         )
 
     def _update_plan(self, phase: str, loss_agg_mode: str, horizon: int | None = None) -> UpdatePlan:

@@ -106,6 +106,7 @@ def reward_model_group(config: TrainConfig | EvaluateConfig, pool: PlacedPool) -
         nccl_timeout=config.trainer.nccl_timeout,
         external_lib=config.actor_rollout_ref.model.user_modules,
         repeat_out_of_memory=config.trainer.repeat_out_of_memory,
+        has_own_devices=keys.nnodes > 0,
     )
     micro = budget(reward_micro_batches(config), sequence_cost(read_model_config(path), value_head=True))
     worker, kwargs = "megarl.workers.reward_model:RewardModelWorker", {"settings": settings, "budget": micro}
