@@ -32,7 +32,8 @@ class PhaseTimer:
         The yielded function ends a phase by its number; the last phase ends with the block. The others are hidden: they
         add nothing to the seconds of the step.
         """
-        start, ends = self._clock(), {}
+        start = self._clock()
+        ends: dict[int, float] = {}
 
         def end(number: int) -> None:
             if len(ends) + 1 < len(names):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from megarl.base.errors import StepImpossible
 from megarl.cluster import wait_all
@@ -126,9 +127,7 @@ class PPOTrainer:
             self.finish_step(batch, metrics)
         return self.close()
 
-    def run_passes(
-        self, passes: Sequence[ModelPass], batch: DataProto, step: int, metrics: Metrics
-    ) -> list[DataProto | Metrics]:
+    def run_passes(self, passes: Sequence[ModelPass], batch: DataProto, step: int, metrics: Metrics) -> list[Any]:
         """Run the passes of a step that begin together, each timed until its workers are done; return their results."""
         active = [one for one in passes if step >= one.first_step]
         if not active:

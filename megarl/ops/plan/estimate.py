@@ -15,6 +15,7 @@ from megarl.config.derived import with_derived
 from megarl.config.keys import with_values
 from megarl.config.problems import InvalidConfigError
 from megarl.config.schema.jobs import ROLLOUT, TEACHERS, own_pools
+from megarl.config.schema.model import LogProbBatchConfig
 from megarl.ops.plan.hardware import Hardware
 from megarl.ops.plan.job import PlannedJob, planned_job
 from megarl.ops.plan.lengths import Lengths
@@ -180,7 +181,8 @@ def _derived_values(config: TrainConfig | SupervisedConfig) -> dict[str, None]:
         rollout = policy.rollout
         if rollout.replicas and rollout.replicas * rollout.devices_per_replica == (rollout.own_devices or devices):
             derived.append(f"{path}.rollout.replicas")
-        for section, keys in ((f"{path}.rollout", rollout), (f"{path}.ref", policy.ref), *teachers.items()):
+        passes: dict[str, LogProbBatchConfig] = {f"{path}.rollout": rollout, f"{path}.ref": policy.ref, **teachers}
+        for section, keys in passes.items():
             if keys.log_prob_max_token_len_per_gpu == policy.actor.ppo_max_token_len_per_gpu:
                 derived.append(f"{section}.log_prob_max_token_len_per_gpu")
     for section, megatron in layouts.items():
