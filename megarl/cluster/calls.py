@@ -58,7 +58,8 @@ class PendingCall:
         """
         if self._outcome is None:
             self.complete(gather_results(self.groups, self.calls, timeout_s))
-        return self._outcome[0]  # type: ignore[index]
+        assert self._outcome is not None, "complete"
+        return self._outcome[0]
 
     def complete(self, results: list[Any]) -> None:
         """Collect the results of the calls, in order; for :func:`wait_all`, which waits for several."""

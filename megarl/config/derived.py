@@ -139,7 +139,7 @@ def _distillation(
 
 
 def _layout(megatron: MegatronConfig, devices: int, alone: bool = False) -> MegatronConfig:
-    """Fill the layout of a role; the weights of a role that is alone on its devices stay there between its phases."""
+    """Fill the layout of a role; alone on its devices, it keeps its weights there between phases."""
     if alone:
         megatron = replace(megatron, param_offload=False)
     replica = megatron.devices_per_replica

@@ -116,7 +116,7 @@ class Tracer:
             self.keep(Event("X", name, category, start_ns, now - start_ns, lane, args))
 
     def _remove(self, entry: tuple[str, str, int]) -> None:
-        """Take a span off the stack and the board; spans of phases that run at the same time end in any order."""
+        """Take a span off the stack and the board; spans of simultaneous phases end in any order."""
         index = len(self.stack) - 1
         if self.stack[index] != entry and entry in self.stack:
             index = self.stack.index(entry)
@@ -191,7 +191,7 @@ def span(name: str, category: str = "", **args: Any) -> AbstractContextManager[N
 
 
 def lane_span(name: str, category: str, lane: str) -> AbstractContextManager[None]:
-    """Record the block as a span in a lane of its own, for work at the same time as other spans of this thread."""
+    """Record the block as a span in a separate lane, for work beside other spans of this thread."""
     return _Span(name, category, {}, lane) if TRACER.active else _NO_SPAN
 
 
