@@ -214,7 +214,7 @@ class PPOTrainer:
             epoch=self.state.prompts.epoch,
             metrics=MappingProxyType({} if metrics is None else metrics),
             seconds=MappingProxyType(dict(self.reporter.seconds)),
-            hidden=MappingProxyType(dict(self.reporter.timer.hidden)),
+            hidden=MappingProxyType(dict(self.reporter.hidden)),
             batch=batch,
         )
 

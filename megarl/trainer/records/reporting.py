@@ -178,6 +178,11 @@ class RunReporter:
         """Seconds per phase of the current step."""
         return self.timer.seconds
 
+    @property
+    def hidden(self) -> dict[str, float]:
+        """Part of these seconds beside a longer phase on other devices."""
+        return self.timer.hidden
+
     def log_step(self, step: int, metrics: Metrics, tokens: Mapping[str, int]) -> None:
         """Log the metrics of a step with its timings; warn on the console if passes had to be repeated.
 
