@@ -57,8 +57,23 @@ class PendingCall:
             WorkerSilent: ``timeout_s`` seconds have passed.
         """
         if self._outcome is None:
-            self._outcome = (self._collect(gather_results(self.groups, self.calls, timeout_s)),)
+            self.complete(gather_results(self.groups, self.calls, timeout_s))
+        assert self._outcome is not None, "complete"
         return self._outcome[0]
+
+    def complete(self, results: list[Any]) -> None:
+        """Collect the results of the calls, in order; for :func:`wait_all`, which waits for several."""
+        if self._outcome is None:
+            self._outcome = (self._collect(results),)
+
+    def then(self, function: Callable[[Any], Any]) -> PendingCall:
+        """Return the same call with a function applied to its result."""
+        return PendingCall(self.groups, self.calls, lambda results: function(self._collect(results)))
+
+
+def completed_call(value: Any) -> PendingCall:
+    """Return a call that ran in the driver and is complete."""
+    return PendingCall([], [], lambda results: value)
 
 
 class ScatteredCall(PendingCall):
@@ -128,18 +143,37 @@ def for_rank(args: Sequence[Any], rank: int) -> list[Any]:
     return [arg.values[rank] if isinstance(arg, PerRank) else arg for arg in args]
 
 
-def wait_all(pending: Iterable[PendingCall], timeout_s: float | None = None) -> list[Any]:
+def wait_all(
+    pending: Iterable[PendingCall], timeout_s: float | None = None, on_end: Callable[[int], None] | None = None
+) -> list[Any]:
     """Wait for several calls, also of different groups, and return their results; stops at the first failure.
+
+    Args:
+        pending: the calls.
+        timeout_s: limit in seconds; None = none.
+        on_end: called with the number of a call as soon as all its processes have returned.
 
     Raises:
         WorkerFailed, WorkerError: see :meth:`PendingCall.result`.
     """
     pending = list(pending)
-    gather_results(
-        list(itertools.chain.from_iterable(call.groups for call in pending)),
-        list(itertools.chain.from_iterable(call.calls for call in pending)),
-        timeout_s,
-    )
+    running = [len(call.calls) for call in pending]
+    owner = {one.ref: number for number, call in enumerate(pending) for one in call.calls}
+
+    def count(one: WorkerCall) -> None:
+        number = owner[one.ref]
+        running[number] -= 1
+        if on_end is not None and not running[number]:
+            on_end(number)
+
+    if on_end is not None:
+        for number in (number for number, left in enumerate(running) if not left):
+            on_end(number)  # the driver has run it already
+    groups = list(itertools.chain.from_iterable(call.groups for call in pending))
+    calls = list(itertools.chain.from_iterable(call.calls for call in pending))
+    results = iter(gather_results(groups, calls, timeout_s, count))
+    for call in pending:
+        call.complete(list(itertools.islice(results, len(call.calls))))
     return [call.result() for call in pending]
 
 

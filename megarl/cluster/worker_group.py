@@ -79,7 +79,8 @@ class WorkerGroup:
         self._failure: WorkerFailed | None = None
         self._infos: list[WorkerInfo] = []
         self._owners = [layout.rank(dp=dp, pp=layout.pp - 1) for dp in range(layout.dp)]
-        self._pool, self._env, self._worker_cls = pool, dict(env or {}), worker_cls
+        self.pool = pool
+        self._env, self._worker_cls = dict(env or {}), worker_cls
         self._processes: dict[int, WorkerInfo] = {}
         self._busy: dict[str, list[float]] = {}
         self._span, self._threads, self._on_device = devices_per_process, threads, on_device
@@ -308,8 +309,8 @@ class WorkerGroup:
 
     def _create_actor(self, rank: int) -> Any:
         """Start a process without a worker."""
-        tracing = self._pool.processes.options
-        placement = self._pool.actor_options(rank * self._span) if self._on_device else self._pool.host_options(rank)
+        tracing = self.pool.processes.options
+        placement = self.pool.actor_options(rank * self._span) if self._on_device else self.pool.host_options(rank)
         options = placement | nsight_options(tracing.profile(self.role, rank))
         if self._env and fork_address() is not None:
             # A process with a runtime environment is no fork, which would have imported torch before it sees them.
@@ -318,7 +319,7 @@ class WorkerGroup:
         if self._threads:
             process = ray.remote(concurrency_groups={ASIDE: self._threads})(ServingWorkerProcess)
         host = process.options(**options)
-        return host.remote(self.role, rank, self.world_size, self._environment(rank), tracing, self._pool.logs)
+        return host.remote(self.role, rank, self.world_size, self._environment(rank), tracing, self.pool.logs)
 
     def _start(self, ranks: Sequence[int]) -> tuple[list[WorkerCall], list[WorkerCall]]:
         """Start to build the workers of new processes; returns the describing and the building calls."""
@@ -341,15 +342,15 @@ class WorkerGroup:
     def _environment(self, rank: int) -> dict[str, str]:
         """Environment variables of a process; the group's ``env`` takes precedence."""
         first = rank * self._span
-        variables = {"LOCAL_RANK": str(self._pool.local_rank(first))}
+        variables = {"LOCAL_RANK": str(self.pool.local_rank(first))}
         if not self._on_device:
             variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        elif self._pool.pool.device == "cpu":
+        elif self.pool.pool.device == "cpu":
             # Two processes with two threads each on two cores are several times slower than with one.
             variables["OMP_NUM_THREADS"] = "1"
         elif self._span > 1:
             # The process claims a share of one device's bundle, so Ray would make only that device visible.
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._pool.gpu_ids(range(first, first + self._span)))
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self.pool.gpu_ids(range(first, first + self._span)))
         return {**variables, **self._env}
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from megarl.base.algorithm_names import default_aggregation
+from megarl.config.schema.devices import OwnDevicesConfig
+from megarl.config.schema.distillation import DistillationConfig
 from megarl.config.schema.jobs import (
     EvaluateConfig,
     GenerateConfig,
@@ -27,6 +29,7 @@ _Value = TypeVar("_Value")
 _GenerationJob = TypeVar("_GenerationJob", bound=GenerationJobConfig)
 _Supervised = TypeVar("_Supervised", bound=SupervisedConfig)
 _ModelPath = TypeVar("_ModelPath", bound=ModelPathConfig)
+_OwnDevices = TypeVar("_OwnDevices", bound=OwnDevicesConfig)
 _LogProbKeys = TypeVar("_LogProbKeys", bound=LogProbBatchConfig)
 
 SIMPO_GAMMA = 0.5
@@ -53,26 +56,21 @@ def with_derived(config: JobT, files_root: str | None = None) -> JobT:
 
 def _train(config: TrainConfig, root: str) -> TrainConfig:
     policy, trainer, data = config.actor_rollout_ref, config.trainer, config.data
-    devices = trainer.num_devices
-    actor = _actor(policy.actor, data.max_response_length, devices)
+    actor = _actor(policy.actor, data.max_response_length, trainer.num_devices)
     by_tokens = policy.actor.use_dynamic_bsz
-    reference = policy.ref.megatron
-    ref = replace(policy.ref, megatron=None if reference is None else _layout(reference, devices))
-    distillation = config.distillation
-    teachers = {
-        name: _log_prob(replace(teacher, megatron=_layout(teacher.megatron, devices)), actor, by_tokens)
-        for name, teacher in distillation.teacher_models.items()
-    }
+    ref = _with_devices(policy.ref, trainer)
+    if ref.megatron is not None:
+        ref = replace(ref, megatron=_layout(ref.megatron, ref.own_devices or trainer.num_devices, bool(ref.nnodes)))
     return replace(
         config,
-        distillation=replace(distillation, teacher_models=teachers),
+        distillation=_distillation(config.distillation, actor, by_tokens, trainer),
         actor_rollout_ref=replace(
             policy,
             actor=actor,
             ref=_log_prob(ref, actor, by_tokens),
             rollout=_log_prob(policy.rollout, actor, by_tokens),
         ),
-        critic=_critic(config.critic, actor, policy.model, devices),
+        critic=_critic(config.critic, actor, policy.model, trainer),
         data=replace(
             data,
             seed=_first(data.seed, trainer.seed),
@@ -87,7 +85,7 @@ def _generation_job(config: _GenerationJob, trainer: RunConfig, root: str) -> _G
     rollout = _rollout(policy.rollout, trainer, root)
     config = replace(config, actor_rollout_ref=replace(policy, model=_model(policy.model), rollout=rollout))
     if isinstance(config, ScoredJobConfig):
-        return replace(config, reward_model=_reward_model(config, trainer.num_devices))
+        return replace(config, reward_model=_reward_model(config, trainer))
     return config
 
 
@@ -124,7 +122,26 @@ def _model(model: _ModelPath) -> _ModelPath:
     return replace(model, tokenizer_path=_first(model.tokenizer_path, model.path))
 
 
-def _layout(megatron: MegatronConfig, devices: int) -> MegatronConfig:
+def _with_devices(keys: _OwnDevices, trainer: RunConfig) -> _OwnDevices:
+    return replace(keys, n_gpus_per_node=_first(keys.n_gpus_per_node, trainer.n_gpus_per_node))
+
+
+def _distillation(
+    keys: DistillationConfig, actor: ActorConfig, actor_by_tokens: bool | None, trainer: RunConfig
+) -> DistillationConfig:
+    keys = _with_devices(keys, trainer)
+    devices, alone = keys.own_devices or trainer.num_devices, keys.nnodes > 0 and len(keys.teacher_models) == 1
+    teachers = {
+        name: _log_prob(replace(teacher, megatron=_layout(teacher.megatron, devices, alone)), actor, actor_by_tokens)
+        for name, teacher in keys.teacher_models.items()
+    }
+    return replace(keys, teacher_models=teachers)
+
+
+def _layout(megatron: MegatronConfig, devices: int, alone: bool = False) -> MegatronConfig:
+    """Fill the layout of a role; alone on its devices, it keeps its weights there between phases."""
+    if alone:
+        megatron = replace(megatron, param_offload=False)
     replica = megatron.devices_per_replica
     if megatron.data_parallel_size is None and devices % replica == 0:
         return replace(megatron, data_parallel_size=devices // replica)
@@ -133,12 +150,8 @@ def _layout(megatron: MegatronConfig, devices: int) -> MegatronConfig:
 
 def _rollout(rollout: RolloutConfig, trainer: RunConfig, root: str) -> RolloutConfig:
     if isinstance(rollout, TrainingRolloutConfig):
-        own = rollout.nnodes > 0
-        rollout = replace(
-            rollout,
-            n_gpus_per_node=_first(rollout.n_gpus_per_node, trainer.n_gpus_per_node),
-            free_cache_engine=rollout.free_cache_engine and not own,
-        )
+        rollout = _with_devices(rollout, trainer)
+        rollout = replace(rollout, free_cache_engine=rollout.free_cache_engine and not rollout.nnodes)
     devices = rollout.own_devices or trainer.num_devices
     per_replica, replicas = rollout.devices_per_replica, rollout.replicas
     if replicas is None and devices % per_replica == 0:
@@ -152,12 +165,12 @@ def _rollout(rollout: RolloutConfig, trainer: RunConfig, root: str) -> RolloutCo
     )
 
 
-def _reward_model(config: ScoredJobConfig, devices: int) -> RewardModelConfig:
-    keys = config.reward_model
+def _reward_model(config: ScoredJobConfig, trainer: RunConfig) -> RewardModelConfig:
+    keys = _with_devices(config.reward_model, trainer)
     model_alone = keys.enable and not config.custom_reward_function.path and not keys.functions
     return replace(
         keys,
-        megatron=_layout(keys.megatron, devices),
+        megatron=_layout(keys.megatron, keys.own_devices or trainer.num_devices, bool(keys.nnodes)),
         max_length=_first(keys.max_length, config.data.max_prompt_length + config.data.max_response_length),
         function_weight=_first(keys.function_weight, 0.0 if model_alone else 1.0),
     )
@@ -204,7 +217,8 @@ def _log_prob(keys: _LogProbKeys, actor: ActorConfig, actor_by_tokens: bool | No
     )
 
 
-def _critic(critic: CriticConfig, actor: ActorConfig, model: ModelPathConfig, devices: int) -> CriticConfig:
+def _critic(critic: CriticConfig, actor: ActorConfig, model: ModelPathConfig, trainer: RunConfig) -> CriticConfig:
+    critic = _with_devices(critic, trainer)
     return replace(
         critic,
         model=replace(critic.model, path=_first(critic.model.path, model.path)),
@@ -212,5 +226,5 @@ def _critic(critic: CriticConfig, actor: ActorConfig, model: ModelPathConfig, de
         ppo_epochs=_first(critic.ppo_epochs, actor.ppo_epochs),
         loss_agg_mode=_first(critic.loss_agg_mode, actor.loss_agg_mode),
         use_dynamic_bsz=_first(critic.use_dynamic_bsz, critic.ppo_micro_batch_size_per_gpu is None),
-        megatron=_layout(critic.megatron, devices),
+        megatron=_layout(critic.megatron, critic.own_devices or trainer.num_devices, bool(critic.nnodes)),
     )

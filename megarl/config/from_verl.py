@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.config.problems import format_value
 from megarl.config.schema.jobs import SFTConfig, TrainConfig
-from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, Refused, Renamed, Rule
+from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, PoolSwitch, Refused, Renamed, Rule
 from megarl.config.verl.table import VerlTable, table_of
 
 _ROLES = (
@@ -28,6 +28,7 @@ _TITLES: dict[type, tuple[str, str]] = {
         "Accepted at every value, since it cannot change the results. megarl reports it once per run.",
     ),
     Feature: ("Accepted while its feature is off", "If the switch is on, both are refused."),
+    PoolSwitch: ("Switches of resource pools", "In megarl a role has devices of its own if it has nodes."),
     OtherBackend: (
         "Keys of other backends",
         "Refused by name: megarl trains with Megatron-Core and generates with SGLang.",

@@ -2,7 +2,7 @@
 
 from megarl.tracing.collectives import watch_collectives
 from megarl.tracing.profilers import ProfileOptions, RoleProfile
-from megarl.tracing.tracer import PHASE, TRACER, Event, counter, past_span, span
+from megarl.tracing.tracer import PHASE, TRACER, Event, counter, lane_span, past_span, span
 from megarl.tracing.watch import TracingOptions, unwatch_process, watch_process
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "RoleProfile",
     "TracingOptions",
     "counter",
+    "lane_span",
     "past_span",
     "span",
     "unwatch_process",

@@ -19,6 +19,8 @@ from megarl.base.run_writer import RUN_WRITER
 from megarl.tracing.tracer import Event
 
 TRACE_FILE = "trace.json"
+MAIN_LANE = "main"
+"""Lane of the followed thread of a process."""
 
 
 class TraceFile:
@@ -93,7 +95,7 @@ class TraceFile:
         key = (process, lane)
         if key not in self._lanes:
             number = self._lanes[key] = sum(of == process for of, _ in self._lanes)
-            name = {"name": lane or "main"}
+            name = {"name": lane or MAIN_LANE}
             self._line({"ph": "M", "name": "thread_name", "pid": process, "tid": number, "args": name})
         return self._lanes[key]
 

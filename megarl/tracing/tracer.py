@@ -98,22 +98,35 @@ class Tracer:
                 self.watcher(shown)
         return now
 
-    def leave(self, name: str, category: str, start_ns: int, args: dict[str, Any], shortest_ns: int = 0) -> None:
+    def leave(
+        self, name: str, category: str, start_ns: int, args: dict[str, Any], shortest_ns: int = 0, lane: str = ""
+    ) -> None:
         """End the span that began at ``start_ns``; spans shorter than ``shortest_ns`` are dropped."""
         now = time.monotonic_ns()
         followed = threading.get_ident() == self.thread
         if followed and self.stack:
-            self.stack.pop()
+            self._remove((name, category, start_ns))
             self.moved_ns = now
             if category == PHASE:
                 self.completed.add(name)
-            if self.board is not None:
-                self.board.pop()
             if self.watcher is not None:
                 self.watcher(None)
         if self.recording and now - start_ns >= shortest_ns:
-            lane = "" if followed else threading.current_thread().name
+            lane = lane or ("" if followed else threading.current_thread().name)
             self.keep(Event("X", name, category, start_ns, now - start_ns, lane, args))
+
+    def _remove(self, entry: tuple[str, str, int]) -> None:
+        """Take a span off the stack and the board; spans of simultaneous phases end in any order."""
+        index = len(self.stack) - 1
+        if self.stack[index] != entry and entry in self.stack:
+            index = self.stack.index(entry)
+        del self.stack[index]
+        if self.board is not None:
+            inner = self.stack[index:]
+            for _ in range(len(inner) + 1):
+                self.board.pop()
+            for name, _, start_ns in inner:
+                self.board.push(name, start_ns)
 
     def follow_thread(self) -> None:
         """Show the spans of the calling thread on the board from now on.
@@ -152,10 +165,10 @@ TRACER = Tracer()
 class _Span(AbstractContextManager[None]):
     """Context manager of one span."""
 
-    __slots__ = ("_args", "_category", "_name", "_start")
+    __slots__ = ("_args", "_category", "_lane", "_name", "_start")
 
-    def __init__(self, name: str, category: str, args: dict[str, Any]) -> None:
-        self._name, self._category, self._args = name, category, args
+    def __init__(self, name: str, category: str, args: dict[str, Any], lane: str = "") -> None:
+        self._name, self._category, self._args, self._lane = name, category, args, lane
 
     def __enter__(self) -> None:
         shown = self._name
@@ -166,7 +179,7 @@ class _Span(AbstractContextManager[None]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        TRACER.leave(self._name, self._category, self._start, self._args)
+        TRACER.leave(self._name, self._category, self._start, self._args, lane=self._lane)
 
 
 _NO_SPAN: AbstractContextManager[None] = nullcontext()
@@ -175,6 +188,11 @@ _NO_SPAN: AbstractContextManager[None] = nullcontext()
 def span(name: str, category: str = "", **args: Any) -> AbstractContextManager[None]:
     """Record the block as a span; ``args`` are shown with it."""
     return _Span(name, category, args) if TRACER.active else _NO_SPAN
+
+
+def lane_span(name: str, category: str, lane: str) -> AbstractContextManager[None]:
+    """Record the block as a span in a separate lane, for work beside other spans of this thread."""
+    return _Span(name, category, {}, lane) if TRACER.active else _NO_SPAN
 
 
 def counter(name: str, lane: str = "", /, **values: float) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from megarl.base.errors import StepImpossible
+from megarl.cluster import wait_all
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data import DataProto, stratified_minibatch_order, token_counts
 from megarl.data.order import permutation
 from megarl.trainer.callbacks import Callback, TrainerView
 from megarl.trainer.jobs.roles import Roles
 from megarl.trainer.phases.advantage_phase import AdvantagePhase, RewardShaping
+from megarl.trainer.phases.model_passes import ModelPass
 from megarl.trainer.phases.reference_phase import BatchPhase
 from megarl.trainer.records.metrics import Metrics
 from megarl.trainer.records.reporting import RunReporter, RunSummary
@@ -32,19 +35,22 @@ class StepPhases:
 
     Attributes:
         samples: source of scored samples: rounds within the step, or the rollout service across steps.
-        old_log_probs: log-probs before the update: by the actor, or the engine's in bypass mode.
-        reference: passes over the reference and the teachers; empty without them.
+        passes: log-probs of the policy, the reference and the teachers, and values. Those of a group run at the same
+            time, on separate devices.
+        reference: further passes over the reference, which read the columns of ``passes``; empty without them.
         shaping: from scores to shaped rewards.
         advantage: from rewards to advantages.
         correction: change the rows, weights and mask that the updates train on.
+        updates: optimizer steps of critic and actor; those of a group run at the same time.
     """
 
     samples: SampleSource
-    old_log_probs: Callable[[DataProto], DataProto]
+    passes: Sequence[Sequence[ModelPass]]
     reference: Sequence[BatchPhase]
     shaping: RewardShaping
     advantage: AdvantagePhase
     correction: Sequence[BatchPhase]
+    updates: Sequence[Sequence[ModelPass]]
 
 
 class PPOTrainer:
@@ -84,7 +90,7 @@ class PPOTrainer:
 
         Each phase is timed as ``timing_s/<name>``. The comments name the processes that do its work.
         """
-        roles, phases = self.roles, self.phases
+        phases = self.phases
         for step in self.start():
             trained_on = TrainedBatches()
             with self.phase("step"):
@@ -92,41 +98,42 @@ class PPOTrainer:
                 for batch, metrics in self.batches(step):
                     # 2. Driver: order the rows so that all mini-batches have equal work.
                     batch = self.balance(batch)
-                    # 3. Actor workers: log-probs before the update.
-                    with self.phase("old_log_prob"):
-                        batch = batch.union(phases.old_log_probs(batch))
-                    # 4. Reference and teacher workers: log-probs and representations (ref, teacher, ...).
+                    # 3. Actor, reference, teacher and critic workers: old_log_prob, ref, teacher and values.
+                    for passes in phases.passes:
+                        for columns in self.run_passes(passes, batch, step, metrics):
+                            batch = batch.union(columns)
+                    # 4. Reference workers: representations (repr_align).
                     for optional in phases.reference:
                         if optional.is_active(batch, step):
                             with self.phase(optional.name):
                                 batch = optional.run(batch, step, metrics)
-                    # 5. Critic workers: values.
-                    if roles.critic:
-                        with self.phase("values"):
-                            batch = batch.union(roles.critic.compute_values(batch))
-                    # 6. Driver: shaped rewards, advantages, then the rows and weights to train on.
+                    # 5. Driver: shaped rewards, advantages, then the rows and weights to train on.
                     with self.phase("adv"):
                         batch = phases.advantage.compute(phases.shaping.shape(batch, step, metrics), metrics)
                         trained = batch
                         for optional in phases.correction:
                             if optional.is_active(trained, step):
                                 trained = optional.run(trained, step, metrics)
-                    # 7. Critic workers: optimizer steps over the mini-batches.
-                    if roles.critic:
-                        with self.phase("update_critic"):
-                            metrics |= roles.critic.update_critic(trained)
-                    # 8. Actor workers: optimizer steps over the mini-batches, after the critic's warm-up.
-                    if step > self.config.trainer.critic_warmup:
-                        with self.phase("update_actor"):
-                            metrics |= roles.actor.update_actor(trained)
+                    # 6. Critic and actor workers: optimizer steps over the mini-batches (update_critic, update_actor).
+                    for updates in phases.updates:
+                        for update_metrics in self.run_passes(updates, trained, step, metrics):
+                            metrics |= update_metrics
                     trained_on.add(batch, metrics)
                 batch, metrics = trained_on.joined()
-                # 9. Actor workers send their weights to the rollout replicas.
+                # 7. Actor workers send their weights to the rollout replicas.
                 with self.phase("update_weights"):
                     metrics |= self.sync_weights()
-            # 10. Driver: metrics, samples, validation (testing), callbacks, checkpoint (save_checkpoint).
+            # 8. Driver: metrics, samples, validation (testing), callbacks, checkpoint (save_checkpoint).
             self.finish_step(batch, metrics)
         return self.close()
+
+    def run_passes(self, passes: Sequence[ModelPass], batch: DataProto, step: int, metrics: Metrics) -> list[Any]:
+        """Run the passes of a step that begin together, each timed until its workers are done; return their results."""
+        active = [one for one in passes if step >= one.first_step]
+        if not active:
+            return []
+        with self.reporter.phases([one.name for one in active]) as end:
+            return wait_all([one.submit(batch, metrics) for one in active], on_end=end)
 
     def start(self) -> Iterator[int]:
         """Resume, send the weights to the rollout replicas, and yield the number of each step."""
@@ -207,6 +214,7 @@ class PPOTrainer:
             epoch=self.state.prompts.epoch,
             metrics=MappingProxyType({} if metrics is None else metrics),
             seconds=MappingProxyType(dict(self.reporter.seconds)),
+            hidden=MappingProxyType(dict(self.reporter.hidden)),
             batch=batch,
         )
 

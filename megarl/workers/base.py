@@ -119,6 +119,7 @@ class MegatronWorker(SavingWorker):
 
     def __init__(self, place: WorkerPlace, *, settings: RoleSettings) -> None:
         self.settings = settings
+        self.shares_device = self.shares_device and not settings.has_own_devices
         import_user_modules(*settings.external_lib)
         self.runtime = init_runtime(
             settings.layout,

@@ -70,6 +70,7 @@ class RoleSettings:
         lora: low-rank adapters, which alone are trained; None = all weights are.
         adapter_path: folder of adapters in peft's format to continue from.
         reference_adapter: the reference policy has those adapters; otherwise it is the model without adapters.
+        has_own_devices: no other process uses the role's devices, so phases keep cached memory.
     """
 
     model_path: str
@@ -85,6 +86,7 @@ class RoleSettings:
     lora: LoraOptions | None = None
     adapter_path: str | None = None
     reference_adapter: bool = False
+    has_own_devices: bool = False
 
 
 @dataclass(frozen=True)

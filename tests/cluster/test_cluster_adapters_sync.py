@@ -49,7 +49,7 @@ def test_every_message_reaches_its_rank_in_order(peers):
 def test_process_receives_the_messages_of_all_its_ranks(peers):
     """Two processes of two ranks each, so four destinations; a process returns one result per rank."""
     trainer, engines = peers
-    actor, pool = trainer(destinations=4), engines._pool
+    actor, pool = trainer(destinations=4), engines.pool
     replicas = WorkerGroup("rollout", "tests.cluster.light_workers.Engine", {"ranks": 2}, ParallelLayout(dp=2), pool)
     target = GroupTarget(replicas)
     target.import_bucket(1, GroupSource(actor, 4).export_bucket(1)).result()
@@ -72,7 +72,7 @@ def test_failed_source_is_named_and_the_update_is_not_ended(peers):
 
 def test_stopped_process_is_named_and_can_be_replaced(peers):
     trainer, _ = peers
-    actor, pool = trainer(destinations=2), peers[1]._pool
+    actor, pool = trainer(destinations=2), peers[1].pool
     engines = WorkerGroup("rollout", "tests.cluster.light_workers.Engine", {}, ParallelLayout(dp=2), pool)
     options = SyncOptions(timeout_s=1.0, free_engine=True)
     manager = ShardingManager(PLAN, GroupSource(actor, 2), GroupTarget(engines), options)

@@ -11,6 +11,7 @@ from plain_workers import megarl_frames
 from megarl.base.errors import DataError, ResourceError, WorkerError
 from megarl.base.logs import ProcessLogs
 from megarl.cluster import PerRank, RaySession, ResourcePool, WorkerFailed, WorkerGroup, wait_all, wait_ready
+from megarl.cluster.calls import completed_call
 from megarl.data import DataProto
 from megarl.models import ParallelLayout, WeightMap, parse_model_config
 from megarl.sharding import RolloutLayout, build_plan, sender_plans
@@ -248,6 +249,10 @@ def test_wait_all_ends_at_the_first_failure(pool, sleeper):
     other = WorkerGroup("other", "tests.cluster.light_workers.Sleeper", {}, ParallelLayout(), pool)
     first, *_ = wait_all([sleeper.submit("pid"), other.submit("sleep", 0.0)])
     assert first == sleeper.pid()
+    ends = []
+    calls = [sleeper.submit("sleep", 1.0), other.submit("sleep", 0.0).then(lambda results: len(results))]
+    assert wait_all([*calls, completed_call("here")], on_end=ends.append) == [[None, None], 1, "here"]
+    assert ends == [2, 1, 0], "as soon as each ends"
     calls = [sleeper.submit("sleep", 600), other.submit("leave")]
     with pytest.raises(WorkerFailed, match=r"other rank 0 .*died in leave"):
         wait_all(calls, timeout_s=120)

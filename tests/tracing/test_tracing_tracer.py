@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megarl.tracing import TRACER, counter, past_span, span, unwatch_process
+from megarl.tracing import PHASE, TRACER, counter, lane_span, past_span, span, unwatch_process
 from megarl.tracing.tracer import MISSING_EVENTS, Tracer
 
 
@@ -75,3 +75,22 @@ def test_events_beyond_the_limit_are_counted(recording: Tracer, monkeypatch: pyt
     one, other, last = recording.take()
     assert (one.name, other.name) == ("one", "one")
     assert (last.name, last.category) == ("events left out: 3 more than 2 between two collections", MISSING_EVENTS)
+
+
+def test_spans_that_begin_together_end_in_any_order(recording: Tracer) -> None:
+    """The watchdog reads the innermost span that runs."""
+    critic, actor = (lane_span(name, PHASE, name) for name in ("update_critic", "update_actor"))
+    with span("step", PHASE):
+        critic.__enter__()
+        actor.__enter__()
+        assert [name for name, *_ in recording.stack] == ["step", "update_critic", "update_actor"]
+        critic.__exit__(None, None, None)
+        assert [name for name, *_ in recording.stack] == ["step", "update_actor"]
+        actor.__exit__(None, None, None)
+    first, second, step = recording.take()
+    assert [(event.name, event.lane) for event in (first, second, step)] == [
+        ("update_critic", "update_critic"),
+        ("update_actor", "update_actor"),
+        ("step", ""),
+    ]
+    assert recording.stack == [] and {"update_critic", "update_actor"} <= recording.completed

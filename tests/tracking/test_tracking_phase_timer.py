@@ -24,3 +24,39 @@ def test_nested_and_failed_phases_are_summed():
     }
     timer.reset()
     assert timer.metrics() == {}
+
+
+def test_phases_at_the_same_time_count_once():
+    """Starts and ends of three phases on a clock that the test sets; the last one ends with the block."""
+    now = 0.0
+    timer = PhaseTimer(clock=lambda: now)
+    with timer.phases(["old_log_prob", "ref", "values"]) as end:
+        now = 2.0
+        end(1)
+        now = 5.0
+        end(0)
+        now = 6.0
+        end(2)
+        now = 7.0  # the results are joined
+    with timer.phase("ref"):
+        now = 8.0
+    assert timer.seconds == {"old_log_prob": 5.0, "ref": 3.0, "values": 7.0}
+    assert timer.exposed(["old_log_prob", "ref", "values", "gen"]) == 8.0
+    assert timer.metrics() == {
+        "timing_s/old_log_prob": 5.0,
+        "timing_s/ref": 3.0,
+        "timing_s/values": 7.0,
+        "timing_hidden_s/old_log_prob": 5.0,
+        "timing_hidden_s/ref": 2.0,
+    }
+    timer.reset()
+    assert timer.metrics() == {}
+
+
+def test_a_failure_ends_phases_at_the_same_time():
+    now = 0.0
+    timer = PhaseTimer(clock=lambda: now)
+    with pytest.raises(RuntimeError), timer.phases(["update_critic", "update_actor"]):
+        now = 3.0
+        raise RuntimeError
+    assert timer.seconds == {"update_critic": 3.0, "update_actor": 3.0} and timer.exposed(timer.seconds) == 3.0

@@ -42,7 +42,8 @@ class Reporter:
     lasting_files: tuple[Path, ...] = ()
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.seconds = folder, {"step": 2.0}
+        self.folder, self.seconds = folder, {"step": 2.0, "update_critic": 0.5}
+        self.hidden = {"update_critic": 0.5}
         self.phases: list[str] = []
 
     def phase(self, name: str) -> Any:
@@ -95,7 +96,8 @@ def test_a_callback_sees_and_adds_metrics(train_config: Callable[..., TrainConfi
     assert metrics == {"critic/score/mean": 0.5, "custom/metric": 2.0}, "the second sees the metric of the first"
     (_, view), *_ = first.calls
     assert (view.step, view.total_steps, view.epoch, view.folder) == (3, 10, 1, tmp_path)
-    assert view.batch is batch and view.seconds == {"step": 2.0} and view.metrics["critic/score/mean"] == 0.5
+    assert view.seconds == {"step": 2.0, "update_critic": 0.5} and view.hidden == {"update_critic": 0.5}
+    assert view.batch is batch and view.metrics["critic/score/mean"] == 0.5
 
 
 def test_the_view_is_read_only(train_config: Callable[..., TrainConfig], tmp_path: Path) -> None:

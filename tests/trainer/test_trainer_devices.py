@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.base.errors import ConfigError, ResourceError
+from megarl.config.schema.devices import OwnDevicesConfig
 from megarl.config.schema.run import RunConfig
 from megarl.trainer.jobs import devices
 from megarl.trainer.jobs.devices import check_dashboard, check_devices, resolve_device
@@ -87,3 +88,15 @@ def test_a_dashboard_needs_its_packages_if_the_run_starts_ray(monkeypatch: pytes
         check_dashboard(run(ray_dashboard=True))
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     check_dashboard(run(ray_dashboard=True))
+
+
+def test_roles_with_devices_of_their_own_need_devices_beside_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "local_node", lambda: {"CPU": 8.0, "GPU": 4.0})
+    own = {"critic": OwnDevicesConfig(1, 1), "actor_rollout_ref.ref": OwnDevicesConfig(1, 1)}
+    check_devices(run(n_gpus_per_node=2, device="cuda"), own)
+    message = (
+        "trainer.n_gpus_per_node=2, critic.nnodes=1, critic.n_gpus_per_node=2, .*ref.nnodes=1.*"
+        "not enough GPUs: 5 needed, 4 available.*pool 'critic' needs 2 GPU"
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_devices(run(n_gpus_per_node=2, device="cuda"), own | {"critic": OwnDevicesConfig(1, 2)})

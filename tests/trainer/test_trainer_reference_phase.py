@@ -20,7 +20,7 @@ from megarl.data import DataProto
 from megarl.models import ParallelLayout
 from megarl.trainer.jobs.preflight import check_schedules
 from megarl.trainer.phases.advantage_phase import AdvantagePhase, RewardShaping
-from megarl.trainer.phases.reference_phase import AlignmentPhase, ReferenceLogProbPhase, ground_truth_text
+from megarl.trainer.phases.reference_phase import AlignmentPhase, ground_truth_text
 
 QUALITY = RefQualityConfig(enable=True, max_weight=0.4, warmup_ratio=0.5, schedule="linear")
 ALIGN = ReprAlignConfig(
@@ -115,23 +115,6 @@ def test_without_shaping_the_scores_are_the_rewards() -> None:
     result = idle.shape(batch(), 3, metrics).tensors
     assert torch.equal(result["token_level_rewards"], result["token_level_scores"])
     assert not metrics and idle.alignment is None
-
-
-def test_reference_log_probs_are_added_in_every_step() -> None:
-    class LogProbs:
-        layout = ParallelLayout()
-
-        def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-            return DataProto.from_dict({"ref_log_prob": torch.full((len(batch), 4), -1.0)})
-
-        def compute_ref_representations(self, batch: DataProto) -> DataProto:
-            raise AssertionError("not needed")
-
-    given = batch()
-    given.pop(["ref_log_prob"])
-    phase = ReferenceLogProbPhase(LogProbs())
-    assert phase.name == "ref" and phase.is_active(given, 1)
-    assert (phase.run(given, 1, {}).tensors["ref_log_prob"] == -1).all()
 
 
 @pytest.mark.parametrize(("step", "weight"), [(1, 0.04), (5, 0.2), (10, 0.4), (20, 0.4)])

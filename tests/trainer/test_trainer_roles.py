@@ -14,6 +14,7 @@ from megarl.cluster import RaySession, ResourcePool, WorkerGroup
 from megarl.config import TrainConfig
 from megarl.config.batch import plan_batches
 from megarl.models import WeightMap, read_model_config
+from megarl.trainer.jobs.devices import JobPools
 from megarl.trainer.jobs.roles import RoleBuilder
 
 
@@ -33,7 +34,7 @@ def test_engines_are_built_after_the_roles_that_train_and_sleep_until_the_first_
     monkeypatch.setattr(WorkerGroup, "submit", recording)
     with RaySession(num_cpus=2) as session:
         pool = session.place([ResourcePool("main", "cpu", [config.trainer.num_devices])])["main"]
-        roles = RoleBuilder(config, plan_batches(config), 4, pool, pool).build()
+        roles = RoleBuilder(config, plan_batches(config), 4, JobPools(pool)).build()
         started = [(role, verb) for role, verb, _ in calls]
         assert {"actor", "critic", "rollout"} == {role for role, verb in started if verb == "init_model"}
         assert started.index(("rollout", "init_model")) > max(

@@ -33,8 +33,8 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ray = SimpleNamespace(dashboard_url="", lost=lambda: None, finish=lambda: None)
     monkeypatch.setattr(session_module, "RaySession", lambda **_: resource("ray", events, ray))
     monkeypatch.setattr(session_module, "RunTracing", lambda *_: resource("tracing", events))
-    pool = SimpleNamespace(pool=SimpleNamespace(device="cpu"))
-    monkeypatch.setattr(session_module, "reserve_devices", lambda ray, run: pool)
+    pools = SimpleNamespace(trainer=SimpleNamespace(pool=SimpleNamespace(device="cpu")))
+    monkeypatch.setattr(session_module, "reserve_pools", lambda ray, run, own: pools)
     return events
 
 

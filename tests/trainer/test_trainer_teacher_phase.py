@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megarl.base.errors import DataError
+from megarl.cluster.calls import PendingCall, completed_call
 from megarl.data import DataProto
 from megarl.models import ParallelLayout
 from megarl.trainer.phases.teacher_phase import TeacherPhase
@@ -20,10 +21,10 @@ class Grader:
         self.layout = ParallelLayout(dp=dp)
         self.seen: list[int] = []
 
-    def compute_teacher_log_prob(self, batch: DataProto) -> DataProto:
-        assert len(batch) % self.layout.dp == 0
+    def submit(self, verb: str, batch: DataProto) -> PendingCall:
+        assert verb == "compute_teacher_log_prob" and len(batch) % self.layout.dp == 0
         self.seen = batch.tensors["responses"][:, 0].tolist()
-        return DataProto.from_dict({"teacher_log_prob": batch.tensors["responses"] + self.offset})
+        return completed_call(DataProto.from_dict({"teacher_log_prob": batch.tensors["responses"] + self.offset}))
 
 
 def batch(sources: list[str] | None) -> DataProto:
@@ -39,7 +40,8 @@ def batch(sources: list[str] | None) -> DataProto:
 def test_rows_are_routed_by_data_source() -> None:
     teachers = {"math": Grader(0.25, dp=2), "code": Grader(0.5), "idle": Grader(0.75)}
     metrics: dict[str, float] = {}
-    graded = TeacherPhase(teachers, "data_source").run(batch(["math", "code", "math", "math", "code"]), 1, metrics)
+    rows = batch(["math", "code", "math", "math", "code"])
+    graded = TeacherPhase(teachers, "data_source").submit(rows, metrics).result()
     assert graded.tensors["teacher_log_prob"][:, 0].tolist() == [10.25, 11.5, 12.25, 13.25, 14.5]
     assert teachers["math"].seen[:3] == [10, 12, 13] and teachers["code"].seen == [11, 14]
     assert not teachers["idle"].seen
@@ -47,7 +49,7 @@ def test_rows_are_routed_by_data_source() -> None:
 
 
 def test_a_single_teacher_grades_every_row() -> None:
-    graded = TeacherPhase({"any": Grader(0.5, dp=2)}, "data_source").run(batch(None), 1, {})
+    graded = TeacherPhase({"any": Grader(0.5, dp=2)}, "data_source").submit(batch(None), {}).result()
     assert graded.tensors["teacher_log_prob"][:, 0].tolist() == [10.5, 11.5, 12.5, 13.5, 14.5]
 
 
@@ -58,4 +60,4 @@ def test_a_single_teacher_grades_every_row() -> None:
 def test_a_row_without_teacher_is_an_error(sources: list[str] | None, message: str) -> None:
     phase = TeacherPhase({"math": Grader(0.0), "code": Grader(0.0)}, "data_source")
     with pytest.raises(DataError, match=f"distillation.teacher_key=data_source: .*{message}.*math, code"):
-        phase.run(batch(sources), 1, {})
+        phase.submit(batch(sources), {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,24 @@ def test_steps_of_a_supervised_job_keep_their_cached_memory(role_pool: ProcessPo
     """No other process uses its GPUs, and the next step would allocate the same memory again."""
     arguments = {"settings": role_settings(models.policy_path, LAYOUTS["tp1"]), "plan": update_plan()}
     assert role_pool.run(returns_of_a_supervised_job, 1, arguments, models.batch) == [[]]
+
+
+def returns_of_log_probs(place: Place, arguments: dict[str, Any], batch: DataProto) -> list[int]:
+    with actor_process(place, arguments) as actor, pytest.MonkeyPatch.context() as patch:
+        returns: list[int] = []
+        patch.setattr(torch.cuda, "empty_cache", lambda: returns.append(1))
+        actor.compute_log_prob(batch)
+        return returns
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_phases_of_a_role_alone_on_its_devices_keep_their_cached_memory(
+    role_pool: ProcessPool, models: Models, alone: bool
+) -> None:
+    arguments = actor_arguments(models.policy_path, LAYOUTS["tp1"])
+    arguments["settings"] = replace(arguments["settings"], has_own_devices=alone)
+    (returns,) = role_pool.run(returns_of_log_probs, 1, arguments, models.batch)
+    assert bool(returns) is not alone
 
 
 def copies(place: Place, arguments: dict[str, Any], batch: DataProto) -> tuple[int, list[tuple[int, int]]]:

@@ -57,6 +57,7 @@ _TRAIN: tuple[Check, ...] = (
     time_limits.replicas_before_watchdog,
     time_limits.sync_before_watchdog,
     layout.train_layouts,
+    layout.unused_devices,
     layout.replicas,
     layout.weight_sync,
     adapters.adapters,

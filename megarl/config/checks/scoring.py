@@ -17,6 +17,7 @@ _URLS = ("http://", "https://")
 
 def reward_model(config: TrainConfig | EvaluateConfig) -> Iterator[Problem]:
     """Check the reward model: its path, weights and layout."""
+    yield from reward_model_layout(config, config.trainer)
     keys = config.reward_model
     if not keys.enable:
         if keys.function_weight == 0:
@@ -28,7 +29,6 @@ def reward_model(config: TrainConfig | EvaluateConfig) -> Iterator[Problem]:
     if keys.model_weight == 0:
         text = "leaves the reward model without effect; set reward_model.enable=false"
         yield Problem("reward_model.model_weight", keys.model_weight, text)
-    yield from reward_model_layout(config, config.trainer)
 
 
 def reward_model_batches(config: EvaluateConfig) -> Iterator[Problem]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megarl.base.algorithm_names import DISTILLATION_MODES, FORWARD_KL_TOPK
 from megarl.config.keys import key, section
+from megarl.config.schema.devices import OwnDevicesConfig
 from megarl.config.schema.model import LogProbBatchConfig, MegatronConfig
 
 
@@ -16,7 +17,9 @@ class TeacherConfig(LogProbBatchConfig):
 
     model_path: str | None = key(None, "Folder of the teacher's Hugging Face model; required with `enabled`.")
     megatron: MegatronConfig = section(
-        MegatronConfig, "Layout of the teacher, on the devices of the run; `param_offload` frees them between phases."
+        MegatronConfig,
+        "Layout of the teacher, on the trainer's devices or those of `distillation.nnodes`. `param_offload` frees them "
+        "between phases.",
     )
     # the last field: it hides the function of the same name
     key: str | None = key(None, "Value of `teacher_key` in this teacher's rows; null = its name.")
@@ -61,10 +64,16 @@ class DistillationLossConfig:
 
 
 @dataclass(frozen=True)
-class DistillationConfig:
+class DistillationConfig(OwnDevicesConfig):
     """On-policy distillation: teachers grade every token that the policy generates."""
 
     enabled: bool = key(False, "Train the policy towards its teachers.")
+    nnodes: int = key(
+        0,
+        "Nodes with devices of the teachers alone, which share them. The weights of a single teacher stay there: its "
+        "`megatron.param_offload` has no effect. 0 = teachers share the trainer's devices.",
+        at_least=0,
+    )
     teacher_key: str = key("data_source", "Column of the data that selects a row's teacher, if there are several.")
     teacher_models: dict[str, TeacherConfig] = key({}, "Teachers by name; a name is free.")
     distillation_loss: DistillationLossConfig = section(DistillationLossConfig)

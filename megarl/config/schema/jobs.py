@@ -20,6 +20,7 @@ from megarl.config.schema.data import (
     SFTDataConfig,
     SupervisedDataConfig,
 )
+from megarl.config.schema.devices import OwnDevicesConfig
 from megarl.config.schema.distillation import DistillationConfig
 from megarl.config.schema.model import MegatronConfig, ModelPathConfig, OptimConfig, TrainedModelConfig
 from megarl.config.schema.rewards import CustomRewardConfig, RewardModelConfig, ValRewardConfig
@@ -36,6 +37,17 @@ from megarl.config.schema.run import (
     TrainerConfig,
 )
 
+ACTOR, ROLLOUT, REFERENCE = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+CRITIC, REWARD_MODEL, TEACHERS = "critic", "reward_model", "distillation"
+"""Paths of the sections of roles; all but the actor can have devices of their own."""
+POOL_OWNERS = {
+    ROLLOUT: "the engines",
+    CRITIC: "the critic",
+    REFERENCE: "the reference",
+    REWARD_MODEL: "the reward model",
+    TEACHERS: "the teachers",
+}
+"""Owners of resource pools in the words of reports."""
 STANDARD_INPUT = "-"
 """Entry of `data.prompts` that stands for the lines of the standard input."""
 
@@ -88,6 +100,12 @@ class ScoredJobConfig(GenerationJobConfig):
 
     reward_model: RewardModelConfig = section(RewardModelConfig)
     custom_reward_function: CustomRewardConfig = section(CustomRewardConfig)
+
+    @property
+    def own_pools(self) -> dict[str, OwnDevicesConfig]:
+        """Resource pools of the job's roles with devices of their own, by the path of the role's section."""
+        keys = self.reward_model
+        return {REWARD_MODEL: keys} if keys.enable and keys.nnodes else {}
 
 
 @dataclass(frozen=True)
@@ -148,7 +166,20 @@ class TrainConfig(ScoredJobConfig):
     @property
     def num_devices(self) -> int:
         """Devices of all pools."""
-        return self.trainer.num_devices + self.actor_rollout_ref.rollout.own_devices
+        return self.trainer.num_devices + sum(pool.own_devices for pool in self.own_pools.values())
+
+    @property
+    def own_pools(self) -> dict[str, OwnDevicesConfig]:
+        """See :class:`ScoredJobConfig`; ``val_only`` needs neither critic nor reference nor teachers."""
+        policy, trains = self.actor_rollout_ref, not self.trainer.val_only
+        sections: dict[str, tuple[OwnDevicesConfig, bool]] = {
+            ROLLOUT: (policy.rollout, True),
+            CRITIC: (self.critic, trains and self.uses_critic),
+            REFERENCE: (policy.ref, trains and self.uses_reference and policy.ref.megatron is not None),
+            TEACHERS: (self.distillation, trains and self.distillation.enabled),
+        }
+        pools = {path: keys for path, (keys, is_used) in sections.items() if is_used and keys.nnodes}
+        return pools | super().own_pools
 
     @property
     def uses_critic(self) -> bool:
@@ -358,3 +389,8 @@ class GenerateConfig(GenerationJobConfig):
 
 JobConfig: TypeAlias = TrainConfig | SupervisedConfig | EvaluateConfig | GenerateConfig
 JobT = TypeVar("JobT", bound=JobConfig)
+
+
+def own_pools(config: JobConfig) -> dict[str, OwnDevicesConfig]:
+    """Return the resource pools of roles with devices of their own, by the path of the role's section."""
+    return config.own_pools if isinstance(config, ScoredJobConfig) else {}

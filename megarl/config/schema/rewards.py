@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config.keys import key, section
+from megarl.config.schema.devices import OwnDevicesConfig
 from megarl.config.schema.model import MegatronConfig
 
 BUILT_IN_REWARDS = (
@@ -47,7 +48,7 @@ class RewardModelPathConfig:
 
 
 @dataclass(frozen=True)
-class ScoringModelConfig:
+class ScoringModelConfig(OwnDevicesConfig):
     """Megatron role that scores whole sequences; the `reward_model` section inherits it."""
 
     enable: bool = key(False, "Score responses with a reward model; see docs/reward_model.md.")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megarl.base.algorithm_names import FULL_KL, KL_KINDS, LOSS_AGG_MODES, LOSS_MODES
 from megarl.config.keys import key, section
+from megarl.config.schema.devices import OwnDevicesConfig
 from megarl.config.schema.model import (
     AdapterKeys,
     CheckpointConfig,
@@ -123,7 +124,7 @@ class ActorConfig(UpdateBatchConfig):
 
 
 @dataclass(frozen=True)
-class RefConfig(LogProbBatchConfig):
+class RefConfig(OwnDevicesConfig, LogProbBatchConfig):
     """The reference policy; it exists if a KL term or reward shaping reads it."""
 
     megatron: MegatronConfig | None = section(
@@ -142,7 +143,7 @@ class CriticModelConfig(AdapterKeys):
 
 
 @dataclass(frozen=True)
-class CriticConfig(UpdateBatchConfig):
+class CriticConfig(OwnDevicesConfig, UpdateBatchConfig):
     """The value function; it exists if the advantage estimator needs values."""
 
     enable: bool | None = key(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config.keys import key, section
+from megarl.config.schema.devices import OwnDevicesConfig
 from megarl.config.schema.model import DTYPES, LogProbBatchConfig
 
 
@@ -211,7 +212,7 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True)
-class TrainingRolloutConfig(RolloutConfig, TokenFilterConfig, LogProbBatchConfig):
+class TrainingRolloutConfig(OwnDevicesConfig, RolloutConfig, TokenFilterConfig, LogProbBatchConfig):
     """Generation. The `log_prob_*` keys are those of the actor's old log-probs."""
 
     nnodes: int = key(
@@ -219,9 +220,6 @@ class TrainingRolloutConfig(RolloutConfig, TokenFilterConfig, LogProbBatchConfig
         "Nodes with devices of the engines alone, for `async_training.mode: disaggregated`; 0 = the engines run on the "
         "trainer's devices.",
         at_least=0,
-    )
-    n_gpus_per_node: int | None = key(
-        None, "Devices of the engines on each of `nnodes` nodes; null = `trainer.n_gpus_per_node`.", at_least=1
     )
     n: int = key(1, "Responses per prompt.", at_least=1)
     temperature: float = key(1.0, "Sampling temperature; training computes log-probs at the same one.", above=0)
@@ -235,8 +233,3 @@ class TrainingRolloutConfig(RolloutConfig, TokenFilterConfig, LogProbBatchConfig
         "Compare the engine's log-probs with the actor's (`training/rollout_probs_diff_*`, `rollout_corr/*`), and "
         "write them next to the responses in `trainer.rollout_data_dir` as `<step>.npz`, for `megarl doctor logprobs`.",
     )
-
-    @property
-    def own_devices(self) -> int:
-        """Devices of the engines alone; 0 = the engines run on the trainer's devices."""
-        return self.nnodes * (self.n_gpus_per_node or 0)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from megarl.config.keys import Key, walk
 from megarl.config.problems import Problem, format_value, nearest_keys
-from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, Refused, Renamed
+from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, PoolSwitch, Refused, Renamed
 from megarl.config.verl.table import VerlTable, table_of
 
 _DYNAMIC = (
@@ -85,6 +85,9 @@ class _Adopter:
         for path, value in foreign.items():
             if value not in (None, {}):  # null and an empty section set nothing
                 self._apply(path, value, path)
+        for path, value in foreign.items():
+            if isinstance(rule := self.table.rule_for(path), PoolSwitch) and value is not None:
+                self._switch_pool(rule.section, bool(value), path)
         for path in self.table.values:
             self._reword(path)
         self._drop_unread_sizes()
@@ -150,6 +153,16 @@ class _Adopter:
         self.notes.append(
             f"{source} is {rule.to}={format_value(value)} in megarl" + (f": {rule.why}" if rule.why else "")
         )
+
+    def _switch_pool(self, section: str, is_on: bool, source: str) -> None:
+        """Clear the nodes of a role without a pool in verl; verl's scripts set both."""
+        keys = _get(self.tree, section)
+        nodes = keys.get("nnodes") if isinstance(keys, dict) else None
+        if is_on and not nodes:
+            self._refuse(source, is_on, f"needs devices: set {section}.nnodes and {section}.n_gpus_per_node")
+        elif not is_on and nodes:
+            keys["nnodes"] = 0
+            self.notes.append(f"{section}.nnodes={format_value(nodes)} has no effect: {source}=false")
 
     def _reword(self, path: str) -> None:
         """Translate the value of a key that both projects have."""

@@ -89,7 +89,23 @@ class OtherBackend:
         return f"{text}; {self.nearest}" if self.nearest else f"{text}; remove the key"
 
 
-Rule: TypeAlias = Only | NoEffect | Renamed | Feature | Refused | OtherBackend
+@dataclass(frozen=True)
+class PoolSwitch:
+    """Turns a role's own devices on or off; in megarl they are on if the role has nodes.
+
+    Attributes:
+        section: section of the role, with ``nnodes`` and ``n_gpus_per_node``.
+    """
+
+    section: str
+
+    @property
+    def why(self) -> str:
+        """The meaning in megarl."""
+        return f"false sets `{self.section}.nnodes=0`; true needs `nnodes`"
+
+
+Rule: TypeAlias = Only | NoEffect | Renamed | Feature | PoolSwitch | Refused | OtherBackend
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.config.verl.role_rules import ADAPTER_KIND
-from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, Refused, Renamed, Rule, Values
+from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, PoolSwitch, Refused, Renamed, Rule, Values
 
 _CORRECTION = "algorithm.rollout_correction"
 _NEW_RESPONSES = "every step generates new responses; trainer.rollout_data_dir keeps them"
@@ -69,22 +69,12 @@ _REWARDS: dict[str, Rule] = {
     "sandbox_fusion.*": Renamed("reward_model.sandbox_fusion"),
     "reward.reward_model.enable": Renamed("reward_model.enable", why=_JUDGE),
     "reward.reward_model.model_path": Renamed("reward_model.model.path"),
-    "reward.reward_model.enable_resource_pool": Only((False,), "all roles share the devices of the run"),
-    "reward.reward_model.n_gpus_per_node": Feature(
-        "reward.reward_model.enable_resource_pool", (False,), "all roles share the devices of the run"
-    ),
-    "reward.reward_model.nnodes": Feature(
-        "reward.reward_model.enable_resource_pool", (False,), "all roles share the devices of the run"
-    ),
+    "reward.reward_model.enable_resource_pool": PoolSwitch("reward_model"),
+    "reward.reward_model.n_gpus_per_node": Renamed("reward_model.n_gpus_per_node", left_out=(0,)),
+    "reward.reward_model.nnodes": Renamed("reward_model.nnodes"),
     "reward.reward_model.rollout.*": NoEffect(_REWARD_ENGINE),
     "reward_model.model.trust_remote_code": NoEffect("megarl never runs code of a model folder"),
-    "reward_model.enable_resource_pool": Only((False,), "all roles share the devices of the run"),
-    "reward_model.n_gpus_per_node": Feature(
-        "reward_model.enable_resource_pool", (False,), "all roles share the devices of the run"
-    ),
-    "reward_model.nnodes": Feature(
-        "reward_model.enable_resource_pool", (False,), "all roles share the devices of the run"
-    ),
+    "reward_model.enable_resource_pool": PoolSwitch("reward_model"),
     "reward_model.rollout.*": NoEffect(_REWARD_ENGINE),
     "reward_model.reward_loop_source": Only(("register",), "set custom_reward_function.path for a custom reward"),
     "reward_model.reward_loop_module_path": Refused("set custom_reward_function.path for a custom reward"),
@@ -110,11 +100,8 @@ _ALGORITHM: dict[str, Rule] = {
 
 _TEACHER = "distillation.teacher_models.<name>"
 _TEACHER_ENGINE = "a teacher is a frozen model on Megatron; its layout is teacher_models.<name>.megatron"
-_TEACHER_POOL = "teachers share the devices of the run; megarl's megatron.param_offload frees them between phases"
 
 _DISTILLATION: dict[str, Rule] = {
-    "distillation.n_gpus_per_node": NoEffect(_TEACHER_POOL),
-    "distillation.nnodes": NoEffect(_TEACHER_POOL),
     f"{_TEACHER}.num_replicas": NoEffect("replicas fill the devices; megatron.data_parallel_size limits them"),
     f"{_TEACHER}.inference.tensor_model_parallel_size": Renamed(f"{_TEACHER}.megatron.tensor_model_parallel_size"),
     f"{_TEACHER}.inference.pipeline_model_parallel_size": Renamed(f"{_TEACHER}.megatron.pipeline_model_parallel_size"),
@@ -284,6 +271,7 @@ VALUES: dict[str, Values] = {
         for role in ("actor_rollout_ref.actor", "critic")
     },
     **{f"{model}.lora.type": ADAPTER_KIND for model in ("actor_rollout_ref.model", "critic.model")},
+    **{f"{role}.n_gpus_per_node": Values(meanings={0: None}) for role in ("reward_model", "distillation")},
     "algorithm.filter_groups.metric": Values(meanings={None: "score"}),
     "custom_reward_function.name": Values(meanings={None: "compute_score"}),
 }

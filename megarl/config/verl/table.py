@@ -139,7 +139,7 @@ _SAME = {
     "algorithm.pf_ppo": "reweight_method weight_pow",
     "reward_model": (
         "enable forward_max_token_len_per_gpu max_length micro_batch_size_per_gpu num_workers reward_manager "
-        "use_dynamic_bsz"
+        "n_gpus_per_node nnodes use_dynamic_bsz"
     ),
     "reward_model.reward_kwargs": "max_resp_len",
     "reward_model.reward_kwargs.overlong_buffer_cfg": "enable len log penalty_factor",
@@ -147,7 +147,7 @@ _SAME = {
     "reward_model.model": "input_tokenizer path",
     "reward_model.sandbox_fusion": "max_concurrent memory_limit_mb url",
     "data.custom_cls": "name path",
-    "distillation": "enabled teacher_key",
+    "distillation": "enabled n_gpus_per_node nnodes teacher_key",
     "distillation.distillation_loss": (
         "clip_ratio clip_ratio_high clip_ratio_low distillation_loss_coef log_prob_min_clamp loss_max_clamp loss_mode "
         "topk use_policy_gradient use_task_rewards"

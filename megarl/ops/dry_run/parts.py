@@ -21,6 +21,7 @@ from megarl.base.units import count_noun, gib
 from megarl.config import SupervisedConfig, TrainConfig
 from megarl.config.batch import BatchPlan, plan_batches, render_plan
 from megarl.config.keys import value_at
+from megarl.config.schema.jobs import POOL_OWNERS, own_pools
 from megarl.config.schema.model import ModelPathConfig
 from megarl.data import DataProto, StatefulLoader
 from megarl.data.loader import PromptQueue
@@ -31,7 +32,7 @@ from megarl.ops.doctor.node.storage import check_checkpoint_room
 from megarl.ops.plan.report import shortfall_lines
 from megarl.ops.plan.suggestion import plan_run
 from megarl.tracking import check_trackers
-from megarl.trainer.jobs.devices import check_devices, engine_devices
+from megarl.trainer.jobs.devices import check_devices
 from megarl.trainer.jobs.early_checks import check_packages
 from megarl.trainer.jobs.output_folders import check_output_folders
 from megarl.trainer.jobs.preflight import check_schedules
@@ -158,7 +159,7 @@ class DryRun(ABC):
             ConfigError: a package is missing, or the run has more devices than this machine.
         """
         config, trainer, problems = self.config, self.config.trainer, []
-        for check in (lambda: check_packages(config), lambda: check_devices(trainer, engine_devices(config))):
+        for check in (lambda: check_packages(config), lambda: check_devices(trainer, own_pools(config))):
             try:
                 check()
             except MegarlError as error:
@@ -180,8 +181,9 @@ class DryRun(ABC):
         """Check the model and layout of every role, and the weights if they exist."""
         roles, trainer = self.roles(), self.config.trainer
         self._layouts_fit = True
-        devices = count_noun(trainer.n_gpus_per_node, "device")
-        yield f"{count_noun(trainer.nnodes, 'node')} of {devices} ({trainer.device})"
+        yield f"{_pool_size(trainer.nnodes, trainer.n_gpus_per_node)} ({trainer.device})"
+        for section, pool in own_pools(self.config).items():
+            yield f"{_pool_size(pool.nnodes, pool.n_gpus_per_node or 1)} for {POOL_OWNERS[section]} alone"
         for role, (path, layout) in roles.items():
             yield f"{role}: {read_model_config(path).architecture} of {path}, {layout}"
         for path in dict.fromkeys(path for path, _ in roles.values()):
@@ -267,6 +269,10 @@ class DryRun(ABC):
         if result is None:
             raise ConfigError(f"needs the result of '{part}', which failed; fix that first")
         return result
+
+
+def _pool_size(nodes: int, devices: int) -> str:
+    return f"{count_noun(nodes, 'node')} of {count_noun(devices, 'device')}"
 
 
 def _weights(path: str) -> str:

@@ -11,10 +11,10 @@ from typing import Any
 from megarl.base.errors import ConfigError
 from megarl.cli import JOBS, compose_job
 from megarl.config.problems import nearest_keys
-from megarl.config.schema.jobs import TrainConfig
+from megarl.config.schema.jobs import own_pools
 from megarl.config.schema.run import TrainingRunConfig
 from megarl.ops.launch.remote import current_folder
-from megarl.ops.launch.settings import FIRST_PORT, WORKER_PORTS, Device, JobToRun
+from megarl.ops.launch.settings import FIRST_PORT, WORKER_PORTS, Device, JobToRun, PoolNodes
 
 RESUMING = ("auto", "must")
 JOB_NAMES = f"{', '.join([*JOBS][:-1])} or {[*JOBS][-1]}"
@@ -22,11 +22,10 @@ PLACES = ("auto", "local", "ssh", "slurm", "sbatch", "kubernetes")
 _EPILOG = f"""\
 A job is {JOB_NAMES} with its arguments, as after `megarl`; or, after `--`, any command that
 joins the Ray cluster at RAY_ADDRESS. The configuration sets the number of nodes and devices
-(trainer.nnodes, trainer.n_gpus_per_node; engines with devices of their own add
-actor_rollout_ref.rollout.nnodes). For everything else see docs/launch.md."""
+(trainer.nnodes, trainer.n_gpus_per_node; roles with devices of their own add
+theirs, such as critic.nnodes). For everything else see docs/launch.md."""
 _WORKER_PORTS_HELP = f"ports of Ray's workers ({'-'.join(map(str, WORKER_PORTS))})"
 _COMMAND_OPTIONS = ("nodes", "device")
-_ENGINE_DEVICES = "actor_rollout_ref.rollout.n_gpus_per_node"
 _OPTION_PLACES = {
     **dict.fromkeys(("image", "namespace", "pod_cpus", "pod_memory", "pod_shared_memory"), ("kubernetes",)),
     **dict.fromkeys(("volume", "secret", "node_label"), ("kubernetes",)),
@@ -203,7 +202,7 @@ def _range(text: str) -> tuple[int, int]:
 def read_job(words: Sequence[str], max_restarts: int) -> JobToRun:
     """Read the requirements of a megarl job from its configuration.
 
-    ``nodes`` are the trainer's; :func:`with_machines` adds those of engines with devices of their own.
+    ``nodes`` are the trainer's; :func:`with_machines` adds those of roles with devices of their own.
 
     Args:
         words: the job's name and arguments, as after ``megarl``.
@@ -220,7 +219,7 @@ def read_job(words: Sequence[str], max_restarts: int) -> JobToRun:
     if max_restarts and isinstance(trainer, TrainingRunConfig):
         notes = _check_restarts(trainer)
     folder = trainer.default_local_dir if isinstance(trainer, TrainingRunConfig) and trainer.save_freq > 0 else None
-    rollout = config.actor_rollout_ref.rollout if isinstance(config, TrainConfig) else None
+    pools = [PoolNodes(path, keys.nnodes, keys.n_gpus_per_node or 1) for path, keys in own_pools(config).items()]
     device: Device = "cpu" if trainer.device == "cpu" else "cuda" if trainer.device == "cuda" else "auto"
     return JobToRun(
         words=tuple(words),
@@ -229,8 +228,7 @@ def read_job(words: Sequence[str], max_restarts: int) -> JobToRun:
         nodes=trainer.nnodes,
         device=device,
         devices=trainer.n_gpus_per_node,
-        engine_nodes=rollout.nnodes if rollout is not None else 0,
-        engine_devices=(rollout.n_gpus_per_node or 0) if rollout is not None else 0,
+        own_pools=tuple(pools),
         size_keys=f"trainer.nnodes={trainer.nnodes}",
         checkpoint_dir=folder or "",
         notes=notes,
@@ -250,10 +248,10 @@ def command_job(words: Sequence[str], nodes: int | None, devices: int | None, de
 
 
 def with_machines(job: JobToRun, place: str, devices_per_node: int | None) -> JobToRun:
-    """Count the machines that hold the nodes of the trainer, and of engines with devices of their own.
+    """Count the machines that hold the nodes of the trainer, and of roles with devices of their own.
 
     Without a number of devices per machine each node is a machine, except that with ``--on local`` the machine holds
-    both pools of one node each.
+    all pools if each has one node.
 
     Args:
         job: from :func:`read_job`.
@@ -264,27 +262,28 @@ def with_machines(job: JobToRun, place: str, devices_per_node: int | None) -> Jo
         ConfigError: a node has more devices than a machine, or the pools differ in devices per node and the devices
             per machine are not set.
     """
+    pools = [PoolNodes("trainer", job.nodes, job.devices), *job.own_pools]
     if devices_per_node is None:
-        if not job.engine_nodes:
+        if not job.own_pools:
             return job
-        if place == "local" and job.nodes == job.engine_nodes == 1:
-            devices_per_node = job.devices + job.engine_devices
-        elif job.devices == job.engine_devices:
+        if place == "local" and all(pool.nodes == 1 for pool in pools):
+            devices_per_node = sum(pool.devices for pool in pools)
+        elif len({pool.devices for pool in pools}) == 1:
             devices_per_node = job.devices
         else:
+            sizes = " and ".join(f"{pool.section}.n_gpus_per_node={pool.devices}" for pool in pools)
             raise ConfigError(
-                f"trainer.n_gpus_per_node={job.devices} and {_ENGINE_DEVICES}={job.engine_devices} differ. Set the "
-                "devices of each machine by --devices-per-node, so that the launcher knows which nodes share one"
+                f"{sizes} differ. Set the devices of each machine by --devices-per-node, so that the launcher knows "
+                "which nodes share one"
             )
-    keys = job.size_keys
-    if job.engine_nodes:
-        keys = f"{keys} and actor_rollout_ref.rollout.nnodes={job.engine_nodes}"
-    for key, devices in (("trainer.n_gpus_per_node", job.devices), (_ENGINE_DEVICES, job.engine_devices)):
-        if devices > devices_per_node:
+    for pool in pools:
+        if pool.devices > devices_per_node:
             raise ConfigError(
-                f"{key}={devices} exceeds --devices-per-node={devices_per_node}, the devices of a machine"
+                f"{pool.section}.n_gpus_per_node={pool.devices} exceeds --devices-per-node={devices_per_node}, the "
+                "devices of a machine"
             )
-    nodes = _machines([job.devices] * job.nodes + [job.engine_devices] * job.engine_nodes, devices_per_node)
+    keys = " and ".join([job.size_keys, *(f"{pool.section}.nnodes={pool.nodes}" for pool in job.own_pools)])
+    nodes = _machines([pool.devices for pool in pools for _ in range(pool.nodes)], devices_per_node)
     return replace(job, nodes=nodes, devices=devices_per_node, size_keys=keys)
 
 

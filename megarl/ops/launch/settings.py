@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megarl.base.errors import ConfigError
 from megarl.base.timeouts import RAY_SILENCE
@@ -14,6 +14,20 @@ WORKER_PORTS = (10002, 19999)
 """Ray's default port range for workers."""
 PORTS_PER_NODE = 9
 FIRST_PORT = 6400
+
+
+class PoolNodes(NamedTuple):
+    """Nodes of a resource pool.
+
+    Attributes:
+        section: config section with its keys ``nnodes`` and ``n_gpus_per_node``.
+        nodes: number of nodes.
+        devices: devices on each of them.
+    """
+
+    section: str
+    nodes: int
+    devices: int
 
 
 @dataclass(frozen=True)
@@ -27,8 +41,7 @@ class JobToRun:
         nodes: number of machines.
         device: device type.
         devices: GPUs, or CPU slots, per machine.
-        engine_nodes: number of nodes of the rollout engines alone; ``with_machines`` adds their machines to ``nodes``.
-        engine_devices: devices on each of them.
+        own_pools: nodes of roles with devices of their own; ``with_machines`` adds their machines to ``nodes``.
         size_keys: keys or options that set the number of machines, with their values, for messages.
         checkpoint_dir: checkpoint folder; empty = no checkpoints.
         notes: messages for the user before the start.
@@ -41,8 +54,7 @@ class JobToRun:
     nodes: int
     device: Device
     devices: int
-    engine_nodes: int = 0
-    engine_devices: int = 0
+    own_pools: tuple[PoolNodes, ...] = ()
     size_keys: str = ""
     checkpoint_dir: str = ""
     notes: tuple[str, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,8 @@ from megarl.config.checks import check
 from megarl.config.derived import with_derived
 from megarl.config.keys import with_values
 from megarl.config.problems import InvalidConfigError
+from megarl.config.schema.jobs import ROLLOUT, TEACHERS, own_pools
+from megarl.config.schema.model import LogProbBatchConfig
 from megarl.ops.plan.hardware import Hardware
 from megarl.ops.plan.job import PlannedJob, planned_job
 from megarl.ops.plan.lengths import Lengths
@@ -101,7 +104,7 @@ def estimate(
         InvalidConfigError, ConfigError, ModelError: the configuration cannot run, independent of memory.
     """
     job = planned_job(config, device=hardware.device)
-    memory = plan_memory(job, int(usable_bytes(job, hardware)))
+    memory = plan_memory(job, int(usable_bytes(job, hardware)), hardware.devices_per_node)
     sync = plan_sync(job, hardware) if with_sync else None
     seconds = sync.seconds if sync else rough_sync_s(job, hardware)
     # If not even one response fits, generation is timed with an unlimited KV cache.
@@ -111,9 +114,10 @@ def estimate(
 
 
 def usable_bytes(job: PlannedJob, hardware: Hardware) -> float:
-    """Return the bytes of a device that are usable for its processes' tensors."""
-    shares = job.rollout is not None and not job.rollout.is_external and not job.rollout.own_devices
-    processes = len(job.roles) + shares
+    """Return the bytes of a device that are usable for its processes' tensors, on the pool with the most roles."""
+    sections = [role.section for role in job.roles]
+    sections += [ROLLOUT] if job.rollout is not None and not job.rollout.is_external else []
+    processes = max(Counter(job.pool_of(section).section for section in sections).values())
     return max(0.0, hardware.memory_bytes - processes * hardware.reserved_bytes)
 
 
@@ -159,6 +163,7 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
 
 def _derived_values(config: TrainConfig | SupervisedConfig) -> dict[str, None]:
     """Keys to derive again: sizes that fill the remaining devices, and token budgets equal to the actor's."""
+    own = {section: keys.own_devices for section, keys in own_pools(config).items()}
     devices = config.trainer.num_devices
     derived: list[str] = []
     if isinstance(config, SupervisedConfig):
@@ -176,10 +181,12 @@ def _derived_values(config: TrainConfig | SupervisedConfig) -> dict[str, None]:
         rollout = policy.rollout
         if rollout.replicas and rollout.replicas * rollout.devices_per_replica == (rollout.own_devices or devices):
             derived.append(f"{path}.rollout.replicas")
-        for section, keys in ((f"{path}.rollout", rollout), (f"{path}.ref", policy.ref), *teachers.items()):
+        passes: dict[str, LogProbBatchConfig] = {f"{path}.rollout": rollout, f"{path}.ref": policy.ref, **teachers}
+        for section, keys in passes.items():
             if keys.log_prob_max_token_len_per_gpu == policy.actor.ppo_max_token_len_per_gpu:
                 derived.append(f"{section}.log_prob_max_token_len_per_gpu")
     for section, megatron in layouts.items():
-        if megatron and (megatron.data_parallel_size or 0) * megatron.devices_per_replica == devices:
+        pool = TEACHERS if section.startswith(TEACHERS) else section.removesuffix(".megatron")
+        if megatron and (megatron.data_parallel_size or 0) * megatron.devices_per_replica == own.get(pool, devices):
             derived.append(f"{section}.data_parallel_size")
     return dict.fromkeys(derived)

@@ -21,6 +21,7 @@ from megarl.config.build import read
 from megarl.config.compose import HARDWARE, REPOSITORY_CONFIGS
 from megarl.config.keys import REQUIRED, key, section
 from megarl.config.problems import InvalidConfigError, Problem, nearest_keys
+from megarl.config.schema.jobs import own_pools
 from megarl.models import ParallelLayout
 
 FOLDER = REPOSITORY_CONFIGS / HARDWARE
@@ -163,12 +164,14 @@ def hardware_of(config: TrainConfig | SupervisedConfig, name: str | None = None)
     """
     trainer, key = config.trainer, "--hardware" if name else "trainer.hardware"
     hardware = read_hardware(name or trainer.hardware or ("cpu" if trainer.device == "cpu" else "h100"), key)
-    # On a CPU processes may share cores.
-    if hardware.device == "cuda" and trainer.n_gpus_per_node > hardware.devices_per_node:
-        raise ConfigError(
-            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}, but a node of {key}={hardware.name} has "
-            f"{hardware.devices_per_node} devices; set {hardware.devices_per_node} at most, and more trainer.nnodes"
-        )
+    own = {path: pool.n_gpus_per_node or 1 for path, pool in own_pools(config).items()}
+    for path, devices in {"trainer": trainer.n_gpus_per_node, **own}.items():
+        # On a CPU processes may share cores.
+        if hardware.device == "cuda" and devices > hardware.devices_per_node:
+            raise ConfigError(
+                f"{path}.n_gpus_per_node={devices}, but a node of {key}={hardware.name} has "
+                f"{hardware.devices_per_node} devices; set {hardware.devices_per_node} at most, and more {path}.nnodes"
+            )
     return hardware
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from megarl.base.algorithm_names import FULL_KL
 from megarl.config import AdapterKeys, MegatronConfig, TrainConfig
 from megarl.config.batch import BatchPlan, MicroBatches, PhasePlan, plan_batches, teacher_phase
-from megarl.config.schema.jobs import PreferenceConfig, SupervisedConfig
+from megarl.config.schema.jobs import ROLLOUT, TEACHERS, PreferenceConfig, SupervisedConfig, own_pools
 from megarl.config.schema.rollout import TrainingRolloutConfig
 from megarl.models import ModelConfig, ParallelLayout, read_model_config
 from megarl.models.adapters import LoraOptions
@@ -69,7 +69,7 @@ class PlannedRole:
             job.
         path: config key of the layout's section, such as ``critic.megatron``.
         model: shape of the model.
-        layout: parallel sizes; rank ``r`` runs on device ``r`` modulo the number of devices.
+        layout: parallel sizes; rank ``r`` runs on device ``r`` of the role's pool.
         megatron: dtype, recomputation and offloading options.
         value_head: whether a scalar head replaces the output layer.
         trains: whether the role has gradients and an optimizer.
@@ -107,9 +107,36 @@ class PlannedRole:
         """Whether tensor-parallel ranks split the activations between layers; always true for models with experts."""
         return self.layout.tp > 1 and (self.megatron.sequence_parallel or self.model.experts is not None)
 
+    @property
+    def section(self) -> str:
+        """Config section of the role's devices."""
+        return TEACHERS if self.path.startswith(f"{TEACHERS}.") else self.path.removesuffix(".megatron")
+
     def pass_of(self, phase: str) -> PlannedPass | None:
         """Return the role's pass in a phase, or None."""
         return next((planned for planned in self.passes if planned.phase == phase), None)
+
+
+@dataclass(frozen=True)
+class PlannedPool:
+    """The devices of the trainer, or those of a role alone.
+
+    Attributes:
+        section: config section with its keys ``nnodes`` and ``n_gpus_per_node``.
+        nodes: number of nodes.
+        devices_per_node: devices on each of them.
+        first: number of its first device in the job.
+    """
+
+    section: str
+    nodes: int
+    devices_per_node: int
+    first: int = 0
+
+    @property
+    def numbers(self) -> range:
+        """Numbers of its devices."""
+        return range(self.first, self.first + self.nodes * self.devices_per_node)
 
 
 @dataclass(frozen=True)
@@ -170,6 +197,7 @@ class PlannedJob:
         longest_response: maximum tokens of a response; in a supervised job, of the whole sequence.
         bucket_bytes: maximum bytes that a process sends or receives at a time in a weight sync.
         config: the configuration of the job.
+        own_pools: pools of roles with devices of their own, numbered after the trainer's devices.
     """
 
     roles: tuple[PlannedRole, ...]
@@ -182,31 +210,48 @@ class PlannedJob:
     longest_response: int
     bucket_bytes: int
     config: TrainConfig | SupervisedConfig
+    own_pools: tuple[PlannedPool, ...] = ()
+
+    @cached_property
+    def pools(self) -> tuple[PlannedPool, ...]:
+        """All pools, the trainer's first."""
+        return (PlannedPool("trainer", self.nodes, self.devices_per_node), *self.own_pools)
+
+    def pool_of(self, section: str) -> PlannedPool:
+        """Return the devices of a role by its config section."""
+        return self._own.get(section, self.pools[0])
+
+    @cached_property
+    def _own(self) -> dict[str, PlannedPool]:
+        return {pool.section: pool for pool in self.own_pools}
+
+    def rank_on(self, role: PlannedRole, device: int) -> int | None:
+        """Return the role's rank on a device, or None."""
+        rank = device - self.pool_of(role.section).first
+        return rank if 0 <= rank < role.layout.world_size else None
 
     @property
     def trainer_devices(self) -> int:
-        """Number of devices of the training roles."""
+        """Number of devices of the trainer's pool."""
         return self.nodes * self.devices_per_node
 
     @property
     def devices(self) -> int:
-        """Number of devices over all nodes; those of the engines alone have the highest numbers."""
-        return self.trainer_devices + (self.rollout.own_devices if self.rollout else 0)
+        """Number of devices of all pools."""
+        return sum(len(pool.numbers) for pool in self.pools)
 
     @property
     def engine_devices(self) -> range:
         """Numbers of the devices with an engine of the job."""
         if self.rollout is None or self.rollout.is_external:
             return range(0)
-        first = self.trainer_devices if self.rollout.own_devices else 0
+        first = self.pool_of(ROLLOUT).first
         return range(first, first + self.rollout.replicas * self.rollout.tp)
 
     @property
     def engine_devices_per_node(self) -> int:
         """Devices of the engines per node."""
-        rollout = self.rollout
-        own = rollout.config.n_gpus_per_node if rollout is not None and rollout.own_devices else None
-        return own or self.devices_per_node
+        return self.pool_of(ROLLOUT).devices_per_node
 
     def slot(self, device: int, node_size: int) -> Slot:
         """Return the node of a device, and its place there.
@@ -217,12 +262,15 @@ class PlannedJob:
             device: number of the device.
             node_size: devices of a node of the hardware.
         """
-        index, size = device - self.trainer_devices, self.engine_devices_per_node
-        if index < 0:
-            return Slot(*divmod(device, self.devices_per_node))
         if self.nodes == 1 and self.devices <= node_size:
             return Slot(0, device)
-        return Slot(self.nodes + index // size, index % size)
+        nodes = 0
+        for pool in self.pools:
+            if device in pool.numbers:
+                node, place = divmod(device - pool.first, pool.devices_per_node)
+                return Slot(nodes + node, place)
+            nodes += pool.nodes
+        raise IndexError(f"the job has no device {device}")
 
     @property
     def longest(self) -> int:
@@ -284,6 +332,11 @@ def _train_job(config: TrainConfig, device: str) -> PlannedJob:
         prompts=batches.prompts_per_step,
         samples_per_prompt=config.responses_per_prompt,
     )
+    pools: list[PlannedPool] = []
+    first = config.trainer.num_devices
+    for section, keys in own_pools(config).items():
+        pools.append(PlannedPool(section, keys.nnodes, keys.n_gpus_per_node or 1, first))
+        first += keys.own_devices
     return PlannedJob(
         roles=tuple(roles),
         rollout=engine,
@@ -295,6 +348,7 @@ def _train_job(config: TrainConfig, device: str) -> PlannedJob:
         longest_response=data.max_response_length,
         bucket_bytes=config.sync.bucket_megabytes * 2**20,
         config=config,
+        own_pools=tuple(pools),
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megarl.config import TrainConfig
+from megarl.config.schema.jobs import ACTOR, ROLLOUT
 from megarl.ops.plan.generation import KVCacheCapacity, kv_cache_capacity
 from megarl.ops.plan.job import PlannedJob, PlannedRole
 from megarl.ops.plan.pass_activations import PassActivations, padded_vocab, pass_activations
@@ -117,7 +118,7 @@ class MemoryPlan:
         return sum(component.nbytes for component in self.host)
 
 
-def plan_memory(job: PlannedJob, device_bytes: int | None = None) -> MemoryPlan:
+def plan_memory(job: PlannedJob, device_bytes: int | None = None, node_size: int = 0) -> MemoryPlan:
     """Plan the memory of a job.
 
     Activations are those of the largest micro-batches that the configuration allows; states are exact.
@@ -126,11 +127,12 @@ def plan_memory(job: PlannedJob, device_bytes: int | None = None) -> MemoryPlan:
         job: the job.
         device_bytes: memory of one device, which sizes the rollout engine's KV cache; None = unknown: the KV cache then
             has the size given in the configuration, or 0.
+        node_size: devices of a node, which several pools may share; 0 = each pool has nodes of its own.
     """
     roles = {role.name: _role_memory(job, role) for role in job.roles}
     devices = _Devices(job, roles, device_bytes)
     phases = tuple(devices.fullest(phase) for phase in job.phases)
-    return MemoryPlan(roles, phases, _host(job, roles), devices.kv)
+    return MemoryPlan(roles, phases, _host(job, roles, node_size), devices.kv)
 
 
 def _role_memory(job: PlannedJob, role: PlannedRole) -> RoleMemory:
@@ -170,12 +172,17 @@ class _Devices:
                 by_kind[key] = PhaseMemory(phase, device, tuple(parts) or (Component("", "nothing", 0),))
         return max(by_kind.values(), key=lambda memory: memory.nbytes)
 
-    def _devices_of(self, phase: str) -> range:
-        """Return the devices of a phase: engines with devices of their own hold the same memory in all phases."""
+    def _devices_of(self, phase: str) -> Iterator[int]:
+        """Yield the devices that take part in a phase; the others hold no more than in their own phases."""
         job = self.job
-        if job.rollout is None or not job.rollout.own_devices or phase == "update_weights":
-            return range(job.devices)
-        return job.engine_devices if phase == "gen" else range(job.trainer_devices)
+        sections = {role.section for role in job.roles if role.pass_of(phase) is not None}
+        if phase in ("gen", "update_weights"):
+            sections.add(ROLLOUT)
+        if phase == "update_weights":
+            sections.add(ACTOR)
+        for pool in job.pools:
+            if any(job.pool_of(section) == pool for section in sections):
+                yield from pool.numbers
 
     def _kind(self, device: int) -> tuple[int, ...]:
         """Return the stages of all roles on a device and whether it has an engine.
@@ -185,7 +192,7 @@ class _Devices:
         stages = [
             role.layout.coordinate(rank).pp if rank is not None else -1
             for role in self.job.roles
-            for rank in [_rank_on(role, device)]
+            for rank in [self.job.rank_on(role, device)]
         ]
         return (*stages, int(self._has_engine(device)))
 
@@ -197,13 +204,13 @@ class _Devices:
             # A sender has two buffers, a receiver at most one; both may be on one device.
             bucket = self.job.bucket_bytes
             largest = max(stage.states.weights for stage in self.roles["actor"].stages)
-            sent = min(2 * bucket, largest) if _rank_on(self.job.role("actor"), device) is not None else 0
+            sent = min(2 * bucket, largest) if self.job.rank_on(self.job.role("actor"), device) is not None else 0
             received = min(bucket, self._engine) if self._has_engine(device) else 0
             yield Component("sync", "buckets", sent + received)
 
     def _role_components(self, phase: str, device: int) -> Iterator[Component]:
         for memory in self.roles.values():
-            rank = _rank_on(memory.role, device)
+            rank = self.job.rank_on(memory.role, device)
             if rank is not None:
                 stage = memory.stages[memory.role.layout.coordinate(rank).pp]
                 yield from _stage_components(memory.role, stage, phase)
@@ -219,11 +226,6 @@ class _Devices:
 
     def _has_engine(self, device: int) -> bool:
         return device in self.job.engine_devices
-
-
-def _rank_on(role: PlannedRole, device: int) -> int | None:
-    """Return the role's rank on a device, or None."""
-    return device if device < role.layout.world_size else None
 
 
 def _stage_components(role: PlannedRole, stage: StageMemory, phase: str) -> Iterator[Component]:
@@ -255,19 +257,21 @@ def _stage_components(role: PlannedRole, stage: StageMemory, phase: str) -> Iter
             yield Component(role.name, "working", activations.working)
 
 
-def _host(job: PlannedJob, roles: Mapping[str, RoleMemory]) -> tuple[Component, ...]:
+def _host(job: PlannedJob, roles: Mapping[str, RoleMemory], node_size: int) -> tuple[Component, ...]:
     """Return the host memory of the fullest node: offloaded states, reference weights, saves, routes, deltas.
 
     While the reference computes, host memory also holds the actor's weights, as an offload does.
     """
-    nodes = []
-    for node in range(job.nodes):
+    nodes, devices = [], defaultdict(list)
+    for device in range(job.devices):
+        devices[job.slot(device, node_size).node].append(device)
+    for node, on_node in devices.items():
         totals: dict[tuple[str, str], int] = defaultdict(int)
-        if sent := _kept_for_deltas(job):
+        if node < job.nodes and (sent := _kept_for_deltas(job)):
             totals["sync", "last sent weights"] = sent
-        for device in range(node * job.devices_per_node, (node + 1) * job.devices_per_node):
+        for device in on_node:
             for memory in roles.values():
-                role, rank = memory.role, _rank_on(memory.role, device)
+                role, rank = memory.role, job.rank_on(memory.role, device)
                 if rank is None:
                     continue
                 states = memory.stages[role.layout.coordinate(rank).pp].states

@@ -16,6 +16,7 @@ from rich.text import Text
 from megarl.base.table import table_lines
 from megarl.base.units import GIB, count_noun, gib, gigabytes, metric_count, rough
 from megarl.config.batch import render_plan
+from megarl.config.schema.jobs import POOL_OWNERS
 from megarl.ops.plan.asynchronous import ModeComparison, SimulatedRun
 from megarl.ops.plan.estimate import HOST_SHARE, Estimate
 from megarl.ops.plan.memory import PhaseMemory
@@ -68,10 +69,9 @@ def plan_sections(plan: Estimate, suggestion: Suggestion | None) -> list[ReportS
 def _overview(plan: Estimate) -> ReportSection:
     job, hardware = plan.job, plan.hardware
     model = job.roles[0].model
-    own = job.rollout.config.nnodes if job.rollout is not None else 0
-    engines = f", and {own} x {job.engine_devices_per_node} for the engines" if own else ""
+    own = "".join(f", {pool.nodes} x {pool.devices_per_node} for {POOL_OWNERS[pool.section]}" for pool in job.own_pools)
     lines = [
-        f"{job.nodes} x {job.devices_per_node} {hardware.name}{engines}, {hardware.memory_gib:g} GiB each, of which "
+        f"{job.nodes} x {job.devices_per_node} {hardware.name}{own}, {hardware.memory_gib:g} GiB each, of which "
         f"{plan.usable_bytes / GIB:.1f} GiB for tensors",
         f"{model.architecture}, {model.num_layers} layers of width {model.hidden_size}",
         plan.lengths.describe(),
@@ -140,6 +140,7 @@ def _times(plan: Estimate) -> ReportSection:
         total = total.plus(phase.cost)
     rows.append(["step", rough(step.seconds), "100%", f"{step.mfu:.0%}", causes(total)])
     lines = [f"{rough(step.throughput)} tokens per second and device; without rewards, data loading and the driver"]
+    lines += [f"at the same time, on separate devices: {', '.join(group)}" for group in step.simultaneous]
     lines.append(UNCALIBRATED)
     if plan.job.rollout is not None and plan.job.rollout.is_external:
         lines.append("generation and the weight sync use external servers and are not timed")

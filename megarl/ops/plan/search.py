@@ -15,6 +15,7 @@ from megarl.base.errors import MegarlError
 from megarl.config import MegatronConfig, SupervisedConfig, TrainConfig
 from megarl.config.keys import value_at
 from megarl.config.problems import format_value
+from megarl.config.schema.jobs import own_pools
 from megarl.models import ModelConfig
 from megarl.ops.plan.estimate import Estimate, changed, estimate, shortfalls, usable_bytes
 from megarl.ops.plan.flops import optimized_elements, rank_elements
@@ -163,8 +164,11 @@ def _uniform_layouts(config: Config) -> Iterator[dict[str, Any]]:
 
 def role_layouts(config: Config, role: PlannedRole, hardware: Hardware, lengths: Lengths) -> list[LayoutChoice]:
     """Return every layout of a role that passes the checks and whose states fit, the fastest first."""
-    choices = []
-    for changes in layouts(role, config.trainer.num_devices, config.trainer.n_gpus_per_node, _longest(config)):
+    choices, trainer = [], config.trainer
+    own = own_pools(config).get(role.section)
+    devices = own.own_devices if own else trainer.num_devices
+    per_node = (own.n_gpus_per_node if own else None) or trainer.n_gpus_per_node
+    for changes in layouts(role, devices, per_node, _longest(config)):
         for recompute in _recompute_modes(value_at(config, role.path)):
             combined = {**changes, **{f"{role.path}.{key}": value for key, value in recompute.items()}}
             timed = _timed(config, combined, role.name, hardware, lengths)
@@ -216,7 +220,7 @@ def _timed(
     role = job.role(name)
     if least_bytes(job, role) > usable_bytes(job, hardware):
         return None
-    model = PassTimer(role, hardware, lengths, job.devices_per_node)
+    model = PassTimer(role, hardware, lengths, job.pool_of(role.section).devices_per_node)
     seconds = sum(model.time(planned, micro_batches_of(job, role, planned)).cost.seconds for planned in role.passes)
     return LayoutChoice(changes, seconds)
 
@@ -309,7 +313,7 @@ def _fitting(config: Config, changes: Mapping[str, Any], hardware: Hardware, len
     try:
         candidate = changed(config, changes)
         job = planned_job(candidate, device=hardware.device)
-        if shortfalls(job, plan_memory(job, int(usable_bytes(job, hardware))), hardware):
+        if shortfalls(job, plan_memory(job, int(usable_bytes(job, hardware)), hardware.devices_per_node), hardware):
             return None
         return Candidate(changes, estimate(candidate, hardware, lengths))
     except MegarlError:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
+from megarl.base.disjoint_groups import disjoint_groups
 from megarl.config import TrainConfig
 from megarl.config.batch import MicroBatches
 from megarl.config.schema.async_training import COLOCATED, SYNC
+from megarl.config.schema.jobs import ROLLOUT, TEACHERS
 from megarl.models import WeightMap
 from megarl.ops.plan.asynchronous import ModeComparison, SimulatedBatch, SimulatedMode, SimulatedRates, compare_modes
 from megarl.ops.plan.flops import FlopCount, layers_elements
@@ -46,6 +48,8 @@ class StepTime:
         peak_flops: peak FLOP/s of one device, in the dtype of the trained role.
         generated: details of generation; None without a rollout on the job's devices.
         overlap: generation and training at the same time; None in synchronous mode.
+        simultaneous: groups of phases at the same time, on separate devices.
+        phase_devices: number of devices of each phase: those of its roles' pool.
     """
 
     phases: tuple[PassTime, ...]
@@ -54,11 +58,13 @@ class StepTime:
     peak_flops: float
     generated: GenerationTime | None
     overlap: ModeComparison | None = None
+    simultaneous: tuple[tuple[str, ...], ...] = ()
+    phase_devices: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
         """Seconds of the step."""
-        return self.overlap.run.step_s if self.overlap else sum(phase.cost.seconds for phase in self.phases)
+        return self.overlap.run.step_s if self.overlap else exposed_seconds(self.phases, self.simultaneous)
 
     @property
     def throughput(self) -> float:
@@ -71,9 +77,9 @@ class StepTime:
         return sum(phase.flops.total for phase in self.phases) / (self.seconds * self.devices * self.peak_flops)
 
     def mfu_of(self, phase: PassTime) -> float:
-        """Return the MFU of a phase."""
-        seconds = phase.cost.seconds
-        return phase.flops.total / (seconds * self.devices * self.peak_flops) if seconds else 0.0
+        """Return the MFU of a phase on its devices."""
+        seconds, devices = phase.cost.seconds, self.phase_devices.get(phase.phase, self.devices)
+        return phase.flops.total / (seconds * devices * self.peak_flops) if seconds else 0.0
 
     @property
     def limit(self) -> tuple[str, str]:
@@ -85,6 +91,34 @@ class StepTime:
 def largest_cause(cost: TimeBreakdown) -> str:
     """Return the name of the largest cause."""
     return max(TimeBreakdown._fields, key=lambda name: getattr(cost, name))
+
+
+def exposed_seconds(phases: Iterable[PassTime], simultaneous: Iterable[tuple[str, ...]]) -> float:
+    """Return the seconds of phases, of which those of a group run at the same time."""
+    seconds = {phase.phase: phase.cost.seconds for phase in phases}
+    hidden = 0.0
+    for group in simultaneous:
+        times = [seconds.get(phase, 0.0) for phase in group]
+        hidden += sum(times) - max(times)
+    return sum(seconds.values()) - hidden
+
+
+def simultaneous_phases(job: PlannedJob) -> tuple[tuple[str, ...], ...]:
+    """Return the groups of phases that a run of the job starts together, because their roles have separate devices."""
+    if job.rollout is None:
+        return ()
+    teachers = [role for role in job.roles if role.section == TEACHERS]
+    groups: list[tuple[str, ...]] = []
+    for phases in (("old_log_prob", "ref", "teacher", "values"), ("update_critic", "update_actor")):
+        pools = {
+            phase: [job.pool_of(role.section) for role in job.roles if role.pass_of(phase) is not None]
+            for phase in phases
+        }
+        if len(teachers) > 1:
+            pools["teacher"] = list(job.pools)  # several teachers take turns, and nothing runs beside them
+        present = [phase for phase in phases if pools[phase]]
+        groups += [tuple(group) for group in disjoint_groups(present, pools.__getitem__) if len(group) > 1]
+    return tuple(groups)
 
 
 def time_step(
@@ -102,12 +136,15 @@ def time_step(
     trained = job.roles[0]
     generated = _generation(job, hardware, lengths, kv_tokens)
     timed = {"gen": generated.time} if generated else {}
+    phase_devices = {"gen": len(job.pool_of(ROLLOUT).numbers)}
     for role in job.roles:
-        model = PassTimer(role, hardware, lengths, job.devices_per_node)
+        pool = job.pool_of(role.section)
+        model = PassTimer(role, hardware, lengths, pool.devices_per_node)
         for planned in role.passes:
             time = model.time(planned, micro_batches_of(job, role, planned))
             several = planned.phase == "teacher" and planned.phase in timed
             timed[planned.phase] = timed[planned.phase].plus(time) if several else time
+            phase_devices[planned.phase] = len(pool.numbers)
     if job.rollout is not None:
         timed["update_weights"] = _sync(job, hardware, sync_s)
     samples, phases = job.batches.samples_per_step, tuple(timed[phase] for phase in job.phases if phase in timed)
@@ -118,6 +155,8 @@ def time_step(
         peak_flops=hardware.peak_flops(trained.megatron.dtype),
         generated=generated,
         overlap=_overlap(job, hardware, lengths, generated, phases, kv_tokens),
+        simultaneous=simultaneous_phases(job),
+        phase_devices=phase_devices,
     )
 
 
@@ -135,7 +174,8 @@ def _overlap(
         return None
     if (keys := config.async_training).mode == SYNC:
         return None
-    training = sum(phase.cost.seconds for phase in phases if phase.phase not in _NOT_TRAINING)
+    trained = [phase for phase in phases if phase.phase not in _NOT_TRAINING]
+    training = exposed_seconds(trained, simultaneous_phases(job))
     syncing = sum(phase.cost.seconds for phase in phases if phase.phase == "update_weights")
     slots = rollout.config.max_num_seqs
     if kv_tokens is not None:

@@ -94,8 +94,9 @@ def find_suggestion(config: Config, planned: Estimate, confirm: Callable[[Sugges
         combined = attempts.combination([change for change in singles if _speed_cost(change) <= cost])
         if combined is not None and _confirmed(combined, confirm):
             return combined
-    nodes = planned.job.nodes
-    for suggestion in attempts.alone([{"trainer.nnodes": factor * nodes} for factor in (2, 4, 8, 16)]):
+    pools = planned.job.pools
+    more = [{f"{pool.section}.nnodes": factor * pool.nodes} for pool in pools for factor in (2, 4, 8, 16)]
+    for suggestion in attempts.alone(more):
         if _confirmed(suggestion, confirm):
             return suggestion
     return None
@@ -131,7 +132,7 @@ class _Attempts:
         if key not in self._missing_bytes:
             try:
                 job = planned_job(changed(self.config, changes), device=self.hardware.device)
-                memory = plan_memory(job, int(usable_bytes(job, self.hardware)))
+                memory = plan_memory(job, int(usable_bytes(job, self.hardware)), self.hardware.devices_per_node)
                 lacking = shortfalls(job, memory, self.hardware)
                 self._missing_bytes[key] = sum(shortfall.missing for shortfall in lacking)
             except MegarlError:
@@ -172,7 +173,8 @@ def single_changes(job: PlannedJob, phase: str) -> Iterator[Changes]:
     working = [role for role in job.roles if passes[role.name] is not None]
     updating = [role for role in working if any(planned.updates and planned.phase == phase for planned in role.passes)]
     for role in (role for role in job.roles if role not in updating):
-        yield from _offload_changes(role, is_idle=role not in working)
+        shares = job.pool_of(role.section) == job.pools[0]
+        yield from _offload_changes(role, is_idle=shares and role not in working)
     if job.rollout is not None and phase != "gen" and not job.rollout.config.free_cache_engine:
         yield {f"{_ROLLOUT}.free_cache_engine": True}
     for role in updating:

@@ -108,7 +108,7 @@ OPTIMISATION = (
 )  # fmt: skip
 
 TIME = (
-    Chart("Time per phase", "Seconds of each step.", prefix=TIMING_PREFIX, kind="stack", wide=True),
+    Chart("Time per phase", "Seconds; separate devices overlap.", prefix=TIMING_PREFIX, kind="stack", wide=True),
     Chart("Tokens per second", "Generation and training separately.", {
         "perf/rollout_tokens_per_s": "generated", "perf/update_tokens_per_s": "trained on",
     }),

@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from megarl.base.json_text import parse_json
+from megarl.config.schema.jobs import POOL_OWNERS
 from megarl.tracking.jsonl_files import BALANCE_FILE, METRICS_FILE, BalanceRows, MetricsRow, read_balance, read_metrics
 
 CONFIG_FILE, FACTS_FILE, SUMMARY_FILE, SAMPLES_FOLDER = "config.yaml", "run.json", "summary.json", "samples"
@@ -260,9 +261,12 @@ def run_description(run: RunRecord) -> list[tuple[str, str]]:
     tp = get(f"{rollout}.tensor_model_parallel_size")
     add("Rollout", get(f"{rollout}.name") and f"{get(f'{rollout}.name')} engine", tp and f"TP {tp}")
     nodes, devices = get("trainer.nnodes"), get("trainer.n_gpus_per_node")
-    own = get(f"{rollout}.nnodes")
-    engines = own and f"{own} x {get(f'{rollout}.n_gpus_per_node') or devices} for the engines alone"
-    add("Devices", devices and f"{nodes or 1} x {devices} {get('trainer.device') or ''}".strip(), engines)
+    own = [
+        f"{count} x {get(f'{section}.n_gpus_per_node') or devices} for {owner} alone"
+        for section, owner in POOL_OWNERS.items()
+        if (count := get(f"{section}.nnodes"))
+    ]
+    add("Devices", devices and f"{nodes or 1} x {devices} {get('trainer.device') or ''}".strip(), *own)
     return lines
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from megarl.base.errors import ConfigError
 from megarl.base.table import table_lines
-from megarl.tracing.trace_file import read_trace
+from megarl.tracing.trace_file import MAIN_LANE, read_trace
 from megarl.tracing.tracer import MISSING_EVENTS, PHASE
 
 _SHOWN_GAPS = 5
@@ -96,15 +96,21 @@ def summarize(events: Iterable[Mapping[str, Any]]) -> Summary:
         events: as :func:`~megarl.tracing.trace_file.read_trace` returns them.
     """
     names: dict[int, str] = {}
+    lanes: dict[tuple[int, int], str] = {}
+    beside: list[tuple[float, float, str]] = []
     spans: dict[tuple[int, str], list[tuple[float, float, str]]] = defaultdict(list)
     missing: list[tuple[int, float, str]] = []
     steps = 0
     for event in events:
         if event["name"] == "process_name":
             names[event["pid"]] = event["args"]["name"]
+        elif event["name"] == "thread_name":
+            lanes[event["pid"], event["tid"]] = event["args"]["name"]
         elif event["ph"] == "X":
             span = (event["ts"], event["ts"] + event["dur"], event["name"])
             spans[event["pid"], event.get("cat", "")].append(span)
+            if event.get("cat") == PHASE and lanes.get((event["pid"], event.get("tid", 0)), MAIN_LANE) != MAIN_LANE:
+                beside.append(span)
         elif event.get("cat") == "step":
             steps += 1
         elif event.get("cat") == MISSING_EVENTS:
@@ -125,7 +131,8 @@ def summarize(events: Iterable[Mapping[str, Any]]) -> Summary:
     gaps = [gap for pid in sorted(verbs) for gap in _gaps(names.get(pid, str(pid)), verbs[pid])]
     gaps.sort(key=lambda gap: gap.start - gap.end)
     phases = own_seconds(
-        [one for (_, category), members in spans.items() if category == PHASE for one in members if one[1] > start]
+        [one for (_, category), members in spans.items() if category == PHASE for one in members if one[1] > start],
+        beside,
     )
     lines = [f"{names.get(pid, str(pid))}, until {at / 1e6:.3f} s: {text}" for pid, at, text in sorted(missing)]
     return Summary((end - start) / 1e6, steps, processes, phases, gaps[:_SHOWN_GAPS], lines)
@@ -140,17 +147,29 @@ def covered(spans: Iterable[tuple[float, float, str]]) -> float:
     return total
 
 
-def own_seconds(spans: Iterable[tuple[float, float, str]]) -> dict[str, float]:
-    """Return the seconds of nested spans by name, without their inner spans."""
+def own_seconds(
+    spans: Iterable[tuple[float, float, str]], beside: Sequence[tuple[float, float, str]] = ()
+) -> dict[str, float]:
+    """Return the seconds of nested spans by name, without their inner spans.
+
+    Args:
+        spans: all spans.
+        beside: those of them that run at the same time, in lanes of their own; they have no inner spans.
+    """
     seconds: dict[str, float] = defaultdict(float)
     outer: list[tuple[float, str]] = []
+    concurrent, reached = set(beside), float("-inf")
     for start, end, name in sorted(spans, key=lambda span: (span[0], -span[1])):
         while outer and outer[-1][0] <= start:
             outer.pop()
-        if outer:
-            seconds[outer[-1][1]] -= (end - start) / 1e6
         seconds[name] += (end - start) / 1e6
-        outer.append((end, name))
+        uncovered = end - max(start, reached) if (start, end, name) in concurrent else end - start
+        if outer:
+            seconds[outer[-1][1]] -= max(0.0, uncovered) / 1e6
+        if (start, end, name) in concurrent:
+            reached = max(reached, end)
+        else:
+            outer.append((end, name))
     return dict(seconds)
 
 

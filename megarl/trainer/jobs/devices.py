@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
 from megarl.base.errors import ConfigError, ResourceError
@@ -12,20 +13,40 @@ from megarl.cluster import PlacedPool, RaySession, ResourcePool, check_resources
 from megarl.cluster.availability import NO_GPU_REMEDY, check_cluster_answers, local_node
 from megarl.cluster.local_ray import dashboard_error
 from megarl.cluster.resources import cluster_nodes
-from megarl.config.schema.jobs import TrainConfig
+from megarl.config.schema.devices import OwnDevicesConfig
 from megarl.config.schema.run import RunConfig
 
-_POOL, _ENGINE_POOL = "devices", "engines"
+_TRAINER = "trainer"
+_NONE: Mapping[str, OwnDevicesConfig] = MappingProxyType({})
 
 
-def check_devices(run: RunConfig, engines: int = 0) -> None:
+class JobPools:
+    """Devices of a job's roles: the trainer's pool, and pools of roles with devices of their own.
+
+    Args:
+        trainer: devices of the roles without a pool of their own.
+        own: pools by the path of the role's section, such as ``critic``.
+    """
+
+    def __init__(self, trainer: PlacedPool, own: Mapping[str, PlacedPool] = MappingProxyType({})) -> None:
+        self.trainer = trainer
+        self._own = dict(own)
+        for pool in self._own.values():
+            pool.processes = trainer.processes  # all processes of the job are traced and watched together
+
+    def of(self, section: str) -> PlacedPool:
+        """Return the devices of a role by the path of its section."""
+        return self._own.get(section, self.trainer)
+
+
+def check_devices(run: RunConfig, own: Mapping[str, OwnDevicesConfig] = _NONE) -> None:
     """Check the devices before Ray starts: those of this machine, or with ``RAY_ADDRESS`` that its cluster answers.
 
-    The devices of a cluster are counted by :func:`reserve_devices`, after the connection.
+    The devices of a cluster are counted by :func:`reserve_pools`, after the connection.
 
     Args:
         run: devices of the trainer.
-        engines: devices of the rollout engines alone.
+        own: devices of roles alone, see :func:`megarl.config.schema.jobs.own_pools`.
 
     Raises:
         ConfigError: this machine has too few devices.
@@ -35,58 +56,32 @@ def check_devices(run: RunConfig, engines: int = 0) -> None:
         check_cluster_answers(address)
         return
     node = local_node()
-    pool = _pool(run, [node])
-    pools = [pool, *([ResourcePool(_ENGINE_POOL, pool.device, [engines])] if engines else [])]
+    pools = _pools(run, own, [node])
     try:
         check_resources(pools, [node])
     except ResourceError as error:
-        if engines:
-            keys = f"{_keys(run, pool.device)}, {count_noun(engines, 'device')} of actor_rollout_ref.rollout.nnodes"
-            raise ConfigError(f"{keys}: {error}") from error
-        raise ConfigError(f"{_keys(run, pool.device)}: {_local_shortage(pool, node)}") from error
+        shortage = str(error) if own else _local_shortage(pools[0], node)
+        raise ConfigError(f"{_keys(run, own, pools[0].device)}: {shortage}") from error
 
 
-def engine_devices(config: object) -> int:
-    """Count the devices of the rollout engines alone; 0 if they share the trainer's, or the job has none."""
-    return config.actor_rollout_ref.rollout.own_devices if isinstance(config, TrainConfig) else 0
-
-
-def reserve_devices(session: RaySession, run: RunConfig) -> PlacedPool:
-    """Reserve the devices of a job in the connected cluster.
-
-    Raises:
-        ResourceError: the cluster lacks the devices, or other jobs hold them.
-    """
-    pool = _pool(run, cluster_nodes())
-    try:
-        return session.place([pool])[_POOL]
-    except ResourceError as error:
-        cluster = f" The cluster is that of RAY_ADDRESS={session.address}." if session.address else ""
-        raise ResourceError(f"{_keys(run, pool.device)}: {error}{cluster}") from error
-
-
-def reserve_engine_devices(
-    session: RaySession, run: RunConfig, trainer: PlacedPool, per_node: Sequence[int]
-) -> PlacedPool:
-    """Reserve the devices of the rollout engines alone.
+def reserve_pools(session: RaySession, run: RunConfig, own: Mapping[str, OwnDevicesConfig] = _NONE) -> JobPools:
+    """Reserve the devices of all roles of a job in the connected cluster.
 
     Args:
         session: connected.
-        run: of the job, for errors.
-        trainer: devices of the trainer; the processes of both pools are traced together.
-        per_node: devices on each node.
+        run: devices of the trainer.
+        own: devices of roles alone.
 
     Raises:
         ResourceError: the cluster lacks the devices, or other jobs hold them.
     """
-    pool = ResourcePool(_ENGINE_POOL, trainer.pool.device, per_node)
+    pools = _pools(run, own, cluster_nodes())
     try:
-        placed = session.place([pool])[_ENGINE_POOL]
-        placed.processes = trainer.processes
-        return placed
+        placed = session.place(pools)
     except ResourceError as error:
-        keys = f"actor_rollout_ref.rollout.nnodes={len(per_node)}, {_keys(run, pool.device)}"
-        raise ResourceError(f"{keys}: {error}") from error
+        cluster = f" The cluster is that of RAY_ADDRESS={session.address}." if session.address else ""
+        raise ResourceError(f"{_keys(run, own, pools[0].device)}: {error}{cluster}") from error
+    return JobPools(placed.pop(_TRAINER), placed)
 
 
 def resolve_device(device: str, nodes: Sequence[Mapping[str, float]]) -> Literal["cpu", "cuda"]:
@@ -101,14 +96,22 @@ def resolve_device(device: str, nodes: Sequence[Mapping[str, float]]) -> Literal
     return "cuda" if device == "cuda" else "cpu"
 
 
-def _pool(run: RunConfig, nodes: Sequence[Mapping[str, float]]) -> ResourcePool:
-    return ResourcePool(_POOL, resolve_device(run.device, nodes), [run.n_gpus_per_node] * run.nnodes)
+def _pools(
+    run: RunConfig, own: Mapping[str, OwnDevicesConfig], nodes: Sequence[Mapping[str, float]]
+) -> list[ResourcePool]:
+    """The pools of a job, the trainer's first."""
+    device = resolve_device(run.device, nodes)
+    sizes = {_TRAINER: [run.n_gpus_per_node] * run.nnodes}
+    sizes |= {path: [keys.n_gpus_per_node or 1] * keys.nnodes for path, keys in own.items()}
+    return [ResourcePool(name, device, per_node) for name, per_node in sizes.items()]
 
 
-def _keys(run: RunConfig, device: str) -> str:
+def _keys(run: RunConfig, own: Mapping[str, OwnDevicesConfig], device: str) -> str:
     resolved = "" if run.device == device else f" ({device})"
-    sizes = f"trainer.nnodes={run.nnodes}, trainer.n_gpus_per_node={run.n_gpus_per_node}"
-    return f"{sizes}, trainer.device={run.device}{resolved}"
+    pools = {_TRAINER: (run.nnodes, run.n_gpus_per_node)}
+    pools |= {path: (keys.nnodes, keys.n_gpus_per_node or 1) for path, keys in own.items()}
+    sizes = [f"{path}.nnodes={nodes}, {path}.n_gpus_per_node={devices}" for path, (nodes, devices) in pools.items()]
+    return f"{', '.join(sizes)}, trainer.device={run.device}{resolved}"
 
 
 def _local_shortage(pool: ResourcePool, node: Mapping[str, float]) -> str:

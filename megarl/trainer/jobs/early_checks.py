@@ -24,11 +24,11 @@ from megarl.config import (
 from megarl.config.outputs import output_files, output_folders
 from megarl.config.schema.data import DataSourceConfig, PreferenceDataConfig, RewardPairDataConfig
 from megarl.config.schema.distillation import TeacherConfig
-from megarl.config.schema.jobs import JobConfig, SupervisedConfig
+from megarl.config.schema.jobs import JobConfig, SupervisedConfig, own_pools
 from megarl.data import check_files
 from megarl.models import check_model_folder, read_model_config
 from megarl.tracking import check_trackers
-from megarl.trainer.jobs.devices import check_dashboard, check_devices, engine_devices
+from megarl.trainer.jobs.devices import check_dashboard, check_devices
 from megarl.trainer.jobs.output_folders import check_output_files
 from megarl.workers.settings import check_adapters, check_role, check_router_replay
 
@@ -52,7 +52,7 @@ def check_early(config: JobConfig) -> None:
     if isinstance(config, TrainConfig | EvaluateConfig) and config.reward_model.enable:
         check_reward_model(config)
     check_rows(config)
-    check_devices(config.trainer, engine_devices(config))
+    check_devices(config.trainer, own_pools(config))
     if not isinstance(config, GenerateConfig):  # it tracks nothing
         check_trackers(config.trainer.logger)
 

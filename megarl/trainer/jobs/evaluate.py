@@ -19,7 +19,7 @@ from megarl.base.atomic_write import atomic_write
 from megarl.base.errors import DataError
 from megarl.base.run_writer import RUN_WRITER
 from megarl.cluster.agent_runners import AgentRunners
-from megarl.config.schema.jobs import BestAnswersConfig, EvaluateConfig
+from megarl.config.schema.jobs import REWARD_MODEL, BestAnswersConfig, EvaluateConfig
 from megarl.data import DataProto, sequence_lengths
 from megarl.tracking import validation_table
 from megarl.trainer.jobs.frozen_policy import STREAM, FrozenPolicy, FrozenReplicas
@@ -76,7 +76,10 @@ def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
             runners = session.enter(AgentRunners(config, tokenizer, pool))
             replicas = FrozenReplicas(config, pool, progress)
             runners.wait_ready()
-            scorer = RewardModelScorer(ready_reward_model(config, pool, progress), reader) if reader else None
+            scorer = None
+            if reader:
+                workers = ready_reward_model(config, session.pools.of(REWARD_MODEL), progress)
+                scorer = RewardModelScorer(workers, reader)
         session.tracing.begin_step(0)
         best = BestAnswers(config.best_answers, tokenizer, config.data.max_response_length)
         with reporter.phase("testing"):

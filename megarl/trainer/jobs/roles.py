@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from megarl.algorithms import Truncation
 from megarl.base.errors import WeightSyncError, WorkerError
-from megarl.cluster import PerRank, PlacedPool, WorkerFailed, WorkerSilent, wait_all, wait_ready
+from megarl.cluster import PerRank, WorkerFailed, WorkerSilent, wait_all, wait_ready
 from megarl.cluster.adapters import GroupSource, GroupTarget, ReplicaProcess, replica_processes
 from megarl.cluster.role_groups import (
     ActorGroup,
@@ -24,7 +24,7 @@ from megarl.cluster.role_groups import (
 from megarl.config import AdapterKeys, MegatronConfig, OptimConfig, TrainConfig
 from megarl.config.batch import BatchPlan, teacher_phase
 from megarl.config.correction_bounds import weight_bounds
-from megarl.config.schema.jobs import SupervisedConfig
+from megarl.config.schema.jobs import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, ROLLOUT, TEACHERS, SupervisedConfig
 from megarl.models import ParallelLayout, WeightMap, read_model_config
 from megarl.models.sequence_cost import SequenceCost, sequence_cost
 from megarl.rollout.registry import engine_vocab_multiple
@@ -38,10 +38,11 @@ from megarl.sharding import (
     replica_plans,
     sender_plans,
 )
+from megarl.trainer.jobs.devices import JobPools
 from megarl.trainer.jobs.worker_groups import (
     Progress,
     budget,
-    pending_device_bytes,
+    pending_beside,
     restart_replicas,
     reward_model_group,
     rollout_group,
@@ -79,7 +80,6 @@ class Roles:
         sharding_manager: sends the actor's weights to the replicas.
         connect: builds a sharding manager for the current processes.
         answer_s: seconds for a replica to interrupt or continue its requests; a silent one is replaced.
-        shared_devices: whether the replicas run on the trainer's devices.
         replacements: number of lost replicas that were replaced.
     """
 
@@ -92,7 +92,6 @@ class Roles:
     sharding_manager: ShardingManager
     connect: Callable[[ActorGroup, RolloutGroup], ShardingManager]
     answer_s: float
-    shared_devices: bool = True
     replacements: int = 0
 
     def replicas(self) -> list[ReplicaProcess]:
@@ -162,8 +161,7 @@ class Roles:
         Raises:
             WorkerError: a new process failed.
         """
-        pending = pending_device_bytes(list(self._trainers().values())) if self.shared_devices else None
-        restart_replicas(self.rollout, lost, pending)
+        restart_replicas(self.rollout, lost, pending_beside(self.rollout, self._trainers().values()))
         self.replacements += len(lost)
         version = self.sharding_manager.version
         self.sharding_manager = self.connect(self.actor, self.rollout)
@@ -227,8 +225,7 @@ class RoleBuilder:
         config: complete, as ``megarl.config.build`` returns it.
         batches: batch plan of ``config``.
         total_steps: training steps of the whole run.
-        pool: devices that all roles share.
-        engine_pool: devices of the rollout replicas: ``pool``, or others.
+        pools: devices of the roles.
         progress: shows the start of the processes.
     """
 
@@ -237,16 +234,14 @@ class RoleBuilder:
         config: TrainConfig,
         batches: BatchPlan,
         total_steps: int,
-        pool: PlacedPool,
-        engine_pool: PlacedPool,
+        pools: JobPools,
         progress: Progress | None = None,
     ) -> None:
         self.config = config
         self.policy = config.actor_rollout_ref
         self.batches = batches
         self.total_steps = total_steps
-        self.pool = pool
-        self.engine_pool = engine_pool
+        self.pools = pools
         self.progress = progress
 
     def build(self) -> Roles:
@@ -258,21 +253,22 @@ class RoleBuilder:
         Raises:
             WorkerError: a process failed; names role and rank.
         """
-        actor, rollout = self._actor(), rollout_group(self.policy, self.engine_pool)
+        actor, rollout = self._actor(), rollout_group(self.policy, self.pools.of(ROLLOUT))
         critic = self._critic() if self._has_critic() else None
         reference_group = self._reference() if self._reference_has_workers() else None
-        reward_model = reward_model_group(self.config, self.pool) if self.config.reward_model.enable else None
+        reward_model = None
+        if self.config.reward_model.enable:
+            reward_model = reward_model_group(self.config, self.pools.of(REWARD_MODEL))
         teachers = {} if self.config.trainer.val_only else self._teachers()
         groups = [group for group in (actor, critic, reference_group, reward_model, *teachers.values()) if group]
         wait_ready([*groups, rollout], progress=self.progress)
         wait_all([group.submit("init_model") for group in groups])
-        shared = self.engine_pool is self.pool
-        rollout.init_model(pending_device_bytes(groups) if shared else None)
+        rollout.init_model(pending_beside(rollout, groups))
         reference = reference_group or (actor if self._has_reference() else None)
         sync = self._connect(actor, rollout)
         sync.free_engines()
         answer_s = self.policy.rollout.health.timeout_s
-        return Roles(actor, critic, reference, reward_model, teachers, rollout, sync, self._connect, answer_s, shared)
+        return Roles(actor, critic, reference, reward_model, teachers, rollout, sync, self._connect, answer_s)
 
     def _actor(self) -> ActorGroup:
         reference = None
@@ -292,7 +288,7 @@ class RoleBuilder:
         if reference is not None:
             budgets |= dict.fromkeys(REFERENCE_VERBS, reference.budget)
         worker = "megarl.workers.actor:ActorWorker"
-        return self._group(ActorGroup, "actor", worker, kwargs, layout_of(actor.megatron), budgets)
+        return self._group(ActorGroup, ACTOR, "actor", worker, kwargs, layout_of(actor.megatron), budgets)
 
     def _proximal_bounds(self) -> Truncation | None:
         """Bounds of the importance weights that the actor computes with the loss."""
@@ -304,24 +300,28 @@ class RoleBuilder:
     def _critic(self) -> CriticGroup:
         critic = self.config.critic
         kwargs: dict[str, Any] = {
-            "settings": self._settings(str(critic.model.path), critic.megatron, critic.optim, "critic", critic.model),
+            "settings": self._settings(
+                str(critic.model.path), critic.megatron, critic.optim, "critic", critic.model, critic.nnodes > 0
+            ),
             "config": critic,
             "plan": self._update_plan("critic", str(critic.loss_agg_mode)),
         }
         budgets = dict.fromkeys(("compute_values", "update_critic"), kwargs["plan"].budget)
         worker = "megarl.workers.critic:CriticWorker"
-        return self._group(CriticGroup, "critic", worker, kwargs, layout_of(critic.megatron), budgets)
+        return self._group(CriticGroup, CRITIC, "critic", worker, kwargs, layout_of(critic.megatron), budgets)
 
     def _reference(self) -> ReferenceGroup:
         megatron = self.policy.ref.megatron
         assert megatron is not None
         kwargs: dict[str, Any] = {
-            "settings": self._settings(self.policy.model.path, megatron, None, None),
+            "settings": self._settings(
+                self.policy.model.path, megatron, None, None, has_own_devices=self.policy.ref.nnodes > 0
+            ),
             "log_prob": self._log_prob("ref_log_prob"),
         }
         budgets = dict.fromkeys(REFERENCE_VERBS, kwargs["log_prob"].budget)
         worker = "megarl.workers.reference:ReferenceWorker"
-        return self._group(ReferenceGroup, "reference", worker, kwargs, layout_of(megatron), budgets)
+        return self._group(ReferenceGroup, REFERENCE, "reference", worker, kwargs, layout_of(megatron), budgets)
 
     def _teachers(self) -> dict[str, TeacherGroup]:
         """One worker group per teacher, by the value that selects it."""
@@ -333,15 +333,16 @@ class RoleBuilder:
         teacher = self.config.distillation.teacher_models[name]
         cost = sequence_cost(read_model_config(str(teacher.model_path)))
         micro = budget(self.batches.phase(teacher_phase(name)).micro, cost)
+        alone = self.config.distillation.nnodes > 0 and len(self.config.distillation.teacher_models) == 1
         kwargs: dict[str, Any] = {
-            "settings": self._settings(str(teacher.model_path), teacher.megatron, None, None),
+            "settings": self._settings(str(teacher.model_path), teacher.megatron, None, None, has_own_devices=alone),
             "log_prob": LogProbSettings(micro, self.policy.rollout.temperature),
             "topk": self.config.distillation.distillation_loss.teacher_topk,
             "candidates": read_model_config(self.policy.model.path).vocab_size,
         }
         worker, layout = "megarl.workers.teacher:TeacherWorker", layout_of(teacher.megatron)
         role, budgets = teacher_phase(name), {"compute_teacher_log_prob": micro}
-        return self._group(TeacherGroup, role, worker, kwargs, layout, budgets)
+        return self._group(TeacherGroup, TEACHERS, role, worker, kwargs, layout, budgets)
 
     def _has_critic(self) -> bool:
         """Whether the job has a critic; ``val_only`` needs neither critic nor reference."""
@@ -385,13 +386,15 @@ class RoleBuilder:
     def _group(
         self,
         group_cls: type[_Group],
+        section: str,
         role: str,
         worker: str,
         kwargs: dict[str, Any],
         layout: ParallelLayout,
         budgets: dict[str, MicroBatchBudget] | None = None,
     ) -> _Group:
-        return group_cls(role, worker, kwargs, layout, self.pool, budgets=budgets)
+        """Start the processes of a role on the devices of its section."""
+        return group_cls(role, worker, kwargs, layout, self.pools.of(section), budgets=budgets)
 
     def _settings(
         self,
@@ -400,6 +403,7 @@ class RoleBuilder:
         optim: OptimConfig | None,
         phase: str | None,
         adapters: AdapterKeys | None = None,
+        has_own_devices: bool = False,
     ) -> RoleSettings:
         updates = run_updates(self.config, self.batches, phase, self.total_steps) if phase else 0
         return RoleSettings(
@@ -408,7 +412,7 @@ class RoleBuilder:
             megatron=megatron,
             optim=optim,
             total_updates=updates,
-            device=self.pool.pool.device,
+            device=self.pools.trainer.pool.device,
             seed=self.config.trainer.seed,
             nccl_timeout=self.config.trainer.nccl_timeout,
             external_lib=self.policy.model.user_modules,
@@ -416,6 +420,7 @@ class RoleBuilder:
             lora=lora_options(adapters, self.config.trainer.seed) if adapters else None,
             adapter_path=adapters.lora_adapter_path if adapters else None,
             reference_adapter=adapters is not None and adapters.lora.reference == "adapter",
+            has_own_devices=has_own_devices,
         )
 
     def _update_plan(self, phase: str, loss_agg_mode: str, horizon: int | None = None) -> UpdatePlan:

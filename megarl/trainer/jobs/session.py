@@ -13,10 +13,10 @@ from megarl.base.logs import LOGS_FOLDER, ProcessLogs
 from megarl.base.run_clock import run_started
 from megarl.cluster import PlacedPool, RaySession
 from megarl.config.keys import with_values
-from megarl.config.schema.jobs import JobT, SupervisedConfig, TrainConfig
+from megarl.config.schema.jobs import JobT, SupervisedConfig, TrainConfig, own_pools
 from megarl.tracing import PHASE, span
 from megarl.tracking import Console
-from megarl.trainer.jobs.devices import engine_devices, reserve_devices, reserve_engine_devices
+from megarl.trainer.jobs.devices import JobPools, reserve_pools
 from megarl.trainer.jobs.worker_groups import Progress
 from megarl.trainer.records.reporting import RunReporter
 from megarl.trainer.records.tracing import RunTracing, role_profiles
@@ -63,11 +63,11 @@ class JobSession(Generic[JobT]):
         run_id: ID of the run; a resumed run keeps it.
         started: time at which the command was entered, of ``time.monotonic``.
         tracing: timeline, profilers and watchdog; set by :meth:`start`.
-        engine_pool: devices of the rollout engines: the job's, or others; set by :meth:`start`.
+        pools: devices of the roles; set by :meth:`start`.
     """
 
     tracing: RunTracing
-    engine_pool: PlacedPool
+    pools: JobPools
     _ray: RaySession
 
     def __init__(self, config: JobT, output_dir: Path, console: Console, stack: ExitStack) -> None:
@@ -95,7 +95,7 @@ class JobSession(Generic[JobT]):
             *resources: such as reward processes; None is skipped.
 
         Returns:
-            The devices.
+            The trainer's devices, for roles without a pool of their own; see ``pools``.
 
         Raises:
             ResourceError: the cluster lacks the devices.
@@ -110,13 +110,9 @@ class JobSession(Generic[JobT]):
         if ray.dashboard_url:
             self.console.message(f"Ray's dashboard: {ray.dashboard_url} (its token is in {ray.token_file})")
         self._ray = ray
-        pool = reserve_devices(ray, run)
+        self.pools = reserve_pools(ray, run, own_pools(self.config))
+        pool = self.pools.trainer
         self.config = config = with_values(self.config, {"trainer.device": pool.pool.device})
-        self.engine_pool = pool
-        if isinstance(config, TrainConfig) and engine_devices(config):
-            rollout = config.actor_rollout_ref.rollout
-            per_node = [rollout.n_gpus_per_node or 1] * rollout.nnodes
-            self.engine_pool = reserve_engine_devices(ray, run, pool, per_node)
         profiles, profiler = {}, None
         if isinstance(config, TrainConfig):
             profiles = role_profiles(config, self.output_dir, pool.pool.device)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megarl.agents.endpoint import check_endpoint
 from megarl.base.allocator import keep_freed_memory
-from megarl.cluster import PlacedPool
 from megarl.cluster.agent_runners import AgentRunners
+from megarl.cluster.calls import completed_call
 from megarl.config.batch import plan_batches, render_plan
 from megarl.config.schema.async_training import SYNC
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data.loader import PromptQueue
 from megarl.models.hf_folder import all_eos_token_ids
 from megarl.trainer.callbacks import load_callbacks
+from megarl.trainer.jobs.devices import JobPools
 from megarl.trainer.jobs.output_folders import check_output_folders, claim_response_folders
 from megarl.trainer.jobs.preflight import check_schedules, check_train
 from megarl.trainer.jobs.roles import RoleBuilder, Roles
@@ -28,7 +30,8 @@ from megarl.trainer.phases.correction_phase import (
     TruncatedResponsesPhase,
 )
 from megarl.trainer.phases.data_loading import load_tokenizer, prompt_loader, validation_loader
-from megarl.trainer.phases.reference_phase import AlignmentPhase, BatchPhase, ReferenceLogProbPhase
+from megarl.trainer.phases.model_passes import ModelPass, simultaneous_passes, verb_pass
+from megarl.trainer.phases.reference_phase import AlignmentPhase, BatchPhase
 from megarl.trainer.phases.reward_functions import val_reward_config
 from megarl.trainer.phases.reward_phase import RewardModelScorer, RewardPhase, SequenceReader, reward_manager
 from megarl.trainer.phases.rollout_phase import RolloutPhase
@@ -65,9 +68,9 @@ def run(config: TrainConfig, output_dir: Path) -> RunSummary:
         with session.console.phase("read data", announce=True):
             builder = TrainerBuilder(session)
         session.console.message("\n".join([render_plan(builder.batches), *inexact_checkpoints(config)]))
-        pool = session.start(builder.reward_functions, builder.val_functions)
+        session.start(builder.reward_functions, builder.val_functions)
         with session.starting_workers() as progress:
-            trainer = builder.build(pool, progress)
+            trainer = builder.build(session.pools, progress)
         with session.training(trainer.state, trainer.reporter):
             claim_response_folders(config, session.run_id)
             return trainer.fit()
@@ -107,11 +110,11 @@ class TrainerBuilder:
         check_schedules(config, self.batches, self.total_steps)
         check_endpoint(config)
 
-    def build(self, pool: PlacedPool, progress: Progress) -> PPOTrainer:
-        """Start the workers on the devices of the pool, and build the trainer.
+    def build(self, pools: JobPools, progress: Progress) -> PPOTrainer:
+        """Start the workers on their devices, and build the trainer.
 
         Args:
-            pool: devices of the job.
+            pools: devices of the job.
             progress: shows the start of the workers.
 
         Raises:
@@ -141,8 +144,8 @@ class TrainerBuilder:
             run_id=session.run_id,
             started=session.started,
         )
-        runners = session.enter(AgentRunners(config, self.tokenizer, pool))
-        roles = RoleBuilder(config, self.batches, self.total_steps, pool, session.engine_pool, progress).build()
+        runners = session.enter(AgentRunners(config, self.tokenizer, pools.trainer))
+        roles = RoleBuilder(config, self.batches, self.total_steps, pools, progress).build()
         console.message("\n".join(filter(None, [roles.describe(), runners.wait_ready()])))
         traffic = RolloutTraffic(runners, roles.replicas)
         rollout = RolloutPhase(
@@ -192,14 +195,10 @@ class TrainerBuilder:
         algorithm = config.algorithm
         shaping = RewardShaping(algorithm, self.total_steps)
         reference: list[BatchPhase] = []
-        if roles.reference and config.uses_ref_log_prob:
-            reference.append(ReferenceLogProbPhase(roles.reference))
         if roles.reference and shaping.alignment:
             threshold = algorithm.repr_align.ref_alignment.entropy_high_threshold
             length = config.data.max_response_length
             reference.append(AlignmentPhase(roles.reference, shaping.alignment, threshold, self.tokenizer, length))
-        if roles.teachers:
-            reference.append(TeacherPhase(roles.teachers, config.distillation.teacher_key))
         correction = RolloutCorrectionPhase(
             algorithm.rollout_correction, loglinear=config.estimates_proximal_policy, version=roles.weight_version
         )
@@ -210,12 +209,37 @@ class TrainerBuilder:
             update.append(PreferencePhase(algorithm.pf_ppo, config.trainer.seed))
         return StepPhases(
             samples=samples,
-            old_log_probs=correction.rollout_log_probs if correction.reads_rollout else roles.actor.compute_log_prob,
+            passes=simultaneous_passes(self._passes(roles, correction)),
             reference=reference,
             shaping=shaping,
             advantage=advantage,
             correction=update,
+            updates=simultaneous_passes(self._updates(roles)),
         )
+
+    def _passes(self, roles: Roles, correction: RolloutCorrectionPhase) -> Iterator[ModelPass]:
+        """Select the passes before the update; each reads the samples alone."""
+        config = self.session.config
+        if correction.reads_rollout:
+            read = correction.rollout_log_probs
+            yield ModelPass("old_log_prob", (), lambda batch, metrics: completed_call(read(batch)))
+        else:
+            yield verb_pass("old_log_prob", roles.actor, "compute_log_prob")
+        if roles.reference and config.uses_ref_log_prob:
+            yield verb_pass("ref", roles.reference, "compute_ref_log_prob")
+        if teachers := roles.teachers:
+            # Several teachers take turns under the driver's control, so nothing else starts until they are done.
+            used = [*teachers.values()] if len(teachers) == 1 else [*roles.learners(), *roles.frozen()]
+            phase = TeacherPhase(teachers, config.distillation.teacher_key)
+            yield ModelPass("teacher", tuple(group.pool for group in used), phase.submit)
+        if roles.critic:
+            yield verb_pass("values", roles.critic, "compute_values")
+
+    def _updates(self, roles: Roles) -> Iterator[ModelPass]:
+        if roles.critic:
+            yield verb_pass("update_critic", roles.critic, "update_critic")
+        # During the critic's warm-up the policy stays.
+        yield verb_pass("update_actor", roles.actor, "update_actor", self.session.config.trainer.critic_warmup + 1)
 
     def _batch_info(self) -> dict[str, Any]:
         """``meta_info`` of a training batch for dispatch: mini-batch rows of each update, and whether to balance."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable
 
 from megarl.cluster import PlacedPool, wait_all, wait_ready
 from megarl.cluster.role_groups import MegatronGroup, RewardModelGroup, RolloutGroup
@@ -58,10 +58,18 @@ def rollout_group(policy: PolicyConfig, pool: PlacedPool) -> RolloutGroup:
     return RolloutGroup("rollout", worker, kwargs, layout, pool, devices_per_process=span, threads=threads)
 
 
-def pending_device_bytes(groups: Sequence[MegatronGroup]) -> int:
-    """Return the maximum device bytes that training roles have yet to allocate: one process per role and device."""
-    by_group: list[list[int]] = wait_all([group.submit("pending_device_bytes") for group in groups])
-    return sum(map(max, by_group))
+def pending_beside(rollout: RolloutGroup, groups: Iterable[MegatronGroup]) -> int | None:
+    """Return the maximum device bytes that roles beside the replicas have yet to allocate; None without such roles.
+
+    A device holds one process of each role.
+
+    Args:
+        rollout: the replicas.
+        groups: all roles that train or compute with Megatron.
+    """
+    beside = [group for group in groups if group.pool is rollout.pool]
+    by_group: list[list[int]] = wait_all([group.submit("pending_device_bytes") for group in beside])
+    return sum(map(max, by_group)) if beside else None
 
 
 def restart_replicas(group: RolloutGroup, lost: Collection[int], pending_bytes: int | None = None) -> list[int]:
@@ -98,6 +106,7 @@ def reward_model_group(config: TrainConfig | EvaluateConfig, pool: PlacedPool) -
         nccl_timeout=config.trainer.nccl_timeout,
         external_lib=config.actor_rollout_ref.model.user_modules,
         repeat_out_of_memory=config.trainer.repeat_out_of_memory,
+        has_own_devices=keys.nnodes > 0,
     )
     micro = budget(reward_micro_batches(config), sequence_cost(read_model_config(path), value_head=True))
     worker, kwargs = "megarl.workers.reward_model:RewardModelWorker", {"settings": settings, "budget": micro}

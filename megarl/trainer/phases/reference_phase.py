@@ -1,4 +1,4 @@
-"""Passes over the reference policy: its log-probs, and the similarity of responses to the ground truth (ReprAlign)."""
+"""Pass over the reference policy's representations: similarity of responses to the ground truth (ReprAlign)."""
 
 from __future__ import annotations
 
@@ -35,38 +35,14 @@ class BatchPhase(Protocol):
 
 
 class ReferenceWorkers(Protocol):
-    """The part of the reference's worker group that these phases use."""
+    """The part of the reference's worker group that the phase uses."""
 
     @property
     def layout(self) -> ParallelLayout:
         """Parallel sizes."""
 
-    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """Compute ``ref_log_prob [b, R]`` of the response tokens."""
-
     def compute_ref_representations(self, batch: DataProto) -> DataProto:
         """Compute ``representations [b, hidden]`` of the tokens with a set ``response_mask``."""
-
-
-class ReferenceLogProbPhase:
-    """Adds the reference's log-probs, for a KL penalty, a KL loss or the reference quality.
-
-    Args:
-        reference: worker group of the reference, or the actor's with a reference copy.
-    """
-
-    name = "ref"
-
-    def __init__(self, reference: ReferenceWorkers) -> None:
-        self.reference = reference
-
-    def is_active(self, batch: DataProto, step: int) -> bool:
-        """Return True: every step needs the log-probs."""
-        return True
-
-    def run(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
-        """Add ``ref_log_prob [b, R]`` to the batch."""
-        return batch.union(self.reference.compute_ref_log_prob(batch))
 
 
 class GroundTruths(NamedTuple):

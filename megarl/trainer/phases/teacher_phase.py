@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from megarl.base.errors import DataError
+from megarl.cluster.calls import PendingCall, completed_call
 from megarl.data import DataProto
 from megarl.models import ParallelLayout
 from megarl.trainer.records.metrics import Metrics
@@ -20,8 +21,8 @@ class TeacherWorkers(Protocol):
     def layout(self) -> ParallelLayout:
         """Parallel sizes."""
 
-    def compute_teacher_log_prob(self, batch: DataProto) -> DataProto:
-        """Compute the teacher's columns of all rows."""
+    def submit(self, verb: str, batch: DataProto) -> PendingCall:
+        """Start a verb on all rows."""
 
 
 class TeacherPhase:
@@ -32,33 +33,26 @@ class TeacherPhase:
         teacher_key: column with that value; not read with one teacher.
     """
 
-    name = "teacher"
-
     def __init__(self, teachers: Mapping[str, TeacherWorkers], teacher_key: str) -> None:
         self.teachers = teachers
         self.teacher_key = teacher_key
 
-    def is_active(self, batch: DataProto, step: int) -> bool:
-        """Return True: every step needs the log-probs."""
-        return True
+    def submit(self, batch: DataProto, metrics: Metrics) -> PendingCall:
+        """Start the pass; its result is the columns of the teachers, in the order of the rows.
 
-    def run(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
-        """Add the columns of the teachers, in the order of the rows.
+        Several teachers share devices: they compute one after the other, and the call is complete.
 
         Raises:
             DataError: no teacher has the value of a row.
         """
         if len(self.teachers) == 1:
             (teacher,) = self.teachers.values()
-            return batch.union(_graded(teacher, batch))
+            return _graded(teacher, batch)
         rows_of = self._routes(batch)
-        parts = []
-        for key, rows in rows_of.items():
-            metrics[f"distillation/rows/{key}"] = float(len(rows))
-            if len(rows):
-                parts.append(_graded(self.teachers[key], batch[rows]))
+        metrics |= {f"distillation/rows/{key}": float(len(rows)) for key, rows in rows_of.items()}
         order = np.concatenate(list(rows_of.values())).argsort()
-        return batch.union(DataProto.concat(parts).reorder(order.tolist()))
+        parts = [_graded(self.teachers[key], batch[rows]).result() for key, rows in rows_of.items() if len(rows)]
+        return completed_call(DataProto.concat(parts).reorder(order.tolist()))
 
     def _routes(self, batch: DataProto) -> dict[str, np.ndarray]:
         """Find the rows of each teacher."""
@@ -87,7 +81,7 @@ def check_teacher_keys(values: list[object] | None, valid: list[str], teacher_ke
         raise DataError(f"{field}: no teacher for the rows with {', '.join(unknown[:5])}; {text}")
 
 
-def _graded(teacher: TeacherWorkers, rows: DataProto) -> DataProto:
-    """Compute the teacher's columns; rows are padded to a multiple of its data-parallel ranks."""
+def _graded(teacher: TeacherWorkers, rows: DataProto) -> PendingCall:
+    """Start to compute the teacher's columns; rows are padded to a multiple of its data-parallel ranks."""
     padded, added = rows.pad_to_divisor(teacher.layout.row_divisor)
-    return teacher.compute_teacher_log_prob(padded).unpad(added)
+    return teacher.submit("compute_teacher_log_prob", padded).then(lambda columns: columns.unpad(added))

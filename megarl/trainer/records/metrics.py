@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -122,7 +123,9 @@ def rollout_mismatch_metrics(batch: DataProto) -> Metrics:
     }
 
 
-def throughput_metrics(batch: DataProto, seconds: Mapping[str, float], num_devices: int) -> Metrics:
+def throughput_metrics(
+    batch: DataProto, seconds: Mapping[str, float], num_devices: int, hidden: Mapping[str, float] = MappingProxyType({})
+) -> Metrics:
     """Compute samples and tokens per second of the step, the rollout and the updates.
 
     ``perf/throughput`` counts prompt and response tokens per second and device. ``perf/rollout_tokens_per_s`` counts
@@ -132,7 +135,8 @@ def throughput_metrics(batch: DataProto, seconds: Mapping[str, float], num_devic
     Args:
         batch: of the step.
         seconds: wall seconds per phase, including ``step``.
-        num_devices: devices that the roles share.
+        num_devices: devices of all roles.
+        hidden: part of these seconds beside a longer phase, per phase.
     """
     tokens = phase_tokens(batch, seconds)
     total = tokens["step"]
@@ -140,7 +144,7 @@ def throughput_metrics(batch: DataProto, seconds: Mapping[str, float], num_devic
     metrics["perf/throughput"] = total / (seconds["step"] * num_devices)
     metrics["perf/samples_per_s"] = len(batch) / seconds["step"]
     metrics["perf/rollout_tokens_per_s"] = tokens["gen"] / seconds["gen"]
-    update = seconds.get("update_actor", 0.0) + seconds.get("update_critic", 0.0)
+    update = sum(seconds.get(name, 0.0) - hidden.get(name, 0.0) for name in ("update_actor", "update_critic"))
     if update:
         metrics["perf/update_tokens_per_s"] = total / update
     return metrics

@@ -64,7 +64,7 @@ class StepMetrics(Callback):
         self.state.prompts.update(batch)
         metrics |= self.state.prompts.metrics()
         metrics |= batch_metrics(batch, data.max_prompt_length, data.max_response_length)
-        metrics |= throughput_metrics(batch, view.seconds, view.config.num_devices)
+        metrics |= throughput_metrics(batch, view.seconds, view.config.num_devices, view.hidden)
         lengths = token_counts(batch)
         costs = self.actor.budgets["update_actor"].cost.of(lengths)
         rows = batch.meta_info["actor_mini_batch_rows"]

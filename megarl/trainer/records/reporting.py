@@ -7,7 +7,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from megarl.base.logs import LOGS_FOLDER
 from megarl.base.run_writer import RUN_WRITER
 from megarl.config.schema.run import RunConfig, TrainingRunConfig
 from megarl.config.stored import stored_config
-from megarl.tracing import PHASE, span
+from megarl.tracing import PHASE, lane_span, span
 from megarl.tracking import Console, PhaseTimer, RunInfo, Trackers, open_trackers, read_metrics
 from megarl.tracking.jsonl_files import BALANCE_FILE, METRICS_FILE, BalanceFile, RankLists
 from megarl.tracking.run_summary import REPORT_FILE
@@ -142,8 +142,30 @@ class RunReporter:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase, show it in the console and record it in the timeline."""
-        with self.timer.phase(name), self.console.phase(name), span(name, PHASE):
+        with self.phases([name]):
             yield
+
+    @contextmanager
+    def phases(self, names: Sequence[str]) -> Iterator[Callable[[int], None]]:
+        """Do the same for phases that begin together on separate devices.
+
+        The yielded function ends a phase by its number; the last phase ends with the block.
+        """
+        alone = len(names) == 1
+        spans = [ExitStack() for _ in names]
+        running = set(range(len(names)))
+        with self.timer.phases(names) as end, self.console.phase(" + ".join(names)), ExitStack() as rest:
+            for name, scope in zip(names, spans, strict=True):
+                scope.enter_context(span(name, PHASE) if alone else lane_span(name, PHASE, name))
+                rest.enter_context(scope)
+
+            def end_phase(number: int) -> None:
+                end(number)
+                if len(running) > 1:
+                    running.remove(number)
+                    spans[number].close()
+
+            yield end_phase
         self._on_phase_end()
 
     @property
@@ -155,6 +177,11 @@ class RunReporter:
     def seconds(self) -> dict[str, float]:
         """Seconds per phase of the current step."""
         return self.timer.seconds
+
+    @property
+    def hidden(self) -> dict[str, float]:
+        """Part of these seconds beside a longer phase on other devices."""
+        return self.timer.hidden
 
     def log_step(self, step: int, metrics: Metrics, tokens: Mapping[str, int]) -> None:
         """Log the metrics of a step with its timings; warn on the console if passes had to be repeated.
@@ -172,7 +199,7 @@ class RunReporter:
         self._totals["gen"] += seconds.get("gen", 0.0)
         self._totals["generated"] += tokens.get("gen", 0)
         updates = [phase for phase in UPDATE_PHASES if phase in seconds]
-        self._totals["update"] += sum(seconds[phase] for phase in updates)
+        self._totals["update"] += self.timer.exposed(updates)
         # Actor and critic train on the same tokens, which count once.
         self._totals["updated"] += max((tokens.get(phase, 0) for phase in updates), default=0)
         accuracy = _accuracy(metrics)

@@ -75,6 +75,11 @@ def test_nodes_of_the_engines_alone(model: str) -> None:
     assert needed.host_bytes == 4 * GIB
 
 
+def test_nodes_of_a_critic_alone_write_its_checkpoint(model: str) -> None:
+    needed = needs(f"actor_rollout_ref.model.path={model}", "critic.nnodes=3", "critic.n_gpus_per_node=2")
+    assert (needed.nodes, needed.trainer_nodes, needed.devices) == (4, 4, 2)
+
+
 def test_offloaded_states_are_in_host_memory(model: str) -> None:
     megatron = "actor_rollout_ref.actor.megatron"
     needed = needs(

@@ -209,3 +209,16 @@ def test_unreachable_host_is_named(start_launcher):
     launched = start_launcher(*options, "--", "true")
     assert launched.code() == 1
     assert "node unreachable is lost: the connection ended with code 255: ssh: Could not resolve" in launched.text()
+
+
+@pytest.mark.parametrize(
+    ("place", "size", "machines", "devices"),
+    [("local", None, 1, 4), ("ssh", 4, 1, 4), ("ssh", 2, 2, 2), ("ssh", 3, 2, 3)],
+)
+def test_machines_hold_the_pools_of_all_roles(place, size, machines, devices):
+    """The trainer has two devices, critic and reference one each."""
+    layout = ["actor_rollout_ref.ref.megatron.tensor_model_parallel_size=1", "critic.megatron.data_parallel_size=1"]
+    pools = [f"{role}.{key}=1" for role in ("critic", "actor_rollout_ref.ref") for key in ("nnodes", "n_gpus_per_node")]
+    job = with_machines(read_job([*QUICK, *layout, *pools], 0), place, size)
+    assert (job.nodes, job.devices) == (machines, devices)
+    assert job.size_keys == "trainer.nnodes=1 and critic.nnodes=1 and actor_rollout_ref.ref.nnodes=1"

@@ -72,7 +72,7 @@ ASYNC = (
 
 def test_asynchronous_training_is_planned_with_its_two_pools(capsys):
     code, text, _ = run(capsys, *ASYNC)
-    assert code == 0 and "4 x 8 h100, and 4 x 8 for the engines" in text
+    assert code == 0 and "4 x 8 h100, 4 x 8 for the engines" in text
     assert text.count("as configured") == text.count("fastest split of the devices") == 1
     plan = json.loads(run(capsys, *ASYNC, "--json")[1])
     step, modes = plan["step"], plan["asynchronous"]

@@ -233,3 +233,20 @@ def test_offloaded_states_take_whole_chunks_of_host_memory() -> None:
     stage = plan_memory(job).roles["actor"].stages[0]
     for name, size in (("weights", stage.states.weights), ("optimizer", stage.states.optimizer)):
         assert host[name] % (8 * 2**28) == 0 and 8 * size <= host[name] < 8 * (size + 2**28)
+
+
+def test_roles_on_their_own_devices_leave_the_memory_of_the_trainer() -> None:
+    """Actor on devices 0 to 7, critic on 8 to 15."""
+    shared = plan_memory(train_job("Qwen2.5-7B", megatron(4), megatron(4)), 80 * GIB)
+    job = train_job("Qwen2.5-7B", megatron(4), megatron(4), critic__nnodes=1, critic__n_gpus_per_node=8)
+    assert job.devices == 16 and [job.rank_on(job.role("critic"), device) for device in (7, 8, 15)] == [None, 0, 7]
+    assert tuple(job.slot(8, 8)) == (1, 0) and tuple(job.slot(8, 16)) == (0, 8)
+
+    plan = plan_memory(job, 80 * GIB)
+    owners = {phase.phase: {part.owner for part in phase.components} for phase in plan.phases}
+    assert owners["values"] == owners["update_critic"] == {"critic"}
+    assert "critic" not in owners["update_actor"] | owners["old_log_prob"] | owners["gen"]
+    apart, together = (next(p for p in one.phases if p.phase == "update_critic") for one in (plan, shared))
+    assert apart.device >= 8
+    beside = {part.name: part.nbytes for part in together.components if part.owner != "critic"}
+    assert together.nbytes - apart.nbytes == sum(beside.values()) > plan.roles["actor"].largest.states.weights

@@ -1,11 +1,12 @@
-"""Planned weight syncs: bytes and traffic between devices and nodes."""
+"""Planned weight syncs, and the time of a step whose roles have separate devices."""
 
 import pytest
 from planned_jobs import megatron, train_config, train_job
 
 from megarl.ops.plan import planned_job
 from megarl.ops.plan.hardware import read_hardware
-from megarl.ops.plan.step_times import plan_sync, rough_sync_s
+from megarl.ops.plan.lengths import longest_lengths
+from megarl.ops.plan.step_times import plan_sync, rough_sync_s, simultaneous_phases, time_step
 
 H100 = read_hardware("h100")
 
@@ -45,3 +46,34 @@ def test_external_servers_are_not_timed():
     config = train_config("Qwen2.5-7B", megatron(2), actor_rollout_ref__rollout__engine_kwargs=servers)
     job = planned_job(config)
     assert job.rollout.is_external and plan_sync(job, H100) is None and rough_sync_s(job, H100) == 0.0
+
+
+def test_phases_on_separate_devices_take_the_time_of_the_longest():
+    """Critic and reference have as many devices as in the shared pool, so each phase takes as long as there."""
+    reference = {
+        "algorithm__use_kl_in_reward": True,
+        "actor_rollout_ref__ref__megatron": {"tensor_model_parallel_size": 4},
+    }
+    apart = {"critic__nnodes": 1, "actor_rollout_ref__ref__nnodes": 1}
+    lengths = longest_lengths(1024, 1024)
+    shared, pools = (
+        time_step(train_job("Qwen2.5-7B", megatron(4), megatron(4), **reference, **keys), H100, lengths)
+        for keys in ({}, apart)
+    )
+    seconds = {phase.phase: phase.cost.seconds for phase in shared.phases}
+    assert {phase.phase: phase.cost.seconds for phase in pools.phases} == pytest.approx(seconds)
+    assert shared.seconds == pytest.approx(sum(seconds.values())) and shared.simultaneous == ()
+    assert pools.simultaneous == (("old_log_prob", "ref", "values"), ("update_critic", "update_actor"))
+    passes = max(seconds["old_log_prob"], seconds["ref"], seconds["values"])
+    updates = max(seconds["update_critic"], seconds["update_actor"])
+    assert pools.seconds == pytest.approx(seconds["gen"] + passes + updates + seconds["update_weights"])
+    assert pools.devices == 24 and pools.mfu_of(pools.phases[1]) == pytest.approx(shared.mfu_of(shared.phases[1]))
+
+
+def test_one_pool_of_the_critic_leaves_the_reference_in_order():
+    reference = {
+        "algorithm__use_kl_in_reward": True,
+        "actor_rollout_ref__ref__megatron": {"tensor_model_parallel_size": 4},
+    }
+    job = train_job("Qwen2.5-7B", megatron(4), megatron(4), critic__nnodes=1, **reference)
+    assert simultaneous_phases(job) == (("old_log_prob", "values"), ("update_critic", "update_actor"))

@@ -118,3 +118,6 @@ def test_devices_of_the_engines_alone_are_described(make_run: MakeRun) -> None:
     assert dict(run_description(run))["Devices"] == "2 x 8 cuda"
     run.config["actor_rollout_ref"]["rollout"] |= {"nnodes": 6, "n_gpus_per_node": 4}
     assert dict(run_description(run))["Devices"] == "2 x 8 cuda, 6 x 4 for the engines alone"
+    run.config["critic"] = {"nnodes": 1, "n_gpus_per_node": None}  # type: ignore[index]
+    text = "2 x 8 cuda, 6 x 4 for the engines alone, 1 x 8 for the critic alone"
+    assert dict(run_description(run))["Devices"] == text

@@ -58,6 +58,18 @@ def test_covered_time_counts_overlaps_once(spans: list[tuple[int, int]]) -> None
     assert covered((start, start + length, "") for start, length in spans) == len(moments)
 
 
+def test_phases_at_the_same_time_have_their_whole_seconds() -> None:
+    """Updates of critic (2 to 5 s) and actor (3 to 8 s) in lanes of the driver leave 4 of 10 s to the step."""
+    lanes = {"update_critic": (1, 2, 5), "update_actor": (2, 3, 8)}
+    events = [
+        *(bar("step", "phase", 0, 10, 0), bar("update_actor", "verb", 3, 8), bar("update_critic", "verb", 2, 5, 2)),
+        *({"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": lane}}
+          for lane, (number, _, _) in lanes.items()),
+        *({**bar(name, "phase", start, end, 0), "tid": number} for name, (number, start, end) in lanes.items()),
+    ]  # fmt: skip
+    assert summarize(events).phases == pytest.approx({"step": 4, "update_critic": 3, "update_actor": 5})
+
+
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8))
 def test_own_seconds_sum_to_the_outermost_span(lengths: list[int]) -> None:
     """Consecutive inner spans within an outer one."""

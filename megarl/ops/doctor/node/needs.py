@@ -9,7 +9,7 @@ from pathlib import Path
 from megarl.base.errors import ModelError
 from megarl.base.units import GIB, MIB
 from megarl.config import GenerateConfig, ScoredJobConfig, TrainConfig
-from megarl.config.schema.jobs import JobConfig, RewardTrainingConfig, SupervisedConfig
+from megarl.config.schema.jobs import CRITIC, JobConfig, RewardTrainingConfig, SupervisedConfig, own_pools
 from megarl.config.schema.model import MegatronConfig
 from megarl.models import WeightMap, read_model_config
 
@@ -28,7 +28,7 @@ class Needs:
     Attributes:
         device: ``cpu``, ``cuda``, or ``auto`` (GPUs if present).
         devices: devices per machine; None = all that are present.
-        nodes: number of machines of the run, those of the rollout engines alone included.
+        nodes: number of machines of the run, those of roles with devices of their own included.
         trainer_nodes: number of machines that write a checkpoint.
         checkpoint_dir: folder of the checkpoints; it may be missing.
         checkpoint_bytes: size of one checkpoint of the whole run; None = unknown.
@@ -68,12 +68,12 @@ def needs_of(config: JobConfig) -> Needs:
     Sizes are unknown if a model's ``config.json`` cannot be read; :func:`check_folders` reports that.
     """
     trainer = config.trainer
-    devices, nodes = trainer.n_gpus_per_node, trainer.nnodes
-    if isinstance(config, TrainConfig):
-        rollout = config.actor_rollout_ref.rollout
-        devices = max(devices, (rollout.n_gpus_per_node or 0) if rollout.nnodes else 0)
-        nodes += rollout.nnodes
-    needs = Needs(device=trainer.device, devices=devices, nodes=nodes, trainer_nodes=trainer.nnodes)
+    pools = own_pools(config)
+    devices = max([trainer.n_gpus_per_node, *(pool.n_gpus_per_node or 1 for pool in pools.values())])
+    nodes = trainer.nnodes + sum(pool.nnodes for pool in pools.values())
+    # The critic writes its part of a checkpoint on its nodes.
+    writers = trainer.nnodes + (pools[CRITIC].nnodes if CRITIC in pools else 0)
+    needs = Needs(device=trainer.device, devices=devices, nodes=nodes, trainer_nodes=writers)
     learners = _learners(config)
     parameters = [(_parameters(path, head), megatron) for path, megatron, head in learners]
     counts = [count for count, _ in parameters if count is not None]

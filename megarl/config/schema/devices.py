@@ -1,0 +1,27 @@
+"""Keys of a role's own devices; roles without them share the trainer's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.config.keys import key
+
+
+@dataclass(frozen=True)
+class OwnDevicesConfig:
+    """Devices that no other role uses (a resource pool of the role)."""
+
+    nnodes: int = key(
+        0,
+        "Nodes with devices of this role alone (its resource pool), where weights stay on the devices: "
+        "`megatron.param_offload` has no effect. 0 = the role shares the trainer's devices. See docs/layouts.md.",
+        at_least=0,
+    )
+    n_gpus_per_node: int | None = key(
+        None, "Devices of the role on each of `nnodes` nodes; null = `trainer.n_gpus_per_node`.", at_least=1
+    )
+
+    @property
+    def own_devices(self) -> int:
+        """Devices of the role alone; 0 = the role shares the trainer's devices."""
+        return self.nnodes * (self.n_gpus_per_node or 0)

@@ -1,0 +1,68 @@
+"""PPO with critic and reference on devices of their own equals PPO on shared devices, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import ray
+from cli_runs import CliRun, RunFiles, assert_finite, reproducible
+from documented_metrics import undocumented
+
+from megarl.cluster import RaySession
+from megarl.tracing.trace_file import read_trace
+
+STEPS = 3
+APART = ("critic.nnodes=1", "actor_rollout_ref.ref.nnodes=1", "critic.megatron.param_offload=true")
+PASSES, UPDATES = ("old_log_prob", "ref", "values"), ("update_critic", "update_actor")
+
+
+@pytest.fixture
+def cluster_of_three() -> Iterator[dict[str, str]]:
+    """A Ray with three CPU slots on any number of cores, as the environment of the jobs that join it."""
+    with RaySession(num_cpus=3) as session:
+        yield {
+            "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": session.token_file,
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # this cluster is on the loopback interface only
+        }
+
+
+def test_roles_on_their_own_devices_train_like_roles_that_share(
+    small: list[str], dense_reward: list[str], start: Callable[..., CliRun], cluster_of_three: dict[str, str]
+) -> None:
+    arguments = [
+        *("--config-name", "quickstart", *small, *dense_reward, f"trainer.total_training_steps={STEPS}"),
+        *("trainer.n_gpus_per_node=1", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1"),
+        *("critic.megatron.data_parallel_size=1", "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=1"),
+        *("trainer.critic_warmup=1", "trainer.val_before_train=false", "trainer.test_freq=2", "trainer.save_freq=2"),
+        "trainer.timeline.enable=true",
+    ]
+    runs = {}
+    for name, keys, env in (("shared", (), None), ("apart", APART, cluster_of_three)):
+        run = start(*arguments, *keys, f"trainer.experiment_name={name}", env=env)
+        assert run.wait() == 0, run.output
+        runs[name] = RunFiles(run.folder, name)
+    shared, apart = (list(files.steps.values()) for files in runs.values())
+    assert [reproducible(row) for row in apart] == [reproducible(row) for row in shared]
+    assert len(apart) == STEPS and "actor/grad_norm" in apart[1] and "critic/grad_norm" in apart[0]
+    assert undocumented(name for row in apart for name in row) == []
+
+    assert not any(name.startswith("timing_hidden_s/") for row in shared for name in row)
+    for step, row in enumerate(apart, 1):
+        assert_finite(row)
+        # In the critic's warm-up there is no update of the actor beside the critic's.
+        for group in (PASSES, UPDATES if step > 1 else ()):
+            hidden = {name for name in group if f"timing_hidden_s/{name}" in row}
+            assert len(hidden) == max(len(group) - 1, 0), "all but the longest"
+        outside = ("step", "testing", "save_checkpoint")
+        parts = sum(s for name, s in row.items() if name.startswith("timing_s/") and name[9:] not in outside)
+        beside = sum(s for name, s in row.items() if name.startswith("timing_hidden_s/"))
+        assert parts - beside <= row["timing_s/step"]
+
+    spans = [event for event in read_trace(runs["apart"].newest) if event.get("cat") == "phase"]
+    begin = {name: [e["ts"] for e in spans if e["name"] == name] for name in (*PASSES, *UPDATES)}
+    end = {name: [e["ts"] + e["dur"] for e in spans if e["name"] == name] for name in (*PASSES, *UPDATES)}
+    assert len(begin["values"]) == STEPS and len(begin["update_actor"]) == STEPS - 1
+    assert all(max(begin[name][step] for name in PASSES) < min(end[name][step] for name in PASSES) for step in range(3))
