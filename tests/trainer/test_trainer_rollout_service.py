@@ -23,6 +23,7 @@ from megarl.data import DataProto
 from megarl.data.loader import PromptQueue
 from megarl.rewards import RewardManager, in_driver
 from megarl.rollout.interface import NO_VERSION, Completion, Request
+from megarl.rollout.router import NoReplicaLeft
 from megarl.rollout.serving import HeldRequests
 from megarl.trainer.phases.data_loading import load_tokenizer, prompt_loader
 from megarl.trainer.phases.reward_functions import function_manager
@@ -360,6 +361,33 @@ def test_kills_at_any_moment_lose_no_sample_and_favour_no_length(
                 source.traffic.close()
         assert sorted(trained) == synchronous_samples(make, engine, synchronous)
     assert kills > 5
+
+
+def test_a_run_whose_replicas_are_lost_saves_its_work_in_flight(
+    make: Callable[..., Any], engine: OneEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns of unfinished samples are lost with the replicas, those of an earlier checkpoint are kept."""
+
+    def lost(wait_s: float) -> None:
+        raise NoReplicaLeft("the only replica is lost")
+
+    service = make(2, tokens=40, partial=True, folder="first")
+    engine.sync_weights()
+    list(steps_of(service, last=1))
+    state = saved(service, tmp_path)
+    monkeypatch.setattr(service.traffic.runners, "finished", lost)
+    assert service.state_dict()["turns"] == [] and not service.traffic.is_open
+
+    resumed = make(2, tokens=40, partial=True, folder="second")
+    turns = resume(resumed, state, tmp_path, 1)["turns"]
+    resumed._admit()
+    monkeypatch.setattr(resumed.traffic.runners, "finished", lost)
+    again = resumed.state_dict()
+    contexts = [
+        [[*name, [turn["context"] for turn in each]] for *name, each in rows] for rows in (turns, again["turns"])
+    ]
+    assert contexts[0] == contexts[1] != []
+    assert len(again["groups"]) == 16 + resumed.ledger.capacity and len(again["samples"]) == len(resumed._ended)
 
 
 def test_validation_runs_beside_conversations_in_flight(make: Callable[..., Any], engine: OneEngine) -> None:

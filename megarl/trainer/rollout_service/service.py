@@ -11,7 +11,7 @@ from typing import Any
 
 from megarl.agents.turns import version_spans
 from megarl.agents.types import ConversationGroup, PlannedSample, SampleId, StoredTurn, Trajectory
-from megarl.base.errors import WeightSyncError
+from megarl.base.errors import StepImpossible, WeightSyncError
 from megarl.base.signals import while_waiting
 from megarl.config.schema.async_training import COLOCATED
 from megarl.config.schema.jobs import TrainConfig
@@ -155,8 +155,11 @@ class RolloutService:
 
         Without partial rollouts there are no turns, since their samples have one weight version.
         """
-        self._receive(0.0)
-        turns = self._stored_turns()
+        try:
+            self._receive(0.0)
+            turns = self._stored_turns()
+        except StepImpossible:  # the replicas are lost; this save is the last one
+            turns = self._restored_turns()
         return {
             LEDGER: self.ledger.state_dict(),
             GROUPS: [_stored_group(self._groups[number]) for number in self.ledger.untrained],
@@ -314,12 +317,16 @@ class RolloutService:
         """Interrupt the conversations in flight for a moment; return the turns of the unfinished samples."""
         if not self.keys.partial_rollout:
             return {}
-        if not self.traffic.is_open:  # the replicas are lost
-            return {name: sample.turns for name, sample in self._unfinished() if sample.turns}
+        if not self.traffic.is_open:
+            return self._restored_turns()
         turns = self.traffic.runners.stored_turns()
         while any(name not in turns for name, _ in self._unfinished()):  # they have ended
             self._receive(WAIT_S)
         return {name: turns[name] for name, _ in self._unfinished() if turns[name]}
+
+    def _restored_turns(self) -> dict[SampleId, Sequence[StoredTurn]]:
+        """Return the turns that unfinished samples have from an earlier checkpoint."""
+        return {name: sample.turns for name, sample in self._unfinished() if sample.turns}
 
     def _unfinished(self) -> Iterator[tuple[SampleId, PlannedSample]]:
         for number in self.ledger.running:
