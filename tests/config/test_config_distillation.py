@@ -12,7 +12,7 @@ from megarl.base.errors import ConfigError, ModelError
 from megarl.config import TrainConfig, plan_batches, render_plan
 from megarl.config.build import build
 from megarl.config.problems import InvalidConfigError
-from megarl.ops.plan.job import planned_job
+from megarl.ops.plan.job_from_config import planned_job
 from megarl.trainer.jobs.early_checks import check_teachers
 from megarl.workers.settings import layout_of
 

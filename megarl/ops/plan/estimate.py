@@ -17,7 +17,8 @@ from megarl.config.problems import InvalidConfigError
 from megarl.config.schema.jobs import ROLLOUT, TEACHERS, own_pools
 from megarl.config.schema.model import LogProbBatchConfig
 from megarl.ops.plan.hardware import Hardware
-from megarl.ops.plan.job import PlannedJob, planned_job
+from megarl.ops.plan.job import PlannedJob
+from megarl.ops.plan.job_from_config import planned_job
 from megarl.ops.plan.lengths import Lengths
 from megarl.ops.plan.memory import Component, MemoryPlan, plan_memory
 from megarl.ops.plan.step_times import StepTime, SyncTraffic, plan_sync, rough_sync_s, time_step

@@ -20,7 +20,8 @@ from megarl.models import ModelConfig
 from megarl.ops.plan.estimate import Estimate, changed, estimate, shortfalls, usable_bytes
 from megarl.ops.plan.flops import optimized_elements, rank_elements
 from megarl.ops.plan.hardware import Hardware
-from megarl.ops.plan.job import PlannedJob, PlannedRole, planned_job
+from megarl.ops.plan.job import PlannedJob, PlannedRole
+from megarl.ops.plan.job_from_config import planned_job
 from megarl.ops.plan.lengths import Lengths
 from megarl.ops.plan.memory import plan_memory
 from megarl.ops.plan.pass_activations import pass_activations

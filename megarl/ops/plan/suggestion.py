@@ -16,7 +16,8 @@ from megarl.config.keys import value_at
 from megarl.config.problems import format_value
 from megarl.ops.plan.estimate import Estimate, changed, estimate, shortfalls, usable_bytes
 from megarl.ops.plan.hardware import hardware_of
-from megarl.ops.plan.job import PlannedJob, PlannedRole, planned_job
+from megarl.ops.plan.job import PlannedJob, PlannedRole
+from megarl.ops.plan.job_from_config import planned_job
 from megarl.ops.plan.lengths import lengths_of
 from megarl.ops.plan.memory import plan_memory
 

@@ -10,7 +10,7 @@ from megarl.config.compose import ConfigRequest, compose, compose_draft
 from megarl.config.problems import InvalidConfigError, format_value
 from megarl.ops.plan.estimate import estimate
 from megarl.ops.plan.hardware import read_hardware
-from megarl.ops.plan.job import planned_job
+from megarl.ops.plan.job_from_config import planned_job
 from megarl.ops.plan.lengths import read_lengths
 from megarl.ops.plan.search import initial_changes, layouts, role_layouts, search
 
