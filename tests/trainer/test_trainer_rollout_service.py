@@ -318,8 +318,8 @@ def test_a_partial_rollout_is_replayed_and_resumes_from_a_checkpoint(
     state = saved(stopped, tmp_path)
     stopped.close()
     resumed = build(replay=order, folder="resumed")
-    turns = [turn for *_, turns in resume(resumed, state, tmp_path, 1)["turns"] for turn in turns]
-    assert turns and all(turn["finish_reason"] == "abort" for turn in turns)
+    resume(resumed, state, tmp_path, 1)
+    # Tokens of the first version can only come from the checkpoint.
     assert samples(resumed, 2) == trained[1:]
     assert "replay_order" not in caplog.text
 
