@@ -7,7 +7,7 @@ selects each rank's rows, packs them as Ray does (pickle 5 with separate buffers
 MB`` are the values of the columns that the verb reads, without padding, at 4 bytes per token id or float and 1 per mask
 entry: the least that must leave the driver. The first line of a batch shows the memory of its values, and of padded
 tensors for comparison. Seconds are CPU seconds of this process, without the work of the receivers. Between the two
-passes and the two updates, the driver computes advantages (GAE) with padded tensors.
+passes and the two updates, the driver computes scores, advantages (GAE) and metrics.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class PendingCall:
         """
         if self._outcome is None:
             self.complete(gather_results(self.groups, self.calls, timeout_s))
-        assert self._outcome is not None, "complete"
+        assert self._outcome is not None
         return self._outcome[0]
 
     def complete(self, results: list[Any]) -> None:

@@ -130,7 +130,7 @@ def _distillation(
     keys: DistillationConfig, actor: ActorConfig, actor_by_tokens: bool | None, trainer: RunConfig
 ) -> DistillationConfig:
     keys = _with_devices(keys, trainer)
-    devices, alone = keys.own_devices or trainer.num_devices, keys.nnodes > 0 and len(keys.teacher_models) == 1
+    devices, alone = keys.own_devices or trainer.num_devices, keys.teacher_is_alone
     teachers = {
         name: _log_prob(replace(teacher, megatron=_layout(teacher.megatron, devices, alone)), actor, actor_by_tokens)
         for name, teacher in keys.teacher_models.items()

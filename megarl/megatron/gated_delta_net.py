@@ -21,13 +21,13 @@ from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megarl.megatron.kernels import fla_delta_rule, packed_convolution
-from megarl.megatron.layers import PackedSequences
+from megarl.megatron.kernels import convolution_kernel, delta_rule_kernel
+from megarl.megatron.layers import PackedSequences, build_linear
 from megarl.models import ModelConfig
 from megarl.models.delta_rule import causal_convolution, chunked_delta_rule, gated_norm, log_decay
 
@@ -99,16 +99,7 @@ class GatedDeltaNet(nn.Module):
         values = linear.value_heads * linear.value_dim
 
         def projection(kind: Any, inputs: int, outputs: int, **options: Any) -> Any:
-            return build_module(
-                kind,
-                inputs,
-                outputs,
-                config=config,
-                bias=False,
-                is_expert=False,
-                tp_group=self.tp_group,
-                **options,
-            )
+            return build_linear(kind, inputs, outputs, config, self.tp_group, **options)
 
         column = {"init_method": config.init_method, "gather_output": False, "skip_bias_add": False}
         self.in_proj_qkvz = projection(submodules.column, model.hidden_size, linear.mixed_width + values, **column)
@@ -166,7 +157,7 @@ class GatedDeltaNet(nn.Module):
         g, b = log_decay(a, self.A_log, self.dt_bias), b.sigmoid()
         query, key = query.unflatten(-1, (keys, -1)), key.unflatten(-1, (keys, -1))
         value = value.unflatten(-1, (self.value_heads, -1))
-        kernel = fla_delta_rule() if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else None
+        kernel = delta_rule_kernel(query.device, query.dtype)
         if kernel is not None:
             values = in_rule_kernel(kernel, query, key, value, g, b, sequences.cu_seqlens_q)
         else:
@@ -181,7 +172,7 @@ class GatedDeltaNet(nn.Module):
 
     def _convolved(self, qkv: Tensor, sequences: PackedSequences) -> Tensor:
         weight = self.conv1d.weight[:, 0]
-        kernel = packed_convolution() if qkv.is_cuda else None
+        kernel = convolution_kernel(qkv.device)
         if kernel is None:
             assert sequences.chunks is not None
             return F.silu(causal_convolution(qkv, weight, sequences.chunks)[0])
@@ -194,7 +185,7 @@ def in_rule_kernel(
     """Compute the delta rule in flash-linear-attention's kernel.
 
     Args:
-        kernel: see :func:`~megarl.megatron.kernels.fla_delta_rule`.
+        kernel: see :func:`~megarl.megatron.kernels.delta_rule_kernel`.
         query: see :func:`~megarl.models.delta_rule.chunked_delta_rule` for this and the next ones.
         key: the same.
         value: the same.
@@ -214,7 +205,7 @@ def in_convolution_kernel(kernel: Callable[..., Any], inputs: Tensor, weight: Te
     """Compute convolution and SiLU of ``inputs [tokens, channels]`` in the kernel of causal-conv1d.
 
     Args:
-        kernel: see :func:`~megarl.megatron.kernels.packed_convolution`.
+        kernel: see :func:`~megarl.megatron.kernels.convolution_kernel`.
         inputs: packed sequences.
         weight: ``[channels, width]``.
         ends: see :func:`in_rule_kernel`.

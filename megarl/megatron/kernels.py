@@ -85,9 +85,18 @@ def kernels(
 
 def _delta_net_kernels(device: torch.device, dtype: torch.dtype) -> str:
     """Kernels of gated delta nets."""
-    half = dtype in (torch.bfloat16, torch.float16)
-    rule = "flash-linear-attention's" if device.type == "cuda" and half and fla_delta_rule() else "torch's, in chunks"
-    return f"{rule} (convolution: causal-conv1d's)" if device.type == "cuda" and packed_convolution() else rule
+    rule = "flash-linear-attention's" if delta_rule_kernel(device, dtype) else "torch's, in chunks"
+    return f"{rule} (convolution: causal-conv1d's)" if convolution_kernel(device) else rule
+
+
+def delta_rule_kernel(device: torch.device, dtype: torch.dtype) -> Callable[..., Any] | None:
+    """Select the kernel of the delta rule: flash-linear-attention's on a GPU in half precision; None = torch's."""
+    return fla_delta_rule() if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) else None
+
+
+def convolution_kernel(device: torch.device) -> Callable[..., Any] | None:
+    """Select the kernel of causal convolutions: that of causal-conv1d on a GPU; None = torch's."""
+    return packed_convolution() if device.type == "cuda" else None
 
 
 @functools.cache

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import get_tensor_model_parallel_group
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -46,6 +47,22 @@ class PackedSequences(PackedSeqParams):
     sharers: dist.ProcessGroup | None = None
     shared: SharedPrompts | None = None
     chunks: ChunkPlan | None = None
+
+
+def build_linear(
+    kind: Any, inputs: int, outputs: int, config: TransformerConfig, tp_group: dist.ProcessGroup, **options: Any
+) -> Any:
+    """Build one of Megatron's linear layers without bias.
+
+    Args:
+        kind: the layer's class or specification.
+        inputs: width of the input.
+        outputs: width of the output.
+        config: of the model.
+        tp_group: tensor-parallel ranks that divide the layer.
+        **options: further arguments.
+    """
+    return build_module(kind, inputs, outputs, config=config, bias=False, is_expert=False, tp_group=tp_group, **options)
 
 
 class RMSNorm(nn.Module):

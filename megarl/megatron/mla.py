@@ -19,11 +19,11 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megarl.megatron.layers import PackedSequences, RMSNorm, rotate
+from megarl.megatron.layers import PackedSequences, RMSNorm, build_linear, rotate
 from megarl.models import ModelConfig
 from megarl.models.rope import attention_factor, softmax_scale
 
@@ -108,16 +108,7 @@ class LatentAttention(nn.Module):
         config, latent, hidden, heads = self.config, self.latent, model.hidden_size, model.num_attention_heads
 
         def linear(kind: Any, inputs: int, outputs: int, **options: Any) -> Any:
-            return build_module(
-                kind,
-                inputs,
-                outputs,
-                config=config,
-                bias=False,
-                is_expert=False,
-                tp_group=self.tp_group,
-                **options,
-            )
+            return build_linear(kind, inputs, outputs, config, self.tp_group, **options)
 
         column = {"init_method": config.init_method, "gather_output": False, "skip_bias_add": False}
         if latent.q_lora_rank:

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 64
-"""Most tokens of a chunk."""
+from megarl.models.sequence_cost import CHUNK
+
 _SHORTEST_CHUNK = 16
 _NORM_EPS = 1e-6
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from megarl.models.model_config import LinearAttention, ModelConfig
 
 CHUNK = 64
-"""Tokens of a chunk in kernels of the gated delta rule."""
+"""Maximum tokens of a chunk of the gated delta rule."""
 
 
 class SequenceCost(NamedTuple):

@@ -313,9 +313,9 @@ class Router:
 
     @contextlib.asynccontextmanager
     async def interrupted(self) -> AsyncIterator[list[Request]]:
-        """Interrupt all requests; they go on at the end of the context, which has the list of them.
+        """Interrupt all requests for the duration of the block, and yield them.
 
-        The ``prior`` of a request has its tokens so far.
+        The ``prior`` of a request has its tokens so far. Afterwards the requests continue.
         """
         self._interrupts = True
         for number in self._board.replicas:

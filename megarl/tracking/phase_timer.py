@@ -7,6 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 
+def unhidden_seconds(names: Iterable[str], seconds: Mapping[str, float], hidden: Mapping[str, float]) -> float:
+    """Return the seconds that phases add to the step: those beside a longer phase count once."""
+    return sum(seconds.get(name, 0.0) - hidden.get(name, 0.0) for name in names)
+
+
 class PhaseTimer:
     """Sums the wall seconds of named phases; phases may nest and repeat.
 
@@ -51,8 +56,8 @@ class PhaseTimer:
                     self.hidden[name] = self.hidden.get(name, 0.0) + seconds
 
     def exposed(self, names: Iterable[str]) -> float:
-        """Return the seconds that phases add to the step: those beside a longer phase count once."""
-        return sum(self.seconds.get(name, 0.0) - self.hidden.get(name, 0.0) for name in names)
+        """See :func:`unhidden_seconds`."""
+        return unhidden_seconds(names, self.seconds, self.hidden)
 
     def metrics(self, tokens: Mapping[str, int] | None = None) -> dict[str, float]:
         """Return ``timing_s/<phase>``, and ``timing_per_token_ms/<phase>`` for phases with a token count.

@@ -31,10 +31,8 @@ class CountingEngine:
         prompt_ids: Sequence[int],
         params: SamplingParams,
         *,
-        seed: int,
-        key: str,
-        routes_from: int | None,
         prior: Completion | None,
+        **_: object,
     ) -> Completion:
         await asyncio.sleep(0)
         first = 0 if prior is None else len(prior.token_ids)

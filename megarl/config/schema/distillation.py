@@ -79,6 +79,11 @@ class DistillationConfig(OwnDevicesConfig):
     distillation_loss: DistillationLossConfig = section(DistillationLossConfig)
 
     @property
+    def teacher_is_alone(self) -> bool:
+        """Whether no other process uses the devices of the teacher."""
+        return self.nnodes > 0 and len(self.teacher_models) == 1
+
+    @property
     def teachers_by_key(self) -> dict[str, str]:
         """Name of each teacher by the value that selects it; without one, the name itself."""
         return {teacher.key or name: name for name, teacher in self.teacher_models.items()}

@@ -333,7 +333,7 @@ class RoleBuilder:
         teacher = self.config.distillation.teacher_models[name]
         cost = sequence_cost(read_model_config(str(teacher.model_path)))
         micro = budget(self.batches.phase(teacher_phase(name)).micro, cost)
-        alone = self.config.distillation.nnodes > 0 and len(self.config.distillation.teacher_models) == 1
+        alone = self.config.distillation.teacher_is_alone
         kwargs: dict[str, Any] = {
             "settings": self._settings(str(teacher.model_path), teacher.megatron, None, None, has_own_devices=alone),
             "log_prob": LogProbSettings(micro, self.policy.rollout.temperature),

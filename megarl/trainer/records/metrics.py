@@ -12,6 +12,7 @@ from megarl.algorithms import have_tokens, log_prob_differences, off_policy_stat
 from megarl.cluster import WorkerGroup, rank_loads
 from megarl.data import DataProto, sequence_lengths, token_counts
 from megarl.tracking.jsonl_files import SECONDS_SUFFIX, TOKENS, WORK, RankLists
+from megarl.tracking.phase_timer import unhidden_seconds
 
 Metrics = dict[str, float]
 GENERATED_TOKENS = "generated_tokens"
@@ -144,7 +145,7 @@ def throughput_metrics(
     metrics["perf/throughput"] = total / (seconds["step"] * num_devices)
     metrics["perf/samples_per_s"] = len(batch) / seconds["step"]
     metrics["perf/rollout_tokens_per_s"] = tokens["gen"] / seconds["gen"]
-    update = sum(seconds.get(name, 0.0) - hidden.get(name, 0.0) for name in ("update_actor", "update_critic"))
+    update = unhidden_seconds(("update_actor", "update_critic"), seconds, hidden)
     if update:
         metrics["perf/update_tokens_per_s"] = total / update
     return metrics

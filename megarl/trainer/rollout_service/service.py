@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 GROUPS, SAMPLES, TURNS, LEDGER = "groups", "samples", "turns", "ledger"
 POLL_S = 0.05
-"""Seconds between two questions whether the conversations of a replayed run wait for weights."""
+"""Polling interval in seconds until all conversations of a replay wait for weights."""
 
 
 def restored_ledger(config: TrainConfig, total_steps: int, resume: Resume | None) -> GroupLedger:
