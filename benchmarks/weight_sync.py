@@ -369,6 +369,10 @@ class Target:
         self.close_transfer = lambda completed: Lists(ranks.start("close_transfer", completed))
         self.end_update = lambda version: ranks.start("end_update", version)
 
+    def of_replicas(self, replicas: range) -> Target:
+        """Return itself, the only replica."""
+        return self
+
     def import_bucket(self, index: int, exported: Answers) -> Answers:
         """Pass the replica its messages."""
         messages = [message for export in exported.result() for message in export.values()]

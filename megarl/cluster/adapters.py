@@ -60,42 +60,59 @@ class GroupTarget:
 
     Args:
         group: the rollout role.
+        replicas: numbers of the replicas; None = all.
     """
 
-    def __init__(self, group: WorkerGroup) -> None:
+    def __init__(self, group: WorkerGroup, replicas: range | None = None) -> None:
         self._group = group
+        self._replicas = range(group.world_size) if replicas is None else replicas
+
+    def of_replicas(self, replicas: range) -> GroupTarget:
+        """Return the ranks of some replicas."""
+        return GroupTarget(self._group, replicas)
+
+    def pause(self) -> PendingCall:
+        """Interrupt all requests and hold them."""
+        return self._submit("pause")
+
+    def resume(self) -> PendingCall:
+        """Continue the held requests."""
+        return self._submit("resume")
 
     def sleep(self, tags: tuple[str, ...]) -> PendingCall:
         """Release the memory that the tags name."""
-        return self._group.submit("sleep", tags)
+        return self._submit("sleep", tags)
 
     def wake(self, tags: tuple[str, ...]) -> PendingCall:
         """Take back the memory that the tags name."""
-        return self._group.submit("wake", tags)
+        return self._submit("wake", tags)
 
     def open_transfer(self, session: int) -> PendingCall:
         """Prepare to receive."""
-        return self._group.submit("open_transfer", session)
+        return self._submit("open_transfer", session)
 
     def checksums(self) -> ResultsByRank:
         """Return the partial checksums of every rank's weights."""
-        return ResultsByRank(self._group.submit("weight_shares"))
+        return ResultsByRank(self._submit("weight_shares"))
 
     def close_transfer(self, completed: bool) -> ResultsByRank:
         """End the transfer on the receivers."""
-        return ResultsByRank(self._group.submit("close_transfer", completed))
+        return ResultsByRank(self._submit("close_transfer", completed))
 
     def begin_update(self, version: int) -> PendingCall:
         """Mark every engine's weights as stale."""
-        return self._group.submit("begin_update", version)
+        return self._submit("begin_update", version)
 
     def import_bucket(self, index: int, exported: ScatteredCall) -> PendingCall:
         """Write the bucket that the source exported; the receiving process waits for it, not the driver."""
-        return self._group.submit_gather("import_bucket", exported, index)
+        return self._group.submit_gather("import_bucket", exported, index, ranks=self._replicas)
 
     def end_update(self, version: int) -> PendingCall:
         """Let every engine serve the new weights."""
-        return self._group.submit("end_update", version)
+        return self._submit("end_update", version)
+
+    def _submit(self, verb: str, *args: Any) -> PendingCall:
+        return self._group.submit_on(self._replicas, verb, *args)
 
 
 class ResultsByRank:

@@ -224,24 +224,33 @@ class WorkerGroup:
         calls = self._calls([row[-1] for row in refs], verb, mark.phase)
         return ScatteredCall(self, calls, [row[:-1] for row in refs])
 
-    def submit_gather(self, verb: str, payloads: ScatteredCall, *args: Any) -> PendingCall:
+    def submit_gather(
+        self, verb: str, payloads: ScatteredCall, *args: Any, ranks: Sequence[int] | None = None
+    ) -> PendingCall:
         """Start an ``ALL`` verb as ``verb(*args, payloads of this rank)`` once the payloads are available.
 
         Each rank receives the same number of consecutive destinations. Payloads travel between the processes directly.
         The result is None, available when sources and receivers are done.
+
+        Args:
+            verb: name of the verb.
+            payloads: the call that produces the payloads, for all ranks of the group.
+            args: first arguments of the verb.
+            ranks: receivers; None = all ranks.
 
         Raises:
             AttributeError, WorkerError: see :meth:`submit`.
         """
         mark = self._mark(verb)
         each = len(payloads.refs[0]) // self.world_size
-        parts = [slice(rank * each, (rank + 1) * each) for rank in range(self.world_size)]
-        refs = [
-            actor.call_gather.remote(verb, args, *[ref for row in payloads.refs for ref in row[parts[rank]]])
-            for rank, actor in enumerate(self._actors)
-        ]
-        calls = [*payloads.calls, *self._calls(refs, verb, mark.phase)]
-        return PendingCall([*payloads.groups, self], calls, lambda results: None)
+        calls = []
+        for rank in range(self.world_size) if ranks is None else ranks:
+            part = slice(rank * each, (rank + 1) * each)
+            ref = self._actors[rank].call_gather.remote(
+                verb, args, *[ref for row in payloads.refs for ref in row[part]]
+            )
+            calls.append(self._remote_call(ref, rank, verb, mark.phase))
+        return PendingCall([*payloads.groups, self], [*payloads.calls, *calls], lambda results: None)
 
     def kill(self, rank: int) -> None:
         """Kill one process, which :meth:`restart` replaces."""

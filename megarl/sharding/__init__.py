@@ -3,12 +3,20 @@
 Tensors are moved in :mod:`sender`, :mod:`receiver` and :mod:`transports`. The exports of this package need no torch.
 """
 
-from megarl.sharding.manager import PendingResult, ShardingManager, SyncOptions, SyncSource, SyncTarget
+from megarl.sharding.manager import (
+    PausedRequests,
+    PendingResult,
+    ShardingManager,
+    SyncOptions,
+    SyncSource,
+    SyncTarget,
+)
 from megarl.sharding.placement import Placement, ProcessLocation, RolloutLayout, Routes, Slot
 from megarl.sharding.plan import (
     Bucket,
     RankPlan,
     ReshardPlan,
+    SyncWave,
     TransferOp,
     build_plan,
     receiver_plans,
@@ -19,6 +27,7 @@ from megarl.sharding.verification import check_coverage
 
 __all__ = [
     "Bucket",
+    "PausedRequests",
     "PendingResult",
     "Placement",
     "ProcessLocation",
@@ -31,6 +40,7 @@ __all__ = [
     "SyncOptions",
     "SyncSource",
     "SyncTarget",
+    "SyncWave",
     "TransferOp",
     "build_plan",
     "check_coverage",

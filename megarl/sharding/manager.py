@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from megarl.base.errors import WeightSyncError
-from megarl.sharding.plan import ReshardPlan, TransferUsage
-from megarl.sharding.verification import compare_checksums
+from megarl.sharding.plan import ReshardPlan, SyncWave, TransferUsage
+from megarl.sharding.verification import PartialChecksums, compare_checksums
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 """Sleep tags of the engine contract."""
@@ -53,6 +52,15 @@ class SyncSource(Protocol):
 class SyncTarget(Protocol):
     """All rollout ranks together: the receiving side of a weight sync."""
 
+    def of_replicas(self, replicas: range) -> SyncTarget:
+        """Return the ranks of some replicas as a target of their own."""
+
+    def pause(self) -> PendingResult:
+        """Interrupt all requests and hold them; the result is a :class:`PausedRequests` per replica."""
+
+    def resume(self) -> PendingResult:
+        """Continue the held requests."""
+
     def sleep(self, tags: tuple[str, ...]) -> PendingResult:
         """Free the memory of these tags on every engine."""
 
@@ -78,6 +86,18 @@ class SyncTarget(Protocol):
         """Make every engine serve the new weights; raises if an engine misses any."""
 
 
+class PausedRequests(Protocol):
+    """The requests that a pause interrupted at one replica."""
+
+    @property
+    def requests(self) -> int:
+        """Number of requests with tokens."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of their prompts and responses, which the next weights compute again."""
+
+
 class SyncOptions(NamedTuple):
     """Options of weight syncs.
 
@@ -86,6 +106,7 @@ class SyncOptions(NamedTuple):
         free_engine: engines free their memory for the trainer while they are idle.
         replica_size: rollout ranks of one replica.
         timeout_s: maximum seconds of each stage of a sync; None = no limit.
+        answer_s: maximum seconds for a replica to interrupt or continue its requests; None = ``timeout_s``.
         delta: messages to other nodes are delta encoded.
     """
 
@@ -93,6 +114,7 @@ class SyncOptions(NamedTuple):
     free_engine: bool = False
     replica_size: int = 1
     timeout_s: float | None = None
+    answer_s: float | None = None
     delta: bool = False
 
 
@@ -123,10 +145,17 @@ class ShardingManager:
         self.options = options or SyncOptions()
         self._source, self._target = source, target
         self._session = 0  # a new one after a failure, since old messages may still be in flight
+        self._has_met = False
         self._completed = 0
         self.in_sync = False
         self._stage = ""
         self._verify_seconds: float | None = None
+        self._pauses: list[float] = []
+
+    def pause_engines(self) -> None:
+        """Interrupt all requests, and free the engines' memory for training if configured."""
+        self._target.pause().result(self.options.answer_s or self.options.timeout_s)
+        self.free_engines()
 
     def free_engines(self) -> None:
         """Put the engines to sleep before training, if configured; they serve nothing until the next sync."""
@@ -135,10 +164,11 @@ class ShardingManager:
             self.in_sync = False
 
     def sync_weights(self) -> dict[str, float]:
-        """Copy all weights into the engines. The source exports the next bucket while the target imports one.
+        """Copy all weights into the engines, which have no requests.
 
-        A shared device never holds more than the weights of both sides and two buckets. The trainer frees its memory
-        before the engine's weights wake, and offloads its weights before the KV cache wakes.
+        The source exports the next bucket while the target imports one. A shared device never holds more than the
+        weights of both sides and two buckets. The trainer frees its memory before the engine's weights wake, and
+        offloads its weights before the KV cache wakes.
 
         Returns:
             ``weight_sync/seconds``; ``weight_sync/bytes`` over all ranks; ``weight_sync/buckets``;
@@ -151,11 +181,32 @@ class ShardingManager:
             WeightSyncError: a stage failed. The engines stay stale and the version does not change; the next call
                 starts again from the first bucket.
         """
+        return self._sync(None)
+
+    def sync_weights_in_flight(self) -> tuple[dict[str, float], list[PausedRequests]]:
+        """Copy all weights into the engines between two tokens of their requests (rolling sync).
+
+        A wave of replicas at a time holds its requests; the other replicas generate. All replicas are one wave in
+        the first sync and in the first one after a failure, in which all processes meet.
+
+        Returns:
+            The metrics of :meth:`sync_weights` and ``weight_sync/pause_s``, the longest pause of a replica; and the
+            interrupted requests of each replica.
+
+        Raises:
+            WeightSyncError: see :meth:`sync_weights`; all requests stay held.
+        """
+        paused: list[PausedRequests] = []
+        return self._sync(paused), paused
+
+    def _sync(self, paused: list[PausedRequests] | None) -> dict[str, float]:
+        """Run one sync; ``paused`` gets the interrupted requests, None = there are no requests."""
         started, version = time.perf_counter(), self.version + 1
+        self._verify_seconds, self._pauses = None, []
         try:
-            usage = self._run(version)
+            usage = self._run(version, paused)
         except BaseException as error:
-            self._abort(version)
+            self._abort(version, pauses=paused is not None)
             if not isinstance(error, Exception):
                 raise
             raise WeightSyncError(
@@ -163,55 +214,93 @@ class ShardingManager:
                 f"nothing: {error}"
             ) from error
         self.version, self._completed, self.in_sync = version, self._completed + 1, True
+        self._has_met = True
         return self._metrics(time.perf_counter() - started, usage)
 
-    def _run(self, version: int) -> list[TransferUsage]:
-        """Run one sync; return the usage of every process."""
-        source, target, session = self._source, self._target, self._session
+    def _run(self, version: int, paused: list[PausedRequests] | None) -> list[TransferUsage]:
+        """Run the waves of one sync; return the usage of every process."""
+        source, waves = self._source, self.plan.waves
+        rolls = paused is not None and self._has_met
+        rounds = [[wave] for wave in waves] if rolls else [list(waves)]
+        usage: list[TransferUsage] = []
         self._run_stage("make_room", source.make_room)
-        if self.options.free_engine:
-            self._run_stage("wake weights", partial(target.wake, (WEIGHTS,)))
-        self._run_stage("begin_update", partial(target.begin_update, version))
-        self._run_stage("open_transfer", partial(source.open_transfer, session), partial(target.open_transfer, session))
-        self._transfer_buckets()
-        self._verify_seconds = self._verify() if self._verification_due() else None
-        # The target first: it releases the source's memory.
-        usage = [self._run_stage("close_transfer", partial(end.close_transfer, True))[0] for end in (target, source)]
-        if self.options.free_engine:
-            self._run_stage("wake kv_cache", partial(target.wake, (KV_CACHE,)))
-        self._run_stage("end_update", partial(target.end_update, version))
-        return list(itertools.chain(*usage))
+        expected: list[PartialChecksums] | None = None
+        for part in rounds:
+            replicas = range(part[0].replicas.start, part[-1].replicas.stop)
+            target = self._target.of_replicas(replicas)
+            with self._interrupting(target, paused):
+                if self.options.free_engine:
+                    self._run_stage("wake weights", partial(target.wake, (WEIGHTS,)))
+                self._run_stage("begin_update", partial(target.begin_update, version))
+                ends = (source, target) if part is rounds[0] else (target,)
+                self._run_stage("open_transfer", *(partial(end.open_transfer, self._session) for end in ends))
+                for wave in part:
+                    self._transfer_buckets(wave)
+                if self._verification_due():
+                    expected = self._verify(target, replicas.start, expected)
+                usage += self._run_stage("close_transfer", partial(target.close_transfer, True))[0]
+                if part is rounds[-1]:  # after the target, which releases the source's memory
+                    usage += self._run_stage("close_transfer", partial(source.close_transfer, True))[0]
+                if self.options.free_engine:
+                    self._run_stage("wake kv_cache", partial(target.wake, (KV_CACHE,)))
+                self._run_stage("end_update", partial(target.end_update, version))
+        return usage
 
-    def _transfer_buckets(self) -> None:
-        """Transfer all buckets. Two buckets are in flight at any time, so that neither side waits for this process."""
-        count = len(self.plan.buckets)
-        imported: list[PendingResult] = []
-        for index in range(count):
-            for ahead in range(len(imported), min(index + 2, count)):
+    @contextlib.contextmanager
+    def _interrupting(self, target: SyncTarget, paused: list[PausedRequests] | None) -> Iterator[None]:
+        """Hold the requests of some replicas during the block; an error leaves them held."""
+        if paused is None:
+            yield
+            return
+        started = time.perf_counter()
+        paused += self._run_stage("pause", target.pause, timeout_s=self.options.answer_s)[0]
+        yield
+        self._run_stage("resume", target.resume, timeout_s=self.options.answer_s)
+        self._pauses.append(time.perf_counter() - started)
+
+    def _transfer_buckets(self, wave: SyncWave) -> None:
+        """Transfer the buckets of a wave.
+
+        Two buckets are in flight at any time, so that neither side waits for this process.
+        """
+        target, count = self._target.of_replicas(wave.replicas), len(self.plan.buckets)
+        imported: dict[int, PendingResult] = {}
+        for index in wave.buckets:
+            for ahead in range(index + len(imported), min(index + 2, wave.buckets.stop)):
                 self._stage = f"bucket {ahead + 1} of {count}"
-                imported.append(self._target.import_bucket(ahead, self._source.export_bucket(ahead)))
+                imported[ahead] = target.import_bucket(ahead, self._source.export_bucket(ahead))
             self._stage = f"bucket {index + 1} of {count}"
-            imported[index].result(self.options.timeout_s)
+            imported.pop(index).result(self.options.timeout_s)
             self._source.release_bucket(index)
 
-    def _abort(self, version: int) -> None:
-        """Abort the sync on both sides and make all engines stale, without waiting."""
+    def _abort(self, version: int, *, pauses: bool) -> None:
+        """Abort the sync on both sides and make all engines stale, without waiting.
+
+        Engines with requests hold them first, since an engine has no requests during an update.
+        """
         self._session += 1
-        ends: list[SyncSource | SyncTarget] = [self._target, self._source]
+        self._has_met = False
         for start in (
-            *(partial(end.close_transfer, False) for end in ends),
+            *((self._target.pause,) if pauses else ()),
+            partial(self._target.close_transfer, False),
+            partial(self._source.close_transfer, False),
             partial(self._target.begin_update, version),
         ):
             # The original failure matters, not errors of the clean-up.
             with contextlib.suppress(Exception):
                 start()
 
-    def _verify(self) -> float:
-        """Compare the checksums of both sides; return the duration in seconds."""
+    def _verify(
+        self, target: SyncTarget, first_replica: int, expected: list[PartialChecksums] | None
+    ) -> list[PartialChecksums]:
+        """Compare the checksums of a target with the source's, which are computed once per sync and returned."""
         started = time.perf_counter()
-        trainer, rollout = self._run_stage("verification", self._source.checksums, self._target.checksums)
-        compare_checksums(trainer, rollout, self.options.replica_size)
-        return time.perf_counter() - started
+        starts = [target.checksums] if expected is not None else [target.checksums, self._source.checksums]
+        held, *computed = self._run_stage("verification", *starts)
+        trainer: list[PartialChecksums] = computed[0] if expected is None else expected
+        compare_checksums(trainer, held, self.options.replica_size, first_replica)
+        self._verify_seconds = (self._verify_seconds or 0.0) + time.perf_counter() - started
+        return trainer
 
     def _verification_due(self) -> bool:
         return self.options.verify_freq > 0 and self._completed % self.options.verify_freq == 0
@@ -226,11 +315,13 @@ class ShardingManager:
             "weight_sync/peak_mb": peak / 2**20,
             "weight_sync/gb_per_s": self.plan.nbytes / 1e9 / seconds,
             "weight_sync/verified": float(verify_seconds is not None),
+            **({"weight_sync/pause_s": max(self._pauses)} if self._pauses else {}),
             **({"weight_sync/saved_bytes": float(saved)} if self.options.delta else {}),
             **({} if verify_seconds is None else {"weight_sync/verify_seconds": verify_seconds}),
         }
 
-    def _run_stage(self, stage: str, *starts: Callable[[], PendingResult]) -> list[Any]:
+    def _run_stage(self, stage: str, *starts: Callable[[], PendingResult], timeout_s: float | None = None) -> list[Any]:
         """Start calls in parallel and wait for all; errors name the stage."""
         self._stage = stage
-        return [pending.result(self.options.timeout_s) for pending in [start() for start in starts]]
+        limit = self.options.timeout_s if timeout_s is None else timeout_s
+        return [pending.result(limit) for pending in [start() for start in starts]]

@@ -10,6 +10,7 @@ Terms of this package, from the model to the wire:
 - *transfer op* (:class:`TransferOp`): one overlap in one layer, from one training rank to one rollout rank.
 - *transfer*: consecutive ops with the same destination and the same possible senders; the unit of scheduling.
 - *bucket* (:class:`Bucket`): the ops of one round, bounded in bytes per rank.
+- *wave* (:class:`SyncWave`): replicas that receive their weights at the same time, in buckets of their own.
 - *message* (:class:`megarl.sharding.sender.Message`): the bytes that one rank sends to one rank in a bucket.
 - *tensor slice*: a received op: parameter name, offset, values.
 
@@ -64,6 +65,18 @@ class BucketSize(NamedTuple):
     nbytes: int
 
 
+class SyncWave(NamedTuple):
+    """Replicas that receive their weights at the same time; the waves of a plan follow each other.
+
+    Attributes:
+        replicas: numbers of the replicas.
+        buckets: numbers of their buckets.
+    """
+
+    replicas: range
+    buckets: range
+
+
 @dataclass(frozen=True, eq=False)
 class ReshardPlan:
     """All transfer ops of one weight sync, in buckets to apply in order. :func:`build_plan` creates it.
@@ -76,6 +89,7 @@ class ReshardPlan:
         source: ``[replicas, transfers]``, the training rank that sends a transfer to a replica.
         bucket: ``[replicas, transfers]``, the bucket of that transfer.
         buckets: size of each bucket.
+        waves: all replicas and buckets, in order.
         first_copy_rank: first training rank that holds the copy of a tied parameter, under the copy's name.
         float32_params: names, at both ends, of parameters that are always sent in float32.
     """
@@ -85,6 +99,7 @@ class ReshardPlan:
     source: Column
     bucket: Column
     buckets: tuple[BucketSize, ...]
+    waves: tuple[SyncWave, ...]
     first_copy_rank: int
     float32_params: frozenset[str]
 
@@ -106,11 +121,21 @@ class ReshardPlan:
         transfers = np.flatnonzero(self.table.target == target)
         return self._buckets_of(np.full_like(transfers, replica), transfers)
 
-    def pair_nbytes(self) -> tuple[Numbers, Numbers, Numbers]:
-        """Return the bytes per pair of ranks in one sync: columns of training ranks, rollout ranks and bytes."""
-        world = self.rollout.world_size
-        pair, at = np.unique(self.source.astype(np.int64) * world + self._destination(), return_inverse=True)
-        nbytes = np.bincount(at.ravel(), np.broadcast_to(self.table.transfer_nbytes, self.source.shape).ravel())
+    def imported_by(self, rank: int) -> range:
+        """Return the numbers of the buckets that a rollout rank imports: those of its wave."""
+        replica = rank // self.rollout.tp
+        return next(wave.buckets for wave in self.waves if replica in wave.replicas)
+
+    def pair_nbytes(self, wave: SyncWave | None = None) -> tuple[Numbers, Numbers, Numbers]:
+        """Return the bytes per pair of ranks in one sync, or in one wave of it.
+
+        Returns:
+            Columns of training ranks, rollout ranks and bytes.
+        """
+        part = slice(None) if wave is None else slice(wave.replicas.start, wave.replicas.stop)
+        source, world = self.source[part], self.rollout.world_size
+        pair, at = np.unique(source.astype(np.int64) * world + self._destination()[part], return_inverse=True)
+        nbytes = np.bincount(at.ravel(), np.broadcast_to(self.table.transfer_nbytes, source.shape).ravel())
         return pair // world, pair % world, nbytes.astype(np.int64)
 
     def _destination(self) -> Numbers:
@@ -135,6 +160,7 @@ class RankPlan:
         source: ``[entries]``, sending training rank.
         bucket: ``[entries]``, bucket number.
         buckets: size of each bucket, over all ranks.
+        wave: numbers of the buckets that the rank takes part in.
         first_copy_rank: see :class:`ReshardPlan`.
         float32_params: see :class:`ReshardPlan`.
     """
@@ -148,6 +174,7 @@ class RankPlan:
     source: Column
     bucket: Column
     buckets: tuple[BucketSize, ...]
+    wave: range
     first_copy_rank: int
     float32_params: frozenset[str]
 
@@ -159,11 +186,19 @@ class RankPlan:
         """See :meth:`ReshardPlan.received_by`; raises ValueError for another rank."""
         return self._buckets(rank, sends=False)
 
+    def imported_by(self, rank: int) -> range:
+        """See :meth:`ReshardPlan.imported_by`; raises ValueError for another rank."""
+        self._check(rank, sends=False)
+        return self.wave
+
     def _buckets(self, rank: int, sends: bool) -> list[Bucket]:
+        self._check(rank, sends)
+        return buckets_of(self, self.replica, self.transfer, self.source, self.bucket)
+
+    def _check(self, rank: int, sends: bool) -> None:
         if (rank, sends) != (self.rank, self.sends):
             mine, requested = _rank_name(self.rank, self.sends), _rank_name(rank, sends)
             raise ValueError(f"this is the plan of {mine}, not of {requested}")
-        return buckets_of(self, self.replica, self.transfer, self.source, self.bucket)
 
 
 def build_plan(
@@ -173,6 +208,7 @@ def build_plan(
     bucket_bytes: int,
     element_bytes: int,
     placement: Placement | None = None,
+    wave_replicas: int | None = None,
 ) -> ReshardPlan:
     """Plan the weight sync of one model.
 
@@ -186,6 +222,7 @@ def build_plan(
         bucket_bytes: maximum bytes that one rank sends, and that one rank receives, in one bucket.
         element_bytes: size of a sent element; parameters kept in float32 always take 4 bytes.
         placement: node and device of every rank; None = all on one node, each on its own device.
+        wave_replicas: replicas of a wave; None = one wave of all replicas.
 
     Returns:
         The plan. The same arguments give the same plan in every process.
@@ -199,17 +236,26 @@ def build_plan(
     if bucket_bytes < largest:
         raise ValueError(f"bucket_bytes={bucket_bytes} must hold at least one element of {largest} bytes")
     table = replica_transfers(patterns, train, rollout, bucket_bytes // _TRANSFERS_PER_BUCKET, element_bytes)
-    source = choose_sources(table, rollout, train.world_size, placement)
-    shape, nbytes = source.shape, np.broadcast_to(table.transfer_nbytes, source.shape).ravel()
-    destination = (np.arange(rollout.replicas, dtype=np.int32)[:, None] * rollout.tp + table.target).ravel()
-    bucket = schedule_buckets(source.ravel(), destination, nbytes, bucket_bytes)
-    sizes = np.bincount(bucket, nbytes).astype(np.int64).tolist()
+    waves: list[SyncWave] = []
+    sources, buckets, sizes = [], [], list[int]()
+    for first in range(0, rollout.replicas, wave_replicas or rollout.replicas):
+        replicas = range(rollout.replicas)[first : first + (wave_replicas or rollout.replicas)]
+        source = choose_sources(table, rollout, replicas, train.world_size, placement)
+        nbytes = np.broadcast_to(table.transfer_nbytes, source.shape).ravel()
+        destination = (np.arange(len(replicas), dtype=np.int32)[:, None] * rollout.tp + table.target).ravel()
+        bucket = schedule_buckets(source.ravel(), destination, nbytes, bucket_bytes)
+        sources.append(source)
+        buckets.append(bucket.reshape(source.shape) + len(sizes))
+        more = np.bincount(bucket, nbytes).astype(np.int64).tolist()
+        waves.append(SyncWave(replicas, range(len(sizes), len(sizes) + len(more))))
+        sizes += more
     return ReshardPlan(
         rollout=rollout,
         table=table,
-        source=compact(source),
-        bucket=compact(bucket.reshape(shape)),
+        source=compact(np.concatenate(sources)),
+        bucket=compact(np.concatenate(buckets)),
         buckets=tuple(map(BucketSize, sizes)),
+        waves=tuple(waves),
         first_copy_rank=train.world_size - train.ranks_per_stage,
         float32_params=_float32_params(patterns),
     )
@@ -242,7 +288,8 @@ def sender_plans(plan: ReshardPlan, ranks: int) -> Iterator[RankPlan]:
         replica, transfer = np.divmod(entries, plan.source.shape[1])
         transfers, transfer = np.unique(transfer, return_inverse=True)
         columns = (replica, transfer, source[entries], bucket[entries])
-        yield _rank_plan(plan, rank, True, plan.table.select(transfers), columns)
+        every_bucket = range(len(plan.buckets))
+        yield _rank_plan(plan, rank, True, plan.table.select(transfers), columns, every_bucket)
 
 
 def receiver_plans(plan: ReshardPlan) -> Iterator[RankPlan]:
@@ -258,7 +305,7 @@ def receiver_plans(plan: ReshardPlan) -> Iterator[RankPlan]:
             plan.source[replica, transfers],
             plan.bucket[replica, transfers],
         )
-        yield _rank_plan(plan, rank, False, tables[target], columns)
+        yield _rank_plan(plan, rank, False, tables[target], columns, plan.imported_by(rank))
 
 
 def replica_plans(plan: ReshardPlan) -> Iterator[tuple[RankPlan, ...]]:
@@ -338,6 +385,7 @@ def _rank_plan(
     sends: bool,
     table: TransferTable,
     columns: tuple[Numbers, Numbers, Column, Column],
+    wave: range,
 ) -> RankPlan:
     replica, transfer = (compact(column.astype(np.int32)) for column in columns[:2])
     return RankPlan(
@@ -350,6 +398,7 @@ def _rank_plan(
         source=columns[2],
         bucket=columns[3],
         buckets=plan.buckets,
+        wave=wave,
         first_copy_rank=plan.first_copy_rank,
         float32_params=plan.float32_params,
     )

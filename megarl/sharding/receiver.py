@@ -72,7 +72,8 @@ class BucketReceiver:
         self._buckets = [_message_layouts(bucket, dtype, plan.float32_params) for bucket in plan.received_by(rank)]
         self.rank, self._weights, self._peers = rank, weights, peers
         self._delta = DeltaDecoder()
-        self._next = 0
+        self._wave = plan.imported_by(rank)
+        self._next = self._wave.start
 
     @classmethod
     def connect(cls, spec: ReceiverSpec, weights: WeightTarget, device: torch.device) -> BucketReceiver:
@@ -87,7 +88,7 @@ class BucketReceiver:
     def begin(self, version: int) -> None:
         """Begin an update from the first bucket on, also after a failed one."""
         self._weights.begin(version)
-        self._next = 0
+        self._next = self._wave.start
 
     def open(self, session: int) -> None:
         """Prepare to receive; wait for the other processes of a new ``session``.
@@ -133,9 +134,10 @@ class BucketReceiver:
         Raises:
             WeightSyncError: a bucket or an element is missing.
         """
-        if self._next != len(self._buckets):
+        received = self._next - self._wave.start
+        if received != len(self._wave):
             raise WeightSyncError(
-                f"rollout rank {self.rank} received {self._next} of {len(self._buckets)} weight buckets; "
+                f"rollout rank {self.rank} received {received} of {len(self._wave)} weight buckets; "
                 f"version {version} is incomplete"
             )
         self._weights.end(version)

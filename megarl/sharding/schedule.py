@@ -19,9 +19,9 @@ _LOOK_AHEAD = 1.3  # transfers looked at per bucket, relative to those that an i
 
 
 def choose_sources(
-    table: TransferTable, rollout: RolloutLayout, num_sources: int, placement: Placement | None
+    table: TransferTable, rollout: RolloutLayout, replicas: range, num_sources: int, placement: Placement | None
 ) -> NDArray[np.int32]:
-    """Choose the training rank that sends each transfer to each replica.
+    """Choose the training rank that sends each transfer to each replica of a wave.
 
     A holder on the receiver's device comes first, then one on its node, then any. Among equally near holders the bytes
     are divided evenly, in whole transfers. Each holder serves neighboring receivers, so that few pairs of ranks
@@ -33,7 +33,7 @@ def choose_sources(
     Raises:
         ValueError: the placement has another number of ranks than the layouts.
     """
-    runs = _Runs.of(table, rollout.replicas)
+    runs = _Runs.of(table, replicas)
     locations = _Locations.of(table, rollout, num_sources, placement)
     key = locations.nearest(runs.holders, runs.destination(rollout))
     return _divide(table, runs, key, locations)
@@ -48,10 +48,10 @@ class _Runs:
     holders: Column  # [runs]
     target: Column  # [runs]
     nbytes: Numbers  # [runs]
-    replicas: int
+    replicas: range
 
     @classmethod
-    def of(cls, table: TransferTable, replicas: int) -> _Runs:
+    def of(cls, table: TransferTable, replicas: range) -> _Runs:
         begins = np.ones(len(table.target), dtype=bool)
         begins[1:] = (np.diff(table.target) != 0) | (np.diff(table.holders) != 0)
         first = np.flatnonzero(begins)
@@ -60,7 +60,8 @@ class _Runs:
 
     def destination(self, rollout: RolloutLayout) -> Numbers:
         """``[replicas, runs]``, the receiving rollout rank."""
-        return np.arange(self.replicas)[:, None] * rollout.tp + self.target
+        destination: Numbers = np.asarray(self.replicas)[:, None] * rollout.tp + self.target
+        return destination
 
 
 @dataclass(frozen=True, eq=False)

@@ -163,23 +163,24 @@ def checksums_by_name(params: Iterable[LocalParam], checksums: Sequence[int]) ->
 
 
 def compare_checksums(
-    trainer: Sequence[PartialChecksums], rollout: Sequence[PartialChecksums], replica_size: int
+    trainer: Sequence[PartialChecksums], rollout: Sequence[PartialChecksums], replica_size: int, first_replica: int = 0
 ) -> None:
-    """Compare the checksums of all rollout ranks with the trainer's.
+    """Compare the checksums of rollout ranks with the trainer's.
 
     Args:
         trainer: checksums of ranks that together hold each element exactly once.
-        rollout: checksums by rollout rank.
+        rollout: checksums by rollout rank, from ``first_replica`` on.
         replica_size: ranks of one replica; several of them may hold the same elements.
+        first_replica: number of the first compared replica.
 
     Raises:
         WeightSyncError: a tensor differs or is incomplete; names the first one and the replica.
     """
     expected = _sum(trainer)
     for replica in range(len(rollout) // replica_size):
-        first = replica * replica_size
-        held = _sum(rollout[first : first + replica_size])
-        owner = f"rollout replica {replica} (rank {first}" + (
+        held = _sum(rollout[replica * replica_size :][:replica_size])
+        number, first = first_replica + replica, (first_replica + replica) * replica_size
+        owner = f"rollout replica {number} (rank {first}" + (
             ")" if replica_size == 1 else f" to {first + replica_size - 1})"
         )
         for name, partial in expected.items():

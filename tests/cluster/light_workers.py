@@ -6,7 +6,7 @@ import time
 
 from megarl.base.errors import WorkerLost
 from megarl.rollout.interface import Completion
-from megarl.rollout.serving import EngineServer
+from megarl.rollout.serving import EngineServer, HeldRequests
 from megarl.sharding.plan import TransferUsage
 from megarl.sharding.verification import PartialChecksum
 from megarl.workers.dispatch import Dispatch, verb
@@ -121,6 +121,15 @@ class Engine:
     @verb(Dispatch.ALL)
     def pid(self):
         return os.getpid()
+
+    @verb(Dispatch.ALL)
+    def pause(self):
+        self.events.append(("pause",))
+        return HeldRequests(1, 10)
+
+    @verb(Dispatch.ALL)
+    def resume(self):
+        self.events.append(("resume",))
 
     @verb(Dispatch.ALL)
     def begin_update(self, version):

@@ -8,10 +8,13 @@ from megarl.base.errors import WeightSyncError
 from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup, WorkerSilent
 from megarl.cluster.adapters import GroupSource, GroupTarget
 from megarl.models.layout import ParallelLayout
-from megarl.sharding import ShardingManager, SyncOptions
+from megarl.sharding import ShardingManager, SyncOptions, SyncWave
 from megarl.trainer.jobs.roles import _lost_ranks
 
-PLAN = SimpleNamespace(buckets=(None,) * 3, nbytes=12)
+PLAN = SimpleNamespace(buckets=(None,) * 3, nbytes=12, waves=(SyncWave(range(2), range(3)),))
+WAVES = SimpleNamespace(
+    buckets=(None,) * 3, nbytes=12, waves=(SyncWave(range(1), range(1)), SyncWave(range(1, 2), range(1, 3)))
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +44,22 @@ def test_every_message_reaches_its_rank_in_order(peers):
         assert engines.seen() == [
             [*first, (0, [0]), (1, [100]), (2, [200]), *last],
             [*first, (0, [1, 11]), (1, [101, 111]), (2, [201, 211]), *last],
+        ]
+    assert actor.still_packed() == [[], []]
+    actor.shutdown()
+
+
+def test_the_processes_of_a_wave_hold_their_requests_and_get_their_messages(peers):
+    trainer, engines = peers
+    actor = trainer()
+    manager = ShardingManager(WAVES, GroupSource(actor, 2), GroupTarget(engines), SyncOptions(verify_freq=1))
+    for version in (1, 2):
+        _, paused = manager.sync_weights_in_flight()
+        assert paused == [(1, 10), (1, 10)]
+        first, last = [("pause",), ("begin", version), ("open", 0)], [("close", True), ("end", version), ("resume",)]
+        assert engines.seen() == [
+            [*first, (0, [0]), *last],
+            [*first, (1, [101, 111]), (2, [201, 211]), *last],
         ]
     assert actor.still_packed() == [[], []]
     actor.shutdown()

@@ -26,6 +26,10 @@ SHARED = {**SIZES, **STALE, "async_training.mode": "colocated", "async_training.
     [
         ({"async_training.max_staleness": 1}, "async_training.max_staleness", "has no effect with"),
         ({"async_training.sync_interval": 4}, "async_training.sync_interval", "has no effect with"),
+        ({"async_training.sync_wave_size": 1}, "async_training.sync_wave_size", "leave it null"),
+        ({**SHARED, "async_training.sync_wave_size": 1}, "async_training.sync_wave_size", "mode=disaggregated"),
+        ({**AHEAD, "async_training.sync_wave_size": 1, "async_training.partial_rollout": False},
+         "async_training.sync_wave_size", "partial_rollout=true"),
         ({"trainer.replay_order": "order.jsonl"}, "trainer.replay_order", "leave it null"),
         ({**AHEAD, "async_training.max_staleness": 2, "async_training.partial_rollout": False},
          "async_training.max_staleness", "set 1, or partial_rollout=true"),

@@ -1,12 +1,13 @@
-"""PPO with critic and reference on devices of their own equals PPO on shared devices, bit for bit."""
+"""Jobs whose roles have devices of their own: PPO equals PPO on shared devices, and replicas sync one by one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import ray
-from cli_runs import CliRun, RunFiles, assert_finite, reproducible
+from cli_runs import CliRun, RunFiles, assert_finite, read_jsonl, reproducible
 from documented_metrics import undocumented
 
 from megarl.cluster import RaySession
@@ -17,7 +18,7 @@ APART = ("critic.nnodes=1", "actor_rollout_ref.ref.nnodes=1", "critic.megatron.p
 PASSES, UPDATES = ("old_log_prob", "ref", "values"), ("update_critic", "update_actor")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster_of_three() -> Iterator[dict[str, str]]:
     """A Ray with three CPU slots on any number of cores, as the environment of the jobs that join it."""
     with RaySession(num_cpus=3) as session:
@@ -66,3 +67,31 @@ def test_roles_on_their_own_devices_train_like_roles_that_share(
     end = {name: [e["ts"] + e["dur"] for e in spans if e["name"] == name] for name in (*PASSES, *UPDATES)}
     assert len(begin["values"]) == STEPS and len(begin["update_actor"]) == STEPS - 1
     assert all(max(begin[name][step] for name in PASSES) < min(end[name][step] for name in PASSES) for step in range(3))
+
+
+def test_replicas_sync_one_by_one_and_one_dies_in_its_wave(
+    small: list[str], start: Callable[..., CliRun], cluster_of_three: dict[str, str]
+) -> None:
+    run = start(
+        *("--config-name", "quickstart_async", *small, "trainer.experiment_name=rolling", "sync.verify_freq=1"),
+        *("data.max_response_length=40", "actor_rollout_ref.rollout.max_num_seqs=2"),
+        *("async_training.max_staleness=2", "async_training.sync_wave_size=1"),
+        *("actor_rollout_ref.rollout.n_gpus_per_node=2", "trainer.total_training_steps=4"),
+        *("trainer.val_before_train=false", "trainer.test_freq=-1", "reward_model.num_workers=0"),
+        f"custom_reward_function.path={Path(__file__).with_name('deadly_reward.py')}",
+        "custom_reward_function.name=length_and_kill",
+        env=cluster_of_three,
+    )
+    assert run.wait() == 0, run.output
+    # The second sync of the run is the first in waves; the one after the replacement is for all again.
+    assert run.output.count("rollout replica 0 is lost and is replaced: weight sync to version 3 failed") == 1
+    files = RunFiles(run.folder, "rolling")
+    steps = list(files.steps.values())
+    assert undocumented(name for row in files.metrics for name in row) == []
+    interrupted = [row["rollout_service/interrupted"] for row in steps]
+    assert interrupted[0] > 0 == interrupted[3], "the last sync has none"
+    assert all(row["weight_sync/verified"] == 1 for row in steps)
+    assert all(0 < row["weight_sync/pause_s"] <= row["weight_sync/seconds"] for row in steps[:3])
+    assert all(row["training/off_policy/trajectory_staleness_worst"] <= 2 for row in steps)
+    trained = [group for row in read_jsonl(files.newest / "batch_order.jsonl") for group in row["groups"]]
+    assert sorted(trained) == list(range(4 * 24))

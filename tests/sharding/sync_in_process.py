@@ -3,12 +3,15 @@
 A thread represents a process: one per training rank and one per replica.
 """
 
+import copy
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from resharding_cases import box, labelled_checkpoint, rollout_tensors, training_tensors
 
 from megarl.base.rendezvous import host_store
+from megarl.rollout.serving import HeldRequests
 from megarl.sharding import ProcessLocation, RolloutLayout, Routes, ShardingManager, SyncOptions, build_plan
 from megarl.sharding.delta import DeltaEncoder
 from megarl.sharding.placement import current_location
@@ -55,6 +58,7 @@ class Side:
 
     def __init__(self, count, log):
         self.threads = [ThreadPoolExecutor(1) for _ in range(count)]
+        self.ranks_of_calls, self.seen = range(count), defaultdict(list)
         self.log, self.fail_at = log, None
 
     def run(self, verb, function, *arguments):
@@ -65,11 +69,12 @@ class Side:
             if begins and rank == len(self.threads) - 1:
                 raise RuntimeError("lost rank")
             result = function(rank, *arguments)
+            self.seen[rank].append((verb, *arguments))
             if rank == 0:
                 self.log.append((verb, *arguments))
             return result
 
-        return Together([thread.submit(call, rank) for rank, thread in enumerate(self.threads)])
+        return Together([self.threads[rank].submit(call, rank) for rank in self.ranks_of_calls])
 
     def settle(self):
         """Wait for all submitted calls."""
@@ -135,6 +140,17 @@ class Target(Side):
 
         self.receivers = [receiver(rank, engine) for rank, engine in enumerate(self.engines)]
 
+    def of_replicas(self, replicas):
+        part, tp = copy.copy(self), self.setup.tp
+        part.ranks_of_calls = range(replicas.start * tp, replicas.stop * tp)
+        return part
+
+    def pause(self):
+        return self.run("pause", lambda rank: HeldRequests(rank, 10 * rank))
+
+    def resume(self):
+        return self.run("resume", lambda rank: None)
+
     def sleep(self, tags):
         return self.run("sleep", lambda rank, *tags: None, *tags)
 
@@ -185,13 +201,15 @@ class Setup:
         held=None,
         places=None,
         delta=None,
+        wave=None,
         **options,
     ):
         self.delta = delta
         self.weight_map, self.train, self.dtype, self.log = weight_map, train, dtype, []
         self.held = held or dtype  # by the trainer; sent and held by the engines is ``dtype``
         self.tp, self.ep, self.replicas = tp, ep, replicas
-        self.plan = build_plan(weight_map, train, RolloutLayout(tp, ep, replicas), bucket, dtype.itemsize)
+        layout = RolloutLayout(tp, ep, replicas)
+        self.plan = build_plan(weight_map, train, layout, bucket, dtype.itemsize, wave_replicas=wave)
         train_places, rollout_places = places or (
             [current_location()] * train.world_size,
             [current_location()] * tp * replicas,

@@ -176,6 +176,76 @@ def test_no_process_holds_more_than_two_buckets(setup):
     assert all(pool.held_bytes <= 2 * pool.size for pool in pools)
 
 
+# ---- rolling sync
+
+
+@pytest.mark.parametrize("transport", ["inline", "shared_memory", "gloo"])
+@pytest.mark.parametrize("wave", [1, 2, None])
+def test_replicas_hold_their_requests_only_during_their_wave(setup, transport, wave):
+    sync = setup(weight_map_of(), LAYOUT, 2, 3, transport=transport, wave=wave, verify_freq=1)
+    for step in (1, 2, 3):
+        sync.source.ranks = sync.trainer(step)
+        sync.target.seen.clear()
+        metrics, paused = sync.manager.sync_weights_in_flight()
+        sync.assert_engines_hold(step)
+        assert {(e.version, e.stale) for e in sync.engines} == {(step, False)}
+        assert [held.requests for held in paused] == list(range(6)), "each rank of the test is asked once"
+        assert metrics["weight_sync/pause_s"] <= metrics["weight_sync/seconds"]
+        assert metrics["weight_sync/verified"] == 1
+    assert sync.source.lent() == 0
+    for rank in range(6):
+        (own,) = (wave.buckets for wave in sync.plan.waves if rank // 2 in wave.replicas)
+        imports = [("import", number) for number in own]
+        assert [event for event in sync.target.seen[rank] if event[0] != "checksums of target"] == [
+            ("pause",),
+            ("begin_update", 3),
+            ("open target", 0),
+            *imports,
+            ("close target", True),
+            ("end_update", 3),
+            ("resume",),
+        ]
+
+
+def test_waves_follow_each_other_from_the_second_sync_on(setup):
+    sync, order = setup(weight_map_of(), LAYOUT, 2, 3, wave=1), []
+    run = sync.target.run
+
+    def listed(target, verb, function, *arguments):
+        if verb in ("pause", "resume"):
+            order.append((verb, target.ranks_of_calls.start // 2, target.ranks_of_calls.stop // 2))
+        return run.__func__(target, verb, function, *arguments)
+
+    type(sync.target).run = listed
+    try:
+        sync.manager.sync_weights_in_flight()
+        assert order == [("pause", 0, 3), ("resume", 0, 3)], "all processes meet in the first sync"
+        order.clear()
+        sync.manager.sync_weights_in_flight()
+    finally:
+        del type(sync.target).run
+    assert order == [(verb, replica, replica + 1) for replica in range(3) for verb in ("pause", "resume")]
+
+
+@pytest.mark.parametrize("event", [("pause",), ("import",), ("end_update",), ("resume",)])
+def test_a_failure_in_the_last_wave_stops_all_replicas_and_the_next_sync_has_one_wave(setup, event):
+    sync = setup(weight_map_of(), LAYOUT, 2, 3, transport="gloo", wave=1)
+    sync.manager.sync_weights_in_flight()
+    sync.source.ranks = sync.trainer(1)
+    sync.target.fail_at = event
+    with pytest.raises(WeightSyncError, match=r"version 2 failed at .*serve nothing: lost rank"):
+        sync.manager.sync_weights_in_flight()
+    sync.target.settle()
+    assert all(engine.stale for engine in sync.engines)
+    for rank in range(5):  # a replica that serves again holds its requests before its weights become stale
+        events = [seen for seen in sync.target.seen[rank] if seen[0] in ("pause", "resume", "begin_update")]
+        assert events[-2:] == [("pause",), ("begin_update", 2)]
+    sync.target.fail_at = None
+    _, paused = sync.manager.sync_weights_in_flight()
+    assert len(paused) == 6
+    sync.assert_engines_hold(1)
+
+
 # ---- failures
 
 

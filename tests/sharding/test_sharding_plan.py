@@ -23,6 +23,31 @@ def plan_of(case, bucket_bytes):
     return build_plan(case.weight_map, case.train, case.rollout, bucket_bytes, ELEMENT, case.placement)
 
 
+@settings(max_examples=60)
+@given(plan_cases(), BUCKETS, st.integers(1, 4))
+def test_each_wave_has_replicas_and_buckets_of_its_own_and_the_same_slices(case, bucket_bytes, wave_replicas):
+    whole = plan_of(case, bucket_bytes)
+    plan = build_plan(
+        case.weight_map, case.train, case.rollout, bucket_bytes, ELEMENT, case.placement, wave_replicas=wave_replicas
+    )
+    assert [n for wave in plan.waves for n in wave.replicas] == list(range(case.rollout.replicas))
+    assert [n for wave in plan.waves for n in wave.buckets] == list(range(len(plan.buckets)))
+    assert max(len(wave.replicas) for wave in plan.waves) <= wave_replicas
+    sent = Counter()
+    for rank in range(case.train.world_size):
+        for number, bucket in enumerate(plan.sent_by(rank)):
+            assert sum(nbytes(plan, op) for op in bucket.ops) <= bucket_bytes
+            (wave,) = (wave for wave in plan.waves if number in wave.buckets)
+            assert {op.dst_rank // case.rollout.tp for op in bucket.ops} <= set(wave.replicas)
+            sent.update(op._replace(src_rank=0, src_param="") for op in bucket.ops)
+    assert sent == Counter(op._replace(src_rank=0, src_param="") for op in ops_of(whole, case))
+    for rank, part in enumerate(receiver_plans(plan)):
+        (wave,) = (wave for wave in plan.waves if rank // case.rollout.tp in wave.replicas)
+        assert part.imported_by(rank) == plan.imported_by(rank) == wave.buckets
+        filled = [number for number, bucket in enumerate(part.received_by(rank)) if bucket.ops]
+        assert set(filled) <= set(wave.buckets)
+
+
 def nbytes(plan, op):
     return prod(op.shape) * (4 if op.dst_param in plan.float32_params else ELEMENT)
 

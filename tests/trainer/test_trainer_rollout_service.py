@@ -65,12 +65,12 @@ class OneEngine:
         self.worker.engine.load_hf(self.model, self.sharding_manager.version)
         return {}
 
-    def sync_weights_in_flight(self) -> tuple[dict[str, float], HeldRequests]:
+    def sync_weights_in_flight(self) -> tuple[dict[str, float], list[HeldRequests]]:
         held = self.worker.pause()
         metrics = self.sync_weights()
         self.worker.resume()
         self.replacements += self.loses_replica
-        return metrics, held
+        return metrics, [held]
 
     def pause_engines(self) -> None:
         self.worker.pause()

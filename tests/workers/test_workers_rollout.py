@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,7 @@ from megarl.config import RolloutConfig
 from megarl.data import DataProto
 from megarl.megatron.offload import PARTS
 from megarl.models import WeightMap, read_model_config
-from megarl.rollout import SamplingParams
+from megarl.rollout import Completion, Request, SamplingParams
 from megarl.rollout.interface import Tag
 from megarl.rollout.router import EngineReplica, Router
 from megarl.sharding import (
@@ -222,11 +225,24 @@ class Replicas:
     def __init__(self, path: Path) -> None:
         self.workers = [rollout_worker(path, rank, REPLICAS) for rank in range(REPLICAS)]
         self.threads = [ThreadPoolExecutor(1) for _ in self.workers]
+        self.replicas = range(REPLICAS)
         self.broken_at: int | None = None
 
     def call(self, verb: str, *arguments: Any) -> Together:
-        calls = zip(self.threads, self.workers, strict=True)
+        part = slice(self.replicas.start, self.replicas.stop)
+        calls = zip(self.threads[part], self.workers[part], strict=True)
         return Together([thread.submit(getattr(worker, verb), *arguments) for thread, worker in calls])
+
+    def of_replicas(self, replicas: range) -> Replicas:
+        part = copy.copy(self)
+        part.replicas = replicas
+        return part
+
+    def pause(self) -> Together:
+        return self.call("pause")
+
+    def resume(self) -> Together:
+        return self.call("resume")
 
     def sleep(self, tags: tuple[Tag, ...]) -> Together:
         return self.call("sleep", tags)
@@ -244,8 +260,9 @@ class Replicas:
         if index == self.broken_at:
             raise ConnectionError("the wire is cut")
         messages = [message for export in exported.result() for message in export.values()]
-        calls = zip(self.threads, self.workers, route_messages(messages, range(len(self.workers))), strict=True)
-        return Together([thread.submit(worker.import_bucket, index, own) for thread, worker, own in calls])
+        own = route_messages(messages, range(REPLICAS))
+        calls = [self.threads[n].submit(self.workers[n].import_bucket, index, own[n]) for n in self.replicas]
+        return Together(calls)
 
     def checksums(self) -> ResultsByRank:
         return ResultsByRank(self.call("weight_shares"))
@@ -270,10 +287,9 @@ def connected(
     return ShardingManager(plan, ActorEnd(actor), replicas, SyncOptions(**{"verify_freq": 1, **options})), replicas
 
 
-def reshard_plan(path: Path, layout: str, bucket_bytes: int = 5000) -> ReshardPlan:
-    return build_plan(
-        WeightMap(read_model_config(path)), LAYOUTS[layout], RolloutLayout(replicas=REPLICAS), bucket_bytes, 4
-    )
+def reshard_plan(path: Path, layout: str, bucket_bytes: int = 5000, wave_replicas: int | None = None) -> ReshardPlan:
+    weight_map, rollout = WeightMap(read_model_config(path)), RolloutLayout(replicas=REPLICAS)
+    return build_plan(weight_map, LAYOUTS[layout], rollout, bucket_bytes, 4, wave_replicas=wave_replicas)
 
 
 def fused(folder: Path) -> dict[str, Tensor]:
@@ -373,6 +389,51 @@ def test_engine_stays_stale_after_an_interrupted_sync(
     assert [worker.weight_version() for worker in ends.workers] == [2, 2]
     again = answers([ends.workers[0]], prompts, 1)
     assert torch.equal(again.tensors["responses"], first.tensors["responses"])
+
+
+@pytest.mark.parametrize(("learned", "transport"), [("tp2", "auto"), ("pp2", "gloo")], indirect=["learned"])
+def test_a_replica_generates_while_another_one_receives_the_weights(
+    learned: tuple[str, Role], models: Models, transport: str
+) -> None:
+    """Each replica answers a request within the wave of the other, and continues its own response after its wave."""
+    layout, actor = learned
+    plan = reshard_plan(models.policy_path, layout, wave_replicas=1)
+    manager, ends = connected(actor, models.policy_path, plan, transport)
+    manager.sync_weights()
+    long = SamplingParams(max_new_tokens=60, temperature=TEMPERATURE, ignore_eos=True)
+    short = replace(long, max_new_tokens=3)
+
+    def answer(worker: RolloutWorker, name: str, params: SamplingParams) -> Completion:
+        worker.accept(name, [Request(name, [5, 6, 7], params, seed=1)], ())
+        while not (ended := worker.completions(name, 1.0)):
+            pass
+        return ended[0]
+
+    versions: dict[int, set[int]] = {}
+    for rank, worker in enumerate(ends.workers):
+        other, first = ends.workers[1 - rank], plan.imported_by(rank).start
+        write = worker.import_bucket
+
+        def ask_the_other(
+            index: int, messages: Any, rank: int = rank, other: Any = other, first: int = first, write: Any = write
+        ) -> None:
+            if index == first:
+                versions[rank] = set(answer(other, f"during wave {rank}", short).versions)
+            write(index, messages)
+
+        worker.import_bucket = ask_the_other
+        # Slow steps, so that the response is in flight at the sync.
+        poll = worker.engine.poll
+        worker.engine.poll = lambda wait_s, poll=poll: (time.sleep(0.01), poll(min(wait_s, 0.01)))[1]
+        worker.accept("long", [Request("long", [1, 2, 3], long, seed=rank)], ())
+    metrics, paused = manager.sync_weights_in_flight()
+    assert versions == {0: {1}, 1: {2}}
+    assert metrics["weight_sync/verified"] == 1
+    assert sum(held.requests for held in paused) > 0
+    for worker in ends.workers:
+        while not (ended := worker.completions("long", 1.0)):
+            pass
+        assert set(ended[0].versions) <= {1, 2} and 2 in ended[0].versions
 
 
 @pytest.mark.parametrize("learned", ["tp2"], indirect=True)

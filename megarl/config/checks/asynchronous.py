@@ -23,6 +23,12 @@ def async_mode(config: TrainConfig) -> Iterator[Problem]:
     replay = config.trainer.replay_order
     if replay is not None and keys.mode == SYNC:
         yield Problem("trainer.replay_order", replay, f"{_ASYNC}.mode=sync always repeats its batches; leave it null")
+    if keys.sync_wave_size is not None and (keys.mode != DISAGGREGATED or not keys.partial_rollout):
+        text = (
+            f"has an effect only with {_ASYNC}.mode=disaggregated and partial_rollout=true, in which engines serve "
+            "requests during a weight sync; leave it null"
+        )
+        yield Problem(f"{_ASYNC}.sync_wave_size", keys.sync_wave_size, text)
     if keys.mode == COLOCATED and not keys.partial_rollout:
         text = f"{_ASYNC}.mode=colocated interrupts the responses in flight for training; set true, or mode=sync"
         yield Problem(f"{_ASYNC}.partial_rollout", False, text)

@@ -38,6 +38,12 @@ class AsyncTrainingConfig:
         "A weight sync interrupts the responses in flight and continues them with the new weights; false = it waits "
         "for their ends.",
     )
+    sync_wave_size: int | None = key(
+        None,
+        "Replicas that hold their responses and receive the weights at the same time in disaggregated mode, wave after "
+        "wave, while the others generate (rolling sync); null = all.",
+        at_least=1,
+    )
     proximal: str = key(
         RECOMPUTE,
         "Old log-probs of stale samples, about which the ratio is clipped: recompute = by a forward pass with the "

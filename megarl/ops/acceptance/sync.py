@@ -227,6 +227,10 @@ class _Engine:
     def __getattr__(self, verb: str) -> Any:
         return lambda *arguments: _Pending(self._remote.start(verb, *arguments))
 
+    def of_replicas(self, replicas: range) -> _Engine:
+        """Return itself, the only replica."""
+        return self
+
     def import_bucket(self, index: int, exported: _Done) -> _Pending:
         """Pass the messages of the only pair of ranks."""
         (messages,) = route_messages(exported.result()[0].values(), [0])

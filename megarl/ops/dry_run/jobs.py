@@ -161,7 +161,8 @@ class TrainDryRun(DryRun):
             config.trainer.n_gpus_per_node,
         )
         element, bucket = ELEMENT_BYTES[policy.rollout.dtype], config.sync.bucket_megabytes * 2**20
-        plan = build_plan(weight_map, train, rollout, bucket, element, placement)
+        wave_replicas = config.async_training.sync_wave_size
+        plan = build_plan(weight_map, train, rollout, bucket, element, placement, wave_replicas)
         # Every replica receives the same slices, so one is enough; of a large replica, eight ranks are enough.
         checked = range(0, rollout.tp, max(rollout.tp // CHECKED_RANKS, 1))
         params = {
@@ -175,7 +176,8 @@ class TrainDryRun(DryRun):
             if placement.train[source].node != placement.rollout[target].node
         )
         volume = f"{gib(plan.nbytes)} GiB in {count_noun(len(plan.buckets), 'bucket')}"
-        yield f"{train.describe()} to {rollout.describe()}: {volume}"
+        waves = f" and {len(plan.waves)} waves" if wave_replicas else ""
+        yield f"{train.describe()} to {rollout.describe()}: {volume}{waves}"
         yield f"{gib(between_nodes)} GiB of it between nodes"
         yield f"each element arrives exactly once (checked: {len(checked)} of a replica's {rollout.tp} ranks)"
 

@@ -31,7 +31,7 @@ class SimulatedRates:
         slots: most sequences of a replica at a time.
         token_s: device-seconds of training per response token, log-probs included.
         update_s: seconds of a mini-batch that do not shrink with more devices.
-        sync_s: seconds of a weight sync, in which engines pause.
+        sync_s: seconds of a weight sync.
     """
 
     decode_s: float
@@ -70,6 +70,7 @@ class SimulatedMode:
         sync_interval: mini-batches between weight syncs.
         shares_devices: engines and trainer have the same devices, so that engines pause during updates.
         drains: a sync waits for the end of all responses, instead of pausing them.
+        sync_wave: replicas that pause at the same time during a sync; None = all.
     """
 
     name: str
@@ -79,6 +80,12 @@ class SimulatedMode:
     sync_interval: int = 1
     shares_devices: bool = False
     drains: bool = False
+    sync_wave: int | None = None
+
+    @property
+    def share_in_sync(self) -> float:
+        """Share of the replicas that generate during a weight sync, on average."""
+        return 1 - min(self.replicas, self.sync_wave or self.replicas) / self.replicas
 
 
 @dataclass(frozen=True)
@@ -124,12 +131,16 @@ class SimulatedRun:
 
 
 class _Engines:
-    """Replicas with equal load; all running sequences advance by a token per decode step."""
+    """Replicas with equal load; all running sequences advance by a token per decode step.
+
+    Attributes:
+        share: share of the replicas that generate; the others pause.
+    """
 
     def __init__(self, replicas: int, rates: SimulatedRates) -> None:
         self.replicas, self.rates = replicas, rates
         self.now = self.busy_s = 0.0
-        self.is_paused = False
+        self.share = 1.0
         self._tokens = 0.0  # decode steps since the start
         self._running: list[tuple[float, int, int]] = []  # last decode step, group and sample
         self._queue: deque[tuple[int, int, int]] = deque()
@@ -145,16 +156,16 @@ class _Engines:
 
     def next_end(self) -> float:
         """Time at which the next response ends; infinite while nothing runs."""
-        if self.is_paused or not self._running:
+        if not self.share or not self._running:
             return math.inf
-        return self.now + (self._running[0][0] - self._tokens) * self._step_s()
+        return self.now + (self._running[0][0] - self._tokens) * self._step_s() / self.share
 
     def advance(self, now: float) -> None:
         """Decode until a time, at most that of the next end."""
         elapsed, self.now = now - self.now, now
-        if not self.is_paused and self._running:
-            self._tokens += elapsed / self._step_s()
-            self.busy_s += elapsed * min(1.0, len(self._running) / self.replicas)
+        if self._running:
+            self._tokens += self.share * elapsed / self._step_s()
+            self.busy_s += self.share * elapsed * min(1.0, len(self._running) / self.replicas)
 
     def pop(self) -> tuple[int, int]:
         """Remove the response that ends now; returns its group and sample."""
@@ -186,7 +197,8 @@ class _Simulation:
     _lengths: dict[int, Sequence[int]] = field(default_factory=dict)
     _update: tuple[float, list[int]] | None = None
     _finished: int = 0  # groups that wait for their update
-    _is_due: bool = False
+    _is_due: bool = False  # a weight sync, which may be running
+    _synced_at: float = math.inf
 
     def __post_init__(self) -> None:
         self.engines = _Engines(self.mode.replicas, self.rates)
@@ -196,17 +208,19 @@ class _Simulation:
     def run_until(self, version: int) -> None:
         """Simulate until a weight version is synced."""
         while self.ledger.version < version or self._is_due:
-            end = self._update[0] if self._update else math.inf
+            end = self._update[0] if self._update else self._synced_at
             now = min(end, self.engines.next_end())
             assert now < math.inf, "the admission rule keeps a batch under way"
             self._advance(now)
             changed = now == end
-            if now == end:
+            if now == end and self._update:
                 self._end_update()
+            elif now == end:
+                self._end_sync()
             elif self.ledger.end_sample(*self.engines.pop()):
                 self._finished, changed = self._finished + 1, True
-            if self._is_due and (self.engines.is_empty or not self.mode.drains):
-                self._sync()
+            if self._is_due and self._synced_at == math.inf and (self.engines.is_empty or not self.mode.drains):
+                self.engines.share, self._synced_at = self.mode.share_in_sync, now + self.rates.sync_s
             if changed:
                 self._start_update()
 
@@ -226,7 +240,7 @@ class _Simulation:
         tokens = sum(sum(self._lengths.pop(number)) for number in numbers)
         self.staleness += [self.ledger.staleness(number) for number in numbers]
         seconds = self.rates.update_s + tokens * self.rates.token_s / self.mode.trainers
-        self.engines.is_paused = self.mode.shares_devices
+        self.engines.share = 0.0 if self.mode.shares_devices else 1.0
         self._update = self.engines.now + seconds, numbers
 
     def _end_update(self) -> None:
@@ -235,10 +249,8 @@ class _Simulation:
         self._update = None
         self._is_due = self.ledger.trained % self.batch.prompts == 0
 
-    def _sync(self) -> None:
-        self.engines.is_paused = True
-        self.engines.advance(self.engines.now + self.rates.sync_s)
-        self.engines.is_paused = self._is_due = False
+    def _end_sync(self) -> None:
+        self.engines.share, self._synced_at, self._is_due = 1.0, math.inf, False
         self._admit()
 
     def _admit(self) -> None:

@@ -195,6 +195,7 @@ def _overlap(
         sync_interval=keys.sync_interval,
         shares_devices=keys.mode == COLOCATED,
         drains=not keys.partial_rollout,
+        sync_wave=keys.sync_wave_size,
     )
     batch = SimulatedBatch(rollout.prompts, rollout.samples_per_prompt, lengths.responses)
     layout = job.role("actor").layout
@@ -269,7 +270,7 @@ def plan_sync(job: PlannedJob, hardware: Hardware) -> SyncTraffic | None:
     """Plan and time the weight sync of a job; None without a rollout or with an external one.
 
     All devices send and receive at the same time, over the link inside their node and their share of the network. The
-    busiest link sets the pace. On a CPU, processes copy through shared host memory.
+    busiest link sets the pace of each wave. On a CPU, processes copy through shared host memory.
     """
     rollout = job.rollout
     if rollout is None or rollout.is_external:
@@ -280,36 +281,61 @@ def plan_sync(job: PlannedJob, hardware: Hardware) -> SyncTraffic | None:
         tuple(job.slot(rank, hardware.devices_per_node) for rank in range(actor.layout.world_size)),
         tuple(job.slot(device, hardware.devices_per_node) for device in job.engine_devices),
     )
-    plan = build_plan(WeightMap(actor.model), actor.layout, target, job.bucket_bytes, actor.dtype_bytes, placement)
-    source, destination, nbytes = plan.pair_nbytes()
-    sends, receives = np.array(placement.train)[source], np.array(placement.rollout)[destination]
-    same, near = (sends == receives).all(axis=1), sends[:, 0] == receives[:, 0]
-    if job.device == "cpu":
-        same = np.zeros_like(same)  # processes have separate memory
-
-    def busiest(ends: np.ndarray, mask: np.ndarray) -> int:
-        return int(np.bincount(ends[mask], nbytes[mask], minlength=1).max()) if mask.any() else 0
-
-    inside, outside = near & ~same, ~near
-    seconds = {
-        "NVLink" if job.device == "cuda" else "shared memory": hardware.transfer_s(
-            max(busiest(source, inside), busiest(destination, inside)), within_node=True
-        ),
-        "network": hardware.transfer_s(max(busiest(source, outside), busiest(destination, outside)), within_node=False),
-        "memory": 2 * hardware.reading_s(busiest(destination, same)),
-    }
+    wave_replicas = job.config.async_training.sync_wave_size if isinstance(job.config, TrainConfig) else None
+    weight_map, sizes = WeightMap(actor.model), (job.bucket_bytes, actor.dtype_bytes)
+    plan = build_plan(weight_map, actor.layout, target, *sizes, placement, wave_replicas)
+    parts = [_Traffic.of(plan.pair_nbytes(wave), placement, job) for wave in plan.waves]
+    seconds = {kind: sum(part.seconds(job, hardware)[kind] for part in parts) for kind in ("link", "network", "memory")}
     limit = max(seconds, key=lambda kind: seconds[kind])
+    link = "NVLink" if job.device == "cuda" else "shared memory"
+    whole = _Traffic.of(plan.pair_nbytes(), placement, job)
     return SyncTraffic(
         total=plan.nbytes,
-        on_device=int(nbytes[same].sum()),
-        within_nodes=int(nbytes[inside].sum()),
-        between_nodes=int(nbytes[outside].sum()),
-        most_received=busiest(destination, ~same),
-        most_sent=busiest(source, ~same),
+        on_device=int(whole.nbytes[whole.same].sum()),
+        within_nodes=int(whole.nbytes[whole.inside].sum()),
+        between_nodes=int(whole.nbytes[whole.outside].sum()),
+        most_received=whole.busiest(whole.destination, ~whole.same),
+        most_sent=whole.busiest(whole.source, ~whole.same),
         buckets=len(plan.buckets),
-        seconds=seconds[limit] + len(plan.buckets) * hardware.latency_s(within_node=bool(near.all())),
-        limit=limit,
+        seconds=seconds[limit] + len(plan.buckets) * hardware.latency_s(within_node=not whole.outside.any()),
+        limit=link if limit == "link" else limit,
     )
+
+
+class _Traffic(NamedTuple):
+    """Bytes per pair of a training rank and a rollout rank, by their locations."""
+
+    source: np.ndarray
+    destination: np.ndarray
+    nbytes: np.ndarray
+    same: np.ndarray
+    inside: np.ndarray
+    outside: np.ndarray
+
+    @classmethod
+    def of(cls, pairs: tuple[np.ndarray, np.ndarray, np.ndarray], placement: Placement, job: PlannedJob) -> _Traffic:
+        source, destination, nbytes = pairs
+        sends, receives = np.array(placement.train)[source], np.array(placement.rollout)[destination]
+        same, near = (sends == receives).all(axis=1), sends[:, 0] == receives[:, 0]
+        if job.device == "cpu":
+            same = np.zeros_like(same)  # processes have separate memory
+        return cls(source, destination, nbytes, same, near & ~same, ~near)
+
+    def busiest(self, ends: np.ndarray, mask: np.ndarray) -> int:
+        """Return the most bytes of one rank among some pairs."""
+        return int(np.bincount(ends[mask], self.nbytes[mask], minlength=1).max()) if mask.any() else 0
+
+    def seconds(self, job: PlannedJob, hardware: Hardware) -> dict[str, float]:
+        """Return the seconds of the busiest rank, by kind of link."""
+        inside, outside = (
+            max(self.busiest(self.source, mask), self.busiest(self.destination, mask))
+            for mask in (self.inside, self.outside)
+        )
+        return {
+            "link": hardware.transfer_s(inside, within_node=True),
+            "network": hardware.transfer_s(outside, within_node=False),
+            "memory": 2 * hardware.reading_s(self.busiest(self.destination, self.same)),
+        }
 
 
 def rough_sync_s(job: PlannedJob, hardware: Hardware) -> float:

@@ -28,8 +28,8 @@ from megarl.config.schema.jobs import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, RO
 from megarl.models import ParallelLayout, WeightMap, read_model_config
 from megarl.models.sequence_cost import SequenceCost, sequence_cost
 from megarl.rollout.registry import engine_vocab_multiple
-from megarl.rollout.serving import HeldRequests
 from megarl.sharding import (
+    PausedRequests,
     RolloutLayout,
     Routes,
     ShardingManager,
@@ -79,7 +79,6 @@ class Roles:
         rollout: rollout replicas.
         sharding_manager: sends the actor's weights to the replicas.
         connect: builds a sharding manager for the current processes.
-        answer_s: seconds for a replica to interrupt or continue its requests; a silent one is replaced.
         replacements: number of lost replicas that were replaced.
     """
 
@@ -91,7 +90,6 @@ class Roles:
     rollout: RolloutGroup
     sharding_manager: ShardingManager
     connect: Callable[[ActorGroup, RolloutGroup], ShardingManager]
-    answer_s: float
     replacements: int = 0
 
     def replicas(self) -> list[ReplicaProcess]:
@@ -108,27 +106,15 @@ class Roles:
 
     def pause_engines(self) -> None:
         """Interrupt all requests and free the engines' memory for training; a sync in flight continues the requests."""
+        self._retry_with_new_replicas(lambda: self.sharding_manager.pause_engines())
 
-        def pause() -> None:
-            self.rollout.submit("pause").result(self.answer_s)
-            self.sharding_manager.free_engines()
-
-        self._retry_with_new_replicas(pause)
-
-    def sync_weights_in_flight(self) -> tuple[dict[str, float], HeldRequests]:
-        """Interrupt all requests, send the actor's weights, and continue the requests with them.
-
-        Returns:
-            Metrics of the sync, and the interrupted requests of all replicas.
-        """
+    def sync_weights_in_flight(self) -> tuple[dict[str, float], list[PausedRequests]]:
+        """Send the actor's weights between two tokens; see :meth:`ShardingManager.sync_weights_in_flight`."""
         version = self.sharding_manager.version
 
-        def sync() -> tuple[dict[str, float], HeldRequests]:
+        def sync() -> tuple[dict[str, float], list[PausedRequests]]:
             self.sharding_manager.version = version  # a repetition sends the same weights under the same version
-            held = self.rollout.submit("pause").result(self.answer_s)
-            metrics = self.sharding_manager.sync_weights()
-            self.rollout.submit("resume").result(self.answer_s)
-            return metrics, HeldRequests(sum(one.requests for one in held), sum(one.tokens for one in held))
+            return self.sharding_manager.sync_weights_in_flight()
 
         return self._retry_with_new_replicas(sync)
 
@@ -267,8 +253,7 @@ class RoleBuilder:
         reference = reference_group or (actor if self._has_reference() else None)
         sync = self._connect(actor, rollout)
         sync.free_engines()
-        answer_s = self.policy.rollout.health.timeout_s
-        return Roles(actor, critic, reference, reward_model, teachers, rollout, sync, self._connect, answer_s)
+        return Roles(actor, critic, reference, reward_model, teachers, rollout, sync, self._connect)
 
     def _actor(self) -> ActorGroup:
         reference = None
@@ -367,6 +352,7 @@ class RoleBuilder:
             sync.bucket_megabytes * 2**20,
             ELEMENT_BYTES[config.rollout.dtype],
             routes.placement(),
+            self.config.async_training.sync_wave_size,
         )
         address = actor.host_sync()[0] if routes.needs_rendezvous() else None
         if address is not None:
@@ -379,7 +365,12 @@ class RoleBuilder:
         )
         wait_all(ends)
         options = SyncOptions(
-            sync.verify_freq, config.rollout.free_cache_engine, tp, sync.timeout_s, delta=sync.delta.enable
+            verify_freq=sync.verify_freq,
+            free_engine=config.rollout.free_cache_engine,
+            replica_size=tp,
+            timeout_s=sync.timeout_s,
+            answer_s=config.rollout.health.timeout_s,
+            delta=sync.delta.enable,
         )
         return ShardingManager(plan, GroupSource(actor, plan.rollout.world_size), GroupTarget(rollout), options)
 

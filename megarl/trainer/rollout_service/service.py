@@ -20,7 +20,7 @@ from megarl.data.loader import PromptQueue
 from megarl.rewards.manager import EarlyScores
 from megarl.rollout.interface import NO_VERSION
 from megarl.rollout.router import RouterStats
-from megarl.rollout.serving import HeldRequests
+from megarl.sharding import PausedRequests
 from megarl.trainer.jobs.roles import Roles
 from megarl.trainer.phases.dynamic_sampling import SampleCollector
 from megarl.trainer.phases.reward_phase import RewardPhase
@@ -287,7 +287,7 @@ class RolloutService:
             if stats.lost:
                 self.rollout.on_lost(stats.lost)
         waited = {"rollout_service/sync_wait_s": time.perf_counter() - started}
-        return waited | _held_metrics(HeldRequests(0, 0)) | stats.metrics() | self.roles.sync_weights()
+        return waited | _held_metrics([]) | stats.metrics() | self.roles.sync_weights()
 
     def _sync_in_flight(self) -> Metrics:
         """Replace the weights between two tokens of the responses in flight.
@@ -375,10 +375,10 @@ class RolloutService:
         return self._with_spans(group)
 
 
-def _held_metrics(held: HeldRequests) -> Metrics:
+def _held_metrics(held: Sequence[PausedRequests]) -> Metrics:
     return {
-        "rollout_service/interrupted": float(held.requests),
-        "rollout_service/recomputed_tokens": float(held.tokens),
+        "rollout_service/interrupted": float(sum(one.requests for one in held)),
+        "rollout_service/recomputed_tokens": float(sum(one.tokens for one in held)),
     }
 
 

@@ -159,6 +159,16 @@ def test_overlap_compares_the_same_devices():
     assert overlap.best is not None and overlap.best.step_s <= overlap.run.step_s
 
 
+@pytest.mark.parametrize(("wave", "share"), [(None, 0), (4, 0), (2, 0.5), (1, 0.75)])
+def test_engines_generate_during_a_rolling_sync(wave, share):
+    """Training is instant. Three responses of 5 s run; during a sync of 2 s the trained one is not replaced yet."""
+    rates = SimulatedRates(decode_s=0.01, sequence_s=0.0, slots=1000, sync_s=2.0)
+    batch = SimulatedBatch(prompts=1, samples=1, lengths=Quantiles.log_normal(500, 0.0, 500))
+    run = simulate(SimulatedMode("disaggregated", 4, 4, max_staleness=2, sync_wave=wave), rates, batch, steps=600)
+    # A step generates one response: 3 (step_s - 2) + 2 x 2 share = 5.
+    assert run.step_s == pytest.approx(2 + (5 - 4 * share) / 3, rel=1e-3)
+
+
 @pytest.mark.parametrize("slots", [4, 1000])
 def test_rates_of_a_timed_generation_repeat_it(slots):
     """A queue with steps of 10 ms plus 2 ms per sequence: the fit finds both, and keeps the sum with prefill."""
