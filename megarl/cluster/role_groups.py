@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megarl.data import DataProto
     from megarl.rollout.interface import Tag
     from megarl.rollout.serving import HeldRequests
+    from megarl.rollout.sglang.options import EngineNodes
     from megarl.sharding.placement import ProcessLocation, Routes
     from megarl.sharding.plan import RankPlan, TransferUsage
     from megarl.sharding.sender import Message
@@ -169,12 +170,30 @@ class SFTGroup(MegatronGroup):
         def update_sft(self, batch: DataProto) -> dict[str, float]: ...
 
 
-class RolloutGroup(WorkerGroup):
-    """Rollout replicas, one worker each: :class:`megarl.workers.rollout.RolloutWorker`."""
+class RolloutNodeGroup(WorkerGroup):
+    """The further nodes of replicas that span nodes: :class:`megarl.workers.rollout.RolloutNodeWorker`."""
 
     if TYPE_CHECKING:
 
-        def init_model(self, pending_bytes: int | None = None) -> list[None]: ...
+        def init_model(self, nodes: Mapping[int, EngineNodes], pending_bytes: int | None = None) -> list[None]: ...
+
+
+class RolloutGroup(WorkerGroup):
+    """Rollout replicas, one worker each: :class:`megarl.workers.rollout.RolloutWorker`.
+
+    Attributes:
+        nodes: the further nodes of the replicas, replica by replica; None = each replica is on one node.
+    """
+
+    nodes: RolloutNodeGroup | None = None
+
+    if TYPE_CHECKING:
+
+        def host_rendezvous(self, hosts: Mapping[int, str]) -> list[int]: ...
+
+        def init_model(
+            self, pending_bytes: int | None = None, nodes: Mapping[int, EngineNodes] | None = None
+        ) -> list[None]: ...
 
         def describe(self) -> str: ...
 

@@ -45,6 +45,7 @@ class WorkerGroup:
         env: environment variables of the processes, set before the class is imported.
         budgets: micro-batch budget of each verb that has one, for partition balancing.
         devices_per_process: number of neighbouring devices of each process. The process sees those GPUs only.
+        first_devices: first device of each process; None = processes have the devices one after another.
         threads: number of ``RANK`` verbs that each process runs at the same time, next to other verbs; 0 = the worker
             has none.
         on_device: False: the processes use no device; rank 0 is on the driver's node, the others on nodes of the pool.
@@ -63,6 +64,7 @@ class WorkerGroup:
         env: Mapping[str, str] | None = None,
         budgets: Mapping[str, MicroBatchBudget] | None = None,
         devices_per_process: int = 1,
+        first_devices: Sequence[int] | None = None,
         threads: int = 0,
         on_device: bool = True,
     ) -> None:
@@ -84,6 +86,7 @@ class WorkerGroup:
         self._processes: dict[int, WorkerInfo] = {}
         self._busy: dict[str, list[float]] = {}
         self._span, self._threads, self._on_device = devices_per_process, threads, on_device
+        self._first = first_devices or [rank * devices_per_process for rank in range(layout.world_size)]
         self._actors: list[Any] = [self._create_actor(rank) for rank in range(layout.world_size)]
         self._address = self._actors[0].reserve_address.remote()
         self._kwargs = ray.put(dict(worker_kwargs))
@@ -319,7 +322,7 @@ class WorkerGroup:
     def _create_actor(self, rank: int) -> Any:
         """Start a process without a worker."""
         tracing = self.pool.processes.options
-        placement = self.pool.actor_options(rank * self._span) if self._on_device else self.pool.host_options(rank)
+        placement = self.pool.actor_options(self._first[rank]) if self._on_device else self.pool.host_options(rank)
         options = placement | nsight_options(tracing.profile(self.role, rank))
         if self._env and fork_address() is not None:
             # A process with a runtime environment is no fork, which would have imported torch before it sees them.
@@ -350,7 +353,7 @@ class WorkerGroup:
 
     def _environment(self, rank: int) -> dict[str, str]:
         """Environment variables of a process; the group's ``env`` takes precedence."""
-        first = rank * self._span
+        first = self._first[rank]
         variables = {"LOCAL_RANK": str(self.pool.local_rank(first))}
         if not self._on_device:
             variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -13,7 +13,7 @@ from megarl.config import RolloutConfig
 from megarl.config.schema.rollout import SGLangConfig, TrainingRolloutConfig
 from megarl.rollout.interface import EngineOptions
 from megarl.rollout.sglang.memory import FRACTION, FreeMemory, fraction_beside_training
-from megarl.rollout.sglang.options import SGLangOptions
+from megarl.rollout.sglang.options import EngineNodes, SGLangOptions
 
 
 def engine_options(
@@ -23,6 +23,7 @@ def engine_options(
     pending_bytes: int | None = None,
     *,
     return_routes: bool = False,
+    nodes: EngineNodes | None = None,
 ) -> EngineOptions:
     """Return the options of the engine ``rollout.name``.
 
@@ -33,6 +34,7 @@ def engine_options(
         pending_bytes: device bytes that training roles on the replica's GPUs have yet to allocate, from which SGLang's
             share of the free memory follows; None = no training role.
         return_routes: see :class:`~megarl.rollout.interface.EngineOptions`.
+        nodes: nodes of the replica's ranks; None = one node.
 
     Raises:
         ConfigError: the training roles leave no memory to SGLang, or the API key of running servers is not set.
@@ -59,13 +61,14 @@ def engine_options(
         call_timeout_s=sglang.call_timeout_s,
         health_timeout_s=rollout.health.timeout_s,
         server_args=sglang.server_args,
+        nodes=nodes,
     )
     if not isinstance(rollout, TrainingRolloutConfig):
         return options
     if pending_bytes is None or options.is_cpu or options.url is not None or FRACTION in sglang.server_args:
         return options
     fraction = fraction_beside_training(
-        _free_memory([options.device_of(rank) for rank in range(options.tensor_parallel_size)]),
+        _free_memory([options.device_of(rank) for rank in range(options.local_ranks)]),
         pending_bytes,
         keeps_memory=not rollout.free_cache_engine,
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from megarl.base.user_code import import_user_modules
 from megarl.config import RolloutConfig
@@ -13,7 +14,7 @@ from megarl.rollout.registry import engine_vocab_multiple
 from megarl.rollout.serving import EngineServer, HeldRequests
 from megarl.rollout.settings import engine_options
 from megarl.rollout.sglang.memory import FRACTION
-from megarl.rollout.sglang.options import SGLangOptions
+from megarl.rollout.sglang.options import EngineNodes, SGLangOptions
 from megarl.rollout.weight_checks import WeightFingerprint
 from megarl.sharding.placement import ProcessLocation, Routes
 from megarl.sharding.plan import RankPlan, TransferUsage
@@ -45,11 +46,24 @@ class RolloutWorker:
         import_user_modules(*settings.external_lib)
 
     @verb(Dispatch.ALL)
-    def init_model(self, pending_bytes: int | None = None) -> None:
+    def host_rendezvous(self, hosts: Mapping[int, str]) -> int:
+        """Host the store at which the ranks of a replica on several nodes meet; return its port.
+
+        Args:
+            hosts: address of each replica's first node.
+        """
+        from megarl.base.rendezvous import host_store
+
+        self._store = host_store(hosts[self.replica])
+        return int(self._store.port)
+
+    @verb(Dispatch.ALL)
+    def init_model(self, pending_bytes: int | None = None, nodes: Mapping[int, EngineNodes] | None = None) -> None:
         """Build the engine, stale until the first weight sync.
 
         Args:
             pending_bytes: see :func:`megarl.rollout.settings.engine_options`.
+            nodes: nodes of each replica that spans several.
         """
         settings: RolloutSettings = self.settings
         rollout: RolloutConfig = settings.config
@@ -57,7 +71,12 @@ class RolloutWorker:
         multiple = engine_vocab_multiple(rollout.name)
         self._params = [weights.rollout_params(tp, rank, vocab_multiple=multiple) for rank in range(tp)]
         self._options = options = engine_options(
-            rollout, settings.device, self.replica, pending_bytes, return_routes=settings.return_routes
+            rollout,
+            settings.device,
+            self.replica,
+            pending_bytes,
+            return_routes=settings.return_routes,
+            nodes=nodes[self.replica] if nodes else None,
         )
         self.engine = create_engine(rollout.name, settings.model_path, options)
         self._fingerprint = WeightFingerprint(self.engine)
@@ -168,3 +187,42 @@ class RolloutWorker:
     def checksums(self) -> list[dict[str, str]]:
         """Digest of every parameter, by rank of the replica."""
         return [self.engine.checksum(rank) for rank in range(len(self._params))]
+
+
+class RolloutNodeWorker:
+    """Runs the ranks of a replica on one of its further nodes; the replica's own process leads them.
+
+    Args:
+        place: its rank counts the further nodes of all replicas, replica by replica.
+        settings: settings of the replicas.
+    """
+
+    def __init__(self, place: WorkerPlace, *, settings: RolloutSettings) -> None:
+        self.rank, self.settings = place.rank, settings
+        import_user_modules(*settings.external_lib)
+
+    @verb(Dispatch.ALL)
+    def init_model(self, nodes: Mapping[int, EngineNodes], pending_bytes: int | None = None) -> None:
+        """Start the ranks of this node, and wait until the replica is built.
+
+        Args:
+            nodes: nodes of each replica.
+            pending_bytes: see :func:`megarl.rollout.settings.engine_options`.
+        """
+        from megarl.rollout.sglang.in_process import FollowerNode
+
+        further = len(next(iter(nodes.values())).hosts) - 1
+        replica, number = divmod(self.rank, further)
+        own = replace(nodes[replica], number=number + 1)
+        settings = self.settings
+        options = engine_options(
+            settings.config,
+            settings.device,
+            replica,
+            pending_bytes,
+            return_routes=settings.return_routes,
+            nodes=own,
+        )
+        assert isinstance(options, SGLangOptions)
+        length = options.max_model_len or read_model_config(settings.model_path).max_position_embeddings
+        self._node = FollowerNode(settings.model_path, length, options)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
 
 import pytest
 from cli_runs import START_S, CliRun, RunFiles, assert_finite
 from listeners import assert_on_loopback, listening_processes
+from ray.cluster_utils import Cluster
 from safetensors import safe_open
 
 ACTOR = "actor_rollout_ref.actor.megatron"
@@ -62,18 +63,39 @@ def test_sglang_and_actor_log_probs_agree_before_and_after_an_update(
         assert row["actor/grad_norm"] > 0 and row["rollout/replicas_lost"] == 0
 
 
+@pytest.fixture
+def cluster_of_two() -> Iterator[dict[str, str]]:
+    """Two Ray nodes on this machine, with one CPU slot each, as the environment of the jobs that join them."""
+    memory = {"object_store_memory": 80 * 2**20}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, **memory})
+    cluster.add_node(num_cpus=1, **memory)
+    yield {"RAY_ADDRESS": cluster.address}
+    cluster.shutdown()
+
+
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.sglang)])
 def test_replica_with_a_rank_that_dies_within_a_bucket_is_replaced_and_training_continues(
-    arguments: list[str], start: Callable[..., CliRun]
+    nodes: int, arguments: list[str], task: Path, start: Callable[..., CliRun], request: pytest.FixtureRequest
 ) -> None:
+    """On two nodes each has a rank of the actor and a rank of the replica."""
     deadly = f"custom_reward_function.path={Path(__file__).with_name('deadly_rank_reward.py')}"
+    layout, env = ONE_PROCESS, None
+    if nodes == 2:
+        layout = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", f"{ACTOR}.tensor_model_parallel_size=2"]
+        env = request.getfixturevalue("cluster_of_two")
     run = start(
-        *arguments, *ONE_PROCESS, TWO_RANKS, deadly, "custom_reward_function.name=score", "reward_model.num_workers=0"
+        *arguments,
+        *layout,
+        *(TWO_RANKS, deadly, "custom_reward_function.name=score", "reward_model.num_workers=0"),
+        env=env,
     )
     assert run.wait() == 0, run.output
     assert run.remaining() == []
     assert run.output.count("rollout replica 0 is lost and is replaced") == 1, run.output
     assert "rollout replica 0 is lost and is replaced: weight sync to version 2 failed at bucket 1 of 1" in run.output
-    assert "EngineLost: SGLang" in run.output and "one of its processes ended (rank 1, running:" in run.output
+    dead = "rank 1" if nodes == 1 else "rank 0"  # whose node sees the end of the other one
+    assert "EngineLost: SGLang" in run.output and f"one of its processes ended ({dead}, running:" in run.output
     steps = RunFiles(run.folder, "sglang").steps
     assert list(steps) == [1, 2]
     assert all(row["training/rollout_log_probs_diff_max"] < 1e-5 for row in steps.values())
+    assert all(row["weight_sync/bytes"] == sent_bytes(task / "model", 2) for row in steps.values())

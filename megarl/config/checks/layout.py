@@ -101,11 +101,12 @@ def replicas(config: TrainConfig | EvaluateConfig | GenerateConfig) -> Iterator[
         text = f"{ROLLOUT}.name=embedded runs each replica on one device; set 1"
         yield Problem(f"{ROLLOUT}.tensor_model_parallel_size", tp, text)
     elif (split := _nodes_of_replicas(rollout, trainer)) and split[1] % size:
-        text = (
-            f"must divide {split[0]}={split[1]}: a replica that the run starts does not span nodes; a server "
-            f"that you start can, see {ROLLOUT}.engine_kwargs.sglang.urls"
-        )
-        yield Problem(f"{ROLLOUT}.tensor_model_parallel_size", tp, text)
+        if size % split[1]:
+            text = f"must divide {split[0]}={split[1]}, or be a multiple of it, for replicas on whole nodes"
+            yield Problem(f"{ROLLOUT}.tensor_model_parallel_size", tp, text)
+        elif sglang.mode != "in_process":
+            text = f"a server is on one node, and {size} devices are on {size // split[1]}; set in_process"
+            yield Problem(f"{ROLLOUT}.engine_kwargs.sglang.mode", sglang.mode, text)
 
 
 def weight_sync(config: TrainConfig) -> Iterator[Problem]:

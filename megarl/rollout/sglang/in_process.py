@@ -53,15 +53,8 @@ class InProcessBackend:
         RolloutError: SGLang does not start, or this process has an SGLang engine already.
     """
 
-    ranks_host = None
-
     def __init__(self, folder: str, max_model_len: int, options: SGLangOptions) -> None:
-        if not _RUNNING.acquire(blocking=False):
-            raise RolloutError(
-                "this process already holds an SGLang engine, and SGLang can have one per process: shut it down first, "
-                "or use rollout.engine_kwargs.sglang.mode=http"
-            )
-        _CHILD_FAILED.clear()
+        _acquire()
         self._closed = False
         try:
             self._rendezvous = RankRendezvous(options)
@@ -70,7 +63,8 @@ class InProcessBackend:
             _RUNNING.release()
             raise
         self._manager = self._engine.tokenizer_manager
-        self._ranks = options.tensor_parallel_size
+        self._ranks = options.local_ranks
+        self.ranks_host = options.nodes.hosts[1] if options.nodes else None
         self._processes = [psutil.Process(pid) for pid in self._engine.get_all_child_pids()]
 
     async def generate(self, payload: dict[str, Any]) -> dict[str, Any]:
@@ -133,6 +127,37 @@ class InProcessBackend:
             watchdog.stop()
         _end(self._processes)
         _RUNNING.release()
+
+
+class FollowerNode:
+    """The ranks of an SGLang on another node than its front end; they follow the scheduler of the first node.
+
+    They end with this process.
+
+    Args:
+        folder: model folder.
+        max_model_len: maximum tokens of prompt and response.
+        options: options of the engine, with ``nodes``.
+
+    Raises:
+        RolloutError: SGLang does not start, or this process has an SGLang engine already.
+    """
+
+    def __init__(self, folder: str, max_model_len: int, options: SGLangOptions) -> None:
+        _acquire()
+        # Otherwise the constructor returns at the end of the ranks.
+        with environment_variables({"SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}):
+            self._engine = _start(folder, max_model_len, options, RankRendezvous(options))
+        self.processes = [psutil.Process(pid) for pid in self._engine.get_all_child_pids()]
+
+
+def _acquire() -> None:
+    if not _RUNNING.acquire(blocking=False):
+        raise RolloutError(
+            "this process already holds an SGLang engine, and SGLang can have one per process: shut it down first, "
+            "or use rollout.engine_kwargs.sglang.mode=http"
+        )
+    _CHILD_FAILED.clear()
 
 
 def _start(folder: str, max_model_len: int, options: SGLangOptions, rendezvous: RankRendezvous) -> Any:

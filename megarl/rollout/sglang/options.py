@@ -96,6 +96,27 @@ SHIM = Path(__file__).parent / "cpu_shim"
 
 
 @dataclass(frozen=True)
+class EngineNodes:
+    """The nodes of an SGLang whose ranks are on several nodes.
+
+    Attributes:
+        hosts: address of each node; the front end is on the first one.
+        port: port of the rendezvous store on the first node.
+        number: number of this node.
+    """
+
+    hosts: tuple[str, ...]
+    port: int
+    number: int = 0
+
+    @property
+    def rendezvous(self) -> str:
+        """Address and port of the store."""
+        host = self.hosts[0]
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+
+
+@dataclass(frozen=True)
 class SGLangOptions(EngineOptions):
     """Options of :class:`megarl.rollout.sglang.engine.SGLangEngine`.
 
@@ -115,6 +136,7 @@ class SGLangOptions(EngineOptions):
         call_timeout_s: timeout of calls that move weights or memory, in seconds.
         health_timeout_s: seconds after which a scheduler counts as lost that does not respond while requests run, or
             whose process is stopped during a call.
+        nodes: nodes of the ranks, with equal numbers of ranks; None = all are on this node.
     """
 
     mode: str = "in_process"
@@ -128,6 +150,12 @@ class SGLangOptions(EngineOptions):
     start_timeout_s: float = 600.0
     call_timeout_s: float = 600.0
     health_timeout_s: float = 180.0
+    nodes: EngineNodes | None = None
+
+    @property
+    def local_ranks(self) -> int:
+        """Number of ranks on this node."""
+        return self.tensor_parallel_size // (len(self.nodes.hosts) if self.nodes else 1)
 
     @property
     def is_cpu(self) -> bool:
@@ -281,6 +309,8 @@ def environment(options: SGLangOptions) -> dict[str, str]:
             # Trainers on other nodes send weights to the same processes, and NCCL reads its interface once.
             loopback.pop("NCCL_SOCKET_IFNAME", None)
         variables |= loopback
+    elif options.nodes is not None:
+        variables |= collective_interfaces(options.nodes.hosts[options.nodes.number])
     if options.is_cpu:
         variables["SGLANG_USE_CPU_ENGINE"] = "1"
         variables["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(options.tensor_parallel_size)
@@ -297,11 +327,11 @@ def environment(options: SGLangOptions) -> dict[str, str]:
 
 def on_one_node(options: SGLangOptions) -> bool:
     """Return whether all ranks of a started SGLang are on this machine and form one group."""
-    return all(options.server_args.get(name) in (None, 1) for name in ("nnodes", "dp_size"))
+    return options.nodes is None and all(options.server_args.get(name) in (None, 1) for name in ("nnodes", "dp_size"))
 
 
 class RankRendezvous:
-    """Hosts the loopback TCPStore at which the ranks of an SGLang on one node meet.
+    """The TCPStore at which the ranks of an SGLang meet: hosted here on loopback, or on the first of several nodes.
 
     Otherwise SGLang's rank 0 hosts a store that listens on all interfaces.
 
@@ -315,7 +345,15 @@ class RankRendezvous:
 
     def __init__(self, options: SGLangOptions) -> None:
         self.variables: dict[str, str] = {}
-        self.arguments: dict[str, int] = {}
+        self.arguments: dict[str, Any] = {}
+        if (nodes := options.nodes) is not None:
+            self.arguments = {
+                "nnodes": len(nodes.hosts),
+                "node_rank": nodes.number,
+                "dist_init_addr": nodes.rendezvous,
+            }
+            self.variables = _at_store(nodes.rendezvous)
+            return
         if not on_one_node(options):
             return
         from megarl.base.rendezvous import host_store
@@ -323,10 +361,15 @@ class RankRendezvous:
         self._store = host_store("127.0.0.1", options.server_args.get("nccl_port") or 0)
         port = self._store.port
         self.arguments["nccl_port"] = port
-        self.variables = {
-            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"tcp://127.0.0.1:{port}",  # also with another `host`
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }
+        self.variables = _at_store(f"127.0.0.1:{port}")  # also with another `host`
+
+
+def _at_store(address: str) -> dict[str, str]:
+    """Environment variables that make all ranks clients of a store."""
+    return {
+        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"tcp://{address}",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 def needs_shim(options: SGLangOptions) -> bool:

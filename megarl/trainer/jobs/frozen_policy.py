@@ -26,7 +26,7 @@ from megarl.convert.source import HUGGING_FACE, CheckpointSource
 from megarl.models import ModelConfig
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE
 from megarl.tracking import Console
-from megarl.trainer.jobs.worker_groups import Progress, restart_replicas, rollout_group
+from megarl.trainer.jobs.worker_groups import Progress, build_engines, restart_replicas, rollout_group
 from megarl.trainer.phases.data_loading import load_tokenizer
 from megarl.trainer.phases.rollout_phase import RolloutPhase
 from megarl.trainer.rollout_service.traffic import RolloutTraffic
@@ -214,7 +214,7 @@ class FrozenReplicas:
         self.config = config
         self.group: RolloutGroup = rollout_group(config.actor_rollout_ref, pool)
         wait_ready([self.group], progress=progress)
-        self.group.init_model()
+        build_engines(self.group, range(self.group.world_size))
         self.group.load_hf()
 
     def rollout_phase(self, tokenizer: PreTrainedTokenizerBase, runners: AgentRunners) -> RolloutPhase:

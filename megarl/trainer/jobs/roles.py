@@ -42,6 +42,7 @@ from megarl.trainer.jobs.devices import JobPools
 from megarl.trainer.jobs.worker_groups import (
     Progress,
     budget,
+    build_engines,
     pending_beside,
     restart_replicas,
     reward_model_group,
@@ -249,7 +250,7 @@ class RoleBuilder:
         groups = [group for group in (actor, critic, reference_group, reward_model, *teachers.values()) if group]
         wait_ready([*groups, rollout], progress=self.progress)
         wait_all([group.submit("init_model") for group in groups])
-        rollout.init_model(pending_beside(rollout, groups))
+        build_engines(rollout, range(rollout.world_size), pending_beside(rollout, groups))
         reference = reference_group or (actor if self._has_reference() else None)
         sync = self._connect(actor, rollout)
         sync.free_engines()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from megarl.cluster import PlacedPool, wait_all, wait_ready
-from megarl.cluster.role_groups import MegatronGroup, RewardModelGroup, RolloutGroup
+from megarl.cluster.role_groups import MegatronGroup, RewardModelGroup, RolloutGroup, RolloutNodeGroup
 from megarl.config.batch import MicroBatches, PhasePlan, reward_micro_batches
 from megarl.config.schema.jobs import EvaluateConfig, PolicyConfig, TrainConfig
 from megarl.models import ParallelLayout, read_model_config
 from megarl.models.sequence_cost import SequenceCost, sequence_cost
+from megarl.rollout.sglang.options import EngineNodes
 from megarl.workers.settings import MicroBatchBudget, RoleSettings, RolloutSettings, UpdatePlan, layout_of
 
 SPARE_THREADS = 2
@@ -52,10 +54,70 @@ def rollout_group(policy: PolicyConfig, pool: PlacedPool) -> RolloutGroup:
         policy.model.user_modules,
         return_routes=policy.replays_engine_routes,
     )
-    worker, kwargs = "megarl.workers.rollout:RolloutWorker", {"settings": settings}
-    layout = ParallelLayout(dp=rollout.replicas or 1)
-    span, threads = rollout.devices_per_replica, rollout.agent.num_workers + SPARE_THREADS
-    return RolloutGroup("rollout", worker, kwargs, layout, pool, devices_per_process=span, threads=threads)
+    kwargs, replicas = {"settings": settings}, range(rollout.replicas or 1)
+    size, threads = rollout.devices_per_replica, rollout.agent.num_workers + SPARE_THREADS
+    span = min(size, max(pool.pool.devices_per_node))
+    group = RolloutGroup(
+        "rollout",
+        "megarl.workers.rollout:RolloutWorker",
+        kwargs,
+        ParallelLayout(dp=len(replicas)),
+        pool,
+        devices_per_process=span,
+        first_devices=[replica * size for replica in replicas],
+        threads=threads,
+    )
+    further = [replica * size + device for replica in replicas for device in range(span, size, span)]
+    if further:
+        group.nodes = RolloutNodeGroup(
+            "rollout_node",
+            "megarl.workers.rollout:RolloutNodeWorker",
+            kwargs,
+            ParallelLayout(dp=len(further)),
+            pool,
+            devices_per_process=span,
+            first_devices=further,
+        )
+    return group
+
+
+def build_engines(group: RolloutGroup, replicas: Sequence[int], pending_bytes: int | None = None) -> None:
+    """Build the engines of some replicas; the nodes of one replica start together.
+
+    Args:
+        group: the replicas.
+        replicas: their numbers.
+        pending_bytes: see :meth:`megarl.workers.rollout.RolloutWorker.init_model`.
+
+    Raises:
+        WorkerError: a process failed.
+    """
+    if group.nodes is None:
+        group.submit_on(replicas, "init_model", pending_bytes).result()
+        return
+    wait_ready([group, group.nodes])
+    further = {replica: _further_nodes(group, replica) for replica in replicas}
+    first = {replica: group.processes[replica].host for replica in replicas}
+    ports: list[int] = group.submit_on(replicas, "host_rendezvous", first).result()
+    nodes = {
+        replica: EngineNodes((first[replica], *(group.nodes.processes[rank].host for rank in further[replica])), port)
+        for replica, port in zip(replicas, ports, strict=True)
+    }
+    followers = list(itertools.chain.from_iterable(further.values()))
+    wait_all(
+        [
+            group.submit_on(replicas, "init_model", pending_bytes, nodes),
+            group.nodes.submit_on(followers, "init_model", nodes, pending_bytes),
+        ]
+    )
+
+
+def _further_nodes(group: RolloutGroup, replica: int) -> range:
+    """Return the ranks of a replica's further nodes."""
+    if group.nodes is None:
+        return range(0)
+    each = group.nodes.world_size // group.world_size
+    return range(replica * each, (replica + 1) * each)
 
 
 def pending_beside(rollout: RolloutGroup, groups: Iterable[MegatronGroup]) -> int | None:
@@ -87,8 +149,10 @@ def restart_replicas(group: RolloutGroup, lost: Collection[int], pending_bytes: 
         WorkerError: a new process failed.
     """
     replicas = sorted(lost)
+    if group.nodes is not None:
+        group.nodes.restart([rank for replica in replicas for rank in _further_nodes(group, replica)])
     group.restart(replicas)
-    group.submit_on(replicas, "init_model", pending_bytes).result()
+    build_engines(group, replicas, pending_bytes)
     return replicas
 
 
