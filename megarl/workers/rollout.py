@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from megarl.base.ports import free_port
 from megarl.base.user_code import import_user_modules
 from megarl.config import RolloutConfig
 from megarl.models import WeightMap, read_model_config
@@ -54,7 +55,8 @@ class RolloutWorker:
         """
         from megarl.base.rendezvous import host_store
 
-        self._store = host_store(hosts[self.replica])
+        host = hosts[self.replica]
+        self._store = host_store(host, free_port(host))
         return int(self._store.port)
 
     @verb(Dispatch.ALL)

@@ -66,6 +66,10 @@ def test_process_with_several_gpus_sees_only_those(monkeypatch):
         assert replicas.gpus() == ["0,1", "2,3"]
         replicas.restart([1])
         assert replicas.gpus() == ["0,1", "2,3"]
+        further = WorkerGroup(
+            "rollout_node", worker, {}, ParallelLayout(dp=2), pool, devices_per_process=1, first_devices=[1, 3]
+        )
+        assert further.gpus() == ["1", "3"]
         assert WorkerGroup("actor", worker, {}, ParallelLayout(dp=4), pool).gpus() == ["0", "1", "2", "3"]
 
 

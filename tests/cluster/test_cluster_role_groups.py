@@ -25,6 +25,7 @@ WORKERS = {
     "RewardModelGroup": "reward_model.RewardModelWorker",
     "RewardTrainingGroup": "reward_model.RewardTrainingWorker",
     "RolloutGroup": "rollout.RolloutWorker",
+    "RolloutNodeGroup": "rollout.RolloutNodeWorker",
     "SFTGroup": "sft.SFTWorker",
     "TeacherGroup": "teacher.TeacherWorker",
 }

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
+import gc
 import threading
 from typing import Any
 
 import psutil
 
-from megarl.base.processes import READ_ERRORS, all_processes, command_line
+from megarl.base.processes import command_line, descendants
+from megarl.cluster import WorkerGroup
 from megarl.cluster.adapters import GroupTarget
 from megarl.cluster.calls import PendingCall, ScatteredCall
 
-MARK = "MEGARL_E2E_RUN"
 ROWS = 24
 _calls = 0
 
@@ -42,11 +41,8 @@ def kill_within_bucket() -> None:
 
 
 def sglang_ranks() -> list[psutil.Process]:
-    """SGLang's scheduler processes of this run."""
-    ranks = []
-    for process in all_processes():
-        with contextlib.suppress(*READ_ERRORS):
-            is_rank = "sglang::scheduler" in command_line(process)
-            if is_rank and process.environ().get(MARK) == os.environ[MARK]:
-                ranks.append(process)
-    return ranks
+    """SGLang's scheduler processes of this run, which may have joined a running cluster."""
+    groups = [item for item in gc.get_objects() if isinstance(item, WorkerGroup) and item.role.startswith("rollout")]
+    hosts = [psutil.Process(info.pid) for group in groups for info in group.processes.values()]
+    family = [process for host in hosts for process in descendants(host)]
+    return [process for process in family if "sglang::scheduler" in command_line(process)]

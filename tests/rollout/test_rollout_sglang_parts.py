@@ -26,7 +26,15 @@ from megarl.rollout.sglang import loader, options
 from megarl.rollout.sglang.backend import NAN_STOP, ResponseContext, parse_completion, request_payload
 from megarl.rollout.sglang.engine import _check_divides, _memory_tags
 from megarl.rollout.sglang.loader import ReplyListener, reply_addresses
-from megarl.rollout.sglang.options import SHIM, SGLangOptions, check_server_args, environment, server_args
+from megarl.rollout.sglang.options import (
+    SHIM,
+    EngineNodes,
+    RankRendezvous,
+    SGLangOptions,
+    check_server_args,
+    environment,
+    server_args,
+)
 from megarl.rollout.sglang.shards import SGLangShard
 from megarl.sharding import ProcessLocation, RolloutLayout, Routes, build_plan, receiver_plans
 from megarl.sharding.placement import current_location
@@ -480,6 +488,18 @@ def test_environment_of_sglangs_ranks(monkeypatch):
     assert several["GLOO_SOCKET_IFNAME"] == "lo" and "NCCL_SOCKET_IFNAME" not in several
     two_nodes = SGLangOptions(device="cuda:1", server_args={"nnodes": 2})
     assert "GLOO_SOCKET_IFNAME" not in environment(two_nodes), "its ranks are on several machines"
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_nodes_of_an_engine_meet_at_the_store_of_the_first(number):
+    nodes = EngineNodes(("127.0.0.1", "127.0.0.1"), 29500, number)
+    options = SGLangOptions(tensor_parallel_size=4, nodes=nodes)
+    rendezvous = RankRendezvous(options)
+    assert rendezvous.arguments == {"nnodes": 2, "node_rank": number, "dist_init_addr": "127.0.0.1:29500"}
+    assert rendezvous.variables["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] == "tcp://127.0.0.1:29500"
+    assert environment(options)["GLOO_SOCKET_IFNAME"] == "lo"
+    assert options.local_ranks == 2
+    assert EngineNodes(("::1", "::2"), 5).rendezvous == "[::1]:5"
 
 
 def test_expandable_segments_are_removed_for_sglang_on_a_gpu_only(monkeypatch):

@@ -331,9 +331,10 @@ def on_one_node(options: SGLangOptions) -> bool:
 
 
 class RankRendezvous:
-    """The TCPStore at which the ranks of an SGLang meet: hosted here on loopback, or on the first of several nodes.
+    """The TCPStore at which the ranks of an SGLang meet.
 
-    Otherwise SGLang's rank 0 hosts a store that listens on all interfaces.
+    On one node this object hosts it on loopback; of several nodes, the first one hosts it. Otherwise SGLang's rank 0
+    hosts a store that listens on all interfaces.
 
     Args:
         options: options of the engine.
