@@ -89,7 +89,7 @@ def test_replica_with_a_rank_that_dies_within_a_bucket_is_replaced_and_training_
         *(TWO_RANKS, deadly, "custom_reward_function.name=score", "reward_model.num_workers=0"),
         env=env,
     )
-    assert run.wait() == 0, run.output
+    assert run.wait(2 * START_S) == 0, run.output
     assert run.remaining() == []
     assert run.output.count("rollout replica 0 is lost and is replaced") == 1, run.output
     assert "rollout replica 0 is lost and is replaced: weight sync to version 2 failed at bucket 1 of 1" in run.output
