@@ -49,6 +49,7 @@ fi
 if [ "$sglang" != 0 ]; then
   source "$MEGARL_ROOT/launch/sglang_cpu.sh"
   ensure_sglang_environment
-  python -m pytest -m sglang tests/rollout tests/e2e || status=$?
+  # Two workers, as above: one for the tests that share engines, the other for those with an SGLang of their own.
+  python -m pytest -n 2 --dist loadgroup -m sglang tests/rollout tests/e2e || status=$?
 fi
 exit "$status"

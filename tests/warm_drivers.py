@@ -4,9 +4,8 @@ Importing torch, transformers, Ray and the trainer costs a job 3.5 s of CPU time
 is otherwise like a process of its own: arguments, environment, working folder, standard streams, session and exit code.
 All forks share the seed of Python's string hashes, so one run of a comparison must be a process of its own.
 
-As a script, ``warm_drivers.py SOCKET MODULE ARGUMENT...`` runs a job on a server, for the commands of a shell. A fork is
-killed when its client ends, so signals to such a script reach the job, if only as SIGKILL. A job that starts further
-jobs by ``sys.executable`` starts them warm if :func:`write_interpreter` made its interpreter.
+As a script, ``warm_drivers.py SOCKET MODULE ARGUMENT...`` runs a job on a server, for the commands of a shell. A fork
+is killed when its client ends. :func:`write_interpreter` writes an interpreter that starts jobs in this way.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ray's command line for a node of a launched cluster, without imports and processes that no job uses.
 
-As a program (``python -m megarl.ops.launch.ray_command start ...``) an agent runs it on its node. Ray Serve and Ray Jobs,
-whose imports take seconds of each node's start, are hidden; Ray itself goes on without them if they cannot be imported.
+As a program (``python -m megarl.ops.launch.ray_command start ...``) an agent runs it on its node. Ray Serve and Ray
+Jobs, whose imports take seconds of each node's start, are hidden; Ray goes on without them if they cannot be imported.
 A cluster of fixed size needs no autoscaler, drivers read no workers' output from a log monitor, and nobody connects to
 a client server: each would cost the node a process of one to two seconds of CPU time.
 """

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from warm_drivers import Drivers, write_interpreter
 
 from megarl.ops.acceptance.models import FAMILIES
