@@ -178,16 +178,13 @@ def engine_name(request):
 def pytest_collection_modifyitems(config, items):
     """Drop redundant cases that would start SGLang once more, and mark the cases for CI.
 
-    Cases with a tokenizer, for which each engine of SGLang starts again, come last. Cases that share engines run in one
-    process (``--dist loadgroup``).
+    Cases with a tokenizer, for which each engine of SGLang starts again, come last.
     """
     items[:] = [item for item in items if is_for_engine(item)]
     items.sort(key=lambda item: engine_of(item) in SGLANG and "folder_with_text" in item.fixturenames)
     for item in items:
         if is_for_ci(item):
             item.add_marker(pytest.mark.sglang)
-            if "experts" not in item.path.name:  # that file starts an engine of its own
-                item.add_marker(pytest.mark.xdist_group("shared engines"))
 
 
 @pytest.fixture(scope="session")

@@ -200,7 +200,7 @@ def ray_start(
     if settings.object_store_bytes is not None:
         options["object-store-memory"] = settings.object_store_bytes
     flags = [f"--{name}={value}" for name, value in options.items() if value != ""]
-    start = [settings.python, "-m", "megarl.ops.launch.ray_command", "start", "--block", "--disable-usage-stats"]
+    start = [settings.python, "-m", "megarl.cluster.ray_command", "start", "--block", "--disable-usage-stats"]
     return [*start, *([] if head else ["--head"]), *flags]
 
 

@@ -4,7 +4,7 @@ import pytest
 from ray._private.parameter import RayParams
 
 from megarl.cluster import fork_client
-from megarl.ops.launch.ray_command import node_parameters
+from megarl.cluster.ray_command import node_parameters
 from megarl.ops.launch.settings import ClusterSettings, JobToRun, Ports, ray_start
 
 SOCKET = {fork_client.ADDRESS: "/run/server/socket"}

@@ -1,6 +1,6 @@
 """Ray's command line for a node of a launched cluster, without imports and processes that no job uses.
 
-As a program (``python -m megarl.ops.launch.ray_command start ...``) an agent runs it on its node. Ray Serve and Ray
+As a program (``python -m megarl.cluster.ray_command start ...``) an agent runs it on its node. Ray Serve and Ray
 Jobs, whose imports take seconds of each node's start, are hidden; Ray goes on without them if they cannot be imported.
 A cluster of fixed size needs no autoscaler, drivers read no workers' output from a log monitor, and nobody connects to
 a client server: each would cost the node a process of one to two seconds of CPU time.
@@ -41,7 +41,7 @@ def main() -> None:
     from ray._private import parameter
 
     class Parameters(parameter.RayParams):
-        """Parameters of the node that ``ray start`` starts."""
+        """Parameters of the node that ``ray start`` starts, with those that it does not offer."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
