@@ -49,6 +49,13 @@ fi
 if [ "$sglang" != 0 ]; then
   source "$MEGARL_ROOT/launch/sglang_cpu.sh"
   ensure_sglang_environment
-  python -m pytest -m sglang tests/rollout tests/e2e || status=$?
+  # Two processes: one with the tests that share engines, the other with whole runs, whose output follows.
+  runs="$(mktemp)"
+  python -m pytest -m sglang tests/e2e >"$runs" 2>&1 &
+  whole_runs=$!
+  python -m pytest -m sglang tests/rollout || status=$?
+  wait "$whole_runs" || status=$?
+  cat "$runs"
+  rm "$runs"
 fi
 exit "$status"

@@ -52,20 +52,19 @@ SLOW = (
 )
 """Folders and files below tests/ that start processes or take seconds per test."""
 LONGEST = (
-    "ops/acceptance/test_acceptance_stages.py",
     "e2e/test_e2e_docs.py",
     "e2e/test_e2e_failures.py",
     "ops/launch/test_launch_cluster.py",
     "e2e/test_e2e_async.py",
     "cluster/test_cluster_session.py",
-    "ops/launch/test_launch_train.py",
+    "ops/acceptance/test_acceptance_stages.py",
     "workers/test_workers_exactness.py",
     "e2e/test_e2e_bad_input.py",
     "e2e/test_e2e_ppo.py",
+    "ops/launch/test_launch_train.py",
     "test_cli.py",
     "megatron/test_megatron_checkpoint.py",
     "e2e/test_e2e_grpo.py",
-    "examples/test_notebook.py",
     "chaos/test_chaos.py",
     "e2e/test_e2e_sweeps.py",
     "megatron/test_megatron_families.py",
@@ -81,6 +80,7 @@ LONGEST = (
     "e2e/test_e2e_wheel.py",
     "config/test_config_sweeps.py",
     "sharding/test_sharding_manager.py",
+    "examples/test_notebook.py",
 )
 """Files that take more than 50 s, by decreasing time: they run first, so that no lane ends with one of them."""
 

@@ -4,7 +4,8 @@ Importing torch, transformers, Ray and the trainer costs a job 3.5 s of CPU time
 is otherwise like a process of its own: arguments, environment, working folder, standard streams, session and exit code.
 All forks share the seed of Python's string hashes, so one run of a comparison must be a process of its own.
 
-As a script, ``warm_drivers.py SOCKET MODULE ARGUMENT...`` runs a job on a server, for the commands of a shell.
+As a script, ``warm_drivers.py SOCKET MODULE ARGUMENT...`` runs a job on a server, for the commands of a shell. A fork
+is killed when its client ends. :func:`write_interpreter` writes an interpreter that starts jobs in this way.
 """
 
 from __future__ import annotations
@@ -27,12 +28,40 @@ from typing import NoReturn
 MODULES = (
     *("megarl.cli", "torch", "transformers", "ray"),
     *(f"megarl.trainer.jobs.{name}" for name in ("train", "sft", "evaluate")),
-    *("megarl.ops.dry_run", "megarl.ops.report.command", "megarl.models.families"),
+    *("megarl.ops.dry_run", "megarl.ops.report.command", "megarl.models.families", "megarl.megatron"),
     *("megarl.rollout.embedded", "megarl.agents.single_turn", "megarl.sharding.transports", "megarl.tracking.backends"),
-    *("pandas", "pyarrow.json", "pydantic", "plotly.offline"),
+    *("pandas", "pyarrow.json", "pyarrow.pandas_compat", "plotly.offline"),
+    *("pydantic.main", "pydantic.v1", "starlette.datastructures"),  # Ray's serialization looks for them
 )
 """Imported before the first fork: what a job imports until its end."""
 _HEADER_BYTES = 8
+_INTERPRETER = "WARM_PYTHON"
+"""Environment variable of a fork: its ``sys.executable``."""
+_SCRIPT = """#!/usr/bin/env bash
+# Python for the jobs that {module} starts: they, too, are forks of a server of tests/warm_drivers.py.
+export {variable}="$0"
+case "$1 ${{2:-}}" in
+  "-m {module}"*) exec {python} -S {client} {address} "${{@:2}}" ;;
+  "-m megarl."*) unset {variable}; exec {python} -S {client} {address} "${{@:2}}" ;;
+  *.py\ *) unset {variable}; exec {python} -S {client} {address} "$@" ;;
+esac
+unset {variable}
+exec {python} "$@"
+"""
+
+
+def write_interpreter(path: Path, address: str, module: str = "megarl.cli") -> Path:
+    """Write a program like ``python`` whose jobs and scripts are forks of a server.
+
+    Args:
+        path: of the program.
+        address: socket of the server.
+        module: starts further jobs by ``sys.executable``; it and its submodules see the program as their interpreter.
+    """
+    values = {"module": module, "variable": _INTERPRETER, "address": address, "client": __file__}
+    path.write_text(_SCRIPT.format(python=sys.executable, **values))
+    path.chmod(0o755)
+    return path
 
 
 class WarmDriver:
@@ -141,8 +170,15 @@ def _serve(listener: socket.socket) -> dict[str, object]:
         for key, _ in selector.select():
             if key.fileobj == 0:
                 return {}
+            if key.data is not None:  # the client is gone
+                with contextlib.suppress(KeyError, ValueError, ProcessLookupError):  # the fork, too
+                    selector.unregister(key.fileobj)
+                    os.killpg(key.data, signal.SIGKILL)
+                continue
             if key.fd in running:
                 pid, connection = running.pop(key.fd)
+                with contextlib.suppress(KeyError):
+                    selector.unregister(connection)
                 selector.unregister(key.fd)
                 os.close(key.fd)
                 code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -167,6 +203,7 @@ def _serve(listener: socket.socket) -> dict[str, object]:
             descriptor = os.pidfd_open(pid)
             running[descriptor] = pid, connection
             selector.register(descriptor, selectors.EVENT_READ)
+            selector.register(connection, selectors.EVENT_READ, pid)  # its client sends nothing more, but may end
 
 
 def _become(request: dict[str, object]) -> str:
@@ -183,6 +220,7 @@ def _become(request: dict[str, object]) -> str:
     arguments = request["arguments"]
     assert isinstance(arguments, list)
     is_script = module.endswith(".py")
+    sys.executable = os.environ.pop(_INTERPRETER, sys.executable)
     sys.argv = [module, *arguments]
     sys.orig_argv = [sys.executable, *([] if is_script else ["-m"]), *sys.argv]
     sys.path[0] = os.path.dirname(os.path.abspath(module)) if is_script else os.getcwd()

@@ -35,6 +35,7 @@ from typing import Any
 from megarl.base.child_process import die_with_parent, parent_death_hook
 from megarl.base.errors import ConfigError
 from megarl.base.imports import without_garbage_collection
+from megarl.base.packages import is_installed
 from megarl.cluster import fork_client
 
 ENVIRONMENT = fork_client.ADDRESS
@@ -48,12 +49,24 @@ WORKER_MODULES = (
     "megarl.agents.runner",
     "transformers.models.auto.tokenization_auto",
     "torch._dynamo",  # the first optimizer of a process imports it
+    "megarl.models.families",
+    "megarl.agents.single_turn",
+    "megarl.tracing.stall",
+    "megarl.tracing.trace_file",
     "requests",  # this and the following: Ray imports them
     "jsonschema",
     "google.protobuf.struct_pb2",
     "google.protobuf.timestamp_pb2",
+    "google.protobuf.json_format",
+    "msgpack",
+    "pyarrow.json",
+    "pdb",
+    "logging.handlers",
+    "tracemalloc",
 )
 """Imported before the first fork. Ray is not: it reads each worker's environment when it is imported."""
+IF_INSTALLED = ("pydantic.main", "pydantic.v1", "starlette.datastructures", "wcwidth")
+"""Imported too, if they are there: Ray's serialization and its tables look for them in every worker."""
 
 _LOG_BYTES = 2000
 _address: str | None = None
@@ -64,10 +77,10 @@ class ForkServer:
     """A child process that forks workers, until it is closed or this process ends.
 
     Args:
-        modules: imported by the server; a fork finds them loaded.
+        modules: imported by the server; a fork finds them loaded. Absent packages of :data:`IF_INSTALLED` are skipped.
     """
 
-    def __init__(self, modules: Sequence[str] = WORKER_MODULES) -> None:
+    def __init__(self, modules: Sequence[str] = (*WORKER_MODULES, *IF_INSTALLED)) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="megarl-fork-"))  # mode 0700: the socket is for this user only
         self.address = str(self.folder / "socket")
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -135,7 +148,8 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> None:
     _end_during_imports(listener)
     with without_garbage_collection():
         for module in modules:
-            importlib.import_module(module)
+            if module not in IF_INSTALLED or is_installed(module):
+                importlib.import_module(module)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
     server = os.getpid()
     selector = selectors.DefaultSelector()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,9 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
+import arithmetic_task
 import torch
 from chaos_faults import DAMAGES, FAULTS, NO_FORK_SERVER, NO_REAPER, UNFINISHED, Damage, Fault
-from cli_runs import ROOT, START_S, CliRun, RunFiles, reproducible
+from cli_runs import START_S, CliRun, RunFiles, reproducible
 from safetensors.torch import load_file
 from warm_drivers import Drivers
 
@@ -265,9 +265,7 @@ def _trained(folder: Path) -> int:
 
 def make_task(folder: Path) -> list[str]:
     """Create a small task; return the overrides that use it."""
-    command = [sys.executable, str(ROOT / "tools" / "make_arithmetic.py"), "--out", str(folder)]
-    command += ["--hidden", "32", "--layers", "2", "--largest", "9", "--num-test", "20", "--lessons", "60", "60"]
-    subprocess.run(command, check=True, capture_output=True)
+    arithmetic_task.make_task(folder, "--layers", "2", "--largest", "9", "--num-test", "20", "--lessons", "60", "60")
     return [
         f"data.train_files={folder}/data/train.parquet",
         f"data.val_files={folder}/data/test.parquet",

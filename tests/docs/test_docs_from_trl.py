@@ -8,7 +8,6 @@ import re
 
 import pytest
 from doc_pages import ROOT
-from transformers import TrainingArguments
 
 from megarl.config import TrainConfig
 from megarl.config.keys import walk
@@ -31,6 +30,8 @@ def test_every_field_is_listed_once(name: str) -> None:
 
 
 def test_training_arguments_are_fields_of_transformers() -> None:
+    from transformers import TrainingArguments  # imports peft, which takes seconds
+
     fields = {field.name for field in dataclasses.fields(TrainingArguments)}
     listed = {field for names, _ in rows("TrainingArguments") for field in names}
     assert listed - fields <= {"run_name", "warmup_ratio"}  # not in every version of transformers

@@ -47,7 +47,7 @@ def test_sglang_and_actor_log_probs_agree_before_and_after_an_update(
 ) -> None:
     """Each rank receives its shard and nothing else."""
     run = start(*arguments, *layout, f"actor_rollout_ref.rollout.tensor_model_parallel_size={ranks}")
-    listeners, deadline = set(), time.monotonic() + START_S
+    listeners, deadline = set(), time.monotonic() + 2 * START_S  # SGLang starts two more processes
     while run.process.poll() is None and time.monotonic() < deadline:
         listeners |= listening_processes(run.processes())
         time.sleep(1.0)

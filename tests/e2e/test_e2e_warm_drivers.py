@@ -9,9 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import warm_drivers
-from warm_drivers import Drivers
+from warm_drivers import Drivers, write_interpreter
+
+from megarl.base.processes import wait_for_ends
 
 SCRIPT = """
 import atexit, json, os, signal, sys, threading
@@ -63,3 +66,20 @@ def test_signals_and_the_shells_client(drivers: Drivers, tmp_path: Path) -> None
     client = [sys.executable, "-S", warm_drivers.__file__, drivers.address, "megarl.cli", "trian"]
     done = subprocess.run(client, capture_output=True, text=True)
     assert done.returncode == 2 and "Did you mean train" in done.stderr
+
+
+NAMED = "import os, sys, time; print(os.getpid(), sys.executable, flush=True); time.sleep(600)"
+
+
+def test_a_job_of_the_warm_interpreter_ends_with_it(drivers: Drivers, tmp_path: Path) -> None:
+    (tmp_path / "named.py").write_text(NAMED)
+    python = write_interpreter(tmp_path / "python", drivers.address)
+    with subprocess.Popen([python, "named.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout is not None
+        number, interpreter = client.stdout.readline().split()
+        assert int(number) != client.pid and interpreter == sys.executable
+        job = psutil.Process(int(number))
+        client.kill()
+        assert wait_for_ends([job], 60) == []
+    done = subprocess.run([python, "-c", "import sys; print('torch' in sys.modules)"], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_drivers import Drivers, write_interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())
@@ -48,8 +50,11 @@ def test_cells_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     shared_server: dict[str, str],
+    drivers: Drivers,
 ) -> None:
+    """The commands of the cells are forks, and so are their workers."""
     monkeypatch.chdir(ROOT / "examples")
+    monkeypatch.setattr(sys, "executable", str(write_interpreter(tmp_path / "python", drivers.address)))
     for name, value in shared_server.items():
         monkeypatch.setenv(name, value)
     namespace: dict[str, Any] = {"__name__": "__main__"}

@@ -12,7 +12,7 @@ from megarl.base.timeouts import RAY_SILENCE
 Device = Literal["auto", "cpu", "cuda"]
 WORKER_PORTS = (10002, 19999)
 """Ray's default port range for workers."""
-PORTS_PER_NODE = 9
+PORTS_PER_NODE = 8
 FIRST_PORT = 6400
 
 
@@ -70,7 +70,7 @@ class Ports:
     """All ports of a node. Every port is set explicitly, for firewalls.
 
     Attributes:
-        first: first of nine consecutive ports.
+        first: first of eight consecutive ports.
         workers: lowest and highest port of Ray's workers.
 
     Raises:
@@ -99,11 +99,6 @@ class Ports:
         """Port of the dashboard, on the head's loopback interface only."""
         return self.first + 1
 
-    @property
-    def client(self) -> int:
-        """Port of the Ray client server, which Ray always starts on the head."""
-        return self.first + 2
-
     def of_node(self) -> dict[str, int]:
         """Return the options of ``ray start`` for the ports of each node."""
         names = (
@@ -114,7 +109,7 @@ class Ports:
             "dashboard-agent-listen-port",
             "metrics-export-port",
         )
-        return {name: self.first + 3 + index for index, name in enumerate(names)}
+        return {name: self.first + 2 + index for index, name in enumerate(names)}
 
 
 @dataclass(frozen=True)
@@ -200,13 +195,12 @@ def ray_start(
         options["address"] = head
     else:
         options |= {"port": ports.gcs, "dashboard-host": "127.0.0.1", "dashboard-port": ports.dashboard}
-        options["ray-client-server-port"] = ports.client
     if job.device == "cpu":
         options["num-cpus"] = job.devices  # Ray counts the GPUs that are present
     if settings.object_store_bytes is not None:
         options["object-store-memory"] = settings.object_store_bytes
     flags = [f"--{name}={value}" for name, value in options.items() if value != ""]
-    start = [settings.python, "-m", "megarl.ops.launch.ray_command", "start", "--block", "--disable-usage-stats"]
+    start = [settings.python, "-m", "megarl.cluster.ray_command", "start", "--block", "--disable-usage-stats"]
     return [*start, *([] if head else ["--head"]), *flags]
 
 

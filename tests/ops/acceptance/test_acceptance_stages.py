@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_drivers import Drivers, write_interpreter
 
 from megarl.ops.acceptance.models import FAMILIES
 from megarl.ops.acceptance.stages import STAGES
@@ -17,10 +18,12 @@ from megarl.ops.acceptance.stages import STAGES
 ROOT = Path(__file__).parents[3]
 
 
-def check(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def check(
+    folder: Path, *arguments: str, python: Path = Path(sys.executable), env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", str(ROOT / "launch" / "gpu_check.sh"), "--device", "cpu", "--out", str(folder), *arguments],
-        env={**os.environ, "PYTHON": sys.executable, **(env or {})},
+        env={**os.environ, "PYTHON": str(python), **(env or {})},
         capture_output=True,
         text=True,
         timeout=1200,
@@ -34,10 +37,18 @@ def rows(folder: Path, stage: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def accepted(tmp_path_factory: pytest.TempPathFactory, shared_server: dict[str, str]) -> tuple[Path, str]:
-    """Folder and output of a run of all stages."""
+def warm_python(tmp_path_factory: pytest.TempPathFactory, drivers: Drivers) -> Path:
+    """Interpreter of processes that have imported torch, transformers and Megatron."""
+    return write_interpreter(tmp_path_factory.mktemp("bin") / "python", drivers.address, "megarl.ops.acceptance")
+
+
+@pytest.fixture(scope="module")
+def accepted(
+    tmp_path_factory: pytest.TempPathFactory, warm_python: Path, shared_server: dict[str, str]
+) -> tuple[Path, str]:
+    """Folder and output of a run of all stages; stages and jobs are forks."""
     folder = tmp_path_factory.mktemp("accepted")
-    run = check(folder, env=shared_server)
+    run = check(folder, python=warm_python, env=shared_server)
     assert run.returncode in (0, 1), run.stderr
     return folder, run.stdout + run.stderr
 
@@ -70,20 +81,21 @@ EXPECTED_MISSING = {
 """Checks that need a GPU, or a package that is not in this environment."""
 
 
-def test_time_limit_is_a_row_and_the_same_command_continues(tmp_path: Path) -> None:
-    run = check(tmp_path, "--stages", "fp8", "--limit", "0.2")
+def test_time_limit_is_a_row_and_the_same_command_continues(tmp_path: Path, warm_python: Path) -> None:
+    run = check(tmp_path, "--stages", "fp8", "--limit", "0.2")  # less than the imports of a new process
     assert run.returncode == 1
     assert "ended after the limit of 0 s; the same command continues" in run.stdout
-    run = check(tmp_path, "--stages", "fp8")
+    run = check(tmp_path, "--stages", "fp8", python=warm_python)
     assert run.returncode == 0, run.stdout
     assert "process of the stage" not in rows(tmp_path, "fp8")
 
 
-def test_unknown_stage_and_absent_gpu_are_refused(tmp_path: Path) -> None:
-    run = check(tmp_path, "--stages", "paritty")
+def test_unknown_stage_and_absent_gpu_are_refused(tmp_path: Path, warm_python: Path) -> None:
+    run = check(tmp_path, "--stages", "paritty", python=warm_python)
     assert (run.returncode, run.stdout) == (2, "")
     assert "no stage 'paritty'; known: parity, " in run.stderr
-    run = check(tmp_path, "--device", "cuda", "--stages", "fp8", env={"CUDA_VISIBLE_DEVICES": ""})
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    run = check(tmp_path, "--device", "cuda", "--stages", "fp8", python=warm_python, env=hidden)
     assert run.returncode == 2 and "torch finds no CUDA device" in run.stderr
 
 

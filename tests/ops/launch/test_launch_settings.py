@@ -43,8 +43,8 @@ def test_ray_counts_the_gpus():
 def test_nodes_on_one_machine_share_no_port(first, nodes):
     hosts = tuple(f"127.0.0.{2 + node}" for node in range(nodes))
     ports = node_ports(ClusterSettings(hosts, "p", ports=Ports(first)))
-    used = [port for p in ports.values() for port in (p.gcs, p.dashboard, p.client, *p.of_node().values())]
-    assert len(set(used)) == len(used) == 9 * nodes
+    used = [port for p in ports.values() for port in (p.gcs, p.dashboard, *p.of_node().values())]
+    assert len(set(used)) == len(used) == 8 * nodes
     assert not set(used) & set(range(10002, 20000))
 
 

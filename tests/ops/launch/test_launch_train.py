@@ -32,7 +32,9 @@ def task(tmp_path_factory):
     return make_task(tmp_path_factory.mktemp("task"), *options)
 
 
-def test_training_resumes_from_its_checkpoint_after_the_driver_is_killed(start_launcher, first_port, task, tmp_path):
+def test_training_resumes_from_its_checkpoint_after_the_driver_is_killed(
+    start_launcher, first_port, task, shared_server, tmp_path
+):
     keys = [
         f"data.train_files={task}/data/train.parquet",
         f"data.val_files={task}/data/test.parquet",
@@ -51,6 +53,7 @@ def test_training_resumes_from_its_checkpoint_after_the_driver_is_killed(start_l
         *("--on=local", "--no-doctor", f"--port={first_port}", "--max-restarts=1", "--restart-delay=0.1"),
         *("train", "--config-name", "quickstart_grpo", *keys),
         MEGARL_DIED=str(tmp_path / "died"),
+        **shared_server,
     )
     assert launched.code() == 0, launched.text()
     assert "the driver ended with code 137. Restart 1 of 1 in 0.1 s, from the newest checkpoint" in launched.text()

@@ -1,0 +1,55 @@
+"""Ray's command line for a node of a launched cluster, without imports and processes that no job uses.
+
+As a program (``python -m megarl.cluster.ray_command start ...``) an agent runs it on its node. Ray Serve and Ray
+Jobs, whose imports take seconds of each node's start, are hidden; Ray goes on without them if they cannot be imported.
+A cluster of fixed size needs no autoscaler, drivers read no workers' output from a log monitor, and nobody connects to
+a client server: each would cost the node a process of one to two seconds of CPU time.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megarl.cluster import fork_client
+
+HIDDEN = ("ray.serve", "ray.dashboard.modules.job.cli")
+"""Packages that ``ray start`` imports and does not use."""
+
+
+def node_parameters(arguments: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return parameters of a node that ``ray start`` does not offer or sets by itself.
+
+    Args:
+        arguments: of ``ray start``; the launcher counts slots (``--num-cpus``) only for a job on CPUs.
+        environ: may name a fork server, see :mod:`~megarl.cluster.fork_server`; workers on CPUs are its forks.
+    """
+    parameters: dict[str, Any] = {"no_monitor": True, "include_log_monitor": False, "ray_client_server_port": None}
+    is_on_cpu = any(argument.startswith("--num-cpus=") for argument in arguments)
+    if is_on_cpu and os.path.isabs(environ.get(fork_client.ADDRESS, "")):
+        parameters["setup_worker_path"] = fork_client.__file__
+    return parameters
+
+
+def main() -> None:
+    """Run Ray's command line with the arguments of this process."""
+    for name in HIDDEN:
+        sys.modules[name] = None  # type: ignore[assignment]  # an import then raises ModuleNotFoundError
+    from ray._private import parameter
+
+    class Parameters(parameter.RayParams):
+        """Parameters of the node that ``ray start`` starts, with those that it does not offer."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.update(**node_parameters(sys.argv, os.environ))
+
+    parameter.RayParams = Parameters
+    runpy.run_module("ray.scripts.scripts", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
