@@ -18,6 +18,7 @@ from megarl.cluster.fork_server import fork_address
 from megarl.cluster.processes import nsight_options
 from megarl.cluster.resources import PlacedPool
 from megarl.cluster.split import Plan, collect, plan_rows, split
+from megarl.cluster.stored_chunks import StoredChunk, attached, payload_of
 from megarl.cluster.worker_process import ASIDE, BusyResult, ServingWorkerProcess, WorkerInfo, WorkerProcess
 from megarl.data import DataProto
 from megarl.models.layout import ParallelLayout
@@ -135,12 +136,13 @@ class WorkerGroup:
         if mark.dispatch is Dispatch.RANK:
             raise TypeError(f"{self.role}.{verb} runs on one rank: use handle")
         if mark.dispatch is Dispatch.SPLIT:
-            chunks, plan = self._split_arguments(verb, mark, args)
-            refs = [
-                actor.call_split.remote(verb, rank in self._owners, kwargs, *for_rank(chunks[rank], rank))
+            parts, plan = self._split_arguments(verb, mark, args)
+            both = [
+                actor.call_split.remote(verb, rank in self._owners, kwargs, *for_rank(parts[rank], rank))
                 for rank, actor in enumerate(self._actors)
             ]
-            collect_results: Collect = functools.partial(self._collect_rows, verb, plan)
+            refs, chunks = [result for result, _ in both], [chunk for _, chunk in both]
+            collect_results: Collect = functools.partial(self._collect_rows, verb, plan, chunks)
         else:
             # Large arguments are stored once, and all processes read the same copy.
             shared = [ray.put(arg) if isinstance(arg, DataProto | Routes) else arg for arg in args]
@@ -282,9 +284,12 @@ class WorkerGroup:
         if not batches:
             raise TypeError(f"{self.role}.{verb} is split over DP and needs a DataProto argument")
         plan, mini_batch_rows = self._plan(verb, mark, batches[0]), _mini_batch_rows(mark, batches[0])
-        # One object per chunk: the TP and PP ranks of a DP rank read the same copy.
+        # One payload per DP rank, with one copy for its TP and PP ranks.
         by_dp = [
-            [ray.put(chunk) for chunk in split(mark.read(arg), plan, mini_batch_rows)]
+            [
+                ray.put(payload_of(part))
+                for part in split(mark.read(arg), plan, mini_batch_rows, write=StoredChunk.write)
+            ]
             if isinstance(arg, DataProto)
             else [arg] * self.layout.dp
             for arg in args
@@ -292,10 +297,12 @@ class WorkerGroup:
         dp_ranks = [self.layout.coordinate(rank).dp for rank in range(self.world_size)]
         return [[values[dp] for values in by_dp] for dp in dp_ranks], plan
 
-    def _collect_rows(self, verb: str, plan: Plan, results: Sequence[BusyResult]) -> Any:
+    def _collect_rows(
+        self, verb: str, plan: Plan, chunks: Sequence[ray.ObjectRef], results: Sequence[BusyResult]
+    ) -> Any:
         """Join the owners' results in the caller's row order, and add up the busy seconds."""
         self._note_busy(verb, [result.busy_s for result in results])
-        return collect([results[owner].result for owner in self._owners], plan)
+        return collect([attached(results[owner].result, chunks[owner]) for owner in self._owners], plan)
 
     def _note_busy(self, verb: str, seconds: Sequence[float | None]) -> None:
         """Add the seconds of each DP rank's busiest process."""

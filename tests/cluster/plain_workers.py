@@ -60,6 +60,14 @@ class Echo:
         rows = batch.non_tensor_batch["uid"]
         return DataProto.from_dict({"doubled": tokens}, {"seen": rows}, {"by": self.rank})
 
+    @verb(Dispatch.SPLIT, columns=("prompts", "responses", "attention_mask", "values"))
+    def add_up(self, batch):
+        """Sums of the tokens up to each response token, plus earlier values of the tokens."""
+        rows = batch.unpadded("responses", torch.float32)
+        sums = torch.cat([row.cumsum(0) for row in rows])
+        earlier = batch.packed("values") if "values" in batch.tensors else torch.zeros_like(sums)
+        return batch.token_columns({"values": sums + earlier})
+
     @verb(Dispatch.SPLIT)
     def twice(self, batch):
         return DataProto.from_dict({"copy": batch.batch["tokens"].repeat_interleave(2, 0)})
