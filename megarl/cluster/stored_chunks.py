@@ -1,8 +1,8 @@
 """Chunks of token columns in Ray's object store, and batches that travel between processes as references to them.
 
-A chunk is written once, by the process that computed its values, and stays on that node. Batches travel with references
-and row positions; a worker reads the chunks of its rows with one call, without a copy if they are on its node. The driver
-owns the chunks: they live as long as one of its batches refers to them.
+A chunk is written once, by the process that computed its values, and stays on that node. Batches travel with
+references and row positions; a worker reads the chunks of its rows with one call, without a copy if they are on its
+node. The driver owns the chunks: they live as long as one of its batches refers to them.
 """
 
 from __future__ import annotations

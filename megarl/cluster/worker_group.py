@@ -21,6 +21,7 @@ from megarl.cluster.split import Plan, collect, plan_rows, split
 from megarl.cluster.stored_chunks import StoredChunk, attached, payload_of
 from megarl.cluster.worker_process import ASIDE, BusyResult, ServingWorkerProcess, WorkerInfo, WorkerProcess
 from megarl.data import DataProto
+from megarl.data.row_map import RowFunction, RowMap
 from megarl.models.layout import ParallelLayout
 from megarl.sharding import Routes
 from megarl.workers.dispatch import Dispatch, VerbMark
@@ -154,6 +155,13 @@ class WorkerGroup:
             collect_results = list if all_ranks else operator.itemgetter(owner)
         return PendingCall([self], self._calls(refs, verb, mark.phase), collect_results)
 
+    def row_map(self, verb: str) -> RowMap:
+        """Return a map that runs row functions on the processes that own the results of a ``SPLIT`` verb.
+
+        Each process gets its rows of the verb, so that the columns of the verb do not leave their nodes.
+        """
+        return functools.partial(self._map_rows, verb)
+
     def submit_on(self, ranks: Sequence[int], verb: str, *args: Any) -> PendingCall:
         """Start a verb on some processes; the result is the list of their results.
 
@@ -277,6 +285,29 @@ class WorkerGroup:
             if name.startswith("_"):
                 raise AttributeError(name)
             return functools.partial(self.call, name)
+
+    def _map_rows(
+        self, verb: str, function: RowFunction, columns: Sequence[str], batch: DataProto, *args: Any
+    ) -> tuple[DataProto, list[Any]]:
+        """Run a row function on the owners; see :class:`megarl.data.row_map.RowMap`.
+
+        Raises:
+            WorkerFailed: the function raised, or a process died.
+        """
+        plan = self.plan(verb, batch)[: len(batch)]  # further ranks would get copies of row 0
+        parts = split(batch.present(columns), plan, write=StoredChunk.write)
+        owners = self._owners[: len(plan)]
+        both = [
+            self._actors[owner].map_rows.remote(function, payload_of(part), *args)
+            for owner, part in zip(owners, parts, strict=True)
+        ]
+        calls = [
+            self._remote_call(ref, owner, function.__name__, function.__name__)
+            for owner, (ref, _) in zip(owners, both, strict=True)
+        ]
+        results = gather_results([self], calls, None)
+        joined = collect([attached(part, chunk) for (part, _), (_, chunk) in zip(results, both, strict=True)], plan)
+        return joined, [facts for _, facts in results]
 
     def _split_arguments(self, verb: str, mark: VerbMark, args: Sequence[Any]) -> tuple[list[list[Any]], Plan]:
         """Split the batches among ``args`` over data-parallel ranks: the arguments of each rank, and the row plan."""

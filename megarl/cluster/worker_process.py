@@ -24,7 +24,10 @@ from megarl.tracing.tracer import count_memory
 from megarl.workers.dispatch import VerbMark, WorkerPlace, read_marks
 
 if TYPE_CHECKING:
+    from megarl.cluster.stored_chunks import Payload
+    from megarl.data import DataProto
     from megarl.data.remote import Chunk
+    from megarl.data.row_map import RowFunction
 
 logger = logging.getLogger(__name__)
 
@@ -218,6 +221,26 @@ class WorkerProcess:
             busy = time.monotonic_ns() - started - (TRACER.waited_ns - waited)
             kept, chunk = separated(result) if keep else (None, None)
         return BusyResult(kept, max(0, busy) / 1e9 if self._tracing.active else None), chunk
+
+    @ray.method(num_returns=2)
+    def map_rows(
+        self, function: RowFunction, payload: Payload, *args: Any
+    ) -> tuple[tuple[DataProto, Any], Chunk | None]:
+        """Run a row function on rows of a batch, beside the worker.
+
+        Returns:
+            The columns without their token values, with the facts; and these values: two Ray objects.
+
+        Raises:
+            RemoteFailure: the function raised.
+        """
+        from megarl.cluster.stored_chunks import receive, separated
+
+        with self._reporting_errors(function.__name__):
+            [batch] = receive([payload])
+            columns, facts = function(batch, *args)
+            kept, chunk = separated(columns)
+        return (kept, facts), chunk
 
     def call_scatter(self, verb: str, destinations: int, kwargs: Mapping[str, Any], *args: Any) -> tuple[Any, ...]:
         """Run a verb that returns ``{destination: payload}``; each payload becomes a separate Ray object.

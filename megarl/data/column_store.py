@@ -5,8 +5,8 @@ columns are stored as they are. Padded tensors are views: built when a column is
 much memory. A payload contains numpy arrays only: a view never sends its complete storage, and Ray moves the bytes
 without a copy. It describes itself; the receiver needs no declarations.
 
-The values of a ragged column may be remote (:mod:`megarl.data.remote`). They are fetched when they are read, and dropped
-like padded tensors. Selections and concatenations do not read them.
+The values of a ragged column may be remote (:mod:`megarl.data.remote`). They are fetched when they are read, and
+dropped like padded tensors. Selections and concatenations do not read them.
 """
 
 from __future__ import annotations

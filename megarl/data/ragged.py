@@ -137,9 +137,7 @@ class RaggedColumn(NamedTuple):
         if isinstance(self.values, RemoteValues):
             return selected._replace(values=self.values._replace(places=rows.of(self.values.places)))
         ends = np.cumsum(self.lengths)[rows.rows].tolist()
-        parts = [
-            self.values[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True) if length
-        ]
+        parts = [self.values[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True) if length]
         values = np.concatenate(parts) if parts else self.values[:0]
         return selected._replace(values=values)
 
@@ -197,9 +195,7 @@ def join_ragged(
     return first._replace(values=values, lengths=lengths, starts=starts, width=total, pad=pad)
 
 
-def _join_remote(
-    columns: Sequence[RaggedColumn], rows: np.ndarray | None, joined: JoinedPlaces
-) -> RemoteValues | None:
+def _join_remote(columns: Sequence[RaggedColumn], rows: np.ndarray | None, joined: JoinedPlaces) -> RemoteValues | None:
     """Join remote values without reading them; None if values of some part are not remote."""
     parts = [column.values for column in columns if isinstance(column.values, RemoteValues)]
     if len(parts) < len(columns) or len({part.name for part in parts}) > 1:
