@@ -20,12 +20,15 @@ from megarl.cluster.resources import PlacedPool
 from megarl.cluster.split import Plan, collect, plan_rows, split
 from megarl.cluster.stored_chunks import StoredChunk, attached, payload_of
 from megarl.cluster.worker_process import ASIDE, BusyResult, ServingWorkerProcess, WorkerInfo, WorkerProcess
-from megarl.data import DataProto
-from megarl.data.row_map import RowFunction, RowMap
+from megarl.data import DataProto, token_counts
+from megarl.data.row_map import RowFunction, RowMap, map_in_process
 from megarl.models.layout import ParallelLayout
 from megarl.sharding import Routes
 from megarl.workers.dispatch import Dispatch, VerbMark
 from megarl.workers.settings import MicroBatchBudget
+
+ROW_MAP_TOKENS = 200_000
+"""Tokens of the smallest batch whose row functions run on workers."""
 
 
 class WorkerGroup:
@@ -155,12 +158,24 @@ class WorkerGroup:
             collect_results = list if all_ranks else operator.itemgetter(owner)
         return PendingCall([self], self._calls(refs, verb, mark.phase), collect_results)
 
-    def row_map(self, verb: str) -> RowMap:
+    def row_map(self, verb: str, least_tokens: int = ROW_MAP_TOKENS) -> RowMap:
         """Return a map that runs row functions on the processes that own the results of a ``SPLIT`` verb.
 
         Each process gets its rows of the verb, so that the columns of the verb do not leave their nodes.
+
+        Args:
+            verb: its rows on each process are those of the functions.
+            least_tokens: a batch with fewer tokens is computed in the driver, where it takes less time than the call.
         """
-        return functools.partial(self._map_rows, verb)
+
+        def map_rows(
+            function: RowFunction, columns: Sequence[str], batch: DataProto, *args: Any
+        ) -> tuple[DataProto, list[Any]]:
+            if sum(token_counts(batch)) < least_tokens:
+                return map_in_process(function, columns, batch, *args)
+            return self._map_rows(verb, function, columns, batch, *args)
+
+        return map_rows
 
     def submit_on(self, ranks: Sequence[int], verb: str, *args: Any) -> PendingCall:
         """Start a verb on some processes; the result is the list of their results.

@@ -1,4 +1,5 @@
 import gc
+import os
 import time
 
 import numpy as np
@@ -9,12 +10,13 @@ from ray._private.internal_api import node_stats
 from ray._private.worker import global_worker
 
 from megarl.base.errors import WorkerError
-from megarl.cluster import RaySession, ResourcePool, WorkerGroup, wait_ready
+from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup, wait_ready
 from megarl.cluster.stored_chunks import StoredChunk
 from megarl.data import DataProto, column_store
 from megarl.data.column_store import ragged_columns
 from megarl.data.remote import RemoteValues, RowPlaces
 from megarl.models import ParallelLayout
+from tests.cluster import plain_workers
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +84,7 @@ def test_results_stay_in_the_store_until_they_are_read(group):
 def test_rows_move_without_their_values(group, writes):
     batch = samples([4, 1, 7, 2, 5, 3])
     batch = batch.union(group.add_up(batch))
-    assert sorted(writes) and sum(writes) == 6 * 3 + 22, "the driver has written each token once"
+    assert sum(writes) == 6 * 3 + 22, "the driver has written each token once"
     moved = DataProto.concat([batch.reorder([5, 0, 3, 1, 4, 2]), batch.repeat(2)[[1, 0, 9]]])
     again = moved.select(["prompts", "responses", "attention_mask"]).union(group.add_up(moved))
     assert sum(writes) == 6 * 3 + 22, "the second call has sent references only"
@@ -145,6 +147,41 @@ def test_the_store_does_not_grow_with_steps(group):
     assert rows_of(held) == _float_sums(held)
     del held
     wait_until(lambda: store_bytes() < size / 4)
+
+
+READ = ("responses", "attention_mask")
+
+
+def test_row_functions_run_on_the_owners_of_rows(group):
+    batch = samples([4, 1, 7, 2, 5])
+    columns, facts = group.row_map("add_up", least_tokens=0)(plain_workers.squares_of_rows, READ, batch, 0.5)
+    assert {pid for pid, _ in facts} == {group.processes[0].pid, group.processes[2].pid}
+    assert sorted(rows for _, rows in facts) == sorted(map(len, group.plan("add_up", batch)))
+    assert is_remote(columns, "returns") and columns.tensors.stored["returns"]._fetched is None
+    expected = [row.float() ** 2 * 0.5 for row in batch.unpadded("responses")]
+    torch.testing.assert_close(columns.tensors["sums"], torch.stack([row.sum() for row in expected]))
+    assert rows_of(batch.with_columns(columns.select(["returns"]).tensors), "returns") == [
+        row.tolist() for row in expected
+    ]
+
+
+def test_row_functions_see_each_row_once(group):
+    _, facts = group.row_map("add_up", least_tokens=0)(plain_workers.squares_of_rows, READ, samples([3]), 1.0)
+    assert [rows for _, rows in facts] == [1], "the second rank has no row, instead of a copy"
+
+
+def test_row_functions_of_small_batches_run_in_the_driver(group):
+    columns, facts = group.row_map("add_up", least_tokens=11)(plain_workers.squares_of_rows, READ, samples([3, 4]), 1.0)
+    assert len(facts) == 2, "3 + 3 and 3 + 4 tokens are enough"
+    columns, facts = group.row_map("add_up", least_tokens=14)(plain_workers.squares_of_rows, READ, samples([3, 4]), 1.0)
+    assert facts == [(os.getpid(), 2)] and not is_remote(columns, "returns")
+
+
+def test_a_failing_row_function_is_named(pool):
+    group = WorkerGroup("math", "tests.cluster.plain_workers.Echo", {}, ParallelLayout(), pool)
+    with pytest.raises(WorkerFailed, match=r"(?s)math rank 0 failed in failing_rows.*2 rows, columns .*'responses'"):
+        group.row_map("add_up", least_tokens=0)(plain_workers.failing_rows, READ, samples([3, 2]))
+    group.shutdown()
 
 
 def wait_until(condition):
