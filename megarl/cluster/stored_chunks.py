@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 
 from megarl.base.errors import WorkerError
 from megarl.data import DataProto
-from megarl.data.remote import Chunk, ChunkReference
+from megarl.data.remote import Chunk, ChunkReference, ChunkTuple
 from megarl.data.remote_columns import attach, detach, fetch, separate
 
 
@@ -51,29 +51,40 @@ class StoredChunk(ChunkReference):
 
 
 class Payload(NamedTuple):
-    """A batch on its way to a worker.
+    """A part of a batch on its way to a worker.
 
     Attributes:
         batch: without the values of its remote columns.
-        refs: references to its chunks.
+        lists: references to lists of references to chunks. Parts of a batch share the lists: the driver sends a number
+            of references that grows with the chunks plus the parts, not with their product.
     """
 
     batch: DataProto
-    refs: list[ray.ObjectRef]
+    lists: list[ray.ObjectRef]
 
 
-def payload_of(batch: DataProto) -> Payload:
-    """Build the payload of a batch; only references to chunks of its rows are in it."""
-    detached, chunks = detach(batch)
-    return Payload(detached, [chunk.ref for chunk in chunks if isinstance(chunk, StoredChunk)])
+def payloads_of(parts: Sequence[DataProto]) -> list[Payload]:
+    """Build the payloads of the parts of a batch."""
+    lists: dict[int, tuple[ChunkTuple, ray.ObjectRef]] = {}
+
+    def list_of(chunks: ChunkTuple) -> ray.ObjectRef:
+        if id(chunks) not in lists:
+            refs = [chunk.ref for chunk in chunks if isinstance(chunk, StoredChunk)]
+            lists[id(chunks)] = chunks, ray.put(refs)
+        return lists[id(chunks)][1]
+
+    detached = [detach(part) for part in parts]
+    return [Payload(batch, [list_of(chunks) for chunks in tuples]) for batch, tuples in detached]
 
 
 def receive(args: Sequence[Any]) -> list[Any]:
     """Replace payloads among arguments by batches with all values."""
-    return [
-        fetch(attach(arg.batch, [StoredChunk(ref) for ref in arg.refs])) if isinstance(arg, Payload) else arg
-        for arg in args
-    ]
+    return [_received(arg) if isinstance(arg, Payload) else arg for arg in args]
+
+
+def _received(payload: Payload) -> DataProto:
+    lists = ray.get(payload.lists) if payload.lists else []
+    return fetch(attach(payload.batch, [tuple(map(StoredChunk, refs)) for refs in lists]))
 
 
 def separated(result: Any) -> tuple[Any, Chunk | None]:
@@ -86,4 +97,4 @@ def separated(result: Any) -> tuple[Any, Chunk | None]:
 
 def attached(result: Any, ref: ray.ObjectRef) -> Any:
     """Return the result of a verb with the reference to its chunk; nothing is read."""
-    return attach(result, [StoredChunk(ref)]) if isinstance(result, DataProto) else result
+    return attach(result, [(StoredChunk(ref),)]) if isinstance(result, DataProto) else result

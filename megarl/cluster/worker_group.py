@@ -18,7 +18,7 @@ from megarl.cluster.fork_server import fork_address
 from megarl.cluster.processes import nsight_options
 from megarl.cluster.resources import PlacedPool
 from megarl.cluster.split import Plan, collect, plan_rows, split
-from megarl.cluster.stored_chunks import StoredChunk, attached, payload_of
+from megarl.cluster.stored_chunks import StoredChunk, attached, payloads_of
 from megarl.cluster.worker_process import ASIDE, BusyResult, ServingWorkerProcess, WorkerInfo, WorkerProcess
 from megarl.data import DataProto, token_counts
 from megarl.data.row_map import RowFunction, RowMap, map_in_process
@@ -313,8 +313,8 @@ class WorkerGroup:
         parts = split(batch.present(columns), plan, write=StoredChunk.write)
         owners = self._owners[: len(plan)]
         both = [
-            self._actors[owner].map_rows.remote(function, payload_of(part), *args)
-            for owner, part in zip(owners, parts, strict=True)
+            self._actors[owner].map_rows.remote(function, payload, *args)
+            for owner, payload in zip(owners, payloads_of(parts), strict=True)
         ]
         calls = [
             self._remote_call(ref, owner, function.__name__, function.__name__)
@@ -333,8 +333,8 @@ class WorkerGroup:
         # One payload per DP rank, with one copy for its TP and PP ranks.
         by_dp = [
             [
-                ray.put(payload_of(part))
-                for part in split(mark.read(arg), plan, mini_batch_rows, write=StoredChunk.write)
+                ray.put(payload)
+                for payload in payloads_of(split(mark.read(arg), plan, mini_batch_rows, write=StoredChunk.write))
             ]
             if isinstance(arg, DataProto)
             else [arg] * self.layout.dp

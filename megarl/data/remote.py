@@ -7,7 +7,7 @@ process reads the values. This module knows no store; :mod:`megarl.cluster.store
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -26,20 +26,17 @@ class ChunkReference(ABC):
         """Read chunks, all at once."""
 
 
-class NumberedChunk(ChunkReference):
-    """Stands for a chunk in a batch on its way to another process, which travels next to its chunks' references.
+ChunkTuple = tuple[ChunkReference, ...]
 
-    Args:
-        number: of the chunk among those references.
+
+class NumberedChunks(NamedTuple):
+    """Stands for the chunks of a column in a batch on its way to another process, beside which their references travel.
+
+    Attributes:
+        number: of the tuple of chunks among those that travel.
     """
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    @classmethod
-    def fetch(cls, references: Sequence[Self]) -> list[Chunk]:
-        """Raise an error: the receiver must attach the chunks of the batch first."""
-        raise RuntimeError(f"chunks {[reference.number for reference in references]} of a batch are not attached")
+    number: int
 
 
 def fetch_chunks(references: Sequence[ChunkReference]) -> dict[ChunkReference, Chunk]:
@@ -56,27 +53,31 @@ class RowPlaces(NamedTuple):
     """Places of the rows of columns in chunks. Columns that were written together share them.
 
     Attributes:
-        chunks: references to the chunks.
+        chunks: references to the chunks; a number on the way to another process.
         numbers: ``[b]`` index of each row's chunk in ``chunks``.
         begins: ``[b]`` position of each row's first value in its chunk.
     """
 
-    chunks: tuple[ChunkReference, ...]
+    chunks: ChunkTuple | NumberedChunks
     numbers: np.ndarray
     begins: np.ndarray
 
+    @property
+    def references(self) -> ChunkTuple:
+        """The references; an error on the way to another process."""
+        if isinstance(self.chunks, NumberedChunks):
+            raise RuntimeError(f"the chunks of a batch are not attached: {self.chunks}")
+        return self.chunks
+
     def take(self, rows: np.ndarray) -> RowPlaces:
-        """Select rows, by position."""
+        """Select rows, by position; the tuple of chunks stays the same object."""
         return self._replace(numbers=self.numbers[rows], begins=self.begins[rows])
 
     def compact(self) -> RowPlaces:
         """Drop the references to chunks without a row."""
         used, numbers = np.unique(self.numbers, return_inverse=True)
-        return RowPlaces(tuple(self.chunks[number] for number in used.tolist()), numbers, self.begins)
-
-    def renumbered(self, chunks: Callable[[ChunkReference], ChunkReference]) -> RowPlaces:
-        """Replace each reference."""
-        return self._replace(chunks=tuple(map(chunks, self.chunks)))
+        references = self.references
+        return RowPlaces(tuple(references[number] for number in used.tolist()), numbers, self.begins)
 
     @staticmethod
     def join(parts: Sequence[RowPlaces], rows: np.ndarray | None) -> RowPlaces:
@@ -84,7 +85,7 @@ class RowPlaces(NamedTuple):
         index: dict[ChunkReference, int] = {}
         numbers = []
         for part in parts:
-            own = [index.setdefault(chunk, len(index)) for chunk in part.chunks]
+            own = [index.setdefault(chunk, len(index)) for chunk in part.references]
             numbers.append(np.array(own, dtype=np.int32)[part.numbers])
         joined = RowPlaces(tuple(index), np.concatenate(numbers), np.concatenate([part.begins for part in parts]))
         return joined if rows is None else joined.take(rows)
@@ -97,7 +98,7 @@ class RowPlaces(NamedTuple):
             lengths: ``[b]`` values per row.
             chunks: by reference.
         """
-        arrays = [chunks[reference][name] for reference in self.chunks]
+        arrays = [chunks[reference][name] for reference in self.references]
         ends = self.begins + lengths
         adjacent = (self.numbers[1:] == self.numbers[:-1]) & (self.begins[1:] == ends[:-1])
         first = np.flatnonzero(np.concatenate([[True], ~adjacent]))
@@ -123,7 +124,7 @@ class RemoteValues(NamedTuple):
     @property
     def attached(self) -> bool:
         """Whether this process can read the values; not so on the way to another process."""
-        return not any(isinstance(chunk, NumberedChunk) for chunk in self.places.chunks)
+        return not isinstance(self.places.chunks, NumberedChunks)
 
     def fetch(self, lengths: np.ndarray, chunks: Mapping[ChunkReference, Chunk] | None = None) -> np.ndarray:
         """Read the values of all rows in order, ``[sum of lengths, ...]``; the array may be read-only.
@@ -135,7 +136,7 @@ class RemoteValues(NamedTuple):
         if not len(lengths):
             return np.empty((0, *self.trailing), np.int16)  # int16 is also bfloat16
         places = self.places.compact()
-        return places.gather(self.name, lengths, fetch_chunks(places.chunks) if chunks is None else chunks)
+        return places.gather(self.name, lengths, fetch_chunks(places.references) if chunks is None else chunks)
 
 
 class RowSelection:

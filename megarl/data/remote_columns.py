@@ -17,7 +17,8 @@ from megarl.data.ragged import RaggedColumn
 from megarl.data.remote import (
     Chunk,
     ChunkReference,
-    NumberedChunk,
+    ChunkTuple,
+    NumberedChunks,
     RemoteValues,
     RowPlaces,
     RowSelection,
@@ -52,45 +53,53 @@ def write_values(batch: DataProto, parts: Sequence[Sequence[int]], write: Callab
         for column in local.values():
             lengths = selection.of(column.lengths)
             begins[id(column.lengths)][selection.rows] = np.cumsum(lengths) - lengths
-    places = {key: RowPlaces(tuple(references), numbers, begin) for key, begin in begins.items()}
+    chunks = tuple(references)
+    places = {key: RowPlaces(chunks, numbers, begin) for key, begin in begins.items()}
     for name, column in local.items():
         columns.stored[name].move_out(RemoteValues(places[id(column.lengths)], name, column.trailing))
 
 
 def separate(batch: DataProto) -> tuple[DataProto, Chunk]:
-    """Return the batch with numbered chunk 0 in place of its values, and that chunk; empty without ragged columns.
+    """Return the batch with numbered chunks in place of its values, and its only chunk; empty without ragged columns.
 
     Raises:
         DataError: the attention mask has holes, or the padding of a column contains several values.
     """
     columns = Columns.of(fetch(batch).tensors).to_ragged()
     local = _local_columns(columns)
-    numbered, numbers, places = NumberedChunk(0), np.zeros(len(batch), np.int32), {}
+    numbers, places = np.zeros(len(batch), np.int32), {}
     stored = dict(columns.stored)
     for name, column in local.items():
         begins = np.cumsum(column.lengths) - column.lengths
-        place = places.setdefault(id(column.lengths), RowPlaces((numbered,), numbers, begins))
+        place = places.setdefault(id(column.lengths), RowPlaces(NumberedChunks(0), numbers, begins))
         stored[name] = StoredColumn(None, column._replace(values=RemoteValues(place, name, column.trailing)))
     return _with_columns(batch, stored), _chunk(local)
 
 
-def detach(batch: DataProto) -> tuple[DataProto, list[ChunkReference]]:
-    """Return the batch with numbered chunks in place of the references, and those references that its rows need."""
-    numbers: dict[ChunkReference, NumberedChunk] = {}
+def detach(batch: DataProto) -> tuple[DataProto, list[ChunkTuple]]:
+    """Return the batch with numbers in place of its tuples of chunks, and these tuples.
 
-    def number(chunk: ChunkReference) -> ChunkReference:
-        return numbers.setdefault(chunk, NumberedChunk(len(numbers)))
+    Parts of one batch share the tuples, so a caller can send the references of each tuple once for all of them.
+    """
+    tuples: dict[int, ChunkTuple] = {}
+    numbers: dict[int, NumberedChunks] = {}
 
-    return _with_places(batch, lambda places: places.compact().renumbered(number)), list(numbers)
+    def number(places: RowPlaces) -> RowPlaces:
+        key = id(places.references)
+        tuples[key] = places.references
+        return places._replace(chunks=numbers.setdefault(key, NumberedChunks(len(numbers))))
+
+    return _with_places(batch, number), list(tuples.values())
 
 
-def attach(batch: DataProto, references: Sequence[ChunkReference]) -> DataProto:
-    """Replace the numbered chunks of a batch of :func:`detach` or :func:`separate` by references."""
+def attach(batch: DataProto, tuples: Sequence[ChunkTuple]) -> DataProto:
+    """Replace the numbers of a batch of :func:`detach` or :func:`separate` by tuples of chunks."""
 
-    def reference(chunk: ChunkReference) -> ChunkReference:
-        return references[chunk.number] if isinstance(chunk, NumberedChunk) else chunk
+    def known(places: RowPlaces) -> RowPlaces:
+        numbered = places.chunks
+        return places._replace(chunks=tuples[numbered.number]) if isinstance(numbered, NumberedChunks) else places
 
-    return _with_places(batch, lambda places: places.renumbered(reference))
+    return _with_places(batch, known)
 
 
 def fetch(batch: DataProto) -> DataProto:
@@ -100,7 +109,7 @@ def fetch(batch: DataProto) -> DataProto:
     if not remote:
         return batch
     places = {id(values.places): values.places.compact() for _, values in remote.values()}
-    chunks = fetch_chunks(list(dict.fromkeys(chunk for place in places.values() for chunk in place.chunks)))
+    chunks = fetch_chunks(list(dict.fromkeys(chunk for place in places.values() for chunk in place.references)))
     stored = dict(columns.stored)
     for name, (column, values) in remote.items():
         stored[name] = StoredColumn(None, column._replace(values=values.fetch(column.lengths, chunks)))
