@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.algorithms import AdvantageInputs, load_advantage
 from megarl.cluster.split import collect
 from megarl.config.schema.algorithm import AlgorithmConfig, KLControlConfig, RefQualityConfig
-from megarl.data import DataProto
+from megarl.data import DataProto, sequence_lengths
 from megarl.data.column_store import ragged_columns
 from megarl.trainer.phases.advantage_phase import AdvantagePhase, RewardShaping
 from megarl.trainer.records.metrics import batch_metrics, rollout_mismatch_metrics
@@ -78,6 +79,29 @@ def test_parts_give_the_results_of_the_whole_batch(estimator, penalty):
     assert other == (None if coefficient is None else pytest.approx(coefficient, rel=1e-12))
     for name in ("token_level_rewards", "advantages", "returns"):
         torch.testing.assert_close(parts.packed(name), whole.packed(name), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("estimator", (*ESTIMATORS, "reinforce_plus_plus_baseline"))
+def test_rows_and_sums_give_the_estimate_over_all_tokens(estimator):
+    """The phase works on rows and sums of rewards; the estimator itself on the tokens of the whole batch."""
+    config = AlgorithmConfig(adv_estimator=estimator, gamma=0.9, lam=0.8)
+    phase, batch = AdvantagePhase(config), batch_of()
+    phase.rows = map_in_parts
+    result = phase.compute(batch, {})
+    inputs = AdvantageInputs(
+        token_level_rewards=batch.packed("token_level_scores"),
+        response_mask=batch.packed("response_mask", torch.bool),
+        values=batch.packed("values"),
+        group_ids=batch.non_tensor_batch["uid"],
+        reward_baselines=batch.tensors["reward_baselines"],
+        old_log_probs=batch.packed("old_log_probs"),
+        gamma=0.9,
+        lam=0.8,
+        lengths=sequence_lengths(batch)[1],
+    )
+    for name, expected in zip(("advantages", "returns"), load_advantage(estimator)(inputs), strict=True):
+        torch.testing.assert_close(result.packed(name), expected, rtol=1e-5, atol=1e-6)
+        assert result.packed(name).abs().sum() > 0
 
 
 def test_shaping_in_parts():
