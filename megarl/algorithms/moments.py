@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-class Moments(NamedTuple):
+@dataclass(frozen=True)
+class Moments:
     """Count, mean, spread and range of numbers.
 
     Attributes:

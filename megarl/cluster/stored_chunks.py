@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from megarl.base.errors import WorkerError
 from megarl.data import DataProto
 from megarl.data.remote import Chunk, ChunkReference, ChunkTuple
-from megarl.data.remote_columns import attach, detach, fetch, separate
+from megarl.data.remote_columns import attach_chunks, detach_chunks, fetch_values, separate
 
 
 class StoredChunk(ChunkReference):
@@ -73,7 +73,7 @@ def payloads_of(parts: Sequence[DataProto]) -> list[Payload]:
             lists[id(chunks)] = chunks, ray.put(refs)
         return lists[id(chunks)][1]
 
-    detached = [detach(part) for part in parts]
+    detached = [detach_chunks(part) for part in parts]
     return [Payload(batch, [list_of(chunks) for chunks in tuples]) for batch, tuples in detached]
 
 
@@ -84,11 +84,11 @@ def receive(args: Sequence[Any]) -> list[Any]:
 
 def _received(payload: Payload) -> DataProto:
     lists = ray.get(payload.lists) if payload.lists else []
-    return fetch(attach(payload.batch, [tuple(map(StoredChunk, refs)) for refs in lists]))
+    return fetch_values(attach_chunks(payload.batch, [tuple(map(StoredChunk, refs)) for refs in lists]))
 
 
 def separated(result: Any) -> tuple[Any, Chunk | None]:
-    """Split the result of a verb into the part that the driver receives, and the chunk that stays in the store."""
+    """Split the result of a verb into the driver's part and the chunk that stays in the store."""
     if not isinstance(result, DataProto):
         return result, None
     batch, chunk = separate(result)
@@ -97,4 +97,4 @@ def separated(result: Any) -> tuple[Any, Chunk | None]:
 
 def attached(result: Any, ref: ray.ObjectRef) -> Any:
     """Return the result of a verb with the reference to its chunk; nothing is read."""
-    return attach(result, [(StoredChunk(ref),)]) if isinstance(result, DataProto) else result
+    return attach_chunks(result, [(StoredChunk(ref),)]) if isinstance(result, DataProto) else result

@@ -362,7 +362,7 @@ class Columns(Mapping[str, Tensor]):
     def pack(self) -> PackedColumns:
         """Return the columns without padding, for transport; see :meth:`to_ragged`.
 
-        Remote values are read, unless they travel as numbers of chunks (:func:`megarl.data.remote_columns.detach`).
+        Remote values are read, unless their chunks are numbers (:func:`megarl.data.remote_columns.detach_chunks`).
         """
         spans = read_spans(self)
         regions = None if spans is None else regions_of(spans)

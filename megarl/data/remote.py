@@ -30,7 +30,7 @@ ChunkTuple = tuple[ChunkReference, ...]
 
 
 class NumberedChunks(NamedTuple):
-    """Stands for the chunks of a column in a batch on its way to another process, beside which their references travel.
+    """Stands for the chunks of a column while a batch travels; their references travel beside it.
 
     Attributes:
         number: of the tuple of chunks among those that travel.

@@ -1,8 +1,8 @@
 """Batches with remote columns: move values to chunks, send a batch without its values, and read the values.
 
 A process writes values (:func:`write_values`) and sends the batch with the references to its chunks instead of bytes
-(:func:`detach`). The receiver attaches the references (:func:`attach`), and reads all values at once (:func:`fetch`) or
-each column at its first use.
+(:func:`detach_chunks`). The receiver attaches the references (:func:`attach_chunks`), and reads all values at once
+(:func:`fetch_values`) or each column at its first use.
 """
 
 from __future__ import annotations
@@ -65,9 +65,10 @@ def separate(batch: DataProto) -> tuple[DataProto, Chunk]:
     Raises:
         DataError: the attention mask has holes, or the padding of a column contains several values.
     """
-    columns = Columns.of(fetch(batch).tensors).to_ragged()
+    columns = Columns.of(fetch_values(batch).tensors).to_ragged()
     local = _local_columns(columns)
-    numbers, places = np.zeros(len(batch), np.int32), {}
+    numbers = np.zeros(len(batch), np.int32)
+    places: dict[int, RowPlaces] = {}
     stored = dict(columns.stored)
     for name, column in local.items():
         begins = np.cumsum(column.lengths) - column.lengths
@@ -76,7 +77,7 @@ def separate(batch: DataProto) -> tuple[DataProto, Chunk]:
     return _with_columns(batch, stored), _chunk(local)
 
 
-def detach(batch: DataProto) -> tuple[DataProto, list[ChunkTuple]]:
+def detach_chunks(batch: DataProto) -> tuple[DataProto, list[ChunkTuple]]:
     """Return the batch with numbers in place of its tuples of chunks, and these tuples.
 
     Parts of one batch share the tuples, so a caller can send the references of each tuple once for all of them.
@@ -92,8 +93,8 @@ def detach(batch: DataProto) -> tuple[DataProto, list[ChunkTuple]]:
     return _with_places(batch, number), list(tuples.values())
 
 
-def attach(batch: DataProto, tuples: Sequence[ChunkTuple]) -> DataProto:
-    """Replace the numbers of a batch of :func:`detach` or :func:`separate` by tuples of chunks."""
+def attach_chunks(batch: DataProto, tuples: Sequence[ChunkTuple]) -> DataProto:
+    """Replace the numbers of a batch of :func:`detach_chunks` or :func:`separate` by tuples of chunks."""
 
     def known(places: RowPlaces) -> RowPlaces:
         numbered = places.chunks
@@ -102,7 +103,7 @@ def attach(batch: DataProto, tuples: Sequence[ChunkTuple]) -> DataProto:
     return _with_places(batch, known)
 
 
-def fetch(batch: DataProto) -> DataProto:
+def fetch_values(batch: DataProto) -> DataProto:
     """Return the batch with all values in this process; reads each chunk once."""
     columns = Columns.of(batch.tensors)
     remote = _remote_columns(columns)

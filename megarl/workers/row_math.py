@@ -7,7 +7,7 @@ with ``_of_rows``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -185,15 +185,14 @@ class AdvantageFacts(NamedTuple):
         return cls(*map(Moments.merged, zip(*parts, strict=True)))
 
 
-def advantages_of_rows(
-    batch: DataProto, estimator: str, options: Mapping[str, float]
-) -> tuple[DataProto, AdvantageFacts]:
+def advantages_of_rows(batch: DataProto, estimator: str, gamma: float, lam: float) -> tuple[DataProto, AdvantageFacts]:
     """Estimate ``advantages`` and ``returns`` with an estimator that needs one row at a time; not whitened.
 
     Args:
         batch: with :data:`ESTIMATE_COLUMNS`.
         estimator: its name in the configuration.
-        options: fields of :class:`megarl.algorithms.AdvantageInputs`, such as ``gamma``.
+        gamma: discount per token.
+        lam: lambda of GAE.
     """
     inputs = AdvantageInputs(
         token_level_rewards=batch.packed("token_level_rewards"),
@@ -201,7 +200,8 @@ def advantages_of_rows(
         values=batch.packed("values") if "values" in batch.tensors else None,
         reward_baselines=batch.tensors.get("reward_baselines"),
         lengths=sequence_lengths(batch)[1],
-        **options,
+        gamma=gamma,
+        lam=lam,
     )
     advantages, returns = load_advantage(estimator).unwhitened(inputs)
     columns = batch.token_columns({"advantages": advantages, "returns": returns})

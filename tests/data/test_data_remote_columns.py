@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megarl.data import COLUMNS, DataProto
 from megarl.data.column_store import ragged_columns
 from megarl.data.remote import ChunkReference, RemoteValues
-from megarl.data.remote_columns import attach, detach, fetch, separate, write_values
+from megarl.data.remote_columns import attach_chunks, detach_chunks, fetch_values, separate, write_values
 
 LENGTHS = [3, 0, 5, 1, 2, 4]
 
@@ -110,16 +110,16 @@ def test_local_and_remote_parts_are_joined_by_value():
 
 def test_a_detached_batch_travels_with_the_references_of_its_rows():
     batch = remote_batch()[[4, 3, 0]]
-    detached, tuples = detach(batch)
+    detached, tuples = detach_chunks(batch)
     assert [len(chunks) for chunks in tuples] == [3], "all columns share the three chunks"
-    assert detach(batch[1:])[1][0] is tuples[0], "parts of a batch share them too"
+    assert detach_chunks(batch[1:])[1][0] is tuples[0], "parts of a batch share them too"
     MemoryChunk.reads = 0
     received = pickle.loads(pickle.dumps(detached))
     with pytest.raises(RuntimeError, match=r"the chunks of a batch are not attached: NumberedChunks\(number=0\)"):
         received.packed("responses")
-    received = attach(received, tuples)
+    received = attach_chunks(received, tuples)
     assert MemoryChunk.reads == 0 and remote_names(received) == remote_names(batch)
-    whole = fetch(received)
+    whole = fetch_values(received)
     assert MemoryChunk.reads == 2, "one chunk has none of these rows; the others are read once for all columns"
     assert not remote_names(whole) and whole.meta_info == {"step": 3}
     assert_equal(whole, batch_of()[[4, 3, 0]])
@@ -130,7 +130,7 @@ def test_a_result_is_separated_into_facts_and_a_chunk():
     assert chunk.keys() == set(batch_of().tensors) - {"attention_mask"}
     sent = pickle.dumps(facts)
     assert not any(values.tobytes() in sent for values in chunk.values() if values.nbytes > 16)
-    assert_equal(attach(pickle.loads(sent), [(MemoryChunk(chunk),)]), batch_of())
+    assert_equal(attach_chunks(pickle.loads(sent), [(MemoryChunk(chunk),)]), batch_of())
     nothing = DataProto.from_dict({"rm_scores": torch.ones(3)}, {"uid": ["a", "b", "c"]})
     same, chunk = separate(nothing)
     assert chunk == {} and same.tensors["rm_scores"].tolist() == [1, 1, 1]

@@ -167,8 +167,8 @@ class AdvantagePhase:
         estimate = self.estimate
         batch, rewards = self._penalize(batch, metrics)
         if estimate.scope == "rows":
-            options = {"gamma": self.config.gamma, "lam": self.config.lam, "norm_by_std": self.config.norm_by_std}
-            columns, parts = self.rows(advantages_of_rows, ESTIMATE_COLUMNS, batch, self.config.adv_estimator, options)
+            options = self.config.adv_estimator, self.config.gamma, self.config.lam
+            columns, parts = self.rows(advantages_of_rows, ESTIMATE_COLUMNS, batch, *options)
         elif estimate.scope == "groups":
             with_rows = batch.with_columns({ROW_ADVANTAGES: self._row_advantages(batch, rewards)})
             columns, parts = self.rows(expanded_advantages_of_rows, ESTIMATE_COLUMNS, with_rows)
