@@ -1,49 +1,98 @@
-"""Driver's cost of a training step's batch: building, splitting over data-parallel ranks, sending, joining results.
+"""Driver's share of a training step: CPU seconds and memory of its batch, with workers in other processes.
 
     python benchmarks/data_plane.py --samples 2048 16384 --longest 32768 --mean 4096 --dp 64 512
 
-The batch has PPO's columns and log-normal response lengths (sigma 1). For each verb the driver plans the partition,
-selects each rank's rows, packs them as Ray does (pickle 5 with separate buffers), and joins the ranks' results. ``real
-MB`` are the values of the columns that the verb reads, without padding, at 4 bytes per token id or float and 1 per mask
-entry: the least that must leave the driver. The first line of a batch shows the memory of its values, and of padded
-tensors for comparison. Seconds are CPU seconds of this process, without the work of the receivers. Between the two
-passes and the two updates, the driver computes scores, advantages (GAE) and metrics.
+The batch has PPO's columns and log-normal response lengths (sigma 1). The driver runs the verbs and phases of a step
+through a real worker group and Ray's object store: passes, scores, advantages (GAE, KL penalty), updates, metrics.
+One process stands for all ranks and answers without a model. Seconds are CPU seconds of the driver's process, its Ray
+threads included; memory is the largest anonymous memory of the process since the batch was built, without the object
+store. ``written MB`` are the bytes that the driver has written into the store.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import pickle
-import resource
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
 import torch
-from ray import cloudpickle
 
 from megarl.base.allocator import keep_freed_memory
-from megarl.cluster.split import Plan, collect, plan_rows
+from megarl.cluster import RaySession, ResourcePool, WorkerGroup, wait_ready
+from megarl.cluster.stored_chunks import StoredChunk
 from megarl.config.schema.algorithm import AlgorithmConfig
 from megarl.data import DataProto
-from megarl.data.column_store import Columns, ragged_columns
-from megarl.data.ragged import RaggedColumn
+from megarl.data.column_store import ragged_columns
+from megarl.data.remote import Chunk
+from megarl.models import ParallelLayout
 from megarl.rewards.manager import score_columns
 from megarl.trainer.jobs.train import LARGEST_KEPT_TENSOR
-from megarl.trainer.phases.advantage_phase import AdvantagePhase, RewardShaping
+from megarl.trainer.phases.advantage_phase import AdvantagePhase
 from megarl.trainer.records.metrics import batch_metrics, rollout_mismatch_metrics
 from megarl.workers.actor import ActorWorker
 from megarl.workers.critic import CriticWorker
-from megarl.workers.dispatch import VerbMark, read_marks
+from megarl.workers.dispatch import WorkerPlace, read_marks, verb
 
 PROMPT = 1024
 VOCABULARY = 151_936
-RESULTS = {"compute_log_prob": "old_log_probs", "compute_values": "values"}
-MASKS = ("attention_mask", "response_mask", "generated_mask")
+MARKS = read_marks(ActorWorker) | read_marks(CriticWorker)
+
+
+def like(name: str) -> Callable[[Any], Any]:
+    """Mark a method as the verb of this name of the real workers."""
+    mark = MARKS[name]
+    return verb(mark.dispatch, mini_batches=mark.mini_batches, columns=mark.columns)
+
+
+class AnsweringWorker:
+    """Answers the verbs of a step without a model."""
+
+    def __init__(self, place: WorkerPlace) -> None:
+        self.place = place
+
+    def _answer(self, batch: DataProto, name: str, value: float) -> DataProto:
+        return batch.token_columns({name: torch.full((len(batch.packed("responses")),), value)})
+
+    @like("compute_log_prob")
+    def compute_log_prob(self, batch: DataProto) -> DataProto:
+        """Return log-probs."""
+        return self._answer(batch, "old_log_probs", -0.5)
+
+    @like("compute_ref_log_prob")
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """Return log-probs of the reference."""
+        return self._answer(batch, "ref_log_prob", -0.6)
+
+    @like("compute_values")
+    def compute_values(self, batch: DataProto) -> DataProto:
+        """Return values."""
+        return self._answer(batch, "values", 0.1)
+
+    @like("update_critic")
+    def update_critic(self, batch: DataProto) -> dict[str, float]:
+        """Return metrics."""
+        return {}
+
+    @like("update_actor")
+    def update_actor(self, batch: DataProto) -> dict[str, float]:
+        """Return metrics."""
+        return {}
+
+
+class OneProcessGroup(WorkerGroup):
+    """A group of ``dp`` data-parallel ranks that all are one process."""
+
+    def stand_for(self, dp: int) -> None:
+        """Let the process be all ranks."""
+        wait_ready([self])
+        self.layout, self._owners = ParallelLayout(dp=dp), list(range(dp))
+        self._actors, self._infos = self._actors[:1] * dp, self._infos[:1] * dp
 
 
 def samples_rows(samples: int, longest: int, mean: int, seed: int) -> dict[str, list[np.ndarray]]:
@@ -64,119 +113,93 @@ def samples_rows(samples: int, longest: int, mean: int, seed: int) -> dict[str, 
 def batch_of(rows: dict[str, list[np.ndarray]]) -> DataProto:
     """Build the batch of samples."""
     uids = np.array([f"1-{row // 8}" for row in range(len(rows["prompts"]))], dtype=object)
-    return DataProto(ragged_columns(rows, {}), {"uid": uids}, {"balance_batch": True})
+    sizes = {name: len(uids) // 4 for name in ("actor_mini_batch_rows", "critic_mini_batch_rows")}
+    return DataProto(ragged_columns(rows, {}), {"uid": uids}, {"balance_batch": True, **sizes})
 
 
-def cpu_seconds(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Run and return CPU seconds and result."""
-    before = time.process_time()
-    result = work()
-    return time.process_time() - before, result
+class Meter:
+    """Measures stages of a step in this process."""
+
+    def __init__(self) -> None:
+        self.peak, self.total = 0, 0.0
+        self.written = 0
+        write = StoredChunk.write
+
+        def counting(chunk: Chunk) -> StoredChunk:
+            self.written += sum(values.nbytes for values in chunk.values())
+            return write(chunk)
+
+        StoredChunk.write = counting  # type: ignore[method-assign]
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def run(self, stage: str, work: Callable[[], Any]) -> Any:
+        """Run a stage, print its line and return its result."""
+        before, written, wall = time.process_time(), self.written, time.perf_counter()
+        result = work()
+        seconds, wall = time.process_time() - before, time.perf_counter() - wall
+        self.total += seconds
+        print(f"  {stage:<24}{seconds:>8.2f}{wall:>8.1f}{(self.written - written) / 1e6:>10.0f}", flush=True)
+        return result
+
+    def reset(self) -> None:
+        """Begin a step."""
+        self.total, self.peak = 0.0, 0
+
+    def _watch(self) -> None:
+        while True:
+            self.peak = max(self.peak, anonymous_bytes())
+            time.sleep(0.02)
 
 
-def packed_bytes(chunks: Sequence[DataProto]) -> int:
-    """Pickle chunks as Ray does; return the bytes."""
-    total = 0
-    for chunk in chunks:
-        buffers: list[pickle.PickleBuffer] = []
-        total += len(cloudpickle.dumps(chunk, protocol=5, buffer_callback=buffers.append))
-        total += sum(buffer.raw().nbytes for buffer in buffers)
-    return total
+def anonymous_bytes() -> int:
+    """Memory of this process without files and shared memory."""
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
 
 
-def real_bytes(batch: DataProto, tokens: tuple[int, int]) -> int:
-    """Bytes of the values of a batch without padding, from its tokens of prompts and responses."""
-    counts = {"prompts": tokens[0], "attention_mask": 0}
-    return sum(counts.get(name, tokens[1]) * (1 if name in MASKS else 4) for name in batch.tensors)
-
-
-def results_of(chunks: Sequence[DataProto], column: str) -> list[DataProto]:
-    """Results of the ranks as the driver receives them."""
-    results = []
-    for chunk in chunks:
-        lengths = np.array([len(row) for row in chunk.unpadded("responses")])
-        values = np.full(lengths.sum(), -0.5, np.float32)
-        ragged = RaggedColumn(values, lengths, None, int(lengths.max()), "float32", "response", 0.0)
-        results.append(pickle.loads(pickle.dumps(DataProto(Columns.of_ragged({column: ragged})), protocol=5)))
-    return results
-
-
-def measure(batch: DataProto, verb: str, mark: VerbMark, dp: int, tokens: tuple[int, int]) -> DataProto:
-    """Measure one verb and print its row; return the batch with the verb's result."""
-    rows = len(batch) // 4 if mark.mini_batches else None
-    plan_s, plan = cpu_seconds(lambda: plan_rows(batch, dp, rows, equal=mark.equal_rows))
-    read = mark.read(batch)
-    split_s, chunks = cpu_seconds(lambda: read.parts(plan))
-    pack_s, sent = cpu_seconds(lambda: packed_bytes(chunks))
-    column, join_s = RESULTS.get(verb), 0.0
-    if column is not None and column not in batch.tensors:
-        batch, join_s = joined(batch, chunks, plan, column)
-    needed = real_bytes(read, tokens)
-    print(
-        f"{len(batch):>8}{dp:>5}  {verb:<18}{plan_s:>8.2f}{split_s:>8.2f}{pack_s:>8.2f}{join_s:>8.2f}"
-        f"{sent / 1e6:>9.0f}{needed / 1e6:>9.0f}{sent / needed:>7.2f}"
-    )
-    return batch
-
-
-def joined(batch: DataProto, chunks: Sequence[DataProto], plan: Plan, column: str) -> tuple[DataProto, float]:
-    """Join the results of the ranks; return the batch with them, and the CPU seconds."""
-    results = results_of(chunks, column)
-    seconds, merged = cpu_seconds(lambda: batch.union(collect(results, plan)))
-    return merged, seconds
-
-
-def with_advantages(batch: DataProto) -> DataProto:
-    """Add scores and advantages, compute the metrics of the step, and print the cost of each."""
+def run_step(batch: DataProto, group: Any, meter: Meter) -> None:
+    """Run the driver's side of a step."""
+    rows = group.row_map("compute_log_prob", 0)
     scores, kept = torch.linspace(0, 1, len(batch)), torch.ones(len(batch), dtype=torch.bool)
-    score_s, batch = cpu_seconds(lambda: batch.with_packed(score_columns(batch, scores, kept)))
-    config = AlgorithmConfig()
-    phase, shaping = AdvantagePhase(config), RewardShaping(config, 1)
-    advantage_s, batch = cpu_seconds(lambda: phase.compute(shaping.shape(batch, 1, {}), {}))
+    batch = meter.run("scores", lambda: batch.with_packed(score_columns(batch, scores, kept)))
+    for name in ("compute_log_prob", "compute_ref_log_prob", "compute_values"):
+        batch = meter.run(name, lambda name=name, batch=batch: batch.union(group.call(name, batch)))
+    phase = AdvantagePhase(AlgorithmConfig(use_kl_in_reward=True))
+    phase.rows = rows
+    batch = meter.run("advantages", lambda: phase.compute(batch, {}))
+    for name in ("update_critic", "update_actor"):
+        meter.run(name, lambda name=name: group.call(name, batch))
     longest = batch.widths[1] or 0
-    metric_s, _ = cpu_seconds(lambda: (batch_metrics(batch, PROMPT, longest), rollout_mismatch_metrics(batch)))
-    print(f"scores {score_s:.2f} s, advantages {advantage_s:.2f} s, metrics {metric_s:.2f} s, ", end="")
-    print(f"peak memory {peak_gib():.1f} GiB")
-    return batch
-
-
-def peak_gib() -> float:
-    """Peak memory of this process."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    meter.run("metrics", lambda: (batch_metrics(batch, PROMPT, longest, rows), rollout_mismatch_metrics(batch, rows)))
 
 
 def main() -> None:
-    """Print the table."""
+    """Print a table for each batch and number of ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, nargs="+", default=[2048])
     parser.add_argument("--longest", type=int, default=15360, help="longest response in tokens")
     parser.add_argument("--mean", type=int, default=2048, help="mean response in tokens")
     parser.add_argument("--dp", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--store-gb", type=int, default=6, help="size of the object store")
     args = parser.parse_args()
 
     torch.set_num_threads(1)
     keep_freed_memory(LARGEST_KEPT_TENSOR)
-    marks = read_marks(ActorWorker) | read_marks(CriticWorker)
-    idle = peak_gib()
-    for samples in args.samples:
-        rows = samples_rows(samples, args.longest, args.mean, args.seed)
-        tokens = sum(map(len, rows["prompts"])), sum(map(len, rows["responses"]))
-        build_s, batch = cpu_seconds(lambda rows=rows: batch_of(rows))
-        del rows
-        padded = sum(tensor.nbytes for tensor in batch.tensors.shapes().values())
-        print(f"\n{samples} samples, {sum(tokens) / 1e6:.1f} M tokens, up to {batch.widths[1]} per response: ", end="")
-        print(f"{packed_bytes([batch]) / 1e6:.0f} MB, padded {padded / 1e6:.0f} MB; built in {build_s:.2f} s")
-        print(f"{'samples':>8}{'dp':>5}  {'verb':<18}{'plan s':>8}{'split s':>8}{'pack s':>8}{'join s':>8}", end="")
-        print(f"{'MB':>9}{'real MB':>9}{'ratio':>7}")
-        for dp in args.dp:
-            for verb in ("compute_log_prob", "compute_values"):
-                batch = measure(batch, verb, marks[verb], dp, tokens)
-        print(f"peak memory {peak_gib():.1f} GiB, of these {idle:.1f} before the first batch")
-        batch = with_advantages(batch)
-        for dp in args.dp:
-            for verb in ("update_critic", "update_actor"):
-                batch = measure(batch, verb, marks[verb], dp, tokens)
+    meter = Meter()
+    with RaySession(num_cpus=2, object_store_bytes=args.store_gb << 30) as session:
+        pool = session.place([ResourcePool("main", "cpu", [1])])["main"]
+        group = OneProcessGroup("ranks", AnsweringWorker, {}, ParallelLayout(), pool)
+        for samples in args.samples:
+            for dp in args.dp:
+                group.stand_for(dp)
+                batch = batch_of(samples_rows(samples, args.longest, args.mean, args.seed))
+                tokens = int(batch.packed("attention_mask").sum()) / 1e6
+                print(f"\n{samples} samples, {tokens:.1f} M tokens, up to {batch.widths[1]} per response, {dp} ranks")
+                print(f"  {'stage':<24}{'CPU s':>8}{'wall s':>8}{'written MB':>10}")
+                meter.reset()
+                run_step(batch, group, meter)
+                print(f"  {'step':<24}{meter.total:>8.2f}; largest memory {meter.peak / 2**30:.1f} GiB")
 
 
 if __name__ == "__main__":

@@ -36,16 +36,16 @@ from megarl.algorithms.kl import (
     make_kl_controller,
 )
 from megarl.algorithms.masked import (
-    explained_variance,
+    expand_to_tokens,
     have_tokens,
     masked_mean,
     masked_sum,
-    masked_variance,
     masked_whiten,
     select_tokens,
     sequence_counts,
     sequence_sums,
 )
+from megarl.algorithms.moments import Moments, PairMoments, explained_variance
 from megarl.algorithms.policy_loss import (
     POLICY_LOSSES,
     ChoiceFunction,
@@ -88,12 +88,11 @@ from megarl.algorithms.reward_shaping import (
 )
 from megarl.algorithms.rollout_correction import (
     REJECTIONS,
+    RatioMoments,
     Rejection,
     Truncation,
     importance_weights,
-    log_prob_differences,
     log_ratios,
-    off_policy_statistics,
     rejected_tokens,
 )
 from megarl.algorithms.schedules import (
@@ -126,11 +125,14 @@ __all__ = [
     "LabelledInputs",
     "LearningRateSchedule",
     "LossCounts",
+    "Moments",
+    "PairMoments",
     "PolicyLoss",
     "PolicyLossInputs",
     "PolicyLossOptions",
     "PreferenceInputs",
     "PreferenceLossOptions",
+    "RatioMoments",
     "Rejection",
     "TokenLoss",
     "Truncation",
@@ -153,6 +155,7 @@ __all__ = [
     "dppo_kl",
     "dppo_tv",
     "entropy_loss",
+    "expand_to_tokens",
     "explained_variance",
     "gae",
     "generalized_advantages",
@@ -172,7 +175,6 @@ __all__ = [
     "load_advantage",
     "load_policy_loss",
     "load_schedule",
-    "log_prob_differences",
     "log_ratios",
     "loglinear_log_probs",
     "loss_counts",
@@ -180,11 +182,9 @@ __all__ = [
     "make_kl_controller",
     "masked_mean",
     "masked_sum",
-    "masked_variance",
     "masked_whiten",
     "missing_eos",
     "observations",
-    "off_policy_statistics",
     "on_trained_tokens",
     "opo",
     "proximal_fractions",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -121,6 +121,8 @@ _TOKEN_COLUMNS = (
 
 
 AdvantageFunction = Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
+Scope = Literal["rows", "groups", "batch"]
+"""Data that an estimator needs at once; see :class:`AdvantageEstimator`."""
 _INPUT_MEANINGS = {
     "values": "the values of a critic",
     "group_ids": "the prompt of each response",
@@ -140,15 +142,32 @@ class AdvantageEstimator:
         function: maps inputs to advantages and returns.
         needs: required fields of :class:`AdvantageInputs` among the fields that may be None.
         reads_packed: whether the function reads packed tokens and returns them; else padded tensors.
+        scope: ``rows``: the result of a row depends on that row only, so that processes estimate their rows
+            independently. ``groups``: all trained tokens of a row have one advantage, equal to the return, which
+            depends on the sums of the rewards of all rows. ``batch``: the function gets the tokens of all rows.
+        whitens: whether the advantages are whitened over all trained tokens of the batch after the function.
     """
 
     name: str
     function: AdvantageFunction
     needs: tuple[str, ...] = ()
     reads_packed: bool = False
+    scope: Scope = "batch"
+    whitens: bool = False
 
     def __call__(self, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-        """Compute advantages and returns, each in the form of the inputs: ``[b, R]`` or packed ``[n]``.
+        """Compute advantages and returns of a batch, each in the form of the inputs: ``[b, R]`` or packed ``[n]``.
+
+        Raises:
+            ValueError: the inputs lack a required field.
+        """
+        advantages, returns = self.unwhitened(inputs)
+        if self.whitens:
+            advantages = masked_whiten(advantages, inputs.response_mask)
+        return advantages, advantages if self.scope == "groups" else returns
+
+    def unwhitened(self, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+        """Compute advantages and returns like a call, without the whitening that follows the function.
 
         Raises:
             ValueError: the inputs lack a required field.
@@ -169,7 +188,11 @@ ADVANTAGES: Registry[AdvantageEstimator] = Registry("algorithm.adv_estimator", l
 
 
 def register_advantage(
-    *names: str, needs: tuple[str, ...] | None = None, reads_packed: bool = False
+    *names: str,
+    needs: tuple[str, ...] | None = None,
+    reads_packed: bool = False,
+    scope: Scope = "batch",
+    whitens: bool = False,
 ) -> Callable[[AdvantageFunction], AdvantageEstimator]:
     """Return a decorator that registers an estimator under ``names``.
 
@@ -177,11 +200,14 @@ def register_advantage(
         names: names in the configuration.
         needs: required inputs; None = those in :mod:`megarl.base.algorithm_names`, none for a custom estimator.
         reads_packed: see :class:`AdvantageEstimator`.
+        scope: see :class:`AdvantageEstimator`.
+        whitens: see :class:`AdvantageEstimator`.
     """
     required = ADV_ESTIMATORS.get(names[0], ()) if needs is None else needs
 
     def add(function: AdvantageFunction) -> AdvantageEstimator:
-        return ADVANTAGES.register(*names)(AdvantageEstimator(names[0], function, required, reads_packed))
+        estimator = AdvantageEstimator(names[0], function, required, reads_packed, scope, whitens)
+        return ADVANTAGES.register(*names)(estimator)
 
     return add
 
@@ -277,17 +303,16 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float, lengths: Ten
     return generalized_advantages(rewards, torch.zeros_like(rewards), mask, gamma, 1.0, lengths)[0]
 
 
-@register_advantage("gae", reads_packed=True)
+@register_advantage("gae", reads_packed=True, scope="rows", whitens=True)
 def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Compute GAE (:func:`generalized_advantages`) and whiten the advantages over all trained tokens of the batch."""
+    """Compute GAE (:func:`generalized_advantages`), which is then whitened over all trained tokens of the batch."""
     assert inputs.values is not None
-    advantages, returns = generalized_advantages(
+    return generalized_advantages(
         inputs.token_level_rewards, inputs.values, inputs.response_mask, inputs.gamma, inputs.lam, inputs.lengths
     )
-    return masked_whiten(advantages, inputs.response_mask), returns
 
 
-@register_advantage("reinforce_plus_plus", reads_packed=True)
+@register_advantage("reinforce_plus_plus", reads_packed=True, scope="rows", whitens=True)
 def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): returns whitened over all trained tokens of a batch.
 
@@ -295,10 +320,10 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     reward: ``algorithm.use_kl_in_reward`` with ``kl_penalty=k1``.
     """
     returns = discounted_returns(inputs.token_level_rewards, inputs.response_mask, inputs.gamma, inputs.lengths)
-    return masked_whiten(returns, inputs.response_mask), returns
+    return returns, returns
 
 
-@register_advantage("remax", reads_packed=True)
+@register_advantage("remax", reads_packed=True, scope="rows")
 def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """ReMax (Li et al. 2023, arXiv:2310.10505): the return minus the score of the prompt's greedy response.
 
@@ -310,7 +335,7 @@ def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return torch.where(inputs.response_mask.bool(), relative, torch.zeros_like(relative)), returns
 
 
-@register_advantage("rft", reads_packed=True)
+@register_advantage("rft", reads_packed=True, scope="rows")
 def rft(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Rejection-sampling fine-tuning (RAFT, Dong et al. 2023, arXiv:2304.06767, section 3.1): imitate kept responses.
 

@@ -16,7 +16,6 @@ from megarl.algorithms.advantages import AdvantageInputs, discounted_returns, re
 from megarl.algorithms.masked import (
     expand_to_tokens,
     have_tokens,
-    masked_whiten,
     sequence_counts,
     sequence_starts,
     sequence_sums,
@@ -98,7 +97,7 @@ class GroupedScores:
         return torch.arange(len(shift)) + shift, int(longest.sum())
 
 
-@register_advantage("grpo", "grpo_vectorized", reads_packed=True)
+@register_advantage("grpo", "grpo_vectorized", reads_packed=True, scope="groups")
 def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """GRPO (Shao et al. 2024, arXiv:2402.03300, section 4.1.2): ``(s - mean) / (std + eps)`` over the group.
 
@@ -110,7 +109,7 @@ def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return advantages, advantages
 
 
-@register_advantage("grpo_passk", reads_packed=True)
+@register_advantage("grpo_passk", reads_packed=True, scope="groups")
 def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """GRPO for pass@k (Tang et al. 2025, arXiv:2503.19595): only the best response of a group gets an advantage.
 
@@ -129,7 +128,7 @@ def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return advantages, advantages
 
 
-@register_advantage("rloo", "rloo_vectorized", reads_packed=True)
+@register_advantage("rloo", "rloo_vectorized", reads_packed=True, scope="groups")
 def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """RLOO (Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740): a leave-one-out baseline.
 
@@ -141,14 +140,14 @@ def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return advantages, advantages
 
 
-@register_advantage("reinforce_plus_plus_baseline", reads_packed=True)
+@register_advantage("reinforce_plus_plus_baseline", reads_packed=True, scope="groups", whitens=True)
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """REINFORCE++ with the group's mean as baseline (Hu et al. 2025, arXiv:2501.03262).
 
     ``A = s - group mean``, then whitened over all trained tokens of the batch.
     """
     groups = GroupedScores(inputs)
-    advantages = masked_whiten(groups.to_tokens(groups.scores - groups.mean()), groups.mask)
+    advantages = groups.to_tokens(groups.scores - groups.mean())
     return advantages, advantages
 
 
@@ -165,7 +164,7 @@ def opo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return advantages, advantages
 
 
-@register_advantage("gpg", reads_packed=True)
+@register_advantage("gpg", reads_packed=True, scope="groups")
 def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """GPG (Chu et al. 2025, arXiv:2504.02546): ``alpha (s - mean)``, for the loss ``gpg``.
 

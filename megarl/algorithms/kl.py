@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masked import have_tokens, masked_mean, sequence_means
+from megarl.algorithms.masked import sequence_means
 from megarl.base.registry import Registry
 
 KLFunction = Callable[[Tensor], Tensor]
@@ -80,7 +80,7 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
 
 def apply_kl_penalty(
     token_level_scores: Tensor, kl: Tensor, response_mask: Tensor, beta: float, lengths: Tensor | None = None
-) -> tuple[Tensor, float]:
+) -> tuple[Tensor, Tensor]:
     """Subtract the KL penalty from the scores: ``r_t = score_t - beta * KL_t`` (Ziegler et al. 2019, eq. 2).
 
     All tensors over tokens are ``[b, R]``, or packed ``[n]``.
@@ -93,13 +93,12 @@ def apply_kl_penalty(
         lengths: ``[b]`` of packed tokens; None = rectangles.
 
     Returns:
-        The rewards, and the KL in nats per token: mean over a sequence's trained tokens, then over sequences
-        with trained tokens (0 if there are none).
+        The rewards, and the KL of each sequence in nats per token ``[b]``: the mean over its trained tokens, 0 without
+        any.
     """
     kept = response_mask.bool()
     kl = torch.where(kept, kl, 0.0)
-    per_sequence = sequence_means(kl, kept, lengths)
-    return token_level_scores - beta * kl, masked_mean(per_sequence, have_tokens(kept, lengths)).item()
+    return token_level_scores - beta * kl, sequence_means(kl, kept, lengths)
 
 
 class KLController(Protocol):

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megarl.algorithms.moments import Moments
+
 
 def select_tokens(values: Tensor, mask: Tensor) -> Tensor:
     """Return the entries of ``mask`` (bool, same shape) in order, ``[k]``; a view if the mask has no hole."""
@@ -34,44 +36,23 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return masked_sum(values, mask, dim) / count.clamp(min=1)
 
 
-def masked_variance(values: Tensor, mask: Tensor) -> Tensor:
-    """Compute the sample variance (divisor ``n - 1``) over the mask, a scalar; 0 for fewer than two entries."""
-    return _sample_variance(select_tokens(values, mask.bool()))
-
-
-def _sample_variance(values: Tensor) -> Tensor:
-    squares = (values - values.sum() / max(1, values.numel())).square_().sum()
-    return squares / max(1, values.numel() - 1)
-
-
-def masked_whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
+def masked_whiten(values: Tensor, mask: Tensor, moments: Moments | None = None) -> Tensor:
     """Whiten the entries of the mask to mean 0 and variance 1; all other entries become 0.
 
-    ``(x - mean) / sqrt(variance + eps)`` with the sample variance, computed in double precision.
+    ``(x - mean) / sqrt(variance + 1e-8)`` with the sample variance, in double precision. A constant becomes 0.
 
     Args:
         values: any shape.
         mask: same shape, 0 or 1.
-        eps: keeps a constant input finite (it becomes 0).
+        moments: of the entries of all processes; None = of these entries.
 
     Returns:
         Same shape and type as ``values``.
     """
     kept = mask.bool()
-    entries = select_tokens(values, kept).double()
-    centered = entries - entries.sum() / max(1, entries.numel())
-    white = centered.mul_(torch.rsqrt(_sample_variance(entries) + eps)).to(values.dtype)
-    return torch.zeros_like(values).masked_scatter_(kept, white)
-
-
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, eps: float = 1e-5) -> float:
-    """Compute a critic's explained variance ``1 - Var(G - V) / (Var(G) + eps)``; all tensors have one shape.
-
-    1 is a perfect critic, 0 a critic no better than a constant, a negative value a worse one.
-    """
-    kept = mask.bool()
-    estimates, targets = select_tokens(values, kept).double(), select_tokens(returns, kept).double()
-    return (1.0 - _sample_variance(targets - estimates) / (_sample_variance(targets) + eps)).item()
+    entries = select_tokens(values, kept)
+    moments = Moments.of(entries) if moments is None else moments
+    return torch.zeros_like(values).masked_scatter_(kept, moments.whiten(entries))
 
 
 def sequence_sums(values: Tensor, mask: Tensor, lengths: Tensor | None) -> Tensor:

@@ -12,11 +12,11 @@ from megarl.algorithms.masked import (
     expand_to_tokens,
     flat_tokens,
     kept_before,
-    masked_mean,
     masked_whiten,
     sequence_means,
     sequence_starts,
 )
+from megarl.algorithms.moments import Moments
 
 
 def sequence_quality(ref_log_prob: Tensor, mask: Tensor, lengths: Tensor | None = None) -> Tensor:
@@ -112,14 +112,17 @@ def on_trained_tokens(rewards: Tensor, response_mask: Tensor, lengths: Tensor | 
     return moved.view_as(rewards)
 
 
-def whiten_rewards(rewards: Tensor, response_mask: Tensor, lengths: Tensor | None = None) -> Tensor:
+def whiten_rewards(rewards: Tensor, response_mask: Tensor, moments: Moments | None = None) -> Tensor:
     """Scale rewards to variance 1 over all trained tokens of a batch, with an unchanged mean.
 
     ``(r - mean) / std + mean`` over the tokens of the mask, 0 elsewhere (Stiennon et al. 2020, arXiv:2009.01325, whose
-    code does so before GAE). Both tensors are ``[b, R]``, or packed ``[n]`` with ``lengths [b]``; a reward outside the
-    mask is first moved onto it.
+    code does so before GAE).
+
+    Args:
+        rewards: ``[b, R]``, or packed ``[n]``; on the mask, see :func:`on_trained_tokens`.
+        response_mask: same shape.
+        moments: of the rewards of all processes; None = of these rewards.
     """
-    moved = on_trained_tokens(rewards, response_mask, lengths)
     kept = response_mask.bool()
-    mean = masked_mean(moved.double(), kept).to(rewards.dtype)
-    return torch.where(kept, masked_whiten(moved, kept) + mean, torch.zeros_like(moved))
+    moments = Moments.of(rewards[kept]) if moments is None else moments
+    return torch.where(kept, masked_whiten(rewards, kept, moments) + moments.mean, torch.zeros_like(rewards))

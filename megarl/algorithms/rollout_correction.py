@@ -27,6 +27,7 @@ from megarl.algorithms.masked import (
     sequence_means,
     sequence_sums,
 )
+from megarl.algorithms.moments import Moments, PairMoments
 from megarl.algorithms.policy_loss import LOG_RATIO_LIMIT
 
 Statistics = dict[str, float]
@@ -214,64 +215,117 @@ def _outside(log_ratio: Tensor, compared: Tensor, rule: Rejection, lengths: Tens
     return outside if reduce is None else expand_to_tokens(outside, log_ratio, lengths)
 
 
-def off_policy_statistics(old: Tensor, rollout: Tensor, compared: Tensor, lengths: Tensor | None = None) -> Statistics:
-    """Compute off-policy metrics between actor ("training") and engine ("rollout"): KL, perplexities, chi-squared.
+class RatioMoments(NamedTuple):
+    """Moments of the log-probs of actor ("training") and engine ("rollout") over compared tokens, of some rows.
 
-    Perplexities are computed per sequence and averaged over sequences with a compared token; empty without any.
-
-    Args:
-        old: the actor's log-probs, ``[b, R]``.
-        rollout: the engine's, ``[b, R]``.
-        compared: ``[b, R]``, 0 or 1.
-        lengths: ``[b]`` of packed tokens; None = rectangles.
+    Attributes:
+        log_ratio: of ``log r`` per token.
+        k3: of the k3 estimate per token.
+        squared: of ``r^2`` per token.
+        squared_sequence: of the square of a sequence's product of all ``r``.
+        training: of a sequence's log-perplexity under the actor.
+        rollout: of a sequence's log-perplexity under the engine.
+        training_ppl: of a sequence's perplexity under the actor.
+        rollout_ppl: of a sequence's perplexity under the engine.
+        ppl_ratio: of the first perplexity over the second.
+        difference: of the first log-perplexity minus the second.
+        distance: of the absolute value of this difference.
+        log_distance: of the distance of the log-probs per token.
+        prob_distance: of the distance of the probabilities per token.
+        probs: of the engine's and the actor's probability per token.
     """
-    mask = compared.bool()
-    rows = have_tokens(mask, lengths)
-    if not rows.any():
-        return {}
-    log_ratio = log_ratios(old, rollout, mask)
-    training_log_ppl = -sequence_means(old, mask, lengths)[rows]
-    rollout_log_ppl = -sequence_means(rollout, mask, lengths)[rows]
-    difference = training_log_ppl - rollout_log_ppl
-    whole = sequence_sums(log_ratio, mask, lengths)[rows].clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    log_ratio = select_tokens(log_ratio, mask)
-    limited = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return {
-        "kl": -log_ratio.mean().item(),
-        "k3_kl": _ESTIMATES["k3"](limited).mean().item(),
-        "training_ppl": training_log_ppl.exp().mean().item(),
-        "rollout_ppl": rollout_log_ppl.exp().mean().item(),
-        "ppl_ratio": difference.exp().mean().item(),
-        "training_log_ppl": training_log_ppl.mean().item(),
-        "rollout_log_ppl": rollout_log_ppl.mean().item(),
-        "log_ppl_diff": difference.mean().item(),
-        "log_ppl_abs_diff": difference.abs().mean().item(),
-        "log_ppl_diff_max": difference.max().item(),
-        "log_ppl_diff_min": difference.min().item(),
-        "chi2_token": (2 * limited).exp().mean().item() - 1,
-        "chi2_seq": (2 * whole).exp().mean().item() - 1,
-    }
 
+    log_ratio: Moments
+    k3: Moments
+    squared: Moments
+    squared_sequence: Moments
+    training: Moments
+    rollout: Moments
+    training_ppl: Moments
+    rollout_ppl: Moments
+    ppl_ratio: Moments
+    difference: Moments
+    distance: Moments
+    log_distance: Moments
+    prob_distance: Moments
+    probs: PairMoments
 
-def log_prob_differences(old: Tensor, rollout: Tensor) -> Statistics:
-    """Compare two lists of log-probs ``[n]``: differences of log-probs and of probabilities, and correlation.
+    @classmethod
+    def of(cls, old: Tensor, rollout: Tensor, compared: Tensor, lengths: Tensor | None = None) -> RatioMoments:
+        """Compute the moments; perplexities are those of sequences with a compared token.
 
-    ``rollout_actor_probs_pearson_corr`` correlates the probabilities; it is missing if one of the lists is constant.
-    """
-    if old.numel() == 0:
-        return {}
-    logs = (rollout.double() - old.double()).abs_()
-    old_probs, rollout_probs = old.double().exp(), rollout.double().exp()
-    probs = (rollout_probs - old_probs).abs_()
-    statistics = {
-        "rollout_log_probs_diff_mean": logs.mean().item(),
-        "rollout_log_probs_diff_max": logs.max().item(),
-        "rollout_probs_diff_mean": probs.mean().item(),
-        "rollout_probs_diff_max": probs.max().item(),
-        "rollout_probs_diff_std": probs.std(unbiased=False).item(),
-    }
-    a, b = rollout_probs.sub_(rollout_probs.mean()), old_probs.sub_(old_probs.mean())
-    scale = (a.dot(a) * b.dot(b)).sqrt()
-    if scale > 0:
-        statistics["rollout_actor_probs_pearson_corr"] = (a.dot(b) / scale).item()
-    return statistics
+        Args:
+            old: the actor's log-probs, ``[b, R]``.
+            rollout: the engine's, ``[b, R]``.
+            compared: ``[b, R]``, 0 or 1.
+            lengths: ``[b]`` of packed tokens; None = rectangles.
+        """
+        mask = compared.bool()
+        rows = have_tokens(mask, lengths)
+        training = -sequence_means(old, mask, lengths)[rows]
+        engine = -sequence_means(rollout, mask, lengths)[rows]
+        difference = training - engine
+        log_ratio = log_ratios(old, rollout, mask)
+        whole = sequence_sums(log_ratio, mask, lengths)[rows].clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        log_ratio = select_tokens(log_ratio, mask)
+        limited = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        old_probs, rollout_probs = (select_tokens(one, mask).double().exp() for one in (old, rollout))
+        return cls(
+            log_ratio=Moments.of(log_ratio),
+            k3=Moments.of(_ESTIMATES["k3"](limited)),
+            squared=Moments.of((2 * limited).exp()),
+            squared_sequence=Moments.of((2 * whole).exp()),
+            training=Moments.of(training),
+            rollout=Moments.of(engine),
+            training_ppl=Moments.of(training.exp()),
+            rollout_ppl=Moments.of(engine.exp()),
+            ppl_ratio=Moments.of(difference.exp()),
+            difference=Moments.of(difference),
+            distance=Moments.of(difference.abs()),
+            log_distance=Moments.of(log_ratio.abs()),
+            prob_distance=Moments.of((rollout_probs - old_probs).abs_()),
+            probs=PairMoments.of(rollout_probs, old_probs),
+        )
+
+    @classmethod
+    def merged(cls, parts: Sequence[RatioMoments]) -> RatioMoments:
+        """Merge the moments of disjoint rows."""
+        columns = zip(*parts, strict=True)
+        return cls(*(type(column[0]).merged(column) for column in columns))
+
+    def off_policy_statistics(self) -> Statistics:
+        """Compute off-policy metrics between actor and engine: KL, perplexities, chi-squared; empty without a token."""
+        if not self.log_ratio.count:
+            return {}
+        return {
+            "kl": -self.log_ratio.mean,
+            "k3_kl": self.k3.mean,
+            "training_ppl": self.training_ppl.mean,
+            "rollout_ppl": self.rollout_ppl.mean,
+            "ppl_ratio": self.ppl_ratio.mean,
+            "training_log_ppl": self.training.mean,
+            "rollout_log_ppl": self.rollout.mean,
+            "log_ppl_diff": self.difference.mean,
+            "log_ppl_abs_diff": self.distance.mean,
+            "log_ppl_diff_max": self.difference.most,
+            "log_ppl_diff_min": self.difference.least,
+            "chi2_token": self.squared.mean - 1,
+            "chi2_seq": self.squared_sequence.mean - 1,
+        }
+
+    def differences(self) -> Statistics:
+        """Compute differences of log-probs and of probabilities, and the correlation of the probabilities.
+
+        ``rollout_actor_probs_pearson_corr`` is missing if the probabilities of one side are constant.
+        """
+        if not self.log_ratio.count:
+            return {}
+        statistics = {
+            "rollout_log_probs_diff_mean": self.log_distance.mean,
+            "rollout_log_probs_diff_max": self.log_distance.most,
+            "rollout_probs_diff_mean": self.prob_distance.mean,
+            "rollout_probs_diff_max": self.prob_distance.most,
+            "rollout_probs_diff_std": self.prob_distance.deviation,
+        }
+        correlation = self.probs.correlation
+        return statistics if correlation is None else {**statistics, "rollout_actor_probs_pearson_corr": correlation}

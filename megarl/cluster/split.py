@@ -6,7 +6,7 @@ A plan has one entry per DP rank: the indices of the caller's rows that the rank
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +22,8 @@ from megarl.data import (
     fewest_micro_batches,
     token_counts,
 )
+from megarl.data.remote import Chunk, ChunkReference
+from megarl.data.remote_columns import write_values
 from megarl.data.shared_prompts import SharedPromptRows, partition_by_prompt
 from megarl.models.sequence_cost import TOKENS, SequenceCost
 from megarl.workers.dispatch import MINI_BATCH_SIZES
@@ -154,11 +156,21 @@ def mini_batch_sizes(plan: Plan, mini_batch_rows: int) -> list[list[int]]:
     return [np.bincount(np.array(rows) // mini_batch_rows, minlength=count).tolist() for rows in plan]
 
 
-def split(batch: DataProto, plan: Plan, mini_batch_rows: int | None = None) -> list[DataProto]:
-    """Cut a batch into one chunk per DP rank; every chunk has the whole ``meta_info``.
+def split(
+    batch: DataProto,
+    plan: Plan,
+    mini_batch_rows: int | None = None,
+    write: Callable[[Chunk], ChunkReference] | None = None,
+) -> list[DataProto]:
+    """Cut a batch into one part per DP rank; every part has the whole ``meta_info``.
 
-    With ``mini_batch_rows``, ``meta_info`` also has the chunk's rows per mini-batch, under
-    :data:`megarl.workers.dispatch.MINI_BATCH_SIZES`.
+    Args:
+        batch: all rows.
+        plan: rows of each part.
+        mini_batch_rows: ``meta_info`` then also has the part's rows per mini-batch, under
+            :data:`megarl.workers.dispatch.MINI_BATCH_SIZES`.
+        write: writes the token values of a part that are still in this process to a store, before the cut; later
+            splits of the same columns send references only. None: the parts have values.
 
     Raises:
         DataError: the plan is for another number of rows.
@@ -166,6 +178,8 @@ def split(batch: DataProto, plan: Plan, mini_batch_rows: int | None = None) -> l
     rows = 1 + max(max(indices) for indices in plan)
     if rows != len(batch):
         raise DataError(f"all batches of one call must have the same rows: {len(batch)}, expected {rows}")
+    if write is not None:
+        write_values(batch, plan, write)
     chunks = batch.parts(plan)
     if mini_batch_rows is not None:
         for chunk, sizes in zip(chunks, mini_batch_sizes(plan, mini_batch_rows), strict=True):

@@ -18,12 +18,17 @@ from megarl.cluster.fork_server import fork_address
 from megarl.cluster.processes import nsight_options
 from megarl.cluster.resources import PlacedPool
 from megarl.cluster.split import Plan, collect, plan_rows, split
+from megarl.cluster.stored_chunks import StoredChunk, attached, payloads_of
 from megarl.cluster.worker_process import ASIDE, BusyResult, ServingWorkerProcess, WorkerInfo, WorkerProcess
-from megarl.data import DataProto
+from megarl.data import DataProto, token_counts
+from megarl.data.row_map import RowFunction, RowMap, map_in_process
 from megarl.models.layout import ParallelLayout
 from megarl.sharding import Routes
 from megarl.workers.dispatch import Dispatch, VerbMark
 from megarl.workers.settings import MicroBatchBudget
+
+ROW_MAP_TOKENS = 200_000
+"""Tokens of the smallest batch whose row functions run on workers."""
 
 
 class WorkerGroup:
@@ -135,12 +140,13 @@ class WorkerGroup:
         if mark.dispatch is Dispatch.RANK:
             raise TypeError(f"{self.role}.{verb} runs on one rank: use handle")
         if mark.dispatch is Dispatch.SPLIT:
-            chunks, plan = self._split_arguments(verb, mark, args)
-            refs = [
-                actor.call_split.remote(verb, rank in self._owners, kwargs, *for_rank(chunks[rank], rank))
+            parts, plan = self._split_arguments(verb, mark, args)
+            both = [
+                actor.call_split.remote(verb, rank in self._owners, kwargs, *for_rank(parts[rank], rank))
                 for rank, actor in enumerate(self._actors)
             ]
-            collect_results: Collect = functools.partial(self._collect_rows, verb, plan)
+            refs, chunks = [result for result, _ in both], [chunk for _, chunk in both]
+            collect_results: Collect = functools.partial(self._collect_rows, verb, plan, chunks)
         else:
             # Large arguments are stored once, and all processes read the same copy.
             shared = [ray.put(arg) if isinstance(arg, DataProto | Routes) else arg for arg in args]
@@ -151,6 +157,25 @@ class WorkerGroup:
             ]
             collect_results = list if all_ranks else operator.itemgetter(owner)
         return PendingCall([self], self._calls(refs, verb, mark.phase), collect_results)
+
+    def row_map(self, verb: str, least_tokens: int = ROW_MAP_TOKENS) -> RowMap:
+        """Return a map that runs row functions on the processes that own the results of a ``SPLIT`` verb.
+
+        Each process gets its rows of the verb, so that the columns of the verb do not leave their nodes.
+
+        Args:
+            verb: its rows on each process are those of the functions.
+            least_tokens: a batch with fewer tokens is computed in the driver, where it takes less time than the call.
+        """
+
+        def map_rows(
+            function: RowFunction, columns: Sequence[str], batch: DataProto, *args: Any
+        ) -> tuple[DataProto, list[Any]]:
+            if sum(token_counts(batch)) < least_tokens:
+                return map_in_process(function, columns, batch, *args)
+            return self._map_rows(verb, function, columns, batch, *args)
+
+        return map_rows
 
     def submit_on(self, ranks: Sequence[int], verb: str, *args: Any) -> PendingCall:
         """Start a verb on some processes; the result is the list of their results.
@@ -276,15 +301,41 @@ class WorkerGroup:
                 raise AttributeError(name)
             return functools.partial(self.call, name)
 
+    def _map_rows(
+        self, verb: str, function: RowFunction, columns: Sequence[str], batch: DataProto, *args: Any
+    ) -> tuple[DataProto, list[Any]]:
+        """Run a row function on the owners; see :class:`megarl.data.row_map.RowMap`.
+
+        Raises:
+            WorkerFailed: the function raised, or a process died.
+        """
+        plan = self.plan(verb, batch)[: len(batch)]  # further ranks would get copies of row 0
+        parts = split(batch.present(columns), plan, write=StoredChunk.write)
+        owners = self._owners[: len(plan)]
+        both = [
+            self._actors[owner].map_rows.remote(function, payload, *args)
+            for owner, payload in zip(owners, payloads_of(parts), strict=True)
+        ]
+        calls = [
+            self._remote_call(ref, owner, function.__name__, function.__name__)
+            for owner, (ref, _) in zip(owners, both, strict=True)
+        ]
+        results = gather_results([self], calls, None)
+        joined = collect([attached(part, chunk) for (part, _), (_, chunk) in zip(results, both, strict=True)], plan)
+        return joined, [facts for _, facts in results]
+
     def _split_arguments(self, verb: str, mark: VerbMark, args: Sequence[Any]) -> tuple[list[list[Any]], Plan]:
         """Split the batches among ``args`` over data-parallel ranks: the arguments of each rank, and the row plan."""
         batches = [arg for arg in args if isinstance(arg, DataProto)]
         if not batches:
             raise TypeError(f"{self.role}.{verb} is split over DP and needs a DataProto argument")
         plan, mini_batch_rows = self._plan(verb, mark, batches[0]), _mini_batch_rows(mark, batches[0])
-        # One object per chunk: the TP and PP ranks of a DP rank read the same copy.
+        # One payload per DP rank, with one copy for its TP and PP ranks.
         by_dp = [
-            [ray.put(chunk) for chunk in split(mark.read(arg), plan, mini_batch_rows)]
+            [
+                ray.put(payload)
+                for payload in payloads_of(split(mark.read(arg), plan, mini_batch_rows, write=StoredChunk.write))
+            ]
             if isinstance(arg, DataProto)
             else [arg] * self.layout.dp
             for arg in args
@@ -292,10 +343,12 @@ class WorkerGroup:
         dp_ranks = [self.layout.coordinate(rank).dp for rank in range(self.world_size)]
         return [[values[dp] for values in by_dp] for dp in dp_ranks], plan
 
-    def _collect_rows(self, verb: str, plan: Plan, results: Sequence[BusyResult]) -> Any:
+    def _collect_rows(
+        self, verb: str, plan: Plan, chunks: Sequence[ray.ObjectRef], results: Sequence[BusyResult]
+    ) -> Any:
         """Join the owners' results in the caller's row order, and add up the busy seconds."""
         self._note_busy(verb, [result.busy_s for result in results])
-        return collect([results[owner].result for owner in self._owners], plan)
+        return collect([attached(results[owner].result, chunks[owner]) for owner in self._owners], plan)
 
     def _note_busy(self, verb: str, seconds: Sequence[float | None]) -> None:
         """Add the seconds of each DP rank's busiest process."""

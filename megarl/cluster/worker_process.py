@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
@@ -22,6 +22,12 @@ from megarl.tracing import TRACER, Event, TracingOptions, span, watch_collective
 from megarl.tracing.profilers import ProfiledProcess
 from megarl.tracing.tracer import count_memory
 from megarl.workers.dispatch import VerbMark, WorkerPlace, read_marks
+
+if TYPE_CHECKING:
+    from megarl.cluster.stored_chunks import Payload
+    from megarl.data import DataProto
+    from megarl.data.remote import Chunk
+    from megarl.data.row_map import RowFunction
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +88,7 @@ class BusyResult(NamedTuple):
     """Result of a ``SPLIT`` verb on one process.
 
     Attributes:
-        result: result of the verb; None on a process that does not own it.
+        result: result of the verb without its token values; None on a process that does not own it.
         busy_s: seconds in the verb without collectives; None if the process is not traced.
     """
 
@@ -192,17 +198,49 @@ class WorkerProcess:
             result = getattr(self._worker, verb)(*args, **kwargs)
         return result if keep else None
 
-    def call_split(self, verb: str, keep: bool, kwargs: Mapping[str, Any], *args: Any) -> BusyResult:
+    @ray.method(num_returns=2)
+    def call_split(
+        self, verb: str, keep: bool, kwargs: Mapping[str, Any], *args: Any
+    ) -> tuple[BusyResult, Chunk | None]:
         """Run a ``SPLIT`` verb like :meth:`call`, and measure the seconds that this process was busy.
+
+        Token values of arguments come out of Ray's object store, and those of the result stay there.
+
+        Returns:
+            The result without its token values, and these values: two Ray objects.
 
         Raises:
             RemoteFailure: the verb raised.
         """
-        started, waited = time.monotonic_ns(), TRACER.waited_ns
+        from megarl.cluster.stored_chunks import receive, separated  # imports torch, which some workers do without
+
         with self._reporting_errors(verb, args):
-            result = getattr(self._worker, verb)(*args, **kwargs)
-        busy = time.monotonic_ns() - started - (TRACER.waited_ns - waited)
-        return BusyResult(result if keep else None, max(0, busy) / 1e9 if self._tracing.active else None)
+            values = receive(args)
+            started, waited = time.monotonic_ns(), TRACER.waited_ns
+            result = getattr(self._worker, verb)(*values, **kwargs)
+            busy = time.monotonic_ns() - started - (TRACER.waited_ns - waited)
+            kept, chunk = separated(result) if keep else (None, None)
+        return BusyResult(kept, max(0, busy) / 1e9 if self._tracing.active else None), chunk
+
+    @ray.method(num_returns=2)
+    def map_rows(
+        self, function: RowFunction, payload: Payload, *args: Any
+    ) -> tuple[tuple[DataProto, Any], Chunk | None]:
+        """Run a row function on rows of a batch, beside the worker.
+
+        Returns:
+            The columns without their token values, with the facts; and these values: two Ray objects.
+
+        Raises:
+            RemoteFailure: the function raised.
+        """
+        from megarl.cluster.stored_chunks import receive, separated
+
+        with self._reporting_errors(function.__name__):
+            [batch] = receive([payload])
+            columns, facts = function(batch, *args)
+            kept, chunk = separated(columns)
+        return (kept, facts), chunk
 
     def call_scatter(self, verb: str, destinations: int, kwargs: Mapping[str, Any], *args: Any) -> tuple[Any, ...]:
         """Run a verb that returns ``{destination: payload}``; each payload becomes a separate Ray object.

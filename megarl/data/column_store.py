@@ -4,6 +4,9 @@ A declared column is stored as flat values with a length per row, in the smalles
 columns are stored as they are. Padded tensors are views: built when a column is read, and dropped when they need too
 much memory. A payload contains numpy arrays only: a view never sends its complete storage, and Ray moves the bytes
 without a copy. It describes itself; the receiver needs no declarations.
+
+The values of a ragged column may be remote (:mod:`megarl.data.remote`). They are fetched when they are read, and
+dropped like padded tensors. Selections and concatenations do not read them.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from megarl.base.errors import DataError
 from megarl.data.columns import COLUMNS, Column, Widths, column_widths
 from megarl.data.merging import require_same_keys
 from megarl.data.ragged import (
+    JoinedPlaces,
     RaggedColumn,
     Regions,
     Rows,
@@ -33,10 +37,11 @@ from megarl.data.ragged import (
     without_padding,
     writeable,
 )
+from megarl.data.remote import RemoteValues, RowSelection
 from megarl.data.sequences import Spans, read_spans
 
 VIEW_BYTES = 1 << 30
-"""Limit of the memory of padded views of ragged columns, over all batches of a process."""
+"""Limit of the memory of padded views and fetched values of ragged columns, over all batches of a process."""
 
 
 class DenseColumn(NamedTuple):
@@ -67,6 +72,7 @@ class StoredColumn:
 
     def __init__(self, view: Tensor | None = None, ragged: RaggedColumn | None = None) -> None:
         self._view, self._ragged = view, ragged
+        self._fetched: RaggedColumn | None = None
         self._version = 0
         self._dropped: weakref.ref[Tensor] | None = None
 
@@ -83,12 +89,12 @@ class StoredColumn:
         if self._view is None and self._dropped is not None:
             self._view = self._dropped()
         if self._view is None:
-            assert self._ragged is not None
-            self._set_view(self._ragged.padded())
+            self._set_view(self.local().padded())
         assert self._view is not None
+        view = self._view
         if self._ragged is not None:
-            VIEWS.use(self, self._view.nbytes)
-        return self._view
+            self._use()
+        return view
 
     def current(self) -> RaggedColumn | None:
         """Return the ragged column; None if there is none, or if its tensor was changed in place since."""
@@ -96,15 +102,36 @@ class StoredColumn:
         if view is None and self._dropped is not None:
             view = self._dropped()
         if self._ragged is not None and view is not None and _changes(view) != self._version:
-            self._view, self._ragged = view, None
+            self._view, self._ragged, self._fetched = view, None, None
         return self._ragged
+
+    def local(self) -> RaggedColumn:
+        """Return the ragged column with its values in this process: fetched at the first read if they are remote."""
+        assert self._ragged is not None
+        if not isinstance(self._ragged.values, RemoteValues):
+            return self._ragged
+        if self._fetched is None:
+            self._fetched = self._ragged._replace(values=self._ragged.array())
+        fetched = self._fetched
+        self._use()
+        return fetched
+
+    def move_out(self, values: RemoteValues) -> None:
+        """Replace the values of the ragged column by equal remote values; those in this process become a cache."""
+        assert self._ragged is not None
+        self._fetched, self._ragged = self._ragged, self._ragged._replace(values=values)
+        self._use()
 
     def flat(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values of the ragged column in a dtype, by default its own; possibly a view."""
-        assert self._ragged is not None
-        if self._ragged.values is not None:
-            self._ragged = self._ragged._replace(values=writeable(self._ragged.values))
-        return self._ragged.flat(dtype)
+        local = self.local()
+        if isinstance(local.values, np.ndarray) and not local.values.flags.writeable:
+            local = local._replace(values=local.values.copy())
+            if self._ragged is not None and isinstance(self._ragged.values, RemoteValues):
+                self._fetched = local
+            else:
+                self._ragged = local
+        return local.flat(dtype)
 
     def to_ragged(self, column: Column, lengths: np.ndarray, starts: np.ndarray | None) -> RaggedColumn:
         """Return the ragged column; build it from the tensor if necessary.
@@ -125,13 +152,21 @@ class StoredColumn:
             if not (view.is_inference() or view.requires_grad):
                 self._ragged = ragged
                 self._set_view(view)
-                VIEWS.use(self, view.nbytes)
+                self._use()
         return ragged
 
     def drop_view(self) -> None:
-        """Free the padded tensor of a ragged column, unless somebody else holds it or has changed it."""
-        if self.current() is not None and self._view is not None:
-            self._dropped, self._view = weakref.ref(self._view), None
+        """Free fetched values and the padded tensor, unless somebody else holds them or has changed the tensor."""
+        if self.current() is not None:
+            self._fetched = None
+            if self._view is not None:
+                self._dropped, self._view = weakref.ref(self._view), None
+
+    def _use(self) -> None:
+        """Record a read with the bytes that :meth:`drop_view` would free."""
+        fetched = None if self._fetched is None else self._fetched.values
+        copies = [fetched if isinstance(fetched, np.ndarray) else None, self._view]
+        VIEWS.use(self, sum(copy.nbytes for copy in copies if copy is not None))
 
     def _set_view(self, view: Tensor) -> None:
         self._view, self._version, self._dropped = view, _changes(view), None
@@ -160,10 +195,13 @@ class ViewCache:
     def use(self, column: StoredColumn, size: int) -> None:
         """Record a read of a view."""
         key = id(column)
-        if key in self._entries:
+        known = self._entries.get(key)
+        if known is not None:
             self._entries.move_to_end(key)
-            return
-        self._entries[key] = weakref.ref(column, lambda _: self._entries.pop(key, None)), size
+            if known[1] == size:
+                return
+        reference = weakref.ref(column, lambda _: self._entries.pop(key, None)) if known is None else known[0]
+        self._entries[key] = reference, size
         while self._bytes > self.limit and len(self._entries) > 1:
             # At once: a column may die between a look at the oldest entry and its removal.
             _, (oldest, _) = self._entries.popitem(last=False)
@@ -243,8 +281,7 @@ class Columns(Mapping[str, Tensor]):
 
     def take(self, rows: slice | np.ndarray) -> Columns:
         """Select rows."""
-        shared: dict[int, np.ndarray] = {}
-        positions = np.arange(self.num_rows)[rows] if isinstance(rows, slice) else rows
+        selection = RowSelection(np.arange(self.num_rows)[rows] if isinstance(rows, slice) else rows)
         stored = {}
         for name, column in self.stored.items():
             ragged = column.current()
@@ -252,10 +289,7 @@ class Columns(Mapping[str, Tensor]):
                 selected = rows if isinstance(rows, slice) else torch.from_numpy(rows)
                 stored[name] = StoredColumn(column.tensor()[selected])
             else:
-                taken = ragged.take(positions)
-                # Columns of one alignment share their lengths; so do their selections, which are then sent once.
-                lengths = shared.setdefault(id(ragged.lengths), taken.lengths)
-                stored[name] = StoredColumn(None, taken._replace(lengths=lengths))
+                stored[name] = StoredColumn(None, ragged.take(selection))
         return Columns(stored)
 
     def packed(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -326,10 +360,19 @@ class Columns(Mapping[str, Tensor]):
         return self
 
     def pack(self) -> PackedColumns:
-        """Return the columns without padding, for transport; see :meth:`to_ragged`."""
+        """Return the columns without padding, for transport; see :meth:`to_ragged`.
+
+        Remote values are read, unless their chunks are numbers (:func:`megarl.data.remote_columns.detach_chunks`).
+        """
         spans = read_spans(self)
         regions = None if spans is None else regions_of(spans)
-        return {name: self._ragged(name, regions) or _dense(stored.tensor()) for name, stored in self.stored.items()}
+        packed: PackedColumns = {}
+        for name, stored in self.stored.items():
+            ragged = self._ragged(name, regions)
+            if ragged is not None and isinstance(ragged.values, RemoteValues) and ragged.values.attached:
+                ragged = stored.local()
+            packed[name] = _dense(stored.tensor()) if ragged is None else ragged
+        return packed
 
     def _ragged(self, name: str, regions: Regions | None) -> RaggedColumn | None:
         """Return a column without padding; None if it is not declared, or without padding that could be found."""
@@ -388,11 +431,17 @@ def join_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> Colum
     require_same_keys([part.keys() for part in parts], "tensor columns")
     widths = [column_widths(part.shapes()) for part in parts]
     width = Widths(max((w.prompt or 0 for w in widths), default=0), max((w.response or 0 for w in widths), default=0))
-    return Columns({name: _join(name, parts, widths, width, rows) for name in parts[0]})
+    joined: JoinedPlaces = {}
+    return Columns({name: _join(name, parts, widths, width, rows, joined) for name in parts[0]})
 
 
 def _join(
-    name: str, parts: Sequence[Columns], widths: Sequence[Widths], width: Widths, rows: np.ndarray | None
+    name: str,
+    parts: Sequence[Columns],
+    widths: Sequence[Widths],
+    width: Widths,
+    rows: np.ndarray | None,
+    joined: JoinedPlaces,
 ) -> StoredColumn:
     ragged = [part.stored[name].current() for part in parts]
     first = ragged[0]
@@ -401,7 +450,7 @@ def _join(
         == (first.dtype, first.alignment, first.shape[2:])
         for column in ragged
     ):  # fmt: skip
-        return StoredColumn(None, join_ragged([c for c in ragged if c is not None], widths, width, rows))
+        return StoredColumn(None, join_ragged([c for c in ragged if c is not None], widths, width, rows, joined))
     tensors, column = [part[name] for part in parts], COLUMNS.get(name)
     differ = any(own not in (width, Widths(None, None)) for own in widths)
     if column is not None and column.alignment != "row" and differ:

@@ -205,6 +205,11 @@ class DataProto:
             meta = _pick(meta, meta_info_keys, "meta_info key")
         return DataProto(columns, dict(objects), dict(meta))
 
+    def present(self, names: Sequence[str]) -> DataProto:
+        """Select columns of both kinds, those that the batch has; metadata is kept."""
+        kinds = (self._stored().stored, self.non_tensor_batch)
+        return self.select(*([name for name in names if name in kind] for kind in kinds))
+
     def pop(
         self,
         batch_keys: Sequence[str] = (),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megarl.base.errors import DataError
 from megarl.data.columns import Alignment, Column, Widths
+from megarl.data.remote import RemoteValues, RowPlaces, RowSelection
 from megarl.data.sequences import Spans
 
 Rows = Sequence[Sequence[float] | np.ndarray]
@@ -27,7 +28,8 @@ class RaggedColumn(NamedTuple):
     """A column of rows with different lengths.
 
     Attributes:
-        values: ``[sum of lengths, ...]``, all rows in order; bfloat16 as int16 bits; None = all ones.
+        values: ``[sum of lengths, ...]``, all rows in order, in this process or remote; bfloat16 as int16 bits; None =
+            all ones.
         lengths: ``[b]`` entries per row.
         starts: ``[b]`` position of a row's first entry in the padded tensor; None = it follows from the alignment.
         width: width of the padded tensor.
@@ -37,7 +39,7 @@ class RaggedColumn(NamedTuple):
         default_pad: padding value of the column's declaration.
     """
 
-    values: np.ndarray | None
+    values: np.ndarray | RemoteValues | None
     lengths: np.ndarray
     starts: np.ndarray | None
     width: int
@@ -88,7 +90,14 @@ class RaggedColumn(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the padded tensor."""
-        return (len(self.lengths), self.width, *(() if self.values is None else self.values.shape[1:]))
+        return (len(self.lengths), self.width, *self.trailing)
+
+    @property
+    def trailing(self) -> tuple[int, ...]:
+        """Shape of one entry; empty for scalars."""
+        if isinstance(self.values, RemoteValues):
+            return self.values.trailing
+        return () if self.values is None else self.values.shape[1:]
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -96,12 +105,17 @@ class RaggedColumn(NamedTuple):
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
+    def array(self) -> np.ndarray | None:
+        """Return the values, from another process if they are remote; possibly read-only; None = all ones."""
+        return self.values.fetch(self.lengths) if isinstance(self.values, RemoteValues) else self.values
+
     def flat(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values of all rows in a dtype, by default that of the padded tensor; possibly a view."""
         dtype = self.torch_dtype if dtype is None else dtype
-        if self.values is None:
+        array = self.array()
+        if array is None:
             return torch.ones(int(self.lengths.sum()), dtype=dtype)
-        values = torch.from_numpy(self.values)
+        values = torch.from_numpy(array)
         return (values.view(torch.bfloat16) if self.torch_dtype == torch.bfloat16 else values).to(dtype)
 
     def padded(self) -> Tensor:
@@ -109,25 +123,23 @@ class RaggedColumn(NamedTuple):
         pad = self.default_pad if self.pad is None else self.pad
         tensor = torch.full(self.shape, pad, dtype=self.torch_dtype)
         starts = row_starts(self.alignment, self.width, self.lengths, self.starts).tolist()
-        target, ends = _array(tensor), np.cumsum(self.lengths).tolist()
+        target, ends, values = _array(tensor), np.cumsum(self.lengths).tolist(), self.array()
         for row, (start, length, end) in enumerate(zip(starts, self.lengths.tolist(), ends, strict=True)):
-            target[row, start : start + length] = 1 if self.values is None else self.values[end - length : end]
+            target[row, start : start + length] = 1 if values is None else values[end - length : end]
         return tensor
 
-    def take(self, rows: np.ndarray) -> RaggedColumn:
-        """Select rows, by position."""
-        lengths = self.lengths[rows]
-        starts = None if self.starts is None else self.starts[rows]
+    def take(self, rows: RowSelection) -> RaggedColumn:
+        """Select rows. Columns that share lengths, starts or places still do, and are then sent with one copy."""
+        lengths = rows.of(self.lengths)
+        selected = self._replace(lengths=lengths, starts=None if self.starts is None else rows.of(self.starts))
         if self.values is None:
-            return self._replace(lengths=lengths, starts=starts)
-        ends = np.cumsum(self.lengths)
-        parts = [
-            self.values[end - length : end]
-            for end, length in zip(ends[rows].tolist(), lengths.tolist(), strict=True)
-            if length
-        ]
+            return selected
+        if isinstance(self.values, RemoteValues):
+            return selected._replace(values=self.values._replace(places=rows.of(self.values.places)))
+        ends = np.cumsum(self.lengths)[rows.rows].tolist()
+        parts = [self.values[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True) if length]
         values = np.concatenate(parts) if parts else self.values[:0]
-        return self._replace(values=values, lengths=lengths, starts=starts)
+        return selected._replace(values=values)
 
 
 def row_starts(alignment: Alignment, width: int, lengths: np.ndarray, starts: np.ndarray | None) -> np.ndarray:
@@ -144,16 +156,25 @@ def row_starts(alignment: Alignment, width: int, lengths: np.ndarray, starts: np
     return width - lengths if alignment == "prompt" else np.zeros_like(lengths)
 
 
+JoinedPlaces = dict[tuple[int, ...], RowPlaces]
+"""Joined places by the ids of the parts, so that columns which share places in all parts share them in the result."""
+
+
 def join_ragged(
-    columns: Sequence[RaggedColumn], widths: Sequence[Widths], width: Widths, rows: np.ndarray | None = None
+    columns: Sequence[RaggedColumn],
+    widths: Sequence[Widths],
+    width: Widths,
+    rows: np.ndarray | None = None,
+    joined: JoinedPlaces | None = None,
 ) -> RaggedColumn:
-    """Concatenate the rows of a column.
+    """Concatenate the rows of a column; remote values stay remote if those of all parts are.
 
     Args:
         columns: the same column of each batch, equal in dtype, alignment and trailing shape.
         widths: widths of each batch.
         width: widths of the result.
         rows: positions in the concatenation that the result has, in order; None = all.
+        joined: places that were joined before, for the columns of one batch; gets those of this column.
     """
     first, starts = columns[0], None
     if first.alignment == "sequence":
@@ -170,18 +191,32 @@ def join_ragged(
     lengths = np.concatenate([column.lengths for column in columns])
     if rows is not None:
         lengths, starts = lengths[rows], None if starts is None else starts[rows]
-    return first._replace(values=_join_values(columns, rows), lengths=lengths, starts=starts, width=total, pad=pad)
+    values = _join_remote(columns, rows, {} if joined is None else joined) or _join_values(columns, rows)
+    return first._replace(values=values, lengths=lengths, starts=starts, width=total, pad=pad)
+
+
+def _join_remote(columns: Sequence[RaggedColumn], rows: np.ndarray | None, joined: JoinedPlaces) -> RemoteValues | None:
+    """Join remote values without reading them; None if values of some part are not remote."""
+    parts = [column.values for column in columns if isinstance(column.values, RemoteValues)]
+    if len(parts) < len(columns) or len({part.name for part in parts}) > 1:
+        return None
+    places = [part.places for part in parts]
+    key = tuple(map(id, places))
+    if key not in joined:
+        joined[key] = RowPlaces.join(places, rows)
+    return parts[0]._replace(places=joined[key])
 
 
 def _join_values(columns: Sequence[RaggedColumn], rows: np.ndarray | None) -> np.ndarray | None:
     """Copy the values of the rows, each once; None if all are ones."""
-    stored = [column.values for column in columns if column.values is not None]
+    arrays = [column.array() for column in columns]
+    stored = [values for values in arrays if values is not None]
     if not stored:
         return None
     kind, trailing = np.result_type(*(values.dtype for values in stored)), stored[0].shape[1:]
     parts = [
-        np.ones((int(column.lengths.sum()), *trailing), kind) if column.values is None else column.values
-        for column in columns
+        np.ones((int(column.lengths.sum()), *trailing), kind) if values is None else values
+        for column, values in zip(columns, arrays, strict=True)
     ]
     if rows is None:
         return np.concatenate(parts)

@@ -67,10 +67,7 @@ class VerbMark:
 
     def read(self, batch: DataProto) -> DataProto:
         """Select the columns that the verb reads."""
-        if self.columns is None:
-            return batch
-        present = [[name for name in self.columns if name in kind] for kind in (batch.tensors, batch.non_tensor_batch)]
-        return batch.select(*present)
+        return batch if self.columns is None else batch.present(self.columns)
 
 
 def verb(

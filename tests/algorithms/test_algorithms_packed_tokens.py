@@ -14,6 +14,7 @@ from megarl.algorithms import (
     ADVANTAGES,
     AdvantageEstimator,
     AdvantageInputs,
+    RatioMoments,
     Rejection,
     Truncation,
     Turns,
@@ -23,10 +24,9 @@ from megarl.algorithms import (
     importance_weights,
     log_ratios,
     observations,
-    off_policy_statistics,
+    on_trained_tokens,
     rejected_tokens,
     turn_numbers,
-    whiten_rewards,
 )
 from megarl.algorithms.masked import have_tokens, sequence_counts, sequence_maxima, sequence_means, sequence_sums
 from megarl.algorithms.reward_shaping import add_at_last, blend_quality, missing_eos, sequence_quality
@@ -132,7 +132,7 @@ def test_reward_shaping_and_kl(case: tuple[torch.Tensor, ...]) -> None:
             blend_quality(scores, amounts, rows, last, 0.3),
             blend_quality(scores[real], amounts, rows, last, 0.3, lengths),
         ),
-        (whiten_rewards(scores, mask), whiten_rewards(scores[real], mask[real], lengths)),
+        (on_trained_tokens(scores, mask), on_trained_tokens(scores[real], mask[real], lengths)),
     )
     for padded, tokens in cases:
         torch.testing.assert_close(tokens, padded[real])
@@ -140,10 +140,10 @@ def test_reward_shaping_and_kl(case: tuple[torch.Tensor, ...]) -> None:
     ids = (numbers(real, 2) * 2).long()
     assert torch.equal(missing_eos(ids[real], last, [1, -1], lengths), missing_eos(ids, last, [1, -1]))
     kl = numbers(real, 3)
-    rewards, mean = apply_kl_penalty(scores, kl, mask, 0.5)
-    packed_rewards, packed_mean = apply_kl_penalty(scores[real], kl[real], mask[real], 0.5, lengths)
+    rewards, means = apply_kl_penalty(scores, kl, mask, 0.5)
+    packed_rewards, packed_means = apply_kl_penalty(scores[real], kl[real], mask[real], 0.5, lengths)
     torch.testing.assert_close(packed_rewards, rewards[real])
-    assert packed_mean == pytest.approx(mean, rel=1e-9, abs=1e-12)
+    torch.testing.assert_close(packed_means, means)
 
 
 @given(case=responses())
@@ -180,6 +180,6 @@ def test_rollout_correction(level: str, case: tuple[torch.Tensor, ...]) -> None:
     rejected, statistics = rejected_tokens(ratios, compared, trained, rules)
     packed_rejected, packed_statistics = rejected_tokens(packed_ratios, compared[real], trained[real], rules, lengths)
     assert torch.equal(packed_rejected, rejected[real]) and packed_statistics == pytest.approx(statistics)
-    assert off_policy_statistics(old[real], rollout[real], compared[real], lengths) == pytest.approx(
-        off_policy_statistics(old, rollout, compared)
-    )
+    packed_moments = RatioMoments.of(old[real], rollout[real], compared[real], lengths)
+    moments = RatioMoments.of(old, rollout, compared)
+    assert packed_moments.off_policy_statistics() == pytest.approx(moments.off_policy_statistics())

@@ -10,12 +10,11 @@ import torch
 
 from megarl.algorithms import (
     REJECTIONS,
+    RatioMoments,
     Rejection,
     Truncation,
     importance_weights,
-    log_prob_differences,
     log_ratios,
-    off_policy_statistics,
     rejected_tokens,
 )
 
@@ -193,12 +192,20 @@ def test_rejection_rules_combine_and_unknown_ones_are_errors(drawn: dict[str, to
         rejected_tokens(ratios, drawn["compared"], drawn["trained"], [Rejection("seq_max_k1", 2.0)])
 
 
+def ratio_moments(drawn: dict[str, torch.Tensor]) -> RatioMoments:
+    """Moments of the rows in two parts, as two processes compute them."""
+    tensors = [drawn[name] for name in ("old", "rollout", "compared")]
+    return RatioMoments.merged(
+        [RatioMoments.of(*(one[rows] for one in tensors)) for rows in (slice(2), slice(2, None))]
+    )
+
+
 def test_kl_distances(drawn: dict[str, torch.Tensor]) -> None:
     logs = [a - b for _, _, a, b in tokens_of(drawn)]
     rows = [np.array(row) for row in rows_of(drawn).values()]
     old, rollout = [-row[:, 0].mean() for row in rows], [-row[:, 1].mean() for row in rows]
     difference = [a - b for a, b in zip(old, rollout, strict=True)]
-    assert off_policy_statistics(drawn["old"], drawn["rollout"], drawn["compared"]) == pytest.approx(
+    assert ratio_moments(drawn).off_policy_statistics() == pytest.approx(
         {
             "kl": -np.mean(logs),
             "k3_kl": np.mean([math.exp(x) - 1 - x for x in logs]),
@@ -216,7 +223,8 @@ def test_kl_distances(drawn: dict[str, torch.Tensor]) -> None:
         },
         rel=1e-5,
     )
-    assert off_policy_statistics(drawn["old"], drawn["rollout"], torch.zeros(ROWS, WIDTH)) == {}
+    none = RatioMoments.of(drawn["old"], drawn["rollout"], torch.zeros(ROWS, WIDTH))
+    assert none.off_policy_statistics() == none.differences() == {}
 
 
 def test_differences_of_two_lists(drawn: dict[str, torch.Tensor]) -> None:
@@ -224,7 +232,7 @@ def test_differences_of_two_lists(drawn: dict[str, torch.Tensor]) -> None:
     old, rollout = drawn["old"][mask], drawn["rollout"][mask]
     a, b = old.double().numpy(), rollout.double().numpy()
     probs = np.abs(np.exp(a) - np.exp(b))
-    assert log_prob_differences(old, rollout) == pytest.approx(
+    assert ratio_moments(drawn).differences() == pytest.approx(
         {
             "rollout_log_probs_diff_mean": np.abs(a - b).mean(),
             "rollout_log_probs_diff_max": np.abs(a - b).max(),
@@ -234,8 +242,8 @@ def test_differences_of_two_lists(drawn: dict[str, torch.Tensor]) -> None:
             "rollout_actor_probs_pearson_corr": np.corrcoef(np.exp(a), np.exp(b))[0, 1],
         }
     )
-    assert "rollout_actor_probs_pearson_corr" not in log_prob_differences(old[:1], rollout[:1])
-    assert log_prob_differences(old[:0], rollout[:0]) == {}
+    one = RatioMoments.of(old[None, :1], rollout[None, :1], torch.ones(1, 1))
+    assert "rollout_actor_probs_pearson_corr" not in one.differences()
 
 
 def test_overflowing_ratios_stay_finite() -> None:

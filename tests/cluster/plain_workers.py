@@ -10,9 +10,22 @@ import torch.distributed as dist
 
 import megarl
 from megarl.cluster import fork_server
-from megarl.data import DataProto
+from megarl.data import DataProto, sequence_lengths
 from megarl.tracing import TRACER
 from megarl.workers.dispatch import Dispatch, verb
+
+
+def squares_of_rows(batch, factor):
+    """A row function: squares of the tokens, their sums by row, and the process and its number of rows."""
+    squares = batch.packed("responses", torch.float32) ** 2 * factor
+    sums = torch.stack([row.sum() for row in squares.split(sequence_lengths(batch)[1].tolist())])
+    columns = batch.token_columns({"returns": squares}).with_columns({"sums": sums})
+    return columns, (os.getpid(), len(batch))
+
+
+def failing_rows(batch):
+    """A row function that fails."""
+    raise ValueError(f"{len(batch)} rows, columns {sorted(batch.tensors)}")
 
 
 def megarl_frames():
@@ -59,6 +72,14 @@ class Echo:
         tokens = batch.batch["tokens"] * factor
         rows = batch.non_tensor_batch["uid"]
         return DataProto.from_dict({"doubled": tokens}, {"seen": rows}, {"by": self.rank})
+
+    @verb(Dispatch.SPLIT, columns=("prompts", "responses", "attention_mask", "values"))
+    def add_up(self, batch):
+        """Sums of the tokens up to each response token, plus earlier values of the tokens."""
+        rows = batch.unpadded("responses", torch.float32)
+        sums = torch.cat([row.cumsum(0) for row in rows])
+        earlier = batch.packed("values") if "values" in batch.tensors else torch.zeros_like(sums)
+        return batch.token_columns({"values": sums + earlier})
 
     @verb(Dispatch.SPLIT)
     def twice(self, batch):

@@ -162,7 +162,7 @@ def test_indivisible_batch_raises_on_the_driver_and_the_group_stays_usable(echo)
 
 
 def test_only_marked_methods_can_be_called(echo):
-    with pytest.raises(AttributeError, match="echo has no verb 'unmarked'; it has: about, double"):
+    with pytest.raises(AttributeError, match="echo has no verb 'unmarked'; it has: about, add_up, double"):
         echo.unmarked()
 
 
@@ -177,18 +177,22 @@ def test_two_frames_of_the_group_submit_a_verb(echo, monkeypatch):
     class Recorder:
         """Records the driver's stack in place of a remote call."""
 
+        def __init__(self, results):
+            self.results = results
+
         def __getattr__(self, name):
-            return self
+            return Recorder(2 if name == "call_split" else 1)
 
         def remote(self, *args):
             stacks.append(megarl_frames())
-            return ray.put(None)
+            refs = [ray.put(None) for _ in range(self.results)]
+            return refs if len(refs) > 1 else refs[0]
 
     echo.verbs  # noqa: B018  (waits for the start)
-    monkeypatch.setattr(echo, "_actors", [Recorder()] * 4)
+    monkeypatch.setattr(echo, "_actors", [Recorder(0)] * 4)
     echo.about()
     monkeypatch.setattr("megarl.cluster.worker_group.collect", lambda results, plan: None)
-    monkeypatch.setattr(echo, "_collect_rows", lambda verb, plan, results: None)
+    monkeypatch.setattr(echo, "_collect_rows", lambda verb, plan, chunks, results: None)
     echo.double(batch_of(4))
     assert stacks[0] == stacks[-1] == ["call", "submit"]
 

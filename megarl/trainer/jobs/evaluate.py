@@ -30,9 +30,10 @@ from megarl.trainer.jobs.worker_groups import ready_reward_model
 from megarl.trainer.phases.data_loading import validation_loader
 from megarl.trainer.phases.reward_phase import RewardModelScorer, RewardPhase, SequenceReader, reward_manager
 from megarl.trainer.phases.validation import Validator
-from megarl.trainer.records.metrics import Metrics, counted_rows, generated_tokens, row_sums
+from megarl.trainer.records.metrics import Metrics
 from megarl.trainer.records.reporting import RunReporter
 from megarl.trainer.records.samples import Sample, dump_samples, evenly_spaced
+from megarl.workers.row_math import counted_rows, generated_tokens, row_sums
 
 METRICS_FILE = "metrics.json"
 ANSWERS = "answers"

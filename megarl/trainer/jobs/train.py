@@ -30,7 +30,7 @@ from megarl.trainer.phases.correction_phase import (
     TruncatedResponsesPhase,
 )
 from megarl.trainer.phases.data_loading import load_tokenizer, prompt_loader, validation_loader
-from megarl.trainer.phases.model_passes import ModelPass, simultaneous_passes, verb_pass
+from megarl.trainer.phases.model_passes import ROW_VERB, ModelPass, simultaneous_passes, verb_pass
 from megarl.trainer.phases.reference_phase import AlignmentPhase, BatchPhase
 from megarl.trainer.phases.reward_functions import val_reward_config
 from megarl.trainer.phases.reward_phase import RewardModelScorer, RewardPhase, SequenceReader, reward_manager
@@ -193,7 +193,9 @@ class TrainerBuilder:
     def _phases(self, roles: Roles, samples: SampleSource, advantage: AdvantagePhase) -> StepPhases:
         config = self.session.config
         algorithm = config.algorithm
-        shaping = RewardShaping(algorithm, self.total_steps)
+        rows = roles.actor.row_map(ROW_VERB)
+        shaping = RewardShaping(algorithm, self.total_steps, rows)
+        advantage.rows = rows
         reference: list[BatchPhase] = []
         if roles.reference and shaping.alignment:
             threshold = algorithm.repr_align.ref_alignment.entropy_high_threshold

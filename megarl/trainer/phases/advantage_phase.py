@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,32 +11,45 @@ from torch import Tensor
 from megarl.algorithms import (
     AdvantageInputs,
     KLController,
+    Moments,
     Turns,
     WeightSchedule,
-    add_at_last,
     anchor_groups,
     anchored_turns,
-    apply_kl_penalty,
-    blend_quality,
     explained_variance,
-    kl_penalty,
     load_advantage,
     load_schedule,
     make_kl_controller,
     masked_mean,
-    missing_eos,
     observations,
-    sequence_quality,
-    sequence_sums,
     turn_numbers,
     warmup_steps,
-    whiten_rewards,
 )
 from megarl.base.errors import DataError
 from megarl.config.schema.algorithm import AlgorithmConfig, ScheduledWeightConfig
-from megarl.data import DataProto, sequence_lengths
+from megarl.data import COLUMNS, DataProto, sequence_lengths
+from megarl.data.row_map import RowMap, map_in_process
 from megarl.trainer.phases.correction_phase import RolloutCorrectionPhase
-from megarl.trainer.records.metrics import Metrics, counted_rows, generated_tokens, summary, trained_tokens
+from megarl.trainer.records.metrics import Metrics, summary
+from megarl.workers.row_math import (
+    ESTIMATE_COLUMNS,
+    KL_COLUMNS,
+    REWARD_COLUMNS,
+    ROW_ADVANTAGES,
+    SHAPING_COLUMNS,
+    WHITENED_COLUMNS,
+    AdvantageFacts,
+    RewardTerms,
+    advantages_of_rows,
+    counted_rows,
+    expanded_advantages_of_rows,
+    generated_tokens,
+    penalized_rewards_of_rows,
+    shaped_rewards_of_rows,
+    trained_tokens,
+    whitened_of_rows,
+    whitened_rewards_of_rows,
+)
 
 ANCHOR_STATES = "anchor_states"
 """Column with the states before the turns of a response, from agent loops that know them."""
@@ -62,59 +76,84 @@ class RewardShaping:
     Args:
         config: complete.
         total_steps: training steps of the whole run; warm-ups are shares of it.
+        rows: shapes the tokens.
     """
 
-    def __init__(self, config: AlgorithmConfig, total_steps: int) -> None:
+    def __init__(self, config: AlgorithmConfig, total_steps: int, rows: RowMap = map_in_process) -> None:
+        self.rows = rows
         quality, align = config.ref_quality_score, config.repr_align
         aligns = align.enable and align.ref_alignment.enable
         self.quality = weight_schedule(quality, total_steps) if quality.enable else None
         self.alignment = weight_schedule(align.ref_alignment, total_steps) if aligns else None
 
     def shape(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
-        """Add ``token_level_rewards`` to the batch, and statistics to ``metrics``.
+        """Add ``token_level_rewards`` to the batch if they differ from the scores, and statistics to ``metrics``.
 
         Raises:
             DataError: a log-prob of the reference is NaN.
         """
-        rewards = batch.packed("token_level_scores")
-        if self.quality is not None:
-            rewards = self._blend_quality(batch, self.quality.weight(step), metrics)
-        if self.alignment is not None:
-            weight, fired = self.alignment.weight(step), "ref_similarity" in batch.tensors
-            metrics |= {"repr_align/weight": weight, "repr_align/fired": float(fired)}
-            rows, lengths = counted_rows(batch), sequence_lengths(batch)[1]
-            bonus = weight * batch.tensors["ref_similarity"] if fired else torch.zeros(len(batch))
-            metrics |= summary("repr_align/reward_added", bonus[rows])
-            rewards = add_at_last(rewards, bonus, rows, lengths - 1, lengths)
-        return batch.with_packed({"token_level_rewards": rewards})
+        if self.quality is None and self.alignment is None:
+            return batch
+        quality = None if self.quality is None else self.quality.weight(step)
+        bonus = None if self.alignment is None else self.alignment.weight(step)
+        fired = "ref_similarity" in batch.tensors
+        columns, _ = self.rows(shaped_rewards_of_rows, SHAPING_COLUMNS, batch, quality, bonus if fired else None)
+        facts = columns.tensors
+        if quality is not None:
+            metrics |= _quality_metrics(facts, quality)
+        if bonus is not None:
+            added = bonus * batch.tensors["ref_similarity"] if fired else torch.zeros(len(batch))
+            metrics |= {"repr_align/weight": bonus, "repr_align/fired": float(fired)}
+            metrics |= summary("repr_align/reward_added", added[facts["counted"]])
+        return _with_tokens(batch, columns)
 
-    @staticmethod
-    def _blend_quality(batch: DataProto, weight: float, metrics: Metrics) -> Tensor:
-        rows, lengths = counted_rows(batch), sequence_lengths(batch)[1]
-        quality = sequence_quality(batch.packed("ref_log_prob"), trained_tokens(batch), lengths)
-        invalid = quality.isnan().nonzero()
-        if len(invalid):
-            raise DataError(f"ref_log_prob of row {int(invalid[0])} is not a number: ref_quality_score cannot blend it")
-        scores = batch.packed("token_level_scores")
-        blended = blend_quality(scores, quality, rows, lengths - 1, weight, lengths)
-        change = sequence_sums(blended.double() - scores.double(), torch.ones_like(scores), lengths)[rows]
-        metrics |= {"ref_quality/weight": weight, "ref_quality/left_out": float((~rows).sum())}
-        metrics |= summary("ref_quality/quality", quality[rows])
-        metrics |= summary("ref_quality/reward_change", change)
-        return blended
+
+def _quality_metrics(facts: Mapping[str, Tensor], weight: float) -> Metrics:
+    quality, counted = facts["quality"], facts["counted"]
+    invalid = quality.isnan().nonzero()
+    if len(invalid):
+        raise DataError(f"ref_log_prob of row {int(invalid[0])} is not a number: ref_quality_score cannot blend it")
+    metrics = {"ref_quality/weight": weight, "ref_quality/left_out": float((~counted).sum())}
+    metrics |= summary("ref_quality/quality", quality[counted])
+    return metrics | summary("ref_quality/reward_change", facts["quality_change"][counted])
+
+
+def _with_tokens(batch: DataProto, columns: DataProto) -> DataProto:
+    """Return the batch with the token columns of the result of a row function, added or replaced."""
+    return batch.with_columns(columns.select([name for name in columns.tensors if name in COLUMNS]).tensors)
+
+
+class RowRewards(NamedTuple):
+    """Rewards by row.
+
+    Attributes:
+        sums: ``[b]`` double, of the rewards of a row's tokens.
+        counted: ``[b]`` bool, rows with a trained token.
+    """
+
+    sums: Tensor
+    counted: Tensor
 
 
 class AdvantagePhase:
-    """Applies penalties to the rewards and estimates advantages, on the driver and over the whole batch.
+    """Applies penalties to the rewards, and estimates advantages.
+
+    Row functions compute tokens, in the processes that hold them; the driver computes group baselines from sums of
+    rewards, and merges moments for whitening. Only estimators over the tokens of all rows, such as a user's, run in the
+    driver.
 
     Args:
         config: estimator, discount and penalties.
         eos_token_ids: tokens that end a response; read with ``missing_eos_penalty``.
+
+    Attributes:
+        rows: runs the row functions; in this process until the workers have started.
     """
 
     def __init__(self, config: AlgorithmConfig, eos_token_ids: Collection[int] = ()) -> None:
         self.config = config
-        self.eos_token_ids = eos_token_ids
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.rows: RowMap = map_in_process
         self.estimate = load_advantage(config.adv_estimator)
         weighs = "sum_pi_squared" in self.estimate.needs and config.rollout_correction.rollout_is is not None
         self.correction = RolloutCorrectionPhase(config.rollout_correction) if weighs else None
@@ -125,13 +164,73 @@ class AdvantagePhase:
 
     def compute(self, batch: DataProto, metrics: Metrics) -> DataProto:
         """Add ``token_level_rewards``, ``advantages`` and ``returns`` to the batch, and statistics to ``metrics``."""
-        config, mask = self.config, trained_tokens(batch)
-        tokens = {name: batch.packed(name) for name in _TOKEN_INPUTS if name in batch.tensors}
-        rewards = self._penalized_rewards(batch, mask, metrics)
+        estimate = self.estimate
+        batch, rewards = self._penalize(batch, metrics)
+        if estimate.scope == "rows":
+            options = self.config.adv_estimator, self.config.gamma, self.config.lam
+            columns, parts = self.rows(advantages_of_rows, ESTIMATE_COLUMNS, batch, *options)
+        elif estimate.scope == "groups":
+            with_rows = batch.with_columns({ROW_ADVANTAGES: self._row_advantages(batch, rewards)})
+            columns, parts = self.rows(expanded_advantages_of_rows, ESTIMATE_COLUMNS, with_rows)
+        else:
+            columns, parts = self._estimate_whole_batch(batch, metrics)
+        batch, facts = _with_tokens(batch, columns), AdvantageFacts.merged(parts)
+        if estimate.whitens and estimate.scope != "batch":
+            names = ("advantages", "returns") if estimate.scope == "groups" else ("advantages",)
+            columns, _ = self.rows(whitened_of_rows, WHITENED_COLUMNS, batch, names, facts.advantages)
+            batch = _with_tokens(batch, columns)
+        if "entropys" in batch.tensors:
+            metrics["actor/entropy"] = facts.entropy.mean
+        if "values" in batch.tensors:
+            metrics["critic/vf_explained_var"] = explained_variance(facts.errors, facts.returns)
+        return batch
+
+    def _penalize(self, batch: DataProto, metrics: Metrics) -> tuple[DataProto, RowRewards]:
+        """Compute the rewards: shaped scores minus the EOS and KL penalties, then whitened."""
+        config, control = self.config, self.kl_controller
+        terms = RewardTerms(
+            eos_penalty=config.missing_eos_penalty,
+            eos_token_ids=self.eos_token_ids,
+            kl_coefficient=None if control is None else control.value,
+            kl_kind=None if config.uses_full_kl else config.kl_penalty,
+            on_mask=config.whiten_rewards,
+        )
+        read = [*REWARD_COLUMNS, *(KL_COLUMNS if control else ()), *(["responses"] if terms.eos_penalty else ())]
+        columns, moments = self.rows(penalized_rewards_of_rows, read, batch, terms)
+        facts = columns.tensors
+        counted, sums = facts["counted"], facts["reward_sums"]
+        if config.missing_eos_penalty is not None:
+            metrics["reward/missing_eos_fraction"] = masked_mean(facts["missing_eos"].double(), counted).item()
+        if control is not None:
+            kl = masked_mean(facts["kl"], counted).item()
+            metrics["actor/reward_kl_penalty"] = kl
+            metrics["actor/reward_kl_penalty_coeff"] = control.value
+            control.update(kl, len(batch))
+        batch = _with_tokens(batch, columns)
+        if config.whiten_rewards:
+            columns, _ = self.rows(whitened_rewards_of_rows, WHITENED_COLUMNS, batch, Moments.merged(moments))
+            batch, sums = _with_tokens(batch, columns), columns.tensors["reward_sums"]
+        return batch, RowRewards(sums, counted)
+
+    def _row_advantages(self, batch: DataProto, rewards: RowRewards) -> Tensor:
+        """Estimate one advantage per row ``[b]`` from the sums of the rewards: each row as one token."""
+        return self.estimate.unwhitened(
+            AdvantageInputs(
+                token_level_rewards=rewards.sums,
+                response_mask=rewards.counted,
+                group_ids=batch.non_tensor_batch["uid"],
+                norm_by_std=self.config.norm_by_std,
+                lengths=torch.ones(len(batch), dtype=torch.int64),
+            )
+        )[0]
+
+    def _estimate_whole_batch(self, batch: DataProto, metrics: Metrics) -> tuple[DataProto, list[AdvantageFacts]]:
+        """Estimate advantages from the tokens of all rows, in this process."""
+        config, tokens = self.config, {name: batch.packed(name) for name in _TOKEN_INPUTS if name in batch.tensors}
         advantages, returns = self.estimate(
             AdvantageInputs(
-                token_level_rewards=rewards,
-                response_mask=mask,
+                token_level_rewards=batch.packed("token_level_rewards"),
+                response_mask=trained_tokens(batch),
                 values=tokens.get("values"),
                 group_ids=batch.non_tensor_batch["uid"],
                 reward_baselines=batch.tensors.get("reward_baselines"),
@@ -146,11 +245,8 @@ class AdvantagePhase:
                 lengths=sequence_lengths(batch)[1],
             )
         )
-        if "entropys" in batch.tensors:
-            metrics["actor/entropy"] = masked_mean(batch.packed("entropys"), mask).item()
-        if "values" in tokens:
-            metrics["critic/vf_explained_var"] = explained_variance(tokens["values"], returns, mask)
-        return batch.with_packed({"token_level_rewards": rewards, "advantages": advantages, "returns": returns})
+        columns = batch.token_columns({"advantages": advantages, "returns": returns})
+        return columns, [AdvantageFacts.of(batch, advantages, returns)]
 
     def _turns(self, batch: DataProto, metrics: Metrics) -> Turns:
         """Find the turns of each response, and the turns of a prompt that begin in the same state.
@@ -177,33 +273,3 @@ class AdvantagePhase:
             metrics["gigpo/step_group_size/mean"] = float(sizes.mean())
             metrics["gigpo/compared_turn_fraction"] = float(sizes[sizes > 1].sum()) / count
         return turns
-
-    def _penalized_rewards(self, batch: DataProto, mask: Tensor, metrics: Metrics) -> Tensor:
-        """Compute the rewards, packed ``[n]``: shaped scores minus the EOS and KL penalties, then whitened."""
-        shaped = "token_level_rewards" if "token_level_rewards" in batch.tensors else "token_level_scores"
-        rewards = self._subtract_eos_penalty(batch, batch.packed(shaped), metrics)
-        rewards = self._subtract_kl_penalty(batch, rewards, mask, metrics)
-        return whiten_rewards(rewards, mask, sequence_lengths(batch)[1]) if self.config.whiten_rewards else rewards
-
-    def _subtract_eos_penalty(self, batch: DataProto, rewards: Tensor, metrics: Metrics) -> Tensor:
-        if self.config.missing_eos_penalty is None:
-            return rewards
-        counted, lengths = counted_rows(batch), sequence_lengths(batch)[1]
-        missing = missing_eos(batch.packed("responses"), lengths - 1, self.eos_token_ids, lengths)
-        metrics["reward/missing_eos_fraction"] = masked_mean(missing.double(), counted).item()
-        penalties = torch.full((len(batch),), -self.config.missing_eos_penalty)
-        return add_at_last(rewards, penalties, counted & missing, lengths - 1, lengths)
-
-    def _subtract_kl_penalty(self, batch: DataProto, rewards: Tensor, mask: Tensor, metrics: Metrics) -> Tensor:
-        if self.kl_controller is None:
-            return rewards
-        coefficient = self.kl_controller.value
-        if self.config.uses_full_kl:
-            distance = batch.packed("ref_kl")
-        else:
-            distance = kl_penalty(batch.packed("old_log_probs"), batch.packed("ref_log_prob"), self.config.kl_penalty)
-        rewards, kl = apply_kl_penalty(rewards, distance, mask, coefficient, sequence_lengths(batch)[1])
-        self.kl_controller.update(kl, len(batch))
-        metrics["actor/reward_kl_penalty"] = kl
-        metrics["actor/reward_kl_penalty_coeff"] = coefficient
-        return rewards

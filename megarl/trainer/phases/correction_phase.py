@@ -21,14 +21,8 @@ from megarl.base.errors import DataError
 from megarl.config.correction_bounds import rejection_rules, weight_bounds
 from megarl.config.schema.algorithm import PFPPOConfig, RolloutCorrectionConfig
 from megarl.data import DataProto, sequence_lengths
-from megarl.trainer.records.metrics import (
-    Metrics,
-    compared_tokens,
-    counted_rows,
-    row_sums,
-    train_rows,
-    trained_tokens,
-)
+from megarl.trainer.records.metrics import Metrics, train_rows
+from megarl.workers.row_math import compared_tokens, counted_rows, row_sums, trained_tokens
 
 LOG_PROB_COLUMNS = ("rollout_log_probs", "old_log_probs")
 

@@ -12,15 +12,9 @@ from megarl.algorithms.selection import best_of_groups, varied_groups
 from megarl.base.errors import DataError, StepImpossible
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data import DataProto
-from megarl.trainer.records.metrics import (
-    GENERATED_TOKENS,
-    Metrics,
-    counted_rows,
-    generated_tokens,
-    row_sums,
-    train_rows,
-)
+from megarl.trainer.records.metrics import GENERATED_TOKENS, Metrics, train_rows
 from megarl.trainer.records.reductions import combine_metrics
+from megarl.workers.row_math import counted_rows, generated_tokens, row_sums
 
 SCORES = ("score", "seq_reward")
 """Values of ``algorithm.filter_groups.metric`` that mean the score itself."""

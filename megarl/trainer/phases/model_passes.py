@@ -11,6 +11,9 @@ from megarl.cluster.calls import PendingCall
 from megarl.data import DataProto
 from megarl.trainer.records.metrics import Metrics
 
+ROW_VERB = "compute_log_prob"
+"""Verb of the actor whose rows on each process are also those of the row functions of a step."""
+
 
 @dataclass(frozen=True)
 class ModelPass:

@@ -12,7 +12,8 @@ from torch import Tensor
 from megarl.algorithms import WeightSchedule, masked_mean, row_cosine_similarity
 from megarl.data import DataProto, attention_mask_of, pad_right, sequence_lengths
 from megarl.models import ParallelLayout
-from megarl.trainer.records.metrics import Metrics, counted_rows, summary, trained_tokens
+from megarl.trainer.records.metrics import Metrics, summary
+from megarl.workers.row_math import counted_rows, trained_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -22,7 +22,8 @@ from megarl.data.tokenization import Prompt, PromptEncoder
 from megarl.rewards.manager import EarlyScores, NullReward, Scored, score_columns
 from megarl.trainer.phases.data_loading import load_tokenizer
 from megarl.trainer.phases.reward_functions import function_manager
-from megarl.trainer.records.metrics import row_sums, summary
+from megarl.trainer.records.metrics import summary
+from megarl.workers.row_math import row_sums
 
 logger = logging.getLogger(__name__)
 

@@ -8,11 +8,20 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from megarl.algorithms import have_tokens, log_prob_differences, off_policy_statistics, select_tokens, sequence_sums
+from megarl.algorithms import Moments, RatioMoments
 from megarl.cluster import WorkerGroup, rank_loads
 from megarl.data import DataProto, sequence_lengths, token_counts
+from megarl.data.row_map import RowMap, map_in_process
 from megarl.tracking.jsonl_files import SECONDS_SUFFIX, TOKENS, WORK, RankLists
 from megarl.tracking.phase_timer import unhidden_seconds
+from megarl.workers.row_math import (
+    MISMATCH_COLUMNS,
+    STATISTIC_COLUMNS,
+    generated_tokens,
+    mismatch_of_rows,
+    statistics_of_rows,
+    trained_tokens,
+)
 
 Metrics = dict[str, float]
 GENERATED_TOKENS = "generated_tokens"
@@ -34,20 +43,35 @@ def summary(prefix: str, values: torch.Tensor) -> Metrics:
     }
 
 
-def batch_metrics(batch: DataProto, max_prompt_length: int, max_response_length: int) -> Metrics:
+def moments_summary(prefix: str, moments: Moments) -> Metrics:
+    """Return ``{prefix}/{mean,max,min}`` of moments; empty for none."""
+    if not moments.count:
+        return {}
+    return {f"{prefix}/mean": moments.mean, f"{prefix}/max": moments.most, f"{prefix}/min": moments.least}
+
+
+def batch_metrics(
+    batch: DataProto, max_prompt_length: int, max_response_length: int, rows: RowMap = map_in_process
+) -> Metrics:
     """Summarize scores, rewards, advantages, returns, values and lengths of a step's batch.
 
     ``critic/score`` and ``critic/rewards`` are sums over a response. The token-level metrics cover trained tokens.
+
+    Args:
+        batch: of the step.
+        max_prompt_length: limit in tokens.
+        max_response_length: limit in tokens.
+        rows: computes the sums of each row and the moments of tokens.
     """
-    mask, counted = trained_tokens(batch), counted_rows(batch)
-    scores = row_sums(batch, "token_level_scores")[counted]
+    sums, parts = rows(statistics_of_rows, STATISTIC_COLUMNS, batch)
+    counted = sums.tensors["counted"]
+    scores = sums.tensors["scores_sums"][counted]
     metrics = summary("critic/score", scores)
-    metrics |= summary("critic/rewards", row_sums(batch, "token_level_rewards")[counted])
+    metrics |= summary("critic/rewards", sums.tensors["rewards_sums"][counted])
     if "uid" in batch.non_tensor_batch:
         metrics |= group_spread(scores, batch.non_tensor_batch["uid"][counted.numpy()])
-    for name in ("advantages", "returns", "values"):
-        if name in batch.tensors:
-            metrics |= summary(f"critic/{name}", select_tokens(batch.packed(name), mask))
+    for name in parts[0]:
+        metrics |= moments_summary(f"critic/{name}", Moments.merged([part[name] for part in parts]))
     prompt_lengths, response_lengths = sequence_lengths(batch)
     for name, lengths, limit in (
         ("prompt_length", prompt_lengths, max_prompt_length),
@@ -78,49 +102,24 @@ def group_spread(scores: torch.Tensor, uids: np.ndarray) -> Metrics:
     }
 
 
-def trained_tokens(batch: DataProto) -> torch.Tensor:
-    """Mark trained response tokens, packed ``[n]`` bool."""
-    return batch.packed("response_mask", torch.bool)
-
-
-def counted_rows(batch: DataProto) -> torch.Tensor:
-    """Mark rows that have a score and a trained token, ``[b]`` bool."""
-    return have_tokens(trained_tokens(batch), sequence_lengths(batch)[1])
-
-
 def train_rows(batch: DataProto, rows: torch.Tensor) -> DataProto:
     """Clear ``response_mask`` of all rows but ``rows``, ``[b]`` bool: the others do not train."""
     kept = torch.repeat_interleave(rows, sequence_lengths(batch)[1])
     return batch.with_packed({"response_mask": trained_tokens(batch) & kept})
 
 
-def row_sums(batch: DataProto, name: str) -> torch.Tensor:
-    """Sum a response-aligned column, such as ``token_level_scores``, over each row: ``[b]`` doubles."""
-    values = batch.packed(name)
-    return sequence_sums(values, torch.ones_like(values, dtype=torch.bool), sequence_lengths(batch)[1])
+def rollout_mismatch_metrics(batch: DataProto, rows: RowMap = map_in_process) -> Metrics:
+    """Measure the mismatch of the engine's and the actor's log-probs: ``training/rollout_*``, ``rollout_corr/*``.
 
-
-def generated_tokens(batch: DataProto) -> torch.Tensor:
-    """Mark response tokens that the policy generated, not a tool or a search: packed ``[n]`` bool."""
-    if "generated_mask" in batch.tensors:
-        return batch.packed("generated_mask", torch.bool)
-    return torch.ones(int(sequence_lengths(batch)[1].sum()), dtype=torch.bool)
-
-
-def compared_tokens(batch: DataProto) -> torch.Tensor:
-    """Mark trained tokens that have a log-prob of both engine and actor, packed ``[n]`` bool."""
-    return trained_tokens(batch) & generated_tokens(batch)
-
-
-def rollout_mismatch_metrics(batch: DataProto) -> Metrics:
-    """Measure the mismatch of the engine's and the actor's log-probs: ``training/rollout_*``, ``rollout_corr/*``."""
+    Args:
+        batch: of the step.
+        rows: computes the moments of tokens.
+    """
     if "rollout_log_probs" not in batch.tensors:
         return {}
-    mask, rollout, old = compared_tokens(batch), batch.packed("rollout_log_probs"), batch.packed("old_log_probs")
-    differences = log_prob_differences(select_tokens(old, mask), select_tokens(rollout, mask))
-    distances = off_policy_statistics(old, rollout, mask, sequence_lengths(batch)[1])
-    return {f"training/{name}": value for name, value in differences.items()} | {
-        f"rollout_corr/{name}": value for name, value in distances.items()
+    moments = RatioMoments.merged(rows(mismatch_of_rows, MISMATCH_COLUMNS, batch)[1])
+    return {f"training/{name}": value for name, value in moments.differences().items()} | {
+        f"rollout_corr/{name}": value for name, value in moments.off_policy_statistics().items()
     }
 
 

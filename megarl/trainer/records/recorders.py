@@ -18,6 +18,7 @@ from megarl.cluster.role_groups import ActorGroup, MegatronGroup
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data import token_counts
 from megarl.trainer.callbacks import Callback, TrainerView
+from megarl.trainer.phases.model_passes import ROW_VERB
 from megarl.trainer.phases.validation import Validator
 from megarl.trainer.records.metrics import (
     Metrics,
@@ -52,6 +53,7 @@ class StepMetrics(Callback):
         self, actor: ActorGroup, frozen: Sequence[MegatronGroup], state: RunState, *, compare_log_probs: bool
     ) -> None:
         self.actor = actor
+        self.rows = actor.row_map(ROW_VERB)
         self.frozen = frozen
         self.state = state
         self.compare_log_probs = compare_log_probs
@@ -63,14 +65,14 @@ class StepMetrics(Callback):
         metrics = {"training/global_step": float(view.step), "training/epoch": float(view.epoch)}
         self.state.prompts.update(batch)
         metrics |= self.state.prompts.metrics()
-        metrics |= batch_metrics(batch, data.max_prompt_length, data.max_response_length)
+        metrics |= batch_metrics(batch, data.max_prompt_length, data.max_response_length, self.rows)
         metrics |= throughput_metrics(batch, view.seconds, view.config.num_devices, view.hidden)
         lengths = token_counts(batch)
         costs = self.actor.budgets["update_actor"].cost.of(lengths)
         rows = batch.meta_info["actor_mini_batch_rows"]
         metrics |= seqlen_metrics(lengths, costs, self.actor.plan("update_actor", batch), rows)
         if self.compare_log_probs:
-            metrics |= rollout_mismatch_metrics(batch)
+            metrics |= rollout_mismatch_metrics(batch, self.rows)
         for group in self.frozen:
             metrics |= group.memory_metrics()
         return metrics

@@ -17,7 +17,7 @@ from megarl.data.rollout_dump import DumpMetadata, RolloutDump
 from megarl.data.tokenization import characters_per_token
 from megarl.tracking.sample_files import write_samples
 from megarl.tracking.token_columns import TokenValues
-from megarl.trainer.records.metrics import generated_tokens, row_sums, trained_tokens
+from megarl.workers.row_math import generated_tokens, row_sums, trained_tokens
 
 Sample = dict[str, Any]
 Item = TypeVar("Item")

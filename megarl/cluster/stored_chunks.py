@@ -1,0 +1,100 @@
+"""Chunks of token columns in Ray's object store, and batches that travel between processes as references to them.
+
+A chunk is written once, by the process that computed its values, and stays on that node. Batches travel with
+references and row positions; a worker reads the chunks of its rows with one call, without a copy if they are on its
+node. The driver owns the chunks: they live as long as one of its batches refers to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
+
+import ray
+from ray.exceptions import RayError
+
+from megarl.base.errors import WorkerError
+from megarl.data import DataProto
+from megarl.data.remote import Chunk, ChunkReference, ChunkTuple
+from megarl.data.remote_columns import attach_chunks, detach_chunks, fetch_values, separate
+
+
+class StoredChunk(ChunkReference):
+    """A chunk in Ray's object store.
+
+    Args:
+        ref: reference to the object.
+    """
+
+    def __init__(self, ref: ray.ObjectRef) -> None:
+        self.ref = ref
+
+    @classmethod
+    def write(cls, chunk: Chunk) -> StoredChunk:
+        """Write a chunk on this node."""
+        return cls(ray.put(chunk))
+
+    @classmethod
+    def fetch(cls, references: Sequence[Self]) -> list[Chunk]:
+        """Read chunks, from other nodes if necessary.
+
+        Raises:
+            WorkerError: a chunk is lost, because its node is.
+        """
+        try:
+            chunks: list[Chunk] = ray.get([reference.ref for reference in references])
+        except RayError as error:
+            raise WorkerError(
+                f"token values of the batch are lost with the node that held them: {error}; resume from a checkpoint"
+            ) from error
+        return chunks
+
+
+class Payload(NamedTuple):
+    """A part of a batch on its way to a worker.
+
+    Attributes:
+        batch: without the values of its remote columns.
+        lists: references to lists of references to chunks. Parts of a batch share the lists: the driver sends a number
+            of references that grows with the chunks plus the parts, not with their product.
+    """
+
+    batch: DataProto
+    lists: list[ray.ObjectRef]
+
+
+def payloads_of(parts: Sequence[DataProto]) -> list[Payload]:
+    """Build the payloads of the parts of a batch."""
+    lists: dict[int, tuple[ChunkTuple, ray.ObjectRef]] = {}
+
+    def list_of(chunks: ChunkTuple) -> ray.ObjectRef:
+        if id(chunks) not in lists:
+            refs = [chunk.ref for chunk in chunks if isinstance(chunk, StoredChunk)]
+            lists[id(chunks)] = chunks, ray.put(refs)
+        return lists[id(chunks)][1]
+
+    detached = [detach_chunks(part) for part in parts]
+    return [Payload(batch, [list_of(chunks) for chunks in tuples]) for batch, tuples in detached]
+
+
+def receive(args: Sequence[Any]) -> list[Any]:
+    """Replace payloads among arguments by batches with all values."""
+    return [_received(arg) if isinstance(arg, Payload) else arg for arg in args]
+
+
+def _received(payload: Payload) -> DataProto:
+    lists = ray.get(payload.lists) if payload.lists else []
+    return fetch_values(attach_chunks(payload.batch, [tuple(map(StoredChunk, refs)) for refs in lists]))
+
+
+def separated(result: Any) -> tuple[Any, Chunk | None]:
+    """Split the result of a verb into the driver's part and the chunk that stays in the store."""
+    if not isinstance(result, DataProto):
+        return result, None
+    batch, chunk = separate(result)
+    return (batch, chunk) if chunk else (result, None)
+
+
+def attached(result: Any, ref: ray.ObjectRef) -> Any:
+    """Return the result of a verb with the reference to its chunk; nothing is read."""
+    return attach_chunks(result, [(StoredChunk(ref),)]) if isinstance(result, DataProto) else result

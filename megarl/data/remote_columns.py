@@ -1,0 +1,157 @@
+"""Batches with remote columns: move values to chunks, send a batch without its values, and read the values.
+
+A process writes values (:func:`write_values`) and sends the batch with the references to its chunks instead of bytes
+(:func:`detach_chunks`). The receiver attaches the references (:func:`attach_chunks`), and reads all values at once
+(:func:`fetch_values`) or each column at its first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from megarl.data.column_store import Columns, StoredColumn
+from megarl.data.protocol import DataProto
+from megarl.data.ragged import RaggedColumn
+from megarl.data.remote import (
+    Chunk,
+    ChunkReference,
+    ChunkTuple,
+    NumberedChunks,
+    RemoteValues,
+    RowPlaces,
+    RowSelection,
+    fetch_chunks,
+)
+
+
+def write_values(batch: DataProto, parts: Sequence[Sequence[int]], write: Callable[[Chunk], ChunkReference]) -> None:
+    """Move the values of all ragged columns that are in this process to chunks; the batch does not change otherwise.
+
+    Batches that share the columns see the remote values too.
+
+    Args:
+        batch: with declared columns, padded or ragged.
+        parts: rows of each chunk; together all rows, a row may repeat.
+        write: writes a chunk and returns the reference to it.
+
+    Raises:
+        DataError: the attention mask has holes, or the padding of a column contains several values.
+    """
+    columns = Columns.of(batch.tensors).to_ragged()
+    local = _local_columns(columns)
+    if not local:
+        return
+    references, numbers = [], np.zeros(len(batch), np.int32)
+    begins = {id(column.lengths): np.zeros(len(batch), np.int64) for column in local.values()}
+    for number, rows in enumerate(parts):
+        selection = RowSelection(np.asarray(rows, dtype=np.int64))
+        chosen = {name: column.take(selection) for name, column in local.items()}
+        references.append(write(_chunk(chosen)))
+        numbers[selection.rows] = number
+        for column in local.values():
+            lengths = selection.of(column.lengths)
+            begins[id(column.lengths)][selection.rows] = np.cumsum(lengths) - lengths
+    chunks = tuple(references)
+    places = {key: RowPlaces(chunks, numbers, begin) for key, begin in begins.items()}
+    for name, column in local.items():
+        columns.stored[name].move_out(RemoteValues(places[id(column.lengths)], name, column.trailing))
+
+
+def separate(batch: DataProto) -> tuple[DataProto, Chunk]:
+    """Return the batch with numbered chunks in place of its values, and its only chunk; empty without ragged columns.
+
+    Raises:
+        DataError: the attention mask has holes, or the padding of a column contains several values.
+    """
+    columns = Columns.of(fetch_values(batch).tensors).to_ragged()
+    local = _local_columns(columns)
+    numbers = np.zeros(len(batch), np.int32)
+    places: dict[int, RowPlaces] = {}
+    stored = dict(columns.stored)
+    for name, column in local.items():
+        begins = np.cumsum(column.lengths) - column.lengths
+        place = places.setdefault(id(column.lengths), RowPlaces(NumberedChunks(0), numbers, begins))
+        stored[name] = StoredColumn(None, column._replace(values=RemoteValues(place, name, column.trailing)))
+    return _with_columns(batch, stored), _chunk(local)
+
+
+def detach_chunks(batch: DataProto) -> tuple[DataProto, list[ChunkTuple]]:
+    """Return the batch with numbers in place of its tuples of chunks, and these tuples.
+
+    Parts of one batch share the tuples, so a caller can send the references of each tuple once for all of them.
+    """
+    tuples: dict[int, ChunkTuple] = {}
+    numbers: dict[int, NumberedChunks] = {}
+
+    def number(places: RowPlaces) -> RowPlaces:
+        key = id(places.references)
+        tuples[key] = places.references
+        return places._replace(chunks=numbers.setdefault(key, NumberedChunks(len(numbers))))
+
+    return _with_places(batch, number), list(tuples.values())
+
+
+def attach_chunks(batch: DataProto, tuples: Sequence[ChunkTuple]) -> DataProto:
+    """Replace the numbers of a batch of :func:`detach_chunks` or :func:`separate` by tuples of chunks."""
+
+    def known(places: RowPlaces) -> RowPlaces:
+        numbered = places.chunks
+        return places._replace(chunks=tuples[numbered.number]) if isinstance(numbered, NumberedChunks) else places
+
+    return _with_places(batch, known)
+
+
+def fetch_values(batch: DataProto) -> DataProto:
+    """Return the batch with all values in this process; reads each chunk once."""
+    columns = Columns.of(batch.tensors)
+    remote = _remote_columns(columns)
+    if not remote:
+        return batch
+    places = {id(values.places): values.places.compact() for _, values in remote.values()}
+    chunks = fetch_chunks(list(dict.fromkeys(chunk for place in places.values() for chunk in place.references)))
+    stored = dict(columns.stored)
+    for name, (column, values) in remote.items():
+        stored[name] = StoredColumn(None, column._replace(values=values.fetch(column.lengths, chunks)))
+    return _with_columns(batch, stored)
+
+
+def _with_places(batch: DataProto, change: Callable[[RowPlaces], RowPlaces]) -> DataProto:
+    """Change the places of all remote columns; columns that share places still do."""
+    columns = Columns.of(batch.tensors)
+    remote = _remote_columns(columns)
+    if not remote:
+        return batch
+    changed: dict[int, RowPlaces] = {}
+    stored = dict(columns.stored)
+    for name, (column, values) in remote.items():
+        if id(values.places) not in changed:
+            changed[id(values.places)] = change(values.places)
+        new = column._replace(values=values._replace(places=changed[id(values.places)]))
+        stored[name] = StoredColumn(None, new)
+    return _with_columns(batch, stored)
+
+
+def _with_columns(batch: DataProto, stored: dict[str, StoredColumn]) -> DataProto:
+    return DataProto(Columns(stored) if stored else None, batch.non_tensor_batch, batch.meta_info)
+
+
+def _local_columns(columns: Columns) -> dict[str, RaggedColumn]:
+    ragged = {name: stored.current() for name, stored in columns.stored.items()}
+    return {
+        name: column for name, column in ragged.items() if column is not None and isinstance(column.values, np.ndarray)
+    }
+
+
+def _remote_columns(columns: Columns) -> dict[str, tuple[RaggedColumn, RemoteValues]]:
+    ragged = {name: stored.current() for name, stored in columns.stored.items()}
+    return {
+        name: (column, column.values)
+        for name, column in ragged.items()
+        if column is not None and isinstance(column.values, RemoteValues)
+    }
+
+
+def _chunk(columns: dict[str, RaggedColumn]) -> Chunk:
+    return {name: column.values for name, column in columns.items() if isinstance(column.values, np.ndarray)}

@@ -1,0 +1,253 @@
+"""Token mathematics of a step on a part of its rows: rewards, advantages, and moments for whitening and metrics.
+
+Each function takes the rows of one process and returns new columns and facts. The driver merges the facts of all
+processes and decides from them; it sees no tokens. Row functions (:mod:`megarl.data.row_map`) are those whose name ends
+with ``_of_rows``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms import (
+    AdvantageInputs,
+    Moments,
+    RatioMoments,
+    add_at_last,
+    apply_kl_penalty,
+    blend_quality,
+    expand_to_tokens,
+    have_tokens,
+    kl_penalty,
+    load_advantage,
+    masked_whiten,
+    missing_eos,
+    on_trained_tokens,
+    select_tokens,
+    sequence_quality,
+    sequence_sums,
+    whiten_rewards,
+)
+from megarl.data import DataProto, sequence_lengths
+
+MASKS = ("attention_mask", "response_mask")
+"""Columns with the lengths and the trained tokens of the rows."""
+REWARD_COLUMNS = (*MASKS, "token_level_scores", "token_level_rewards")
+KL_COLUMNS = ("old_log_probs", "ref_log_prob", "ref_kl")
+SHAPING_COLUMNS = (*MASKS, "token_level_scores", "ref_log_prob", "ref_similarity")
+WHITENED_COLUMNS = (*MASKS, "token_level_rewards", "advantages", "returns")
+STATISTIC_COLUMNS = (*WHITENED_COLUMNS, "token_level_scores", "values")
+MISMATCH_COLUMNS = (*MASKS, "generated_mask", "old_log_probs", "rollout_log_probs")
+ROW_ADVANTAGES = "row_advantages"
+"""Column with one advantage per row, ``[b]`` double."""
+ESTIMATE_COLUMNS = (
+    *MASKS, "token_level_rewards", "values", "entropys", "reward_baselines", ROW_ADVANTAGES
+)  # fmt: skip
+
+
+def trained_tokens(batch: DataProto) -> Tensor:
+    """Mark trained response tokens, packed ``[n]`` bool."""
+    return batch.packed("response_mask", torch.bool)
+
+
+def counted_rows(batch: DataProto) -> Tensor:
+    """Mark rows that have a score and a trained token, ``[b]`` bool."""
+    return have_tokens(trained_tokens(batch), sequence_lengths(batch)[1])
+
+
+def row_sums(batch: DataProto, name: str) -> Tensor:
+    """Sum a response-aligned column, such as ``token_level_scores``, over each row: ``[b]`` doubles."""
+    values = batch.packed(name)
+    return sequence_sums(values, torch.ones_like(values, dtype=torch.bool), sequence_lengths(batch)[1])
+
+
+def generated_tokens(batch: DataProto) -> Tensor:
+    """Mark response tokens that the policy generated, not a tool or a search: packed ``[n]`` bool."""
+    if "generated_mask" in batch.tensors:
+        return batch.packed("generated_mask", torch.bool)
+    return torch.ones(int(sequence_lengths(batch)[1].sum()), dtype=torch.bool)
+
+
+def compared_tokens(batch: DataProto) -> Tensor:
+    """Mark trained tokens that have a log-prob of both engine and actor, packed ``[n]`` bool."""
+    return trained_tokens(batch) & generated_tokens(batch)
+
+
+def shaped_rewards_of_rows(
+    batch: DataProto, quality_weight: float | None, bonus_weight: float | None
+) -> tuple[DataProto, None]:
+    """Shape scores into ``token_level_rewards``: blend in the reference quality, then add the alignment bonus.
+
+    Args:
+        batch: with :data:`SHAPING_COLUMNS`.
+        quality_weight: of the reference quality; None = not blended in. The result then has ``quality`` ``[b]``, and
+            its change of the reward ``quality_change`` ``[b]``.
+        bonus_weight: of ``ref_similarity``; None = no bonus.
+    """
+    rows, lengths = counted_rows(batch), sequence_lengths(batch)[1]
+    scores = rewards = batch.packed("token_level_scores")
+    facts = {"counted": rows}
+    if quality_weight is not None:
+        quality = sequence_quality(batch.packed("ref_log_prob"), trained_tokens(batch), lengths)
+        rewards = blend_quality(scores, quality, rows, lengths - 1, quality_weight, lengths)
+        change = sequence_sums(rewards.double() - scores.double(), torch.ones_like(scores), lengths)
+        facts |= {"quality": quality, "quality_change": change}
+    if bonus_weight is not None:
+        rewards = add_at_last(rewards, bonus_weight * batch.tensors["ref_similarity"], rows, lengths - 1, lengths)
+    return batch.token_columns({"token_level_rewards": rewards}).with_columns(facts), None
+
+
+@dataclass(frozen=True)
+class RewardTerms:
+    """Penalties of the rewards of a step.
+
+    Attributes:
+        eos_penalty: subtracted from responses without a final end-of-sequence token; None = not.
+        eos_token_ids: tokens that end a response.
+        kl_coefficient: of the KL penalty; None = without.
+        kl_kind: estimator of the KL per token; None = the exact KL in ``ref_kl``.
+        on_mask: whether rewards outside the mask are moved to trained tokens, as whitening needs.
+    """
+
+    eos_penalty: float | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    kl_coefficient: float | None = None
+    kl_kind: str | None = None
+    on_mask: bool = False
+
+
+def penalized_rewards_of_rows(batch: DataProto, terms: RewardTerms) -> tuple[DataProto, Moments]:
+    """Compute ``token_level_rewards``: shaped rewards, or scores, minus the EOS and KL penalties.
+
+    Args:
+        batch: with :data:`REWARD_COLUMNS`, :data:`KL_COLUMNS` for a KL penalty, ``responses`` for an EOS penalty.
+        terms: penalties.
+
+    Returns:
+        The rewards, and by row ``[b]``: ``counted``, ``reward_sums``, ``missing_eos`` with an EOS penalty, ``kl`` with
+        a KL penalty. And the moments of the rewards at trained tokens.
+    """
+    mask, lengths = trained_tokens(batch), sequence_lengths(batch)[1]
+    shaped = "token_level_rewards" if "token_level_rewards" in batch.tensors else "token_level_scores"
+    rewards, facts = batch.packed(shaped), {"counted": counted_rows(batch)}
+    if terms.eos_penalty is not None:
+        missing = missing_eos(batch.packed("responses"), lengths - 1, terms.eos_token_ids, lengths)
+        penalties = torch.full((len(batch),), -terms.eos_penalty)
+        rewards = add_at_last(rewards, penalties, facts["counted"] & missing, lengths - 1, lengths)
+        facts["missing_eos"] = missing
+    if terms.kl_coefficient is not None:
+        if terms.kl_kind is None:
+            distance = batch.packed("ref_kl")
+        else:
+            distance = kl_penalty(batch.packed("old_log_probs"), batch.packed("ref_log_prob"), terms.kl_kind)
+        rewards, facts["kl"] = apply_kl_penalty(rewards, distance, mask, terms.kl_coefficient, lengths)
+    if terms.on_mask:
+        rewards = on_trained_tokens(rewards, mask, lengths)
+    facts["reward_sums"] = sequence_sums(rewards, torch.ones_like(mask), lengths)
+    return batch.token_columns({"token_level_rewards": rewards}).with_columns(facts), Moments.of(rewards[mask])
+
+
+class AdvantageFacts(NamedTuple):
+    """Moments over the trained tokens of some rows.
+
+    Attributes:
+        advantages: of the advantages before whitening.
+        entropy: of the policy's entropy; empty without it.
+        returns: of the returns; empty without values.
+        errors: of returns minus values; empty without values.
+    """
+
+    advantages: Moments
+    entropy: Moments
+    returns: Moments
+    errors: Moments
+
+    @classmethod
+    def of(cls, batch: DataProto, advantages: Tensor, returns: Tensor) -> AdvantageFacts:
+        """Compute the moments of packed advantages and returns, and of columns of the batch."""
+        mask, columns = trained_tokens(batch), batch.tensors
+        targets = errors = entropy = Moments()
+        if "entropys" in columns:
+            entropy = Moments.of(select_tokens(batch.packed("entropys"), mask))
+        if "values" in columns:
+            wanted, values = (select_tokens(one, mask).double() for one in (returns, batch.packed("values")))
+            targets, errors = Moments.of(wanted), Moments.of(wanted - values)
+        return cls(Moments.of(select_tokens(advantages, mask)), entropy, targets, errors)
+
+    @classmethod
+    def merged(cls, parts: Sequence[AdvantageFacts]) -> AdvantageFacts:
+        """Merge the moments of disjoint rows."""
+        return cls(*map(Moments.merged, zip(*parts, strict=True)))
+
+
+def advantages_of_rows(batch: DataProto, estimator: str, gamma: float, lam: float) -> tuple[DataProto, AdvantageFacts]:
+    """Estimate ``advantages`` and ``returns`` with an estimator that needs one row at a time; not whitened.
+
+    Args:
+        batch: with :data:`ESTIMATE_COLUMNS`.
+        estimator: its name in the configuration.
+        gamma: discount per token.
+        lam: lambda of GAE.
+    """
+    inputs = AdvantageInputs(
+        token_level_rewards=batch.packed("token_level_rewards"),
+        response_mask=trained_tokens(batch),
+        values=batch.packed("values") if "values" in batch.tensors else None,
+        reward_baselines=batch.tensors.get("reward_baselines"),
+        lengths=sequence_lengths(batch)[1],
+        gamma=gamma,
+        lam=lam,
+    )
+    advantages, returns = load_advantage(estimator).unwhitened(inputs)
+    columns = batch.token_columns({"advantages": advantages, "returns": returns})
+    return columns, AdvantageFacts.of(batch, advantages, returns)
+
+
+def expanded_advantages_of_rows(batch: DataProto) -> tuple[DataProto, AdvantageFacts]:
+    """Repeat :data:`ROW_ADVANTAGES` on the trained tokens of each row, as ``advantages`` and ``returns``."""
+    mask, rewards = trained_tokens(batch), batch.packed("token_level_rewards")
+    per_row = batch.tensors[ROW_ADVANTAGES].to(rewards.dtype)
+    tokens = torch.where(mask, expand_to_tokens(per_row, rewards, sequence_lengths(batch)[1]), 0.0)
+    return batch.token_columns({"advantages": tokens, "returns": tokens}), AdvantageFacts.of(batch, tokens, tokens)
+
+
+def whitened_of_rows(batch: DataProto, names: Sequence[str], moments: Moments) -> tuple[DataProto, None]:
+    """Whiten columns with the moments of all rows."""
+    mask = trained_tokens(batch)
+    return batch.token_columns({name: masked_whiten(batch.packed(name), mask, moments) for name in names}), None
+
+
+def whitened_rewards_of_rows(batch: DataProto, moments: Moments) -> tuple[DataProto, None]:
+    """Whiten ``token_level_rewards`` with the moments of all rows, keep their mean, and add ``reward_sums``."""
+    rewards = whiten_rewards(batch.packed("token_level_rewards"), trained_tokens(batch), moments)
+    sums = sequence_sums(rewards, torch.ones_like(rewards, dtype=torch.bool), sequence_lengths(batch)[1])
+    return batch.token_columns({"token_level_rewards": rewards}).with_columns({"reward_sums": sums}), None
+
+
+def statistics_of_rows(batch: DataProto) -> tuple[DataProto, dict[str, Moments]]:
+    """Compute the sums of scores and rewards and ``counted`` by row, and moments of advantages, returns and values.
+
+    Args:
+        batch: with :data:`STATISTIC_COLUMNS`.
+    """
+    mask = trained_tokens(batch)
+    names = [name for name in ("advantages", "returns", "values") if name in batch.tensors]
+    moments = {name: Moments.of(select_tokens(batch.packed(name), mask)) for name in names}
+    sums = {f"{kind}_sums": row_sums(batch, f"token_level_{kind}") for kind in ("scores", "rewards")}
+    return DataProto.from_dict({"counted": counted_rows(batch), **sums}), moments
+
+
+def mismatch_of_rows(batch: DataProto) -> tuple[DataProto, RatioMoments]:
+    """Compute moments of the log-probs of engine and actor over the compared tokens.
+
+    Args:
+        batch: with :data:`MISMATCH_COLUMNS`.
+    """
+    old, rollout = batch.packed("old_log_probs"), batch.packed("rollout_log_probs")
+    moments = RatioMoments.of(old, rollout, compared_tokens(batch), sequence_lengths(batch)[1])
+    return DataProto.from_dict({"counted": counted_rows(batch)}), moments

@@ -1,0 +1,201 @@
+import gc
+import os
+import time
+
+import numpy as np
+import pytest
+import ray
+import torch
+from ray._private.internal_api import node_stats
+from ray._private.worker import global_worker
+
+from megarl.base.errors import WorkerError
+from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup, wait_ready
+from megarl.cluster.stored_chunks import StoredChunk
+from megarl.data import DataProto, column_store
+from megarl.data.column_store import ragged_columns
+from megarl.data.remote import RemoteValues, RowPlaces
+from megarl.models import ParallelLayout
+from tests.cluster import plain_workers
+
+
+@pytest.fixture(scope="module")
+def pool(forked_workers):
+    with RaySession(num_cpus=2) as session:
+        yield session.place([ResourcePool("main", "cpu", [2])])["main"]
+
+
+@pytest.fixture(scope="module")
+def group(pool):
+    group = WorkerGroup("echo", "tests.cluster.plain_workers.Echo", {}, ParallelLayout(tp=2, dp=2), pool)
+    wait_ready([group], timeout_s=120)
+    return group
+
+
+@pytest.fixture
+def writes(monkeypatch):
+    """Number of values in each chunk that the driver writes."""
+    sizes, write = [], StoredChunk.write
+
+    def counting(chunk):
+        sizes.append(sum(map(len, chunk.values())))
+        return write(chunk)
+
+    monkeypatch.setattr(StoredChunk, "write", counting)
+    return sizes
+
+
+def samples(lengths, seed=0):
+    random = np.random.default_rng(seed)
+    rows = {
+        "prompts": [random.integers(1, 100, 3) for _ in lengths],
+        "responses": [random.integers(1, 100_000, length) for length in lengths],
+    }
+    return DataProto(ragged_columns(rows, {}), {"uid": np.array([*map(str, range(len(lengths)))], dtype=object)})
+
+
+def sums_of(batch):
+    return [row.double().cumsum(0).tolist() for row in batch.unpadded("responses")]
+
+
+def rows_of(batch, name="values"):
+    return [row.tolist() for row in batch.unpadded(name)]
+
+
+def is_remote(batch, name):
+    return isinstance(batch.tensors.stored[name].current().values, RemoteValues)
+
+
+def store_bytes():
+    gc.collect()
+    node = ray.nodes()[0]
+    return node_stats(node["NodeManagerAddress"], node["NodeManagerPort"]).store_stats.object_store_bytes_used
+
+
+def test_results_stay_in_the_store_until_they_are_read(group):
+    batch = samples([4, 1, 7, 2, 5])
+    batch = batch.union(group.add_up(batch))
+    assert is_remote(batch, "values") and batch.tensors.stored["values"]._fetched is None
+    assert batch.widths == (3, 7) and batch.tensors.shapes()["values"].shape == (5, 7)
+    assert rows_of(batch) == sums_of(batch)
+    assert batch.batch["values"][1].tolist() == [*sums_of(batch)[1], 0, 0, 0, 0, 0, 0]
+
+
+def test_rows_move_without_their_values(group, writes):
+    batch = samples([4, 1, 7, 2, 5, 3])
+    batch = batch.union(group.add_up(batch))
+    assert sum(writes) == 6 * 3 + 22, "the driver has written each token once"
+    moved = DataProto.concat([batch.reorder([5, 0, 3, 1, 4, 2]), batch.repeat(2)[[1, 0, 9]]])
+    again = moved.select(["prompts", "responses", "attention_mask"]).union(group.add_up(moved))
+    assert sum(writes) == 6 * 3 + 22, "the second call has sent references only"
+    assert all(is_remote(moved, name) for name in ("prompts", "responses", "values"))
+    assert moved.tensors.stored["values"]._fetched is None
+    assert rows_of(again) == [[2 * value for value in row] for row in sums_of(moved)]
+    assert rows_of(again)[0] == [2 * value for value in sums_of(batch)[5]]
+
+
+def test_fetched_values_are_dropped_with_views(group, monkeypatch):
+    monkeypatch.setattr(column_store, "VIEWS", column_store.ViewCache(0))
+    batch = samples([4, 1, 7])
+    batch = batch.union(group.add_up(batch))
+    expected = sums_of(batch)
+    for _ in range(2):
+        assert rows_of(batch) == expected
+        batch.tensors["responses"]
+        assert batch.tensors.stored["values"]._fetched is None
+
+
+def test_values_outlive_the_process_that_computed_them(pool):
+    group = WorkerGroup("short", "tests.cluster.plain_workers.Echo", {}, ParallelLayout(), pool)
+    batch = samples([50_000, 20])  # more than Ray keeps in the memory of the driver
+    result = group.add_up(batch)
+    group.shutdown()
+    assert rows_of(batch.union(result)) == [torch.tensor(row).float().tolist() for row in _float_sums(batch)]
+
+
+def _float_sums(batch):
+    return [row.float().cumsum(0).tolist() for row in batch.unpadded("responses")]
+
+
+def test_lost_values_are_named(pool):
+    group = WorkerGroup("lost", "tests.cluster.light_workers.Sleeper", {}, ParallelLayout(), pool)
+    wait_ready([group])
+    pending = group.submit("sleep", 60.0)
+    group.kill(0)
+    values = RemoteValues(
+        RowPlaces((StoredChunk(pending.calls[0].ref),), np.zeros(2, int), np.array([0, 3])), "values", ()
+    )
+    with pytest.raises(WorkerError, match="token values of the batch are lost with the node that held them"):
+        values.fetch(np.array([3, 1]))
+    group.shutdown()
+
+
+def test_the_store_does_not_grow_with_steps(group):
+    def step(seed):
+        batch = samples([40_000, 100, 20_000, 3], seed)
+        batch = batch.union(group.add_up(batch))
+        group.add_up(batch.reorder([3, 1, 2, 0]))
+        return batch
+
+    held = step(0)
+    size = 4 * 60_103 * 2  # responses and values, in 4 bytes each
+    before = store_bytes()
+    assert before >= size / 2  # Ray keeps small objects in the driver
+    for seed in range(1, 11):
+        step(seed)
+    wait_until(lambda: store_bytes() <= before + size)
+    assert rows_of(held) == _float_sums(held)
+    del held
+    wait_until(lambda: store_bytes() < size / 4)
+
+
+READ = ("responses", "attention_mask")
+
+
+def test_row_functions_run_on_the_owners_of_rows(group):
+    batch = samples([4, 1, 7, 2, 5])
+    columns, facts = group.row_map("add_up", least_tokens=0)(plain_workers.squares_of_rows, READ, batch, 0.5)
+    assert {pid for pid, _ in facts} == {group.processes[0].pid, group.processes[2].pid}
+    assert sorted(rows for _, rows in facts) == sorted(map(len, group.plan("add_up", batch)))
+    assert is_remote(columns, "returns") and columns.tensors.stored["returns"]._fetched is None
+    expected = [row.float() ** 2 * 0.5 for row in batch.unpadded("responses")]
+    torch.testing.assert_close(columns.tensors["sums"], torch.stack([row.sum() for row in expected]))
+    assert rows_of(batch.with_columns(columns.select(["returns"]).tensors), "returns") == [
+        row.tolist() for row in expected
+    ]
+
+
+def test_row_functions_see_each_row_once(group):
+    _, facts = group.row_map("add_up", least_tokens=0)(plain_workers.squares_of_rows, READ, samples([3]), 1.0)
+    assert [rows for _, rows in facts] == [1], "the second rank has no row, instead of a copy"
+
+
+def test_row_functions_of_small_batches_run_in_the_driver(group):
+    columns, facts = group.row_map("add_up", least_tokens=11)(plain_workers.squares_of_rows, READ, samples([3, 4]), 1.0)
+    assert len(facts) == 2, "3 + 3 and 3 + 4 tokens are enough"
+    columns, facts = group.row_map("add_up", least_tokens=14)(plain_workers.squares_of_rows, READ, samples([3, 4]), 1.0)
+    assert facts == [(os.getpid(), 2)] and not is_remote(columns, "returns")
+
+
+def test_a_failing_row_function_is_named(pool):
+    group = WorkerGroup("math", "tests.cluster.plain_workers.Echo", {}, ParallelLayout(), pool)
+    with pytest.raises(WorkerFailed, match=r"(?s)math rank 0 failed in failing_rows.*2 rows, columns .*'responses'"):
+        group.row_map("add_up", least_tokens=0)(plain_workers.failing_rows, READ, samples([3, 2]))
+    group.shutdown()
+
+
+def wait_until(condition):
+    """Wait for Ray, which frees objects in the background."""
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert condition()
+
+
+def test_ray_keeps_no_reference_of_a_call(group):
+    batch = samples([30_000, 5])
+    ref = group.add_up(batch).tensors.stored["values"].current().values.places.chunks[0].ref
+    name = ref.hex().encode()
+    assert name in global_worker.core_worker.get_all_reference_counts()
+    del ref
+    wait_until(lambda: name not in global_worker.core_worker.get_all_reference_counts())

@@ -1,0 +1,174 @@
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.data import COLUMNS, DataProto
+from megarl.data.column_store import ragged_columns
+from megarl.data.remote import ChunkReference, RemoteValues
+from megarl.data.remote_columns import attach_chunks, detach_chunks, fetch_values, separate, write_values
+
+LENGTHS = [3, 0, 5, 1, 2, 4]
+
+
+class MemoryChunk(ChunkReference):
+    """A chunk in this process that counts its reads."""
+
+    reads = 0
+
+    def __init__(self, chunk):
+        self.chunk = {name: values.copy() for name, values in chunk.items()}
+        for values in self.chunk.values():
+            values.flags.writeable = False  # as in shared memory
+
+    @classmethod
+    def fetch(cls, references):
+        MemoryChunk.reads += len(references)
+        return [reference.chunk for reference in references]
+
+
+def batch_of(lengths=LENGTHS):
+    random = np.random.default_rng(0)
+    rows = {
+        "prompts": [random.integers(1, 100, 2) for _ in lengths],
+        "responses": [random.integers(1, 1 << 20, length) for length in lengths],
+        "response_mask": [np.ones(length, np.int8) for length in lengths],
+        "old_log_probs": [random.normal(size=length).astype(np.float32) for length in lengths],
+        "teacher_topk_log_probs": [random.normal(size=(length, 2)).astype(np.float32) for length in lengths],
+    }
+    ids = np.array([f"u{row}" for row in range(len(lengths))], dtype=object)
+    batch = DataProto(ragged_columns(rows, {}), {"uid": ids}, {"step": 3})
+    return batch.with_packed({"values": torch.arange(sum(lengths)).bfloat16()})
+
+
+def remote_batch(parts=((4, 0), (1, 2, 5), (3,))):
+    batch = batch_of()
+    write_values(batch, parts, MemoryChunk)
+    return without_cache(batch)
+
+
+def without_cache(batch):
+    for stored in batch.tensors.stored.values():
+        stored.drop_view()
+    return batch
+
+
+def remote_names(batch):
+    stored = batch.tensors.stored
+    return {name for name in stored if isinstance(getattr(stored[name].current(), "values", None), RemoteValues)}
+
+
+def assert_equal(batch, expected):
+    assert list(batch.tensors) == list(expected.tensors) and len(batch) == len(expected)
+    for name in expected.tensors:
+        assert batch.tensors[name].dtype == expected.tensors[name].dtype
+        torch.testing.assert_close(batch.tensors[name], expected.tensors[name], rtol=0, atol=0)
+    assert batch.non_tensor_batch["uid"].tolist() == expected.non_tensor_batch["uid"].tolist()
+
+
+def test_written_columns_have_the_same_values():
+    batch = remote_batch()
+    assert remote_names(batch) == set(batch.tensors) - {"attention_mask"}
+    assert_equal(batch, batch_of())
+    for name in remote_names(batch):
+        torch.testing.assert_close(without_cache(batch).packed(name), batch_of().packed(name), rtol=0, atol=0)
+    batch.packed("values").add_(1)  # fetched values are the reader's own
+
+
+OPERATIONS = {
+    "reverse": lambda batch: batch.reorder(range(len(batch))[::-1]),
+    "take": lambda batch: batch[[*range(0, len(batch), 2), 0]],
+    "slice": lambda batch: batch[1:],
+    "repeat": lambda batch: batch.repeat(2),
+    "concat": lambda batch: DataProto.concat([batch[len(batch) // 2 :], batch]),
+    "split": lambda batch: DataProto.concat(batch.split([1, len(batch) - 1])),
+    "select": lambda batch: batch.select(["prompts", "responses", "attention_mask", "values"]),
+    "union": lambda batch: batch.select(["prompts", "responses", "attention_mask"]).union(batch),
+    "pad": lambda batch: batch.pad_to_divisor(4)[0],
+}
+
+
+@given(st.lists(st.sampled_from(sorted(OPERATIONS)), max_size=4))
+@settings(max_examples=60, deadline=None)
+def test_operations_on_rows_do_not_read_values(names):
+    batch, local = remote_batch(), batch_of()
+    MemoryChunk.reads = 0
+    for name in names:
+        batch, local = OPERATIONS[name](batch), OPERATIONS[name](local)
+    assert MemoryChunk.reads == 0 and remote_names(batch) == set(batch.tensors) - {"attention_mask"}
+    assert_equal(batch, local)
+
+
+def test_local_and_remote_parts_are_joined_by_value():
+    joined = DataProto.concat([remote_batch(), batch_of()])
+    assert not remote_names(joined)
+    assert_equal(joined, DataProto.concat([batch_of(), batch_of()]))
+
+
+def test_a_detached_batch_travels_with_the_references_of_its_rows():
+    batch = remote_batch()[[4, 3, 0]]
+    detached, tuples = detach_chunks(batch)
+    assert [len(chunks) for chunks in tuples] == [3], "all columns share the three chunks"
+    assert detach_chunks(batch[1:])[1][0] is tuples[0], "parts of a batch share them too"
+    MemoryChunk.reads = 0
+    received = pickle.loads(pickle.dumps(detached))
+    with pytest.raises(RuntimeError, match=r"the chunks of a batch are not attached: NumberedChunks\(number=0\)"):
+        received.packed("responses")
+    received = attach_chunks(received, tuples)
+    assert MemoryChunk.reads == 0 and remote_names(received) == remote_names(batch)
+    whole = fetch_values(received)
+    assert MemoryChunk.reads == 2, "one chunk has none of these rows; the others are read once for all columns"
+    assert not remote_names(whole) and whole.meta_info == {"step": 3}
+    assert_equal(whole, batch_of()[[4, 3, 0]])
+
+
+def test_a_result_is_separated_into_facts_and_a_chunk():
+    facts, chunk = separate(batch_of())
+    assert chunk.keys() == set(batch_of().tensors) - {"attention_mask"}
+    sent = pickle.dumps(facts)
+    assert not any(values.tobytes() in sent for values in chunk.values() if values.nbytes > 16)
+    assert_equal(attach_chunks(pickle.loads(sent), [(MemoryChunk(chunk),)]), batch_of())
+    nothing = DataProto.from_dict({"rm_scores": torch.ones(3)}, {"uid": ["a", "b", "c"]})
+    same, chunk = separate(nothing)
+    assert chunk == {} and same.tensors["rm_scores"].tolist() == [1, 1, 1]
+
+
+def test_a_pickled_batch_has_its_values():
+    assert_equal(pickle.loads(pickle.dumps(remote_batch())), batch_of())
+
+
+def test_a_changed_tensor_replaces_remote_values():
+    batch = remote_batch()
+    batch.tensors["old_log_probs"].zero_()
+    assert "old_log_probs" not in remote_names(batch)
+    assert batch.packed("old_log_probs").tolist() == [0] * sum(LENGTHS)
+    MemoryChunk.reads = 0
+    write_values(batch, [range(6)], MemoryChunk)
+    assert "old_log_probs" in remote_names(batch) and batch.packed("old_log_probs").tolist() == [0] * sum(LENGTHS)
+
+
+def test_columns_that_are_remote_already_are_not_written_again():
+    batch, sizes = remote_batch(), []
+
+    def write(chunk):
+        sizes.append(sorted(chunk))
+        return MemoryChunk(chunk)
+
+    batch = batch.with_packed({"advantages": torch.ones(sum(LENGTHS))})
+    write_values(batch, [[0, 1, 2], [3, 4, 5]], write)
+    assert sizes == [["advantages"]] * 2
+    write_values(batch, [[0, 1, 2], [3, 4, 5]], write)
+    assert len(sizes) == 2
+
+
+def test_padded_tensors_become_remote_without_padding():
+    padded = batch_of()
+    tensors = {name: tensor.clone() for name, tensor in padded.tensors.items()}
+    batch, chunks = DataProto.from_dict(tensors, padded.non_tensor_batch), []
+    write_values(batch, [[5, 4, 3, 2, 1, 0]], lambda chunk: chunks.append(MemoryChunk(chunk)) or chunks[-1])
+    assert len(chunks[0].chunk["responses"]) == sum(LENGTHS)
+    assert_equal(without_cache(batch), padded)
+    assert batch.tensors["values"].dtype == torch.bfloat16 and COLUMNS["values"].dtype == torch.float32
