@@ -132,7 +132,7 @@ def _add_node_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--wrap", default="", help="prefix of Python on each node, to enter a container")
     group.add_argument("--interface", default="", help="network interface whose address each node uses, such as ib0")
     group.add_argument("--head-address", default="", help="address of the head, if the detected one is wrong")
-    group.add_argument("--port", type=_count, default=FIRST_PORT, help=f"first of a node's nine ports ({FIRST_PORT})")
+    group.add_argument("--port", type=_count, default=FIRST_PORT, help=f"first of a node's eight ports ({FIRST_PORT})")
     group.add_argument("--worker-ports", type=_range, default=WORKER_PORTS, metavar="LOW-HIGH", help=_WORKER_PORTS_HELP)
     group.add_argument("--object-store-gb", type=float, help="GiB of shared memory for Ray's objects on each node")
 
