@@ -235,10 +235,11 @@ def penalized(config: AlgorithmConfig) -> tuple[torch.Tensor, dict[str, float]]:
     return result.tensors["token_level_rewards"] - given.tensors["token_level_scores"], metrics
 
 
-def test_missing_eos_is_penalized() -> None:
-    """The reward of the last sample failed, so it is neither penalized nor counted."""
-    change, metrics = penalized(AlgorithmConfig(adv_estimator="grpo", missing_eos_penalty=0.75))
-    assert change.tolist() == [[0.0, 0.0, -0.75], [0.0] * 3, [-0.75, 0.0, 0.0], [0.0] * 3]
+@pytest.mark.parametrize("penalty", [0.75, 0.0])
+def test_missing_eos_is_penalized(penalty: float) -> None:
+    """The reward of the last sample failed, so it is neither penalized nor counted. A penalty of 0 only counts."""
+    change, metrics = penalized(AlgorithmConfig(adv_estimator="grpo", missing_eos_penalty=penalty))
+    assert change.tolist() == [[0.0, 0.0, -penalty], [0.0] * 3, [-penalty, 0.0, 0.0], [0.0] * 3]
     assert metrics["reward/missing_eos_fraction"] == pytest.approx(2 / 3)
 
 

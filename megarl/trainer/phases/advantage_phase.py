@@ -195,7 +195,9 @@ class AdvantagePhase:
             kl_kind=None if config.uses_full_kl else config.kl_penalty,
             on_mask=config.whiten_rewards,
         )
-        read = [*REWARD_COLUMNS, *(KL_COLUMNS if control else ()), *(["responses"] if terms.eos_penalty else ())]
+        read = [*REWARD_COLUMNS, *(KL_COLUMNS if control else ())]
+        if terms.eos_penalty is not None:
+            read.append("responses")
         columns, moments = self.rows(penalized_rewards_of_rows, read, batch, terms)
         facts = columns.tensors
         counted, sums = facts["counted"], facts["reward_sums"]
