@@ -31,6 +31,7 @@ from megarl.base.signals import (
     signals_held,
     signals_ignored,
 )
+from megarl.base.units import GIB
 from megarl.cluster.availability import available_cpus, check_cluster_answers, not_joined, unreachable
 from megarl.cluster.local_ray import start_local_ray
 from megarl.cluster.ray_token import ClusterToken, delete_stale_tokens, read_authentication
@@ -40,11 +41,21 @@ from megarl.cluster.resources import PlacedPool, ResourcePool, place_pools
 
 DEFAULT_OBJECT_STORE_BYTES = 200 * 2**20
 _MINIMUM_OBJECT_STORE_BYTES = 75 * 2**20
+STORE_SHARE, SHARED_MEMORY_SHARE = 0.3, 0.9
+"""Largest object store of a Ray that starts here, as a share of the memory and of the free shared memory."""
 RAY_LOGS = "ray"
 """Folder for Ray's own logs in the log folder of a run that failed."""
 _EXIT_GRACE_S = 3.0
 
 logger = logging.getLogger(__name__)
+
+
+def local_store_bytes(needed: int) -> int:
+    """Return the size of the object store of a Ray that starts here: ``needed`` bytes, within this machine's limits."""
+    limits = [int(STORE_SHARE * psutil.virtual_memory().total)]
+    with contextlib.suppress(OSError):  # not Linux
+        limits.append(int(SHARED_MEMORY_SHARE * shutil.disk_usage("/dev/shm").free))
+    return max(DEFAULT_OBJECT_STORE_BYTES, min(needed, *limits))
 
 
 class RaySession:
@@ -159,6 +170,17 @@ class RaySession:
     def finish(self) -> None:
         """Mark the work as complete: the death of the GCS or the raylet is only a warning from now on."""
         self._watch.finish()
+
+    def spills(self, needed: int) -> str | None:
+        """Describe an object store with less than ``needed`` bytes over all nodes; None if it is large enough."""
+        have = int(ray.cluster_resources().get("object_store_memory", 0))
+        if have >= needed:
+            return None
+        remedy = "megarl launch --object-store-gb" if self.address else "a larger /dev/shm, or more memory"
+        return (
+            f"a step may keep {needed / GIB:.1f} GiB of token columns in Ray's object store, which has "
+            f"{have / GIB:.1f} GiB; Ray moves the rest to disk, which is slow. More space: {remedy}"
+        )
 
     def place(self, pools: Iterable[ResourcePool], timeout_s: float = 60.0) -> dict[str, PlacedPool]:
         """Check and reserve pools, by name; the session releases them when it ends.

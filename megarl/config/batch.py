@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from megarl.base.table import table_lines
 from megarl.base.units import count_noun
 from megarl.config.problems import InvalidConfigError, Problem
+from megarl.config.schema.async_training import SYNC
 from megarl.config.schema.jobs import ScoredJobConfig, SupervisedConfig, TrainConfig
 from megarl.config.schema.model import LogProbBatchConfig, MegatronConfig
 from megarl.config.schema.roles import ActorConfig, CriticConfig
@@ -110,6 +111,31 @@ def batch_problems(config: TrainConfig | SupervisedConfig) -> list[Problem]:
     except InvalidConfigError as error:
         return list(error.problems)
     return []
+
+
+_PROMPT_TOKEN_BYTES, _RESPONSE_TOKEN_BYTES = 4, 33
+"""Bytes that every step stores per token. Of a response: id, mask, and in float32 the log-probs of engine and actor,
+entropy, score, reward, advantage and return."""
+
+
+def token_store_bytes(config: TrainConfig) -> int:
+    """Return the most bytes of token columns that a training step keeps in Ray's object store, over all nodes.
+
+    Responses of the maximum length are assumed. The samples are on the driver's node, and results of the models on the
+    nodes of their processes.
+    """
+    data, algorithm = config.data, config.algorithm
+    further = (
+        config.uses_reference,
+        config.uses_critic,
+        config.uses_sum_pi_squared,
+        config.distillation.enabled,
+        config.async_training.mode != SYNC,
+        algorithm.rollout_correction.rollout_is is not None,
+    )
+    response = data.max_response_length * (_RESPONSE_TOKEN_BYTES + 4 * sum(further))
+    samples = data.train_batch_size * config.responses_per_prompt
+    return samples * (data.max_prompt_length * _PROMPT_TOKEN_BYTES + response)
 
 
 def reward_micro_batches(config: ScoredJobConfig) -> MicroBatches:

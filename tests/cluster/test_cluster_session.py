@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import re
+import shutil
 import signal
 import socket
 import stat
@@ -10,6 +12,7 @@ import sys
 import time
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -35,6 +38,7 @@ from megarl.cluster import RaySession
 from megarl.cluster import session as session_module
 from megarl.cluster.local_ray import start_local_ray
 from megarl.cluster.ray_token import ClusterToken, delete_stale_tokens
+from megarl.cluster.session import DEFAULT_OBJECT_STORE_BYTES, local_store_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -303,6 +307,8 @@ def test_other_processes_join_a_local_cluster_with_its_token_only_and_leave_it_a
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of another cluster")
     with RaySession(num_cpus=1) as session:
         address, token = ray.get_runtime_context().gcs_address, Path(session.token_file)
+        assert session.spills(DEFAULT_OBJECT_STORE_BYTES) is None
+        assert re.match(r"a step may keep 8\.0 GiB of .*which has 0\.2 GiB.*/dev/shm", session.spills(8 * 2**30) or "")
         assert stat.S_IMODE(token.stat().st_mode) == 0o600 and stat.S_IMODE(token.parent.stat().st_mode) == 0o700
         assert os.environ["RAY_AUTH_MODE"] == "disabled" and os.environ["RAY_AUTH_TOKEN"] == "of another cluster"
         stranger = join(address, RAY_AUTH_MODE="disabled")
@@ -333,6 +339,16 @@ def test_signal_during_the_shutdown_does_not_interrupt_it(number):
         assert signal.getsignal(number) is interrupt
     finally:
         signal.signal(number, previous)
+
+
+def test_the_object_store_of_a_started_ray_holds_a_step_within_the_limits_of_the_machine(monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=100 * 2**30))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=20 * 2**30))
+    assert local_store_bytes(0) == local_store_bytes(2**20) == DEFAULT_OBJECT_STORE_BYTES
+    assert local_store_bytes(2**30) == 2**30
+    assert local_store_bytes(2**50) == 18 * 2**30, "a tenth of the shared memory is left"
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**50))
+    assert local_store_bytes(2**50) == 30 * 2**30
 
 
 def test_invalid_settings_raise():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 from config_cases import SFT, TRAIN, problems_of, with_keys
@@ -10,7 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from megarl.config import SFTConfig, TrainConfig
-from megarl.config.batch import BatchPlan, plan_batches, render_plan
+from megarl.config.batch import BatchPlan, plan_batches, render_plan, token_store_bytes
 from megarl.config.build import build
 from megarl.config.problems import InvalidConfigError
 
@@ -85,6 +86,27 @@ def test_suggested_sizes_are_valid(mini: int, n: int, devices: int) -> None:
     assert suggested
     for number in suggested:
         build(TrainConfig, with_keys({**values, path: number, "data.train_batch_size": number}))
+
+
+@pytest.mark.parametrize(
+    ("values", "response_bytes"),
+    [
+        # Ids 4, mask 1; log-probs of engine and actor, entropy, score, reward, advantage and return 4 each.
+        ({"algorithm.adv_estimator": "grpo"}, 33),
+        ({"algorithm.adv_estimator": "gae"}, 33 + 4),  # values
+        ({"algorithm.adv_estimator": "gae", "algorithm.use_kl_in_reward": True}, 33 + 8),  # and the reference
+    ],
+)
+def test_token_columns_of_a_step_in_the_object_store(values: dict[str, Any], response_bytes: int) -> None:
+    sizes = {
+        "data.train_batch_size": 8,
+        f"{ACTOR}.ppo_mini_batch_size": 8,
+        "actor_rollout_ref.rollout.n": 4,
+        "data.max_prompt_length": 100,
+        "data.max_response_length": 1000,
+    }
+    config = build(TrainConfig, with_keys({**sizes, **values}))
+    assert token_store_bytes(config) == 32 * (100 * 4 + 1000 * response_bytes)
 
 
 def test_roles_have_separate_layouts() -> None:

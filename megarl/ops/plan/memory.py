@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megarl.config import TrainConfig
+from megarl.config.batch import token_store_bytes
 from megarl.config.schema.jobs import ACTOR, ROLLOUT
 from megarl.ops.plan.generation import KVCacheCapacity, kv_cache_capacity
 from megarl.ops.plan.job import PlannedJob, PlannedRole
@@ -258,7 +259,7 @@ def _stage_components(role: PlannedRole, stage: StageMemory, phase: str) -> Iter
 
 
 def _host(job: PlannedJob, roles: Mapping[str, RoleMemory], node_size: int) -> tuple[Component, ...]:
-    """Return the host memory of the fullest node: offloaded states, reference weights, saves, routes, deltas.
+    """Return the host memory of the fullest node: offloaded states, reference weights, saves, routes, deltas, tokens.
 
     While the reference computes, host memory also holds the actor's weights, as an offload does.
     """
@@ -269,6 +270,8 @@ def _host(job: PlannedJob, roles: Mapping[str, RoleMemory], node_size: int) -> t
         totals: dict[tuple[str, str], int] = defaultdict(int)
         if node < job.nodes and (sent := _kept_for_deltas(job)):
             totals["sync", "last sent weights"] = sent
+        if node == 0 and isinstance(job.config, TrainConfig):
+            totals["driver", "token columns"] = token_store_bytes(job.config)
         for device in on_node:
             for memory in roles.values():
                 role, rank = memory.role, job.rank_on(memory.role, device)

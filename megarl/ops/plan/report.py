@@ -111,8 +111,10 @@ def _roles(plan: Estimate) -> ReportSection:
 def _memory(plan: Estimate) -> ReportSection:
     rows = [_phase_row(phase, plan.usable_bytes) for phase in plan.memory.phases]
     lines, host = [], plan.memory.host_bytes
-    if host:
-        parts = ", ".join(f"{c.owner} {c.name} {c.nbytes / GIB:,.0f}" for c in plan.memory.host)
+    if host >= GIB / 2:
+        parts = ", ".join(
+            f"{c.owner} {c.name} {c.nbytes / GIB:,.0f}" for c in plan.memory.host if c.nbytes > 0.005 * host
+        )
         lines.append(f"host memory of a node: {host / GIB:,.0f} of {plan.hardware.host_memory_gib:,g} GiB")
         lines += textwrap.wrap(f"of which {parts}", WIDTH - 2)
     return ReportSection("Memory of the fullest device", lines, ["phase", "GiB", "of usable", "components, GiB"], rows)

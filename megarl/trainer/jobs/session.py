@@ -12,6 +12,8 @@ from megarl.base.files import PRIVATE_UMASK
 from megarl.base.logs import LOGS_FOLDER, ProcessLogs
 from megarl.base.run_clock import run_started
 from megarl.cluster import PlacedPool, RaySession
+from megarl.cluster.session import local_store_bytes
+from megarl.config.batch import token_store_bytes
 from megarl.config.keys import with_values
 from megarl.config.schema.jobs import JobT, SupervisedConfig, TrainConfig, own_pools
 from megarl.tracing import PHASE, span
@@ -106,7 +108,13 @@ class JobSession(Generic[JobT]):
                 self._stack.enter_context(resource)
         run = self.config.trainer
         with self.console.phase("start Ray", announce=True):
-            ray = self._stack.enter_context(RaySession(logs=self.logs, dashboard=run.ray_dashboard))
+            needed = token_store_bytes(self.config) if isinstance(self.config, TrainConfig) else 0
+            opened = RaySession(
+                logs=self.logs, dashboard=run.ray_dashboard, object_store_bytes=local_store_bytes(needed)
+            )
+            ray = self._stack.enter_context(opened)
+        if warning := ray.spills(needed):
+            self.console.warn(warning)
         if ray.dashboard_url:
             self.console.message(f"Ray's dashboard: {ray.dashboard_url} (its token is in {ray.token_file})")
         self._ray = ray
