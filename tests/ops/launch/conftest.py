@@ -114,6 +114,7 @@ class Launched:
         """Whether it has the mark or, as a fork of a server that tests share, works in the launcher's folder."""
         try:
             marked = process.environ().get("FAKE_CALLS", "").startswith(self.mark)
-            return (marked or Path(process.cwd()).is_relative_to(self.mark)) and not has_ended(process)
+            ours = marked or Path(process.cwd()).is_relative_to(self.mark)
+            return ours and process.pid != os.getpid() and not has_ended(process)
         except READ_ERRORS:
             return False
