@@ -20,6 +20,16 @@ def names(plan: MemoryPlan, phase: str) -> set[tuple[str, str]]:
     return {(component.owner, component.name) for component in memory.components}
 
 
+def host_copies(plan: MemoryPlan) -> dict[str, int]:
+    """Bytes in host memory by name, without the token columns of a step."""
+    return {component.name: component.nbytes for component in plan.host if component.owner != "driver"}
+
+
+def test_token_columns_of_a_step_are_in_host_memory() -> None:
+    (component,) = plan_memory(train_job("Llama-3-70B", TP8PP4, TP8PP4, nodes=4, **ENGINES)).host
+    assert (component.owner, component.name) == ("driver", "token columns") and component.nbytes > 0
+
+
 def test_offloaded_states_are_on_the_device_only_in_their_phases() -> None:
     offloaded = plan_memory(train_job("Llama-3-70B", TP8PP4 | OFFLOAD, TP8PP4 | OFFLOAD, nodes=4, **ENGINES), 80 * GIB)
     assert names(offloaded, "gen") == {("rollout", "weights"), ("rollout", "kv_cache")}
@@ -38,20 +48,20 @@ def test_a_swapped_reference_is_in_host_memory_beside_the_weights_of_the_actor()
     plan = plan_memory(job, 80 * GIB)
     assert job.phases == ("gen", "old_log_prob", "ref", "update_actor", "update_weights")
     rank = 2 * 7615616512 / 4  # bfloat16 on 4 tensor-parallel ranks; norms are on each
-    copies = {c.name: c.nbytes for c in plan.host}
+    copies = host_copies(plan)
     assert copies.keys() == {"reference copy", "swapped weights"}
     # One copy in chunks of 256 MiB on each of 8 ranks.
     assert all(8 * rank <= nbytes <= 8 * (1.01 * rank + 2**28) and nbytes % 2**28 == 0 for nbytes in copies.values())
 
     offloaded = plan_memory(train_job("Qwen2.5-7B", megatron(4, param_offload=True), **with_kl), 80 * GIB)
-    assert {c.name: c.nbytes for c in offloaded.host} == {
+    assert host_copies(offloaded) == {
         "reference copy": copies["reference copy"],
         "weights": copies["swapped weights"],  # an offload's copy of the weights serves the swap
     }
 
     separate = train_job("Qwen2.5-7B", megatron(4), actor_rollout_ref__ref__megatron=megatron(2), **with_kl)
     plan = plan_memory(separate, 80 * GIB)
-    assert ("reference", "weights") in names(plan, "gen") and not plan.host
+    assert ("reference", "weights") in names(plan, "gen") and not host_copies(plan)
 
 
 def test_engines_on_their_own_devices_leave_the_memory_of_the_trainer() -> None:
@@ -105,13 +115,13 @@ def test_the_proximal_policy_of_a_sync_interval_is_in_host_memory() -> None:
         "data__train_batch_size": 128,
     }
     plan = plan_memory(train_job("Qwen2.5-7B", megatron(4), **interval), 80 * GIB)
-    copies = {c.name: c.nbytes for c in plan.host}
+    copies = host_copies(plan)
     assert copies.keys() == {"proximal copy", "swapped weights"}
     assert copies["proximal copy"] >= 8 * 2 * 7615616512 / 4
     estimated = train_job("Qwen2.5-7B", megatron(4), **interval, async_training__proximal="loglinear")
-    assert not plan_memory(estimated, 80 * GIB).host
+    assert not host_copies(plan_memory(estimated, 80 * GIB))
     adapters = train_job("Qwen2.5-7B", megatron(4), **interval, actor_rollout_ref__model__lora_rank=8)
-    assert not plan_memory(adapters, 80 * GIB).host
+    assert not host_copies(plan_memory(adapters, 80 * GIB))
 
 
 def test_magnitudes_of_adapters_are_trained_parameters() -> None:
@@ -131,7 +141,7 @@ def test_background_save_copies_states_that_are_not_offloaded() -> None:
 
     def copies(**options: bool) -> dict[str, int]:
         plan = plan_memory(train_job("Qwen2.5-7B", megatron(4, **options), **saves), 80 * GIB)
-        return {component.name: component.nbytes for component in plan.host}
+        return host_copies(plan)
 
     # Weights 2, main weights 4, two moments 8: each byte is written by one of 8 ranks, in chunks of 256 MiB.
     for options in ({}, {"use_distributed_optimizer": False}):
@@ -145,7 +155,7 @@ def test_delta_syncs_keep_the_weights_of_both_sides_in_host_memory() -> None:
     layout = {"nodes": 2, "actor_rollout_ref__rollout__tensor_model_parallel_size": 4}
     for enable, nodes, expected in ((True, 2, 4 * 2 * 7615616512), (False, 2, 0), (True, 1, 0)):
         job = train_job("Qwen2.5-7B", megatron(4), **layout | {"nodes": nodes}, sync__delta__enable=enable)
-        sizes = {component.name: component.nbytes for component in plan_memory(job, 80 * GIB).host}
+        sizes = host_copies(plan_memory(job, 80 * GIB))
         assert sizes.get("last sent weights", 0) == pytest.approx(expected, rel=0.001)
 
 
@@ -162,7 +172,7 @@ def test_delta_syncs_between_pools_keep_the_weights_once_per_side() -> None:
         data__train_batch_size=60,
         sync__delta__enable=True,
     )
-    sizes = {component.name: component.nbytes for component in plan_memory(job, 80 * GIB).host}
+    sizes = host_copies(plan_memory(job, 80 * GIB))
     assert sizes["last sent weights"] == pytest.approx(6 * 2 * 7615616512, rel=0.001)
 
 
@@ -170,7 +180,7 @@ def test_replayed_routes_are_in_host_memory_of_every_rank() -> None:
     """128 samples of 2048 tokens over two data-parallel ranks; 48 layers, 8 experts per token, two bytes each."""
     for mode, expected in (("R2", 8 * 64 * 2048 * 48 * 8 * 2), ("R3", 8 * 64 * 2048 * 48 * 8 * 2), ("disabled", 0)):
         job = train_job("Qwen3-30B-A3B", megatron(4), actor_rollout_ref__actor__router_replay={"mode": mode})
-        assert {c.name: c.nbytes for c in plan_memory(job, 80 * GIB).host}.get("routes", 0) == expected
+        assert host_copies(plan_memory(job, 80 * GIB)).get("routes", 0) == expected
 
 
 def test_kv_cache_takes_the_static_fraction_without_weights() -> None:
@@ -229,7 +239,7 @@ def test_the_optimizer_of_a_single_step_is_onloaded_after_the_activations() -> N
 
 def test_offloaded_states_take_whole_chunks_of_host_memory() -> None:
     job = train_job("Qwen2.5-7B", megatron(4) | OFFLOAD)
-    host = {component.name: component.nbytes for component in plan_memory(job).host}
+    host = host_copies(plan_memory(job))
     stage = plan_memory(job).roles["actor"].stages[0]
     for name, size in (("weights", stage.states.weights), ("optimizer", stage.states.optimizer)):
         assert host[name] % (8 * 2**28) == 0 and 8 * size <= host[name] < 8 * (size + 2**28)
