@@ -53,7 +53,6 @@ class StepMetrics(Callback):
         self, actor: ActorGroup, frozen: Sequence[MegatronGroup], state: RunState, *, compare_log_probs: bool
     ) -> None:
         self.actor = actor
-        self.rows = actor.row_map(ROW_VERB)
         self.frozen = frozen
         self.state = state
         self.compare_log_probs = compare_log_probs
@@ -65,14 +64,14 @@ class StepMetrics(Callback):
         metrics = {"training/global_step": float(view.step), "training/epoch": float(view.epoch)}
         self.state.prompts.update(batch)
         metrics |= self.state.prompts.metrics()
-        metrics |= batch_metrics(batch, data.max_prompt_length, data.max_response_length, self.rows)
+        metrics |= batch_metrics(batch, data.max_prompt_length, data.max_response_length, self.actor.row_map(ROW_VERB))
         metrics |= throughput_metrics(batch, view.seconds, view.config.num_devices, view.hidden)
         lengths = token_counts(batch)
         costs = self.actor.budgets["update_actor"].cost.of(lengths)
         rows = batch.meta_info["actor_mini_batch_rows"]
         metrics |= seqlen_metrics(lengths, costs, self.actor.plan("update_actor", batch), rows)
         if self.compare_log_probs:
-            metrics |= rollout_mismatch_metrics(batch, self.rows)
+            metrics |= rollout_mismatch_metrics(batch, self.actor.row_map(ROW_VERB))
         for group in self.frozen:
             metrics |= group.memory_metrics()
         return metrics
