@@ -30,7 +30,7 @@ def interrupts() -> Iterator[None]:
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Order in which resources open and close; Ray, devices and tracing are fakes."""
     events: list[str] = []
-    ray = SimpleNamespace(dashboard_url="", lost=lambda: None, finish=lambda: None)
+    ray = SimpleNamespace(dashboard_url="", lost=lambda: None, finish=lambda: None, spills=lambda needed: None)
     monkeypatch.setattr(session_module, "RaySession", lambda **_: resource("ray", events, ray))
     monkeypatch.setattr(session_module, "RunTracing", lambda *_: resource("tracing", events))
     pools = SimpleNamespace(trainer=SimpleNamespace(pool=SimpleNamespace(device="cpu")))
