@@ -72,13 +72,15 @@ def test_every_change_of_a_suggestion_is_necessary():
         assert not planned(changed(config, fewer)).fits
 
 
-def test_no_suggestion_if_nothing_helps():
-    """671B in bfloat16 need 158 GiB on each of a node's eight devices."""
+def test_a_replica_over_several_nodes_is_suggested():
+    """671B in bfloat16 need 158 GiB on each of a node's eight devices, and a quarter of it over four nodes."""
     config = train_config("DeepSeek-V3", megatron(8, 8, num_layers_in_last_pipeline_stage=5,
                                                   expert_model_parallel_size=32, expert_tensor_parallel_size=1,
                                                   recompute_granularity="full", **OFFLOAD),
                           nodes=32, actor_rollout_ref__rollout__tensor_model_parallel_size=8)  # fmt: skip
-    assert suggestion_for(config) is None
+    suggestion = suggestion_for(config)
+    assert suggestion is not None
+    assert suggestion.changes == {"actor_rollout_ref.rollout.tensor_model_parallel_size": 32}
 
 
 def test_host_memory_shortfall():
