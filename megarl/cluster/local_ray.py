@@ -22,6 +22,7 @@ from megarl.base.signals import ENDING_SIGNALS
 from megarl.base.timeouts import RAY_SILENCE
 from megarl.cluster import fork_client, node_agents
 from megarl.cluster.fork_server import fork_address
+from megarl.cluster.ray_command import parameters_with
 from megarl.cluster.ray_token import ClusterToken, read_authentication
 
 _LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -71,18 +72,11 @@ def start_local_ray(
         settings["setup_worker_path"] = fork_client.__file__
         variables[fork_client.ADDRESS] = address
 
-    class Parameters(parameter.RayParams):
-        """Parameters of the node that ``ray.init`` starts, with those that ``ray.init`` does not offer."""
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.update(**settings)
-
     with contextlib.ExitStack() as stack:
         stack.enter_context(environment_variables(variables))
         read_authentication()
         stack.enter_context(_replaced(ray_constants, "ENABLE_RAY_CLUSTER", False))
-        stack.enter_context(_replaced(parameter, "RayParams", Parameters))
+        stack.enter_context(_replaced(parameter, "RayParams", parameters_with(settings)))
         if not dashboard:
             stack.enter_context(_replaced(node, "Node", _HeadNode))
         daemon = partial(_Daemon, dashboard=dashboard, process_group=group)

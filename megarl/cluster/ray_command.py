@@ -34,20 +34,27 @@ def node_parameters(arguments: Sequence[str], environ: Mapping[str, str]) -> dic
     return parameters
 
 
+def parameters_with(settings: Mapping[str, Any]) -> type:
+    """Return Ray's class of node parameters with settings that ``ray start`` and ``ray.init`` do not offer."""
+    from ray._private import parameter
+
+    class NodeParameters(parameter.RayParams):
+        """Parameters of the node that this process starts."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.update(**settings)
+
+    return NodeParameters
+
+
 def main() -> None:
     """Run Ray's command line with the arguments of this process."""
     for name in HIDDEN:
         sys.modules[name] = None  # type: ignore[assignment]  # an import then raises ModuleNotFoundError
     from ray._private import parameter
 
-    class Parameters(parameter.RayParams):
-        """Parameters of the node that ``ray start`` starts, with those that it does not offer."""
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.update(**node_parameters(sys.argv, os.environ))
-
-    parameter.RayParams = Parameters
+    parameter.RayParams = parameters_with(node_parameters(sys.argv, os.environ))
     runpy.run_module("ray.scripts.scripts", run_name="__main__", alter_sys=True)
 
 

@@ -8,7 +8,7 @@ node. The driver owns the chunks: they live as long as one of its batches refers
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import ray
 from ray.exceptions import RayError
@@ -69,7 +69,7 @@ def payloads_of(parts: Sequence[DataProto]) -> list[Payload]:
 
     def list_of(chunks: ChunkTuple) -> ray.ObjectRef:
         if id(chunks) not in lists:
-            refs = [chunk.ref for chunk in chunks if isinstance(chunk, StoredChunk)]
+            refs = [cast("StoredChunk", chunk).ref for chunk in chunks]
             lists[id(chunks)] = chunks, ray.put(refs)
         return lists[id(chunks)][1]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from megarl.data.column_store import Columns, StoredColumn
+from megarl.data.column_store import Columns
 from megarl.data.protocol import DataProto
 from megarl.data.ragged import RaggedColumn
 from megarl.data.remote import (
@@ -24,6 +24,7 @@ from megarl.data.remote import (
     RowSelection,
     fetch_chunks,
 )
+from megarl.data.stored_column import StoredColumn
 
 
 def write_values(batch: DataProto, parts: Sequence[Sequence[int]], write: Callable[[Chunk], ChunkReference]) -> None:
@@ -96,11 +97,11 @@ def detach_chunks(batch: DataProto) -> tuple[DataProto, list[ChunkTuple]]:
 def attach_chunks(batch: DataProto, tuples: Sequence[ChunkTuple]) -> DataProto:
     """Replace the numbers of a batch of :func:`detach_chunks` or :func:`separate` by tuples of chunks."""
 
-    def known(places: RowPlaces) -> RowPlaces:
+    def attach(places: RowPlaces) -> RowPlaces:
         numbered = places.chunks
         return places._replace(chunks=tuples[numbered.number]) if isinstance(numbered, NumberedChunks) else places
 
-    return _with_places(batch, known)
+    return _with_places(batch, attach)
 
 
 def fetch_values(batch: DataProto) -> DataProto:

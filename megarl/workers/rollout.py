@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from megarl.base.ports import free_port
 from megarl.base.user_code import import_user_modules
@@ -208,22 +207,18 @@ class RolloutNodeWorker:
         """Start the ranks of this node, and wait until the replica is built.
 
         Args:
-            nodes: nodes of each replica.
+            nodes: nodes of the replica of each process, with the number of its own.
             pending_bytes: see :func:`megarl.rollout.settings.engine_options`.
         """
         from megarl.rollout.sglang.in_process import FollowerNode
 
-        further = len(next(iter(nodes.values())).hosts) - 1
-        replica, number = divmod(self.rank, further)
-        own = replace(nodes[replica], number=number + 1)
         settings = self.settings
         options = engine_options(
             settings.config,
             settings.device,
-            replica,
-            pending_bytes,
+            pending_bytes=pending_bytes,
             return_routes=settings.return_routes,
-            nodes=own,
+            nodes=nodes[self.rank],
         )
         assert isinstance(options, SGLangOptions)
         length = options.max_model_len or read_model_config(settings.model_path).max_position_embeddings

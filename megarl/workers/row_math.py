@@ -175,8 +175,8 @@ class AdvantageFacts(NamedTuple):
         if "entropys" in columns:
             entropy = Moments.of(select_tokens(batch.packed("entropys"), mask))
         if "values" in columns:
-            wanted, values = (select_tokens(one, mask).double() for one in (returns, batch.packed("values")))
-            targets, errors = Moments.of(wanted), Moments.of(wanted - values)
+            goals, values = (select_tokens(one, mask).double() for one in (returns, batch.packed("values")))
+            targets, errors = Moments.of(goals), Moments.of(goals - values)
         return cls(Moments.of(select_tokens(advantages, mask)), entropy, targets, errors)
 
     @classmethod

@@ -12,7 +12,7 @@ from ray._private.worker import global_worker
 from megarl.base.errors import WorkerError
 from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup, wait_ready
 from megarl.cluster.stored_chunks import StoredChunk
-from megarl.data import DataProto, column_store
+from megarl.data import DataProto, stored_column
 from megarl.data.column_store import ragged_columns
 from megarl.data.remote import RemoteValues, RowPlaces
 from megarl.models import ParallelLayout
@@ -95,7 +95,7 @@ def test_rows_move_without_their_values(group, writes):
 
 
 def test_fetched_values_are_dropped_with_views(group, monkeypatch):
-    monkeypatch.setattr(column_store, "VIEWS", column_store.ViewCache(0))
+    monkeypatch.setattr(stored_column, "VIEWS", stored_column.ViewCache(0))
     batch = samples([4, 1, 7])
     batch = batch.union(group.add_up(batch))
     expected = sums_of(batch)

@@ -12,11 +12,11 @@ from megarl.data import (
     Column,
     DataProto,
     attention_mask_of,
-    column_store,
     declare_column,
     pad_left,
     pad_right,
     sequence_lengths,
+    stored_column,
     token_counts,
 )
 from megarl.data.column_store import ragged_columns
@@ -172,7 +172,7 @@ def test_columns_of_samples_have_no_padded_tensors():
 
 def test_changes_in_place_of_a_padded_tensor_are_kept(monkeypatch):
     """Before and after the batch was split, and if the tensor's memory was freed in between."""
-    monkeypatch.setattr(column_store, "VIEWS", column_store.ViewCache(0))
+    monkeypatch.setattr(stored_column, "VIEWS", stored_column.ViewCache(0))
     batch = sent(batch_of([2, 1], [3, 1]))
     mask = batch.tensors["response_mask"]
     mask[0] = 0
@@ -188,8 +188,8 @@ def test_changes_in_place_of_a_padded_tensor_are_kept(monkeypatch):
 
 
 def test_padded_tensors_are_freed_beyond_the_limit(monkeypatch):
-    cache = column_store.ViewCache(3 * 8 * 100)
-    monkeypatch.setattr(column_store, "VIEWS", cache)
+    cache = stored_column.ViewCache(3 * 8 * 100)
+    monkeypatch.setattr(stored_column, "VIEWS", cache)
     batch = sent(batch_of([1], [99]))
     first = id(batch.tensors["responses"])
     assert id(batch.tensors["responses"]) == first and cache._bytes == 8 * 99

@@ -285,7 +285,8 @@ def plan_sync(job: PlannedJob, hardware: Hardware) -> SyncTraffic | None:
     weight_map, sizes = WeightMap(actor.model), (job.bucket_bytes, actor.dtype_bytes)
     plan = build_plan(weight_map, actor.layout, target, *sizes, placement, wave_replicas)
     parts = [_Traffic.of(plan.pair_nbytes(wave), placement, job) for wave in plan.waves]
-    seconds = {kind: sum(part.seconds(job, hardware)[kind] for part in parts) for kind in ("link", "network", "memory")}
+    timed = [part.seconds(hardware) for part in parts]
+    seconds = {kind: sum(part[kind] for part in timed) for kind in timed[0]}
     limit = max(seconds, key=lambda kind: seconds[kind])
     link = "NVLink" if job.device == "cuda" else "shared memory"
     whole = _Traffic.of(plan.pair_nbytes(), placement, job)
@@ -325,7 +326,7 @@ class _Traffic(NamedTuple):
         """Return the most bytes of one rank among some pairs."""
         return int(np.bincount(ends[mask], self.nbytes[mask], minlength=1).max()) if mask.any() else 0
 
-    def seconds(self, job: PlannedJob, hardware: Hardware) -> dict[str, float]:
+    def seconds(self, hardware: Hardware) -> dict[str, float]:
         """Return the seconds of the busiest rank, by kind of link."""
         inside, outside = (
             max(self.busiest(self.source, mask), self.busiest(self.destination, mask))

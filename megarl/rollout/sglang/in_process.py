@@ -54,14 +54,9 @@ class InProcessBackend:
     """
 
     def __init__(self, folder: str, max_model_len: int, options: SGLangOptions) -> None:
-        _acquire()
         self._closed = False
-        try:
-            self._rendezvous = RankRendezvous(options)
-            self._engine = _start(folder, max_model_len, options, self._rendezvous)
-        except BaseException:
-            _RUNNING.release()
-            raise
+        self._rendezvous = RankRendezvous(options)
+        self._engine = _start(folder, max_model_len, options, self._rendezvous)
         self._manager = self._engine.tokenizer_manager
         self._ranks = options.local_ranks
         self.ranks_host = options.nodes.hosts[1] if options.nodes else None
@@ -144,26 +139,32 @@ class FollowerNode:
     """
 
     def __init__(self, folder: str, max_model_len: int, options: SGLangOptions) -> None:
-        _acquire()
         # Otherwise the constructor returns at the end of the ranks.
         with environment_variables({"SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}):
             self._engine = _start(folder, max_model_len, options, RankRendezvous(options))
-        self.processes = [psutil.Process(pid) for pid in self._engine.get_all_child_pids()]
 
 
-def _acquire() -> None:
+@contextlib.contextmanager
+def _only_engine() -> Iterator[None]:
+    """Reserve this process for an engine that starts in the block; an error frees it."""
     if not _RUNNING.acquire(blocking=False):
         raise RolloutError(
             "this process already holds an SGLang engine, and SGLang can have one per process: shut it down first, "
             "or use rollout.engine_kwargs.sglang.mode=http"
         )
     _CHILD_FAILED.clear()
+    try:
+        yield
+    except BaseException:
+        _RUNNING.release()
+        raise
 
 
 def _start(folder: str, max_model_len: int, options: SGLangOptions, rendezvous: RankRendezvous) -> Any:
     if needs_shim(options):
         load_shim()
-    with environment_variables(environment(options) | rendezvous.variables), _process_settings_restored():
+    variables = environment(options) | rendezvous.variables
+    with _only_engine(), environment_variables(variables), _process_settings_restored():
         import sglang
 
         arguments = server_args(folder, max_model_len, options) | rendezvous.arguments

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 
 from megarl.cluster import PlacedPool, wait_all, wait_ready
 from megarl.cluster.role_groups import MegatronGroup, RewardModelGroup, RolloutGroup, RolloutNodeGroup
@@ -103,11 +103,15 @@ def build_engines(group: RolloutGroup, replicas: Sequence[int], pending_bytes: i
         replica: EngineNodes((first[replica], *(group.nodes.processes[rank].host for rank in further[replica])), port)
         for replica, port in zip(replicas, ports, strict=True)
     }
-    followers = list(itertools.chain.from_iterable(further.values()))
+    followers = {
+        rank: replace(nodes[replica], number=number)
+        for replica, ranks in further.items()
+        for number, rank in enumerate(ranks, 1)
+    }
     wait_all(
         [
             group.submit_on(replicas, "init_model", pending_bytes, nodes),
-            group.nodes.submit_on(followers, "init_model", nodes, pending_bytes),
+            group.nodes.submit_on(list(followers), "init_model", followers, pending_bytes),
         ]
     )
 
