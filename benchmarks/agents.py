@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar
@@ -316,7 +316,7 @@ def measure_runners(conversations: int, runners: int, folder: Path) -> None:
     )
 
 
-def lead(service: AgentRunners, replicas: Sequence[ReplicaProcess], groups: Sequence[ConversationGroup]) -> None:
+def lead(service: AgentRunners, replicas: Mapping[int, ReplicaProcess], groups: Sequence[ConversationGroup]) -> None:
     """Lead conversations to their end."""
     service.open(replicas)
     service.submit(groups)

@@ -378,7 +378,7 @@ class Megarl:
         from megarl.rollout.router import Router
 
         replicas = [PipeReplica(pipe) for pipe in self.processes.pipes]
-        async with Router(replicas, ROWS // 2 + 16, 600.0) as router:
+        async with Router(dict(enumerate(replicas)), ROWS // 2 + 16, 600.0) as router:
             requests = [
                 router.generate(
                     prompts[row // SAMPLES],

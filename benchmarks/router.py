@@ -78,7 +78,7 @@ async def ask(
 ) -> None:
     """Send all requests through a router."""
     params = SamplingParams(LONGEST)
-    async with Router(replicas, capacity, 600.0) as router:
+    async with Router(dict(enumerate(replicas)), capacity, 600.0) as router:
         await asyncio.gather(
             *(
                 router.generate(

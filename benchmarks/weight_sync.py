@@ -369,6 +369,11 @@ class Target:
         self.close_transfer = lambda completed: Lists(ranks.start("close_transfer", completed))
         self.end_update = lambda version: ranks.start("end_update", version)
 
+    @property
+    def numbers(self) -> list[int]:
+        """Number of the only replica."""
+        return [0]
+
     def of_replicas(self, replicas: range) -> Target:
         """Return itself, the only replica."""
         return self

@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -35,7 +35,8 @@ from megarl.agents.types import (
 )
 from megarl.base.errors import WeightSyncError, WorkerError
 from megarl.rollout.interface import RolloutError
-from megarl.rollout.router import Replica, Router, RouterStats
+from megarl.rollout.router import Replica, Router
+from megarl.rollout.router_stats import RouterStats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,15 +103,24 @@ class AgentRunner:
         """Number of turns that have been generated since :meth:`open`."""
         return 0 if self._router is None else self._router.finished
 
-    def open(self, replicas: Sequence[Replica], client: str = "") -> None:
+    def open(self, replicas: Mapping[int, Replica], client: str = "") -> None:
         """Serve conversations with these rollout replicas from now on.
 
         Args:
-            replicas: rollout replicas.
+            replicas: rollout replicas by number.
             client: name of the runner at the replicas; empty = a random one.
         """
         self._reset()
         self._loop.run(self._open(replicas, client))
+
+    def set_replicas(self, replicas: Mapping[int, Replica]) -> None:
+        """Replace the replicas; see :class:`~megarl.agents.types.ConversationService`."""
+
+        async def replace() -> None:
+            if self._router is not None:
+                await self._router.set_replicas(replicas)
+
+        self._loop.run(replace())
 
     def submit(self, groups: Sequence[ConversationGroup]) -> None:
         """Start conversations, in this order, without waiting for them."""
@@ -204,7 +214,7 @@ class AgentRunner:
     def _is_over(self, epoch: int) -> bool:
         return self._failure is not None or self._epoch != epoch
 
-    async def _open(self, replicas: Sequence[Replica], client: str) -> None:
+    async def _open(self, replicas: Mapping[int, Replica], client: str) -> None:
         self._router, self._gate = Router(replicas, self._capacity, self._timeout_s, client), VersionGate()
         await self._scope.enter_async_context(self._router)
         await self._scope.enter_async_context(monitored_loop())

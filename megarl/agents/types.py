@@ -17,7 +17,8 @@ from megarl.base.errors import MegarlError
 from megarl.rollout.interface import NO_VERSION, Completion, FinishReason, SamplingParams
 
 if TYPE_CHECKING:
-    from megarl.rollout.router import Replica, RouterStats
+    from megarl.rollout.router import Replica
+    from megarl.rollout.router_stats import RouterStats
 
 Message: TypeAlias = Mapping[str, Any]
 Integers: TypeAlias = Sequence[int] | np.ndarray
@@ -279,8 +280,15 @@ class ConversationService(Protocol):
     Between :meth:`open` and :meth:`close`, groups may be submitted at any time.
     """
 
-    def open(self, replicas: Sequence[Replica]) -> None:
-        """Serve conversations with these rollout replicas from now on."""
+    def open(self, replicas: Mapping[int, Replica]) -> None:
+        """Serve conversations with these rollout replicas, by number, from now on."""
+
+    def set_replicas(self, replicas: Mapping[int, Replica]) -> None:
+        """Replace the rollout replicas; conversations go on.
+
+        Responses of a replica that leaves continue on the others after their last token; when the call returns, it has
+        no request. Responses of a lost replica begin again.
+        """
 
     def submit(self, groups: Sequence[ConversationGroup]) -> None:
         """Start conversations, in this order, without waiting for them."""

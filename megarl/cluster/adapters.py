@@ -58,18 +58,27 @@ class GroupTarget:
     The process represents all ranks of the replica. Its workers have the verbs used here. ``import_bucket`` takes the
     messages to all of the replica's ranks as second argument. ``weight_shares`` and ``close_transfer`` return lists.
 
+    The plan counts the replicas that are present: its replica ``n`` is the rank ``members[n]`` of the group.
+
     Args:
         group: the rollout role.
-        replicas: numbers of the replicas; None = all.
+        members: ranks of the present replicas; None = those of now.
+        replicas: numbers of the plan's replicas; None = all.
     """
 
-    def __init__(self, group: WorkerGroup, replicas: range | None = None) -> None:
+    def __init__(self, group: WorkerGroup, members: Sequence[int] | None = None, replicas: range | None = None) -> None:
         self._group = group
-        self._replicas = range(group.world_size) if replicas is None else replicas
+        self._members = group.ranks if members is None else members
+        self._replicas = range(len(self._members)) if replicas is None else replicas
+
+    @property
+    def numbers(self) -> list[int]:
+        """Ranks of the replicas."""
+        return [self._members[replica] for replica in self._replicas]
 
     def of_replicas(self, replicas: range) -> GroupTarget:
         """Return the ranks of some replicas."""
-        return GroupTarget(self._group, replicas)
+        return GroupTarget(self._group, self._members, replicas)
 
     def pause(self) -> PendingCall:
         """Interrupt all requests and hold them."""
@@ -105,14 +114,16 @@ class GroupTarget:
 
     def import_bucket(self, index: int, exported: ScatteredCall) -> PendingCall:
         """Write the bucket that the source exported; the receiving process waits for it, not the driver."""
-        return self._group.submit_gather("import_bucket", exported, index, ranks=self._replicas)
+        return self._group.submit_gather(
+            "import_bucket", exported, index, receivers=self._members, places=self._replicas
+        )
 
     def end_update(self, version: int) -> PendingCall:
         """Let every engine serve the new weights."""
         return self._submit("end_update", version)
 
     def _submit(self, verb: str, *args: Any) -> PendingCall:
-        return self._group.submit_on(self._replicas, verb, *args)
+        return self._group.submit_on(self.numbers, verb, *args)
 
 
 class ResultsByRank:
@@ -140,6 +151,13 @@ class ReplicaProcess:
     def __init__(self, handle: RankHandle) -> None:
         self._handle = handle
 
+    def __eq__(self, other: object) -> bool:
+        """Return whether both are the same process; a replacement is another one."""
+        return isinstance(other, ReplicaProcess) and self._handle.actor == other._handle.actor
+
+    def __hash__(self) -> int:
+        return hash(self._handle.actor)
+
     async def accept(self, client: str, requests: Sequence[Request], aborted: Sequence[str]) -> None:
         """Send requests to the engine; see :meth:`megarl.rollout.router.Replica.accept`."""
         await self._call("accept", client, requests, aborted)
@@ -162,6 +180,6 @@ class ReplicaProcess:
             raise
 
 
-def replica_processes(group: WorkerGroup) -> list[ReplicaProcess]:
-    """List the replicas of a rollout group, each a process."""
-    return [ReplicaProcess(group.handle(rank)) for rank in range(group.world_size)]
+def replica_processes(group: WorkerGroup) -> dict[int, ReplicaProcess]:
+    """Return the present replicas of a rollout group by rank, each a process."""
+    return {rank: ReplicaProcess(group.handle(rank)) for rank in group.ranks}

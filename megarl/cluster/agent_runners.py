@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,8 @@ from megarl.cluster.resources import PlacedPool
 from megarl.cluster.worker_group import WorkerGroup, wait_ready
 from megarl.models.layout import ParallelLayout
 from megarl.rollout.interface import NO_VERSION
-from megarl.rollout.router import Replica, RouterStats
+from megarl.rollout.router import Replica
+from megarl.rollout.router_stats import RouterStats
 from megarl.tracing import TRACER
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
 
@@ -85,9 +86,14 @@ class AgentRunnerWorker:
         logging.getLogger("megarl").addHandler(self._warnings)
 
     @verb(Dispatch.ALL)
-    def open(self, replicas: Sequence[Replica], client: str) -> None:
+    def open(self, replicas: Mapping[int, Replica], client: str) -> None:
         """Connect the runner to these replicas, under a new client name."""
         self._runner.open(replicas, client)
+
+    @verb(Dispatch.ALL)
+    def set_replicas(self, replicas: Mapping[int, Replica]) -> None:
+        """Replace the replicas; conversations go on."""
+        self._runner.set_replicas(replicas)
 
     @verb(Dispatch.ALL)
     def start(self, groups: Sequence[ConversationGroup]) -> None:
@@ -221,7 +227,7 @@ class AgentRunners:
         worker = f"{__name__}:{AgentRunnerWorker.__name__}"
         self._group = WorkerGroup(ROLE, worker, kwargs, layout, pool, threads=2, on_device=False)
         self._runners: dict[int, _Runner] = {}
-        self._replicas: Sequence[Replica] = ()
+        self._replicas: Mapping[int, Replica] = {}
         self._groups: dict[int, ConversationGroup] = {}
         self._unfinished: Counter[int] = Counter()
         self._dead: list[int] = []
@@ -245,11 +251,19 @@ class AgentRunners:
         wait_ready([self._group])
         return str(self._group.call("describe")[0])
 
-    def open(self, replicas: Sequence[Replica]) -> None:
+    def open(self, replicas: Mapping[int, Replica]) -> None:
         """Send the replicas to the runners; see :class:`~megarl.agents.types.ConversationService`."""
         self._replicas, self._groups, self._losses, self._version = replicas, {}, 0, NO_VERSION
         self._unfinished.clear()
         self._runners = {rank: self._open(rank) for rank in range(self._group.world_size)}
+
+    def set_replicas(self, replicas: Mapping[int, Replica]) -> None:
+        """Replace the replicas of all runners; see :class:`~megarl.agents.types.ConversationService`.
+
+        A runner that has just been lost is left out; :meth:`finished` notices its loss.
+        """
+        self._replicas = replicas
+        self._ask("set_replicas", replicas)
 
     def submit(self, groups: Sequence[ConversationGroup]) -> None:
         """Distribute groups over the runners; see :class:`~megarl.agents.types.ConversationService`."""
@@ -357,9 +371,9 @@ class AgentRunners:
             runner.call("set_version", self._version)
         return runner
 
-    def _ask(self, name: str) -> list[tuple[_Runner, Any]]:
+    def _ask(self, name: str, *args: Any) -> list[tuple[_Runner, Any]]:
         """Call a verb of all runners after their earlier calls; the answer of a runner that was lost is None."""
-        calls = [(runner, runner.handle.submit(name)) for runner in self._runners.values()]
+        calls = [(runner, runner.handle.submit(name, *args)) for runner in self._runners.values()]
         answers = []
         for runner, call in calls:
             try:
@@ -438,7 +452,7 @@ class AgentRunners:
         self._dead.append(rank)
         self._group.kill(rank)
         with contextlib.suppress(WorkerError):  # the other runners notice a lost replica
-            processes = [replica for replica in self._replicas if isinstance(replica, ReplicaProcess)]
+            processes = [replica for replica in self._replicas.values() if isinstance(replica, ReplicaProcess)]
             gather([replica.forget(runner.client) for replica in processes], self._timeout_s)
         if self._losses > MOST_LOST:
             raise RunnersLost(f"{self._losses} agent runners were lost in one step; the last: {error}") from error

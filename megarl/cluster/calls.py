@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,8 +30,8 @@ class CallingGroup(Protocol):
 class PerRank:
     """An argument that differs by rank: rank ``r`` receives ``values[r]``, which may be a Ray reference."""
 
-    def __init__(self, values: Iterable[Any]) -> None:
-        self.values = list(values)
+    def __init__(self, values: Iterable[Any] | Mapping[int, Any]) -> None:
+        self.values = values if isinstance(values, Mapping) else list(values)
 
 
 class PendingCall:

@@ -130,6 +130,12 @@ def first_ready(refs: Sequence[ray.ObjectRef], timeout_s: float | None) -> list[
     return []
 
 
+def all_ended(calls: Sequence[WorkerCall]) -> bool:
+    """Return whether all calls have ended, with a result or an error."""
+    refs = [call.ref for call in calls]
+    return len(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) == len(refs)
+
+
 def worker_failure(call: WorkerCall, error: RayError) -> WorkerFailed:
     """Turn Ray's error of a call into an error that names the process."""
     cause = getattr(error, "cause", None)

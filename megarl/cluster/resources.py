@@ -32,7 +32,9 @@ class ResourcePool:
     Attributes:
         name: name in errors.
         device: ``cpu`` (one device is one CPU slot) or ``cuda`` (one device is one GPU).
-        devices_per_node: number of devices on each node of the pool, such as ``(8, 8)`` for two nodes of eight.
+        devices_per_node: number of devices on each node of the pool, such as ``(8, 8)`` for two nodes of eight. Each
+            entry is a group of devices that are reserved together; two groups may be on one node.
+        required: groups that must be reserved at the start, others may follow during the run; None = all.
 
     Raises:
         ResourceError: an unknown device, no node, or a node without devices.
@@ -41,6 +43,7 @@ class ResourcePool:
     name: str
     device: Literal["cpu", "cuda"]
     devices_per_node: Sequence[int]
+    required: int | None = None
 
     def __post_init__(self) -> None:
         if self.device not in RESOURCE_NAMES:
@@ -55,6 +58,11 @@ class ResourcePool:
     def num_devices(self) -> int:
         """Number of devices on all nodes."""
         return sum(self.devices_per_node)
+
+    @property
+    def required_groups(self) -> Sequence[int]:
+        """Sizes of the groups that must be reserved at the start."""
+        return self.devices_per_node[: self.required]
 
     def bundle(self) -> dict[str, float]:
         """Return the Ray resources of one device; a GPU reserves one CPU slot too."""
@@ -84,7 +92,7 @@ def check_resources(pools: Iterable[ResourcePool], nodes: Sequence[Mapping[str, 
     pools = list(pools)
     nodes = cluster_nodes() if nodes is None else nodes
     free = [dict(node) for node in nodes]
-    for pool, count in _placing_order(pools):
+    for pool, count in _placing_order((pool, pool.required_groups) for pool in pools):
         need = {name: count * each for name, each in pool.bundle().items()}
         fitting = [node for node in free if all(node.get(name, 0.0) >= amount for name, amount in need.items())]
         if not fitting:
@@ -95,9 +103,9 @@ def check_resources(pools: Iterable[ResourcePool], nodes: Sequence[Mapping[str, 
             tightest[name] -= amount
 
 
-def _placing_order(pools: Iterable[ResourcePool]) -> list[tuple[ResourcePool, int]]:
-    """Nodes of all pools with their device counts: GPUs, which few nodes have, before CPUs, and large before small."""
-    entries = [(pool, count) for pool in pools for count in pool.devices_per_node]
+def _placing_order(pools: Iterable[tuple[ResourcePool, Sequence[int]]]) -> list[tuple[ResourcePool, int]]:
+    """Groups of all pools with their device counts: GPUs, which few nodes have, before CPUs, and large before small."""
+    entries = [(pool, count) for pool, groups in pools for count in groups]
     return sorted(entries, key=lambda entry: (entry[0].device == "cpu", -entry[1]))
 
 
@@ -105,12 +113,12 @@ def _shortage(pools: Sequence[ResourcePool], failing: ResourcePool, nodes: Seque
     """Message for a pool that does not fit."""
     resource, word = RESOURCE_NAMES[failing.device], _DEVICE_WORD[failing.device]
     needs = "; ".join(
-        f"pool {pool.name!r} needs {pool.num_devices} {_DEVICE_WORD[pool.device]}(s) as {list(pool.devices_per_node)} "
-        "per node"
+        f"pool {pool.name!r} needs {sum(pool.required_groups)} {_DEVICE_WORD[pool.device]}(s) as "
+        f"{list(pool.required_groups)} per node"
         for pool in pools
     )
     available = ", ".join(f"{node.get('GPU', 0):g} GPU and {node.get('CPU', 0):g} CPU" for node in nodes) or "no node"
-    requested = sum(pool.num_devices for pool in pools if resource in pool.bundle())
+    requested = sum(sum(pool.required_groups) for pool in pools if resource in pool.bundle())
     have = sum(node.get(resource, 0) for node in nodes)
     advice = "Give the pool fewer devices (roles that share a pool share its devices), " + (
         "or, to run several processes on one core, start Ray with a higher num_cpus."
@@ -138,15 +146,16 @@ class PlacedPool:
     def __init__(self, pool: ResourcePool, groups: Sequence[PlacementGroup], logs: ProcessLogs | None = None) -> None:
         self.pool, self.logs = pool, logs
         self.processes = RunProcesses()
-        self._groups = tuple(groups)
-        self._devices: list[tuple[PlacementGroup, int, str]] = []
-        for group in groups:
-            nodes = placement_group_table(group)["bundles_to_node_id"]
-            self._devices += [(group, bundle, nodes[bundle]) for bundle in sorted(nodes)]
+        self._groups: list[PlacementGroup | None] = list(groups)
+        self._sizes = sorted(pool.devices_per_node, reverse=True)  # as they were placed
+        self._bundles = [(group, bundle) for group, size in enumerate(self._sizes) for bundle in range(size)]
+        self._nodes: dict[int, str] = {}
+        for number in range(len(self._groups)):
+            self._locate(number)
 
     def device_of(self, rank: int) -> int:
         """Return the device of a rank of a role."""
-        return rank % len(self._devices)
+        return rank % len(self._bundles)
 
     def local_rank(self, rank: int) -> int:
         """Count the lower ranks of the same role on the same node."""
@@ -154,8 +163,10 @@ class PlacedPool:
 
     def actor_options(self, rank: int) -> dict[str, Any]:
         """Return the Ray options that place a rank of a role on its device."""
-        group, bundle, _ = self._devices[self.device_of(rank)]
-        strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
+        group, bundle = self._bundles[self.device_of(rank)]
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=self._groups[group], placement_group_bundle_index=bundle
+        )
         return {**self.pool.process_options(), "scheduling_strategy": strategy}
 
     def host_options(self, rank: int) -> dict[str, Any]:
@@ -176,13 +187,45 @@ class PlacedPool:
         gpu_ids: list[str] = ray.get([probe.options(**self.actor_options(rank)).remote() for rank in ranks])
         return gpu_ids
 
+    def is_placed(self, devices: Iterable[int]) -> bool:
+        """Return whether these devices are reserved on living nodes now.
+
+        Ray places the devices of a lost node on another one as soon as a node has room.
+        """
+        numbers = {self._bundles[device][0] for device in devices}
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return all(self._locate(number) and self._nodes[number] in alive for number in numbers)
+
+    def release(self, devices: Iterable[int]) -> None:
+        """Give the groups of these devices back to the cluster, until :meth:`request`."""
+        for number in {self._bundles[device][0] for device in devices}:
+            group, self._groups[number] = self._groups[number], None
+            if group is not None:
+                remove_placement_group(group)
+
+    def request(self, devices: Iterable[int]) -> None:
+        """Ask the cluster for the groups of these devices, if they were released."""
+        for number in {self._bundles[device][0] for device in devices}:
+            if self._groups[number] is None:
+                bundles = [self.pool.bundle()] * self._sizes[number]
+                self._groups[number] = placement_group(bundles, strategy="STRICT_PACK")
+
     def close(self) -> None:
         """Release the devices; Ray kills processes that are still on them."""
-        for group in self._groups:
-            remove_placement_group(group)
+        self.release(range(len(self._bundles)))
 
-    def _node(self, rank: int) -> str:
-        return self._devices[self.device_of(rank)][2]
+    def _locate(self, number: int) -> bool:
+        """Look up the node of a group, and remember it; return whether the group is reserved."""
+        group = self._groups[number]
+        table = {} if group is None else placement_group_table(group)
+        if table.get("state") != "CREATED":
+            return False
+        self._nodes[number] = table["bundles_to_node_id"][0]
+        return True
+
+    def _node(self, rank: int) -> str | None:
+        """Return the last known node of a rank's device."""
+        return self._nodes.get(self._bundles[self.device_of(rank)][0])
 
 
 def _gpu_id() -> str:
@@ -204,9 +247,9 @@ def place_pools(
     check_resources(pools)
     groups: dict[str, list[PlacementGroup]] = {pool.name: [] for pool in pools}
     try:
-        for pool, count in _placing_order(pools):
+        for pool, count in _placing_order((pool, pool.devices_per_node) for pool in pools):
             groups[pool.name].append(placement_group([pool.bundle()] * count, strategy="STRICT_PACK"))
-        _wait_until_placed(groups, timeout_s)
+        _wait_until_placed(pools, groups, timeout_s)
     except BaseException:
         for group in itertools.chain.from_iterable(groups.values()):
             remove_placement_group(group)
@@ -214,17 +257,22 @@ def place_pools(
     return {pool.name: PlacedPool(pool, groups[pool.name], logs) for pool in pools}
 
 
-def _wait_until_placed(groups: Mapping[str, Sequence[PlacementGroup]], timeout_s: float) -> None:
+def _wait_until_placed(
+    pools: Sequence[ResourcePool], groups: Mapping[str, Sequence[PlacementGroup]], timeout_s: float
+) -> None:
+    """Wait until the required groups of each pool are placed."""
     deadline = time.monotonic() + timeout_s
-    for name, members in groups.items():
-        for group in members:
-            if not group.wait(max(deadline - time.monotonic(), 0.01)):
-                available = ray.available_resources()
-                free = ", ".join(f"{available.get(kind, 0.0):g} {kind}" for kind in ("CPU", "GPU"))
-                raise ResourceError(
-                    f"the devices of pool {name!r} were not free within {timeout_s:g} s: the cluster has them, but "
-                    f"other jobs hold some (free now: {free}). Stop them, or give the pool fewer devices."
-                )
+    for pool in pools:
+        refs = [group.ready() for group in groups[pool.name]]
+        needed = len(pool.required_groups)
+        placed, _ = ray.wait(refs, num_returns=needed, timeout=max(deadline - time.monotonic(), 0.01))
+        if len(placed) < needed:
+            available = ray.available_resources()
+            free = ", ".join(f"{available.get(kind, 0.0):g} {kind}" for kind in ("CPU", "GPU"))
+            raise ResourceError(
+                f"the devices of pool {pool.name!r} were not free within {timeout_s:g} s: the cluster has them, but "
+                f"other jobs hold some (free now: {free}). Stop them, or give the pool fewer devices."
+            )
 
 
 _POLL_S = 0.5

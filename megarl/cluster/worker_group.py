@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +14,11 @@ import ray
 from megarl.base.errors import ResourceError, WorkerError
 from megarl.cluster.calls import Collect, PendingCall, RankHandle, ScatteredCall, for_rank, gather_results
 from megarl.cluster.failures import WorkerCall, WorkerFailed
-from megarl.cluster.fork_server import fork_address
-from megarl.cluster.processes import nsight_options
+from megarl.cluster.rank_starter import RankStarter, StartingRank
 from megarl.cluster.resources import PlacedPool
 from megarl.cluster.split import Plan, collect, plan_rows, split
 from megarl.cluster.stored_chunks import StoredChunk, attached, payloads_of
-from megarl.cluster.worker_process import ASIDE, BusyResult, ServingWorkerProcess, WorkerInfo, WorkerProcess
+from megarl.cluster.worker_process import BusyResult, WorkerInfo
 from megarl.data import DataProto, token_counts
 from megarl.data.row_map import RowFunction, RowMap, map_in_process
 from megarl.models.layout import ParallelLayout
@@ -54,6 +53,7 @@ class WorkerGroup:
         threads: number of ``RANK`` verbs that each process runs at the same time, next to other verbs; 0 = the worker
             has none.
         on_device: False: the processes use no device; rank 0 is on the driver's node, the others on nodes of the pool.
+        absent: ranks without a process, which :meth:`join` may add; for roles whose verbs are not ``SPLIT``.
 
     Raises:
         ResourceError: the role needs more GPUs than the pool has, or the devices of a process are on different nodes.
@@ -72,6 +72,7 @@ class WorkerGroup:
         first_devices: Sequence[int] | None = None,
         threads: int = 0,
         on_device: bool = True,
+        absent: Collection[int] = (),
     ) -> None:
         needed = layout.world_size * devices_per_process
         if on_device and pool.pool.device == "cuda" and needed > pool.pool.num_devices:
@@ -84,35 +85,53 @@ class WorkerGroup:
         self.layout = layout
         self.budgets = dict(budgets or {})
         self._failure: WorkerFailed | None = None
-        self._infos: list[WorkerInfo] = []
+        self._infos: dict[int, WorkerInfo] = {}
         self._owners = [layout.rank(dp=dp, pp=layout.pp - 1) for dp in range(layout.dp)]
         self.pool = pool
-        self._env, self._worker_cls = dict(env or {}), worker_cls
         self._processes: dict[int, WorkerInfo] = {}
         self._busy: dict[str, list[float]] = {}
-        self._span, self._threads, self._on_device = devices_per_process, threads, on_device
-        self._first = first_devices or [rank * devices_per_process for rank in range(layout.world_size)]
-        self._actors: list[Any] = [self._create_actor(rank) for rank in range(layout.world_size)]
-        self._address = self._actors[0].reserve_address.remote()
-        self._kwargs = ray.put(dict(worker_kwargs))
-        self._described, self._starting = self._start(range(layout.world_size))
+        self._starter = RankStarter(
+            role,
+            worker_cls,
+            ray.put(dict(worker_kwargs)),
+            layout.world_size,
+            pool,
+            dict(env or {}),
+            first_devices or [rank * devices_per_process for rank in range(layout.world_size)],
+            devices_per_process,
+            threads,
+            on_device,
+        )
+        present = [rank for rank in range(layout.world_size) if rank not in absent]
+        self._starting = self._starter.start(present)
+        self._actors: dict[int, Any] = {starting.rank: starting.actor for starting in self._starting}
         pool.processes.groups.append(self)
 
     @property
     def world_size(self) -> int:
-        """Number of processes of the role."""
+        """Number of ranks of the role, present or not."""
         return self.layout.world_size
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks that have a process, in order; all, unless processes are absent."""
+        return sorted(self._actors)
 
     @property
     def verbs(self) -> dict[str, VerbMark]:
         """Verbs of the worker and their marks; waits for the start."""
         wait_ready([self])
-        return self._infos[0].marks
+        return next(iter(self._infos.values())).marks
 
     @property
     def processes(self) -> dict[int, WorkerInfo]:
         """Processes that have reported so far, by rank; their workers may not be built yet."""
         return self._processes
+
+    def devices(self, rank: int) -> range:
+        """Return the devices of a rank in the pool."""
+        first = self._starter.first_devices[rank]
+        return range(first, first + self._starter.span)
 
     def call_process(self, rank: int, method: str, *args: Any) -> ray.ObjectRef:
         """Call a method of a rank's :class:`WorkerProcess` (not a verb)."""
@@ -143,19 +162,20 @@ class WorkerGroup:
             parts, plan = self._split_arguments(verb, mark, args)
             both = [
                 actor.call_split.remote(verb, rank in self._owners, kwargs, *for_rank(parts[rank], rank))
-                for rank, actor in enumerate(self._actors)
+                for rank, actor in self._actors.items()
             ]
             refs, chunks = [result for result, _ in both], [chunk for _, chunk in both]
             collect_results: Collect = functools.partial(self._collect_rows, verb, plan, chunks)
         else:
             # Large arguments are stored once, and all processes read the same copy.
             shared = [ray.put(arg) if isinstance(arg, DataProto | Routes) else arg for arg in args]
-            owner, all_ranks = self._owners[0], mark.dispatch is Dispatch.ALL
+            ranks, all_ranks = self.ranks, mark.dispatch is Dispatch.ALL
+            owner = next((rank for rank in self._owners if rank in ranks), None)
             refs = [
-                actor.call.remote(verb, all_ranks or rank == owner, kwargs, *for_rank(shared, rank))
-                for rank, actor in enumerate(self._actors)
+                self._actors[rank].call.remote(verb, all_ranks or rank == owner, kwargs, *for_rank(shared, rank))
+                for rank in ranks
             ]
-            collect_results = list if all_ranks else operator.itemgetter(owner)
+            collect_results = list if all_ranks or owner is None else operator.itemgetter(ranks.index(owner))
         return PendingCall([self], self._calls(refs, verb, mark.phase), collect_results)
 
     def row_map(self, verb: str, least_tokens: int = ROW_MAP_TOKENS) -> RowMap:
@@ -207,16 +227,29 @@ class WorkerGroup:
         Raises:
             WorkerFailed: a new process did not start.
         """
+        self.remove(ranks)
+        self._add(self._starter.start(ranks))
+
+    def begin_start(self, ranks: Sequence[int]) -> list[StartingRank]:
+        """Start processes of absent ranks, without waiting; :meth:`join` adds them to the group."""
+        return self._starter.start(ranks)
+
+    def join(self, starting: Sequence[StartingRank]) -> None:
+        """Add processes of :meth:`begin_start` to the group; waits until their workers are built.
+
+        Raises:
+            WorkerFailed: a process did not start; none has joined, and :meth:`remove` ends all.
+        """
+        self._add(starting)
+
+    def remove(self, ranks: Sequence[int]) -> None:
+        """End processes, dead or alive; their ranks are absent. A failed group is usable again."""
         self._failure = None
         for rank in ranks:
-            ray.kill(self._actors[rank])
-            self._actors[rank] = self._create_actor(rank)
-        described, starting = self._start(ranks)
-        for rank, info in zip(ranks, gather_results([self], described, None), strict=True):
-            self._infos[rank] = self._processes[rank] = info
-        started = gather_results([self], [replace(call, info=self._infos[call.rank]) for call in starting], None)
-        for rank, info in zip(ranks, started[len(ranks) :], strict=True):
-            self._infos[rank] = info
+            self._infos.pop(rank, None)
+            self._processes.pop(rank, None)
+            if (actor := self._actors.pop(rank, None)) is not None:
+                ray.kill(actor)
 
     def plan(self, verb: str, batch: DataProto) -> Plan:
         """Return the rows of ``batch`` that each data-parallel rank would get of a ``SPLIT`` verb.
@@ -245,7 +278,7 @@ class WorkerGroup:
             actor.call_scatter.options(num_returns=destinations + 1).remote(
                 verb, destinations, kwargs, *for_rank(args, rank)
             )
-            for rank, actor in enumerate(self._actors)
+            for rank, actor in self._actors.items()
         ]
         # With one return value Ray returns a bare reference.
         refs = [[row] if isinstance(row, ray.ObjectRef) else list(row) for row in refs]
@@ -253,7 +286,12 @@ class WorkerGroup:
         return ScatteredCall(self, calls, [row[:-1] for row in refs])
 
     def submit_gather(
-        self, verb: str, payloads: ScatteredCall, *args: Any, ranks: Sequence[int] | None = None
+        self,
+        verb: str,
+        payloads: ScatteredCall,
+        *args: Any,
+        receivers: Sequence[int] | None = None,
+        places: range | None = None,
     ) -> PendingCall:
         """Start an ``ALL`` verb as ``verb(*args, payloads of this rank)`` once the payloads are available.
 
@@ -262,18 +300,20 @@ class WorkerGroup:
 
         Args:
             verb: name of the verb.
-            payloads: the call that produces the payloads, for all ranks of the group.
+            payloads: the call that produces the payloads, for all ``receivers``.
             args: first arguments of the verb.
-            ranks: receivers; None = all ranks.
+            receivers: ranks in the order of the destinations; None = all.
+            places: the places in ``receivers`` of the ranks to start on; None = all.
 
         Raises:
             AttributeError, WorkerError: see :meth:`submit`.
         """
         mark = self._mark(verb)
-        each = len(payloads.refs[0]) // self.world_size
+        ranks = self.ranks if receivers is None else receivers
+        each = len(payloads.refs[0]) // len(ranks)
         calls = []
-        for rank in range(self.world_size) if ranks is None else ranks:
-            part = slice(rank * each, (rank + 1) * each)
+        for place in range(len(ranks)) if places is None else places:
+            part, rank = slice(place * each, (place + 1) * each), ranks[place]
             ref = self._actors[rank].call_gather.remote(
                 verb, args, *[ref for row in payloads.refs for ref in row[part]]
             )
@@ -290,9 +330,9 @@ class WorkerGroup:
 
     def shutdown(self) -> None:
         """Kill the processes."""
-        for actor in self._actors:
+        for actor in self._actors.values():
             ray.kill(actor)
-        self._actors, self._processes = [], {}
+        self._actors, self._processes = {}, {}
 
     if not TYPE_CHECKING:  # a type checker knows the verbs from the classes of role_groups
 
@@ -372,51 +412,16 @@ class WorkerGroup:
             raise AttributeError(f"{self.role} has no verb {verb!r}; it has: {', '.join(sorted(self.verbs))}")
         return self.verbs[verb]
 
-    def _create_actor(self, rank: int) -> Any:
-        """Start a process without a worker."""
-        tracing = self.pool.processes.options
-        placement = self.pool.actor_options(self._first[rank]) if self._on_device else self.pool.host_options(rank)
-        options = placement | nsight_options(tracing.profile(self.role, rank))
-        if self._env and fork_address() is not None:
-            # A process with a runtime environment is no fork, which would have imported torch before it sees them.
-            options = {"runtime_env": {"env_vars": self._env}} | options
-        process = ray.remote(WorkerProcess)
-        if self._threads:
-            process = ray.remote(concurrency_groups={ASIDE: self._threads})(ServingWorkerProcess)
-        host = process.options(**options)
-        return host.remote(self.role, rank, self.world_size, self._environment(rank), tracing, self.pool.logs)
-
-    def _start(self, ranks: Sequence[int]) -> tuple[list[WorkerCall], list[WorkerCall]]:
-        """Start to build the workers of new processes; returns the describing and the building calls."""
-
-        def calls(refs: Sequence[ray.ObjectRef], verb: str) -> list[WorkerCall]:
-            return [WorkerCall(ref, self.role, rank, verb, "") for rank, ref in zip(ranks, refs, strict=True)]
-
-        actors = [self._actors[rank] for rank in ranks]
-        described = calls([actor.describe.remote() for actor in actors], "start")
-        loaded = calls([actor.load.remote(self._worker_cls) for actor in actors], "load")
-        started = calls([actor.start.remote(self._address, self._kwargs) for actor in actors], "start")
-        return described, [*loaded, *started]
+    def _add(self, starting: Sequence[StartingRank]) -> None:
+        """Wait until the workers of new processes are built, and serve with them."""
+        _wait_built([(self, one) for one in starting])
+        self._actors |= {one.rank: one.actor for one in starting}
 
     def _calls(self, refs: Sequence[ray.ObjectRef], verb: str, phase: str = "") -> list[WorkerCall]:
-        return [self._remote_call(ref, rank, verb, phase) for rank, ref in enumerate(refs)]
+        return [self._remote_call(ref, rank, verb, phase) for rank, ref in zip(self.ranks, refs, strict=True)]
 
     def _remote_call(self, ref: ray.ObjectRef, rank: int, verb: str, phase: str) -> WorkerCall:
         return WorkerCall(ref, self.role, rank, verb, phase, self._infos[rank])
-
-    def _environment(self, rank: int) -> dict[str, str]:
-        """Environment variables of a process; the group's ``env`` takes precedence."""
-        first = self._first[rank]
-        variables = {"LOCAL_RANK": str(self.pool.local_rank(first))}
-        if not self._on_device:
-            variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        elif self.pool.pool.device == "cpu":
-            # Two processes with two threads each on two cores are several times slower than with one.
-            variables["OMP_NUM_THREADS"] = "1"
-        elif self._span > 1:
-            # The process claims a share of one device's bundle, so Ray would make only that device visible.
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self.pool.gpu_ids(range(first, first + self._span)))
-        return {**variables, **self._env}
 
 
 def wait_ready(
@@ -437,19 +442,30 @@ def wait_ready(
     """
     starting = [group for group in groups if not group._infos]
     count = _count_workers(starting, progress)
-    # Processes are described first: an error during the start then shows the end of their log.
-    described = iter(gather_results(starting, [call for group in starting for call in group._described], timeout_s))
-    calls: list[WorkerCall] = []
+    _wait_built([(group, one) for group in starting for one in group._starting], timeout_s, count)
     for group in starting:
-        infos = [next(described) for _ in group._described]
-        group._processes = dict(enumerate(infos))
-        calls += [replace(call, info=infos[call.rank]) for call in group._starting]
-    started = iter(gather_results(starting, calls, timeout_s, count))
-    for group in starting:
-        group._infos = [next(started) for _ in group._starting][-group.world_size :]
-        shadowed = sorted(group._infos[0].marks.keys() & set(dir(WorkerGroup)))
+        shadowed = sorted(group.verbs.keys() & set(dir(WorkerGroup)))
         if shadowed:
             raise TypeError(f"{group.role}: verbs {shadowed} have names of WorkerGroup's methods; rename them")
+
+
+def _wait_built(
+    ranks: Sequence[tuple[WorkerGroup, StartingRank]],
+    timeout_s: float | None = None,
+    on_built: Callable[[WorkerCall], None] | None = None,
+) -> None:
+    """Wait until processes have built their workers, and enter them in their groups."""
+    groups = list(dict.fromkeys(group for group, _ in ranks))
+    # Processes are described first: an error during the start then shows the end of their log.
+    infos = gather_results(groups, [one.described for _, one in ranks], timeout_s)
+    for (group, one), info in zip(ranks, infos, strict=True):
+        group._processes[one.rank] = info
+    starts = [(one, info) for (_, one), info in zip(ranks, infos, strict=True)]
+    # A failed import is the cause of a failed construction.
+    gather_results(groups, [replace(one.loaded, info=info) for one, info in starts], timeout_s)
+    built = gather_results(groups, [replace(one.built, info=info) for one, info in starts], timeout_s, on_built)
+    for (group, one), info in zip(ranks, built, strict=True):
+        group._infos[one.rank] = info
 
 
 def _count_workers(
@@ -458,15 +474,9 @@ def _count_workers(
     """Return a function that reports the number of built workers with each result."""
     if progress is None:
         return None
-    last_calls = {call.ref for group in groups for call in group._starting[-group.world_size :]}
-    built, total = itertools.count(1), len(last_calls)
+    built, total = itertools.count(1), sum(len(group._starting) for group in groups)
     progress(0, total)
-
-    def count_one(call: WorkerCall) -> None:
-        if call.ref in last_calls:
-            progress(next(built), total)
-
-    return count_one
+    return lambda call: progress(next(built), total)
 
 
 def _mini_batch_rows(mark: VerbMark, batch: DataProto) -> int | None:

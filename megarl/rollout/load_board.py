@@ -134,7 +134,7 @@ class _Replica:
 
     @property
     def free(self) -> int:
-        return self.capacity - len(self.held)
+        return max(0, self.capacity - len(self.held))
 
 
 class LoadBoard:
@@ -208,12 +208,18 @@ class LoadBoard:
         if tokens is not None:
             self._lengths.finish(entry.key, entry.started_at, tokens)
 
-    def lose(self, replica: int) -> list[PendingRequest]:
-        """Remove a lost replica; return its requests, which wait again only after :meth:`add`."""
+    def join(self, replica: int, capacity: int) -> None:
+        """Add a replica under an unused number."""
+        self._replicas[replica] = _Replica(capacity)
+
+    def close(self, replica: int) -> None:
+        """Dispatch no further requests to a replica."""
+        self._replicas[replica].capacity = 0
+
+    def remove(self, replica: int) -> list[PendingRequest]:
+        """Remove a replica; return its requests, which wait again only after :meth:`add`."""
         entries = sorted(self._replicas.pop(replica).held, key=lambda entry: -entry.cost)
         self._prefix_replica = {key: number for key, number in self._prefix_replica.items() if number != replica}
-        for entry in entries:
-            entry.moves += 1
         return entries
 
     def forget_idle_keys(self) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import heapq
 import logging
 import secrets
 import time
-from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Protocol, Self
@@ -17,8 +15,9 @@ from typing import Protocol, Self
 from megarl.base.errors import MegarlError, StepImpossible
 from megarl.rollout.interface import Completion, Request, RolloutEngine, RolloutError, SamplingParams
 from megarl.rollout.load_board import LoadBoard, PendingRequest
+from megarl.rollout.router_stats import RequestSpans, RouterStats
 from megarl.rollout.serving import EngineServer
-from megarl.tracing import TRACER, counter, past_span
+from megarl.tracing import TRACER
 
 logger = logging.getLogger(__name__)
 
@@ -92,108 +91,31 @@ class EngineReplica:
 
 
 @dataclass
-class RouterStats:
-    """Statistics of a router.
+class _Connection:
+    """Connection to one replica.
 
     Attributes:
-        lost: reasons by lost replica.
-        moved: requests that were moved to another replica.
-        busy_s: busy seconds of each replica.
-        idle_while_waiting_s: seconds that replicas were idle while requests waited, over all replicas.
-        seconds: seconds between opening and closing the router.
-        runners_lost: agent runners that were lost, with their routers.
+        replica: the replica.
+        inbox: requests that it has not got yet.
+        aborted: ids of requests to abort.
+        has_calls: set if there is something to send.
+        accepted: set if it has got requests.
+        pump: sends and receives; None before the router is entered.
+        leaves: whether its requests move to other replicas.
     """
 
-    lost: dict[int, str] = field(default_factory=dict)
-    moved: int = 0
-    busy_s: dict[int, float] = field(default_factory=dict)
-    idle_while_waiting_s: float = 0.0
-    seconds: float = 0.0
-    runners_lost: int = 0
+    replica: Replica
+    inbox: list[Request] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    has_calls: asyncio.Event = field(default_factory=asyncio.Event)
+    accepted: asyncio.Event = field(default_factory=asyncio.Event)
+    pump: asyncio.Task[None] | None = None
+    leaves: bool = False
 
-    @classmethod
-    def merged(cls, parts: Sequence[RouterStats], runners_lost: int) -> RouterStats:
-        """Join the statistics of routers that shared the replicas.
-
-        A replica counts as busy as the router that used it longest: routers with even shares use it at the same time.
-        """
-        busy: dict[int, float] = {}
-        lost: dict[int, str] = {}
-        for part in parts:
-            busy |= {replica: max(seconds, busy.get(replica, 0.0)) for replica, seconds in part.busy_s.items()}
-            lost |= part.lost
-        return cls(
-            lost=lost,
-            moved=sum(part.moved for part in parts),
-            busy_s=busy,
-            idle_while_waiting_s=sum(part.idle_while_waiting_s for part in parts),
-            seconds=max((part.seconds for part in parts), default=0.0),
-            runners_lost=runners_lost,
-        )
-
-    def metrics(self) -> dict[str, float]:
-        """Return ``rollout/*`` metrics: utilization of replicas, lost replicas and runners, and moved requests.
-
-        Without time or replicas there is no utilization.
-        """
-        shares = [busy / self.seconds for busy in self.busy_s.values()] if self.seconds else []
-        metrics = {
-            "rollout/idle_while_waiting_s": self.idle_while_waiting_s,
-            "rollout/replicas_lost": float(len(self.lost)),
-            "rollout/requests_moved": float(self.moved),
-            "rollout/runners_lost": float(self.runners_lost),
-        }
-        if shares:
-            metrics["rollout/replica_utilization/mean"] = sum(shares) / len(shares)
-            metrics["rollout/replica_utilization/min"] = min(shares)
-        return metrics
-
-
-class RequestSpans:
-    """Timeline of requests at replicas: a span per request, counters of busy slots and of the queue.
-
-    Without a recording timeline it does nothing.
-    """
-
-    def __init__(self) -> None:
-        self._started: dict[tuple[int, str], tuple[int, int]] = {}
-        self._free: dict[int, list[int]] = defaultdict(list)
-        self._lanes: dict[int, int] = defaultdict(int)
-
-    def started(self, replica: int, requests: Iterable[str]) -> None:
-        """Record that a replica got requests."""
-        if TRACER.recording:
-            now = time.monotonic_ns()
-            for request in requests:
-                self._started[replica, request] = (now, self._take_lane(replica))
-
-    def finished(self, replica: int, request: str, prompt: int, tokens: int | None) -> None:
-        """Record that a replica finished a request, or lost or aborted it (``tokens`` None)."""
-        started = self._started.pop((replica, request), None)
-        if started is not None:
-            start, lane = started
-            heapq.heappush(self._free[replica], lane)
-            name = f"replica {replica} place {lane}"
-            past_span("request", "rollout", start, name, request=request, prompt_tokens=prompt, tokens=tokens)
-
-    def lost(self, replica: int) -> None:
-        """Record that a replica is lost with its requests."""
-        for number, request in [key for key in self._started if key[0] == replica]:
-            self.finished(number, request, 0, None)
-
-    def count(self, board: LoadBoard) -> None:
-        """Record the number of running requests of each replica, and of waiting ones."""
-        if TRACER.recording:
-            for replica in board.replicas:
-                counter(f"replica {replica} requests", busy=len(board.held(replica)))
-            counter("requests waiting", waiting=board.waiting)
-
-    def _take_lane(self, replica: int) -> int:
-        """Return the lowest free lane, so that spans do not overlap."""
-        if self._free[replica]:
-            return heapq.heappop(self._free[replica])
-        self._lanes[replica] += 1
-        return self._lanes[replica] - 1
+    def abort(self, entries: Iterable[PendingRequest]) -> None:
+        """Abort requests."""
+        self.aborted += [entry.request.request_id for entry in entries]
+        self.has_calls.set()
 
 
 class Router:
@@ -203,7 +125,7 @@ class Router:
     requests: requests without a waiting caller are aborted.
 
     Args:
-        replicas: the replicas.
+        replicas: the replicas by number.
         capacity: maximum running requests of a replica; further requests wait for the next free replica.
         timeout_s: a replica that reports this many seconds late counts as lost.
         client: name of the router at the replicas, which may serve several routers; empty = a random one.
@@ -213,29 +135,30 @@ class Router:
         finished: number of requests that have ended.
     """
 
-    def __init__(self, replicas: Sequence[Replica], capacity: int, timeout_s: float, client: str = "") -> None:
+    def __init__(self, replicas: Mapping[int, Replica], capacity: int, timeout_s: float, client: str = "") -> None:
         self.client = client or secrets.token_hex(8)
-        self._replicas, self._timeout_s = list(replicas), timeout_s
-        self._board = LoadBoard([capacity] * len(self._replicas))
-        self._inbox: list[list[Request]] = [[] for _ in self._replicas]
-        self._aborted: list[list[str]] = [[] for _ in self._replicas]
-        self._calls = [asyncio.Event() for _ in self._replicas]
-        self._accepted = [asyncio.Event() for _ in self._replicas]
+        self._capacity, self._timeout_s = capacity, timeout_s
+        self._board = LoadBoard([])
+        self._connections: dict[int, _Connection] = {}
+        self._numbers: set[int] = set()
+        self._pumps: set[asyncio.Task[None]] = set()
         self._entries: dict[str, PendingRequest] = {}
         self._arrived: list[PendingRequest] = []
-        self._pumps: list[asyncio.Task[None]] = []
         self._failure: Exception | None = None
         self._interrupts = False
         self._changed = asyncio.Event()
         self._count = self.finished = 0
         self._since = time.perf_counter()
-        self.stats = RouterStats(busy_s=dict.fromkeys(range(len(self._replicas)), 0.0))
+        self.stats = RouterStats()
         self._opened = self._since
         self._spans = RequestSpans()
+        for number, replica in replicas.items():
+            self._join(number, replica)
 
     async def __aenter__(self) -> Self:
         self._opened = self._since = time.perf_counter()
-        self._pumps = [asyncio.create_task(self._pump(number)) for number in range(len(self._replicas))]
+        for number in self._connections:
+            self._start_pump(number)
         return self
 
     async def __aexit__(
@@ -250,6 +173,36 @@ class Router:
             for pump in self._pumps:
                 pump.cancel()
             await asyncio.gather(*self._pumps, return_exceptions=True)
+
+    async def set_replicas(self, replicas: Mapping[int, Replica]) -> None:
+        """Serve with these replicas from now on, while requests run.
+
+        The requests of a replica that leaves continue on the others after their last token. Those of a lost one, in
+        whose place another process serves, begin again. Returns when no leaving replica has a request.
+
+        Args:
+            replicas: all replicas by number; at least one.
+        """
+        self._account()
+        leaving = [number for number in self._connections if number not in replicas]
+        for number in leaving:
+            self._connections[number].leaves = True
+            self._connections[number].abort(self._board.held(number))
+            self._board.close(number)
+        for number, replica in replicas.items():
+            connection = self._connections.get(number)
+            if connection is not None and connection.replica == replica:
+                continue
+            if connection is not None:
+                self._requeue(number, "another process has taken its place")
+            self._join(number, replica)
+            self._start_pump(number)
+        self._dispatch()
+        await self._drain(leaving)
+        for number in leaving:
+            if number in self._connections:  # it was not lost meanwhile
+                self._disconnect(number)
+        self.stats.handled |= self.stats.lost.keys()
 
     async def generate(
         self,
@@ -319,8 +272,7 @@ class Router:
         """
         self._interrupts = True
         for number in self._board.replicas:
-            self._aborted[number] += [entry.request.request_id for entry in self._board.held(number)]
-            self._calls[number].set()
+            self._connections[number].abort(self._board.held(number))
         try:
             await self._drain()
             yield [entry.request for entry in self._entries.values() if not entry.payload.done()]
@@ -328,9 +280,14 @@ class Router:
             self._interrupts = False
             self._dispatch()
 
-    async def _drain(self) -> None:
-        """Wait until the replicas have ended or aborted all requests that they have."""
-        while self._failure is None and any(self._board.held(number) for number in self._board.replicas):
+    async def _drain(self, replicas: Collection[int] | None = None) -> None:
+        """Wait until replicas (None = all) have ended or aborted all requests that they have."""
+
+        def have_requests() -> bool:
+            numbers = self._board.replicas
+            return any(self._board.held(number) for number in numbers if replicas is None or number in replicas)
+
+        while self._failure is None and have_requests():
             self._changed.clear()
             await self._changed.wait()
 
@@ -344,8 +301,8 @@ class Router:
         if self._interrupts:
             return
         for number, entries in self._board.dispatch().items():
-            self._inbox[number] += [entry.request for entry in entries]
-            self._calls[number].set()
+            self._connections[number].inbox += [entry.request for entry in entries]
+            self._connections[number].has_calls.set()
             self._spans.started(number, (entry.request.request_id for entry in entries))
         self._spans.count(self._board)
 
@@ -355,12 +312,31 @@ class Router:
         self._board.withdraw(entry)
         for number in self._board.replicas:
             if entry in self._board.held(number):
-                self._aborted[number].append(entry.request.request_id)
-                self._calls[number].set()
+                self._connections[number].abort([entry])
+
+    def _join(self, number: int, replica: Replica) -> None:
+        self._connections[number] = _Connection(replica)
+        self._numbers.add(number)
+        self._board.join(number, self._capacity)
+        self.stats.busy_s.setdefault(number, 0.0)
+
+    def _start_pump(self, number: int) -> None:
+        pump = asyncio.create_task(self._pump(number))
+        self._connections[number].pump = pump
+        self._pumps.add(pump)
+        pump.add_done_callback(self._pumps.discard)
+
+    def _disconnect(self, number: int) -> list[PendingRequest]:
+        """Forget a replica; return the requests that it has."""
+        pump = self._connections.pop(number).pump
+        if pump is not None and pump is not asyncio.current_task():
+            pump.cancel()
+        return self._board.remove(number)
 
     async def _pump(self, number: int) -> None:
         """Send requests to one replica and receive completions, until it is lost."""
-        tasks = [asyncio.create_task(self._send(number)), asyncio.create_task(self._fetch(number))]
+        connection = self._connections[number]
+        tasks = [asyncio.create_task(self._send(connection)), asyncio.create_task(self._fetch(number, connection))]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             done.pop().result()
@@ -373,25 +349,25 @@ class Router:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _send(self, number: int) -> None:
+    async def _send(self, connection: _Connection) -> None:
         """Send new and aborted requests to a replica at once."""
         while True:
-            await self._calls[number].wait()
-            self._calls[number].clear()
-            new, self._inbox[number] = self._inbox[number], []
-            aborted, self._aborted[number] = self._aborted[number], []
+            await connection.has_calls.wait()
+            connection.has_calls.clear()
+            new, connection.inbox = connection.inbox, []
+            aborted, connection.aborted = connection.aborted, []
             async with self._answer_within(self._timeout_s):
-                await self._replicas[number].accept(self.client, new, aborted)
-            self._accepted[number].set()
+                await connection.replica.accept(self.client, new, aborted)
+            connection.accepted.set()
 
-    async def _fetch(self, number: int) -> None:
+    async def _fetch(self, number: int, connection: _Connection) -> None:
         """Fetch completions from a replica while it has requests."""
         while True:
-            await self._accepted[number].wait()
-            self._accepted[number].clear()
+            await connection.accepted.wait()
+            connection.accepted.clear()
             while self._board.held(number):
                 async with self._answer_within(WAIT_S + self._timeout_s):
-                    completions = await self._replicas[number].completions(self.client, WAIT_S)
+                    completions = await connection.replica.completions(self.client, WAIT_S)
                 self._receive(number, completions)
                 if completions and self._board.held(number):
                     await asyncio.sleep(REST_S)
@@ -415,7 +391,8 @@ class Router:
             tokens = None if completion.finish_reason == "abort" else len(completion.token_ids)
             self._board.release(number, entry, tokens)
             self._spans.finished(number, completion.request_id, len(entry.request.prompt_ids), tokens)
-            if tokens is None and self._interrupts and not entry.payload.done():
+            moves = self._interrupts or self._connections[number].leaves
+            if tokens is None and moves and not entry.payload.done():
                 entry.request = replace(entry.request, prior=completion if completion.token_ids else None)
                 self._board.add([entry])
                 continue
@@ -427,28 +404,36 @@ class Router:
         self._changed.set()
 
     def _lose(self, number: int, reason: str) -> None:
-        TRACER.progress()
-        self._account()
-        entries = self._board.lose(number)
-        self._spans.lost(number)
-        self._inbox[number] = []
-        self.stats.lost[number] = reason
-        self.stats.moved += len(entries)
-        logger.warning("rollout replica %d is lost, %d requests go to others: %s", number, len(entries), reason)
+        """Continue without a lost replica.
+
+        Its requests begin again on the others.
+        """
+        self._requeue(number, reason)
         if not self._board.replicas:
-            count = len(self._replicas)
+            count = len(self._numbers)
             lost = f"all {count} rollout replicas are lost; the last" if count > 1 else "the only replica is lost"
             self._fail(NoReplicaLeft(f"{lost}: {reason}"))
             return
-        for entry in [entry for entry in entries if entry.moves > MOST_MOVES]:
-            entries.remove(entry)
-            del self._entries[entry.request.request_id]
-            entry.payload.set_exception(
-                RequestGivenUp(f"{entry.moves} rollout replicas were lost while they had this request; last: {reason}")
-            )
-        self._board.add(entry for entry in entries if not entry.payload.done())
         self._dispatch()
         self._changed.set()
+
+    def _requeue(self, number: int, reason: str) -> None:
+        """Disconnect a lost replica, and put its requests back into the queue."""
+        TRACER.progress()
+        self._account()
+        entries = self._disconnect(number)
+        self._spans.lost(number)
+        self.stats.lost[number] = reason
+        self.stats.handled.discard(number)
+        self.stats.moved += len(entries)
+        logger.warning("rollout replica %d is lost, %d requests go to others: %s", number, len(entries), reason)
+        for entry in entries:
+            entry.moves += 1
+            if entry.moves > MOST_MOVES:
+                del self._entries[entry.request.request_id]
+                text = f"{entry.moves} rollout replicas were lost while they had this request; last: {reason}"
+                entry.payload.set_exception(RequestGivenUp(text))
+        self._board.add(entry for entry in entries if not entry.payload.done())
 
     def _fail(self, error: Exception) -> None:
         """Fail all requests with this error."""

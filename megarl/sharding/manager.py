@@ -52,6 +52,10 @@ class SyncSource(Protocol):
 class SyncTarget(Protocol):
     """All rollout ranks together: the receiving side of a weight sync."""
 
+    @property
+    def numbers(self) -> Sequence[int]:
+        """Numbers of the replicas in the run, of which some may be absent; for errors."""
+
     def of_replicas(self, replicas: range) -> SyncTarget:
         """Return the ranks of some replicas as a target of their own."""
 
@@ -237,7 +241,7 @@ class ShardingManager:
                 for wave in part:
                     self._transfer_buckets(wave)
                 if self._verification_due():
-                    expected = self._verify(target, replicas.start, expected)
+                    expected = self._verify(target, expected)
                 usage += self._run_stage("close_transfer", partial(target.close_transfer, True))[0]
                 if part is rounds[-1]:  # after the target, which releases the source's memory
                     usage += self._run_stage("close_transfer", partial(source.close_transfer, True))[0]
@@ -290,15 +294,13 @@ class ShardingManager:
             with contextlib.suppress(Exception):
                 start()
 
-    def _verify(
-        self, target: SyncTarget, first_replica: int, expected: list[PartialChecksums] | None
-    ) -> list[PartialChecksums]:
+    def _verify(self, target: SyncTarget, expected: list[PartialChecksums] | None) -> list[PartialChecksums]:
         """Compare the checksums of a target with the source's, which are computed once per sync and returned."""
         started = time.perf_counter()
         starts = [target.checksums] if expected is not None else [target.checksums, self._source.checksums]
         held, *computed = self._run_stage("verification", *starts)
         trainer: list[PartialChecksums] = computed[0] if expected is None else expected
-        compare_checksums(trainer, held, self.options.replica_size, first_replica)
+        compare_checksums(trainer, held, self.options.replica_size, target.numbers)
         self._verify_seconds = (self._verify_seconds or 0.0) + time.perf_counter() - started
         return trainer
 

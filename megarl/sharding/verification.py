@@ -163,15 +163,18 @@ def checksums_by_name(params: Iterable[LocalParam], checksums: Sequence[int]) ->
 
 
 def compare_checksums(
-    trainer: Sequence[PartialChecksums], rollout: Sequence[PartialChecksums], replica_size: int, first_replica: int = 0
+    trainer: Sequence[PartialChecksums],
+    rollout: Sequence[PartialChecksums],
+    replica_size: int,
+    numbers: Sequence[int] | None = None,
 ) -> None:
     """Compare the checksums of rollout ranks with the trainer's.
 
     Args:
         trainer: checksums of ranks that together hold each element exactly once.
-        rollout: checksums by rollout rank, from ``first_replica`` on.
+        rollout: checksums of the compared replicas, by rank.
         replica_size: ranks of one replica; several of them may hold the same elements.
-        first_replica: number of the first compared replica.
+        numbers: numbers of the compared replicas; None = 0, 1, ...
 
     Raises:
         WeightSyncError: a tensor differs or is incomplete; names the first one and the replica.
@@ -179,7 +182,8 @@ def compare_checksums(
     expected = _sum(trainer)
     for replica in range(len(rollout) // replica_size):
         held = _sum(rollout[replica * replica_size :][:replica_size])
-        number, first = first_replica + replica, (first_replica + replica) * replica_size
+        number = replica if numbers is None else numbers[replica]
+        first = number * replica_size
         owner = f"rollout replica {number} (rank {first}" + (
             ")" if replica_size == 1 else f" to {first + replica_size - 1})"
         )

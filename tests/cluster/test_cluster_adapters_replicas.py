@@ -59,7 +59,7 @@ def test_dead_replica_is_reported_and_replaced(forked_workers):
         frozen.suspend()
 
         async def route():
-            async with Router(replicas[:1], 1, timeout_s=1.0) as router:
+            async with Router({0: replicas[0]}, 1, timeout_s=1.0) as router:
                 await router.generate([1], SamplingParams(1), seed=0)
 
         with pytest.raises(NoReplicaLeft, match="no answer within 1 s"):

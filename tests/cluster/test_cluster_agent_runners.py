@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,7 +79,7 @@ def groups_of(count: int, agent_name: str = "single_turn_agent") -> list[Convers
 
 
 def lead(
-    service: AgentRunners, replicas: list[Replica], count: int, strikes: list[Callable[[], None]] | None = None
+    service: AgentRunners, replicas: Mapping[int, Replica], count: int, strikes: list[Callable[[], None]] | None = None
 ) -> tuple[dict[SampleId, list[int]], int]:
     """Lead conversations to their end; after each of the first reports, one strike."""
     service.open(replicas)

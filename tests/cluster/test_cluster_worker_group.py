@@ -189,7 +189,7 @@ def test_two_frames_of_the_group_submit_a_verb(echo, monkeypatch):
             return refs if len(refs) > 1 else refs[0]
 
     echo.verbs  # noqa: B018  (waits for the start)
-    monkeypatch.setattr(echo, "_actors", [Recorder(0)] * 4)
+    monkeypatch.setattr(echo, "_actors", dict.fromkeys(range(4), Recorder(0)))
     echo.about()
     monkeypatch.setattr("megarl.cluster.worker_group.collect", lambda results, plan: None)
     monkeypatch.setattr(echo, "_collect_rows", lambda verb, plan, chunks, results: None)
@@ -294,7 +294,7 @@ def test_failed_import_is_named(pool, worker, message):
 def test_dependent_call_names_the_failed_call(pool, sleeper):
     ghost = WorkerGroup("ghost", "no_such_package.Worker", {}, ParallelLayout(), pool)
     with pytest.raises(WorkerFailed, match="ghost rank 0 failed in load"):
-        sleeper.submit("sleep", ghost._starting[0].ref).result(timeout_s=120)
+        sleeper.submit("sleep", ghost._starting[0].loaded.ref).result(timeout_s=120)
     ghost.shutdown()
 
 

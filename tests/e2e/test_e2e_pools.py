@@ -74,7 +74,7 @@ def test_replicas_sync_one_by_one_and_one_dies_in_its_wave(
 ) -> None:
     run = start(
         *("--config-name", "quickstart_async", *small, "trainer.experiment_name=rolling", "sync.verify_freq=1"),
-        *("data.max_response_length=40", "actor_rollout_ref.rollout.max_num_seqs=2"),
+        *("data.max_response_length=128", "actor_rollout_ref.rollout.max_num_seqs=1"),  # slower than the trainer
         *("async_training.max_staleness=2", "async_training.sync_wave_size=1"),
         *("actor_rollout_ref.rollout.n_gpus_per_node=2", "trainer.total_training_steps=4"),
         *("trainer.val_before_train=false", "trainer.test_freq=-1", "reward_model.num_workers=0"),
@@ -91,7 +91,7 @@ def test_replicas_sync_one_by_one_and_one_dies_in_its_wave(
     interrupted = [row["rollout_service/interrupted"] for row in steps]
     assert interrupted[0] > 0 == interrupted[3], "the last sync has none"
     assert all(row["weight_sync/verified"] == 1 for row in steps)
-    assert all(0 < row["weight_sync/pause_s"] <= row["weight_sync/seconds"] for row in steps[:3])
+    assert all(0 < row["weight_sync/pause_s"] <= row["weight_sync/seconds"] for row in steps[:2])
     assert all(row["training/off_policy/trajectory_staleness_worst"] <= 2 for row in steps)
     trained = [group for row in read_jsonl(files.newest / "batch_order.jsonl") for group in row["groups"]]
     assert sorted(trained) == list(range(4 * 24))

@@ -62,7 +62,7 @@ def no_rest(monkeypatch):
 
 def ask_all(replicas, prompts, capacity=4, timeout_s=5.0):
     async def run():
-        async with Router(replicas, capacity, timeout_s) as router:
+        async with Router(dict(enumerate(replicas)), capacity, timeout_s) as router:
             answers = await asyncio.gather(
                 *(
                     router.generate(prompt, PARAMS, seed=0, key=f"{prompt[1:]}", expected_tokens=prompt[0])
@@ -154,7 +154,7 @@ def test_interrupted_requests_go_on_after_their_tokens(engine):
     whole = [engine.generate([Request("r", prompt, params, n)])[0] for n, prompt in enumerate(prompts)]
 
     async def run():
-        async with Router([EngineReplica(engine)], 3, 60.0) as router:
+        async with Router({0: EngineReplica(engine)}, 3, 60.0) as router:
             callers = [asyncio.create_task(router.generate(p, params, seed=n)) for n, p in enumerate(prompts)]
             cancelled = asyncio.create_task(router.generate([5], params, seed=9))
             found = []
@@ -185,7 +185,7 @@ def test_an_interruption_survives_the_loss_of_a_replica():
     replicas = [Scripted(), Scripted(dies_after=2)]
 
     async def run():
-        async with Router(replicas, 4, 5.0) as router:
+        async with Router(dict(enumerate(replicas)), 4, 5.0) as router:
             callers = [asyncio.create_task(router.generate([30, n], PARAMS, seed=n)) for n in range(6)]
             await asyncio.sleep(0)
             async with router.interrupted() as requests:
@@ -196,11 +196,85 @@ def test_an_interruption_survives_the_loss_of_a_replica():
     assert answers == [[30, n] for n in range(6)] and list(stats.lost) in ([], [1])
 
 
+def test_requests_go_on_while_replicas_join_and_leave(engine):
+    """Both numbers are one engine, so that a moved request must continue after its tokens to be the same."""
+    prompts, params = [[3, 11, n] for n in range(4)], SamplingParams(300, ignore_eos=True)
+    whole = [engine.generate([Request("r", prompt, params, n)])[0] for n, prompt in enumerate(prompts)]
+    server = EngineReplica(engine)
+
+    class Counted:
+        """The same engine, with its requests."""
+
+        def __init__(self):
+            self.priors = []
+
+        async def accept(self, client, requests, aborted):
+            self.priors += [len(request.prior_ids) for request in requests]
+            await server.accept(client, requests, aborted)
+
+        async def completions(self, client, wait_s):
+            return await server.completions(client, wait_s)
+
+    async def run():
+        first, second = Counted(), Counted()
+        async with Router({0: first}, 4, 60.0) as router:
+            callers = [asyncio.create_task(router.generate(p, params, seed=n)) for n, p in enumerate(prompts)]
+            await asyncio.sleep(0.05)
+            await router.set_replicas({0: first, 5: second})
+            assert router._board.replicas == (0, 5) and not second.priors
+            await router.set_replicas({5: second})
+            assert router._board.replicas == (5,) and not any(caller.done() for caller in callers)
+            answers = await asyncio.gather(*callers)
+            return answers, first.priors, second.priors, router.stats
+
+    answers, first, second, stats = asyncio.run(run())
+    assert [(a.token_ids, a.log_probs) for a in answers] == [
+        (a.token_ids, pytest.approx(a.log_probs, abs=1e-4)) for a in whole
+    ]
+    assert first == [0] * 4 and len(second) == 4 and all(0 < tokens < 300 for tokens in second)
+    assert not stats.lost and not stats.moved and set(stats.busy_s) == {0, 5}
+
+
+def test_another_process_takes_the_place_of_the_only_replica():
+    """Requests of the old process begin again on the new one, and the loss is counted and handled."""
+    old, new = Scripted(), Scripted()
+
+    async def run():
+        async with Router({0: old}, 4, 5.0) as router:
+            callers = [asyncio.create_task(router.generate([10**6, n], PARAMS, seed=n)) for n in range(2)]
+            short = asyncio.create_task(router.generate([5, 7], PARAMS, seed=9))
+            await asyncio.sleep(0)
+            await router.set_replicas({0: new})
+            answer = await asyncio.wait_for(short, 5.0)
+            for caller in callers:
+                caller.cancel()
+        return answer.token_ids, router.stats
+
+    answer, stats = asyncio.run(run())
+    assert answer == [5, 7] and len(new.seen) == 3 and not new.under_way
+    assert list(stats.lost) == [0] and stats.handled == {0} and not stats.to_replace
+    assert stats.metrics()["rollout/replicas_lost"] == 1
+
+
+def test_a_replica_that_dies_while_it_leaves_loses_no_request():
+    replicas = {0: Scripted(), 1: Scripted(dies_after=2)}
+
+    async def run():
+        async with Router(replicas, 4, 5.0) as router:
+            callers = [asyncio.create_task(router.generate([30, n], PARAMS, seed=n)) for n in range(6)]
+            await asyncio.sleep(0)
+            await asyncio.wait_for(router.set_replicas({0: replicas[0]}), 5.0)
+            return [answer.token_ids for answer in await asyncio.gather(*callers)], router.stats
+
+    answers, stats = asyncio.run(run())
+    assert answers == [[30, n] for n in range(6)] and not stats.to_replace
+
+
 def test_cancelling_a_caller_aborts_its_request():
     replica = Scripted()
 
     async def run():
-        async with Router([replica], 1, 5.0) as router:
+        async with Router({0: replica}, 1, 5.0) as router:
             running = asyncio.create_task(router.generate([10**6, 1], PARAMS, seed=0))
             waiting = asyncio.create_task(router.generate([10**6, 2], PARAMS, seed=0))
             await asyncio.sleep(0.02)
@@ -219,7 +293,7 @@ def test_replicas_have_no_running_requests_after_the_last_caller():
     replicas = [Scripted(), Scripted()]
 
     async def run():
-        async with Router(replicas, 2, 5.0) as router:
+        async with Router(dict(enumerate(replicas)), 2, 5.0) as router:
             callers = [asyncio.create_task(router.generate([10**6, n], PARAMS, seed=0)) for n in range(6)]
             await asyncio.sleep(0.02)
             for caller in callers:
@@ -235,7 +309,7 @@ def test_losing_a_replica_while_aborting_does_not_block():
     replica = Scripted(hangs_after=2)
 
     async def run():
-        async with Router([replica], 2, 0.1) as router:
+        async with Router({0: replica}, 2, 0.1) as router:
             caller = asyncio.create_task(router.generate([10**6, 1], PARAMS, seed=0))
             await asyncio.sleep(0.02)
             caller.cancel()

@@ -140,6 +140,10 @@ class Target(Side):
 
         self.receivers = [receiver(rank, engine) for rank, engine in enumerate(self.engines)]
 
+    @property
+    def numbers(self):
+        return [rank // self.setup.tp for rank in self.ranks_of_calls][:: self.setup.tp]
+
     def of_replicas(self, replicas):
         part, tp = copy.copy(self), self.setup.tp
         part.ranks_of_calls = range(replicas.start * tp, replicas.stop * tp)

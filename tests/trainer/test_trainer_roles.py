@@ -57,11 +57,11 @@ def test_engines_are_built_after_the_roles_that_train_and_sleep_until_the_first_
         assert roles.rollout.weight_version() == [1] * roles.rollout.world_size
 
         # A replica that is frozen when a sync interrupts its requests is replaced after health.timeout_s.
-        os.kill(roles.rollout.processes[0].pid, signal.SIGSTOP)
+        frozen = roles.rollout.processes[0].pid
+        os.kill(frozen, signal.SIGSTOP)
         metrics, held = roles.sync_weights_in_flight()
-        assert (
-            metrics["weight_sync/verified"] == 1 and {one.requests for one in held} == {0} and roles.replacements == 1
-        )
+        assert metrics["weight_sync/verified"] == 1 and {one.requests for one in held} == {0}
+        assert roles.rollout.processes[0].pid != frozen
         assert roles.rollout.weight_version() == [2] * roles.rollout.world_size
 
 

@@ -53,7 +53,7 @@ def phase(
         config = train_config({**changes, "data.max_response_length": 6})
         tokenizer = load_tokenizer(str(arithmetic / "model"))
         runners.append(AgentRunner(config, tokenizer))
-        traffic = RolloutTraffic(runners[-1], lambda: [EngineReplica(worker.engine)])
+        traffic = RolloutTraffic(runners[-1], lambda: {0: EngineReplica(worker.engine)})
         return RolloutPhase(traffic, config, tokenizer, FACTS)
 
     yield make

@@ -45,19 +45,38 @@ FUNCTIONS = Path(__file__).with_name("phase_rewards.py")
 STEPS = 3
 
 
-class OneEngine:
-    """A single replica; a weight sync loads the same weights under the next version.
-
-    As a replica of the router it serves with the server that a sync interrupts.
-    """
+class WorkerReplica:
+    """A worker as a replica of the router; it serves with the server that a sync interrupts."""
 
     def __init__(self, model: str) -> None:
-        self.model, self.replacements, self.loses_replica = model, 0, False
         settings = RolloutSettings(model, "cpu", RolloutConfig(dtype="float32", max_num_seqs=4))
         self.worker = RolloutWorker(WorkerPlace(0, 1, "127.0.0.1", 0), settings=settings)
         self.worker.init_model()
+
+    async def accept(self, client: str, requests: Sequence[Request], aborted: Sequence[str]) -> None:
+        self.worker.accept(client, requests, aborted)
+
+    async def completions(self, client: str, wait_s: float) -> list[Completion]:
+        return await asyncio.to_thread(self.worker.completions, client, wait_s)
+
+
+class OneEngine:
+    """A single replica; a weight sync loads the same weights under the next version, and may replace the worker."""
+
+    def __init__(self, model: str) -> None:
+        self.model, self.loses_replica, self.replica = model, False, WorkerReplica(model)
         self.sharding_manager = SimpleNamespace(version=0)
         self.actor = SimpleNamespace(hold_weights=lambda: None, release_weights=lambda: None)
+
+    @property
+    def worker(self) -> RolloutWorker:
+        return self.replica.worker
+
+    def replicas(self) -> dict[int, WorkerReplica]:
+        return {0: self.replica}
+
+    def update_replicas(self, move_requests: Callable[[], None]) -> None:
+        pass
 
     def sync_weights(self) -> dict[str, float]:
         self.sharding_manager.version += 1
@@ -67,20 +86,15 @@ class OneEngine:
 
     def sync_weights_in_flight(self) -> tuple[dict[str, float], list[HeldRequests]]:
         held = self.worker.pause()
+        if self.loses_replica:
+            self.replica = WorkerReplica(self.model)
         metrics = self.sync_weights()
         self.worker.resume()
-        self.replacements += self.loses_replica
         return metrics, [held]
 
     def pause_engines(self) -> None:
         self.worker.pause()
         self.worker.sleep(("weights", "kv_cache"))
-
-    async def accept(self, client: str, requests: Sequence[Request], aborted: Sequence[str]) -> None:
-        self.worker.accept(client, requests, aborted)
-
-    async def completions(self, client: str, wait_s: float) -> list[Completion]:
-        return await asyncio.to_thread(self.worker.completions, client, wait_s)
 
     def ready_engines(self) -> None:
         pass
@@ -128,7 +142,7 @@ def make(
         assert config.data.train_batch_size == 8
         tokenizer = load_tokenizer(str(arithmetic / "model"))
         runners.append(AgentRunner(config, tokenizer))
-        traffic = RolloutTraffic(runners[-1], lambda: [engine])
+        traffic = RolloutTraffic(runners[-1], engine.replicas)
         phase = RolloutPhase(traffic, config, tokenizer)
         manager = functions or RewardManager(in_driver(length), tokenizer)
         rewards = RewardPhase(manager, tokenizer, config.reward_model)
@@ -225,8 +239,8 @@ def test_a_sync_interrupts_responses_and_loses_none(
 ) -> None:
     """The syncs of this test bring equal weights, so every sample is that of synchronous training.
 
-    If a sync replaced a replica, the responses in flight are repeated; then no sample has two versions. In colocated
-    mode the engine sleeps between the batch and the sync.
+    If a sync replaces the replica, its responses begin again; then no sample has two versions. In colocated mode the
+    engine sleeps between the batch and the sync.
     """
     expected = synchronous_samples(make, engine, synchronous)
     service = make(2, tokens=40, partial=True, colocated=colocated)

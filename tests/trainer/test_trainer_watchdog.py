@@ -156,7 +156,7 @@ def test_a_stalled_engine_is_named(start: Callable[[str], WorkerGroup], pool: Pl
     keys = WatchdogConfig(timeout_s=None, phases={"gen": 2}, action="end")
 
     async def ask() -> None:
-        async with Router([replica_processes(group)[1]], 1, timeout_s=600) as router:
+        async with Router({1: replica_processes(group)[1]}, 1, timeout_s=600) as router:
             await router.generate([1], SamplingParams(max_new_tokens=1), seed=0)
 
     with (
@@ -238,7 +238,7 @@ def test_finished_requests_are_progress(pool: PlacedPool, tmp_path: Path) -> Non
             return [Completion(request.request_id, [1], [0.0], "stop", 1) for request in self.requests]
 
     async def ask() -> None:
-        async with Router([Slow()], 1, timeout_s=600) as router:
+        async with Router({0: Slow()}, 1, timeout_s=600) as router:
             await asyncio.gather(
                 *(router.generate([1], SamplingParams(max_new_tokens=1), seed=seed) for seed in range(7))
             )

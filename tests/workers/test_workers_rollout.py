@@ -71,7 +71,9 @@ def answers(workers: Sequence[RolloutWorker], prompts: DataProto, samples: int, 
     ]
 
     async def lead() -> list[Trajectory]:
-        async with Router([EngineReplica(worker.engine) for worker in workers], capacity, 60.0) as router:
+        async with Router(
+            dict(enumerate(EngineReplica(worker.engine) for worker in workers)), capacity, 60.0
+        ) as router:
             loop = SingleTurnLoop()
             return await asyncio.gather(*(lead_conversation(talk, loop, router.generate) for talk in conversations))
 
@@ -232,6 +234,10 @@ class Replicas:
         part = slice(self.replicas.start, self.replicas.stop)
         calls = zip(self.threads[part], self.workers[part], strict=True)
         return Together([thread.submit(getattr(worker, verb), *arguments) for thread, worker in calls])
+
+    @property
+    def numbers(self) -> range:
+        return self.replicas
 
     def of_replicas(self, replicas: range) -> Replicas:
         part = copy.copy(self)

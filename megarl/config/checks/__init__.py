@@ -77,6 +77,7 @@ _TRAIN: tuple[Check, ...] = (
     learning.reference_shaping,
     asynchronous.async_mode,
     asynchronous.async_devices,
+    asynchronous.elastic_replicas,
     asynchronous.async_sizes,
     asynchronous.async_algorithm,
     stale_data.stale_data,

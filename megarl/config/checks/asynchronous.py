@@ -51,6 +51,26 @@ def async_devices(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(f"{_ROLLOUT}.nnodes", rollout.nnodes, text)
 
 
+def elastic_replicas(config: TrainConfig) -> Iterator[Problem]:
+    """Check that replicas that may join and leave have devices of their own, each on one node."""
+    rollout, key = config.actor_rollout_ref.rollout, f"{_ROLLOUT}.min_replicas"
+    least, size = rollout.min_replicas, rollout.devices_per_replica
+    if least is None:
+        return
+    if config.async_training.mode != DISAGGREGATED:
+        text = f"replicas join and leave with {_ASYNC}.mode=disaggregated; {_ASYNC}.mode={config.async_training.mode}"
+        yield Problem(key, least, f"{text}; set null")
+    elif least > (rollout.replicas or least):
+        yield Problem(key, least, f"must be at most {_ROLLOUT}.replicas={rollout.replicas}")
+    elif rollout.server_urls:
+        yield Problem(
+            key, least, f"the run does not start the servers of {_ROLLOUT}.engine_kwargs.sglang.urls; set null"
+        )
+    elif size > (rollout.n_gpus_per_node or size):
+        text = f"a replica of {size} devices spans nodes of {rollout.n_gpus_per_node}, and such replicas cannot leave"
+        yield Problem(key, least, f"{text}; set null")
+
+
 def async_sizes(config: TrainConfig) -> Iterator[Problem]:
     """Check that mini-batches fill the prompts between two syncs: otherwise the last would wait forever."""
     keys, batch = config.async_training, config.data.train_batch_size

@@ -25,3 +25,13 @@ class OwnDevicesConfig:
     def own_devices(self) -> int:
         """Devices of the role alone; 0 = the role shares the trainer's devices."""
         return self.nnodes * (self.n_gpus_per_node or 0)
+
+    @property
+    def device_groups(self) -> list[int]:
+        """Sizes of the groups of devices that are reserved together, each on one node."""
+        return [self.n_gpus_per_node or 1] * self.nnodes
+
+    @property
+    def required_groups(self) -> int | None:
+        """Groups that the run needs to start; None = all."""
+        return None

@@ -171,6 +171,11 @@ class HealthConfig:
         "Below `trainer.watchdog.timeout_s`.",
         above=0,
     )
+    join_timeout_s: float = key(
+        600.0,
+        "Seconds that a run with fewer than `min_replicas` replicas waits for others to join; then it saves and ends.",
+        above=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -221,6 +226,13 @@ class TrainingRolloutConfig(OwnDevicesConfig, RolloutConfig, TokenFilterConfig, 
         "trainer's devices.",
         at_least=0,
     )
+    min_replicas: int | None = key(
+        None,
+        "Fewest engine replicas with which a disaggregated run starts and goes on (elastic replicas): others may join "
+        "and leave at weight syncs, for example with their nodes. null = all; the run waits while a lost one is "
+        "replaced. See docs/asynchronous.md.",
+        at_least=1,
+    )
     n: int = key(1, "Responses per prompt.", at_least=1)
     temperature: float = key(1.0, "Sampling temperature; training computes log-probs at the same one.", above=0)
     free_cache_engine: bool = key(
@@ -233,3 +245,15 @@ class TrainingRolloutConfig(OwnDevicesConfig, RolloutConfig, TokenFilterConfig, 
         "Compare the engine's log-probs with the actor's (`training/rollout_probs_diff_*`, `rollout_corr/*`), and "
         "write them next to the responses in `trainer.rollout_data_dir` as `<step>.npz`, for `megarl doctor logprobs`.",
     )
+
+    @property
+    def device_groups(self) -> list[int]:
+        """See :class:`OwnDevicesConfig`; an elastic replica has a group of its own."""
+        if self.min_replicas is None:
+            return super().device_groups
+        return [self.devices_per_replica] * (self.replicas or 1)
+
+    @property
+    def required_groups(self) -> int | None:
+        """See :class:`OwnDevicesConfig`."""
+        return self.min_replicas

@@ -227,6 +227,11 @@ class _Engine:
     def __getattr__(self, verb: str) -> Any:
         return lambda *arguments: _Pending(self._remote.start(verb, *arguments))
 
+    @property
+    def numbers(self) -> list[int]:
+        """Number of the only replica."""
+        return [0]
+
     def of_replicas(self, replicas: range) -> _Engine:
         """Return itself, the only replica."""
         return self

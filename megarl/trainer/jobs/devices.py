@@ -101,9 +101,11 @@ def _pools(
 ) -> list[ResourcePool]:
     """The pools of a job, the trainer's first."""
     device = resolve_device(run.device, nodes)
-    sizes = {_TRAINER: [run.n_gpus_per_node] * run.nnodes}
-    sizes |= {path: [keys.n_gpus_per_node or 1] * keys.nnodes for path, keys in own.items()}
-    return [ResourcePool(name, device, per_node) for name, per_node in sizes.items()]
+    trainer = ResourcePool(_TRAINER, device, [run.n_gpus_per_node] * run.nnodes)
+    return [
+        trainer,
+        *(ResourcePool(path, device, keys.device_groups, keys.required_groups) for path, keys in own.items()),
+    ]
 
 
 def _keys(run: RunConfig, own: Mapping[str, OwnDevicesConfig], device: str) -> str:

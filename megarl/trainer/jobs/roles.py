@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from megarl.algorithms import Truncation
@@ -39,6 +40,7 @@ from megarl.sharding import (
     sender_plans,
 )
 from megarl.trainer.jobs.devices import JobPools
+from megarl.trainer.jobs.elastic_replicas import REPLICAS_FILE, ElasticReplicas
 from megarl.trainer.jobs.worker_groups import (
     Progress,
     budget,
@@ -80,7 +82,7 @@ class Roles:
         rollout: rollout replicas.
         sharding_manager: sends the actor's weights to the replicas.
         connect: builds a sharding manager for the current processes.
-        replacements: number of lost replicas that were replaced.
+        elastic: lets replicas join and leave; None = a lost one is replaced before the run goes on.
     """
 
     actor: ActorGroup
@@ -91,11 +93,13 @@ class Roles:
     rollout: RolloutGroup
     sharding_manager: ShardingManager
     connect: Callable[[ActorGroup, RolloutGroup], ShardingManager]
-    replacements: int = 0
+    elastic: ElasticReplicas | None = None
+    _leaving: Collection[int] = ()
 
-    def replicas(self) -> list[ReplicaProcess]:
-        """List the processes of the rollout replicas for the router."""
-        return replica_processes(self.rollout)
+    def replicas(self) -> dict[int, ReplicaProcess]:
+        """Return the processes of the rollout replicas for the router, by number, without those that leave."""
+        present = replica_processes(self.rollout)
+        return {number: process for number, process in present.items() if number not in self._leaving}
 
     def weight_version(self) -> int:
         """Return the version of the last weight sync."""
@@ -138,18 +142,42 @@ class Roles:
                 if not lost:
                     raise
                 numbers = ", ".join(map(str, lost))
-                logger.warning("rollout replica %s is lost and is replaced: %s", numbers, error)
+                consequence = "is replaced" if self.elastic is None else "leaves the run until it can join again"
+                logger.warning("rollout replica %s is lost and %s: %s", numbers, consequence, error)
                 self.replace_replicas(lost)
         return action()
 
     def replace_replicas(self, lost: Collection[int]) -> None:
-        """Replace lost replicas by new processes; they get the weights with the next sync.
+        """Replace lost replicas by new processes; they get the weights with the next sync. Elastic ones leave.
 
         Raises:
             WorkerError: a new process failed.
+            ReplicasMissing: too few elastic replicas are left.
         """
-        restart_replicas(self.rollout, lost, pending_beside(self.rollout, self._trainers().values()))
-        self.replacements += len(lost)
+        if self.elastic is None:
+            restart_replicas(self.rollout, lost, pending_beside(self.rollout, self._trainers().values()))
+        else:
+            self.elastic.lose(lost)
+        self._reconnect()
+
+    def update_replicas(self, move_requests: Callable[[], None]) -> None:
+        """Let elastic replicas join and leave before a weight sync.
+
+        Args:
+            move_requests: moves the requests of the leaving replicas to those of :meth:`replicas`.
+        """
+        if self.elastic is None:
+            return
+        if leaving := self.elastic.leaving():
+            self._leaving = leaving
+            move_requests()
+            self.elastic.end(leaving)
+            self._leaving = ()
+        if self.elastic.admit() or leaving:
+            self._reconnect()
+
+    def _reconnect(self) -> None:
+        """Plan the weight sync for the present replicas."""
         version = self.sharding_manager.version
         self.sharding_manager = self.connect(self.actor, self.rollout)
         self.sharding_manager.version = version
@@ -213,6 +241,8 @@ class RoleBuilder:
         batches: batch plan of ``config``.
         total_steps: training steps of the whole run.
         pools: devices of the roles.
+        folder: output folder of the run.
+        notify: prints a line for the user.
         progress: shows the start of the processes.
     """
 
@@ -222,9 +252,12 @@ class RoleBuilder:
         batches: BatchPlan,
         total_steps: int,
         pools: JobPools,
+        folder: Path = Path(),
+        notify: Callable[[str], None] = logger.info,
         progress: Progress | None = None,
     ) -> None:
         self.config = config
+        self.folder, self.notify = folder, notify
         self.policy = config.actor_rollout_ref
         self.batches = batches
         self.total_steps = total_steps
@@ -250,11 +283,16 @@ class RoleBuilder:
         groups = [group for group in (actor, critic, reference_group, reward_model, *teachers.values()) if group]
         wait_ready([*groups, rollout], progress=self.progress)
         wait_all([group.submit("init_model") for group in groups])
-        build_engines(rollout, range(rollout.world_size), pending_beside(rollout, groups))
+        build_engines(rollout, rollout.ranks, pending_beside(rollout, groups))
         reference = reference_group or (actor if self._has_reference() else None)
         sync = self._connect(actor, rollout)
         sync.free_engines()
-        return Roles(actor, critic, reference, reward_model, teachers, rollout, sync, self._connect)
+        roles = Roles(actor, critic, reference, reward_model, teachers, rollout, sync, self._connect)
+        keys = self.policy.rollout
+        if keys.min_replicas is not None:
+            wanted, timeout_s = self.folder / REPLICAS_FILE, keys.health.join_timeout_s
+            roles.elastic = ElasticReplicas(rollout, keys.min_replicas, timeout_s, wanted, self.notify)
+        return roles
 
     def _actor(self) -> ActorGroup:
         reference = None
@@ -348,7 +386,7 @@ class RoleBuilder:
             WeightMap(read_model_config(config.model.path)),
             actor.layout,
             RolloutLayout(
-                tp=tp, replicas=rollout.world_size, vocab_multiple=engine_vocab_multiple(config.rollout.name)
+                tp=tp, replicas=len(rollout.ranks), vocab_multiple=engine_vocab_multiple(config.rollout.name)
             ),
             sync.bucket_megabytes * 2**20,
             ELEMENT_BYTES[config.rollout.dtype],
@@ -360,9 +398,10 @@ class RoleBuilder:
             address = address._replace(timeout_s=sync.timeout_s)
         shared = (routes, address, config.rollout.dtype)
         delta = sync.delta.full_freq if sync.delta.enable else None
+        parts = PerRank(dict(zip(rollout.ranks, replica_plans(plan), strict=True)))
         ends = (
             actor.submit("connect_sync", PerRank(sender_plans(plan, actor.world_size)), *shared, delta),
-            rollout.submit("connect_sync", PerRank(replica_plans(plan)), *shared),
+            rollout.submit("connect_sync", parts, *shared),
         )
         wait_all(ends)
         options = SyncOptions(

@@ -145,7 +145,10 @@ class TrainerBuilder:
             started=session.started,
         )
         runners = session.enter(AgentRunners(config, self.tokenizer, pools.trainer))
-        roles = RoleBuilder(config, self.batches, self.total_steps, pools, progress).build()
+        builder = RoleBuilder(
+            config, self.batches, self.total_steps, pools, session.output_dir, console.message, progress
+        )
+        roles = builder.build()
         console.message("\n".join(filter(None, [roles.describe(), runners.wait_ready()])))
         traffic = RolloutTraffic(runners, roles.replicas)
         rollout = RolloutPhase(

@@ -39,6 +39,8 @@ def update_plan(phase: PhasePlan, cost: SequenceCost, loss_agg_mode: str, horizo
 def rollout_group(policy: PolicyConfig, pool: PlacedPool) -> RolloutGroup:
     """Start one process per rollout replica; the verb ``init_model`` builds its engine.
 
+    Elastic replicas whose devices are not reserved yet are absent.
+
     Args:
         policy: complete section ``actor_rollout_ref``.
         pool: devices of the replicas.
@@ -57,6 +59,9 @@ def rollout_group(policy: PolicyConfig, pool: PlacedPool) -> RolloutGroup:
     kwargs, replicas = {"settings": settings}, range(rollout.replicas or 1)
     size, threads = rollout.devices_per_replica, rollout.agent.num_workers + SPARE_THREADS
     span = min(size, max(pool.pool.devices_per_node))
+    absent: list[int] = []
+    if pool.pool.required is not None:
+        absent = [replica for replica in replicas if not pool.is_placed(range(replica * size, (replica + 1) * size))]
     group = RolloutGroup(
         "rollout",
         "megarl.workers.rollout:RolloutWorker",
@@ -66,6 +71,7 @@ def rollout_group(policy: PolicyConfig, pool: PlacedPool) -> RolloutGroup:
         devices_per_process=span,
         first_devices=[replica * size for replica in replicas],
         threads=threads,
+        absent=absent,
     )
     further = [replica * size + device for replica in replicas for device in range(span, size, span)]
     if further:

@@ -24,7 +24,7 @@ from megarl.config.schema.jobs import GenerationJobConfig, TrainConfig
 from megarl.config.schema.rollout import TrainingRolloutConfig, ValSamplingConfig
 from megarl.data import DataProto
 from megarl.rollout.interface import NO_VERSION, SamplingParams
-from megarl.rollout.router import RouterStats
+from megarl.rollout.router_stats import RouterStats
 from megarl.trainer.records.metrics import Metrics
 from megarl.trainer.rollout_service.traffic import WAIT_S, RolloutTraffic
 
@@ -161,8 +161,8 @@ class RolloutPhase:
         with_routes = self.with_routes and sampling is self.rollout
         groups = self._groups(prompts, params_per_sample, seeds, numbers, keys, with_routes=with_routes)
         trajectories, traffic = self._lead(groups, early)
-        if traffic.lost:
-            self.on_lost(traffic.lost)
+        if traffic.to_replace:
+            self.on_lost(traffic.to_replace)
         uids = [_uid(stream, row) for row in rows]
         batch = self._with_columns_of(prompts.non_tensor_batch, uids, trajectories, with_routes=with_routes)
         return batch, trajectory_metrics(trajectories) | traffic.metrics()

@@ -19,7 +19,7 @@ from megarl.data import DataProto
 from megarl.data.loader import PromptQueue
 from megarl.rewards.manager import EarlyScores
 from megarl.rollout.interface import NO_VERSION
-from megarl.rollout.router import RouterStats
+from megarl.rollout.router_stats import RouterStats
 from megarl.sharding import PausedRequests
 from megarl.trainer.jobs.roles import Roles
 from megarl.trainer.phases.dynamic_sampling import SampleCollector
@@ -100,7 +100,6 @@ class RolloutService:
         self._early: EarlyScores | None = None
         self._error: Exception | None = None
         self._unsent: list[int] = []
-        self._replacements = roles.replacements
 
     @property
     def batch_size(self) -> int:
@@ -142,9 +141,10 @@ class RolloutService:
         """
         self._raise_error()
         self._await_recorded_versions()
+        self.roles.update_replicas(self.traffic.update_replicas)
         in_flight = self.keys.partial_rollout and self.ledger.running
         metrics = self._sync_in_flight() if in_flight or self._is_colocated else self._sync_when_idle()
-        self._replacements = self.roles.replacements
+        metrics["rollout_service/replicas"] = float(len(self.roles.replicas()))
         if not self._is_colocated:
             metrics |= self._idle.metrics(metrics.get("rollout/replica_utilization/mean", 0.0))
         self._admit()
@@ -284,23 +284,16 @@ class RolloutService:
                 self._receive(WAIT_S)
         if self.traffic.is_open:
             stats = self.traffic.close()
-            if stats.lost:
-                self.rollout.on_lost(stats.lost)
+            if stats.to_replace:
+                self.rollout.on_lost(stats.to_replace)
         waited = {"rollout_service/sync_wait_s": time.perf_counter() - started}
         return waited | _held_metrics([]) | stats.metrics() | self.roles.sync_weights()
 
     def _sync_in_flight(self) -> Metrics:
-        """Replace the weights between two tokens of the responses in flight.
-
-        Routers do not know a replica that replaced a lost one. After a replacement, the conversations in flight are
-        therefore repeated from their prompts, with all replicas.
-        """
+        """Replace the weights between two tokens of the responses in flight; new replicas get their share of them."""
         metrics, held = self.roles.sync_weights_in_flight()
-        if self.roles.replacements == self._replacements:
-            stats = self.traffic.take_stats()
-        else:
-            stats = self.traffic.close()
-            self._unsent = self.ledger.running
+        stats = self.traffic.take_stats()
+        self.traffic.update_replicas()
         return {"rollout_service/sync_wait_s": 0.0} | _held_metrics(held) | stats.metrics() | metrics
 
     @property

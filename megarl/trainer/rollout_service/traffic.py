@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from megarl.agents.types import ConversationGroup, ConversationService, FinishedSample, SampleId
-from megarl.rollout.router import Replica, RouterStats
+from megarl.rollout.router import Replica
+from megarl.rollout.router_stats import RouterStats
 
 WAIT_S = 1.0
 """Timeout of one wait for finished samples, in seconds; callers wait again."""
@@ -19,21 +20,30 @@ class RolloutTraffic:
 
     Args:
         runners: lead the conversations.
-        replicas: returns the current rollout replicas, since lost ones are replaced.
+        replicas: returns the current rollout replicas by number, since they may be replaced, join and leave.
     """
 
-    def __init__(self, runners: ConversationService, replicas: Callable[[], Sequence[Replica]]) -> None:
+    def __init__(self, runners: ConversationService, replicas: Callable[[], Mapping[int, Replica]]) -> None:
         self.runners = runners
         self.replicas = replicas
         self.is_open = False
         self._others: list[FinishedSample] = []
+        self._served: Mapping[int, Replica] = {}
 
     def submit(self, groups: Sequence[ConversationGroup]) -> None:
         """Start conversations."""
         if not self.is_open:
-            self.runners.open(self.replicas())
+            self._served = self.replicas()
+            self.runners.open(self._served)
             self.is_open = True
         self.runners.submit(groups)
+
+    def update_replicas(self) -> None:
+        """Send changed replicas to the conversations in flight; see :meth:`ConversationService.set_replicas`."""
+        replicas = self.replicas()
+        if self.is_open and replicas != self._served:
+            self.runners.set_replicas(replicas)
+            self._served = replicas
 
     def finished(self, wait_s: float, names: Collection[SampleId] | None = None) -> list[FinishedSample]:
         """Return samples that have ended; wait for the first one, at most ``wait_s`` seconds.

@@ -1,0 +1,123 @@
+"""The start of a worker group's processes and of their workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from megarl.cluster.failures import WorkerCall
+from megarl.cluster.fork_server import fork_address
+from megarl.cluster.processes import nsight_options
+from megarl.cluster.resources import PlacedPool
+from megarl.cluster.worker_process import ASIDE, ServingWorkerProcess, WorkerProcess
+
+
+@dataclass(frozen=True)
+class StartingRank:
+    """A process that starts and builds its worker.
+
+    Attributes:
+        rank: rank within the role.
+        actor: Ray's handle on the process.
+        described: call that describes the process.
+        loaded: call that imports the worker's class.
+        built: call that builds the worker; describes the process with its verbs.
+    """
+
+    rank: int
+    actor: Any
+    described: WorkerCall
+    loaded: WorkerCall
+    built: WorkerCall
+
+    def call(self, verb: str, *args: Any) -> WorkerCall:
+        """Start an ``ALL`` verb that runs once the worker is built."""
+        ref = self.actor.call.remote(verb, True, {}, *args)
+        return WorkerCall(ref, self.built.role, self.rank, verb, "")
+
+    def kill(self) -> None:
+        """End the process, which has joined no group."""
+        ray.kill(self.actor)
+
+
+@dataclass
+class RankStarter:
+    """Starts the processes of a role; the attributes are arguments of :class:`megarl.cluster.WorkerGroup`.
+
+    Attributes:
+        role: name of the role.
+        worker_cls: class of the workers.
+        worker_kwargs: Ray reference to the constructor arguments.
+        world_size: number of ranks of the role.
+        pool: devices of the processes.
+        env: environment variables of the processes.
+        first_devices: first device of each process.
+        span: devices per process.
+        threads: threads for ``RANK`` verbs.
+        on_device: whether the processes use their devices.
+    """
+
+    role: str
+    worker_cls: str | type
+    worker_kwargs: ray.ObjectRef
+    world_size: int
+    pool: PlacedPool
+    env: Mapping[str, str]
+    first_devices: Sequence[int]
+    span: int
+    threads: int
+    on_device: bool
+    _address: ray.ObjectRef | None = None
+
+    def start(self, ranks: Sequence[int]) -> list[StartingRank]:
+        """Start processes and their workers, without waiting."""
+        actors = {rank: self._create_actor(rank) for rank in ranks}
+        if self._address is None and actors:  # the rendezvous of all ranks
+            self._address = next(iter(actors.values())).reserve_address.remote()
+        described = {rank: self._call(rank, actor.describe.remote(), "start") for rank, actor in actors.items()}
+        loaded = {rank: self._call(rank, actor.load.remote(self.worker_cls), "load") for rank, actor in actors.items()}
+        return [
+            StartingRank(
+                rank,
+                actor,
+                described[rank],
+                loaded[rank],
+                self._call(rank, actor.start.remote(self._address, self.worker_kwargs), "start"),
+            )
+            for rank, actor in actors.items()
+        ]
+
+    def _call(self, rank: int, ref: ray.ObjectRef, verb: str) -> WorkerCall:
+        return WorkerCall(ref, self.role, rank, verb, "")
+
+    def _create_actor(self, rank: int) -> Any:
+        """Start a process without a worker."""
+        tracing = self.pool.processes.options
+        first = self.first_devices[rank]
+        placement = self.pool.actor_options(first) if self.on_device else self.pool.host_options(rank)
+        options = placement | nsight_options(tracing.profile(self.role, rank))
+        if self.env and fork_address() is not None:
+            # A process with a runtime environment is no fork, which would have imported torch before it sees them.
+            options = {"runtime_env": {"env_vars": dict(self.env)}} | options
+        process = ray.remote(WorkerProcess)
+        if self.threads:
+            process = ray.remote(concurrency_groups={ASIDE: self.threads})(ServingWorkerProcess)
+        host = process.options(**options)
+        return host.remote(self.role, rank, self.world_size, self._environment(rank), tracing, self.pool.logs)
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        """Environment variables of a process; the group's ``env`` takes precedence."""
+        first = self.first_devices[rank]
+        variables = {"LOCAL_RANK": str(self.pool.local_rank(first))}
+        if not self.on_device:
+            variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        elif self.pool.pool.device == "cpu":
+            # Two processes with two threads each on two cores are several times slower than with one.
+            variables["OMP_NUM_THREADS"] = "1"
+        elif self.span > 1:
+            # The process claims a share of one device's bundle, so Ray would make only that device visible.
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self.pool.gpu_ids(range(first, first + self.span)))
+        return {**variables, **self.env}

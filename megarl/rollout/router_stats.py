@@ -1,0 +1,127 @@
+"""Statistics of a router, and the timeline of its requests."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from megarl.rollout.load_board import LoadBoard
+from megarl.tracing import TRACER, counter, past_span
+
+
+@dataclass
+class RouterStats:
+    """Statistics of a router.
+
+    Attributes:
+        lost: reasons by lost replica.
+        handled: lost replicas that have left, or that another process has replaced.
+        moved: requests that were moved to another replica.
+        busy_s: busy seconds of each replica.
+        idle_while_waiting_s: seconds that replicas were idle while requests waited, over all replicas.
+        seconds: seconds between opening and closing the router.
+        runners_lost: agent runners that were lost, with their routers.
+    """
+
+    lost: dict[int, str] = field(default_factory=dict)
+    moved: int = 0
+    busy_s: dict[int, float] = field(default_factory=dict)
+    idle_while_waiting_s: float = 0.0
+    seconds: float = 0.0
+    runners_lost: int = 0
+    handled: set[int] = field(default_factory=set)
+
+    @property
+    def to_replace(self) -> set[int]:
+        """Lost replicas that were neither replaced nor removed."""
+        return self.lost.keys() - self.handled
+
+    @classmethod
+    def merged(cls, parts: Sequence[RouterStats], runners_lost: int) -> RouterStats:
+        """Join the statistics of routers that shared the replicas.
+
+        A replica counts as busy as the router that used it longest: routers with even shares use it at the same time.
+        """
+        busy: dict[int, float] = {}
+        lost: dict[int, str] = {}
+        handled: set[int] = set()
+        for part in parts:
+            busy |= {replica: max(seconds, busy.get(replica, 0.0)) for replica, seconds in part.busy_s.items()}
+            lost |= part.lost
+            handled |= part.handled
+        return cls(
+            lost=lost,
+            moved=sum(part.moved for part in parts),
+            busy_s=busy,
+            idle_while_waiting_s=sum(part.idle_while_waiting_s for part in parts),
+            seconds=max((part.seconds for part in parts), default=0.0),
+            runners_lost=runners_lost,
+            handled=handled,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``rollout/*`` metrics: utilization of replicas, lost replicas and runners, and moved requests.
+
+        Without time or replicas there is no utilization.
+        """
+        shares = [busy / self.seconds for busy in self.busy_s.values()] if self.seconds else []
+        metrics = {
+            "rollout/idle_while_waiting_s": self.idle_while_waiting_s,
+            "rollout/replicas_lost": float(len(self.lost)),
+            "rollout/requests_moved": float(self.moved),
+            "rollout/runners_lost": float(self.runners_lost),
+        }
+        if shares:
+            metrics["rollout/replica_utilization/mean"] = sum(shares) / len(shares)
+            metrics["rollout/replica_utilization/min"] = min(shares)
+        return metrics
+
+
+class RequestSpans:
+    """Timeline of requests at replicas: a span per request, counters of busy slots and of the queue.
+
+    Without a recording timeline it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._started: dict[tuple[int, str], tuple[int, int]] = {}
+        self._free: dict[int, list[int]] = defaultdict(list)
+        self._lanes: dict[int, int] = defaultdict(int)
+
+    def started(self, replica: int, requests: Iterable[str]) -> None:
+        """Record that a replica got requests."""
+        if TRACER.recording:
+            now = time.monotonic_ns()
+            for request in requests:
+                self._started[replica, request] = (now, self._take_lane(replica))
+
+    def finished(self, replica: int, request: str, prompt: int, tokens: int | None) -> None:
+        """Record that a replica finished a request, or lost or aborted it (``tokens`` None)."""
+        started = self._started.pop((replica, request), None)
+        if started is not None:
+            start, lane = started
+            heapq.heappush(self._free[replica], lane)
+            name = f"replica {replica} place {lane}"
+            past_span("request", "rollout", start, name, request=request, prompt_tokens=prompt, tokens=tokens)
+
+    def lost(self, replica: int) -> None:
+        """Record that a replica is lost with its requests."""
+        for number, request in [key for key in self._started if key[0] == replica]:
+            self.finished(number, request, 0, None)
+
+    def count(self, board: LoadBoard) -> None:
+        """Record the number of running requests of each replica, and of waiting ones."""
+        if TRACER.recording:
+            for replica in board.replicas:
+                counter(f"replica {replica} requests", busy=len(board.held(replica)))
+            counter("requests waiting", waiting=board.waiting)
+
+    def _take_lane(self, replica: int) -> int:
+        """Return the lowest free lane, so that spans do not overlap."""
+        if self._free[replica]:
+            return heapq.heappop(self._free[replica])
+        self._lanes[replica] += 1
+        return self._lanes[replica] - 1

@@ -1,0 +1,71 @@
+"""Elastic replicas of a disaggregated job: they leave and join with their node, and on request."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+
+import pytest
+from cli_runs import CliRun, RunFiles, read_jsonl
+from ray.cluster_utils import Cluster
+
+from megarl.ops import scale
+
+
+def test_replicas_leave_and_join_with_their_node_and_on_request(
+    small: list[str], start: Callable[..., CliRun], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The node of replica 1 dies and comes back; then the user takes a replica away and gives it back."""
+    memory, fast = (
+        {"object_store_memory": 80 * 2**20},
+        {"health_check_period_ms": 500, "health_check_failure_threshold": 2},
+    )
+    head = {"num_cpus": 2, "include_dashboard": False, "_system_config": fast, **memory}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    node = cluster.add_node(num_cpus=1, **memory)
+    run = start(
+        *("--config-name", "quickstart_async", *small, "trainer.experiment_name=elastic", "sync.verify_freq=1"),
+        *("actor_rollout_ref.rollout.nnodes=2", "actor_rollout_ref.rollout.n_gpus_per_node=1"),
+        *("actor_rollout_ref.rollout.min_replicas=1", "trainer.total_training_steps=2000", "trainer.save_freq=-1"),
+        *("trainer.val_before_train=false", "trainer.test_freq=-1", "reward_model.num_workers=0"),
+        env={"RAY_ADDRESS": cluster.address},
+    )
+    steps: list[dict[str, float]] = []
+
+    def wait_for(replicas: int) -> None:
+        """Wait until a later weight sync has reached this number of replicas."""
+        seen = len(steps)
+
+        def reached() -> bool:
+            for file in run.folder.glob("outputs/elastic/*/metrics.jsonl"):
+                complete = file.read_text().rpartition("\n")[0]  # the run may write the last line now
+                steps[:] = [row for line in complete.splitlines() if (row := json.loads(line))["step"] > 0]
+            return any(row["rollout_service/replicas"] == replicas for row in steps[seen:])
+
+        run.wait_until(reached)
+
+    try:
+        wait_for(2)
+        cluster.remove_node(node, allow_graceful=False)
+        wait_for(1)
+        cluster.add_node(num_cpus=1, **memory)
+        wait_for(2)
+        folder = RunFiles(run.folder, "elastic").newest
+        assert scale.main([str(folder), "3"]) == 2
+        assert "3 replicas, expected 1 (rollout.min_replicas) to 2 (rollout.replicas)" in capsys.readouterr().err
+        assert scale.main([str(folder), "1"]) == 0
+        wait_for(1)
+        assert scale.main([str(folder), "2"]) == 0
+        wait_for(2)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait() == 128 + signal.SIGTERM, run.output  # a run without checkpoints ends at once
+    finally:
+        cluster.shutdown()
+    assert scale.main([str(folder), "1"]) == 2 and "the run has ended" in capsys.readouterr().err
+    assert "leaves the run until it can join again" in run.output
+    assert run.output.count("has joined; 2 replicas of 2") == 2 and "has left; 1 replica of 2" in run.output
+    assert all(row["weight_sync/verified"] == 1 for row in steps)
+    assert all(row["training/off_policy/trajectory_staleness_worst"] <= 1 for row in steps)
+    trained = [group for row in read_jsonl(folder / "batch_order.jsonl") for group in row["groups"]]
+    assert sorted(trained) == list(range(len(trained))), "no prompt is lost or trained twice"
