@@ -45,6 +45,15 @@ SHARED = {**SIZES, **STALE, "async_training.mode": "colocated", "async_training.
         ({**APART, f"{ROLLOUT}.nnodes": 2, f"{ROLLOUT}.n_gpus_per_node": 3, f"{ROLLOUT}.name": "sglang",
           f"{ROLLOUT}.tensor_model_parallel_size": 2}, f"{ROLLOUT}.tensor_model_parallel_size",
          f"must divide {ROLLOUT}.n_gpus_per_node=3"),
+        ({**SHARED, f"{ROLLOUT}.min_replicas": 1}, f"{ROLLOUT}.min_replicas", "set null"),
+        ({**APART, f"{ROLLOUT}.min_replicas": 5}, f"{ROLLOUT}.min_replicas", f"at most {ROLLOUT}.replicas=4"),
+        ({**APART, f"{ROLLOUT}.min_replicas": 1, f"{ROLLOUT}.nnodes": 2, f"{ROLLOUT}.n_gpus_per_node": 2,
+          f"{ROLLOUT}.name": "sglang", f"{ROLLOUT}.tensor_model_parallel_size": 4}, f"{ROLLOUT}.min_replicas",
+         "spans nodes of 2"),
+        ({**APART, f"{ROLLOUT}.min_replicas": 1, f"{ROLLOUT}.name": "sglang",
+          f"{ROLLOUT}.engine_kwargs.sglang.api_key_env": "KEY",
+          f"{ROLLOUT}.engine_kwargs.sglang.urls": [f"http://host{n}:30000" for n in range(4)]},
+         f"{ROLLOUT}.min_replicas", "does not start the servers"),
         ({**APART, "async_training.sync_interval": 3}, "async_training.sync_interval",
          "= 48 prompts are not data.train_batch_size=64; set 4"),
         ({**APART, f"{ACTOR}.ppo_mini_batch_size": 24, "async_training.sync_interval": 2,
@@ -70,6 +79,15 @@ def test_engines_of_a_pool_have_its_devices_and_keep_their_memory() -> None:
         shared = build(TrainConfig, with_keys(values))
         assert shared.actor_rollout_ref.rollout.replicas == shared.num_devices == 8
         assert shared.actor_rollout_ref.rollout.free_cache_engine
+
+
+def test_elastic_replicas_have_a_group_of_devices_each() -> None:
+    fixed, elastic = (
+        build(TrainConfig, with_keys({**APART, f"{ROLLOUT}.min_replicas": least})).actor_rollout_ref.rollout
+        for least in (None, 2)
+    )
+    assert (fixed.device_groups, fixed.required_groups) == ([4], None)
+    assert (elastic.device_groups, elastic.required_groups) == ([1, 1, 1, 1], 2)
 
 
 def test_staleness_0_needs_no_correction() -> None:
