@@ -5,7 +5,7 @@ See :mod:`megarl.rollout.router` and :mod:`megarl.sharding.manager` for the inte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from megarl.cluster.calls import PendingCall, RankHandle, ScatteredCall
@@ -63,11 +63,18 @@ class GroupTarget:
     Args:
         group: the rollout role.
         members: ranks of the present replicas; None = those of now.
+        sleepers: ranks that sleep and wake, since they share devices with the trainer; None = all.
         replicas: numbers of the plan's replicas; None = all.
     """
 
-    def __init__(self, group: WorkerGroup, members: Sequence[int] | None = None, replicas: range | None = None) -> None:
-        self._group = group
+    def __init__(
+        self,
+        group: WorkerGroup,
+        members: Sequence[int] | None = None,
+        sleepers: Collection[int] | None = None,
+        replicas: range | None = None,
+    ) -> None:
+        self._group, self._sleepers = group, sleepers
         self._members = group.ranks if members is None else members
         self._replicas = range(len(self._members)) if replicas is None else replicas
 
@@ -78,7 +85,7 @@ class GroupTarget:
 
     def of_replicas(self, replicas: range) -> GroupTarget:
         """Return the ranks of some replicas."""
-        return GroupTarget(self._group, self._members, replicas)
+        return GroupTarget(self._group, self._members, self._sleepers, replicas)
 
     def pause(self) -> PendingCall:
         """Interrupt all requests and hold them."""
@@ -90,11 +97,11 @@ class GroupTarget:
 
     def sleep(self, tags: tuple[str, ...]) -> PendingCall:
         """Release the memory that the tags name."""
-        return self._submit("sleep", tags)
+        return self._group.submit_on(self._sleeping(), "sleep", tags)
 
     def wake(self, tags: tuple[str, ...]) -> PendingCall:
         """Take back the memory that the tags name."""
-        return self._submit("wake", tags)
+        return self._group.submit_on(self._sleeping(), "wake", tags)
 
     def open_transfer(self, session: int) -> PendingCall:
         """Prepare to receive."""
@@ -121,6 +128,9 @@ class GroupTarget:
     def end_update(self, version: int) -> PendingCall:
         """Let every engine serve the new weights."""
         return self._submit("end_update", version)
+
+    def _sleeping(self) -> list[int]:
+        return [rank for rank in self.numbers if self._sleepers is None or rank in self._sleepers]
 
     def _submit(self, verb: str, *args: Any) -> PendingCall:
         return self._group.submit_on(self.numbers, verb, *args)

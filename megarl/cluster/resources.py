@@ -143,15 +143,29 @@ class PlacedPool:
         logs: log files of the processes; None: Ray's.
     """
 
-    def __init__(self, pool: ResourcePool, groups: Sequence[PlacementGroup], logs: ProcessLogs | None = None) -> None:
+    def __init__(
+        self,
+        pool: ResourcePool,
+        groups: Sequence[PlacementGroup | None],
+        logs: ProcessLogs | None = None,
+        sizes: Sequence[int] | None = None,
+    ) -> None:
         self.pool, self.logs = pool, logs
         self.processes = RunProcesses()
         self._groups: list[PlacementGroup | None] = list(groups)
-        self._sizes = sorted(pool.devices_per_node, reverse=True)  # as they were placed
+        self._sizes = sizes or sorted(pool.devices_per_node, reverse=True)  # as they were placed
         self._bundles = [(group, bundle) for group, size in enumerate(self._sizes) for bundle in range(size)]
         self._nodes: dict[int, str] = {}
         for number in range(len(self._groups)):
             self._locate(number)
+
+    def joined(self, other: PlacedPool) -> PlacedPool:
+        """Return a view of both pools: this one's devices, then the other's; the pools still own them."""
+        sizes = [*self._sizes, *other._sizes]
+        pool = ResourcePool(f"{self.pool.name} and {other.pool.name}", self.pool.device, sizes)
+        joined = PlacedPool(pool, [*self._groups, *other._groups], self.logs, sizes)
+        joined.processes = self.processes
+        return joined
 
     def device_of(self, rank: int) -> int:
         """Return the device of a rank of a role."""

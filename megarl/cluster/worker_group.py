@@ -205,7 +205,9 @@ class WorkerGroup:
         """
         mark = self._mark(verb)
         calls = [
-            self._remote_call(self._actors[rank].call.remote(verb, True, {}, *args), rank, verb, mark.phase)
+            self._remote_call(
+                self._actors[rank].call.remote(verb, True, {}, *for_rank(args, rank)), rank, verb, mark.phase
+            )
             for rank in ranks
         ]
         return PendingCall([self], calls, list)

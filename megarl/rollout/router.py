@@ -150,13 +150,12 @@ class Router:
         self._count = self.finished = 0
         self._since = time.perf_counter()
         self.stats = RouterStats()
-        self._opened = self._since
         self._spans = RequestSpans()
         for number, replica in replicas.items():
             self._join(number, replica)
 
     async def __aenter__(self) -> Self:
-        self._opened = self._since = time.perf_counter()
+        self._since = time.perf_counter()
         for number in self._connections:
             self._start_pump(number)
         return self
@@ -169,7 +168,6 @@ class Router:
                 await self._drain()
         finally:
             self._account()
-            self.stats.seconds = time.perf_counter() - self._opened
             for pump in self._pumps:
                 pump.cancel()
             await asyncio.gather(*self._pumps, return_exceptions=True)
@@ -260,7 +258,6 @@ class Router:
         self._account()
         self._board.forget_idle_keys()  # no prefix of the old weights is cached any more
         taken = self.stats
-        taken.seconds, self._opened = self._since - self._opened, self._since
         self.stats = RouterStats(busy_s=dict.fromkeys(self._board.replicas, 0.0))
         return taken
 
@@ -449,6 +446,7 @@ class Router:
         now = time.perf_counter()
         passed, self._since = now - self._since, now
         for number in self._board.replicas:
+            self.stats.served_s[number] = self.stats.served_s.get(number, 0.0) + passed
             if self._board.held(number):
                 self.stats.busy_s[number] += passed
             elif self._board.waiting:

@@ -21,16 +21,16 @@ class RouterStats:
         handled: lost replicas that have left, or that another process has replaced.
         moved: requests that were moved to another replica.
         busy_s: busy seconds of each replica.
+        served_s: seconds in which each replica was connected.
         idle_while_waiting_s: seconds that replicas were idle while requests waited, over all replicas.
-        seconds: seconds between opening and closing the router.
         runners_lost: agent runners that were lost, with their routers.
     """
 
     lost: dict[int, str] = field(default_factory=dict)
     moved: int = 0
     busy_s: dict[int, float] = field(default_factory=dict)
+    served_s: dict[int, float] = field(default_factory=dict)
     idle_while_waiting_s: float = 0.0
-    seconds: float = 0.0
     runners_lost: int = 0
     handled: set[int] = field(default_factory=set)
 
@@ -46,18 +46,20 @@ class RouterStats:
         A replica counts as busy as the router that used it longest: routers with even shares use it at the same time.
         """
         busy: dict[int, float] = {}
+        served: dict[int, float] = {}
         lost: dict[int, str] = {}
         handled: set[int] = set()
         for part in parts:
             busy |= {replica: max(seconds, busy.get(replica, 0.0)) for replica, seconds in part.busy_s.items()}
+            served |= {replica: max(seconds, served.get(replica, 0.0)) for replica, seconds in part.served_s.items()}
             lost |= part.lost
             handled |= part.handled
         return cls(
             lost=lost,
             moved=sum(part.moved for part in parts),
             busy_s=busy,
+            served_s=served,
             idle_while_waiting_s=sum(part.idle_while_waiting_s for part in parts),
-            seconds=max((part.seconds for part in parts), default=0.0),
             runners_lost=runners_lost,
             handled=handled,
         )
@@ -67,7 +69,7 @@ class RouterStats:
 
         Without time or replicas there is no utilization.
         """
-        shares = [busy / self.seconds for busy in self.busy_s.values()] if self.seconds else []
+        shares = [self.busy_s[replica] / seconds for replica, seconds in self.served_s.items() if seconds > 0]
         metrics = {
             "rollout/idle_while_waiting_s": self.idle_while_waiting_s,
             "rollout/replicas_lost": float(len(self.lost)),

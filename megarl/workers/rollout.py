@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from megarl.base.ports import free_port
 from megarl.base.user_code import import_user_modules
 from megarl.config import RolloutConfig
+from megarl.config.schema.rollout import TrainingRolloutConfig
 from megarl.models import WeightMap, read_model_config
 from megarl.rollout import Completion, Request, create_engine
 from megarl.rollout.interface import Tag
@@ -68,6 +70,9 @@ class RolloutWorker:
         """
         settings: RolloutSettings = self.settings
         rollout: RolloutConfig = settings.config
+        if settings.first_hybrid is not None and self.replica >= settings.first_hybrid:
+            assert isinstance(rollout, TrainingRolloutConfig)
+            rollout = replace(rollout, free_cache_engine=True)
         weights, tp = WeightMap(read_model_config(settings.model_path)), rollout.tensor_model_parallel_size
         multiple = engine_vocab_multiple(rollout.name)
         self._params = [weights.rollout_params(tp, rank, vocab_multiple=multiple) for rank in range(tp)]

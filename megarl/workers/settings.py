@@ -135,6 +135,8 @@ class RolloutSettings:
         config: engine, sampling and size.
         external_lib: see :class:`RoleSettings`.
         return_routes: the engine returns the experts of tokens, for routing replay R3.
+        first_hybrid: number of the first replica on the trainer's devices, besides replicas with devices of their own;
+            None = there are none.
     """
 
     model_path: str
@@ -142,6 +144,7 @@ class RolloutSettings:
     config: RolloutConfig
     external_lib: tuple[str, ...] = ()
     return_routes: bool = False
+    first_hybrid: int | None = None
 
 
 def layout_of(megatron: MegatronConfig) -> ParallelLayout:

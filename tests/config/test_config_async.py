@@ -45,6 +45,12 @@ SHARED = {**SIZES, **STALE, "async_training.mode": "colocated", "async_training.
         ({**APART, f"{ROLLOUT}.nnodes": 2, f"{ROLLOUT}.n_gpus_per_node": 3, f"{ROLLOUT}.name": "sglang",
           f"{ROLLOUT}.tensor_model_parallel_size": 2}, f"{ROLLOUT}.tensor_model_parallel_size",
          f"must divide {ROLLOUT}.n_gpus_per_node=3"),
+        ({**SHARED, "async_training.hybrid_rollout": True}, "async_training.hybrid_rollout", "set false"),
+        ({**APART, "async_training.hybrid_rollout": True, f"{ROLLOUT}.min_replicas": 1},
+         "async_training.hybrid_rollout", "not with elastic replicas"),
+        ({**APART, "async_training.hybrid_rollout": True, f"{ROLLOUT}.name": "sglang",
+          f"{ROLLOUT}.nnodes": 2, f"{ROLLOUT}.n_gpus_per_node": 8, f"{ROLLOUT}.tensor_model_parallel_size": 16},
+         "async_training.hybrid_rollout", "replicas of 16 devices must divide trainer.n_gpus_per_node=8"),
         ({**SHARED, f"{ROLLOUT}.min_replicas": 1}, f"{ROLLOUT}.min_replicas", "set null"),
         ({**APART, f"{ROLLOUT}.min_replicas": 5}, f"{ROLLOUT}.min_replicas", f"at most {ROLLOUT}.replicas=4"),
         ({**APART, f"{ROLLOUT}.min_replicas": 1, f"{ROLLOUT}.nnodes": 2, f"{ROLLOUT}.n_gpus_per_node": 2,
@@ -116,6 +122,8 @@ def test_the_modes_of_verl_are_translated() -> None:
     keys = {"trainer.v1.trainer_mode": "colocate_async", "trainer.v1.sampler.max_off_policy_threshold": 2}
     config = build(TrainConfig, with_keys({**SIZES, **STALE, **keys}))
     assert (config.async_training.mode, config.async_training.max_staleness) == ("colocated", 2)
-    switching = "trainer.v1.separate_async.hybrid_rollout.enable_switch"
-    assert "do not generate" in problems_of({**AHEAD, switching: True})[switching].text
+    switching = "trainer.v1.separate_async.hybrid_rollout."
+    for enabled in (False, True):
+        keys = {f"{switching}enable_switch": enabled, f"{switching}switch_threshold_ratio": 0.4}
+        assert build(TrainConfig, with_keys({**trainer_v1, **keys})).async_training.hybrid_rollout == enabled
     assert "total_training_steps" in problems_of({"rollout.total_rollout_steps": 9})["rollout.total_rollout_steps"].text

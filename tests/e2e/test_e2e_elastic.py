@@ -1,4 +1,4 @@
-"""Elastic replicas of a disaggregated job: they leave and join with their node, and on request."""
+"""Replicas of a disaggregated job that come and go: with their node, on request, and with the trainer's devices."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from cli_runs import CliRun, RunFiles, read_jsonl
+from documented_metrics import undocumented
 from ray.cluster_utils import Cluster
 
 from megarl.ops import scale
@@ -69,3 +70,24 @@ def test_replicas_leave_and_join_with_their_node_and_on_request(
     assert all(row["training/off_policy/trajectory_staleness_worst"] <= 1 for row in steps)
     trained = [group for row in read_jsonl(folder / "batch_order.jsonl") for group in row["groups"]]
     assert sorted(trained) == list(range(len(trained))), "no prompt is lost or trained twice"
+
+
+def test_the_trainers_devices_generate_while_it_waits(small: list[str], start: Callable[..., CliRun]) -> None:
+    """The second replica is on the trainer's device; its requests move to the first one before each update."""
+    run = start(
+        *("--config-name", "quickstart_async", *small, "trainer.experiment_name=hybrid", "sync.verify_freq=1"),
+        *("async_training.hybrid_rollout=true", "async_training.max_staleness=1", "trainer.total_training_steps=4"),
+        *("data.max_response_length=64", "actor_rollout_ref.rollout.max_num_seqs=2", "trainer.test_freq=2"),
+        "trainer.val_before_train=true",
+    )
+    assert run.wait() == 0, run.output
+    files = RunFiles(run.folder, "hybrid")
+    steps = list(files.steps.values())
+    assert undocumented(name for row in files.metrics for name in row) == []
+    assert "rollout-1.log" in {path.name for path in (files.newest / "logs").iterdir()}
+    assert steps[0]["rollout_service/replicas"] == 2 and steps[0]["rollout_service/switch_s"] > 0
+    assert all(row["rollout_service/replicas"] in (1, 2) and row["weight_sync/verified"] == 1 for row in steps)
+    assert all(row["rollout/replicas_lost"] == 0 for row in steps)
+    assert all(row["training/off_policy/trajectory_staleness_worst"] <= 1 for row in steps)
+    trained = [group for row in read_jsonl(files.newest / "batch_order.jsonl") for group in row["groups"]]
+    assert sorted(trained) == list(range(4 * 24)), "no prompt is lost or trained twice"

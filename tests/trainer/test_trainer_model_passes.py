@@ -51,10 +51,8 @@ def test_engines_leave_room_for_the_roles_on_their_devices() -> None:
     """The fullest rank of each role, 3 and 20 bytes; the critic has devices of its own."""
     shared, apart = Pool(), Pool()
     actor, reference, critic = Group(shared, [3, 1]), Group(shared, [20]), Group(apart, [100, 100])
-    rollout: Any = Group(shared, [])
-    assert pending_beside(rollout, [actor, reference, critic]) == 23  # type: ignore[list-item]
-    alone: Any = Group(Pool(), [])
-    assert pending_beside(alone, [actor, critic]) is None  # type: ignore[list-item]
+    assert pending_beside(shared, [actor, reference, critic]) == 23  # type: ignore[list-item,arg-type]
+    assert pending_beside(Pool(), [actor, critic]) is None  # type: ignore[list-item,arg-type]
 
 
 def test_processes_of_all_pools_are_watched_together() -> None:

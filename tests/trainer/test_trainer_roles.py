@@ -49,7 +49,8 @@ def test_engines_are_built_after_the_roles_that_train_and_sleep_until_the_first_
 
         # The moments of both models, 8 bytes per parameter, and an allowance of 1 GiB for each process.
         sizes = [_elements(str(path)) for path in (config.actor_rollout_ref.model.path, config.critic.model.path)]
-        (pending,) = next(args for role, verb, args in calls if (role, verb) == ("rollout", "init_model"))
+        (by_replica,) = next(args for role, verb, args in calls if (role, verb) == ("rollout", "init_model"))
+        pending = by_replica.values[0]
         assert 8 * sum(sizes) * 0.9 <= pending - 2 * 2**30 <= 8 * sum(sizes) * 1.1
 
         assert roles.describe().splitlines()[-1] == "rollout: embedded, TP1, float32"

@@ -75,8 +75,11 @@ class OneEngine:
     def replicas(self) -> dict[int, WorkerReplica]:
         return {0: self.replica}
 
-    def update_replicas(self, move_requests: Callable[[], None]) -> None:
-        pass
+    def update_replicas(self, move_requests: Callable[[], None], waited_s: float) -> None:
+        assert waited_s >= 0
+
+    def return_devices(self, move_requests: Callable[[], None]) -> float:
+        return 0.0
 
     def sync_weights(self) -> dict[str, float]:
         self.sharding_manager.version += 1

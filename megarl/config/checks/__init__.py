@@ -78,6 +78,7 @@ _TRAIN: tuple[Check, ...] = (
     asynchronous.async_mode,
     asynchronous.async_devices,
     asynchronous.elastic_replicas,
+    asynchronous.hybrid_rollout,
     asynchronous.async_sizes,
     asynchronous.async_algorithm,
     stale_data.stale_data,

@@ -71,6 +71,24 @@ def elastic_replicas(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(key, least, f"{text}; set null")
 
 
+def hybrid_rollout(config: TrainConfig) -> Iterator[Problem]:
+    """Check that the trainer's devices can hold engine replicas besides those with devices of their own."""
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    key, size = f"{_ASYNC}.hybrid_rollout", rollout.devices_per_replica
+    if not config.async_training.hybrid_rollout:
+        return
+    if config.async_training.mode != DISAGGREGATED:
+        text = f"the engines are on the trainer's devices already with {_ASYNC}.mode={config.async_training.mode}"
+        yield Problem(key, True, f"{text}; set false")
+    elif rollout.min_replicas is not None:
+        yield Problem(key, True, f"not with elastic replicas ({_ROLLOUT}.min_replicas={rollout.min_replicas})")
+    elif rollout.server_urls:
+        yield Problem(key, True, f"not with servers by {_ROLLOUT}.engine_kwargs.sglang.urls")
+    elif trainer.n_gpus_per_node % size or (rollout.n_gpus_per_node or size) % size:
+        text = f"replicas of {size} devices must divide trainer.n_gpus_per_node={trainer.n_gpus_per_node} and "
+        yield Problem(key, True, f"{text}{_ROLLOUT}.n_gpus_per_node={rollout.n_gpus_per_node}")
+
+
 def async_sizes(config: TrainConfig) -> Iterator[Problem]:
     """Check that mini-batches fill the prompts between two syncs: otherwise the last would wait forever."""
     keys, batch = config.async_training, config.data.train_batch_size

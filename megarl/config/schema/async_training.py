@@ -44,6 +44,11 @@ class AsyncTrainingConfig:
         "wave, while the others generate (rolling sync); null = all.",
         at_least=1,
     )
+    hybrid_rollout: bool = key(
+        False,
+        "The trainer's devices have engine replicas too, which generate in disaggregated mode from a weight sync until "
+        "the first mini-batch is complete, if that saves more time than the switch takes.",
+    )
     proximal: str = key(
         RECOMPUTE,
         "Old log-probs of stale samples, about which the ratio is clipped: recompute = by a forward pass with the "

@@ -169,6 +169,13 @@ class TrainConfig(ScoredJobConfig):
         return self.trainer.num_devices + sum(pool.own_devices for pool in self.own_pools.values())
 
     @property
+    def hybrid_replicas(self) -> int:
+        """Number of engine replicas on the trainer's devices, besides those with devices of their own."""
+        if not self.async_training.hybrid_rollout:
+            return 0
+        return self.trainer.num_devices // self.actor_rollout_ref.rollout.devices_per_replica
+
+    @property
     def own_pools(self) -> dict[str, OwnDevicesConfig]:
         """See :class:`ScoredJobConfig`; ``val_only`` needs neither critic nor reference nor teachers."""
         policy, trains = self.actor_rollout_ref, not self.trainer.val_only

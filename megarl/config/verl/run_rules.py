@@ -12,7 +12,7 @@ _MODE = "trainer.v1.trainer_mode"
 _ASYNC = "nearest: the section async_training"
 _ADMISSION = "async_training.max_staleness admits prompts ahead, so that no sample becomes too stale"
 _SWITCH = "trainer.v1.separate_async.hybrid_rollout.enable_switch"
-_SWITCHING = "the trainer's devices do not generate in disaggregated mode"
+_SWITCHING = "the trainer's devices generate until the first mini-batch is complete, if measured times favour it"
 _REWARD_ENGINE = "a reward model runs on Megatron; its layout is reward_model.megatron"
 _JUDGE = "the model has a scalar head; for a generative judge set reward_model.judge.base_url"
 
@@ -139,8 +139,8 @@ _RUN: dict[str, Rule] = {
     "trainer.v1.sampler.max_off_policy_strategy": NoEffect(_ADMISSION),
     "trainer.v1.colocate_async.num_warmup_batches": NoEffect(_ADMISSION),
     "trainer.v1.separate_async.num_warmup_batches": NoEffect(_ADMISSION),
-    _SWITCH: Only((False,), _SWITCHING),
-    "trainer.v1.separate_async.hybrid_rollout.*": Feature(_SWITCH, (False,), _SWITCHING),
+    _SWITCH: Renamed("async_training.hybrid_rollout", switch=_MODE, off=("sync", "colocate_async")),
+    "trainer.v1.separate_async.hybrid_rollout.*": NoEffect(_SWITCHING),
     "trainer.v1.*": Feature(_MODE, ("sync",), _ASYNC),
     "ray_kwargs.ray_init.num_cpus": Refused(
         "each worker counts as one CPU; limit cores with taskset or the scheduler, or join a cluster by RAY_ADDRESS"

@@ -247,6 +247,12 @@ class PlannedJob:
         return range(first, first + self.rollout.replicas * self.rollout.tp)
 
     @property
+    def hybrid_devices(self) -> range:
+        """Numbers of the trainer's devices with hybrid replicas, besides :attr:`engine_devices`."""
+        count = self.config.hybrid_replicas if isinstance(self.config, TrainConfig) else 0
+        return range(count * self.rollout.tp if self.rollout else 0)
+
+    @property
     def engine_devices_per_node(self) -> int:
         """Devices of the engines per node."""
         return self.pool_of(ROLLOUT).devices_per_node

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megarl.config import TrainConfig
 from megarl.config.batch import token_store_bytes
 from megarl.config.schema.jobs import ACTOR, ROLLOUT
 from megarl.ops.plan.generation import KVCacheCapacity, kv_cache_capacity
-from megarl.ops.plan.job import PlannedJob, PlannedRole
+from megarl.ops.plan.job import PlannedJob, PlannedRole, PlannedRollout
 from megarl.ops.plan.pass_activations import PassActivations, padded_vocab, pass_activations
 from megarl.ops.plan.states import RankStates, StateCounter, rollout_weight_bytes
 
@@ -153,14 +153,22 @@ class _Devices:
     def __init__(self, job: PlannedJob, roles: Mapping[str, RoleMemory], device_bytes: int | None) -> None:
         self.job, self.roles = job, roles
         self.kv: KVCacheCapacity | None = None
+        self._hybrid_kv: KVCacheCapacity | None = None
         self._engine = 0
         rollout = job.rollout
         if rollout is not None and not rollout.is_external:
             self._engine = rollout_weight_bytes(rollout.model, rollout.tp, 0, rollout.config.dtype)
-            other_roles = max(
-                sum(c.nbytes for c in self._role_components("gen", device)) for device in job.engine_devices
-            )
-            self.kv = kv_cache_capacity(rollout, self._engine, other_roles, device_bytes, job.device)
+            self.kv = self._kv_cache(rollout, job.engine_devices, device_bytes)
+            if job.hybrid_devices:
+                shared = replace(rollout, config=replace(rollout.config, nnodes=0, free_cache_engine=True))
+                self._hybrid_kv = self._kv_cache(shared, job.hybrid_devices, device_bytes)
+
+    def _kv_cache(
+        self, rollout: PlannedRollout, devices: Iterable[int], device_bytes: int | None
+    ) -> KVCacheCapacity | None:
+        """Return the KV cache of a replica on some of these devices, beside the other roles."""
+        other_roles = max(sum(c.nbytes for c in self._role_components("gen", device)) for device in devices)
+        return kv_cache_capacity(rollout, self._engine, other_roles, device_bytes, self.job.device)
 
     def fullest(self, phase: str) -> PhaseMemory:
         """Return the device with the highest memory use in a phase, among the devices that take part in it."""
@@ -179,7 +187,7 @@ class _Devices:
         sections = {role.section for role in job.roles if role.pass_of(phase) is not None}
         if phase in ("gen", "update_weights"):
             sections.add(ROLLOUT)
-        if phase == "update_weights":
+        if phase == "update_weights" or (phase == "gen" and job.hybrid_devices):
             sections.add(ACTOR)
         for pool in job.pools:
             if any(job.pool_of(section) == pool for section in sections):
@@ -200,7 +208,7 @@ class _Devices:
     def _on(self, phase: str, device: int) -> Iterator[Component]:
         yield from self._role_components(phase, device)
         if self._has_engine(device):
-            yield from self._engine_components(phase)
+            yield from self._engine_components(phase, device)
         if phase == "update_weights" and self.job.rollout is not None:
             # A sender has two buffers, a receiver at most one; both may be on one device.
             bucket = self.job.bucket_bytes
@@ -216,17 +224,19 @@ class _Devices:
                 stage = memory.stages[memory.role.layout.coordinate(rank).pp]
                 yield from _stage_components(memory.role, stage, phase)
 
-    def _engine_components(self, phase: str) -> Iterator[Component]:
+    def _engine_components(self, phase: str, device: int) -> Iterator[Component]:
         rollout = self.job.rollout
         assert rollout is not None
-        stays = bool(rollout.own_devices) or not rollout.config.free_cache_engine
+        is_hybrid = device in self.job.hybrid_devices
+        stays = not is_hybrid and (bool(rollout.own_devices) or not rollout.config.free_cache_engine)
+        kv = self._hybrid_kv if is_hybrid else self.kv
         if phase in ("gen", "update_weights") or stays:
             yield Component("rollout", "weights", self._engine)
-        if self.kv is not None and (phase == "gen" or stays):
-            yield Component("rollout", "kv_cache", self.kv.nbytes)
+        if kv is not None and (phase == "gen" or stays):
+            yield Component("rollout", "kv_cache", kv.nbytes)
 
     def _has_engine(self, device: int) -> bool:
-        return device in self.job.engine_devices
+        return device in self.job.engine_devices or device in self.job.hybrid_devices
 
 
 def _stage_components(role: PlannedRole, stage: StageMemory, phase: str) -> Iterator[Component]:

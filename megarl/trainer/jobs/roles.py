@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,6 +43,7 @@ from megarl.sharding import (
 )
 from megarl.trainer.jobs.devices import JobPools
 from megarl.trainer.jobs.elastic_replicas import REPLICAS_FILE, ElasticReplicas
+from megarl.trainer.jobs.hybrid_replicas import HybridReplicas
 from megarl.trainer.jobs.worker_groups import (
     Progress,
     budget,
@@ -81,8 +84,10 @@ class Roles:
         teachers: grade tokens in distillation, by the value that selects them; empty without distillation.
         rollout: rollout replicas.
         sharding_manager: sends the actor's weights to the replicas.
-        connect: builds a sharding manager for the current processes.
+        connect: builds a sharding manager for these ranks of the rollout group.
+        pending: returns the device bytes that the other roles have yet to allocate on the devices of each replica.
         elastic: lets replicas join and leave; None = a lost one is replaced before the run goes on.
+        hybrid: replicas on the trainer's devices, which serve while the trainer waits; None = there are none.
     """
 
     actor: ActorGroup
@@ -92,14 +97,16 @@ class Roles:
     teachers: dict[str, TeacherGroup]
     rollout: RolloutGroup
     sharding_manager: ShardingManager
-    connect: Callable[[ActorGroup, RolloutGroup], ShardingManager]
+    connect: Callable[[Sequence[int]], ShardingManager]
+    pending: Callable[[], Mapping[int, int | None]]
     elastic: ElasticReplicas | None = None
+    hybrid: HybridReplicas | None = None
     _leaving: Collection[int] = ()
 
     def replicas(self) -> dict[int, ReplicaProcess]:
-        """Return the processes of the rollout replicas for the router, by number, without those that leave."""
-        present = replica_processes(self.rollout)
-        return {number: process for number, process in present.items() if number not in self._leaving}
+        """Return the processes of the replicas that serve, by number."""
+        idle = {*self._leaving, *(self.hybrid.ranks if self.hybrid and not self.hybrid.serve else ())}
+        return {number: process for number, process in replica_processes(self.rollout).items() if number not in idle}
 
     def weight_version(self) -> int:
         """Return the version of the last weight sync."""
@@ -107,7 +114,9 @@ class Roles:
 
     def sync_weights(self) -> dict[str, float]:
         """Send the actor's weights to the rollout replicas; see :meth:`ShardingManager.sync_weights`."""
-        return self._retry_with_new_replicas(lambda: self.sharding_manager.sync_weights())
+        metrics = self._retry_with_new_replicas(lambda: self.sharding_manager.sync_weights())
+        self._end_sync()
+        return metrics
 
     def pause_engines(self) -> None:
         """Interrupt all requests and free the engines' memory for training; a sync in flight continues the requests."""
@@ -121,7 +130,13 @@ class Roles:
             self.sharding_manager.version = version  # a repetition sends the same weights under the same version
             return self.sharding_manager.sync_weights_in_flight()
 
-        return self._retry_with_new_replicas(sync)
+        result = self._retry_with_new_replicas(sync)
+        self._end_sync()
+        return result
+
+    def _end_sync(self) -> None:
+        if self.hybrid is not None:
+            self.hybrid.serve = self.hybrid.in_use
 
     def free_engines(self) -> None:
         """Free the engines' device memory for training."""
@@ -155,17 +170,20 @@ class Roles:
             ReplicasMissing: too few elastic replicas are left.
         """
         if self.elastic is None:
-            restart_replicas(self.rollout, lost, pending_beside(self.rollout, self._trainers().values()))
+            restart_replicas(self.rollout, lost, self.pending())
         else:
             self.elastic.lose(lost)
         self._reconnect()
 
-    def update_replicas(self, move_requests: Callable[[], None]) -> None:
-        """Let elastic replicas join and leave before a weight sync.
+    def update_replicas(self, move_requests: Callable[[], None], waited_s: float) -> None:
+        """Let elastic replicas join and leave before a weight sync, and decide about the hybrid ones.
 
         Args:
             move_requests: moves the requests of the leaving replicas to those of :meth:`replicas`.
+            waited_s: wait of the trainer since the last sync, in seconds.
         """
+        if self.hybrid is not None and self.hybrid.decide(waited_s):
+            self._reconnect()
         if self.elastic is None:
             return
         if leaving := self.elastic.leaving():
@@ -176,10 +194,26 @@ class Roles:
         if self.elastic.admit() or leaving:
             self._reconnect()
 
+    def return_devices(self, move_requests: Callable[[], None]) -> float:
+        """Take the trainer's devices back from the hybrid replicas; return the seconds that it took.
+
+        Args:
+            move_requests: moves their requests to the replicas of :meth:`replicas`.
+        """
+        if self.hybrid is None or not self.hybrid.serve:
+            return 0.0
+        started, self.hybrid.serve = time.perf_counter(), False
+        move_requests()
+        self.free_engines()
+        seconds = time.perf_counter() - started
+        self.hybrid.note_switch(seconds)
+        return seconds
+
     def _reconnect(self) -> None:
         """Plan the weight sync for the present replicas."""
         version = self.sharding_manager.version
-        self.sharding_manager = self.connect(self.actor, self.rollout)
+        unused = self.hybrid.ranks if self.hybrid and not self.hybrid.in_use else ()
+        self.sharding_manager = self.connect([rank for rank in self.rollout.ranks if rank not in unused])
         self.sharding_manager.version = version
 
     def describe(self) -> str:
@@ -273,7 +307,10 @@ class RoleBuilder:
         Raises:
             WorkerError: a process failed; names role and rank.
         """
-        actor, rollout = self._actor(), rollout_group(self.policy, self.pools.of(ROLLOUT))
+        pool, hybrid = self.pools.of(ROLLOUT), self.config.hybrid_replicas
+        if hybrid:
+            pool = pool.joined(self.pools.trainer)
+        actor, rollout = self._actor(), rollout_group(self.policy, pool, hybrid)
         critic = self._critic() if self._has_critic() else None
         reference_group = self._reference() if self._reference_has_workers() else None
         reward_model = None
@@ -283,11 +320,20 @@ class RoleBuilder:
         groups = [group for group in (actor, critic, reference_group, reward_model, *teachers.values()) if group]
         wait_ready([*groups, rollout], progress=self.progress)
         wait_all([group.submit("init_model") for group in groups])
-        build_engines(rollout, rollout.ranks, pending_beside(rollout, groups))
+        hybrid_ranks = range(rollout.world_size - hybrid, rollout.world_size)
+
+        def pending() -> dict[int, int | None]:
+            beside, alone = pending_beside(self.pools.trainer, groups), pending_beside(self.pools.of(ROLLOUT), groups)
+            return {rank: beside if rank in hybrid_ranks else alone for rank in range(rollout.world_size)}
+
+        build_engines(rollout, rollout.ranks, pending())
         reference = reference_group or (actor if self._has_reference() else None)
-        sync = self._connect(actor, rollout)
+        connect = partial(self._connect, actor, rollout, hybrid_ranks if hybrid else None)
+        sync = connect(rollout.ranks)
         sync.free_engines()
-        roles = Roles(actor, critic, reference, reward_model, teachers, rollout, sync, self._connect)
+        roles = Roles(actor, critic, reference, reward_model, teachers, rollout, sync, connect, pending)
+        if hybrid:
+            roles.hybrid = HybridReplicas(hybrid_ranks, rollout.world_size - hybrid)
         keys = self.policy.rollout
         if keys.min_replicas is not None:
             wanted, timeout_s = self.folder / REPLICAS_FILE, keys.health.join_timeout_s
@@ -378,16 +424,17 @@ class RoleBuilder:
     def _reference_has_workers(self) -> bool:
         return self._has_reference() and self.policy.ref.megatron is not None
 
-    def _connect(self, actor: ActorGroup, rollout: RolloutGroup) -> ShardingManager:
+    def _connect(
+        self, actor: ActorGroup, rollout: RolloutGroup, hybrid: Collection[int] | None, members: Sequence[int]
+    ) -> ShardingManager:
+        """Plan the weight sync from the actor to these ranks of the rollout group, and connect both sides."""
         sync, config, tp = self.config.sync, self.policy, self.policy.rollout.tensor_model_parallel_size
-        train, engines = wait_all([actor.submit("sync_place"), rollout.submit("sync_places")])
+        train, engines = wait_all([actor.submit("sync_place"), rollout.submit_on(members, "sync_places")])
         routes = Routes(tuple(train), tuple(itertools.chain(*engines)), sync.transport)
         plan = build_plan(
             WeightMap(read_model_config(config.model.path)),
             actor.layout,
-            RolloutLayout(
-                tp=tp, replicas=len(rollout.ranks), vocab_multiple=engine_vocab_multiple(config.rollout.name)
-            ),
+            RolloutLayout(tp=tp, replicas=len(members), vocab_multiple=engine_vocab_multiple(config.rollout.name)),
             sync.bucket_megabytes * 2**20,
             ELEMENT_BYTES[config.rollout.dtype],
             routes.placement(),
@@ -398,21 +445,22 @@ class RoleBuilder:
             address = address._replace(timeout_s=sync.timeout_s)
         shared = (routes, address, config.rollout.dtype)
         delta = sync.delta.full_freq if sync.delta.enable else None
-        parts = PerRank(dict(zip(rollout.ranks, replica_plans(plan), strict=True)))
+        parts = PerRank(dict(zip(members, replica_plans(plan), strict=True)))
         ends = (
             actor.submit("connect_sync", PerRank(sender_plans(plan, actor.world_size)), *shared, delta),
-            rollout.submit("connect_sync", parts, *shared),
+            rollout.submit_on(members, "connect_sync", parts, *shared),
         )
         wait_all(ends)
         options = SyncOptions(
             verify_freq=sync.verify_freq,
-            free_engine=config.rollout.free_cache_engine,
+            free_engine=config.rollout.free_cache_engine or hybrid is not None,
             replica_size=tp,
             timeout_s=sync.timeout_s,
             answer_s=config.rollout.health.timeout_s,
             delta=sync.delta.enable,
         )
-        return ShardingManager(plan, GroupSource(actor, plan.rollout.world_size), GroupTarget(rollout), options)
+        target = GroupTarget(rollout, members, hybrid)
+        return ShardingManager(plan, GroupSource(actor, plan.rollout.world_size), target, options)
 
     def _group(
         self,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from megarl.cluster import PlacedPool, wait_all, wait_ready
+from megarl.cluster import PerRank, PlacedPool, wait_all, wait_ready
 from megarl.cluster.role_groups import MegatronGroup, RewardModelGroup, RolloutGroup, RolloutNodeGroup
 from megarl.config.batch import MicroBatches, PhasePlan, reward_micro_batches
 from megarl.config.schema.jobs import EvaluateConfig, PolicyConfig, TrainConfig
@@ -36,7 +36,7 @@ def update_plan(phase: PhasePlan, cost: SequenceCost, loss_agg_mode: str, horizo
     )
 
 
-def rollout_group(policy: PolicyConfig, pool: PlacedPool) -> RolloutGroup:
+def rollout_group(policy: PolicyConfig, pool: PlacedPool, hybrid: int = 0) -> RolloutGroup:
     """Start one process per rollout replica; the verb ``init_model`` builds its engine.
 
     Elastic replicas whose devices are not reserved yet are absent.
@@ -44,6 +44,7 @@ def rollout_group(policy: PolicyConfig, pool: PlacedPool) -> RolloutGroup:
     Args:
         policy: complete section ``actor_rollout_ref``.
         pool: devices of the replicas.
+        hybrid: number of further replicas, on the devices after those of ``rollout.own_devices``.
 
     Raises:
         ResourceError: the replicas need more devices than the pool has.
@@ -55,10 +56,13 @@ def rollout_group(policy: PolicyConfig, pool: PlacedPool) -> RolloutGroup:
         rollout,
         policy.model.user_modules,
         return_routes=policy.replays_engine_routes,
+        first_hybrid=(rollout.replicas or 1) if hybrid else None,
     )
-    kwargs, replicas = {"settings": settings}, range(rollout.replicas or 1)
+    kwargs, replicas = {"settings": settings}, range((rollout.replicas or 1) + hybrid)
     size, threads = rollout.devices_per_replica, rollout.agent.num_workers + SPARE_THREADS
     span = min(size, max(pool.pool.devices_per_node))
+    first_devices = [replica * size for replica in replicas[: len(replicas) - hybrid]]
+    first_devices += [rollout.own_devices + number * size for number in range(hybrid)]
     absent: list[int] = []
     if pool.pool.required is not None:
         absent = [replica for replica in replicas if not pool.is_placed(range(replica * size, (replica + 1) * size))]
@@ -69,11 +73,11 @@ def rollout_group(policy: PolicyConfig, pool: PlacedPool) -> RolloutGroup:
         ParallelLayout(dp=len(replicas)),
         pool,
         devices_per_process=span,
-        first_devices=[replica * size for replica in replicas],
+        first_devices=first_devices,
         threads=threads,
         absent=absent,
     )
-    further = [replica * size + device for replica in replicas for device in range(span, size, span)]
+    further = [first + device for first in first_devices for device in range(span, size, span)]
     if further:
         group.nodes = RolloutNodeGroup(
             "rollout_node",
@@ -87,19 +91,23 @@ def rollout_group(policy: PolicyConfig, pool: PlacedPool) -> RolloutGroup:
     return group
 
 
-def build_engines(group: RolloutGroup, replicas: Sequence[int], pending_bytes: int | None = None) -> None:
+def build_engines(
+    group: RolloutGroup, replicas: Sequence[int], pending_bytes: Mapping[int, int | None] | None = None
+) -> None:
     """Build the engines of some replicas; the nodes of one replica start together.
 
     Args:
         group: the replicas.
         replicas: their numbers.
-        pending_bytes: see :meth:`megarl.workers.rollout.RolloutWorker.init_model`.
+        pending_bytes: by replica, see :meth:`megarl.workers.rollout.RolloutWorker.init_model`; None = no other role is
+            on their devices.
 
     Raises:
         WorkerError: a process failed.
     """
+    pending = {replica: pending_bytes[replica] if pending_bytes else None for replica in replicas}
     if group.nodes is None:
-        group.submit_on(replicas, "init_model", pending_bytes).result()
+        group.submit_on(replicas, "init_model", PerRank(pending)).result()
         return
     wait_ready([group, group.nodes])
     further = {replica: _further_nodes(group, replica) for replica in replicas}
@@ -114,10 +122,11 @@ def build_engines(group: RolloutGroup, replicas: Sequence[int], pending_bytes: i
         for replica, ranks in further.items()
         for number, rank in enumerate(ranks, 1)
     }
+    of_followers = {rank: pending[replica] for replica, ranks in further.items() for rank in ranks}
     wait_all(
         [
-            group.submit_on(replicas, "init_model", pending_bytes, nodes),
-            group.nodes.submit_on(list(followers), "init_model", followers, pending_bytes),
+            group.submit_on(replicas, "init_model", PerRank(pending), nodes),
+            group.nodes.submit_on(list(followers), "init_model", followers, PerRank(of_followers)),
         ]
     )
 
@@ -130,27 +139,29 @@ def _further_nodes(group: RolloutGroup, replica: int) -> range:
     return range(replica * each, (replica + 1) * each)
 
 
-def pending_beside(rollout: RolloutGroup, groups: Iterable[MegatronGroup]) -> int | None:
+def pending_beside(pool: PlacedPool, groups: Iterable[MegatronGroup]) -> int | None:
     """Return the maximum device bytes that roles beside the replicas have yet to allocate; None without such roles.
 
     A device holds one process of each role.
 
     Args:
-        rollout: the replicas.
+        pool: devices of the replicas.
         groups: all roles that train or compute with Megatron.
     """
-    beside = [group for group in groups if group.pool is rollout.pool]
+    beside = [group for group in groups if group.pool is pool]
     by_group: list[list[int]] = wait_all([group.submit("pending_device_bytes") for group in beside])
     return sum(map(max, by_group)) if beside else None
 
 
-def restart_replicas(group: RolloutGroup, lost: Collection[int], pending_bytes: int | None = None) -> list[int]:
+def restart_replicas(
+    group: RolloutGroup, lost: Collection[int], pending_bytes: Mapping[int, int | None] | None = None
+) -> list[int]:
     """Replace lost replicas by new processes, whose engines have no weights yet.
 
     Args:
         group: the replicas.
         lost: numbers of the lost ones.
-        pending_bytes: see :meth:`megarl.workers.rollout.RolloutWorker.init_model`.
+        pending_bytes: see :func:`build_engines`.
 
     Returns:
         Their numbers, sorted.

@@ -28,6 +28,11 @@ class IdleClock:
         if self._began is None:
             self._began = self._clock()
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds of the current interval in which the trainer has waited."""
+        return self._waited
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Count the block as a wait of the trainer."""

@@ -113,16 +113,19 @@ class RolloutService:
     def batches(self, step: int, phase: TimedPhase) -> Iterator[tuple[DataProto, Metrics]]:
         """Yield the batches of a step; see :meth:`SampleSource.batches`."""
         self._idle.start()
-        held = self.config.holds_proximal_policy
-        if held:
-            with phase("old_log_prob"):
-                self.roles.actor.hold_weights()
-        for _ in range(self.keys.sync_interval):
+        holds = self.config.holds_proximal_policy
+        for number in range(self.keys.sync_interval):
             with phase("gen"):
                 batch, names, metrics = self._collect()
+                if not self._is_colocated:
+                    switch_s = self.roles.return_devices(self.traffic.update_replicas)
+                    metrics["rollout_service/switch_s"] = switch_s
                 if self._is_colocated:
                     self._await_recorded_versions()
                     self.roles.pause_engines()
+            if holds and number == 0:
+                with phase("old_log_prob"):
+                    self.roles.actor.hold_weights()
             with phase("reward"):
                 scored = self.rewards.score(batch, self._early, names)
                 self.collector.add(scored.batch, metrics | scored.metrics)
@@ -130,7 +133,7 @@ class RolloutService:
                 batch = self.collector.finish(finished)
             with nullcontext() if self._is_colocated else while_waiting(self._receive_meanwhile):
                 yield batch, finished
-        if held:
+        if holds:
             self.roles.actor.release_weights()
 
     def sync_weights(self) -> Metrics:
@@ -141,7 +144,7 @@ class RolloutService:
         """
         self._raise_error()
         self._await_recorded_versions()
-        self.roles.update_replicas(self.traffic.update_replicas)
+        self.roles.update_replicas(self.traffic.update_replicas, self._idle.waited_s)
         in_flight = self.keys.partial_rollout and self.ledger.running
         metrics = self._sync_in_flight() if in_flight or self._is_colocated else self._sync_when_idle()
         metrics["rollout_service/replicas"] = float(len(self.roles.replicas()))

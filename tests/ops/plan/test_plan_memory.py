@@ -86,6 +86,34 @@ def test_engines_on_their_own_devices_leave_the_memory_of_the_trainer() -> None:
     assert plan.kv.tokens == int(fraction * 80 * GIB - gen["weights"]) // plan.kv.bytes_per_token
 
 
+def test_hybrid_replicas_need_memory_on_the_trainers_devices_while_they_generate() -> None:
+    """Each of two devices has half of 7.6 billion parameters: 2 bytes of weights each, 4 of gradients, 12 of states."""
+    keys = {
+        "devices": 2,
+        "async_training__mode": "disaggregated",
+        "async_training__hybrid_rollout": True,
+        "actor_rollout_ref__rollout__nnodes": 1,
+        "actor_rollout_ref__rollout__n_gpus_per_node": 4,
+        "actor_rollout_ref__rollout__tensor_model_parallel_size": 2,
+        "actor_rollout_ref__actor__ppo_mini_batch_size": 64,
+    }
+    job = train_job("Qwen2.5-7B", megatron(2, param_offload=False, grad_offload=False, optimizer_offload=False), **keys)
+    assert list(job.hybrid_devices) == [0, 1] and list(job.engine_devices) == [2, 3, 4, 5]
+    plan = plan_memory(job, 80 * GIB)
+    (gen,) = [phase for phase in plan.phases if phase.phase == "gen"]
+    parts = {(part.owner, part.name): part.nbytes for part in gen.components}
+    half = 7615616512 / 2
+    expected = {
+        ("actor", "weights"): 2,
+        ("actor", "gradients"): 4,
+        ("actor", "optimizer"): 12,
+        ("rollout", "weights"): 2,
+    }
+    assert gen.device == 0 and parts == pytest.approx({k: n * half for k, n in expected.items()}, rel=1e-3)
+    (update,) = [phase for phase in plan.phases if phase.phase == "update_actor"]
+    assert {part.owner for part in update.components} == {"actor"}
+
+
 def test_pools_share_a_node_that_has_enough_devices() -> None:
     def slots(devices: int, engines: int, node_size: int, nodes: int = 1) -> list[tuple[int, int]]:
         job = train_job(
