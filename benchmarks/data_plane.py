@@ -24,8 +24,7 @@ import numpy as np
 import torch
 
 from megarl.base.allocator import keep_freed_memory
-from megarl.cluster import RaySession, ResourcePool, WorkerGroup, wait_ready
-from megarl.cluster.stored_chunks import StoredChunk
+from megarl.cluster import RaySession, ResourcePool, WorkerGroup, stored_chunks, wait_ready
 from megarl.config.schema.algorithm import AlgorithmConfig
 from megarl.data import DataProto
 from megarl.data.column_store import ragged_columns
@@ -92,7 +91,7 @@ class OneProcessGroup(WorkerGroup):
         """Let the process be all ranks."""
         wait_ready([self])
         self.layout, self._owners = ParallelLayout(dp=dp), list(range(dp))
-        self._actors, self._infos = self._actors[:1] * dp, self._infos[:1] * dp
+        self._actors, self._infos = (dict.fromkeys(range(dp), of[0]) for of in (self._actors, self._infos))
 
 
 def samples_rows(samples: int, longest: int, mean: int, seed: int) -> dict[str, list[np.ndarray]]:
@@ -123,13 +122,14 @@ class Meter:
     def __init__(self) -> None:
         self.peak, self.total = 0, 0.0
         self.written = 0
-        write = StoredChunk.write
+        encode = stored_chunks.encoded
 
-        def counting(chunk: Chunk) -> StoredChunk:
-            self.written += sum(values.nbytes for values in chunk.values())
-            return write(chunk)
+        def counting(chunk: Chunk) -> Any:
+            stored = encode(chunk)
+            self.written += sum(values.nbytes for values in stored.values())
+            return stored
 
-        StoredChunk.write = counting  # type: ignore[method-assign]
+        stored_chunks.encoded = counting
         threading.Thread(target=self._watch, daemon=True).start()
 
     def run(self, stage: str, work: Callable[[], Any]) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self, cast
 
+import numpy as np
 import ray
 from ray.exceptions import RayError
 
@@ -17,6 +18,51 @@ from megarl.base.errors import WorkerError
 from megarl.data import DataProto
 from megarl.data.remote import Chunk, ChunkReference, ChunkTuple
 from megarl.data.remote_columns import attach_chunks, detach_chunks, fetch_values, separate
+
+SPARSE_GAIN = 8
+"""A column that is mostly zero is stored sparsely if that takes this factor less memory."""
+
+
+class SparseValues(NamedTuple):
+    """Flat values of a column that is mostly zero, such as scores at the last tokens of responses.
+
+    Attributes:
+        size: number of values.
+        positions: int64 of the nonzero values.
+        values: the nonzero values.
+    """
+
+    size: int
+    positions: np.ndarray
+    values: np.ndarray
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> SparseValues | np.ndarray:
+        """Return the values sparsely if that is much smaller, else unchanged."""
+        if values.ndim != 1 or not values.flags.c_contiguous:
+            return values
+        bits = values.view(f"u{values.itemsize}")  # a negative zero is no zero
+        entry = values.itemsize + np.dtype(np.int64).itemsize
+        if np.count_nonzero(bits) * entry * SPARSE_GAIN >= values.nbytes:
+            return values
+        positions = np.flatnonzero(bits)
+        return cls(len(values), positions, values[positions])
+
+    def dense(self) -> np.ndarray:
+        """Return all values."""
+        values = np.zeros(self.size, self.values.dtype)
+        values[self.positions] = self.values
+        return values
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of positions and values."""
+        return self.positions.nbytes + self.values.nbytes
+
+
+def encoded(chunk: Chunk) -> dict[str, SparseValues | np.ndarray]:
+    """Return a chunk as it is stored."""
+    return {name: SparseValues.of(values) for name, values in chunk.items()}
 
 
 class StoredChunk(ChunkReference):
@@ -32,7 +78,7 @@ class StoredChunk(ChunkReference):
     @classmethod
     def write(cls, chunk: Chunk) -> StoredChunk:
         """Write a chunk on this node."""
-        return cls(ray.put(chunk))
+        return cls(ray.put(encoded(chunk)))
 
     @classmethod
     def fetch(cls, references: Sequence[Self]) -> list[Chunk]:
@@ -42,12 +88,15 @@ class StoredChunk(ChunkReference):
             WorkerError: a chunk is lost, because its node is.
         """
         try:
-            chunks: list[Chunk] = ray.get([reference.ref for reference in references])
+            stored = ray.get([reference.ref for reference in references])
         except RayError as error:
             raise WorkerError(
                 f"token values of the batch are lost with the node that held them: {error}; resume from a checkpoint"
             ) from error
-        return chunks
+        return [
+            {name: values.dense() if isinstance(values, SparseValues) else values for name, values in chunk.items()}
+            for chunk in stored
+        ]
 
 
 class Payload(NamedTuple):

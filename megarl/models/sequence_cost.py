@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from megarl.models.model_config import LinearAttention, ModelConfig
 
 CHUNK = 64
@@ -30,7 +32,11 @@ class SequenceCost(NamedTuple):
 
     def of(self, lengths: Sequence[int]) -> list[float]:
         """Estimate the cost of sequences of ``lengths`` tokens."""
-        return [self.linear * length + self.attention(length) for length in lengths]
+        tokens = np.asarray(lengths, dtype=np.int64)
+        outside = np.maximum(0, tokens - self.window)
+        pairs = self.quadratic * tokens**2 + self.windowed * (tokens**2 - outside**2)
+        costs: list[float] = (self.linear * tokens + (pairs + self.recurrent * tokens)).tolist()
+        return costs
 
     def attention(self, length: int) -> float:
         """Estimate the cost of attention, and of states, within a sequence of ``length`` tokens."""
