@@ -1,16 +1,18 @@
-"""Learning curves of every advantage estimator and policy loss on the quickstart's task, at equal budget.
+"""Learning curves on the quickstart's task at equal budget: every advantage estimator, policy loss and staleness.
 
     python benchmarks/learning.py [--steps 40] [--seeds 1 2 3] [--jobs 2] [--only grpo gspo] [--plot FILE.svg]
+    python benchmarks/learning.py --kinds decoupled bypass --jobs 1
 
 Each case is a run of `python -m megarl.train --config-name quickstart_grpo` from the warmed-up model of
 `bash launch/quickstart.sh` (run it first), on one process slot, with the same prompts and samples per step. Estimators
 run with PPO's clipped loss (`rft`: with `reinforce`, on the best samples of each prompt), losses with GRPO's
-advantages. Runs that exist in `outputs/learning` are reused; remove that folder to repeat them. Figures need matplotlib
-(the extra `bench`).
+advantages. The kinds `decoupled` and `bypass` are asynchronous runs (`quickstart_async`, on two slots) with a bound of
+the staleness: PPO clips about the recomputed policy, or about the policy that sampled. Runs that exist in
+`outputs/learning` are reused; remove that folder to repeat them. Figures need matplotlib (the extra `bench`).
 
 Prints for each case the held-out accuracy before and after training, and the training reward along the way, as means
-over the seeds. Also prints whether a run diverged: a metric that is not finite, a skipped optimizer step, or a final
-reward below the initial one.
+over the seeds, and the mean staleness of the trained samples. Also prints whether a run diverged: a metric that is not
+finite, a skipped optimizer step, or a final reward below the initial one.
 """
 
 from __future__ import annotations
@@ -33,11 +35,26 @@ from megarl.tracking import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "outputs" / "learning"
+STALENESS = "training/off_policy/trajectory_staleness"
 REWARD, ACCURACY = "critic/score/mean", "val-core/arithmetic/reward/mean@1"
 ALL_ANSWERS = "best_of_n/all/mean"
 """The reward of all samples, if only the best are trained on."""
 ESTIMATORS = [name for name in ADV_ESTIMATORS if not name.endswith("_vectorized")]
 LOSSES = [name for name in LOSS_MODES if name not in ("vanilla", "gpg")]  # PPO's is the estimators', gpg is reinforce
+BOUNDS = (0, 1, 2, 4, 8)
+CORRECTION = "algorithm.rollout_correction"
+ASYNCHRONOUS = {
+    "decoupled": (f"{CORRECTION}.rollout_is=token",),
+    "bypass": (f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=null"),
+}
+"""Overrides of the kinds of asynchronous runs."""
+KINDS = {
+    "estimator": (ESTIMATORS, "Advantage estimators, with PPO's clipped loss"),
+    "loss": (LOSSES, "Policy losses, with GRPO's advantages"),
+    "decoupled": ([f"staleness {bound}" for bound in BOUNDS], "GRPO with stale samples, decoupled PPO"),
+    "bypass": ([f"staleness {bound}" for bound in BOUNDS], "GRPO with stale samples, clipped about the old policy"),
+}
+"""Names and title of each kind of cases."""
 PROMPTS, ANSWERS = 32, 8
 ONE_PROCESS = (
     "trainer.n_gpus_per_node=1", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
@@ -59,40 +76,45 @@ SETTINGS = {
 
 
 class Case(NamedTuple):
-    """An estimator or a loss."""
+    """An estimator, a loss, or a bound of the staleness."""
 
     kind: str
     name: str
 
     @property
     def overrides(self) -> list[str]:
-        """Return the overrides of the run."""
-        if self.kind == "estimator":
-            return [f"algorithm.adv_estimator={self.name}", *SETTINGS.get(self.name, ())]
-        return [f"actor_rollout_ref.actor.policy_loss.loss_mode={self.name}", *SETTINGS.get(self.name, ())]
+        """Return the configuration and the overrides of the run."""
+        if self.kind in ASYNCHRONOUS:
+            bound = self.name.split()[1]
+            return ["quickstart_async", f"async_training.max_staleness={bound}", *ASYNCHRONOUS[self.kind]]
+        key = "algorithm.adv_estimator"
+        if self.kind == "loss":
+            key = "actor_rollout_ref.actor.policy_loss.loss_mode"
+        return ["quickstart_grpo", f"{key}={self.name}", *SETTINGS.get(self.name, ()), *ONE_PROCESS]
 
 
 class Curve(NamedTuple):
-    """Result of one run: rewards by step, held-out accuracy before and after, and errors."""
+    """Result of one run: rewards by step, held-out accuracy before and after, errors, and mean staleness."""
 
     rewards: list[float]
     before: float
     after: float
     fault: str
+    staleness: float = 0.0
 
 
-def cases(only: Sequence[str]) -> Iterator[Case]:
-    """Yield all cases, or the selected ones."""
-    for kind, names in (("estimator", ESTIMATORS), ("loss", LOSSES)):
-        yield from (Case(kind, name) for name in names if not only or name in only)
+def cases(kinds: Sequence[str], only: Sequence[str]) -> Iterator[Case]:
+    """Yield all cases of these kinds, or the selected ones."""
+    for kind in kinds:
+        yield from (Case(kind, name) for name in KINDS[kind][0] if not only or name in only)
 
 
 def run(case: Case, seed: int, steps: int) -> Curve:
     """Return the curve of one run, new or stored."""
-    folder = RUNS / f"{case.kind}-{case.name}-{steps}-{seed}"
+    folder = RUNS / f"{case.kind}-{case.name}-{steps}-{seed}".replace(" ", "_")
     if not (folder / "summary.json").exists():
         command = [
-            sys.executable, "-m", "megarl.train", "--config-name", "quickstart_grpo", *case.overrides, *ONE_PROCESS,
+            sys.executable, "-m", "megarl.train", "--config-name", *case.overrides,
             f"data.train_batch_size={PROMPTS}", f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}",
             f"actor_rollout_ref.rollout.n={ANSWERS}", f"trainer.total_training_steps={steps}", f"trainer.seed={seed}",
             f"trainer.test_freq={steps}", "trainer.save_freq=-1", "trainer.hf_export_dir=null",
@@ -119,7 +141,8 @@ def read_curve(folder: Path) -> Curve:
         fault = "skipped steps"
     elif statistics.fmean(rewards[-WINDOW:]) < statistics.fmean(rewards[:WINDOW]):
         fault = "reward fell"
-    return Curve(rewards, accuracies[0], accuracies[-1], fault)
+    staleness = statistics.fmean(row.get(STALENESS, 0.0) for row in rows if REWARD in row)
+    return Curve(rewards, accuracies[0], accuracies[-1], fault, staleness)
 
 
 def smooth(values: Sequence[float]) -> list[float]:
@@ -140,24 +163,24 @@ def describe(case: Case, curves: Sequence[Curve]) -> str:
         f"{case.kind:<10}{case.name:<30}"
         + "".join(f"{value:>8.3f}" for value in points)
         + f"{statistics.fmean(curve.before for curve in good):>10.3f}{statistics.fmean(after):>8.3f}"
-        + f"  {min(after):.3f} to {max(after):.3f}  {faults}"
+        + f"  {min(after):.3f} to {max(after):.3f}{statistics.fmean(curve.staleness for curve in good):>7.2f}  {faults}"
     )
 
 
 def plot(curves_by_case: dict[Case, list[Curve]], path: Path) -> None:
-    """Plot reward against step for all cases: estimators on the left, losses on the right."""
+    """Plot reward against step for all cases, each kind on a panel of its own."""
     import matplotlib
 
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "megarl"
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, 2, figsize=(13, 5.5), sharey=True)
-    titles = {
-        "estimator": "Advantage estimators, with PPO's clipped loss",
-        "loss": "Policy losses, with GRPO's advantages",
-    }
-    for panel, (kind, title) in zip(panels, titles.items(), strict=True):
+    kinds = list(dict.fromkeys(case.kind for case in curves_by_case))
+    size = 6.5 * len(kinds), 5.5
+    figure, grid = pyplot.subplots(1, len(kinds), figsize=size, sharey=True, squeeze=False)
+    panels = grid[0]
+    for panel, kind in zip(panels, kinds, strict=True):
+        title = KINDS[kind][1]
         shown = [
             (case, [c for c in curves if c.rewards]) for case, curves in curves_by_case.items() if case.kind == kind
         ]
@@ -182,17 +205,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=["estimator", "loss"])
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--plot", type=Path, help="SVG file to draw")
     args = parser.parse_args()
     if not (ROOT / "outputs" / "quickstart" / "warm").exists():
         sys.exit("there is no warmed model: run `bash launch/quickstart.sh` first")
     print(f"machine: {processor()}; {args.steps} steps of {PROMPTS} prompts x {ANSWERS} answers, seeds {args.seeds}\n")
-    selected = list(cases(args.only))
+    selected = list(cases(args.kinds, args.only))
     with ThreadPoolExecutor(args.jobs) as pool:
         futures = {case: [pool.submit(run, case, seed, args.steps) for seed in args.seeds] for case in selected}
         curves_by_case = {case: [future.result() for future in running] for case, running in futures.items()}
-    print(f"{'':<40}{'reward at the start, 1/4, 1/2, end':>32}{'held out':>10}{'after':>8}  seeds           diverged")
+    head = f"{'':<40}{'reward at the start, 1/4, 1/2, end':>32}{'held out':>10}{'after':>8}"
+    print(f"{head}  seeds           stale  diverged")
     for case, curves in curves_by_case.items():
         print(describe(case, curves))
     if args.plot:
