@@ -36,10 +36,15 @@ class PipelineStage(Enum):
 
 
 class HFTensor(NamedTuple):
-    """A Hugging Face tensor: its name, and its shape as dimension names (see :func:`dimension_sizes`)."""
+    """A Hugging Face tensor: its name, and its shape as dimension names (see :func:`dimension_sizes`).
+
+    ``stacked`` names the tensor of the file that has this one for every expert of a layer, the expert as dimension 0
+    and the other dimensions in reverse order. It is empty if the file has this tensor itself.
+    """
 
     name: str
     dims: tuple[str, ...]
+    stacked: str = ""
 
 
 class Declaration(NamedTuple):
@@ -83,6 +88,7 @@ def dimension_sizes(config: ModelConfig) -> Mapping[str, int]:
         "q_and_gate": 2 * config.num_attention_heads * config.head_dim,
         "kv": config.num_key_value_heads * config.head_dim,
         "head": config.head_dim,
+        "heads": config.num_attention_heads,
         "ffn": config.ffn_hidden_size,
         "vocab": config.vocab_size,
         "one": 1,
@@ -90,6 +96,7 @@ def dimension_sizes(config: ModelConfig) -> Mapping[str, int]:
     if config.experts is not None:
         sizes["experts"] = config.experts.count
         sizes["expert_ffn"] = config.experts.ffn_hidden_size
+        sizes["expert_gate_up"] = 2 * config.experts.ffn_hidden_size
         sizes["shared_ffn"] = config.experts.shared_ffn_hidden_size
     if config.latent is not None:
         latent = config.latent
@@ -176,6 +183,7 @@ def layer_parameter(
     split: Split = Split.REPLICATED,
     when: Callable[[ModelConfig, int], bool] | None = None,
     float32: bool = False,
+    stacked: str = "",
 ) -> Declaration:
     """Declare a parameter of a decoder layer by its names within the layer.
 
@@ -186,8 +194,9 @@ def layer_parameter(
         split: tensor-parallel split.
         when: see :class:`Declaration`.
         float32: see :class:`Declaration`.
+        stacked: the file's tensor of all experts after ``model.layers.{layer}.``, see :class:`HFTensor`.
     """
-    tensors = tuple(HFTensor(_HF_LAYER + name, dims) for name, dims in hf.items())
+    tensors = tuple(HFTensor(_HF_LAYER + name, dims, stacked and _HF_LAYER + stacked) for name, dims in hf.items())
     megatron, rollout = LAYER_PREFIX + megatron, _HF_LAYER + rollout
     return Declaration(megatron, rollout, tensors, split, when=when, float32=float32)
 
@@ -223,6 +232,41 @@ def experts_of(block: str, gate: str, up: str, down: str) -> tuple[Declaration, 
         when=in_expert_layers,
     )
     return router, gate_up, output
+
+
+def stacked_experts_of(block: str) -> tuple[Declaration, ...]:
+    """Declare router and routed experts with biases, whose file has one tensor for all experts of a layer.
+
+    Gate and up projections are one matrix with alternating rows, see
+    :class:`~megarl.models.model_config.ClampedGate`. ``block`` is the Hugging Face module, such as ``mlp``.
+    """
+
+    def parameter(
+        layer: str, engine: str, module: str, part: str, dims: tuple[str, ...], split: Split = Split.REPLICATED
+    ) -> Declaration:
+        return layer_parameter(
+            f"mlp.experts.local_experts.{{expert}}.{layer}.{part}",
+            f"{block}.experts.{engine}_weight{'_bias' if part == 'bias' else ''}",
+            {f"{block}.experts.{{expert}}.{module}.{part}": dims},
+            split,
+            in_expert_layers,
+            stacked=f"{block}.experts.{module}{'_bias' if part == 'bias' else ''}",
+        )
+
+    router = {"weight": ("experts", "hidden"), "bias": ("experts",)}
+    routers = [
+        layer_parameter(
+            f"mlp.router.{part}", f"{block}.router.{part}", {f"{block}.router.{part}": dims}, when=in_expert_layers
+        )
+        for part, dims in router.items()
+    ]
+    return (
+        *routers,
+        parameter("linear_fc1", "w13", "gate_up_proj", "weight", ("expert_gate_up", "hidden"), Split.COLUMN),
+        parameter("linear_fc1", "w13", "gate_up_proj", "bias", ("expert_gate_up",), Split.COLUMN),
+        parameter("linear_fc2", "w2", "down_proj", "weight", ("hidden", "expert_ffn"), Split.ROW),
+        parameter("linear_fc2", "w2", "down_proj", "bias", ("hidden",)),
+    )
 
 
 def shared_experts_of(block: str) -> tuple[Declaration, Declaration]:
@@ -285,6 +329,15 @@ ATTENTION_OUTPUT = layer_parameter(
     "self_attn.o_proj.weight",
     {"self_attn.o_proj.weight": ("hidden", "q")},
     Split.ROW,
+)
+ATTENTION_OUTPUT_BIAS = layer_parameter(
+    "self_attention.linear_proj.bias", "self_attn.o_proj.bias", {"self_attn.o_proj.bias": ("hidden",)}
+)
+SINKS = layer_parameter(
+    "self_attention.core_attention.softmax_offset",
+    "self_attn.sinks",
+    {"self_attn.sinks": ("heads",)},
+    Split.COLUMN,
 )
 MLP_NORM = layer_parameter(
     "pre_mlp_layernorm.weight",

@@ -12,15 +12,18 @@ from megarl.models.layout import ParallelLayout, check_pipeline
 from megarl.models.model_config import Experts, ModelConfig, SlidingWindow, Traits
 from megarl.models.registry import (
     FULL,
+    Family,
     count,
     family_of,
     known_architectures,
     known_families,
     refuse_other_kinds,
-    refuse_settings,
     rope_section,
     rotary_factor,
 )
+
+QUANTIZATION = "quantization_config"
+"""Field of ``config.json`` of a quantized checkpoint."""
 
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -64,7 +67,7 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
     family = family_of(architecture)
     traits = family.traits(raw)
     _check_combination(traits)
-    refuse_settings(raw, quantization_config=None)
+    raw = _without_quantization(raw, family)
     heads = count(raw, "num_attention_heads")
     theta, scaling = _rope(raw, traits)
     config = ModelConfig(
@@ -99,6 +102,8 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
         window=_limiting(traits.window, raw),
         linear=traits.linear if traits.linear is not None and any(traits.linear.layers) else None,
         output_gate=traits.output_gate,
+        output_bias=traits.output_bias,
+        sinks=traits.sinks,
     )
     _check_rotary_width(config)
     return config
@@ -166,6 +171,11 @@ def _check_experts(config: ModelConfig, layout: ParallelLayout, field: str) -> N
             f"ranks of a pipeline stage (tensor x context x data parallel); valid for this model: "
             f"{_divisors(ranks, lambda n: not experts.ffn_hidden_size % n)}"
         )
+    if experts.biases and layout.expert_tp != 1:
+        raise ConfigError(
+            f"{etp}={layout.expert_tp} is not supported for {config.architecture}: Megatron-Core would add the biases of "
+            f"its experts on each of these ranks; set {etp}=1"
+        )
     groups = ranks // layout.expert_tp
     if layout.ep < 1 or experts.count % layout.ep or groups % layout.ep:
         raise ConfigError(
@@ -211,6 +221,21 @@ def _head_dim(raw: Mapping[str, Any], heads: int) -> int:
     return count(raw, "head_dim", hidden // heads)
 
 
+def _without_quantization(raw: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
+    """Drop the quantization of a checkpoint that is read in bfloat16: MXFP4 of stacked experts; reject others."""
+    quantization = raw.get(QUANTIZATION)
+    if quantization is None:
+        return raw
+    supported = "mxfp4" if any(tensor.stacked for declared in family.layer for tensor in declared.hf) else None
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+    if method != supported:
+        raise ModelError(
+            f"config.json: {QUANTIZATION} has quant_method={method!r}, which is not supported"
+            f"{f', only {supported!r}' if supported else ''}; convert the checkpoint to bfloat16"
+        )
+    return {name: value for name, value in raw.items() if name != QUANTIZATION}
+
+
 def _unused_width(experts: Experts | None) -> int | None:
     """Width of dense MLPs of a model without any, whose file may lack it; None if the field is required."""
     return experts.ffn_hidden_size if experts is not None and all(experts.layers) else None
@@ -223,6 +248,8 @@ def _check_combination(traits: Traits) -> None:
         "qk_norm_over_heads": traits.qk_norm_over_heads,
         "score_scale": traits.score_scale is not None,
         "output_gate": traits.output_gate,
+        "output_bias": traits.output_bias,
+        "sinks": traits.sinks,
         "linear": traits.linear is not None,
     }
     together = [name for name, is_set in latent.items() if is_set and traits.latent is not None]
@@ -230,6 +257,14 @@ def _check_combination(traits: Traits) -> None:
         raise ModelError(f"latent attention with {' and '.join(together)} is not supported")
     if traits.linear is not None and traits.window is not None:
         raise ModelError("gated delta net layers with sliding-window attention are not supported")
+    biases = (traits.qkv_bias, traits.experts is not None and traits.experts.biases)
+    if traits.output_bias and not all(biases):
+        raise ModelError("output_bias is supported only with qkv_bias and with biases of experts")
+    if traits.experts is not None and traits.experts.biases:
+        if not (traits.output_bias and all(traits.experts.layers)) or traits.experts.shared_ffn_hidden_size:
+            raise ModelError(
+                "biases of experts are supported only with output_bias, experts in all layers and no shared experts"
+            )
     if traits.experts is not None and traits.activation != "silu":
         raise ModelError(f"experts with activation={traits.activation!r} are not supported, only 'silu'")
 

@@ -41,7 +41,7 @@ _FUSED_NORMS = {
     ".self_attention.linear_qkv.layer_norm_weight": ".input_layernorm.weight",
     ".mlp.linear_fc1.layer_norm_weight": ".pre_mlp_layernorm.weight",
 }
-_GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
+_GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 
 
 def canonical_name(name: str) -> str:
@@ -54,7 +54,7 @@ def canonical_name(name: str) -> str:
     for fused, local in _FUSED_NORMS.items():
         if name.endswith(fused):
             return name.removesuffix(fused) + local
-    return _GROUPED_EXPERT.sub(r".mlp.experts.local_experts.\2.\1.weight", name)
+    return _GROUPED_EXPERT.sub(r".mlp.experts.local_experts.\3.\1.\2", name)
 
 
 class Occurrence(NamedTuple):

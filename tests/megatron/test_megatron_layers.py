@@ -11,13 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.megatron import cuda_on_cpu
+from megarl.megatron.activations import GeGLU, SwiGLU
 from megarl.megatron.kernels import window_attention
 from megarl.megatron.layers import (
-    GeGLU,
     PackedAttention,
     PackedSequences,
     RMSNorm,
-    SwiGLU,
     ValueHead,
     rotate,
     rotation_table,
