@@ -11,9 +11,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megarl.base.errors import ModelError
-from megarl.models.expert_files import BLOCK, dequantize_mxfp4
+from megarl.models.expert_files import BLOCK
 from megarl.models.hf_folder import ModelFolder, TensorEntry, check_model_folder
 from megarl.models.model_config import ModelConfig
+from megarl.models.mxfp4 import dequantize_mxfp4
 from megarl.models.partition import LocalParam, Piece
 
 
@@ -59,9 +60,10 @@ class HFReader:
             ranges = [slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True)]
             if entry.expert is not None:
                 expert = slice(entry.expert, entry.expert + 1)
-                stored = self._slice(entry.file, entry.stored_as)[(expert, *reversed(ranges))][0]
+                stored: Tensor = self._slice(entry.file, entry.stored_as)[(expert, *reversed(ranges))][0]
                 return stored.permute(*reversed(range(stored.dim())))
-            return self._slice(entry.file, entry.stored_as or piece.hf_name)[tuple(ranges)]
+            values: Tensor = self._slice(entry.file, entry.stored_as or piece.hf_name)[tuple(ranges)]
+            return values
         except SafetensorError as error:
             raise ModelError(f"{entry.file}: cannot read tensor '{piece.hf_name}': {error}") from None
 

@@ -173,8 +173,8 @@ def _check_experts(config: ModelConfig, layout: ParallelLayout, field: str) -> N
         )
     if experts.biases and layout.expert_tp != 1:
         raise ConfigError(
-            f"{etp}={layout.expert_tp} is not supported for {config.architecture}: Megatron-Core would add the biases of "
-            f"its experts on each of these ranks; set {etp}=1"
+            f"{etp}={layout.expert_tp} is not supported for {config.architecture}: each of these ranks would add the "
+            f"biases of its experts; set {etp}=1"
         )
     groups = ranks // layout.expert_tp
     if layout.ep < 1 or experts.count % layout.ep or groups % layout.ep:
@@ -257,16 +257,23 @@ def _check_combination(traits: Traits) -> None:
         raise ModelError(f"latent attention with {' and '.join(together)} is not supported")
     if traits.linear is not None and traits.window is not None:
         raise ModelError("gated delta net layers with sliding-window attention are not supported")
-    biases = (traits.qkv_bias, traits.experts is not None and traits.experts.biases)
-    if traits.output_bias and not all(biases):
-        raise ModelError("output_bias is supported only with qkv_bias and with biases of experts")
-    if traits.experts is not None and traits.experts.biases:
-        if not (traits.output_bias and all(traits.experts.layers)) or traits.experts.shared_ffn_hidden_size:
-            raise ModelError(
-                "biases of experts are supported only with output_bias, experts in all layers and no shared experts"
-            )
+    _check_biases(traits)
     if traits.experts is not None and traits.activation != "silu":
         raise ModelError(f"experts with activation={traits.activation!r} are not supported, only 'silu'")
+
+
+def _check_biases(traits: Traits) -> None:
+    """Reject biases on some linear layers only: Megatron has them on q, k and v, or on all of a model of experts."""
+    experts = traits.experts
+    of_experts = experts is not None and experts.biases
+    if not (traits.output_bias or of_experts):
+        return
+    others = experts is not None and (not all(experts.layers) or experts.shared_ffn_hidden_size > 0)
+    if others or not (traits.output_bias and traits.qkv_bias and of_experts):
+        raise ModelError(
+            "output_bias and biases of experts are supported only together, with qkv_bias, experts in all layers and "
+            "no shared experts"
+        )
 
 
 def _checked(experts: Experts | None) -> Experts | None:

@@ -114,9 +114,9 @@ def _expert_entry(whole: TensorEntry, part: StackedPart, config: ModelConfig) ->
     return whole._replace(
         shape=whole.shape[:0:-1],
         stored_as=part.name,
-        offset=whole.offset + part.index * nbytes,
+        offset=whole.offset + part.expert * nbytes,
         nbytes=nbytes,
-        expert=part.index,
+        expert=part.expert,
     )
 
 

@@ -267,7 +267,7 @@ class HFWriter:
         part = self._parts.get(piece.hf_name)
         if part is None:
             return piece, values
-        start, stop = (part.index, *reversed(piece.start)), (part.index + 1, *reversed(piece.stop))
+        start, stop = (part.expert, *reversed(piece.start)), (part.expert + 1, *reversed(piece.stop))
         stacked = values.permute(*reversed(range(values.dim())))[None]
         return Piece(part.name, start, stop, start), stacked
 

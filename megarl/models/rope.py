@@ -61,7 +61,7 @@ def attention_factor(config: ModelConfig) -> float:
 
 
 def window_attention_factor(config: ModelConfig) -> float:
-    """Return the :func:`attention_factor` of layers with sliding-window attention; 1 with a rotary base of their own."""
+    """Return the :func:`attention_factor` of layers with sliding-window attention."""
     return attention_factor(config) if config.window is None or config.window.rope_theta is None else 1.0
 
 
