@@ -55,8 +55,8 @@ class HFReader:
                 f"expected at least {list(piece.stop)}"
             )
         try:
-            if entry.scales:
-                return self._dequantized(entry, piece)
+            if entry.scales is not None:
+                return self._dequantized(entry, entry.scales, piece)
             ranges = [slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True)]
             if entry.expert is not None:
                 expert = slice(entry.expert, entry.expert + 1)
@@ -67,9 +67,9 @@ class HFReader:
         except SafetensorError as error:
             raise ModelError(f"{entry.file}: cannot read tensor '{piece.hf_name}': {error}") from None
 
-    def _dequantized(self, entry: TensorEntry, piece: Piece) -> Tensor:
+    def _dequantized(self, entry: TensorEntry, scales_entry: TensorEntry, piece: Piece) -> Tensor:
         """Read a rectangle of an expert's matrix in MXFP4: all blocks with its columns, without the other columns."""
-        assert entry.expert is not None and entry.scales_file is not None
+        assert entry.expert is not None
         (first_row, first), (last_row, last) = piece.start, piece.stop
         where = (
             slice(entry.expert, entry.expert + 1),
@@ -77,7 +77,7 @@ class HFReader:
             slice(first // BLOCK, -(-last // BLOCK)),
         )
         blocks = self._slice(entry.file, entry.stored_as)[where][0]
-        scales = self._slice(entry.scales_file, entry.scales)[where][0]
+        scales = self._slice(scales_entry.file, scales_entry.stored_as)[where][0]
         before = first // BLOCK * BLOCK
         return dequantize_mxfp4(blocks, scales)[:, first - before : last - before]
 

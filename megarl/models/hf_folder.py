@@ -39,10 +39,10 @@ class TensorEntry(NamedTuple):
     """Bytes of its elements."""
     expert: int | None = None
     """Its index in the file's tensor of all experts, whose other dimensions are in reverse order; None = no index."""
-    scales: str = ""
-    """The tensor of its scales, if the tensor of all experts is in MXFP4; its elements are then read as ``BF16``."""
-    scales_file: Path | None = None
-    """File of the scales."""
+    whole: TensorEntry | None = None
+    """The file's tensor of all experts."""
+    scales: TensorEntry | None = None
+    """The file's scales of all experts, if ``whole`` has blocks in MXFP4; elements are then read as ``BF16``."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,7 @@ def _expert_entry(whole: TensorEntry, part: StackedPart, config: ModelConfig) ->
         offset=whole.offset + part.expert * nbytes,
         nbytes=nbytes,
         expert=part.expert,
+        whole=whole,
     )
 
 
@@ -131,8 +132,7 @@ def _mxfp4_entry(blocks: TensorEntry, scales: TensorEntry, part: StackedPart, co
         shape=(*scales.shape[1:-1], scales.shape[-1] * BLOCK),
         dtype="BF16",
         stored_as=part.name + BLOCKS,
-        scales=part.name + SCALES,
-        scales_file=scales.file,
+        scales=scales._replace(stored_as=part.name + SCALES),
     )
 
 
