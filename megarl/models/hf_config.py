@@ -109,13 +109,14 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
     return config
 
 
-def check_layout(config: ModelConfig, layout: ParallelLayout, field: str) -> None:
+def check_layout(config: ModelConfig, layout: ParallelLayout, field: str, *, of_engine: bool = False) -> None:
     """Check that a parallel layout fits a model.
 
     Args:
         config: the model.
         layout: the role's layout.
         field: the config group of the layout, such as ``actor_rollout_ref.actor.megatron``.
+        of_engine: it is the layout of a rollout engine.
 
     Raises:
         ConfigError: a parallel size does not divide the model; names the key, its value and the valid choices.
@@ -140,6 +141,11 @@ def check_layout(config: ModelConfig, layout: ParallelLayout, field: str) -> Non
             )
     check_pipeline(config.num_layers, layout, field)
     _check_experts(config, layout, field)
+    if config.experts is not None and config.experts.biases and layout.expert_tp != 1 and not of_engine:
+        raise ConfigError(
+            f"{field}.expert_tensor_parallel_size={layout.expert_tp} is not supported for {config.architecture}: each "
+            f"of these ranks would add the biases of its experts; set {field}.expert_tensor_parallel_size=1"
+        )
 
 
 def _check_linear(config: ModelConfig, layout: ParallelLayout, field: str) -> None:
@@ -170,11 +176,6 @@ def _check_experts(config: ModelConfig, layout: ParallelLayout, field: str) -> N
             f"{etp}={layout.expert_tp} must divide the width of an expert, {experts.ffn_hidden_size}, and the {ranks} "
             f"ranks of a pipeline stage (tensor x context x data parallel); valid for this model: "
             f"{_divisors(ranks, lambda n: not experts.ffn_hidden_size % n)}"
-        )
-    if experts.biases and layout.expert_tp != 1:
-        raise ConfigError(
-            f"{etp}={layout.expert_tp} is not supported for {config.architecture}: each of these ranks would add the "
-            f"biases of its experts; set {etp}=1"
         )
     groups = ranks // layout.expert_tp
     if layout.ep < 1 or experts.count % layout.ep or groups % layout.ep:
@@ -228,7 +229,7 @@ def _without_quantization(raw: Mapping[str, Any], family: Family) -> Mapping[str
         return raw
     supported = "mxfp4" if any(tensor.stacked for declared in family.layer for tensor in declared.hf) else None
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-    if method != supported:
+    if supported is None or method != supported:
         raise ModelError(
             f"config.json: {QUANTIZATION} has quant_method={method!r}, which is not supported"
             f"{f', only {supported!r}' if supported else ''}; convert the checkpoint to bfloat16"

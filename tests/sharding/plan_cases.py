@@ -74,7 +74,9 @@ def model(architecture, *, layers, hidden, ffn, heads, groups, vocab, tied, head
                 "qk_rope_head_dim": 2,
                 "v_head_dim": 2,
                 **(linear_layers(layers, heads) if architecture in LINEAR else {}),
-                **({"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default"}} if "Gpt" in architecture else {}),
+                **(
+                    {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default"}} if "Gpt" in architecture else {}
+                ),
             }
         )
     )

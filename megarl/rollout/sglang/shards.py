@@ -126,6 +126,11 @@ def check_model_runs(config: ModelConfig, options: EngineOptions) -> None:
         )
     if config.linear is not None:
         _check_linear(config, options)
+    if config.experts is not None and config.experts.biases:
+        raise ModelError(
+            f"rollout engine 'sglang' does not run {config.architecture}: SGLang's kernels of its experts store their "
+            "weights in other forms than those of a weight sync; set rollout.name=embedded"
+        )
     if options.device == "cpu":
         check_cpu_sizes(config, tp)
 
