@@ -1,4 +1,4 @@
-"""Views of experts' tensors in files that hold those of all experts of a layer, and the tensors of such a file.
+"""Views of the tensors of experts in files that stack all experts of a layer, and of the stacked tensors.
 
 The weight map has one tensor per expert, see :mod:`megarl.models.expert_files`.
 """
@@ -103,7 +103,7 @@ def stacked_views(tensors: Mapping[str, TensorView], parts: Mapping[str, Stacked
 
 
 def by_file(values: Mapping[str, _Value], parts: Mapping[str, StackedPart]) -> dict[str, _Value]:
-    """Name values of the tensors of the weight map by the tensors of a file; of experts, the first one's value."""
+    """Name values by the tensors of a file instead of those of the weight map; of experts, the first one's."""
     result: dict[str, _Value] = {}
     for name, value in values.items():
         result.setdefault(parts[name].name if name in parts else name, value)

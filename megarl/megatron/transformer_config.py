@@ -165,8 +165,9 @@ def _activation(model: ModelConfig, fused: bool) -> dict[str, Any]:
     A clamped activation comes from the specification with Transformer Engine's layers too: its rows alternate.
     """
     if model.experts is not None and model.experts.clamped is not None:
+        # The name of another activation: Megatron 0.19 may replace SwiGLU and its projections by one kernel.
         specified = {"use_te_activation_func": True, "bias_activation_fusion": False, "bias_dropout_fusion": False}
-        return {"activation_func": F.silu, **specified}
+        return {"activation_func": F.gelu, **specified}
     if model.activation == "silu":
         return {"activation_func": F.silu, "bias_activation_fusion": fused}
     return {"activation_func": gelu_tanh if fused else F.gelu, "bias_activation_fusion": False}

@@ -1,4 +1,4 @@
-"""Tensors of a file that hold a matrix, or a bias, of every expert of a layer, in bfloat16 or MXFP4.
+"""Tensors of a file that stack a matrix or bias of all experts of a layer, in bfloat16 or MXFP4.
 
 The weight map has one tensor per expert. It is an entry of the file's tensor, with the dimensions reversed: the
 file has ``[experts, inputs, outputs]`` for the weight map's ``[outputs, inputs]``.
@@ -26,7 +26,10 @@ class StackedPart(NamedTuple):
 
 
 def stacked_parts(config: ModelConfig) -> dict[str, StackedPart]:
-    """Return the place in a file of each tensor of an expert, by its name; empty if a file has one tensor for each."""
+    """Return the place of each tensor of an expert in the stacked tensors of a file, by its name.
+
+    It is empty for models whose files have one tensor per expert.
+    """
     if config.experts is None:
         return {}
     stacked = [declared for declared in family_of(config.architecture).layer if declared.hf[0].stacked]

@@ -264,7 +264,7 @@ def _check_combination(traits: Traits) -> None:
 
 
 def _check_biases(traits: Traits) -> None:
-    """Reject biases on some linear layers only: Megatron has them on q, k and v, or on all of a model of experts."""
+    """Reject biases on some linear layers only: Megatron has them on q, k and v, or on all."""
     experts = traits.experts
     of_experts = experts is not None and experts.biases
     if not (traits.output_bias or of_experts):

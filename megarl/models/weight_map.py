@@ -24,9 +24,8 @@ from megarl.models.declaration import (
     Declaration,
     PipelineStage,
     Split,
-    dimension_sizes,
-    head_sections,
 )
+from megarl.models.dimensions import dimension_sizes, head_sections
 from megarl.models.layout import ParallelLayout
 from megarl.models.model_config import ModelConfig
 from megarl.models.partition import FullTensor, LocalParam, Piece
