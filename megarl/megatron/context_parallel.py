@@ -25,8 +25,9 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 
 from megarl.base.errors import DataError
-from megarl.megatron.kernels import causal_attention, window_attention
+from megarl.megatron.kernels import causal_attention, fits_packed_attention, window_attention
 from megarl.megatron.packed import PackedMicroBatch, SharedPrompts, copy_to, ranges
+from megarl.megatron.packed_sinks import flash_prefix_attention
 from megarl.models.sink_attention import sink_attention
 
 
@@ -138,7 +139,8 @@ def _attend_to_prefix(
     chunk, seen = query.shape[2], key.shape[2]
     if sinks is not None:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        return sink_attention(query, key, value, sinks, scale, window).transpose(1, 2)
+        attention = flash_prefix_attention if fits_packed_attention(query, value) else sink_attention
+        return attention(query, key, value, sinks, scale, window).transpose(1, 2)
     if window is not None and window < seen:
         return window_attention(query, key, value, window, scale).transpose(1, 2)
     mask: Tensor | None = None

@@ -76,7 +76,8 @@ def kernels(
     adam = adam_kernel(megatron_optimizer.Adam) if trains else ""
     packed = device.type == "cuda" and dtype is torch.bfloat16 and packed_attention() is not None
     attention = "torch's varlen_attn" if packed else "torch's, length by length"
-    attention = "torch's with sinks, in chunks" if has_sinks else attention
+    if has_sinks:
+        attention = f"torch's with sinks, {'in its flash kernels' if packed else 'in chunks'}"
     delta_nets = _delta_net_kernels(device, dtype) if has_delta_nets else ""
     if uses_transformer_engine(device, dtype):
         grouped = "Transformer Engine's (grouped)" if has_experts else ""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from megarl.megatron.context_parallel import attend
 from megarl.megatron.kernels import causal_attention, fits_packed_attention, packed_attention, window_attention
 from megarl.megatron.packed import SharedPrompts
+from megarl.megatron.packed_sinks import PackedFlashKernel, flash_sink_attention
 from megarl.models.delta_rule import ChunkPlan
 from megarl.models.sink_attention import sink_attention
 
@@ -218,7 +219,7 @@ class PackedAttention(nn.Module):
 
     def _whole(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
         """Attention over whole sequences stored end to end."""
-        if self.softmax_offset is None and fits_packed_attention(query, value):
+        if fits_packed_attention(query, value):
             return self._in_one_kernel(query, key, value, sequences)
         runs = sequences.runs
         # Splitting, unlike slicing, puts all runs' gradients together in one pass.
@@ -237,9 +238,13 @@ class PackedAttention(nn.Module):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _in_one_kernel(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
+        ends, longest = sequences.cu_seqlens_q, sequences.max_seqlen_q
+        if self.softmax_offset is not None:
+            assert self.scale is not None
+            kernel = PackedFlashKernel(ends, ends, (longest, longest), self.scale, self.window)
+            return flash_sink_attention(query, key, value, self.softmax_offset, kernel).flatten(1)
         attention = packed_attention()
         assert attention is not None
-        ends, longest = sequences.cu_seqlens_q, sequences.max_seqlen_q
         earlier = -1 if self.window is None else self.window - 1  # -1 = every earlier token
         attended: Tensor = attention(
             query, key, value, ends, ends, longest, longest, scale=self.scale, window_size=(earlier, 0)

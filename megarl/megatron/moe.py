@@ -71,6 +71,8 @@ def expert_layer_spec(experts: Experts, *, fused: bool, grouped: bool) -> Module
         fused: use Transformer Engine's layers.
         grouped: compute all experts of a rank in one kernel; otherwise one after the other.
     """
+    # One by one, experts with biases have Megatron's layers: it adds a bias in place.
+    fused = fused and (grouped or not experts.biases)
     spec = get_moe_module_spec(use_te=fused, num_experts=experts.count, moe_grouped_gemm=grouped)
     parts = submodules_of(spec)
     parts.router = partial(ExpertRouter, experts=experts)
