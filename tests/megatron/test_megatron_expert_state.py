@@ -21,7 +21,7 @@ from megarl.models import ParallelLayout
 # Two replicas of each expert, whose optimizer state is divided over them; four ranks divide that of the rest.
 EXPERTS_OVER_TP = ParallelLayout(tp=2, dp=2, ep=2, etp=1)
 EXPERTS_OVER_DP = ParallelLayout(dp=2, ep=2)
-ADAM = OptimizerOptions(lr=1e-2, weight_decay=0.1, eps=1e-5)  # larger than the rounding of gradients
+ADAM = OptimizerOptions(lr=1e-2, weight_decay=0.1)
 
 
 def take_steps(built: MegatronEngine, setup: Setup, seeds: range) -> None:
@@ -72,10 +72,11 @@ def check_other_layout(pool: ProcessPool, tmp_path: Path, model: str, expected: 
     resumed = pool.run(train, 2, tmp_path / "in", elsewhere, range(2, 3), tmp_path / "state")
     alone = Setup(ParallelLayout(), optimizer=ADAM)
     single = pool.run(train, 1, tmp_path / "in", alone, range(3))
+    atol = 5e-3 * ADAM.lr  # Adam amplifies the rounding of small gradients
     start = in_checkpoint_names(load_file(tmp_path / "in" / "model.safetensors"), MODELS[model]["family"])
     for setup, weights in ((elsewhere, resumed), (alone, single)):
         for name, tensor in assemble(tmp_path / "in", setup, weights).items():
-            torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
     for name, tensor in expected.items():
         assert torch.equal(tensor, start[name]) == name.endswith("e_score_correction_bias"), name
 
