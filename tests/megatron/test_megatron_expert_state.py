@@ -21,7 +21,7 @@ from megarl.models import ParallelLayout
 # Two replicas of each expert, whose optimizer state is divided over them; four ranks divide that of the rest.
 EXPERTS_OVER_TP = ParallelLayout(tp=2, dp=2, ep=2, etp=1)
 EXPERTS_OVER_DP = ParallelLayout(dp=2, ep=2)
-ADAM = OptimizerOptions(lr=1e-2, weight_decay=0.1)
+ADAM = OptimizerOptions(lr=1e-2, weight_decay=0.1, eps=1e-5)  # a small eps amplifies rounding
 
 
 def take_steps(built: MegatronEngine, setup: Setup, seeds: range) -> None:
@@ -72,7 +72,7 @@ def check_other_layout(pool: ProcessPool, tmp_path: Path, model: str, expected: 
     resumed = pool.run(train, 2, tmp_path / "in", elsewhere, range(2, 3), tmp_path / "state")
     alone = Setup(ParallelLayout(), optimizer=ADAM)
     single = pool.run(train, 1, tmp_path / "in", alone, range(3))
-    atol = 5e-3 * ADAM.lr  # Adam amplifies the rounding of small gradients
+    atol = 1e-2 * ADAM.lr  # of the smallest gradients
     start = in_checkpoint_names(load_file(tmp_path / "in" / "model.safetensors"), MODELS[model]["family"])
     for setup, weights in ((elsewhere, resumed), (alone, single)):
         for name, tensor in assemble(tmp_path / "in", setup, weights).items():
