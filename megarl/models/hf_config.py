@@ -143,8 +143,9 @@ def check_layout(config: ModelConfig, layout: ParallelLayout, field: str, *, of_
     _check_experts(config, layout, field)
     if config.experts is not None and config.experts.biases and layout.expert_tp != 1 and not of_engine:
         raise ConfigError(
-            f"{field}.expert_tensor_parallel_size={layout.expert_tp} is not supported for {config.architecture}: each "
-            f"of these ranks would add the biases of its experts; set {field}.expert_tensor_parallel_size=1"
+            f"{field}.expert_tensor_parallel_size={layout.expert_tp} (by default tensor_model_parallel_size) is not "
+            f"supported for {config.architecture}: each of these ranks would add the biases of its experts; set "
+            f"{field}.expert_tensor_parallel_size=1"
         )
 
 
