@@ -225,6 +225,11 @@ def test_gated_delta_nets_that_sglang_lacks_are_refused(change, options, message
         check_engine_model("sglang", config, EngineOptions(**options))
 
 
+def test_experts_with_biases_are_refused(make_folder):
+    with pytest.raises(ModelError, match=r"does not run GptOssForCausalLM: .*rollout.name=embedded"):
+        check_engine_model("sglang", read_model_config(make_folder("gpt_oss")), EngineOptions(device="cuda"))
+
+
 def test_decays_that_sglang_holds_in_float32_are_compared():
     """The other parameters must have the sent dtype."""
     sent = torch.randn(3).bfloat16()
