@@ -1,5 +1,6 @@
 """gpt-oss: published configurations, tensors of transformers, YaRN in all layers, and errors."""
 
+import peft
 import pytest
 import torch
 import transformers
@@ -100,10 +101,18 @@ def test_all_layers_have_the_rotary_scaling(old):
     assert attention_factor(ours) == window_attention_factor(ours) == rotary.attention_scaling
 
 
+def test_all_linear_layers_are_those_of_peft():
+    options = LoraOptions(rank=2, alpha=4.0)
+    ours = AdapterMap(WeightMap(parse_model_config(SMALL)), options).hf_shapes()
+    model = peft.get_peft_model(
+        transformers.GptOssForCausalLM(theirs()), peft.LoraConfig(r=2, target_modules="all-linear")
+    )
+    expected = {name: tuple(tensor.shape) for name, tensor in peft.get_peft_model_state_dict(model).items()}
+    assert {f"base_model.model.{name}": shape for name, shape in ours.items()} == expected
+
+
 def test_experts_have_no_adapters():
     weights = WeightMap(parse_model_config(SMALL))
-    targets = AdapterMap(weights, LoraOptions(rank=2, alpha=4.0)).targets
-    assert {name.split(".")[-2] for name in targets} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     with pytest.raises(ConfigError, match=r"experts\.0\.down_proj' cannot have an adapter; valid: o_proj, q_proj"):
         AdapterMap(weights, LoraOptions(rank=2, alpha=4.0, targets=("down_proj",)))
 
