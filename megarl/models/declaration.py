@@ -24,6 +24,7 @@ class Split(Enum):
     SECTIONS = "dimension 0 has sections of heads (`head_sections`); a rank stacks its heads of each section"
     SECTIONS_BY_HEAD = "dimension 0 has all sections of each head; as COLUMN in the engine, as SECTIONS in Megatron"
     ROW = "dimension 1 is divided"
+    FIRST = "as REPLICATED in Megatron; in the engine the first rank holds it, and the others hold zeros"
     VOCAB = "dimension 0 is padded, then divided"
 
 
@@ -190,9 +191,7 @@ def stacked_experts_of(block: str) -> tuple[Declaration, ...]:
     :class:`~megarl.models.model_config.ClampedGate`. ``block`` is the Hugging Face module, such as ``mlp``.
     """
 
-    def parameter(
-        layer: str, engine: str, module: str, part: str, dims: tuple[str, ...], split: Split = Split.REPLICATED
-    ) -> Declaration:
+    def parameter(layer: str, engine: str, module: str, part: str, dims: tuple[str, ...], split: Split) -> Declaration:
         return layer_parameter(
             f"mlp.experts.local_experts.{{expert}}.{layer}.{part}",
             f"{block}.experts.{engine}_weight{'_bias' if part == 'bias' else ''}",
@@ -214,7 +213,7 @@ def stacked_experts_of(block: str) -> tuple[Declaration, ...]:
         parameter("linear_fc1", "w13", "gate_up_proj", "weight", ("expert_gate_up", "hidden"), Split.COLUMN),
         parameter("linear_fc1", "w13", "gate_up_proj", "bias", ("expert_gate_up",), Split.COLUMN),
         parameter("linear_fc2", "w2", "down_proj", "weight", ("hidden", "expert_ffn"), Split.ROW),
-        parameter("linear_fc2", "w2", "down_proj", "bias", ("hidden",)),
+        parameter("linear_fc2", "w2", "down_proj", "bias", ("hidden",), Split.FIRST),
     )
 
 

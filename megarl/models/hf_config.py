@@ -67,7 +67,7 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
     family = family_of(architecture)
     traits = family.traits(raw)
     _check_combination(traits)
-    raw = _without_quantization(raw, family)
+    quantized = _quantization(raw, family)
     heads = count(raw, "num_attention_heads")
     theta, scaling = _rope(raw, traits)
     config = ModelConfig(
@@ -87,7 +87,7 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", traits.tie_word_embeddings)),
         qkv_bias=traits.qkv_bias,
         qk_norm=traits.qk_norm,
-        raw=dict(raw),
+        raw={name: value for name, value in raw.items() if name != QUANTIZATION},
         experts=_checked(traits.experts),
         latent=traits.latent,
         rotary_factor=traits.rotary_factor,
@@ -104,6 +104,7 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
         output_gate=traits.output_gate,
         output_bias=traits.output_bias,
         sinks=traits.sinks,
+        quantized=quantized,
     )
     _check_rotary_width(config)
     return config
@@ -223,11 +224,11 @@ def _head_dim(raw: Mapping[str, Any], heads: int) -> int:
     return count(raw, "head_dim", hidden // heads)
 
 
-def _without_quantization(raw: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
-    """Drop the quantization of a checkpoint that is read in bfloat16: MXFP4 of stacked experts; reject others."""
+def _quantization(raw: Mapping[str, Any], family: Family) -> str:
+    """Read the format of a quantized checkpoint: MXFP4 of stacked experts, or empty; reject others."""
     quantization = raw.get(QUANTIZATION)
     if quantization is None:
-        return raw
+        return ""
     supported = "mxfp4" if any(tensor.stacked for declared in family.layer for tensor in declared.hf) else None
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
     if supported is None or method != supported:
@@ -235,7 +236,7 @@ def _without_quantization(raw: Mapping[str, Any], family: Family) -> Mapping[str
             f"config.json: {QUANTIZATION} has quant_method={method!r}, which is not supported"
             f"{f', only {supported!r}' if supported else ''}; convert the checkpoint to bfloat16"
         )
-    return {name: value for name, value in raw.items() if name != QUANTIZATION}
+    return supported
 
 
 def _unused_width(experts: Experts | None) -> int | None:

@@ -229,6 +229,8 @@ class ModelConfig:
     output_gate: bool = False
     output_bias: bool = False
     sinks: bool = False
+    quantized: str = field(default="", compare=False)
+    """Format of quantized weights in the folder, such as ``mxfp4``, which are read in bfloat16; empty without them."""
 
     @property
     def rotary_dim(self) -> int:
