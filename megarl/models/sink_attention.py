@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_CHUNK_BYTES = 64 * 2**20
-"""Size of the scores that are computed at a time."""
+_CHUNK_BYTES, _GPU_CHUNK_BYTES = 2**21, 2**28
+"""Size of the scores that are computed at a time: on a CPU they fit a cache."""
 
 
 def sink_attention(
@@ -69,7 +69,8 @@ class _Chunk(NamedTuple):
 def _chunks(query: Tensor, key: Tensor, window: int | None) -> Iterator[_Chunk]:
     sequences, heads, count, _ = query.shape
     seen = key.shape[2]
-    rows = max(1, _CHUNK_BYTES // (4 * sequences * heads * min(seen, 2 * window if window else seen)))
+    nbytes = _GPU_CHUNK_BYTES if query.is_cuda else _CHUNK_BYTES
+    rows = max(1, nbytes // (4 * sequences * heads * min(seen, 2 * window if window else seen)))
     rows = rows if window is None else min(rows, window)
     for start in range(0, count, rows):
         stop = min(start + rows, count)
