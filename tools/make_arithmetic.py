@@ -28,6 +28,8 @@ import pyarrow.parquet as pq
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -55,6 +57,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
     "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
 }
 
 
@@ -93,6 +96,17 @@ def build_tokenizer(words: Sequence[str] = WORDS, tags: Sequence[str] = ()) -> P
     return fast
 
 
+def family_fields(family: str, hidden: int, layers: int) -> dict:
+    """Return the fields of a family's ``config.json`` beyond the common sizes."""
+    if family == "qwen2":
+        return {}
+    if family == "gpt_oss":
+        rotary = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
+        sizes = {"head_dim": hidden // 4, "intermediate_size": hidden, "sliding_window": 8}
+        return {**sizes, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": rotary}
+    return hybrid_fields(hidden, layers)
+
+
 def hybrid_fields(hidden: int, layers: int) -> dict:
     """Return the fields of a model with gated delta nets, and attention in every second layer; Qwen3-Next's experts."""
     return {
@@ -115,22 +129,22 @@ def build_model(
     """Build a model with random weights, sized for a laptop (about one million parameters)."""
     torch.manual_seed(seed)
     config_class, model_class = FAMILIES[family]
-    config = config_class(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        initializer_range=0.06,  # near 1 / sqrt(hidden): so small a model learns sooner from larger weights
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **({} if family == "qwen2" else hybrid_fields(hidden, layers)),
-    )
-    return model_class(config)
+    fields = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.06,  # near 1 / sqrt(hidden): so small a model learns sooner from larger weights
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        **family_fields(family, hidden, layers),
+    }
+    return model_class(config_class(**fields))
 
 
 def problem_row(a: int, b: int, split: str, index: int) -> dict:

@@ -12,11 +12,14 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megarl.base.checkpoint_index import INDEX, read_index
 from megarl.base.checkpoint_names import HF_FOLDER, POINTER
 from megarl.base.errors import CheckpointError, ModelError
 from megarl.base.json_text import parse_json
 from megarl.convert.adapters import base_of_role, options_of_folder, options_of_role, read_document, with_base
+from megarl.convert.experts import expert_view, quantized_expert_view
 from megarl.convert.source import (
     DTYPES,
     HUGGING_FACE,
@@ -31,7 +34,7 @@ from megarl.convert.source import (
     whole_view,
     without_head_bias,
 )
-from megarl.convert.stored import Chunk, StoredTensor
+from megarl.convert.stored import Chunk, StoredTensor, TensorView
 from megarl.convert.torch_dist import open_torch_dist
 from megarl.models import ModelConfig, ParallelLayout, WeightMap, read_model_config
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE, TensorEntry, check_model_folder
@@ -188,7 +191,7 @@ def open_hugging_face(path: Path) -> CheckpointSource:
     shapes = WeightMap(folder.config, value_head=folder.config.is_value_model).hf_shapes()
     names = [name for name in shapes if name in folder.tensors]
     names += [name for name in SCORE if name in folder.tensors and name not in shapes]
-    tensors = {name: whole_view(name, _stored(name, folder.tensors[name])) for name in names}
+    tensors = {name: _view(name, folder.tensors[name]) for name in names}
     return CheckpointSource(
         path,
         HUGGING_FACE,
@@ -199,6 +202,22 @@ def open_hugging_face(path: Path) -> CheckpointSource:
         left_out=tuple(sorted(folder.tensors.keys() - set(names))),
         facts={"files": len({entry.file for entry in folder.tensors.values()})},
     )
+
+
+def _view(name: str, entry: TensorEntry) -> TensorView:
+    """View of a tensor of the weight map in a folder."""
+    if entry.expert is None:
+        return whole_view(name, _stored(name, entry))
+    assert entry.whole is not None
+    if entry.scales is None:
+        return expert_view(name, _stored(name, entry.whole), entry.expert)
+    blocks, scales = (_bytes(name, part) for part in (entry.whole, entry.scales))
+    return quantized_expert_view(name, entry.shape, blocks, scales, entry.expert)
+
+
+def _bytes(name: str, entry: TensorEntry) -> StoredTensor:
+    chunk = Chunk((0,) * len(entry.shape), entry.shape, entry.file, entry.offset)
+    return StoredTensor(name, entry.shape, torch.uint8, (chunk,))
 
 
 def _stored(name: str, entry: TensorEntry) -> StoredTensor:

@@ -9,7 +9,7 @@ import pickle
 import struct
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 import megarl
 from megarl.base.checkpoint_index import INDEX
 from megarl.base.errors import CheckpointError
+from megarl.convert.experts import by_file, stacked_views
 from megarl.convert.source import (
     DTYPES,
     SCORE,
@@ -39,6 +40,7 @@ from megarl.convert.source import (
 from megarl.convert.stored import TensorView
 from megarl.convert.torch_zip import locate_tensor
 from megarl.models import ParallelLayout, WeightMap
+from megarl.models.expert_files import StackedPart, stacked_parts
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE
 from megarl.models.hf_writer import exported_config, needs_head_bias
 from megarl.models.peft_folder import CONFIG_FILE, PREFIX, WEIGHTS_FILE, peft_config
@@ -53,6 +55,8 @@ class Selection:
     config: Mapping[str, Any]
     float32: Collection[str] = ()
     """Tensors that the model keeps in float32 with every weight dtype; never trained."""
+    parts: Mapping[str, StackedPart] = field(default_factory=dict)
+    """Places of the tensors of experts in the tensors of a Hugging Face file."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -89,7 +93,7 @@ def select(source: CheckpointSource, dtype: torch.dtype | None = None, keep_valu
     if SCORE[0] in tensors and needs_head_bias(config) and SCORE[1] not in tensors:
         tensors[SCORE[1]] = TensorView(SCORE[1], (1,), tensors[SCORE[0]].dtype, ())
         dtypes[SCORE[1]] = dtypes[SCORE[0]]
-    return Selection(tensors, dtypes, config, frozenset(filter(float32, tensors)))
+    return Selection(tensors, dtypes, config, frozenset(filter(float32, tensors)), stacked_parts(source.config))
 
 
 def _most_common(tensors: Mapping[str, TensorView], dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
@@ -169,6 +173,11 @@ def plan_hugging_face(selection: Selection, max_shard_bytes: int) -> OutputPlan:
         selection: tensors to write.
         max_shard_bytes: maximum size of a shard; a larger tensor gets a separate shard.
     """
+    selection = replace(
+        selection,
+        tensors=stacked_views(selection.tensors, selection.parts),
+        dtypes=by_file(selection.dtypes, selection.parts),
+    )
     shards = _shards(selection, max_shard_bytes)
     names = [SINGLE_FILE] if len(shards) == 1 else [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors"
                                                     for n in range(len(shards))]  # fmt: skip

@@ -18,6 +18,7 @@ from megarl.base.errors import CheckpointError
 from megarl.convert.source import TORCH_DIST, CheckpointSource, stored_tensors, without_head_bias
 from megarl.convert.stored import StoredTensor, TensorView, ViewRegion
 from megarl.models import LocalParam, ModelConfig, ParallelLayout, Piece, WeightMap, canonical_name
+from megarl.models.expert_files import stacked_parts
 
 _PREFIX = re.compile(r"^(?:module\.|model\d*\.|actor\.)+")
 _STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.|^(?:rng_state|rerun_state_machine_state|opt_param_scheduler)")
@@ -55,6 +56,11 @@ def open_torch_dist(path: Path, config: ModelConfig, companions: Path) -> Checkp
     Raises:
         CheckpointError: a file is missing or truncated, or the parameters do not fit the model.
     """
+    if stacked_parts(config):
+        raise CheckpointError(
+            f"checkpoint {path}: a torch_dist checkpoint of {config.architecture} cannot be read: other programs order "
+            "the rows of its experts differently; use its Hugging Face export"
+        )
     index = read_index(path)
     names = [name for name in index.state_dict_metadata if not _STATE.search(name) and not _EXTRA.search(name)]
     stored = stored_tensors(path, index, names)

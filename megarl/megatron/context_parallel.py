@@ -25,8 +25,10 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 
 from megarl.base.errors import DataError
-from megarl.megatron.kernels import causal_attention, window_attention
+from megarl.megatron.kernels import causal_attention, fits_packed_attention, window_attention
 from megarl.megatron.packed import PackedMicroBatch, SharedPrompts, copy_to, ranges
+from megarl.megatron.packed_sinks import flash_prefix_attention
+from megarl.models.sink_attention import sink_attention
 
 
 def attend(
@@ -37,6 +39,7 @@ def attend(
     scale: float | None,
     group: dist.ProcessGroup,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention of this rank's tokens to all ranks' tokens; communicates, differentiable.
 
@@ -51,6 +54,7 @@ def attend(
         scale: of the scores; None = ``head_dim ** -0.5``.
         group: the ranks that share each sequence.
         window: tokens that a token attends to, itself included; None = all earlier ones.
+        sinks: ``[heads]``, see :mod:`megarl.models.sink_attention`; None without sinks.
 
     Returns:
         ``[tokens of this rank, heads * value's last dimension]``.
@@ -64,7 +68,9 @@ def attend(
         keys, values = _in_order(gathered[:, start:stop], count).split([key.shape[-1], value.shape[-1]], dim=-1)
         queries = query[start:stop].unflatten(0, (count, 2, chunk))
         halves = [
-            _attend_to_prefix(queries[:, half].transpose(1, 2), keys[:, :, :seen], values[:, :, :seen], scale, window)
+            _attend_to_prefix(
+                queries[:, half].transpose(1, 2), keys[:, :, :seen], values[:, :, :seen], scale, window, sinks
+            )
             for half, seen in enumerate(((rank + 1) * chunk, (2 * ranks - rank) * chunk))
         ]
         outputs.append(torch.stack(halves, dim=1).flatten(0, 2).flatten(1))
@@ -112,7 +118,14 @@ def _in_order(gathered: Tensor, count: int) -> Tensor:
     return torch.cat([early, late.flip(0)]).permute(1, 3, 0, 2, 4).flatten(2, 3)
 
 
-def _attend_to_prefix(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
+def _attend_to_prefix(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    window: int | None,
+    sinks: Tensor | None,
+) -> Tensor:
     """Attention of the last tokens of each sequence: ``[count, chunk, heads, width]``.
 
     Args:
@@ -121,8 +134,13 @@ def _attend_to_prefix(query: Tensor, key: Tensor, value: Tensor, scale: float | 
         value: ``[count, key-value heads, seen, width]``.
         scale: of the scores.
         window: see :func:`attend`.
+        sinks: see :func:`attend`.
     """
     chunk, seen = query.shape[2], key.shape[2]
+    if sinks is not None:
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        attention = flash_prefix_attention if fits_packed_attention(query, value) else sink_attention
+        return attention(query, key, value, sinks, scale, window).transpose(1, 2)
     if window is not None and window < seen:
         return window_attention(query, key, value, window, scale).transpose(1, 2)
     mask: Tensor | None = None

@@ -138,6 +138,7 @@ class MegatronEngine:
             trains=options.optimizer is not None,
             has_experts=self.model.experts is not None,
             has_windows=self.model.window is not None,
+            has_sinks=self.model.sinks,
             has_delta_nets=self.model.linear is not None,
         )
         name = str(options.dtype).removeprefix("torch.")

@@ -66,19 +66,22 @@ def kernels(
     trains: bool,
     has_experts: bool = False,
     has_windows: bool = False,
+    has_sinks: bool = False,
     has_delta_nets: bool = False,
 ) -> Kernels:
     """Select the kernels for a model of this number format on this device.
 
-    A model with sliding-window attention has torch's attention among Transformer Engine's other layers.
+    A model with sliding-window attention or sinks has torch's attention among Transformer Engine's other layers.
     """
     adam = adam_kernel(megatron_optimizer.Adam) if trains else ""
     packed = device.type == "cuda" and dtype is torch.bfloat16 and packed_attention() is not None
     attention = "torch's varlen_attn" if packed else "torch's, length by length"
+    if has_sinks:
+        attention = f"torch's with sinks, {'in its flash kernels' if packed else 'in chunks'}"
     delta_nets = _delta_net_kernels(device, dtype) if has_delta_nets else ""
     if uses_transformer_engine(device, dtype):
         grouped = "Transformer Engine's (grouped)" if has_experts else ""
-        attention = attention if has_windows else "Transformer Engine's"
+        attention = attention if has_windows or has_sinks else "Transformer Engine's"
         return Kernels("Transformer Engine", attention, grouped, adam, delta_nets)
     return Kernels("torch", attention, "one after the other" if has_experts else "", adam, delta_nets)
 

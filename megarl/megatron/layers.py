@@ -1,11 +1,10 @@
-"""Torch layers: RMSNorm, SwiGLU, packed attention, rotary embedding, norms over all heads and on outputs, value head.
+"""Torch layers: RMSNorm, packed attention, rotary embedding, norms over all heads and on outputs, value head.
 
-The first four replace Transformer Engine's layers. Megatron has none of the others.
+The first three replace Transformer Engine's layers. Megatron has none of the others.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import get_tensor_model_parallel_group
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from megarl.megatron.context_parallel import attend
 from megarl.megatron.kernels import causal_attention, fits_packed_attention, packed_attention, window_attention
 from megarl.megatron.packed import SharedPrompts
+from megarl.megatron.packed_sinks import PackedFlashKernel, flash_sink_attention
 from megarl.models.delta_rule import ChunkPlan
-
-_CACHED_BYTES = 2**19
+from megarl.models.sink_attention import sink_attention
 
 
 @dataclass
@@ -35,7 +35,7 @@ class PackedSequences(PackedSeqParams):
         runs: runs of neighbouring sequences of equal length: (number of sequences, their length), padding included.
         rotation: cosine and sine of each token's rotary embedding, each ``[tokens (of this rank), 1, head_dim / 2]``;
             None if Megatron rotates, or has rotated.
-        window_rotation: the same for layers with sliding-window attention; None without such layers.
+        window_rotation: the same for layers with sliding-window attention; None = no difference.
         sharers: context-parallel ranks that divide each sequence zig-zag; None if this rank has whole sequences.
         shared: mapping between stored tokens and whole sequences, if some share their prompt.
         chunks: storage of the sequences in gated delta net layers; None without such layers.
@@ -153,30 +153,6 @@ class NormedResidual(nn.Module):
         return residual + normed
 
 
-class SwiGLU(nn.Module):
-    """``silu(gate) * up`` of ``[..., 2 * n]``, the gate in the first half (https://arxiv.org/abs/2002.05202)."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Compute ``[..., n]`` from ``[..., 2 * n]``."""
-        result: Tensor = _SwiGLU.apply(inputs)
-        return result
-
-
-class GeGLU(nn.Module):
-    """``gelu(gate) * up`` of ``[..., 2 * n]`` with the tanh approximation (https://arxiv.org/abs/2002.05202)."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Compute ``[..., n]`` from ``[..., 2 * n]``."""
-        result: Tensor = _GeGLU.apply(inputs)
-        return result
-
-
 class PackedAttention(nn.Module):
     """Causal attention within each packed sequence, rotary embedding included.
 
@@ -187,6 +163,10 @@ class PackedAttention(nn.Module):
     Args:
         window: tokens that a token attends to, itself included; None = all earlier ones.
         window_scale: scale of the scores with a window, in place of ``softmax_scale``.
+        sinks: each head has a sink, see :mod:`megarl.models.sink_attention`.
+
+    Attributes:
+        softmax_offset: ``[heads of this rank]``, the sinks under Megatron's name; None without sinks.
     """
 
     def __init__(
@@ -196,11 +176,13 @@ class PackedAttention(nn.Module):
         softmax_scale: float | None = None,
         window: int | None = None,
         window_scale: float | None = None,
+        sinks: bool = False,
         **_: Any,
     ) -> None:
         super().__init__()
         self.window = window
         self.scale = softmax_scale if window is None else window_scale
+        self.softmax_offset = _split_over_heads(config) if sinks else None
 
     def forward(
         self,
@@ -221,12 +203,14 @@ class PackedAttention(nn.Module):
             attention_mask: ignored; the mask is causal within each sequence, and within the window.
             packed_seq_params: boundaries of the sequences; queries and keys are rotated if it has a rotation.
         """
-        rotation = packed_seq_params.rotation if self.window is None else packed_seq_params.window_rotation
+        rotation = packed_seq_params.rotation
+        if self.window is not None and packed_seq_params.window_rotation is not None:
+            rotation = packed_seq_params.window_rotation
         if rotation is not None:
             query, key = (rotate(heads, *rotation) for heads in (query, key))
         if packed_seq_params.sharers is not None:
             runs, sharers = packed_seq_params.runs, packed_seq_params.sharers
-            return attend(query, key, value, runs, self.scale, sharers, self.window)
+            return attend(query, key, value, runs, self.scale, sharers, self.window, self.softmax_offset)
         shared = packed_seq_params.shared
         if shared is None:
             return self._whole(query, key, value, packed_seq_params)
@@ -243,7 +227,10 @@ class PackedAttention(nn.Module):
         outputs = []
         for run, part in zip(runs, parts, strict=True):
             q, k, v = (heads.unflatten(0, run).transpose(1, 2) for heads in part)
-            if self.window is not None and self.window < run[1]:
+            if self.softmax_offset is not None:
+                assert self.scale is not None
+                attended = sink_attention(q, k, v, self.softmax_offset, self.scale, self.window)
+            elif self.window is not None and self.window < run[1]:
                 attended = window_attention(q, k, v, self.window, self.scale)
             else:
                 attended = causal_attention(q, k, v, scale=self.scale)
@@ -251,9 +238,13 @@ class PackedAttention(nn.Module):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _in_one_kernel(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
+        ends, longest = sequences.cu_seqlens_q, sequences.max_seqlen_q
+        if self.softmax_offset is not None:
+            assert self.scale is not None
+            kernel = PackedFlashKernel(ends, ends, (longest, longest), self.scale, self.window)
+            return flash_sink_attention(query, key, value, self.softmax_offset, kernel).flatten(1)
         attention = packed_attention()
         assert attention is not None
-        ends, longest = sequences.cu_seqlens_q, sequences.max_seqlen_q
         earlier = -1 if self.window is None else self.window - 1  # -1 = every earlier token
         attended: Tensor = attention(
             query, key, value, ends, ends, longest, longest, scale=self.scale, window_size=(earlier, 0)
@@ -371,55 +362,12 @@ def _summed(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     return values
 
 
-class _SwiGLU(torch.autograd.Function):
-    """Writes the gradient of both halves into one tensor, and saves only the input."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor) -> Tensor:
-        ctx.save_for_backward(inputs)
-        gate, up = inputs.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (inputs,) = ctx.saved_tensors
-        result = torch.empty_like(inputs)
-        rows = _rows_at_once(inputs)
-        for part, grad, out in zip(inputs.split(rows), grads[0].split(rows), result.split(rows), strict=True):
-            gate, up = part.chunk(2, dim=-1)
-            grad_gate, grad_up = out.chunk(2, dim=-1)
-            torch.mul(F.silu(gate), grad, out=grad_up)
-            torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
-        return result
-
-
-class _GeGLU(torch.autograd.Function):
-    """As :class:`_SwiGLU`."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor) -> Tensor:
-        ctx.save_for_backward(inputs)
-        gate, up = inputs.chunk(2, dim=-1)
-        return F.gelu(gate, approximate="tanh").mul_(up)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (inputs,) = ctx.saved_tensors
-        result = torch.empty_like(inputs)
-        rows = _rows_at_once(inputs)
-        for part, grad, out in zip(inputs.split(rows), grads[0].split(rows), result.split(rows), strict=True):
-            gate, up = part.chunk(2, dim=-1)
-            grad_gate, grad_up = out.chunk(2, dim=-1)
-            torch.mul(F.gelu(gate, approximate="tanh"), grad, out=grad_up)
-            grad_gate.copy_(torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh"))
-        return result
-
-
-def _rows_at_once(inputs: Tensor) -> int:
-    """Rows whose intermediate results fit a CPU's cache; on a GPU all rows."""
-    if inputs.is_cuda:
-        return max(1, len(inputs))
-    return max(1, _CACHED_BYTES // (math.prod(inputs.shape[1:]) * inputs.element_size()))
+def _split_over_heads(config: TransformerConfig) -> nn.Parameter:
+    """Allocate a parameter with one element per query head, which tensor-parallel ranks divide."""
+    heads = config.num_attention_heads // config.tensor_model_parallel_size
+    param = nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=torch.cuda.current_device()))
+    set_tensor_model_parallel_attributes(param, is_parallel=True, dim=0, stride=1)
+    return param
 
 
 def rotation_table(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,11 +26,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megarl.megatron.activations import GeGLU, SwiGLU
 from megarl.megatron.context_parallel import MicroBatchPart
 from megarl.megatron.gated_delta_net import delta_net_spec
 from megarl.megatron.kernels import check_fusions, uses_transformer_engine
 from megarl.megatron.layers import (
-    GeGLU,
     NormedResidual,
     PackedAttention,
     PackedSequences,
@@ -38,7 +38,6 @@ from megarl.megatron.layers import (
     RMSNormOverKeys,
     RMSNormOverQueries,
     SharedPromptAttention,
-    SwiGLU,
     ValueHead,
     rotation_table,
 )
@@ -50,7 +49,7 @@ from megarl.megatron.transformer_config import build_transformer_config
 from megarl.megatron.versions import submodules_of
 from megarl.models import ModelConfig, WeightMap
 from megarl.models.delta_rule import ChunkPlan
-from megarl.models.rope import inverse_frequencies, softmax_scale, window_frequencies
+from megarl.models.rope import inverse_frequencies, softmax_scale, window_attention_factor, window_frequencies
 
 _LONGEST_MULTIPLE = 128
 """The longest sequence is rounded up to it: kernels and rotary tables are then chosen for few different lengths."""
@@ -125,7 +124,7 @@ class StageModel:
     Attributes:
         chunks: chunks of layers in order; more than one only for an interleaved schedule.
         frequencies: rotary frequencies, on the device.
-        window_frequencies: those of layers with sliding-window attention, on the device; None without such layers.
+        window_frequencies: those of layers with sliding-window attention, on the device; None = the same.
         conv_width: width of the convolution of gated delta net layers; 0 without such layers.
     """
 
@@ -199,7 +198,12 @@ def build_model(model: ModelConfig, runtime: Runtime, options: MegatronOptions) 
 
 def _megatron_rotates(model: ModelConfig, fused: bool) -> bool:
     """Whether Megatron rotates queries and keys, before Transformer Engine's attention."""
-    return fused and model.latent is None and model.window is None
+    return fused and model.latent is None and not _has_torch_attention(model)
+
+
+def _has_torch_attention(model: ModelConfig) -> bool:
+    """Whether all layers have torch's attention, also among Transformer Engine's other layers."""
+    return model.window is not None or model.sinks
 
 
 def _build_chunk(
@@ -281,9 +285,10 @@ def _layer(
     if fused and (adapted or not model.input_norms):
         _separate_norms(model, layer, has_experts)
     _place_norms(model, config, layer, fused)
-    if model.window is not None:
-        size = model.window.size if has_window else None
-        attention = partial(PackedAttention, window=size, window_scale=softmax_scale(model))
+    if _has_torch_attention(model):
+        size = model.window.size if model.window is not None and has_window else None
+        scale = softmax_scale(model) * window_attention_factor(model) ** 2
+        attention = partial(PackedAttention, window=size, window_scale=scale, sinks=model.sinks)
         layer.submodules.self_attention.submodules.core_attention = attention
     if is_linear:
         _replace_attention(model, layer, fused)

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megarl.megatron.layers import SwiGLU
+from megarl.megatron.activations import ClampedSwiGLU, SwiGLU
 from megarl.megatron.lora import LowRankAdapter
 from megarl.megatron.routing import RouterState
 from megarl.megatron.versions import submodules_of
@@ -70,12 +71,19 @@ def expert_layer_spec(experts: Experts, *, fused: bool, grouped: bool) -> Module
         fused: use Transformer Engine's layers.
         grouped: compute all experts of a rank in one kernel; otherwise one after the other.
     """
+    # One by one, experts with biases have Megatron's layers: it adds a bias in place.
+    fused = fused and (grouped or not experts.biases)
     spec = get_moe_module_spec(use_te=fused, num_experts=experts.count, moe_grouped_gemm=grouped)
     parts = submodules_of(spec)
     parts.router = partial(ExpertRouter, experts=experts)
     if not fused:
         for part in (parts.experts, parts.shared_experts):
             submodules_of(part).activation_func = SwiGLU
+    if experts.clamped is not None:
+        activation = ModuleSpec(module=ClampedSwiGLU, params={"clamped": experts.clamped})
+        submodules_of(parts.experts).activation_func = activation
+    if experts.biases and not fused:
+        submodules_of(parts.experts).linear_fc2 = WholeOutput
     return spec
 
 
@@ -83,16 +91,22 @@ def mark_experts(module: nn.Module, layout: ParallelLayout) -> None:
     """Mark expert weights whose replicas are on other ranks than those of a dense weight.
 
     Megatron sets the mark only if experts are divided, not if expert and dense layers have different tensor-parallel
-    sizes. Without it Megatron would sum gradients over the wrong ranks.
+    sizes. Without it Megatron would sum gradients over the wrong ranks. Biases of experts are marked like their
+    weights: Megatron would sum their gradients over tensor-parallel ranks, which have other tokens or experts, and
+    count them in the gradient norm on the first of these ranks only.
 
     Args:
         module: a chunk of the model, before it is wrapped for data parallelism.
         layout: the role's layout.
     """
-    if layout.expert_tp != layout.tp:
-        for name, param in module.named_parameters():
-            if ".mlp.experts." in name:
-                setattr(param, "allreduce", False)  # noqa: B010  (Megatron's mark)
+    for name, param in module.named_parameters():
+        if ".mlp.experts." not in name:
+            continue
+        if layout.expert_tp != layout.tp:
+            setattr(param, "allreduce", False)  # noqa: B010  (Megatron's mark)
+        if name.rpartition(".")[2].startswith("bias"):
+            setattr(param, "sequence_parallel", False)  # noqa: B010
+            setattr(param, "tensor_model_parallel", True)  # noqa: B010
 
 
 def drop_autograd_graphs(module: nn.Module) -> None:
@@ -112,11 +126,23 @@ def drop_autograd_graphs(module: nn.Module) -> None:
                     setattr(holder, name, value.detach())
 
 
+class WholeOutput(RowParallelLinear):
+    """Output projection of an expert with a bias, which is whole on its rank; the arguments are Megatron's.
+
+    Megatron adds the bias in place, which autograd forbids for the result of a reduction over one rank.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.explicit_expert_comm = True  # Megatron's mark of a layer without reduction
+
+
 class ExpertRouter(nn.Module):
     """Selects the experts of each token, in place of Megatron's router and with its arguments.
 
     Attributes:
         weight: ``[experts, hidden]``, on every rank.
+        bias: ``[experts]``, likewise; None without one.
         expert_bias: ``[experts]`` float32 if the family has a correction bias; never trained.
         lora: low-rank adapter of the logits; None without one.
         state: loads, losses and routes of the current pass; None outside of an engine.
@@ -135,7 +161,11 @@ class ExpertRouter(nn.Module):
         self.weight = nn.Parameter(
             torch.empty(experts.count, config.hidden_size, dtype=config.params_dtype, device=device)
         )
-        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  (Megatron's mark)
+        self.bias: nn.Parameter | None = None
+        if experts.biases:
+            self.bias = nn.Parameter(torch.zeros(experts.count, dtype=config.params_dtype, device=device))
+        for param in self.parameters():
+            setattr(param, "sequence_parallel", config.sequence_parallel)  # noqa: B010  (Megatron's mark)
         self.expert_bias: nn.Parameter | None = None
         if experts.correction_bias:
             self.expert_bias = nn.Parameter(torch.zeros(experts.count, device=device), requires_grad=False)
@@ -156,7 +186,7 @@ class ExpertRouter(nn.Module):
             ones.
         """
         inputs = hidden.flatten(0, -2).float()
-        logits = F.linear(inputs, self.weight.float())
+        logits = F.linear(inputs, self.weight.float(), None if self.bias is None else self.bias.float())
         if self.lora is not None and self.lora.enabled:
             logits = self.lora.in_float32(inputs, logits, self.weight)
         scores = score_experts(logits, self.experts)

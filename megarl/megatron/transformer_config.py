@@ -51,7 +51,7 @@ def build_transformer_config(
         **_shape(model),
         **_division(model.num_layers, layout, options.sequence_parallel),
         **_execution(options.dtype, fused),
-        **_activation(model.activation, fused),
+        **_activation(model, fused),
         **_recomputation(options.recompute),
         **expert_settings(model, layout, grouped=fused and options.lora is None),
     }
@@ -90,7 +90,7 @@ def _shape(model: ModelConfig) -> dict[str, Any]:
         "qk_layernorm": model.qk_norm,
         "attention_output_gate": model.output_gate,
         "add_qkv_bias": model.qkv_bias,
-        "add_bias_linear": False,
+        "add_bias_linear": model.output_bias,
         "normalization": "RMSNorm",
         "layernorm_epsilon": model.rms_norm_eps,
         "layernorm_zero_centered_gamma": model.zero_centered_norms,
@@ -159,9 +159,16 @@ def _recomputation(recompute: RecomputeOptions | None) -> dict[str, Any]:
     }
 
 
-def _activation(name: str, fused: bool) -> dict[str, Any]:
-    """Activation of MLPs; torch's layers take theirs from the specification, and Megatron accepts only known names."""
-    if name == "silu":
+def _activation(model: ModelConfig, fused: bool) -> dict[str, Any]:
+    """Activation of MLPs; torch's layers take theirs from the specification, and Megatron accepts only known names.
+
+    A clamped activation comes from the specification with Transformer Engine's layers too: its rows alternate.
+    """
+    if model.experts is not None and model.experts.clamped is not None:
+        # The name of another activation: Megatron 0.19 may replace SwiGLU and its projections by one kernel.
+        specified = {"use_te_activation_func": True, "bias_activation_fusion": False, "bias_dropout_fusion": False}
+        return {"activation_func": F.gelu, **specified}
+    if model.activation == "silu":
         return {"activation_func": F.silu, "bias_activation_fusion": fused}
     return {"activation_func": gelu_tanh if fused else F.gelu, "bias_activation_fusion": False}
 

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megarl.base.errors import ConfigError
+from megarl.models.expert_files import stacked_parts
 from megarl.models.layout import ParallelLayout
 from megarl.models.model_config import ModelConfig
 from megarl.models.partition import LocalParam, Piece
@@ -136,6 +137,7 @@ class AdapterMap:
         self.options = options
         self._weights = weights
         self._shapes = weights.hf_shapes()
+        self._stacked = stacked_parts(weights.config)
         self._check_targets()
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -279,6 +281,7 @@ class AdapterMap:
             if _ADAPTED.match(param.name) and not self._is_head(param)
             for piece in param.pieces
             if piece.hf_name != "model.embed_tokens.weight"  # a tied output layer
+            if piece.hf_name not in self._stacked  # peft has other adapters for a tensor of all experts
         }
 
     @cached_property

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import NamedTuple
 
-from megarl.models.model_config import LinearAttention, ModelConfig
+from megarl.models.model_config import ModelConfig
 
 
 class Split(Enum):
@@ -21,9 +21,10 @@ class Split(Enum):
     COLUMN = "dimension 0 of each Hugging Face tensor is divided; a rank stacks its shards along it"
     GROUPED = "as COLUMN in the engine; in Megatron a rank stacks q, k, v of each of its key-value groups"
     GATED = "as GROUPED, but each head's q is followed by its gate; Megatron stacks a group's q, gates, k, v"
-    SECTIONS = "dimension 0 has sections of heads (:func:`head_sections`); a rank stacks its heads of each section"
+    SECTIONS = "dimension 0 has sections of heads (`head_sections`); a rank stacks its heads of each section"
     SECTIONS_BY_HEAD = "dimension 0 has all sections of each head; as COLUMN in the engine, as SECTIONS in Megatron"
     ROW = "dimension 1 is divided"
+    FIRST = "as REPLICATED in Megatron; in the engine the first rank holds it, and the others hold zeros"
     VOCAB = "dimension 0 is padded, then divided"
 
 
@@ -36,10 +37,15 @@ class PipelineStage(Enum):
 
 
 class HFTensor(NamedTuple):
-    """A Hugging Face tensor: its name, and its shape as dimension names (see :func:`dimension_sizes`)."""
+    """A Hugging Face tensor: its name, and its shape as dimension names (see :mod:`megarl.models.dimensions`).
+
+    ``stacked`` names the tensor of the file that has this one for every expert of a layer, the expert as dimension 0
+    and the other dimensions in reverse order. It is empty if the file has this tensor itself.
+    """
 
     name: str
     dims: tuple[str, ...]
+    stacked: str = ""
 
 
 class Declaration(NamedTuple):
@@ -73,55 +79,6 @@ class Declaration(NamedTuple):
     def is_expert(self) -> bool:
         """Whether this is a parameter of a routed expert."""
         return "{expert}" in self.megatron
-
-
-def dimension_sizes(config: ModelConfig) -> Mapping[str, int]:
-    """Return the size of each dimension name that a declaration may use."""
-    sizes = {
-        "hidden": config.hidden_size,
-        "q": config.num_attention_heads * config.head_dim,
-        "q_and_gate": 2 * config.num_attention_heads * config.head_dim,
-        "kv": config.num_key_value_heads * config.head_dim,
-        "head": config.head_dim,
-        "ffn": config.ffn_hidden_size,
-        "vocab": config.vocab_size,
-        "one": 1,
-    }
-    if config.experts is not None:
-        sizes["experts"] = config.experts.count
-        sizes["expert_ffn"] = config.experts.ffn_hidden_size
-        sizes["shared_ffn"] = config.experts.shared_ffn_hidden_size
-    if config.latent is not None:
-        latent = config.latent
-        sizes["q_latent"] = latent.q_lora_rank
-        sizes["kv_latent"] = latent.kv_lora_rank
-        sizes["kv_latent_and_rope"] = latent.kv_lora_rank + latent.rope_dim
-        sizes["kv_unpacked"] = config.num_attention_heads * (latent.nope_dim + latent.v_dim)
-        sizes["v"] = config.num_attention_heads * latent.v_dim
-    if config.linear is not None:
-        linear = config.linear
-        sizes["conv"] = linear.conv_width
-        sizes["linear_heads"] = linear.value_heads
-        sizes["linear_head"] = linear.value_dim
-        sizes |= {name: linear.key_heads * sum(rows) for name, rows in head_sections(linear).items()}
-    return sizes
-
-
-def head_sections(linear: LinearAttention) -> Mapping[str, tuple[int, ...]]:
-    """Return the rows that each key head has in the sections of a dimension, by dimension name.
-
-    ``q`` and ``k`` are a key head's query and key, ``v`` and ``z`` the values and output gates of its value heads,
-    ``b`` their learning rates, ``a`` their decays.
-    """
-    key, values, heads = linear.key_dim, linear.values_per_key * linear.value_dim, linear.values_per_key
-    return {
-        "linear_qkvz": (key, key, values, values),
-        "linear_qkv": (key, key, values),
-        "linear_z": (values,),
-        "linear_ba": (heads, heads),
-        "linear_b": (heads,),
-        "linear_a": (heads,),
-    }
 
 
 def in_dense_layers(config: ModelConfig, layer: int) -> bool:
@@ -176,6 +133,7 @@ def layer_parameter(
     split: Split = Split.REPLICATED,
     when: Callable[[ModelConfig, int], bool] | None = None,
     float32: bool = False,
+    stacked: str = "",
 ) -> Declaration:
     """Declare a parameter of a decoder layer by its names within the layer.
 
@@ -186,8 +144,9 @@ def layer_parameter(
         split: tensor-parallel split.
         when: see :class:`Declaration`.
         float32: see :class:`Declaration`.
+        stacked: the file's tensor of all experts after ``model.layers.{layer}.``, see :class:`HFTensor`.
     """
-    tensors = tuple(HFTensor(_HF_LAYER + name, dims) for name, dims in hf.items())
+    tensors = tuple(HFTensor(_HF_LAYER + name, dims, stacked and _HF_LAYER + stacked) for name, dims in hf.items())
     megatron, rollout = LAYER_PREFIX + megatron, _HF_LAYER + rollout
     return Declaration(megatron, rollout, tensors, split, when=when, float32=float32)
 
@@ -223,6 +182,39 @@ def experts_of(block: str, gate: str, up: str, down: str) -> tuple[Declaration, 
         when=in_expert_layers,
     )
     return router, gate_up, output
+
+
+def stacked_experts_of(block: str) -> tuple[Declaration, ...]:
+    """Declare router and routed experts with biases, whose file has one tensor for all experts of a layer.
+
+    Gate and up projections are one matrix with alternating rows, see
+    :class:`~megarl.models.model_config.ClampedGate`. ``block`` is the Hugging Face module, such as ``mlp``.
+    """
+
+    def parameter(layer: str, engine: str, module: str, part: str, dims: tuple[str, ...], split: Split) -> Declaration:
+        return layer_parameter(
+            f"mlp.experts.local_experts.{{expert}}.{layer}.{part}",
+            f"{block}.experts.{engine}_weight{'_bias' if part == 'bias' else ''}",
+            {f"{block}.experts.{{expert}}.{module}.{part}": dims},
+            split,
+            in_expert_layers,
+            stacked=f"{block}.experts.{module}{'_bias' if part == 'bias' else ''}",
+        )
+
+    router = {"weight": ("experts", "hidden"), "bias": ("experts",)}
+    routers = [
+        layer_parameter(
+            f"mlp.router.{part}", f"{block}.router.{part}", {f"{block}.router.{part}": dims}, when=in_expert_layers
+        )
+        for part, dims in router.items()
+    ]
+    return (
+        *routers,
+        parameter("linear_fc1", "w13", "gate_up_proj", "weight", ("expert_gate_up", "hidden"), Split.COLUMN),
+        parameter("linear_fc1", "w13", "gate_up_proj", "bias", ("expert_gate_up",), Split.COLUMN),
+        parameter("linear_fc2", "w2", "down_proj", "weight", ("hidden", "expert_ffn"), Split.ROW),
+        parameter("linear_fc2", "w2", "down_proj", "bias", ("hidden",), Split.FIRST),
+    )
 
 
 def shared_experts_of(block: str) -> tuple[Declaration, Declaration]:
@@ -285,6 +277,15 @@ ATTENTION_OUTPUT = layer_parameter(
     "self_attn.o_proj.weight",
     {"self_attn.o_proj.weight": ("hidden", "q")},
     Split.ROW,
+)
+ATTENTION_OUTPUT_BIAS = layer_parameter(
+    "self_attention.linear_proj.bias", "self_attn.o_proj.bias", {"self_attn.o_proj.bias": ("hidden",)}
+)
+SINKS = layer_parameter(
+    "self_attention.core_attention.softmax_offset",
+    "self_attn.sinks",
+    {"self_attn.sinks": ("heads",)},
+    Split.COLUMN,
 )
 MLP_NORM = layer_parameter(
     "pre_mlp_layernorm.weight",

@@ -11,8 +11,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megarl.base.errors import ModelError
-from megarl.models.hf_folder import ModelFolder, check_model_folder
+from megarl.models.expert_files import BLOCK
+from megarl.models.hf_folder import ModelFolder, TensorEntry, check_model_folder
 from megarl.models.model_config import ModelConfig
+from megarl.models.mxfp4 import dequantize_mxfp4
 from megarl.models.partition import LocalParam, Piece
 
 
@@ -53,13 +55,37 @@ class HFReader:
                 f"expected at least {list(piece.stop)}"
             )
         try:
-            if entry.file not in self._open:
-                self._open[entry.file] = safe_open(str(entry.file), framework="pt", device="cpu")
-            view = self._open[entry.file].get_slice(entry.stored_as or piece.hf_name)
-            values: Tensor = view[tuple(slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True))]
+            if entry.scales is not None:
+                return self._dequantized(entry, entry.scales, piece)
+            ranges = [slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True)]
+            if entry.expert is not None:
+                expert = slice(entry.expert, entry.expert + 1)
+                stored: Tensor = self._slice(entry.file, entry.stored_as)[(expert, *reversed(ranges))][0]
+                return stored.permute(*reversed(range(stored.dim())))
+            values: Tensor = self._slice(entry.file, entry.stored_as or piece.hf_name)[tuple(ranges)]
             return values
         except SafetensorError as error:
             raise ModelError(f"{entry.file}: cannot read tensor '{piece.hf_name}': {error}") from None
+
+    def _dequantized(self, entry: TensorEntry, scales_entry: TensorEntry, piece: Piece) -> Tensor:
+        """Read a rectangle of an expert's matrix in MXFP4: all blocks with its columns, without the other columns."""
+        assert entry.expert is not None
+        (first_row, first), (last_row, last) = piece.start, piece.stop
+        where = (
+            slice(entry.expert, entry.expert + 1),
+            slice(first_row, last_row),
+            slice(first // BLOCK, -(-last // BLOCK)),
+        )
+        blocks = self._slice(entry.file, entry.stored_as)[where][0]
+        scales = self._slice(scales_entry.file, scales_entry.stored_as)[where][0]
+        before = first // BLOCK * BLOCK
+        return dequantize_mxfp4(blocks, scales)[:, first - before : last - before]
+
+    def _slice(self, file: Path, name: str) -> Any:
+        """A tensor of a file, of which any rectangle can be read."""
+        if file not in self._open:
+            self._open[file] = safe_open(str(file), framework="pt", device="cpu")
+        return self._open[file].get_slice(name)
 
 
 def load_local(
@@ -92,7 +118,7 @@ def load_local(
         exact = any(float32(piece.hf_name) for piece in param.pieces)
         tensor = torch.zeros(param.shape, dtype=torch.float32 if exact else dtype)
         for piece in param.pieces:
-            region(tensor, piece.at, piece.local_shape).copy_(reader.read(piece).view(piece.local_shape))
+            region(tensor, piece.at, piece.local_shape).copy_(reader.read(piece).reshape(piece.local_shape))
         yield param.name, tensor
 
 

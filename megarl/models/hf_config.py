@@ -12,15 +12,18 @@ from megarl.models.layout import ParallelLayout, check_pipeline
 from megarl.models.model_config import Experts, ModelConfig, SlidingWindow, Traits
 from megarl.models.registry import (
     FULL,
+    Family,
     count,
     family_of,
     known_architectures,
     known_families,
     refuse_other_kinds,
-    refuse_settings,
     rope_section,
     rotary_factor,
 )
+
+QUANTIZATION = "quantization_config"
+"""Field of ``config.json`` of a quantized checkpoint."""
 
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -64,7 +67,7 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
     family = family_of(architecture)
     traits = family.traits(raw)
     _check_combination(traits)
-    refuse_settings(raw, quantization_config=None)
+    quantized = _quantization(raw, family)
     heads = count(raw, "num_attention_heads")
     theta, scaling = _rope(raw, traits)
     config = ModelConfig(
@@ -84,7 +87,7 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", traits.tie_word_embeddings)),
         qkv_bias=traits.qkv_bias,
         qk_norm=traits.qk_norm,
-        raw=dict(raw),
+        raw={name: value for name, value in raw.items() if name != QUANTIZATION},
         experts=_checked(traits.experts),
         latent=traits.latent,
         rotary_factor=traits.rotary_factor,
@@ -99,18 +102,22 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
         window=_limiting(traits.window, raw),
         linear=traits.linear if traits.linear is not None and any(traits.linear.layers) else None,
         output_gate=traits.output_gate,
+        output_bias=traits.output_bias,
+        sinks=traits.sinks,
+        quantized=quantized,
     )
     _check_rotary_width(config)
     return config
 
 
-def check_layout(config: ModelConfig, layout: ParallelLayout, field: str) -> None:
+def check_layout(config: ModelConfig, layout: ParallelLayout, field: str, *, of_engine: bool = False) -> None:
     """Check that a parallel layout fits a model.
 
     Args:
         config: the model.
         layout: the role's layout.
         field: the config group of the layout, such as ``actor_rollout_ref.actor.megatron``.
+        of_engine: it is the layout of a rollout engine.
 
     Raises:
         ConfigError: a parallel size does not divide the model; names the key, its value and the valid choices.
@@ -135,6 +142,12 @@ def check_layout(config: ModelConfig, layout: ParallelLayout, field: str) -> Non
             )
     check_pipeline(config.num_layers, layout, field)
     _check_experts(config, layout, field)
+    if config.experts is not None and config.experts.biases and layout.expert_tp != 1 and not of_engine:
+        raise ConfigError(
+            f"{field}.expert_tensor_parallel_size={layout.expert_tp} (by default tensor_model_parallel_size) is not "
+            f"supported for {config.architecture}: each of these ranks would add the biases of its experts; set "
+            f"{field}.expert_tensor_parallel_size=1"
+        )
 
 
 def _check_linear(config: ModelConfig, layout: ParallelLayout, field: str) -> None:
@@ -211,6 +224,21 @@ def _head_dim(raw: Mapping[str, Any], heads: int) -> int:
     return count(raw, "head_dim", hidden // heads)
 
 
+def _quantization(raw: Mapping[str, Any], family: Family) -> str:
+    """Read the format of a quantized checkpoint: MXFP4 of stacked experts, or empty; reject others."""
+    quantization = raw.get(QUANTIZATION)
+    if quantization is None:
+        return ""
+    supported = "mxfp4" if any(tensor.stacked for declared in family.layer for tensor in declared.hf) else None
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+    if supported is None or method != supported:
+        raise ModelError(
+            f"config.json: {QUANTIZATION} has quant_method={method!r}, which is not supported"
+            f"{f', only {supported!r}' if supported else ''}; convert the checkpoint to bfloat16"
+        )
+    return supported
+
+
 def _unused_width(experts: Experts | None) -> int | None:
     """Width of dense MLPs of a model without any, whose file may lack it; None if the field is required."""
     return experts.ffn_hidden_size if experts is not None and all(experts.layers) else None
@@ -223,6 +251,8 @@ def _check_combination(traits: Traits) -> None:
         "qk_norm_over_heads": traits.qk_norm_over_heads,
         "score_scale": traits.score_scale is not None,
         "output_gate": traits.output_gate,
+        "output_bias": traits.output_bias,
+        "sinks": traits.sinks,
         "linear": traits.linear is not None,
     }
     together = [name for name, is_set in latent.items() if is_set and traits.latent is not None]
@@ -230,8 +260,23 @@ def _check_combination(traits: Traits) -> None:
         raise ModelError(f"latent attention with {' and '.join(together)} is not supported")
     if traits.linear is not None and traits.window is not None:
         raise ModelError("gated delta net layers with sliding-window attention are not supported")
+    _check_biases(traits)
     if traits.experts is not None and traits.activation != "silu":
         raise ModelError(f"experts with activation={traits.activation!r} are not supported, only 'silu'")
+
+
+def _check_biases(traits: Traits) -> None:
+    """Reject biases on some linear layers only: Megatron has them on q, k and v, or on all."""
+    experts = traits.experts
+    of_experts = experts is not None and experts.biases
+    if not (traits.output_bias or of_experts):
+        return
+    others = experts is not None and (not all(experts.layers) or experts.shared_ffn_hidden_size > 0)
+    if others or not (traits.output_bias and traits.qkv_bias and of_experts):
+        raise ModelError(
+            "output_bias and biases of experts are supported only together, with qkv_bias, experts in all layers and "
+            "no shared experts"
+        )
 
 
 def _checked(experts: Experts | None) -> Experts | None:

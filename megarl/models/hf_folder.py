@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from megarl.base.errors import ModelError
 from megarl.base.json_text import parse_json
+from megarl.models.expert_files import BLOCK, BLOCKS, SCALES, StackedPart, stacked_parts
 from megarl.models.hf_config import read_model_config
 from megarl.models.model_config import VALUE_MODELS, ModelConfig
 from megarl.models.weight_map import WeightMap
@@ -36,6 +37,12 @@ class TensorEntry(NamedTuple):
     """First byte of its elements in the file."""
     nbytes: int = 0
     """Bytes of its elements."""
+    expert: int | None = None
+    """Its index in the file's tensor of all experts, whose other dimensions are in reverse order; None = no index."""
+    whole: TensorEntry | None = None
+    """The file's tensor of all experts."""
+    scales: TensorEntry | None = None
+    """The file's scales of all experts, if ``whole`` has blocks in MXFP4; elements are then read as ``BF16``."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ def check_model_folder(path: str | Path, *, may_lack_head: bool = False) -> Mode
     """
     folder = Path(path)
     config = read_model_config(folder, may_be_bare=may_lack_head)
-    tensors = _known_heads(_tensor_entries(folder))
+    tensors = _by_expert(_known_heads(_tensor_entries(folder)), config)
     for name, shape in WeightMap(config, value_head=config.is_value_model).hf_shapes().items():
         if name not in tensors:
             if may_lack_head and name in HEADS:
@@ -80,6 +87,53 @@ def _known_heads(tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
         if alias in tensors and name not in tensors:
             tensors[name] = tensors.pop(alias)._replace(stored_as=alias)
     return tensors
+
+
+def _by_expert(tensors: dict[str, TensorEntry], config: ModelConfig) -> dict[str, TensorEntry]:
+    """Replace tensors of all experts of a layer by one entry per expert, under the names of the weight map."""
+    parts = stacked_parts(config)
+    for name, part in parts.items():
+        if part.name in tensors:
+            tensors[name] = _expert_entry(tensors[part.name], part, config)
+        elif part.name + BLOCKS in tensors and part.name + SCALES in tensors:
+            tensors[name] = _mxfp4_entry(tensors[part.name + BLOCKS], tensors[part.name + SCALES], part, config)
+    for stacked in {part.name for part in parts.values()}:
+        for suffix in ("", BLOCKS, SCALES):
+            tensors.pop(stacked + suffix, None)
+    return tensors
+
+
+def _expert_entry(whole: TensorEntry, part: StackedPart, config: ModelConfig) -> TensorEntry:
+    assert config.experts is not None
+    if whole.shape[:1] != (config.experts.count,):
+        raise ModelError(
+            f"{whole.file}: tensor '{part.name}' has shape {list(whole.shape)}, config.json implies "
+            f"{config.experts.count} experts"
+        )
+    nbytes = whole.nbytes // config.experts.count
+    return whole._replace(
+        shape=whole.shape[:0:-1],
+        stored_as=part.name,
+        offset=whole.offset + part.expert * nbytes,
+        nbytes=nbytes,
+        expert=part.expert,
+        whole=whole,
+    )
+
+
+def _mxfp4_entry(blocks: TensorEntry, scales: TensorEntry, part: StackedPart, config: ModelConfig) -> TensorEntry:
+    if (blocks.dtype, scales.dtype) != ("U8", "U8") or blocks.shape != (*scales.shape, BLOCK // 2):
+        raise ModelError(
+            f"{blocks.file}: '{part.name}{BLOCKS}' is {blocks.dtype} of shape {list(blocks.shape)}, its scales "
+            f"{scales.dtype} of shape {list(scales.shape)}; MXFP4 has U8, and {BLOCK // 2} bytes for each scale"
+        )
+    entry = _expert_entry(blocks, part, config)
+    return entry._replace(
+        shape=(*scales.shape[1:-1], scales.shape[-1] * BLOCK),
+        dtype="BF16",
+        stored_as=part.name + BLOCKS,
+        scales=scales._replace(stored_as=part.name + SCALES),
+    )
 
 
 def _check_scalar_head(tensors: Mapping[str, TensorEntry], config: ModelConfig) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from megarl.base.atomic_write import replace_folder, restore_replaced_folder
 from megarl.base.errors import CheckpointError, ExportError
 from megarl.base.files import flush_path
+from megarl.models.expert_files import file_shapes, stacked_parts
 from megarl.models.hf_checkpoint import region
 from megarl.models.hf_folder import HEAD, INDEX_FILE, SCORE, SCORE_BIAS, SINGLE_FILE, stored_dtypes
 from megarl.models.model_config import VALUE_MODELS, ModelConfig
@@ -187,7 +188,8 @@ class HFWriter:
     ) -> None:
         self.path = Path(path)
         self._config = config
-        self._shapes = dict(shapes)
+        self._parts = stacked_parts(config)
+        self._shapes = file_shapes(shapes, self._parts)
         # Megatron's scalar head has no bias; transformers' heads of token classification do.
         exported = exported_config(config, shapes, None)
         self._adds_bias = SCORE in shapes and SCORE_BIAS not in shapes and needs_head_bias(exported)
@@ -240,6 +242,7 @@ class HFWriter:
             CheckpointError: the tensor is not part of the model, the rectangle lies outside it or differs from the
                 values' shape, the dtype differs from earlier tensors, or an element arrived before.
         """
+        piece, values = self._in_file(piece, values)
         shape = self._shapes.get(piece.hf_name)
         if shape is None:
             raise CheckpointError(f"tensor '{piece.hf_name}' is not part of the exported model")
@@ -258,6 +261,15 @@ class HFWriter:
         assembly.add(piece, values.detach())
         if assembly.missing == 0:
             self._complete(piece.hf_name)
+
+    def _in_file(self, piece: Piece, values: Tensor) -> tuple[Piece, Tensor]:
+        """Return the rectangle, and its values, in the file's tensor of all experts if the file has one."""
+        part = self._parts.get(piece.hf_name)
+        if part is None:
+            return piece, values
+        start, stop = (part.expert, *reversed(piece.start)), (part.expert + 1, *reversed(piece.stop))
+        stacked = values.permute(*reversed(range(values.dim())))[None]
+        return Piece(part.name, start, stop, start), stacked
 
     def _check_dtype(self, name: str, dtype: torch.dtype) -> None:
         if not self._unwritten:

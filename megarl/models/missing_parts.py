@@ -17,7 +17,6 @@ MISSING_PARTS: Mapping[str, str] = {
     "Gemma3n": "per-layer embeddings",
     "Glm4": "rotary embeddings of adjacent elements in plain attention",
     "GlmMoeDsa": _INDEXER,
-    "GptOss": "attention sinks, biases and clamped activations of experts",
     "Jamba": _MAMBA,
     "KimiLinear": "Kimi delta attention (linear attention)",
     "Llama4": "chunked attention, and layers without rotary embeddings",

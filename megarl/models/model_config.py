@@ -10,6 +10,17 @@ VALUE_MODELS = ("ForSequenceClassification", "ForTokenClassification")
 
 
 @dataclass(frozen=True)
+class ClampedGate:
+    """Clamped gated activation of experts (gpt-oss): ``(up + 1) * gate * sigmoid(alpha * gate)``.
+
+    ``gate`` is limited from above, ``up`` on both sides. The rows of both alternate in their projection, gate first.
+    """
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True)
 class Experts:
     """Mixture-of-experts layers: sizes and routing of tokens to experts.
 
@@ -45,6 +56,10 @@ class Experts:
     """Number of best scores that are summed to rank a group."""
     correction_bias: bool = False
     """A bias per expert enters the choice of experts, not their weights."""
+    biases: bool = False
+    """The projections of router and routed experts have biases."""
+    clamped: ClampedGate | None = None
+    """Activation of the routed experts; None = ``silu`` of the first half of the rows, times the second half."""
 
 
 @dataclass(frozen=True)
@@ -73,15 +88,15 @@ class Latent:
 class SlidingWindow:
     """Sliding-window attention: in some layers a token attends only to itself and the tokens shortly before it.
 
-    These layers have plain rotary embeddings; a rotary scaling applies to the layers with full attention.
+    These layers have plain rotary embeddings of their own base, or those of the layers with full attention.
     """
 
     size: int
     """Tokens that a token attends to, itself included."""
     layers: tuple[bool, ...]
     """For each decoder layer whether it has the window; the others have full attention."""
-    rope_theta: float
-    """Rotary base of the layers with the window."""
+    rope_theta: float | None
+    """Rotary base of the layers with the window; None = the rotary embeddings of the other layers, scaled like them."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +169,10 @@ class Traits:
     """None without gated delta net layers."""
     output_gate: bool = False
     """Full attention multiplies its output by the sigmoid of a gate, which is projected with the queries."""
+    output_bias: bool = False
+    """A bias on the output projection of attention."""
+    sinks: bool = False
+    """Attention sinks: each head has a trained logit in the denominator of its softmax."""
     experts: Experts | None = None
     """None for a dense model."""
     latent: Latent | None = None
@@ -208,6 +227,10 @@ class ModelConfig:
     linear: LinearAttention | None = None
     """Gated delta net layers; None without any."""
     output_gate: bool = False
+    output_bias: bool = False
+    sinks: bool = False
+    quantized: str = field(default="", compare=False)
+    """Format of quantized weights in the folder, such as ``mxfp4``, which are read in bfloat16; empty without them."""
 
     @property
     def rotary_dim(self) -> int:

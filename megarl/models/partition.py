@@ -42,7 +42,7 @@ class Piece(NamedTuple):
 
 
 class LocalParam(NamedTuple):
-    """One rank's shard of a parameter. Elements outside all pieces are vocabulary padding and contain zeros."""
+    """One rank's shard of a parameter. Elements outside all pieces, such as vocabulary padding, are zeros."""
 
     name: str
     shape: tuple[int, ...]

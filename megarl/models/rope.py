@@ -38,11 +38,11 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
 
 
 def window_frequencies(config: ModelConfig) -> Tensor | None:
-    """Compute the frequencies of layers with sliding-window attention, without scaling; None without such layers.
+    """Compute the frequencies of layers with sliding-window attention, without scaling; None = those of all layers.
 
     The shape is that of :func:`inverse_frequencies`.
     """
-    if config.window is None:
+    if config.window is None or config.window.rope_theta is None:
         return None
     return inverse_frequencies(replace(config, rope_theta=config.window.rope_theta, rope_scaling=None))
 
@@ -58,6 +58,11 @@ def attention_factor(config: ModelConfig) -> float:
     if scale and all_dim:
         return _sharpening(factor, scale) / _sharpening(factor, all_dim)
     return _sharpening(factor, 1.0)
+
+
+def window_attention_factor(config: ModelConfig) -> float:
+    """Return the :func:`attention_factor` of layers with sliding-window attention."""
+    return attention_factor(config) if config.window is None or config.window.rope_theta is None else 1.0
 
 
 def softmax_scale(config: ModelConfig) -> float:

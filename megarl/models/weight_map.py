@@ -24,9 +24,8 @@ from megarl.models.declaration import (
     Declaration,
     PipelineStage,
     Split,
-    dimension_sizes,
-    head_sections,
 )
+from megarl.models.dimensions import dimension_sizes, head_sections
 from megarl.models.layout import ParallelLayout
 from megarl.models.model_config import ModelConfig
 from megarl.models.partition import FullTensor, LocalParam, Piece
@@ -41,7 +40,7 @@ _FUSED_NORMS = {
     ".self_attention.linear_qkv.layer_norm_weight": ".input_layernorm.weight",
     ".mlp.linear_fc1.layer_norm_weight": ".pre_mlp_layernorm.weight",
 }
-_GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
+_GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 
 
 def canonical_name(name: str) -> str:
@@ -54,7 +53,7 @@ def canonical_name(name: str) -> str:
     for fused, local in _FUSED_NORMS.items():
         if name.endswith(fused):
             return name.removesuffix(fused) + local
-    return _GROUPED_EXPERT.sub(r".mlp.experts.local_experts.\2.\1.weight", name)
+    return _GROUPED_EXPERT.sub(r".mlp.experts.local_experts.\3.\1.\2", name)
 
 
 class Occurrence(NamedTuple):
@@ -234,7 +233,8 @@ class WeightMap:
                 continue
             occurrence, is_expert = Occurrence(declared, layers[0]), declared.is_expert
             sharing = expert_tp if is_expert else tp
-            sources = 1 if declared.split is Split.REPLICATED else layout.expert_tp if is_expert else layout.tp
+            whole = declared.split in (Split.REPLICATED, Split.FIRST)
+            sources = 1 if whole else layout.expert_tp if is_expert else layout.tp
             result.append(
                 ShardPattern(
                     declared.megatron,
@@ -280,6 +280,8 @@ class WeightMap:
                 name, self._tensors(occurrence), self.config.num_key_value_heads, sharing, rank
             )
         shard = self._shard(name, occurrence, sharing, rank, self._rollout_vocab(sharing, vocab_multiple))
+        if occurrence.declared.split is Split.FIRST and rank:
+            return shard._replace(pieces=())
         if occurrence.declared.split is Split.VOCAB:
             rows = shard.pieces[0].local_shape[0] if shard.pieces else 0
             return shard._replace(shape=(rows, *shard.shape[1:]))
@@ -346,7 +348,7 @@ class WeightMap:
     def _shard(self, name: str, occurrence: Occurrence, tp: int, tp_rank: int, padded: int) -> LocalParam:
         tensors = self._tensors(occurrence)
         match occurrence.declared.split:
-            case Split.REPLICATED:
+            case Split.REPLICATED | Split.FIRST:
                 return partition.replicated(name, tensors)
             case Split.COLUMN | Split.SECTIONS_BY_HEAD:
                 return partition.column_shard(name, tensors, tp, tp_rank)

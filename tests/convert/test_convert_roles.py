@@ -27,6 +27,7 @@ SAVED = [
     ("deepseek_v3", ParallelLayout(tp=2, ep=2, etp=1)),
     ("deepseek_v3", ParallelLayout(pp=2)),
     ("mixtral", ParallelLayout(dp=2, ep=2)),
+    ("gpt_oss", ParallelLayout(tp=2, ep=2, etp=1)),
     ("token_critic", ParallelLayout(tp=2)),
 ]
 

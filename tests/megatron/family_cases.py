@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,6 +148,24 @@ MODELS: dict[str, dict[str, Any]] = {
         **LINEAR,
         **EXPERTS,
     },
+    "gpt_oss": {
+        "family": "gpt_oss",
+        "head_dim": 12,
+        "num_hidden_layers": 4,
+        "sliding_window": 3,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 1.0,
+        "rope_parameters": {**YARN, "truncate": False},
+    },
+    "gpt_oss_critic": {
+        "family": "gpt_oss",
+        "head_dim": 12,
+        "sliding_window": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "critic": "TokenClassification",
+    },
     "token_critic": {"family": "mistral", "critic": "TokenClassification"},
     "expert_critic": {"family": "qwen3_moe", "num_experts": 4, **EXPERTS, "critic": "SequenceClassification"},
 }
@@ -200,6 +219,8 @@ def reference(path: Path, settings: dict[str, Any], rows: list[Row]) -> Study:
 
 def in_checkpoint_names(tensors: dict[str, Tensor], family: str) -> dict[str, Tensor]:
     """Split transformers' two expert tensors per layer into three per expert, as in its files and ours."""
+    if family == "gpt_oss":
+        return dict(by_expert(tensors))
     block, gate, up, down = ("mlp", "gate_proj", "up_proj", "down_proj")
     if family == "mixtral":
         block, gate, up, down = ("block_sparse_moe", "w1", "w3", "w2")
@@ -214,6 +235,18 @@ def in_checkpoint_names(tensors: dict[str, Tensor], family: str) -> dict[str, Te
             parts = zip((gate, up), expert.chunk(2), strict=True) if last == "gate_up_proj" else [(down, expert)]
             result |= {f"{base}.{number}.{part}.weight": values for part, values in parts}
     return result
+
+
+def by_expert(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Split the tensors of all experts of a layer into one per expert, with outputs before inputs."""
+    for name, tensor in tensors.items():
+        base, _, last = name.partition(".experts.")
+        if last:
+            module, part = (last.removesuffix("_bias"), "bias") if last.endswith("_bias") else (last, "weight")
+            for number, expert in enumerate(tensor):
+                yield f"{base}.experts.{number}.{module}.{part}", expert.t()
+        else:
+            yield name, tensor
 
 
 def study(place: Place, path: Path, setup: Setup, rows: list[Row]) -> Study | None:

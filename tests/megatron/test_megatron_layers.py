@@ -13,11 +13,9 @@ from torch import Tensor
 from megarl.megatron import cuda_on_cpu
 from megarl.megatron.kernels import window_attention
 from megarl.megatron.layers import (
-    GeGLU,
     PackedAttention,
     PackedSequences,
     RMSNorm,
-    SwiGLU,
     ValueHead,
     rotate,
     rotation_table,
@@ -86,19 +84,6 @@ def test_half_precision_rms_norm_computes_in_single_precision() -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_rms_norm_marks_its_weight_for_sequence_parallelism(sequence_parallel: bool) -> None:
     assert RMSNorm(config(sequence_parallel=sequence_parallel), 8).weight.sequence_parallel is sequence_parallel
-
-
-def test_swiglu() -> None:
-    inputs = torch.randn(5, 1, 12, requires_grad=True)
-    gate, up = inputs[..., :6], inputs[..., 6:]
-    assert_same(SwiGLU(config())(inputs), gate * torch.sigmoid(gate) * up, inputs)
-
-
-def test_geglu() -> None:
-    inputs = torch.randn(5, 1, 12, requires_grad=True)
-    gate, up = inputs[..., :6], inputs[..., 6:]
-    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
-    assert_same(GeGLU(config())(inputs), 0.5 * gate * (1 + inner.tanh()) * up, inputs)
 
 
 def test_packed_attention_is_causal_attention_within_each_sequence() -> None:

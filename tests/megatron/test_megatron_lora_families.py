@@ -35,6 +35,8 @@ CASES = {
     "delta_nets_by_head_tp2": ("qwen3_next_dense", ParallelLayout(tp=2), LINEAR),
     "delta_nets_by_kind_tp2ep2etp1": ("qwen3_5_moe", ParallelLayout(tp=2, ep=2, etp=1), EVERYTHING),
     "output_norms_tp2cp2": ("olmo3", ParallelLayout(tp=2, cp=2), LINEAR),
+    "output_biases_tp2ep2etp1": ("gpt_oss", ParallelLayout(tp=2, ep=2, etp=1), EVERYTHING),
+    "dora_output_biases_tp2ep2etp1": ("gpt_oss", ParallelLayout(tp=2, ep=2, etp=1), replace(LINEAR, kind="dora")),
     "dora_output_layer_tp2": ("untied", ParallelLayout(tp=2), replace(EVERYTHING_DENSE, kind="dora")),
     "dora_experts_dp4ep2etp2": ("mixtral", ParallelLayout(dp=4, ep=2, etp=2), replace(EVERYTHING, kind="dora")),
     "dora_latent_tp2ep2etp1": ("deepseek_v3", ParallelLayout(tp=2, ep=2, etp=1), replace(EVERYTHING, kind="dora")),

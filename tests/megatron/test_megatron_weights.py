@@ -35,6 +35,7 @@ def export(place: Place, path: Path, setup: Setup, target: Path) -> None:
         ({"family": "qwen3_next", "num_experts": 0, "num_hidden_layers": 4, **LINEAR}, ParallelLayout(tp=2, pp=2)),
         ({"family": "qwen3_5_text", "num_hidden_layers": 4, **LINEAR}, ParallelLayout(tp=2, pp=2)),
         ({"family": "gemma3_text", "tied": True, "head_dim": 16}, ParallelLayout(tp=2, pp=2)),
+        ({"family": "gpt_oss", "head_dim": 12, "num_local_experts": 4}, ParallelLayout(tp=2, pp=2, ep=2, etp=1)),
     ],
     ids=lambda value: value.describe() if isinstance(value, ParallelLayout) else value["family"],
 )

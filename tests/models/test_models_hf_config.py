@@ -229,7 +229,6 @@ def test_a_model_that_is_no_decoder_of_text_hears_text_only(tmp_path, config, ar
     [
         ("OlmoHybridForCausalLM", "gated delta net layers with learning rates up to 2"),
         ("Gemma2ForCausalLM", "soft caps on attention scores and logits"),
-        ("GptOssForCausalLM", "attention sinks"),
         ("NemotronHForCausalLM", "Mamba"),
     ],
 )

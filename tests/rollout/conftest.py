@@ -19,6 +19,7 @@ FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
 FAMILIES |= {"olmo2": "Olmo2", "olmo3": "Olmo3", "gemma3_text": "Gemma3Text"}
 FAMILIES |= {"mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe"}
 FAMILIES |= {"qwen3_next": "Qwen3Next", "qwen3_5_text": "Qwen3_5Text", "qwen3_5_moe_text": "Qwen3_5MoeText"}
+FAMILIES |= {"gpt_oss": "GptOss"}
 FAMILIES |= {"glm4_moe": "Glm4Moe", "deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3"}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
 WINDOWS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
@@ -54,6 +55,13 @@ FIELDS = {
     "qwen3_next": LINEAR | SHARED_EXPERT | {"num_experts_per_tok": 2, "mlp_only_layers": [1]},
     "qwen3_5_text": LINEAR,
     "qwen3_5_moe_text": LINEAR | SHARED_EXPERT | {"num_experts_per_tok": 2},
+    "gpt_oss": WINDOWS
+    | {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 1.0,
+        "rope_parameters": {**YARN, "truncate": False},
+    },
     "mixtral": {"num_local_experts": 4},
     "qwen2_moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]},
     "qwen3_moe": EXPERTS | {"num_experts": 8, "norm_topk_prob": True},

@@ -29,7 +29,7 @@ def assert_log_probs_match(reference, requests, completions):
 
 DENSE = ["qwen2", "qwen3", "llama", "olmo2", "olmo3", "gemma3_text", "qwen3_5_text"]
 MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v2", "deepseek_v3"]
-MIXTURES += ["qwen3_next", "qwen3_5_moe_text"]
+MIXTURES += ["qwen3_next", "qwen3_5_moe_text", "gpt_oss"]
 FAMILIES = [*((family, False) for family in (*DENSE, *MIXTURES)), ("qwen2", True), ("gemma3_text", True)]
 
 
@@ -50,7 +50,7 @@ def test_log_probs_equal_a_whole_forward_while_slots_are_refilled(engine_for, re
     assert_log_probs_match(reference_for(folder), requests, completions)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "olmo3", "qwen3_moe", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("family", ["qwen2", "olmo3", "qwen3_moe", "deepseek_v3", "qwen3_next", "gpt_oss"])
 def test_prompts_with_a_shared_prefix(engine_for, reference_for, make_folder, family):
     folder = make_folder(family)
     start = [3] * 3 + list(range(20, 40))

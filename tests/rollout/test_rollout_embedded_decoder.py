@@ -50,6 +50,7 @@ DIRECT_QUERIES = {"q_lora_rank": None, "noise": 0.05}
         ("olmo2", {}),
         ("olmo3", {}),
         ("gemma3_text", {"tied": True}),
+        ("gpt_oss", {}),
         ("mixtral", {}),
         ("qwen2_moe", {"norm_topk_prob": True}),
         ("qwen3_next", {}),

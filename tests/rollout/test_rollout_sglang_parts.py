@@ -35,7 +35,7 @@ from megarl.rollout.sglang.options import (
     environment,
     server_args,
 )
-from megarl.rollout.sglang.shards import SGLangShard
+from megarl.rollout.sglang.shards import SGLangShard, expert_arguments
 from megarl.sharding import ProcessLocation, RolloutLayout, Routes, build_plan, receiver_plans
 from megarl.sharding.placement import current_location
 from megarl.sharding.receiver import ReceiverSpec
@@ -223,6 +223,80 @@ def test_gated_delta_nets_that_sglang_lacks_are_refused(change, options, message
     config = parse_model_config(HYBRID | {"architectures": ["Qwen3NextForCausalLM"]} | change)
     with pytest.raises(ModelError, match=message):
         check_engine_model("sglang", config, EngineOptions(**options))
+
+
+SINKS = {
+    "architectures": ["GptOssForCausalLM"],
+    "num_hidden_layers": 1,
+    "hidden_size": 8,
+    "intermediate_size": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 16,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default"},
+}
+SINKS_IN_SGLANG = {  # on one of two ranks; names and shapes of SGLang 0.5.23's classes with moe_runner_backend=triton
+    "model.embed_tokens.weight": [64, 8],
+    "model.norm.weight": [8],
+    "lm_head.weight": [64, 8],
+    "model.layers.0.input_layernorm.weight": [8],
+    "model.layers.0.post_attention_layernorm.weight": [8],
+    "model.layers.0.self_attn.sinks": [2],
+    "model.layers.0.self_attn.qkv_proj.weight": [2 * 4 + 4 + 4, 8],
+    "model.layers.0.self_attn.qkv_proj.bias": [2 * 4 + 4 + 4],
+    "model.layers.0.self_attn.o_proj.weight": [8, 8],
+    "model.layers.0.self_attn.o_proj.bias": [8],
+    "model.layers.0.mlp.router.weight": [3, 8],
+    "model.layers.0.mlp.router.bias": [3],
+    "model.layers.0.mlp.experts.w13_weight": [3, 6, 8],
+    "model.layers.0.mlp.experts.w13_weight_bias": [3, 6],
+    "model.layers.0.mlp.experts.w2_weight": [3, 8, 3],
+    "model.layers.0.mlp.experts.w2_weight_bias": [3, 8],
+}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_experts_with_biases_have_the_parameters_of_sglang(rank):
+    """Gates and ups alternate in a rank's rows; the ranks' outputs are summed, so one rank has the output's bias."""
+    shard = SGLangShard(parse_model_config(SINKS), 2, rank)
+    assert shard._shapes(shard._places()) == SINKS_IN_SGLANG
+    model = Model(SINKS_IN_SGLANG)
+    for tensor in model.held.values():
+        tensor.data.fill_(7.0)  # a start without weights leaves random ones
+    assert shard.views(model).keys() == {param.name for param in shard.params()}
+    shard.clear_padding(model)
+    zeros = {name for name, tensor in model.held.items() if not tensor.any()}
+    bias = "model.layers.0.mlp.experts.w2_weight_bias"
+    assert zeros == ({bias} if rank else set())
+    pieces = {param.name: param.pieces for param in shard.params()}
+    assert [piece.start for piece in pieces[f"{bias.replace('w2_weight_bias', 'w13_weight')}"]] == [(6 * rank, 0)] * 3
+    assert len(pieces[bias]) == (0 if rank else 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({}, {"device": "cpu"}, "does not run GptOssForCausalLM on a CPU.*rollout.name=embedded"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, {}, "in mxfp4.*megarl convert megatron-to-hf"),
+        ({}, {"server_args": {"moe_runner_backend": "triton_kernel"}}, "moe_runner_backend='triton_kernel' is not"),
+    ],
+)
+def test_forms_of_experts_that_a_sync_does_not_write_are_refused(change, options, message):
+    config = parse_model_config(SINKS | change)
+    with pytest.raises((ModelError, ConfigError), match=message):
+        check_engine_model("sglang", config, SGLangOptions(**{"device": "cuda", **options}))
+
+
+def test_experts_with_biases_select_their_kernels():
+    config = parse_model_config(SINKS)
+    check_engine_model("sglang", config, SGLangOptions(device="cuda", server_args={"moe_runner_backend": "triton"}))
+    assert expert_arguments(config, {"log_level": "info"}) == {"log_level": "info", "moe_runner_backend": "triton"}
+    assert expert_arguments(parse_model_config(LATENT), {}) == {}
 
 
 def test_decays_that_sglang_holds_in_float32_are_compared():

@@ -12,7 +12,7 @@ from megarl.sharding import Bucket, Placement, RolloutLayout
 DENSE = ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "Olmo3ForCausalLM", "Gemma3ForCausalLM"]
 DENSE += ["Qwen3_5ForCausalLM"]
 MIXTURES = ["Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM", "DeepseekV3ForCausalLM"]
-MIXTURES += ["Qwen3NextForCausalLM"]
+MIXTURES += ["Qwen3NextForCausalLM", "GptOssForCausalLM"]
 LINEAR = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM")
 EXPERTS = 4
 
@@ -74,6 +74,9 @@ def model(architecture, *, layers, hidden, ffn, heads, groups, vocab, tied, head
                 "qk_rope_head_dim": 2,
                 "v_head_dim": 2,
                 **(linear_layers(layers, heads) if architecture in LINEAR else {}),
+                **(
+                    {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default"}} if "Gpt" in architecture else {}
+                ),
             }
         )
     )
@@ -131,6 +134,8 @@ def plan_cases(draw):
     """All arguments of a plan except the sizes, for a model of any family."""
     architecture = draw(st.sampled_from(DENSE + MIXTURES))
     train, rollout = draw(layouts(architecture in MIXTURES))
+    if architecture == "GptOssForCausalLM":
+        train = train._replace(ep=1 if train.ranks_per_stage % train.ep else train.ep, etp=1)
     common = lcm(train.tp, rollout.tp)
     # Key-value heads that each training rank has some of, and that engine ranks divide or share.
     groups = draw(

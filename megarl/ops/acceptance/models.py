@@ -47,6 +47,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo3": {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
     "gemma3_text": {"head_dim": 16, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
     "mixtral": {"num_local_experts": 4},
+    "gpt_oss": {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64},
     "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 64, **_EXPERTS},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, "head_dim": 16, "norm_topk_prob": True, **_EXPERTS},

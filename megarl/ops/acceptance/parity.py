@@ -59,7 +59,7 @@ def run(bench: Bench) -> None:
             name = f"{family} {str(dtype).removeprefix('torch.')}"
             for quantity in ("log-probs", "gradients", "optimizer step"):
                 bench.check(f"{name} {quantity}", partial(case.compare, quantity, dtype))
-            if family in ("llama", "qwen3_moe", "deepseek_v3"):
+            if family in ("llama", "qwen3_moe", "gpt_oss", "deepseek_v3"):
                 bench.check(f"{name} packed rows", partial(case.packed, dtype))
                 bench.check(f"{name} shared prompts", partial(case.shared, dtype))
     for dtype in (torch.float32, torch.bfloat16):
@@ -192,8 +192,9 @@ def _of_transformers(model: Any, rows: list[Row], device: torch.device) -> Outpu
     for name, master in masters.items():
         master.grad = grads[name].clone()
     torch.nn.utils.clip_grad_norm_(masters.values(), 1.0)
-    decayed = [p for p in masters.values() if p.dim() > 1]
-    others = [p for p in masters.values() if p.dim() == 1]
+    is_decayed = {name: p.dim() > 1 and not name.endswith("bias") for name, p in masters.items()}
+    decayed = [p for name, p in masters.items() if is_decayed[name]]
+    others = [p for name, p in masters.items() if not is_decayed[name]]
     decay = OptimizerOptions().weight_decay
     groups = [{"params": decayed, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
     torch.optim.AdamW(groups, lr=LR, eps=ADAM_EPS, betas=OptimizerOptions().betas).step()
@@ -210,6 +211,9 @@ def _split_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             result[name] = tensor
             continue
         for number, expert in enumerate(tensor):
+            if f"{base}.gate_up_proj_bias" in tensors:  # rows of gate and up alternate, and matrices are transposed
+                result[f"{base}.{number}.{last.replace('_proj', '')}"] = expert.t()
+                continue
             parts = zip(("gate", "up"), expert.chunk(2), strict=True) if last == "gate_up_proj" else [("down", expert)]
             result |= {f"{base}.{number}.{part}": values for part, values in parts}
     return result
@@ -229,7 +233,8 @@ def _whole(engine: MegatronEngine, tensors: dict[str, Tensor]) -> dict[str, Tens
             target = tuple(slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True))
             whole.setdefault(piece.hf_name, torch.zeros(shapes[piece.hf_name]))[target] = local[source]
     names = {"gate_proj.weight": "gate", "up_proj.weight": "up", "down_proj.weight": "down",
-             "w1.weight": "gate", "w3.weight": "up", "w2.weight": "down"}  # fmt: skip
+             "w1.weight": "gate", "w3.weight": "up", "w2.weight": "down", "gate_up_proj.weight": "gate_up",
+             "gate_up_proj.bias": "gate_up_bias", "down_proj.bias": "down_bias"}  # fmt: skip
     renamed = {}
     for name, tensor in whole.items():
         base, _, rest = name.partition(".experts.")

@@ -307,8 +307,9 @@ class LayerBytes:
         if "moe" in self.recomputed:
             return self._norm() + self._hidden
         etp = self.role.layout.expert_tp
-        # before and after the activation; unfused layers save one more tensor, weighted by the router
-        tensors = 2 if "moe_act" in self.recomputed else 3 if self.fused else 4
+        # before and after the activation; without a fused one, one more tensor, weighted by the router
+        fused = self.fused and experts.clamped is None
+        tensors = 2 if "moe_act" in self.recomputed else 3 if fused else 4
         inner = tensors * (experts.ffn_hidden_size // etp)
         total = self._norm() + self._router()
         total += self._routed * (self.width * (self.role.model.hidden_size + inner) + FLOAT32 + 2 * INT64)

@@ -146,7 +146,7 @@ def kept_by_layers(
 
 def _rotation_table(role: PlannedRole, tokens: RankTokens) -> int:
     """Return the bytes of cosine and sine of every token in float32, shared by a chunk's layers of one kind."""
-    kinds = 1 if role.model.window is None else 2
+    kinds = 1 if role.model.window is None or role.model.window.rope_theta is None else 2
     return kinds * tokens.local * role.model.rotary_dim * FLOAT32
 
 

@@ -80,6 +80,7 @@ class DecoderLayer:
             self._heads = PlainHeads(config, params) if config.latent is None else LatentHeads(config, params)
         projection = "linear_proj" if self._delta is None else "out_proj"
         self._output = params[f"self_attention.{projection}.weight"].t()
+        self._output_bias = params.get(f"self_attention.{projection}.bias")
         self._attention_norm = Norm(config, params.get("self_attn_bda.norm.weight"))
         self._mlp_norm = Norm(config, params.get("pre_mlp_layernorm.weight"))
         self._output_norm = Norm(config, params.get("mlp_bda.norm.weight"))
@@ -99,7 +100,7 @@ class DecoderLayer:
         else:
             assert self._delta is not None
             mixed = self._delta(normed, attention, outputs)
-        x = added(limited(x, outputs), mixed, self._output, self._attention_norm)
+        x = added(limited(x, outputs), mixed, self._output, self._attention_norm, self._output_bias)
         return self._mlp.add_to(x, self._mlp_norm(x), self._output_norm, routes)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from megarl.models import ModelConfig
 from megarl.models.delta_rule import ChunkPlan
 from megarl.models.rope import softmax_scale
+from megarl.models.sink_attention import masked_sink_attention, sink_attention
 from megarl.rollout.embedded.delta_states import DeltaStates, TokenInputs
 
 # Widths are multiples of this many tokens. On a GPU each width has its own CUDA graph of the decode step.
@@ -156,7 +157,9 @@ class KVCache:
 class Attention(Protocol):
     """Writes keys and values of new tokens to the cache and attends from them to all tokens before."""
 
-    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor | None) -> Tensor:
+    def __call__(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor | None, sinks: Tensor | None
+    ) -> Tensor:
         """Compute the attention of the new tokens in one layer.
 
         Args:
@@ -164,6 +167,7 @@ class Attention(Protocol):
             queries: ``[tokens, heads, key_dim]``.
             keys: ``[tokens, kv_heads, key_dim]``.
             values: ``[tokens, kv_heads, key_dim]``; None = the first elements of the keys (latent attention).
+            sinks: ``[heads]``, see :mod:`megarl.models.sink_attention`; None without sinks.
 
         Returns:
             ``[tokens, heads * value_dim]``.
@@ -211,20 +215,32 @@ class PromptAttention:
             if window is not None and needs_window:
                 self._window_mask = visible.triu(prefix - window.size + 1)
 
-    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor | None) -> Tensor:
+    def __call__(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor | None, sinks: Tensor | None
+    ) -> Tensor:
         """See :class:`Attention`. Stale entries beyond a prompt's end are hidden by the causal mask."""
         self._cache.write(layer, self._indices, keys, values)
         rectangle = queries.new_zeros(self._count * self._width, *queries.shape[1:])
         rectangle.index_copy_(0, self._in_rectangle, queries)
         length = self._prefix + self._width
         keys, values = (part[:, :, :length] for part in self._cache.read(layer, self._first, self._count))
-        mask = self._window_mask if self._cache.has_window(layer) else self._mask
+        rows = rectangle.view(self._count, self._width, *queries.shape[1:]).transpose(1, 2)
+        attended = self._attend(layer, rows, keys, values, sinks)
+        return attended.transpose(1, 2).reshape(self._count * self._width, -1).index_select(0, self._in_rectangle)
+
+    def _attend(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
+        """Attention of ``[prompts, heads, width, key_dim]`` to the stored tokens of each prompt."""
+        has_window = self._cache.has_window(layer)
+        if sinks is not None:
+            window = self._cache.window.size if self._cache.window is not None and has_window else None
+            return sink_attention(rows, keys, values, sinks, self._cache.scale, window)
+        mask = self._window_mask if has_window else self._mask
         if mask is not None:
             # With a mask, GPU kernels that keep no scores in memory need as many key heads as query heads.
-            shared = queries.shape[1] // keys.shape[1]
+            shared = rows.shape[1] // keys.shape[1]
             keys, values = keys.repeat_interleave(shared, 1), values.repeat_interleave(shared, 1)
-        attended = F.scaled_dot_product_attention(
-            rectangle.view(self._count, self._width, *queries.shape[1:]).transpose(1, 2),
+        return F.scaled_dot_product_attention(
+            rows,
             keys,
             values,
             attn_mask=mask,
@@ -232,7 +248,6 @@ class PromptAttention:
             scale=self._cache.scale,
             enable_gqa=mask is None,
         )
-        return attended.transpose(1, 2).reshape(self._count * self._width, -1).index_select(0, self._in_rectangle)
 
     def recur(self, layer: int, tokens: TokenInputs) -> Tensor:
         """See :class:`~megarl.rollout.embedded.delta_states.Recurrence`."""
@@ -263,14 +278,19 @@ class StepAttention:
         mask = torch.zeros(hidden.shape, dtype=self._cache.dtype, device=hidden.device)
         return mask.masked_fill_(hidden, float("-inf"))[:, None, None]
 
-    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor | None) -> Tensor:
+    def __call__(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor | None, sinks: Tensor | None
+    ) -> Tensor:
         """See :class:`Attention`. Query heads of one key head take the query-token dimension."""
         self._cache.write(layer, self._indices, keys, values)
         rows, kv_heads = keys.shape[:2]
         stored = self._cache.read(layer, 0, rows)
         grouped = queries.reshape(rows, kv_heads, -1, queries.shape[-1])
-        attend = _plain_attention if queries.dtype is torch.float32 else F.scaled_dot_product_attention
         mask = self._window_mask if self._cache.has_window(layer) else self._mask
+        if sinks is not None:
+            by_key = sinks.view(kv_heads, -1)
+            return masked_sink_attention(grouped, *stored, by_key, self._cache.scale, mask).reshape(rows, -1)
+        attend = _plain_attention if queries.dtype is torch.float32 else F.scaled_dot_product_attention
         return attend(grouped, *stored, attn_mask=mask, scale=self._cache.scale).reshape(rows, -1)
 
     def recur(self, layer: int, tokens: TokenInputs) -> Tensor:

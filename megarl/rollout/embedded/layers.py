@@ -6,7 +6,7 @@ weight updates write, so updates are visible at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +14,12 @@ from torch import Tensor
 
 from megarl.models import ModelConfig, WeightMap
 from megarl.models.expert_choice import choose_experts, score_experts, weigh_experts
+from megarl.models.model_config import ClampedGate, Experts
 
 Rotate = Callable[[Tensor], Tensor]
 """Rotates heads ``[tokens, heads, width]`` by the positions of their tokens."""
 
-Attend = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 """Computes attention of one layer; :class:`~megarl.rollout.embedded.kv_cache.Attention` without the layer's number."""
 
 KNOWN_PARAMETERS = frozenset(
@@ -35,6 +36,8 @@ KNOWN_PARAMETERS = frozenset(
         "self_attention.linear_kv_down_proj.weight",
         "self_attention.linear_kv_up_proj.weight",
         "self_attention.linear_proj.weight",
+        "self_attention.linear_proj.bias",
+        "self_attention.core_attention.softmax_offset",
         "self_attention.in_proj_qkvz.weight",
         "self_attention.in_proj_ba.weight",
         "self_attention.conv1d.weight",
@@ -47,9 +50,12 @@ KNOWN_PARAMETERS = frozenset(
         "mlp.linear_fc1.weight",
         "mlp.linear_fc2.weight",
         "mlp.router.weight",
+        "mlp.router.bias",
         "mlp.router.expert_bias",
         "mlp.experts.local_experts.{expert}.linear_fc1.weight",
         "mlp.experts.local_experts.{expert}.linear_fc2.weight",
+        "mlp.experts.local_experts.{expert}.linear_fc1.bias",
+        "mlp.experts.local_experts.{expert}.linear_fc2.bias",
         "mlp.shared_experts.linear_fc1.weight",
         "mlp.shared_experts.linear_fc2.weight",
         "mlp.shared_experts.gate_weight",
@@ -103,6 +109,7 @@ class PlainHeads:
     def __init__(self, config: ModelConfig, params: Mapping[str, Tensor]) -> None:
         self._qkv = params["self_attention.linear_qkv.weight"]
         self._bias = params.get("self_attention.linear_qkv.bias")
+        self._sinks = params.get("self_attention.core_attention.softmax_offset")
         self._q_norm = Norm(config, params.get("self_attention.q_layernorm.weight"))
         self._k_norm = Norm(config, params.get("self_attention.k_layernorm.weight"))
         self._over_heads = config.qk_norm_over_heads
@@ -117,7 +124,8 @@ class PlainHeads:
         gate: Tensor | None = None
         if self._gated:
             q, gate = q.unflatten(1, (-1, 2)).unbind(2)
-        attended = attend(rotate(self._normed(q, self._q_norm)), rotate(self._normed(k, self._k_norm)), v)
+        q, k = rotate(self._normed(q, self._q_norm)), rotate(self._normed(k, self._k_norm))
+        attended = attend(q, k, v, self._sinks)
         if gate is None:
             return limited(attended, outputs)
         gate = limited(gate, outputs).flatten(1)
@@ -154,7 +162,7 @@ class LatentHeads:
 
     def __call__(self, x: Tensor, rotate: Rotate, attend: Attend, outputs: Tensor | None) -> Tensor:
         """Compute the input ``[outputs, heads * v_dim]`` of the output projection from ``[tokens, hidden]``."""
-        attended = limited(attend(*self._queries_and_keys(x, rotate), None), outputs)
+        attended = limited(attend(*self._queries_and_keys(x, rotate), None, None), outputs)
         latents = attended.view(len(attended), self._heads, self._latent.kv_lora_rank)
         return torch.einsum("thl,hvl->thv", latents, self._value_up).flatten(1)
 
@@ -200,6 +208,29 @@ class GatedMLP:
         return gate.mul_(up)
 
 
+class ClampedMLP:
+    """An expert with biases and a clamped activation, see :class:`~megarl.models.model_config.ClampedGate`.
+
+    Args:
+        clamped: the activation.
+        gate_up: ``[2 * ffn, hidden]``, with alternating rows of gate and up.
+        gate_up_bias: ``[2 * ffn]``.
+        down: ``[hidden, ffn]``.
+        down_bias: ``[hidden]``.
+    """
+
+    def __init__(
+        self, clamped: ClampedGate, gate_up: Tensor, gate_up_bias: Tensor, down: Tensor, down_bias: Tensor
+    ) -> None:
+        self._gate_up, self._down, self._clamped = (gate_up, gate_up_bias), (down, down_bias), clamped
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return ``[tokens, hidden]``."""
+        both, limit = F.linear(x, *self._gate_up), self._clamped.limit
+        gate, up = both[:, ::2].clamp(max=limit), both[:, 1::2].clamp(-limit, limit)
+        return F.linear((up + 1.0) * gate * (gate * self._clamped.alpha).sigmoid(), *self._down)
+
+
 class RoutedExperts:
     """The experts of a layer: those that the router selects for each token, and shared ones.
 
@@ -215,8 +246,8 @@ class RoutedExperts:
         assert config.experts is not None
         self._rule, self._layer = config.experts, layer
         self._router, self._correction = params["mlp.router.weight"], params.get("mlp.router.expert_bias")
-        stacked = (params[f"mlp.experts.local_experts.{{expert}}.linear_fc{part}.weight"] for part in (1, 2))
-        self._experts = [GatedMLP(*pair) for pair in zip(*stacked, strict=True)]
+        self._router_bias = params.get("mlp.router.bias")
+        self._experts = _experts(config.experts, params)
         shared = [params.get(f"mlp.shared_experts.{name}") for name in ("linear_fc1.weight", "linear_fc2.weight")]
         self._shared = None if shared[0] is None or shared[1] is None else GatedMLP(shared[0], shared[1])
         self._shared_gate = params.get("mlp.shared_experts.gate_weight")
@@ -231,7 +262,8 @@ class RoutedExperts:
 
     def _routed(self, x: Tensor, routes: Tensor | None) -> Tensor:
         """Weighted sum of the selected experts' outputs; choice, weights and sum are in float32."""
-        scores = score_experts(F.linear(x.float(), self._router.float()), self._rule)
+        bias = None if self._router_bias is None else self._router_bias.float()
+        scores = score_experts(F.linear(x.float(), self._router.float(), bias), self._rule)
         chosen = choose_experts(scores, self._rule, self._correction)
         if routes is not None:
             routes[:, self._layer] = chosen
@@ -246,13 +278,28 @@ class RoutedExperts:
         return torch.zeros_like(x, dtype=torch.float32).index_add_(0, tokens, weighted).to(x.dtype)
 
 
+def _experts(rule: Experts, params: Mapping[str, Tensor]) -> Sequence[GatedMLP | ClampedMLP]:
+    """Build the routed experts from the parameters that stack all of them."""
+    kinds = ("weight", "bias") if rule.biases else ("weight",)
+    names = [f"mlp.experts.local_experts.{{expert}}.linear_fc{part}.{kind}" for part in (1, 2) for kind in kinds]
+    stacked = zip(*(params[name] for name in names), strict=True)
+    if rule.clamped is None:
+        return [GatedMLP(*each) for each in stacked]
+    return [ClampedMLP(rule.clamped, *each) for each in stacked]
+
+
 def limited(rows: Tensor, outputs: Tensor | None) -> Tensor:
     """Return the rows at the required outputs; None = all."""
     return rows if outputs is None else rows[outputs]
 
 
-def added(residual: Tensor, inputs: Tensor, weight: Tensor, norm: Norm) -> Tensor:
-    """Return the residual plus the product of a layer's last matrix, normed if there is a norm on its output."""
+def added(residual: Tensor, inputs: Tensor, weight: Tensor, norm: Norm, bias: Tensor | None = None) -> Tensor:
+    """Return the residual plus the output of a layer's last matrix, normed if there is a norm on it.
+
+    A layer with a bias has no norm on its output.
+    """
+    if bias is not None:
+        residual = residual + bias
     if norm.weight is None:
         return torch.addmm(residual, inputs, weight)
     return residual + norm(inputs @ weight)

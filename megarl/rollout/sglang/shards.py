@@ -9,14 +9,15 @@ belong to the layer itself, without ``self_attn``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megarl.base.errors import ModelError, WeightSyncError
+from megarl.base.errors import ConfigError, ModelError, WeightSyncError
 from megarl.models import LocalParam, ModelConfig, WeightMap
 from megarl.rollout.interface import EngineOptions
+from megarl.rollout.sglang.options import KEY
 
 VOCAB_MULTIPLE = 64
 """SGLang pads the vocabulary to a multiple of this."""
@@ -29,8 +30,11 @@ VOCAB_PARAMS = ("model.embed_tokens.weight", "lm_head.weight")
 QUERY_LATENT, KEY_VALUE_LATENT = ".self_attn.q_a_proj.weight", ".self_attn.kv_a_proj_with_mqa.weight"
 FUSED_LATENTS = ".self_attn.fused_qkv_a_proj_with_mqa.weight"
 
-ALWAYS_FLOAT32 = ".linear_attn.A_log"
-"""End of the names of parameters that SGLang holds in float32 in every dtype."""
+ALWAYS_FLOAT32 = (".linear_attn.A_log", ".self_attn.sinks", ".w13_weight_bias", ".w2_weight_bias")
+"""Ends of the names of parameters that SGLang holds in float32 in every dtype, sinks depending on its kernels."""
+
+KERNELS_ARGUMENT, EXPERT_KERNELS = "moe_runner_backend", "triton"
+"""SGLang's argument that selects kernels of experts, and the kernels whose experts with biases are not transposed."""
 
 
 class SGLangShard(NamedTuple):
@@ -73,11 +77,14 @@ class SGLangShard(NamedTuple):
         return {name: held[place.name][place.first :][: place.rows] for name, place in places.items()}
 
     def clear_padding(self, model: torch.nn.Module) -> None:
-        """Fill the vocabulary padding of the rank with zeros."""
+        """Fill the vocabulary padding of the rank, and parameters of other ranks, with zeros."""
         held = dict(model.named_parameters())
         for name, place in self._places().items():
             if name in VOCAB_PARAMS:
                 held[name].data[place.rows :].zero_()
+        for param in self.params():
+            if not param.pieces and param.name not in VOCAB_PARAMS:
+                held[param.name].data.zero_()
 
     def _places(self) -> dict[str, _Rows]:
         params = self.params()
@@ -126,6 +133,8 @@ def check_model_runs(config: ModelConfig, options: EngineOptions) -> None:
         )
     if config.linear is not None:
         _check_linear(config, options)
+    if config.sinks:
+        _check_sinks(config, options)
     if options.device == "cpu":
         check_cpu_sizes(config, tp)
 
@@ -149,6 +158,39 @@ def _check_linear(config: ModelConfig, options: EngineOptions) -> None:
             f"rollout engine 'sglang' does not run {config.architecture} with dense layers: SGLang has experts in "
             "every layer of this architecture; set rollout.name=embedded"
         )
+
+
+def _check_sinks(config: ModelConfig, options: EngineOptions) -> None:
+    """Refuse gpt-oss where SGLang has no kernels for it, or would hold quantized weights."""
+    if options.device == "cpu":
+        raise ModelError(
+            f"rollout engine 'sglang' does not run {config.architecture} on a CPU: its attention sinks need a GPU; "
+            "set rollout.name=embedded"
+        )
+    expert_arguments(config, getattr(options, "server_args", {}))
+    if config.quantized:
+        raise ModelError(
+            f"rollout engine 'sglang' would hold the experts of {config.architecture} in {config.quantized}, and a "
+            "weight sync sends plain weights; convert the model folder: megarl convert hf-to-megatron FOLDER ROLE, "
+            "then megarl convert megatron-to-hf ROLE NEW_FOLDER"
+        )
+
+
+def expert_arguments(config: ModelConfig, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return SGLang's arguments with the kernels that experts with biases need for a weight sync.
+
+    Raises:
+        ConfigError: ``arguments`` select other kernels.
+    """
+    if config.experts is None or not config.experts.biases:
+        return dict(arguments)
+    chosen = arguments.get(KERNELS_ARGUMENT, EXPERT_KERNELS)
+    if chosen != EXPERT_KERNELS:
+        raise ConfigError(
+            f"{KEY}.server_args.{KERNELS_ARGUMENT}={chosen!r} is not supported for {config.architecture}: SGLang "
+            f"would hold its experts in another form than a weight sync writes; set {EXPERT_KERNELS!r} or remove it"
+        )
+    return {**arguments, KERNELS_ARGUMENT: EXPERT_KERNELS}
 
 
 def check_cpu_sizes(config: ModelConfig, tp: int) -> None:

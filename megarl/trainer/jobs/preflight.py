@@ -136,7 +136,8 @@ def check_engine(config: TrainConfig | EvaluateConfig | GenerateConfig, model: M
     """
     policy = config.actor_rollout_ref
     rollout = policy.rollout
-    check_layout(model, ParallelLayout(tp=rollout.tensor_model_parallel_size), "actor_rollout_ref.rollout")
+    layout = ParallelLayout(tp=rollout.tensor_model_parallel_size)
+    check_layout(model, layout, "actor_rollout_ref.rollout", of_engine=True)
     options = engine_options(rollout, config.trainer.device, return_routes=policy.replays_engine_routes)
     check_engine_model(rollout.name, model, options)
 

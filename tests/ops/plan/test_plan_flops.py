@@ -64,10 +64,15 @@ def test_flops_of_a_dense_model_equal_palms_formula():
     assert model_flops(role(parse_model_config(raw)), rows(tokens), updates=True).total == tokens * per_token
 
 
-@pytest.mark.parametrize("name", ["DeepSeek-V3", "Qwen3-30B-A3B"])
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "Qwen3-30B-A3B", "gpt-oss-20b"])
 def test_flops_per_token_follow_the_active_parameters(name):
-    """37B of DeepSeek-V3's 671B and 3.3B of Qwen3's 30.5B are active, by their reports, with embeddings."""
-    total, active = {"DeepSeek-V3": (671e9, 37e9), "Qwen3-30B-A3B": (30.5e9, 3.3e9)}[name]
+    """37B of DeepSeek-V3's 671B and 3.3B of Qwen3's 30.5B are active, by their reports, with embeddings.
+
+    Of the 20.91B of gpt-oss-20b, 3.61B are active without the embedding.
+    """
+    sizes = {"DeepSeek-V3": (671e9, 37e9), "Qwen3-30B-A3B": (30.5e9, 3.3e9)}
+    sizes["gpt-oss-20b"] = (20.91e9, 3.61e9 + 201088 * 2880)
+    total, active = sizes[name]
     actor = train_job(name, megatron()).role("actor")
     model = actor.model
     flops = forward_flops(actor, rows(1), range(model.num_layers), with_head=True)

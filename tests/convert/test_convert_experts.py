@@ -1,0 +1,45 @@
+"""Experts that a file stacks: MXFP4 becomes bfloat16, and checkpoints with another order of rows are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from checkpoints import SETTINGS, run, tensors_of
+from mxfp4_folders import quantize_experts
+from tiny_models import save_model
+
+from megarl.base.errors import CheckpointError
+from megarl.convert.torch_dist import open_torch_dist
+from megarl.models import read_model_config
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mxfp4")
+    save_model(folder, **{**SETTINGS["gpt_oss"], "hidden_size": 64, "intermediate_size": 96})
+    quantize_experts(folder)
+    return folder
+
+
+def test_mxfp4_converts_to_the_values_of_transformers(quantized: Path, tmp_path: Path) -> None:
+    quantization = transformers.Mxfp4Config(dequantize=True)
+    expected = transformers.GptOssForCausalLM.from_pretrained(
+        quantized, quantization_config=quantization, dtype=torch.bfloat16
+    ).state_dict()
+    run("hf-to-megatron", quantized, tmp_path / "role", "--max-shard-size", "50KB")
+    run("megatron-to-hf", tmp_path / "role", tmp_path / "out", "--max-shard-size", "90KB")
+    run("verify", quantized, tmp_path / "role")
+    run("verify", tmp_path / "out", quantized)
+    converted = tensors_of(tmp_path / "out")
+    assert converted.keys() == expected.keys()
+    assert all(torch.equal(converted[name], tensor) for name, tensor in expected.items())
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_a_torch_dist_checkpoint_with_stacked_experts_is_refused(quantized: Path) -> None:
+    with pytest.raises(CheckpointError, match="order the rows of its experts differently"):
+        open_torch_dist(quantized, read_model_config(quantized), quantized)
