@@ -49,6 +49,10 @@ def make(pool: PlacedPool, tmp_path: Path) -> Iterator[Callable[..., tuple[Rollo
     groups: list[RolloutGroup] = []
 
     def build(least: int, join_timeout_s: float = WAIT_S) -> tuple[RolloutGroup, ElasticReplicas, list[str]]:
+        pool.release([2])
+        pool.request([0, 1])
+        wait_until(lambda: pool.is_placed([0, 1]))
+        pool.request([2])
         absent = [replica for replica in range(3) if not pool.is_placed([replica])]
         kwargs = {"broken": tmp_path / "broken"}
         worker = "tests.trainer.test_trainer_elastic_replicas:Engine"
@@ -119,23 +123,23 @@ def test_the_number_of_replicas_follows_the_file(
     """A run with fewer replicas than it could have reserves devices for those only."""
     group, elastic, lines = make(least=1)
     assert numbers(group) == [0, 1]
-    wanted = tmp_path / "replicas"
+    request = tmp_path / "replicas"
     for text in ("0", "4", "two"):
-        wanted.write_text(text)
+        request.write_text(text)
         assert elastic.leaving() == [] == elastic.leaving()
-        assert caplog.text.count(f"{wanted}: {text!r} has no effect, expected 1 (rollout.min_replicas) to 3") == 1
-    wanted.write_text("1\n")
+        assert caplog.text.count(f"{request}: {text!r} has no effect, expected 1 (rollout.min_replicas) to 3") == 1
+    request.write_text("1\n")
     assert elastic.leaving() == [1]
     elastic.end([1])
     assert lines == ["rollout replica 1 has left; 1 replica of 3"]
     assert elastic.admit() == [] and elastic.leaving() == [] and numbers(group) == [0]
     wait_until(lambda: ray.available_resources().get("CPU") == 1.0)
-    wanted.write_text("2")
+    request.write_text("2")
     wait_until(elastic.admit)
     assert numbers(group) == [0, 1] and "CPU" not in ray.available_resources()
     elastic.lose([1])
     assert elastic.admit() == [] and not elastic.leaving()
-    wanted.write_text("1")
+    request.write_text("1")
     assert elastic.leaving() == [], "the start of its successor is given up"
     wait_until(lambda: ray.available_resources().get("CPU") == 1.0)
     assert elastic.admit() == [] and numbers(group) == [0]

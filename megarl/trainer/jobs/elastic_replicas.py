@@ -54,22 +54,22 @@ class ElasticReplicas:
         group: the replicas; absent ranks may join. Each is on one node.
         least: fewest replicas with which the run goes on.
         join_timeout_s: seconds to wait for others with fewer.
-        wanted: file with the number of replicas that the user wants; without it, all.
+        request: file with the number of replicas that the user wants; without it, all.
         notify: prints a line for the user.
     """
 
     def __init__(
-        self, group: RolloutGroup, least: int, join_timeout_s: float, wanted: Path, notify: Callable[[str], None]
+        self, group: RolloutGroup, least: int, join_timeout_s: float, request: Path, notify: Callable[[str], None]
     ) -> None:
         self._group, self._least, self._join_timeout_s = group, least, join_timeout_s
-        self._file, self._notify = wanted, notify
+        self._file, self._notify = request, notify
         self._joining: dict[int, _Joining] = {}
         self._failures: Counter[int] = Counter()
         self._unread = ""
 
     def leaving(self) -> list[int]:
         """Return the replicas that the user does not want any more; starts of such replicas are given up."""
-        excess = len(self._group.ranks) + len(self._joining) - self._wanted()
+        excess = len(self._group.ranks) + len(self._joining) - self._target()
         for replica in sorted(self._joining, reverse=True)[: max(0, excess)]:
             self._give_up(replica)
             excess -= 1
@@ -117,7 +117,7 @@ class ElasticReplicas:
         absent = [replica for replica in absent if self._failures[replica] < MOST_FAILURES]
         placed = {replica for replica in absent if pool.is_placed(group.devices(replica))}
         absent.sort(key=lambda replica: replica not in placed)
-        room = max(0, self._wanted() - len(busy))
+        room = max(0, self._target() - len(busy))
         for replica in absent[room:]:
             pool.release(group.devices(replica))
         for replica in absent[:room]:
@@ -135,7 +135,10 @@ class ElasticReplicas:
         except WorkerError as error:
             self._group.remove([replica])
             self._failures[replica] += 1
-            rest = "" if self._failures[replica] < MOST_FAILURES else "; it is not started again"
+            rest = ""
+            if self._failures[replica] >= MOST_FAILURES:
+                self._group.pool.release(self._group.devices(replica))
+                rest = "; it is not started again"
             logger.warning("rollout replica %d cannot join%s: %s", replica, rest, error)
             return False
         self._failures[replica] = 0
@@ -146,7 +149,7 @@ class ElasticReplicas:
         self._joining.pop(replica).starting.kill()
         self._group.pool.release(self._group.devices(replica))
 
-    def _wanted(self) -> int:
+    def _target(self) -> int:
         """Return the number of replicas that the user wants."""
         most = self._group.world_size
         try:

@@ -336,8 +336,8 @@ class RoleBuilder:
             roles.hybrid = HybridReplicas(hybrid_ranks, rollout.world_size - hybrid)
         keys = self.policy.rollout
         if keys.min_replicas is not None:
-            wanted, timeout_s = self.folder / REPLICAS_FILE, keys.health.join_timeout_s
-            roles.elastic = ElasticReplicas(rollout, keys.min_replicas, timeout_s, wanted, self.notify)
+            request, timeout_s = self.folder / REPLICAS_FILE, keys.health.join_timeout_s
+            roles.elastic = ElasticReplicas(rollout, keys.min_replicas, timeout_s, request, self.notify)
         return roles
 
     def _actor(self) -> ActorGroup:
