@@ -38,7 +38,7 @@ def test_roles_on_their_own_devices_train_like_roles_that_share(
         *("trainer.n_gpus_per_node=1", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1"),
         *("critic.megatron.data_parallel_size=1", "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=1"),
         *("trainer.critic_warmup=1", "trainer.val_before_train=false", "trainer.test_freq=2", "trainer.save_freq=2"),
-        "trainer.timeline.enable=true",
+        *("trainer.timeline.enable=true", "trainer.max_actor_ckpt_to_keep=2", "trainer.max_critic_ckpt_to_keep=2"),
     ]
     runs = {}
     for name, keys, env in (("shared", (), None), ("apart", APART, cluster_of_three)):
@@ -61,6 +61,13 @@ def test_roles_on_their_own_devices_train_like_roles_that_share(
         parts = sum(s for name, s in row.items() if name.startswith("timing_s/") and name[9:] not in outside)
         beside = sum(s for name, s in row.items() if name.startswith("timing_hidden_s/"))
         assert parts - beside <= row["timing_s/step"]
+
+    checkpoint = runs["apart"].root / "checkpoints" / "global_step_2"
+    again = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
+    run = start(*arguments, *APART, *again, "trainer.experiment_name=resumed", env=cluster_of_three)
+    assert run.wait() == 0, run.output
+    resumed = RunFiles(run.folder, "resumed").steps
+    assert "step 2/3" not in run.output and reproducible(resumed[3]) == reproducible(apart[2])
 
     spans = [event for event in read_trace(runs["apart"].newest) if event.get("cat") == "phase"]
     begin = {name: [e["ts"] for e in spans if e["name"] == name] for name in (*PASSES, *UPDATES)}

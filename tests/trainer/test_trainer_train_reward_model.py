@@ -109,7 +109,8 @@ def test_reward_model_trains_exports_and_scores_a_policy(
         "reward_model.enable": True,
         "reward_model.model.path": str(tmp_path / "reward"),
         "reward_model.megatron.dtype": "float32",
-        "reward_model.megatron.param_offload": True,
+        "reward_model.nnodes": 1,  # a device of its own
+        "reward_model.n_gpus_per_node": 1,
         "reward_model.function_weight": 0.5,
         "reward_model.model_weight": 2.0,
         "trainer.total_training_steps": 2,
