@@ -153,11 +153,12 @@ class TrainDryRun(DryRun):
         self._needed(self._layouts_fit, "models and layouts")
         config, policy, rollout = self.config, self.config.actor_rollout_ref, self._rollout()
         train, devices = layout_of(policy.actor.megatron), self.config.trainer.num_devices
-        own = policy.rollout.own_devices
+        own, hybrid = policy.rollout.own_devices, config.hybrid_replicas * policy.rollout.devices_per_replica
+        engines = [(devices if own else 0) + rank % (own or devices) for rank in range(rollout.world_size - hybrid)]
         weight_map = WeightMap(read_model_config(policy.model.path))
         placement = Placement.of_devices(
             [rank % devices for rank in range(train.world_size)],
-            [(devices if own else 0) + rank % (own or devices) for rank in range(rollout.world_size)],
+            [*engines, *range(hybrid)],
             config.trainer.n_gpus_per_node,
         )
         element, bucket = ELEMENT_BYTES[policy.rollout.dtype], config.sync.bucket_megabytes * 2**20
@@ -185,7 +186,7 @@ class TrainDryRun(DryRun):
         rollout = self.config.actor_rollout_ref.rollout
         return RolloutLayout(
             tp=rollout.tensor_model_parallel_size,
-            replicas=rollout.replicas or 1,
+            replicas=(rollout.replicas or 1) + self.config.hybrid_replicas,
             vocab_multiple=engine_vocab_multiple(rollout.name),
         )
 

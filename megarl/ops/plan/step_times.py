@@ -276,10 +276,11 @@ def plan_sync(job: PlannedJob, hardware: Hardware) -> SyncTraffic | None:
     if rollout is None or rollout.is_external:
         return None
     actor = job.role("actor")
-    target = RolloutLayout(tp=rollout.tp, replicas=rollout.replicas)
+    engines = [*job.engine_devices, *job.hybrid_devices]
+    target = RolloutLayout(tp=rollout.tp, replicas=len(engines) // rollout.tp)
     placement = Placement(
         tuple(job.slot(rank, hardware.devices_per_node) for rank in range(actor.layout.world_size)),
-        tuple(job.slot(device, hardware.devices_per_node) for device in job.engine_devices),
+        tuple(job.slot(device, hardware.devices_per_node) for device in engines),
     )
     wave_replicas = job.config.async_training.sync_wave_size if isinstance(job.config, TrainConfig) else None
     weight_map, sizes = WeightMap(actor.model), (job.bucket_bytes, actor.dtype_bytes)
