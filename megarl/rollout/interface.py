@@ -40,6 +40,10 @@ FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 Tag: TypeAlias = Literal["weights", "kv_cache"]
 TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 
+QUANTIZATION_KEY = "actor_rollout_ref.rollout.quantization"
+FP8 = "fp8"
+"""Value of the key: blockwise FP8."""
+
 POLL_S = 3600.0
 """Seconds that one poll of :meth:`RolloutEngine.generate` waits for a completion."""
 
@@ -234,6 +238,7 @@ class EngineOptions:
         max_model_len: maximum tokens of prompt and response; None = the model's ``max_position_embeddings``.
         eos_token_ids: tokens that end every sequence; None = the model folder's.
         return_routes: requests may have :attr:`Request.routes_from`; the engine then records experts.
+        quantization: ``fp8`` = the engine holds linear layers in blockwise FP8; None = all weights are in ``dtype``.
     """
 
     dtype: str = "float32"
@@ -243,6 +248,7 @@ class EngineOptions:
     max_model_len: int | None = None
     eos_token_ids: tuple[int, ...] | None = None
     return_routes: bool = False
+    quantization: str | None = None
 
     def device_of(self, rank: int) -> str:
         """Return the device of a tensor-parallel rank: consecutive devices, starting with ``device``."""
@@ -408,6 +414,8 @@ class RolloutEngine(abc.ABC):
 
     def rectangle_checksums(self, rectangles: Sequence[Sequence[ParamRectangle]]) -> list[list[int]]:
         """Return the checksums of parts of the parameters of each rank, computed where the parameters are.
+
+        The checksums of quantized parameters are those of the weights as they arrived in the last update.
 
         Args:
             rectangles: parts by tensor-parallel rank.

@@ -222,6 +222,12 @@ class TrainingRolloutConfig(OwnDevicesConfig, RolloutConfig, TokenFilterConfig, 
         at_least=0,
     )
     n: int = key(1, "Responses per prompt.", at_least=1)
+    quantization: str | None = key(
+        None,
+        "Format of the engine's linear layers: fp8 = blockwise FP8, quantized at each weight sync; null = `dtype`. "
+        "Training keeps its own format; see docs/weights.md.",
+        choices=("fp8",),
+    )
     temperature: float = key(1.0, "Sampling temperature; training computes log-probs at the same one.", above=0)
     free_cache_engine: bool = key(
         True,
