@@ -140,7 +140,7 @@ class IncomingMatrices:
 
 
 def check_blocks(config: ModelConfig, tp: int) -> None:
-    """Check that no block of a Hugging Face matrix is on two ranks, or in two parts of a fused parameter.
+    """Check that no block of a Hugging Face matrix spans two ranks or two parts of a fused parameter.
 
     Raises:
         ModelError: names the parameter, and the numbers of ranks that work.
@@ -158,7 +158,7 @@ def check_blocks(config: ModelConfig, tp: int) -> None:
 
 
 def _split_block(config: ModelConfig, tp: int) -> str | None:
-    """Describe the first block that is split over ``tp`` ranks or over parts of a fused parameter; None = no block."""
+    """Describe the first block that spans ranks or parts of a fused parameter; None = no block does."""
     try:
         patterns = WeightMap(config).patterns(ParallelLayout(), tp)
     except ValueError as error:
