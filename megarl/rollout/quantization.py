@@ -42,13 +42,14 @@ class IncomingMatrices:
         storage: memory of the matrices.
 
     Attributes:
+        storage: see above; may be replaced between updates.
         nbytes: memory of the incomplete matrices.
         peak_bytes: maximum of ``nbytes`` in this update.
     """
 
     def __init__(self, params: Iterable[LocalParam], is_linear: Callable[[str], bool], storage: MatrixStorage) -> None:
         self._params = {param.name: param for param in params if is_linear(param.name)}
-        self._storage = storage
+        self.storage = storage
         self._incoming: dict[MatrixId, Tensor] = {}
         self._missing: dict[MatrixId, int] = {}
         self._finite: dict[MatrixId, Tensor] = {}
@@ -59,7 +60,7 @@ class IncomingMatrices:
         """Whether a parameter is quantized."""
         return name in self._params
 
-    def begin(self) -> None:
+    def clear(self) -> None:
         """Drop the matrices and checksums of earlier updates."""
         for values in (self._incoming, self._missing, self._finite, self._checksums):
             values.clear()
@@ -118,7 +119,7 @@ class IncomingMatrices:
         yield from ((first + index, corner, part) for index, part in enumerate(values))
 
     def _open(self, matrix: MatrixId, dtype: torch.dtype) -> None:
-        self._incoming[matrix] = memory = self._storage.incoming(matrix, dtype)
+        self._incoming[matrix] = memory = self.storage.incoming(matrix, dtype)
         self._missing[matrix] = prod(memory.shape)
         self.nbytes += memory.nbytes
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
@@ -126,7 +127,7 @@ class IncomingMatrices:
     def _close(self, matrix: MatrixId) -> None:
         weights = self._incoming.pop(matrix)
         self._record_checksums(matrix, weights)
-        self._finite[matrix] = self._storage.store(matrix, weights)
+        self._finite[matrix] = self.storage.store(matrix, weights)
         self.nbytes -= weights.nbytes
 
     def _record_checksums(self, matrix: MatrixId, weights: Tensor) -> None:

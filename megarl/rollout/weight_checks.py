@@ -101,7 +101,7 @@ class ShardWeights:
         self.version, self._update_version = NO_VERSION, version
         self._covers = {name: Coverage(name, tuple(tensor.shape)) for name, tensor in self.tensors.items()}
         if self.matrices is not None:
-            self.matrices.begin()
+            self.matrices.clear()
 
     def write(self, slices: Iterable[TensorSlice]) -> None:
         """Check and write slices, each before the next one is drawn from the iterable.
@@ -159,6 +159,8 @@ class ShardWeights:
     def drop(self) -> None:
         """Drop an open update; the weights are incomplete."""
         self.version, self._covers = NO_VERSION, None
+        if self.matrices is not None:
+            self.matrices.clear()
 
 
 def check_version(version: int) -> None:

@@ -132,7 +132,7 @@ def receive(config, train, tp, dtype=torch.float32, bucket=20_000):
     ranks = []
     for number in range(tp):
         rank = Rank(SGLangShard(config, tp, number, quantized=True))
-        views = rank.shard.quantized_views(rank)
+        views = rank.shard.quantized_views(rank, rank.shard.views(rank))
         matrices = IncomingMatrices(rank.shard.params(), views.codes.__contains__, views)
         rank.weights = ShardWeights(rank.shard.views(rank), matrices)
         rank.weights.begin(1)
@@ -315,19 +315,23 @@ def test_an_engine_that_does_not_quantize_is_refused(monkeypatch):
         check_engine_model("mine", parse_model_config(DENSE), EngineOptions(quantization="fp8"))
 
 
+def quantized_views(rank):
+    return rank.shard.quantized_views(rank, rank.shard.views(rank))
+
+
 def test_other_formats_in_sglang_are_refused_by_name():
     rank = Rank(SGLangShard(parse_model_config(DENSE), 1, 0, quantized=True))
     name = "model.layers.0.mlp.down_proj.weight"
     rank.held["model.layers.0.self_attn.attn.k_scale"] = torch.nn.Parameter(torch.ones(()), requires_grad=False)
-    rank.shard.quantized_views(rank)
+    quantized_views(rank)
     scales = rank.held[name + "_scale_inv"]
     rank.held[name + "_scale_inv"] = torch.nn.Parameter(scales.int(), requires_grad=False)
     with pytest.raises(WeightSyncError, match=rf"scales of '{name}' as torch.int32: powers of two \(ue8m0\)"):
-        rank.shard.quantized_views(rank)
+        quantized_views(rank)
     rank.held[name + "_scale_inv"] = scales
     rank.held[name] = torch.nn.Parameter(torch.zeros(rank.held[name].shape), requires_grad=False)
     with pytest.raises(WeightSyncError, match=f"SGLang holds '{name}' as torch.float32"):
-        rank.shard.quantized_views(rank)
+        quantized_views(rank)
 
 
 def test_sglang_starts_with_the_quantization_of_a_deepseek_folder():

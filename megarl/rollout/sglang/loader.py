@@ -165,7 +165,11 @@ class RankLoader:
     def attach(self, model: torch.nn.Module, shard: SGLangShard) -> Reply:
         """Compare the model's parameters with the shard; return the location of this process."""
         self._shard = shard
-        self._weights = ShardWeights(self._views(model), self._matrices(model, shard))
+        views, matrices = self._views(model), None
+        if shard.quantized:
+            quantized = shard.quantized_views(model, views)
+            matrices = IncomingMatrices(shard.params(), quantized.codes.__contains__, quantized)
+        self._weights = ShardWeights(views, matrices)
         return Reply(list(current_location(str(_device(model)))))
 
     def connect(self, model: torch.nn.Module, spec: ReceiverSpec) -> Reply:
@@ -176,7 +180,9 @@ class RankLoader:
     def begin(self, model: torch.nn.Module, version: int) -> Reply:
         """Begin an update."""
         assert self._shard is not None
-        self._weights.tensors, self._weights.matrices = self._views(model), self._matrices(model, self._shard)
+        self._weights.tensors = views = self._views(model)
+        if self._weights.matrices is not None:
+            self._weights.matrices.storage = self._shard.quantized_views(model, views)
         self._shard.clear_padding(model)
         self._connected().begin(version)
         return Reply()
@@ -231,13 +237,6 @@ class RankLoader:
         if self._shard is None:
             raise WeightSyncError("no engine is attached to this SGLang")
         return self._shard.views(model)
-
-    def _matrices(self, model: torch.nn.Module, shard: SGLangShard) -> IncomingMatrices | None:
-        """Look up the quantized matrices; None if the rank has none."""
-        if not shard.quantized:
-            return None
-        views = shard.quantized_views(model)
-        return IncomingMatrices(shard.params(), views.codes.__contains__, views)
 
     def _connected(self) -> BucketReceiver:
         if self._receiver is None:

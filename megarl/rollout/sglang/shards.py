@@ -78,18 +78,23 @@ class SGLangShard(NamedTuple):
             raise WeightSyncError(f"SGLang has a parameter '{extra[0]}' without weights in the update")
         return {name: held[place.name][place.first :][: place.rows] for name, place in places.items()}
 
-    def quantized_views(self, model: torch.nn.Module) -> QuantizedViews:
+    def quantized_views(self, model: torch.nn.Module, views: Mapping[str, Tensor]) -> QuantizedViews:
         """Return views of codes and scales of the rank's quantized matrices.
 
+        Args:
+            model: SGLang's model in the rank.
+            views: result of :meth:`views`.
+
         Raises:
-            WeightSyncError: as :meth:`views`, or SGLang holds them in another format.
+            WeightSyncError: SGLang holds them in another format.
         """
-        views, held = self.views(model), {name: param.data for name, param in model.named_parameters()}
-        places, scales = self._places(), {}
-        for name in self._quantized(places):
-            all_scales, (*stack, height, _) = held[places[name].name + SCALES], scales_shape(views[name].shape)
-            first = places[name].first // FP8_BLOCK
-            scales[name] = all_scales if stack else all_scales[first : first + height]
+        held, fused = {name: param.data for name, param in model.named_parameters()}, _fused_latents(views)
+        scales = {}
+        for name in self._quantized(views):
+            owner, row = fused.get(name, (name, 0))
+            *stack, height, _ = scales_shape(views[name].shape)
+            first = row // FP8_BLOCK
+            scales[name] = held[owner + SCALES] if stack else held[owner + SCALES][first : first + height]
         result = QuantizedViews({name: views[name] for name in scales}, scales)
         result.check()
         return result
@@ -205,7 +210,7 @@ def check_cpu_sizes(config: ModelConfig, tp: int) -> None:
             )
 
 
-def _fused_latents(params: Mapping[str, LocalParam]) -> dict[str, tuple[str, int]]:
+def _fused_latents(params: Mapping[str, LocalParam] | Mapping[str, Tensor]) -> dict[str, tuple[str, int]]:
     """Return SGLang's fused parameter and the first row in it, by name in the weight map."""
     fused = {}
     for name, param in params.items():
