@@ -6,6 +6,7 @@ in the engine's dtype, and the receiving rank quantizes each matrix of its shard
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from typing import Protocol
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megarl.base.errors import ModelError, WeightSyncError
-from megarl.models import LocalParam, ModelConfig, ParallelLayout, WeightMap
+from megarl.models import LocalParam, ModelConfig, ParallelLayout, Piece, WeightMap
 from megarl.models.checksum import ParamRectangle
 from megarl.models.declaration import FP8_BLOCK
 from megarl.rollout.interface import FP8, QUANTIZATION_KEY
@@ -48,7 +49,13 @@ class IncomingMatrices:
     """
 
     def __init__(self, params: Iterable[LocalParam], is_linear: Callable[[str], bool], storage: MatrixStorage) -> None:
-        self._params = {param.name: param for param in params if is_linear(param.name)}
+        self._names = set[str]()
+        self._pieces: dict[MatrixId, list[Piece]] = defaultdict(list)
+        for param in params:
+            if is_linear(param.name):
+                self._names.add(param.name)
+                for piece in param.pieces:
+                    self._pieces[param.name, None if len(piece.at) == 2 else piece.at[0]].append(piece)
         self.storage = storage
         self._incoming: dict[MatrixId, Tensor] = {}
         self._missing: dict[MatrixId, int] = {}
@@ -58,7 +65,7 @@ class IncomingMatrices:
 
     def __contains__(self, name: str) -> bool:
         """Whether a parameter is quantized."""
-        return name in self._params
+        return name in self._names
 
     def clear(self) -> None:
         """Drop the matrices and checksums of earlier updates."""
@@ -131,13 +138,11 @@ class IncomingMatrices:
         self.nbytes -= weights.nbytes
 
     def _record_checksums(self, matrix: MatrixId, weights: Tensor) -> None:
-        name, number = matrix
+        name, _ = matrix
         dtype = str(weights.dtype).removeprefix("torch.")
-        for piece in self._params[name].pieces:
-            if number is None or piece.at[0] == number:
-                corner, extent = piece.at[-2:], piece.local_shape[-2:]
-                part = ParamRectangle(name, corner, extent, piece.start, piece.shape, dtype)
-                self._checksums[name, tuple(piece.at), dtype] = part.checksum(weights)
+        for piece in self._pieces[matrix]:
+            part = ParamRectangle(name, piece.at[-2:], piece.shape, piece.start, piece.shape, dtype)
+            self._checksums[name, tuple(piece.at), dtype] = part.checksum(weights)
 
 
 def check_blocks(config: ModelConfig, tp: int) -> None:
