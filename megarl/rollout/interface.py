@@ -40,10 +40,6 @@ FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 Tag: TypeAlias = Literal["weights", "kv_cache"]
 TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 
-QUANTIZATION_KEY = "actor_rollout_ref.rollout.quantization"
-FP8 = "fp8"
-"""Value of the key: blockwise FP8."""
-
 POLL_S = 3600.0
 """Seconds that one poll of :meth:`RolloutEngine.generate` waits for a completion."""
 
@@ -413,9 +409,7 @@ class RolloutEngine(abc.ABC):
         """Return a digest of each of a rank's parameters, by :func:`megarl.models.checksum.tensor_checksum`."""
 
     def rectangle_checksums(self, rectangles: Sequence[Sequence[ParamRectangle]]) -> list[list[int]]:
-        """Return the checksums of parts of the parameters of each rank, computed where the parameters are.
-
-        The checksums of quantized parameters are those of the weights as they arrived in the last update.
+        """Return the checksums of parts of each rank's parameters, computed there; of quantized ones, as they arrived.
 
         Args:
             rectangles: parts by tensor-parallel rank.
@@ -445,8 +439,7 @@ def check_tags(tags: Iterable[Tag]) -> set[Tag]:
         RolloutError: a tag is unknown.
     """
     chosen = set(tags)
-    unknown = chosen - set(TAGS)
-    if unknown:
+    if unknown := chosen - set(TAGS):
         raise RolloutError(f"sleep tag {sorted(unknown)[0]!r} is unknown; known ones: {', '.join(TAGS)}")
     return chosen
 
@@ -462,8 +455,7 @@ def check_token_ids(source: str, ids: Iterable[int], vocab_size: int) -> None:
     Raises:
         RolloutError: an id is outside of it.
     """
-    outside = [token for token in ids if not 0 <= token < vocab_size]
-    if outside:
+    if outside := [token for token in ids if not 0 <= token < vocab_size]:
         raise RolloutError(f"{source}: {outside[0]} is no token id, the vocabulary has {vocab_size}")
 
 

@@ -7,8 +7,9 @@ from typing import NamedTuple, TypeVar
 
 from megarl.base.errors import ConfigError
 from megarl.base.registry import Registry
+from megarl.config.schema.rollout import QUANTIZATION_KEY
 from megarl.models import ModelConfig
-from megarl.rollout.interface import QUANTIZATION_KEY, EngineOptions, RolloutEngine
+from megarl.rollout.interface import EngineOptions, RolloutEngine
 
 EngineFactory = Callable[[str, EngineOptions], RolloutEngine]
 """Builds an engine from a model folder and options."""

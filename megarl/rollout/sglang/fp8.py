@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from megarl.base.errors import ModelError, WeightSyncError
+from megarl.config.schema.rollout import FP8, QUANTIZATION_KEY
 from megarl.models import ModelConfig
 from megarl.models.declaration import FP8_BLOCK
 from megarl.models.fp8 import FP8_DTYPE, quantize_blocks
-from megarl.rollout.interface import FP8, QUANTIZATION_KEY, EngineOptions
+from megarl.rollout.interface import EngineOptions
 from megarl.rollout.quantization import MatrixId, check_blocks
 
 SCALES = "_scale_inv"

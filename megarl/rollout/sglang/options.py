@@ -19,8 +19,9 @@ from megarl.base.cuda_memory import without_expandable_segments
 from megarl.base.errors import ConfigError
 from megarl.base.packages import is_installed
 from megarl.base.ports import collective_interfaces
+from megarl.config.schema.rollout import FP8
 from megarl.models.declaration import FP8_BLOCK
-from megarl.rollout.interface import FP8, EngineOptions
+from megarl.rollout.interface import EngineOptions
 
 MODES = ("in_process", "http")
 LOADER = "megarl.rollout.sglang.loader.load"

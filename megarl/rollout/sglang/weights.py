@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from megarl.base.errors import ConfigError, ModelError, WeightSyncError
+from megarl.config.schema.rollout import FP8, QUANTIZATION_KEY
 from megarl.models import ModelConfig
 from megarl.models.checksum import ParamRectangle
-from megarl.rollout.interface import FP8, NOT_CONNECTED, QUANTIZATION_KEY
+from megarl.rollout.interface import NOT_CONNECTED
 from megarl.rollout.sglang.backend import ControlCaller, RequestLoop, SGLangBackend
 from megarl.rollout.sglang.loader import Reply, ReplyListener
 from megarl.rollout.sglang.options import GLOO_INTERFACE, LOADER, SGLangOptions
