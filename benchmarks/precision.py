@@ -8,7 +8,8 @@ no implementation in bfloat16 can be expected to be nearer. A run is policy-grad
 columns compare the log-probs after the last step with those of the float32 run.
 
 The second table computes in bfloat16 one part that megarl computes in float32. The third is about steps that are small
-compared with the weights, as in reinforcement learning.
+compared with the weights, as in reinforcement learning. The last rounds the weights of linear layers to blockwise FP8,
+as the embedded engine does with rollout.quantization=fp8.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from megarl.megatron import (
     shutdown_runtime,
 )
 from megarl.models import ParallelLayout, WeightMap, read_model_config
+from megarl.models.fp8 import dequantize_blocks, quantize_blocks
 
 SHAPE = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6,
          "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.05,
@@ -291,6 +293,22 @@ def print_weights(path: Path, data: Data, steps: int) -> None:
         print(f"{name:46s}{moved:12.2e}{changed / sum(param.numel() for param in parameters):10.1%}")
 
 
+def print_fp8(path: Path, data: Data) -> None:
+    """Print the error of log-probs with linear layers in blockwise FP8, by the dtype of everything else."""
+    exact = Qwen2ForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
+    print("\nLinear layers in blockwise FP8, distance to float32: mean, max of log-probs")
+    with torch.no_grad():
+        wanted = log_probs_of(exact, data)
+        for dtype in (torch.float32, torch.bfloat16):
+            model = Qwen2ForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
+            print(f"{f'{dtype}'[6:]:46s}{difference(log_probs_of(model, data), wanted):>22s}")
+            for name, module in model.named_modules():
+                if isinstance(module, torch.nn.Linear) and name != "lm_head":
+                    dequantize_blocks(quantize_blocks(module.weight), module.weight)
+            name = f"{dtype}"[6:] + ", linear layers in FP8"
+            print(f"{name:46s}{difference(log_probs_of(model, data), wanted):>22s}")
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -311,6 +329,7 @@ def main() -> None:
             print_outputs(path, data)
             print_reduction(path, data)
             print_weights(path, data, options.steps)
+            print_fp8(path, data)
 
 
 if __name__ == "__main__":

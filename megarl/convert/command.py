@@ -103,8 +103,15 @@ def _print_source(source: CheckpointSource) -> None:
     if source.left_out:
         names = ", ".join(source.left_out[:5]) + (" ..." if len(source.left_out) > 5 else "")
         print(f"not part of the model, skipped: {len(source.left_out)} tensors ({names})", file=sys.stderr)
+    if source.carried:
+        print(f"multi-token prediction layers, not trained: {_carried(source)}", file=sys.stderr)
     if source.state:
         print(f"not weights, skipped: {', '.join(source.state)}", file=sys.stderr)
+
+
+def _carried(source: CheckpointSource) -> str:
+    folders = {chunk.file.parent for v in source.carried.values() for r in v.regions for chunk in r.stored.chunks}
+    return f"{len(source.carried)} tensors of {', '.join(map(str, sorted(folders)))}"
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
@@ -219,6 +226,7 @@ def describe_source(source: CheckpointSource, with_tensors: bool = False) -> str
         "head": _head(source),
         "experts": f"{config.experts.count} in {sum(config.experts.layers)} layers" if config.experts else "none",
         "weight files": str(len(source.files())),
+        **({"multi-token layers": _carried(source)} if source.carried else {}),
         **{name: str(value) for name, value in source.facts.items()},
         "other state": ", ".join(source.state) or "none",
     }

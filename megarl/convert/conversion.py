@@ -28,6 +28,7 @@ from megarl.convert.output import OutputPlan, plan_adapters, plan_hugging_face, 
 from megarl.convert.source import HUGGING_FACE, MEGARL, PEFT, CheckpointSource
 from megarl.convert.transfer import progress, transfer
 from megarl.models.hf_writer import copy_companions
+from megarl.models.multi_token import warn_of_missing_layers
 
 SPARE_BYTES = 64 << 20
 """Disk space that must stay free."""
@@ -80,6 +81,8 @@ def convert(source: CheckpointSource, destination: Path, kind: str, options: Con
             f"verify can read it"
         )
     plan = _planned(source, kind, options)
+    if kind == HUGGING_FACE and not source.carried and not source.has_value_head:
+        warn_of_missing_layers(source.config, f"{source.initial or source.companions} (--model FOLDER names another)")
     unfinished = UnfinishedOutput(destination, overwrite=options.overwrite)
     with unfinished.opened(_fingerprint(source, kind, options), options.restart):
         files = [file for file in plan.files if file.name not in unfinished.finished]

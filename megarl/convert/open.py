@@ -9,6 +9,8 @@ from __future__ import annotations
 import pickle
 import re
 import zipfile
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,8 @@ from megarl.convert.source import (
 from megarl.convert.stored import Chunk, StoredTensor, TensorView
 from megarl.convert.torch_dist import open_torch_dist
 from megarl.models import ModelConfig, ParallelLayout, WeightMap, read_model_config
-from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE, TensorEntry, check_model_folder
+from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE, TensorEntry, check_model_folder, tensor_entries
+from megarl.models.multi_token import is_multi_token
 from megarl.models.peft_folder import CONFIG_FILE as ADAPTER_CONFIG
 from megarl.models.peft_folder import AdapterFolder
 
@@ -71,8 +74,8 @@ def open_source(path: str | Path, model: str | Path | None = None, role: str | N
     companions = _find_model(folder, given)
     config = read_model_config(companions)
     if (folder / STATE_FILE).is_file():
-        return open_role(folder, config, companions, given)
-    return open_torch_dist(folder, config, companions)
+        return _with_carried(open_role(folder, config, companions, given), _initial_folder(folder))
+    return _with_carried(open_torch_dist(folder, config, companions))
 
 
 def find_checkpoint(path: Path, role: str | None = None) -> Path:
@@ -192,14 +195,16 @@ def open_hugging_face(path: Path) -> CheckpointSource:
     names = [name for name in shapes if name in folder.tensors]
     names += [name for name in SCORE if name in folder.tensors and name not in shapes]
     tensors = {name: _view(name, folder.tensors[name]) for name in names}
+    carried = {} if SCORE[0] in tensors else _carried(folder.config, folder.tensors)
     return CheckpointSource(
         path,
         HUGGING_FACE,
         folder.config,
         path,
         tensors,
+        carried=carried,
         lacks=tuple(name for name in shapes if name not in folder.tensors),
-        left_out=tuple(sorted(folder.tensors.keys() - set(names))),
+        left_out=tuple(sorted(folder.tensors.keys() - {*names, *carried})),
         facts={"files": len({entry.file for entry in folder.tensors.values()})},
     )
 
@@ -227,6 +232,30 @@ def _stored(name: str, entry: TensorEntry) -> StoredTensor:
     return StoredTensor(name, entry.shape, DTYPES[entry.dtype], (chunk,))
 
 
+def _initial_folder(path: Path) -> Path | None:
+    """Return the folder of the initial model that a role's checkpoint names; it may not exist on this machine."""
+    document = read_document(path / STATE_FILE)
+    initial = document.get("initial") or (document.get("base") or {}).get("path")
+    return Path(initial) if isinstance(initial, str) else None
+
+
+def _with_carried(source: CheckpointSource, initial: Path | None = None) -> CheckpointSource:
+    """Add the multi-token prediction layers of the first folder that has them."""
+    if source.has_value_head:
+        return source
+    base = None if source.adapters is None else source.adapters.base
+    for folder in (source.companions, base, initial):
+        entries = {} if folder is None else tensor_entries(folder)
+        carried = _carried(source.config, entries)
+        if carried:
+            return replace(source, carried=carried, initial=initial)
+    return replace(source, initial=initial)
+
+
+def _carried(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> dict[str, TensorView]:
+    return {name: whole_view(name, _stored(name, e)) for name, e in entries.items() if is_multi_token(config, name)}
+
+
 def open_adapter_folder(path: Path, model: Path | None = None) -> CheckpointSource:
     """Open adapters in peft's format as the model with the adapters merged.
 
@@ -248,7 +277,7 @@ def open_adapter_folder(path: Path, model: Path | None = None) -> CheckpointSour
     config = base.config.as_reward_model() if SCORE[0] in folder.tensors else base.config
     views = {name: whole_view(name, _stored(name, entry)) for name, entry in folder.tensors.items()}
     bare = CheckpointSource(path, PEFT, config, base_path, {})
-    return with_base(bare, base, views, options_of_folder(folder))
+    return _with_carried(with_base(bare, base, views, options_of_folder(folder)))
 
 
 def open_role(path: Path, config: ModelConfig, companions: Path, model: Path | None = None) -> CheckpointSource:

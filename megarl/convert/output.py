@@ -57,6 +57,10 @@ class Selection:
     """Tensors that the model keeps in float32 with every weight dtype; never trained."""
     parts: Mapping[str, StackedPart] = field(default_factory=dict)
     """Places of the tensors of experts in the tensors of a Hugging Face file."""
+    carried: Mapping[str, TensorView] = field(default_factory=dict)
+    """Multi-token prediction layers, which only a Hugging Face folder holds, in their own dtype."""
+    initial: str | None = None
+    """Folder of the initial model, for a role checkpoint."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -89,11 +93,13 @@ def select(source: CheckpointSource, dtype: torch.dtype | None = None, keep_valu
         raise CheckpointError(f"{source.path} holds no tensors")
     float32 = WeightMap(source.config).is_float32
     dtypes = {n: view.dtype if float32(n) else dtype or view.dtype for n, view in tensors.items()}
-    config = exported_config(source.config, tensors, _most_common(tensors, dtypes))
+    carried = {} if SCORE[0] in source.tensors else source.carried
+    config = exported_config(source.config, [*tensors, *carried], _most_common(tensors, dtypes))
     if SCORE[0] in tensors and needs_head_bias(config) and SCORE[1] not in tensors:
         tensors[SCORE[1]] = TensorView(SCORE[1], (1,), tensors[SCORE[0]].dtype, ())
         dtypes[SCORE[1]] = dtypes[SCORE[0]]
-    return Selection(tensors, dtypes, config, frozenset(filter(float32, tensors)), stacked_parts(source.config))
+    initial, parts = str(source.path.absolute()), stacked_parts(source.config)
+    return Selection(tensors, dtypes, config, frozenset(filter(float32, tensors)), parts, carried, initial)
 
 
 def _most_common(tensors: Mapping[str, TensorView], dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
@@ -173,10 +179,14 @@ def plan_hugging_face(selection: Selection, max_shard_bytes: int) -> OutputPlan:
         selection: tensors to write.
         max_shard_bytes: maximum size of a shard; a larger tensor gets a separate shard.
     """
+    carried = selection.carried
     selection = replace(
         selection,
-        tensors=stacked_views(selection.tensors, selection.parts),
-        dtypes=by_file(selection.dtypes, selection.parts),
+        tensors={**stacked_views(selection.tensors, selection.parts), **carried},
+        dtypes={
+            **by_file(selection.dtypes, selection.parts),
+            **{name: view.dtype for name, view in carried.items()},
+        },
     )
     shards = _shards(selection, max_shard_bytes)
     names = [SINGLE_FILE] if len(shards) == 1 else [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors"
@@ -275,6 +285,7 @@ def plan_role(selection: Selection, max_shard_bytes: int) -> OutputPlan:
         "device": "cpu",
         "skipped_in_a_row": 0,
         "contents": ["model"],
+        "initial": selection.initial,
         "megarl_version": megarl.__version__,
     }
     small = {"huggingface/config.json": _json(selection.config), STATE_FILE: _json(state), INDEX: pickle.dumps(index)}

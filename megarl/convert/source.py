@@ -68,6 +68,10 @@ class CheckpointSource:
     """Tensors that the config requires and the folder lacks: the head."""
     adapters: StoredAdapters | None = None
     """The adapters, of a checkpoint that has only them."""
+    carried: Mapping[str, TensorView] = field(default_factory=dict)
+    """Multi-token prediction layers, which are not trained, in the initial model folder."""
+    initial: Path | None = None
+    """The initial model folder, if the checkpoint names it; it may not exist on this machine."""
 
     @property
     def has_value_head(self) -> bool:
@@ -75,8 +79,9 @@ class CheckpointSource:
         return SCORE[0] in self.tensors
 
     def files(self) -> list[Path]:
-        """Return every file with weights, sorted."""
-        regions = (region for view in self.tensors.values() for region in view.regions)
+        """Return every file with weights, sorted; also those of carried tensors."""
+        views = (*self.tensors.values(), *self.carried.values())
+        regions = (region for view in views for region in view.regions)
         return sorted({chunk.file for region in regions for chunk in region.stored.chunks})
 
     def check_files(self) -> None:

@@ -91,7 +91,7 @@ def begin_save(
             count, which determines the learning rate. The Hugging Face export is written before this returns.
         snapshot: host memory for a copy of the state, so that the engine may train while a thread writes; None writes
             immediately.
-        copy_from: folder whose tokenizer the Hugging Face export gets.
+        copy_from: folder of the initial model, whose tokenizer the Hugging Face export gets.
 
     Raises:
         CheckpointError: on every rank, if any of them cannot begin; names rank and reason. Written files remain.
@@ -108,6 +108,7 @@ def begin_save(
         contents=tuple(name for name in contents if name != OPTIMIZER_STATE or has_optimizer),
         lora=engine.options.lora,
         base=engine.base,
+        initial=None if copy_from is None else str(Path(copy_from).absolute()),
     )
 
     def prepare() -> None:

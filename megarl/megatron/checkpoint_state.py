@@ -56,6 +56,8 @@ class RoleState:
     """Options of the adapters, if these are the saved weights."""
     base: ModelIdentity | None = None
     """The frozen model under the adapters."""
+    initial: str | None = None
+    """Folder of the initial model, from which a conversion copies parts that are not trained."""
     megarl_version: str = megarl.__version__
     versions: Mapping[str, str] = field(default_factory=installed_versions)
     """Versions of the software that saved, for information."""
@@ -105,6 +107,7 @@ def _parse(document: Mapping[str, Any]) -> RoleState:
         contents=tuple(str(name) for name in document.get("contents", whole)),
         lora=_adapters(document.get("lora")),
         base=ModelIdentity(**document["base"]) if document.get("base") else None,
+        initial=document.get("initial"),
         megarl_version=str(document["megarl_version"]),
         versions=dict(document.get("versions", {})),
     )

@@ -188,7 +188,7 @@ class MegatronEngine:
 
         Args:
             path: the new folder; only rank 0 writes.
-            source: folder whose tokenizer is copied.
+            source: folder of the initial model, whose tokenizer and multi-token prediction layers are copied.
             overwrite: replace an existing folder.
             files: text of further files, by name.
 

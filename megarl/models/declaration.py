@@ -13,6 +13,12 @@ from typing import NamedTuple
 
 from megarl.models.model_config import ModelConfig
 
+FP8_BLOCK = 128
+"""Rows and columns of a block of weights that share a scale in blockwise FP8 (:mod:`megarl.models.fp8`)."""
+
+_UNQUANTIZED_ROWS = frozenset({"experts", "one", "linear_ba", "linear_b", "linear_a"})
+"""Rows of small matrices that stay in the engine's dtype: routers, gates of shared experts, decays of delta nets."""
+
 
 class Split(Enum):
     """Split of a parameter over tensor-parallel ranks (of an expert: expert-tensor-parallel ranks)."""
@@ -79,6 +85,12 @@ class Declaration(NamedTuple):
     def is_expert(self) -> bool:
         """Whether this is a parameter of a routed expert."""
         return "{expert}" in self.megatron
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether this is a matrix of attention, an MLP or an expert, which an engine may hold in FP8."""
+        in_layer = self.stage is PipelineStage.LAYER and self.rollout is not None
+        return in_layer and all(len(t.dims) == 2 and t.dims[0] not in _UNQUANTIZED_ROWS for t in self.hf)
 
 
 def in_dense_layers(config: ModelConfig, layer: int) -> bool:

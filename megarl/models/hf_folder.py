@@ -228,9 +228,21 @@ def stored_dtypes(folder: Path, names: Collection[str]) -> dict[str, str]:
     Raises:
         ModelError: a weight file is damaged.
     """
-    if not names or not ((folder / INDEX_FILE).is_file() or (folder / SINGLE_FILE).is_file()):
+    return {name: entry.dtype for name, entry in tensor_entries(folder).items() if name in names} if names else {}
+
+
+def tensor_entries(folder: Path) -> dict[str, TensorEntry]:
+    """Return the tensors of a folder by name, also those that are not part of the model; empty without weights.
+
+    Args:
+        folder: a model folder, or one without weights; it may not exist.
+
+    Raises:
+        ModelError: a weight file is missing or damaged.
+    """
+    if not ((folder / INDEX_FILE).is_file() or (folder / SINGLE_FILE).is_file()):
         return {}
-    return {name: entry.dtype for name, entry in _tensor_entries(folder).items() if name in names}
+    return _tensor_entries(folder)
 
 
 def eos_token_ids(folder: str | Path) -> tuple[int, ...]:

@@ -24,9 +24,10 @@ from megarl.base.atomic_write import replace_folder, restore_replaced_folder
 from megarl.base.errors import CheckpointError, ExportError
 from megarl.base.files import flush_path
 from megarl.models.expert_files import file_shapes, stacked_parts
-from megarl.models.hf_checkpoint import region
-from megarl.models.hf_folder import HEAD, INDEX_FILE, SCORE, SCORE_BIAS, SINGLE_FILE, stored_dtypes
+from megarl.models.hf_checkpoint import HFReader, region
+from megarl.models.hf_folder import HEAD, INDEX_FILE, SCORE, SCORE_BIAS, SINGLE_FILE, ModelFolder, stored_dtypes
 from megarl.models.model_config import VALUE_MODELS, ModelConfig
+from megarl.models.multi_token import carried_tensors, with_multi_token_layers
 from megarl.models.partition import LocalParam, Piece
 from megarl.models.registry import known_architectures
 
@@ -99,9 +100,7 @@ def exported_config(config: ModelConfig, tensors: Collection[str], dtype: torch.
         tensors: names of the written tensors.
         dtype: dtype of most elements; None if no tensor is written.
     """
-    raw = dict(config.raw)
-    if "num_nextn_predict_layers" in raw:
-        raw["num_nextn_predict_layers"] = 0  # multi-token prediction layers are not exported
+    raw = with_multi_token_layers(config.raw, config, tensors)
     if SCORE not in tensors:
         complete = config.tie_word_embeddings or HEAD in tensors
         bare = config.architecture_with(_BARE)
@@ -151,7 +150,8 @@ class HFWriter:
     """Stream an export: write a shard file, and free its memory, as soon as its tensors are complete.
 
     A value head on a language model is exported as a token classification model with a zero bias (see
-    :func:`exported_config`).
+    :func:`exported_config`). Multi-token prediction layers, which are not trained, are copied from ``copy_from``
+    unchanged (:mod:`megarl.models.multi_token`).
 
     A context manager. All files go to a hidden folder next to ``path``. It is renamed to ``path`` if the block succeeds
     and removed if it fails, so ``path`` is never incomplete.
@@ -164,7 +164,8 @@ class HFWriter:
         float32: names of the tensors that arrive in float32 with every weight dtype. They are written in the dtype of
             ``copy_from`` if it holds their values exactly.
         max_shard_bytes: size limit of a shard file.
-        copy_from: folder from which tokenizer, chat template and generation config are copied; None = no copies.
+        copy_from: the initial model folder, from which tokenizer, chat template, generation config and multi-token
+            prediction layers are copied; None = no copies.
         overwrite: replace an existing ``path``; a reader sees the old folder or the new one.
         files: text of further files, by name.
 
@@ -198,6 +199,8 @@ class HFWriter:
         self._float32 = frozenset(float32)
         self._max_shard_bytes = max_shard_bytes
         self._copy_from = Path(copy_from) if copy_from is not None else None
+        self._carried = carried_tensors(self._copy_from, config, self._shapes)
+        self._shapes |= {name: entry.shape for name, entry in self._carried.items()}
         self._narrow = {} if self._copy_from is None else stored_dtypes(self._copy_from, self._float32)
         self._overwrite = overwrite
         self._files = dict(files)
@@ -274,6 +277,8 @@ class HFWriter:
     def _check_dtype(self, name: str, dtype: torch.dtype) -> None:
         if not self._unwritten:
             self._assign_shards(dtype.itemsize)
+        if name in self._carried:
+            return
         if name in self._float32:
             if dtype is not torch.float32:
                 raise CheckpointError(f"tensor '{name}' arrived as {dtype}, but is kept as {torch.float32}")
@@ -286,7 +291,7 @@ class HFWriter:
         """Assign tensors to shards in checkpoint order; file names contain the number of shards."""
         used = 0
         for name, shape in self._shapes.items():
-            nbytes = prod(shape) * element_bytes
+            nbytes = self._carried[name].nbytes if name in self._carried else prod(shape) * element_bytes
             if not self._unwritten or used + nbytes > self._max_shard_bytes:
                 self._unwritten.append(set())
                 used = 0
@@ -328,6 +333,8 @@ class HFWriter:
     def _finish(self) -> None:
         if self._adds_bias and self._dtype is not None:
             self.add_piece(Piece(SCORE_BIAS, (0,), (1,), (0,)), torch.zeros(1, dtype=self._dtype))
+        if self._unwritten:
+            self._add_carried()
         missing = [name for names in self._unwritten for name in sorted(names)] if self._unwritten else [*self._shapes]
         if missing:
             raise CheckpointError(
@@ -343,6 +350,15 @@ class HFWriter:
         for path in [*self._folder.rglob("*"), self._folder]:
             flush_path(path)
         replace_folder(self._folder, self.path)
+
+    def _add_carried(self) -> None:
+        """Copy the multi-token prediction layers."""
+        assert self._copy_from is not None or not self._carried
+        reader = HFReader(ModelFolder(self._copy_from or Path(), self._config, self._carried))
+        for name, entry in self._carried.items():
+            zeros = (0,) * len(entry.shape)
+            piece = Piece(name, zeros, entry.shape, zeros)
+            self.add_piece(piece, reader.read(piece))
 
     def _write_index(self) -> None:
         file_of = {name: self._file_name(shard) for name, shard in self._shard_of.items()}

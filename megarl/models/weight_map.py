@@ -87,6 +87,7 @@ class ShardPattern(NamedTuple):
         layers: the layers that have it; ``(0,)`` for a parameter outside the layers.
         experts: experts per layer; 0 for a parameter outside the experts.
         float32: float32 in every weight dtype.
+        linear: see :attr:`~megarl.models.declaration.Declaration.is_linear`.
         sources: pieces on each (expert-)tensor-parallel rank of the trainer; one entry for a replicated parameter.
         targets: pieces on each engine rank that shares an occurrence: tensor-parallel ranks, or for an expert the ranks
             of one expert-parallel group.
@@ -99,6 +100,7 @@ class ShardPattern(NamedTuple):
     layers: tuple[int, ...]
     experts: int
     float32: bool
+    linear: bool
     sources: tuple[tuple[Piece, ...], ...]
     targets: tuple[tuple[Piece, ...], ...]
 
@@ -244,6 +246,7 @@ class WeightMap:
                     layers,
                     len(self._all_experts) if is_expert else 0,
                     declared.float32,
+                    declared.is_linear,
                     tuple(self._megatron_shard(occurrence, layout, rank).pieces for rank in range(sources)),
                     tuple(
                         self._rollout_shard(occurrence, sharing, rank, vocab_multiple).pieces for rank in range(sharing)
@@ -255,6 +258,15 @@ class WeightMap:
     def is_float32(self, hf_name: str) -> bool:
         """Return whether a Hugging Face tensor is float32 in every weight dtype."""
         return hf_name in self._float32
+
+    def is_linear(self, rollout_name: str) -> bool:
+        """Return whether a parameter of the engine is a matrix of attention, an MLP or experts."""
+        return rollout_name in self._linear
+
+    @cached_property
+    def _linear(self) -> frozenset[str]:
+        layers = ((declared, self._layers_with(declared)) for declared in self._layer if declared.is_linear)
+        return frozenset(str(declared.rollout).format(layer=layer) for declared, used in layers for layer in used)
 
     @cached_property
     def _float32(self) -> frozenset[str]:

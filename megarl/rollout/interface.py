@@ -234,6 +234,7 @@ class EngineOptions:
         max_model_len: maximum tokens of prompt and response; None = the model's ``max_position_embeddings``.
         eos_token_ids: tokens that end every sequence; None = the model folder's.
         return_routes: requests may have :attr:`Request.routes_from`; the engine then records experts.
+        quantization: ``fp8`` = the engine holds linear layers in blockwise FP8; None = all weights are in ``dtype``.
     """
 
     dtype: str = "float32"
@@ -243,6 +244,7 @@ class EngineOptions:
     max_model_len: int | None = None
     eos_token_ids: tuple[int, ...] | None = None
     return_routes: bool = False
+    quantization: str | None = None
 
     def device_of(self, rank: int) -> str:
         """Return the device of a tensor-parallel rank: consecutive devices, starting with ``device``."""
@@ -407,7 +409,7 @@ class RolloutEngine(abc.ABC):
         """Return a digest of each of a rank's parameters, by :func:`megarl.models.checksum.tensor_checksum`."""
 
     def rectangle_checksums(self, rectangles: Sequence[Sequence[ParamRectangle]]) -> list[list[int]]:
-        """Return the checksums of parts of the parameters of each rank, computed where the parameters are.
+        """Return the checksums of parts of each rank's parameters, computed there; of quantized ones, as they arrived.
 
         Args:
             rectangles: parts by tensor-parallel rank.
@@ -437,8 +439,7 @@ def check_tags(tags: Iterable[Tag]) -> set[Tag]:
         RolloutError: a tag is unknown.
     """
     chosen = set(tags)
-    unknown = chosen - set(TAGS)
-    if unknown:
+    if unknown := chosen - set(TAGS):
         raise RolloutError(f"sleep tag {sorted(unknown)[0]!r} is unknown; known ones: {', '.join(TAGS)}")
     return chosen
 
@@ -454,8 +455,7 @@ def check_token_ids(source: str, ids: Iterable[int], vocab_size: int) -> None:
     Raises:
         RolloutError: an id is outside of it.
     """
-    outside = [token for token in ids if not 0 <= token < vocab_size]
-    if outside:
+    if outside := [token for token in ids if not 0 <= token < vocab_size]:
         raise RolloutError(f"{source}: {outside[0]} is no token id, the vocabulary has {vocab_size}")
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeVar
 
 from megarl.base.errors import ConfigError
 from megarl.base.registry import Registry
+from megarl.config.schema.rollout import QUANTIZATION_KEY
 from megarl.models import ModelConfig
 from megarl.rollout.interface import EngineOptions, RolloutEngine
 
@@ -27,12 +28,14 @@ class EngineEntry(NamedTuple):
         check: checks a model; None if the engine checks the model when it is built.
         vocab_multiple: the engine pads the vocabulary to a multiple of this number before it divides the rows.
         returns_routes: the engine supports :attr:`EngineOptions.return_routes`.
+        quantizes: the engine supports :attr:`EngineOptions.quantization`.
     """
 
     create: EngineFactory
     check: ModelCheck | None
     vocab_multiple: int = 1
     returns_routes: bool = False
+    quantizes: bool = False
 
 
 # Imported on first use: only the users of an engine need its dependencies.
@@ -42,7 +45,12 @@ ENGINES: Registry[EngineEntry] = Registry(
 
 
 def register_engine(
-    name: str, check: ModelCheck | None = None, vocab_multiple: int = 1, *, returns_routes: bool = False
+    name: str,
+    check: ModelCheck | None = None,
+    vocab_multiple: int = 1,
+    *,
+    returns_routes: bool = False,
+    quantizes: bool = False,
 ) -> Callable[[_Factory], _Factory]:
     """Return a decorator that registers a function of (model folder, options) as an engine.
 
@@ -51,10 +59,11 @@ def register_engine(
         check: raises ModelError for unsupported models; None = the engine checks the model when it is built.
         vocab_multiple: see :class:`EngineEntry`.
         returns_routes: see :class:`EngineEntry`.
+        quantizes: see :class:`EngineEntry`.
     """
 
     def register(factory: _Factory) -> _Factory:
-        ENGINES.register(name)(EngineEntry(factory, check, vocab_multiple, returns_routes))
+        ENGINES.register(name)(EngineEntry(factory, check, vocab_multiple, returns_routes, quantizes))
         return factory
 
     return register
@@ -90,7 +99,7 @@ def check_engine_model(name: str, model: ModelConfig, options: EngineOptions) ->
 
     Raises:
         ConfigError: the name is unknown (lists the known ones), or the engine does not return the routes that training
-            replays.
+            replays, or does not quantize weights.
         ModelError: the engine does not support the model; gives the reason.
     """
     entry = ENGINES[name]
@@ -98,6 +107,11 @@ def check_engine_model(name: str, model: ModelConfig, options: EngineOptions) ->
         raise ConfigError(
             f"actor_rollout_ref.actor.router_replay.mode=R3 replays routes of the engine, which rollout.name={name} "
             "does not return; set R2"
+        )
+    if options.quantization is not None and not entry.quantizes:
+        raise ConfigError(
+            f"{QUANTIZATION_KEY}={options.quantization} with rollout.name={name}: this engine does not quantize "
+            "weights; set null"
         )
     if entry.check is not None:
         entry.check(model, options)

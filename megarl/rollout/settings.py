@@ -45,6 +45,7 @@ def engine_options(
         tensor_parallel_size=rollout.tensor_model_parallel_size,
         max_num_seqs=rollout.max_num_seqs,
         return_routes=return_routes,
+        quantization=rollout.quantization if isinstance(rollout, TrainingRolloutConfig) else None,
     )
     if rollout.name != "sglang":
         return common

@@ -9,7 +9,9 @@ import numpy as np
 from torch import Tensor
 
 from megarl.base.errors import WeightSyncError
+from megarl.models.checksum import ParamRectangle
 from megarl.rollout.interface import NO_VERSION, RolloutEngine
+from megarl.rollout.quantization import IncomingMatrices
 from megarl.sharding.receiver import TensorSlice
 
 NOT_OPEN = "no weight update is open: begin_update(version) comes first"
@@ -71,16 +73,23 @@ class ShardWeights:
 
     Args:
         tensors: parameters without padding.
+        matrices: quantizes the matrices of linear layers; None = the parameters hold the weights as they are sent.
 
     Attributes:
         version: version of the weights; ``NO_VERSION`` while they are incomplete.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], matrices: IncomingMatrices | None = None) -> None:
         self.tensors = dict(tensors)
+        self.matrices = matrices
         self.version = NO_VERSION
         self._covers: dict[str, Coverage] | None = None
         self._update_version = NO_VERSION
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak memory of the update, besides the parameters: matrices before their quantization."""
+        return 0 if self.matrices is None else self.matrices.peak_bytes
 
     def begin(self, version: int) -> None:
         """Begin an update; an unfinished one is dropped.
@@ -91,6 +100,8 @@ class ShardWeights:
         check_version(version)
         self.version, self._update_version = NO_VERSION, version
         self._covers = {name: Coverage(name, tuple(tensor.shape)) for name, tensor in self.tensors.items()}
+        if self.matrices is not None:
+            self.matrices.clear()
 
     def write(self, slices: Iterable[TensorSlice]) -> None:
         """Check and write slices, each before the next one is drawn from the iterable.
@@ -107,6 +118,9 @@ class ShardWeights:
             if name not in covers:
                 raise WeightSyncError(f"'{name}' is not a parameter of this model ({len(covers)} parameters)")
             covers[name].add(start, values.shape)
+            if self.matrices is not None and name in self.matrices:
+                self.matrices.write(name, start, values)
+                continue
             box = tuple(slice(a, a + n) for a, n in zip(start, values.shape, strict=True))
             self.tensors[name][box].copy_(values)
         self._covers = covers
@@ -115,7 +129,8 @@ class ShardWeights:
         """End the update.
 
         Raises:
-            WeightSyncError: an element is missing, or ``version`` is not the update's.
+            WeightSyncError: an element is missing, ``version`` is not the update's, or quantized weights are not
+                finite.
         """
         if self._covers is None:
             raise WeightSyncError(NOT_OPEN)
@@ -123,11 +138,29 @@ class ShardWeights:
         if version != self._update_version:
             raise WeightSyncError(f"update to weight version {self._update_version} was ended as version {version}")
         check_complete(covers.values(), version)
+        if self.matrices is not None:
+            self.matrices.end(version)
         self.version = version
+
+    def rectangle_checksum(self, part: ParamRectangle, *, convert: bool = False) -> int:
+        """Return the checksum of a part of a parameter as it was sent; of a quantized one, as it arrived.
+
+        Args:
+            part: the part.
+            convert: see :meth:`megarl.models.checksum.ParamRectangle.checksum`.
+
+        Raises:
+            WeightSyncError: the parameter has another dtype than the part.
+        """
+        if self.matrices is not None and part.name in self.matrices:
+            return self.matrices.checksum(part)
+        return part.checksum(self.tensors[part.name], convert=convert)
 
     def drop(self) -> None:
         """Drop an open update; the weights are incomplete."""
         self.version, self._covers = NO_VERSION, None
+        if self.matrices is not None:
+            self.matrices.clear()
 
 
 def check_version(version: int) -> None:

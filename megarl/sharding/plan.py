@@ -209,6 +209,8 @@ def build_plan(
     element_bytes: int,
     placement: Placement | None = None,
     wave_replicas: int | None = None,
+    *,
+    together: bool = False,
 ) -> ReshardPlan:
     """Plan the weight sync of one model.
 
@@ -223,6 +225,8 @@ def build_plan(
         element_bytes: size of a sent element; parameters kept in float32 always take 4 bytes.
         placement: node and device of every rank; None = all on one node, each on its own device.
         wave_replicas: replicas of a wave; None = one wave of all replicas.
+        together: the parts of a matrix travel soon after each other, for engines that quantize complete matrices; see
+            :func:`~megarl.sharding.schedule.schedule_buckets`.
 
     Returns:
         The plan. The same arguments give the same plan in every process.
@@ -243,7 +247,7 @@ def build_plan(
         source = choose_sources(table, rollout, replicas, train.world_size, placement)
         nbytes = np.broadcast_to(table.transfer_nbytes, source.shape).ravel()
         destination = (np.arange(len(replicas), dtype=np.int32)[:, None] * rollout.tp + table.target).ravel()
-        bucket = schedule_buckets(source.ravel(), destination, nbytes, bucket_bytes)
+        bucket = schedule_buckets(source.ravel(), destination, nbytes, bucket_bytes, together=together)
         sources.append(source)
         buckets.append(bucket.reshape(source.shape) + len(sizes))
         more = np.bincount(bucket, nbytes).astype(np.int64).tolist()

@@ -24,6 +24,10 @@ TensorSlice = tuple[str, tuple[int, ...], Tensor]
 class WeightTarget(Protocol):
     """The parameters of an engine rank, as a weight update replaces them."""
 
+    @property
+    def peak_bytes(self) -> int:
+        """Peak memory of the last update, besides the parameters."""
+
     def begin(self, version: int) -> None:
         """Begin an update; the weights are incomplete until it ends."""
 
@@ -145,7 +149,7 @@ class BucketReceiver:
     def close(self, completed: bool) -> TransferUsage:
         """End the sync and free the transports' memory."""
         self._peers.end(completed)
-        peak = self._peers.peak_bytes + self._delta.nbytes
+        peak = self._peers.peak_bytes + self._delta.nbytes + self._weights.peak_bytes
         if not completed:
             self._delta.reset()
         return_cached_memory()  # of receive buffers, before the engine's KV cache wakes

@@ -174,7 +174,9 @@ def _level(load: NDArray[np.float64], amount: float) -> NDArray[np.float64]:
     return added
 
 
-def schedule_buckets(source: Column, destination: Column, nbytes: Numbers, bucket_bytes: int) -> NDArray[np.int32]:
+def schedule_buckets(
+    source: Column, destination: Column, nbytes: Numbers, bucket_bytes: int, *, together: bool = False
+) -> NDArray[np.int32]:
     """Assign a bucket number to each transfer.
 
     The ideal schedule of ``n`` buckets sends one ``n``-th of the bytes between every two ranks in each bucket. Then
@@ -186,13 +188,16 @@ def schedule_buckets(source: Column, destination: Column, nbytes: Numbers, bucke
         destination: ``[transfers]``, rollout rank; ascending.
         nbytes: ``[transfers]``, each at most ``bucket_bytes``.
         bucket_bytes: maximum bytes that a rank sends, and that a rank receives, in one bucket.
+        together: all pairs of ranks go through their transfers, which have the order of the layers, at the same time,
+            so that the parts of a matrix arrive soon after each other; otherwise each pair starts at its own point,
+            which fills the buckets more evenly.
 
     Returns:
         ``[transfers]``, bucket numbers from 0 on without gaps.
     """
     source, destination = compact(source), compact(destination)
     bucket = np.zeros(len(source), dtype=np.int32)
-    order = np.argsort(_ideal_times(source, destination, nbytes), kind="stable").astype(np.int32)
+    order = np.argsort(_ideal_times(source, destination, nbytes, together), kind="stable").astype(np.int32)
     busiest = max(np.bincount(source, nbytes).max(), np.bincount(destination, nbytes).max())
     window = int(_LOOK_AHEAD * len(source) * bucket_bytes / busiest) + 1
     waiting, following, number = order[:0], 0, 0
@@ -210,7 +215,7 @@ def schedule_buckets(source: Column, destination: Column, nbytes: Numbers, bucke
     return bucket
 
 
-def _ideal_times(source: Column, destination: Column, nbytes: Numbers) -> NDArray[np.uint16]:
+def _ideal_times(source: Column, destination: Column, nbytes: Numbers, together: bool) -> NDArray[np.uint16]:
     """Return the time of each transfer's middle in the ideal schedule, in units of 1 / 65536."""
     order = np.argsort(source, kind="stable")  # receivers ascend already
     begins = np.ones(len(order), dtype=bool)
@@ -221,8 +226,9 @@ def _ideal_times(source: Column, destination: Column, nbytes: Numbers) -> NDArra
     middle = np.cumsum(sizes) - sizes / 2
     middle -= (np.cumsum(total) - total)[of_pair]
     middle /= total[of_pair]
-    # Pairs with few transfers would share the same few times, so each pair gets an offset.
-    middle += (np.arange(len(first)) * _GOLDEN % 1.0)[of_pair]
+    if not together:
+        # Pairs with few transfers would share the same few times, so each pair gets an offset.
+        middle += (np.arange(len(first)) * _GOLDEN % 1.0)[of_pair]
     middle *= 2**16
     times = np.empty(len(order), dtype=np.uint16)
     times[order] = middle.astype(np.int64).astype(np.uint16)  # times wrap around at the end

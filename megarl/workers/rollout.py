@@ -93,6 +93,8 @@ class RolloutWorker:
         """Describe engine, devices, number format and SGLang's memory share in one line."""
         rollout, options = self.settings.config, self._options
         text = f"{rollout.name}, TP{rollout.tensor_model_parallel_size}, {rollout.dtype}"
+        if options.quantization is not None:
+            text += f" with linear layers in {options.quantization}"
         share = options.server_args.get(FRACTION) if isinstance(options, SGLangOptions) else None
         return text if share is None else f"{text}, {FRACTION}={share:g} of the memory that was free at its start"
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from distributed import Place
 from family_cases import MODELS
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.convert.command import main
 from megarl.megatron import MegatronEngine, MegatronOptions, OptimizerOptions, init_runtime, shutdown_runtime
-from megarl.megatron.checkpoint import load_sharded, save_sharded
+from megarl.megatron.checkpoint import begin_save, load_sharded
 from megarl.models import ParallelLayout, read_model_config
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -65,7 +66,7 @@ def save_role(place: Place, model: str, folder: str, layout: ParallelLayout, val
         if value_head and head is not None and not head.any():
             with torch.no_grad():
                 head.copy_(torch.linspace(-1, 1, head.numel()).view(head.shape))
-        save_sharded(engine, folder)
+        begin_save(engine, folder, copy_from=model).finish()
     finally:
         shutdown_runtime()
 
@@ -82,3 +83,25 @@ def load_role(place: Place, model: str, folder: str, layout: ParallelLayout) -> 
         return {name: param.detach().clone() for name, param in engine.named_local_params().items()}
     finally:
         shutdown_runtime()
+
+
+def add_multi_token_layer(folder: Path, prefix: str, **fields: Any) -> dict[str, Tensor]:
+    """Add tensors of a multi-token prediction layer to a folder, as a second file with an index; return them.
+
+    Args:
+        folder: of a model in one file.
+        prefix: start of the tensors' names.
+        **fields: fields of ``config.json`` that announce the layer.
+    """
+    generator = torch.Generator().manual_seed(11)
+    shapes = {"eh_proj.weight": (32, 64), "enorm.weight": (32,), "self_attn.o_proj.weight": (32, 24)}
+    extra = {prefix + name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+    extra[prefix + "mlp.gate.e_score_correction_bias"] = torch.randn(8, generator=generator)
+    names = dict.fromkeys(load_file(folder / "model.safetensors"), "model-00001-of-00002.safetensors")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    save_file(extra, folder / "model-00002-of-00002.safetensors", {"format": "pt"})
+    placed = {**names, **dict.fromkeys(extra, "model-00002-of-00002.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    return extra

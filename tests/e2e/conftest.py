@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 from arithmetic_task import make_task
 from cli_runs import ONE_BY_ONE, REWARDS, CliRun
 from warm_drivers import Drivers
@@ -19,6 +23,21 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small quickstart task: 48 thousand parameters, 80 training and 20 validation problems."""
     options = ("--layers", "2", "--largest", "9", "--num-test", "20", "--lessons", "60", "60")
     return make_task(tmp_path_factory.mktemp("task"), *options)
+
+
+@pytest.fixture(scope="session")
+def mixture(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3-MoE with the task's tokenizer."""
+    folder = tmp_path_factory.mktemp("mixture") / "model"
+    shutil.copytree(task / "model", folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    dense = json.loads((task / "model" / "config.json").read_text())
+    kept = ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "max_position_embeddings")
+    sizes = {name: dense[name] for name in (*kept, "num_hidden_layers", "eos_token_id", "pad_token_id")}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(**sizes, **experts, head_dim=8, bos_token_id=None, initializer_range=0.2)
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

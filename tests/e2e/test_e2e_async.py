@@ -1,12 +1,15 @@
-"""Disaggregated training from the command line: streaming within the bound, exact replay, and partial rollouts."""
+"""Asynchronous training from the command line: bound of staleness, exact replay, partial rollouts and their experts."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import transformers
 from cli_runs import CliRun, RunFiles, assert_finite, read_jsonl, reproducible
 from documented_metrics import undocumented
 
@@ -57,30 +60,70 @@ def test_a_resumed_run_repeats_the_batches_of_an_asynchronous_run(
         assert found == expected
 
 
-def test_weight_syncs_interrupt_responses_and_survive_a_lost_replica(
-    small: list[str], start: Callable[..., CliRun]
-) -> None:
+@pytest.fixture(scope="module")
+def partial(small: list[str], mixture: Path, start: Callable[..., CliRun]) -> RunFiles:
+    """A model with experts, whose routes come from the engine (R3); its only replica dies within the second sync."""
     run = start(
         *("--config-name", "quickstart_async", *small, "trainer.experiment_name=partial"),
+        *(f"actor_rollout_ref.model.path={mixture}", "actor_rollout_ref.actor.router_replay.mode=R3"),
+        f"trainer.callbacks=[{Path(__file__).with_name('route_recorder.py')}:RouteRecorder]",
         *("data.max_response_length=40", "actor_rollout_ref.rollout.max_num_seqs=4", "sync.verify_freq=1"),
-        "async_training.max_staleness=2",
+        *("async_training.max_staleness=2", "actor_rollout_ref.actor.optim.lr=2e-2"),
         *(f"trainer.total_training_steps={STEPS}", "trainer.val_before_train=false", "trainer.test_freq=-1"),
         *(f"custom_reward_function.path={Path(__file__).with_name('deadly_reward.py')}", "reward_model.num_workers=0"),
         "custom_reward_function.name=length_and_kill",
     )
     assert run.wait() == 0, run.output
     assert run.output.count("rollout replica 0 is lost and is replaced: weight sync to version 3 failed") == 1
-    files = RunFiles(run.folder, "partial")
+    return RunFiles(run.folder, "partial")
+
+
+def test_weight_syncs_interrupt_responses_and_survive_a_lost_replica(partial: RunFiles) -> None:
+    files = partial
     steps = list(files.steps.values())
     assert undocumented(name for row in files.metrics for name in row) == []
     interrupted = [row["rollout_service/interrupted"] for row in steps]
     assert sum(interrupted) > 0 == interrupted[1] == interrupted[3], "the lost replica had all; the last sync has none"
     assert all(row["rollout_service/sync_wait_s"] == 0 for row in steps[:3])
     assert all(row["training/off_policy/trajectory_staleness_worst"] <= 2 for row in steps)
-    partial = [row["fully_async/partial/total_partial_num"] for row in steps]
-    assert partial[0] == 0 < sum(partial)
+    continued = [row["fully_async/partial/total_partial_num"] for row in steps]
+    assert continued[0] == 0 < sum(continued)
     trained = [group for row in read_jsonl(files.newest / "batch_order.jsonl") for group in row["groups"]]
     assert sorted(trained) == list(range(STEPS * PROMPTS))
+
+
+def test_tokens_keep_the_experts_with_which_they_were_generated(partial: RunFiles, mixture: Path) -> None:
+    """Also tokens before an interruption, whose context the engine computes again with newer weights."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
+    rows = [row for step in partial.steps for row in torch.load(partial.newest / f"routes-{step}.pt")]
+    assert len(rows) == STEPS * PROMPTS * 2
+    first = min(int(row["weight_versions"].min()) for row in rows)
+    unchanged = interrupted = changed = 0
+    for row in rows:
+        prompt, routes, versions = len(row["prompts"]), row["routed_experts"], row["weight_versions"]
+        assert len(routes) == prompt + len(row["responses"])
+        assert (routes[:-1] >= 0).all() and (routes[-1] == -1).all(), "the engine has not computed the last token"
+        # A token is computed to generate the next one; the prompt, to generate the first one.
+        initial = prompt + int((versions == first).sum()) - 1 if versions[0] == first else 0
+        expected = experts_of(model, torch.cat([row["prompts"], row["responses"]]))
+        assert torch.equal(routes[:initial].sort(-1).values, expected[:initial])
+        unchanged += initial
+        interrupted += bool(versions[0] != versions[-1])
+        changed += int((routes[initial:-1].sort(-1).values != expected[initial:-1]).sum())
+    assert unchanged > 0 and interrupted > 0
+    assert changed > 0, "newer weights route some tokens to other experts"
+
+
+@torch.no_grad()
+def experts_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Sorted experts ``[tokens, layers, per token]`` that the routers of transformers select."""
+    chosen: list[torch.Tensor] = []
+    routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+    hooks = [router.register_forward_hook(lambda *call: chosen.append(call[2][2])) for router in routers]
+    model(ids[None])
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(chosen, 1).sort(-1).values.to(torch.int16)
 
 
 def test_a_run_without_replicas_saves_whole_steps_and_names_a_step_that_trained_in_part(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers
 from cli_runs import CliRun, RunFiles, assert_finite, read_jsonl
 from http_agents import chat
 
@@ -29,21 +26,6 @@ AGENT = Path(__file__).with_name("http_agents.py")
 def client_responses() -> list[dict[str, Any]]:
     """Responses to requests of a client outside any trajectory."""
     return []
-
-
-@pytest.fixture(scope="module")
-def mixture(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3-MoE with the task's tokenizer."""
-    folder = tmp_path_factory.mktemp("mixture") / "model"
-    shutil.copytree(task / "model", folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
-    dense = json.loads((task / "model" / "config.json").read_text())
-    kept = ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "max_position_embeddings")
-    sizes = {name: dense[name] for name in (*kept, "num_hidden_layers", "eos_token_id", "pad_token_id")}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(**sizes, **experts, head_dim=8, bos_token_id=None, initializer_range=0.2)
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,8 @@ KEPT = []
 class Engine:
     """The weights of an engine on one rank."""
 
+    peak_bytes = 0
+
     def __init__(self, weights):
         self.weights = {name: torch.zeros_like(t) for name, t in weights.items()}
         self.version, self.stale = 0, False

@@ -324,3 +324,33 @@ def test_a_rank_plan_is_small_and_refuses_other_ranks():
         receiver.sent_by(0)
     whole = len(pickle.dumps(plan))
     assert all(len(pickle.dumps(part)) < whole / 5 for part in (*sender_plans(plan, 16), *receiver_plans(plan)))
+
+
+@settings(max_examples=20)
+@given(plan_cases())
+def test_parts_that_travel_together_cover_every_element_in_buckets_of_the_same_size(case):
+    plan = build_plan(case.weight_map, case.train, case.rollout, 300, 2, case.placement, together=True)
+    check_coverage(plan, {rank: rollout_params(case, rank) for rank in range(case.rollout.world_size)})
+    for rank in range(case.rollout.world_size):
+        for bucket in plan.received_by(rank):
+            sizes = [prod(op.shape) * (4 if op.dst_param in plan.float32_params else 2) for op in bucket.ops]
+            assert sum(sizes) <= 300
+
+
+@pytest.mark.parametrize(("tp", "rollout"), [(4, 1), (8, 2), (2, 4)])
+def test_the_parts_of_a_matrix_travel_together(tp, rollout):
+    """Each training rank sends a part of every matrix; few buckets lie between the first and the last part."""
+    weight_map = weight_map_of("Qwen3ForCausalLM", layers=24, hidden=64, ffn=128, heads=8, groups=8, head_dim=8)
+
+    def longest(together):
+        plan = build_plan(weight_map, ParallelLayout(tp=tp), RolloutLayout(rollout), 40_000, 2, together=together)
+        buckets = defaultdict(set)
+        for number, bucket in enumerate(plan.received_by(0)):
+            for op in bucket.ops:
+                if weight_map.is_linear(op.dst_param):
+                    buckets[op.dst_param].add(number)
+        return max(max(numbers) - min(numbers) for numbers in buckets.values()), len(plan.buckets)
+
+    (near, count), (far, staggered) = longest(True), longest(False)
+    assert near <= 2 and count <= staggered + 2
+    assert far > count / 2 or tp < rollout

@@ -15,6 +15,8 @@ from megarl.sharding.transports.interface import PeerTransports
 
 
 class Engine:
+    peak_bytes = 0
+
     def __init__(self):
         self.calls, self.weights = [], {}
 

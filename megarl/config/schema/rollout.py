@@ -10,6 +10,10 @@ from megarl.config.keys import key, section
 from megarl.config.schema.devices import OwnDevicesConfig
 from megarl.config.schema.model import DTYPES, LogProbBatchConfig
 
+QUANTIZATION_KEY = "actor_rollout_ref.rollout.quantization"
+FP8 = "fp8"
+"""Value of the key: blockwise FP8."""
+
 
 @dataclass(frozen=True)
 class SGLangConfig:
@@ -234,6 +238,12 @@ class TrainingRolloutConfig(OwnDevicesConfig, RolloutConfig, TokenFilterConfig, 
         at_least=1,
     )
     n: int = key(1, "Responses per prompt.", at_least=1)
+    quantization: str | None = key(
+        None,
+        "Format of the engine's linear layers: fp8 = blockwise FP8, quantized at each weight sync; null = `dtype`. "
+        "Training keeps its own format; see docs/weights.md.",
+        choices=(FP8,),
+    )
     temperature: float = key(1.0, "Sampling temperature; training computes log-probs at the same one.", above=0)
     free_cache_engine: bool = key(
         True,

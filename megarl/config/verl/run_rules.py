@@ -222,8 +222,7 @@ _GENERATION: dict[str, Rule] = {
     "log_prob_micro_batch_size": Refused(
         "counts samples over all ranks; give log_prob_micro_batch_size_per_gpu, per data-parallel rank"
     ),
-    "quantization": Refused("rollout.dtype is the format of the engine's weights"),
-    "quantization_config_file": Refused("rollout.dtype is the format of the engine's weights"),
+    "quantization_config_file": Refused("rollout.quantization=fp8 is the only format besides rollout.dtype"),
     "qat.*": Refused("megarl has no quantization-aware training"),
     "mtp.*": Feature(f"{_ROLLOUT}.mtp.enable", (False,), "the engine predicts one token at a time"),
     "enable_rollout_routing_replay": NoEffect("follows from actor_rollout_ref.actor.router_replay.mode=R3"),
@@ -252,6 +251,7 @@ _OTHER_ENGINE = "an engine that megarl does not support; set actor_rollout_ref.r
 
 _ENGINE_VALUES = {
     f"{_ROLLOUT}.name": Values(refused=dict.fromkeys(("vllm", "trtllm", "hf"), _OTHER_ENGINE)),
+    f"{_ROLLOUT}.quantization": Values(refused={"torchao": "of vLLM; megarl has fp8"}),
 }
 
 

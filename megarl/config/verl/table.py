@@ -107,7 +107,7 @@ _SAME = {
     "actor_rollout_ref.rollout": (
         "calculate_log_probs dtype free_cache_engine log_prob_max_token_len_per_gpu "
         "log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz max_num_seqs n n_gpus_per_node name nnodes seed "
-        "temperature "
+        "quantization temperature "
         "tensor_model_parallel_size top_k top_p"
     ),
     "actor_rollout_ref.rollout.multi_turn": (

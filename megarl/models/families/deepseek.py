@@ -50,7 +50,7 @@ class DeepseekV2:
 class DeepseekV3:
     """DeepSeek-V3 and R1: a sigmoid router with a correction bias; a group ranks by its two best experts.
 
-    Multi-token prediction layers (``num_nextn_predict_layers``) are neither read nor written.
+    Multi-token prediction layers (``num_nextn_predict_layers``) are not trained (:mod:`megarl.models.multi_token`).
     """
 
     name = "deepseek_v3"

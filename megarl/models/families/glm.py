@@ -15,8 +15,8 @@ from megarl.models.registry import refuse_settings, register_family, rotary_fact
 class Glm4Moe:
     """GLM-4.5, 4.5-Air and 4.6: dense first layers, then experts with a sigmoid router and shared experts.
 
-    The multi-token prediction layer (``num_nextn_predict_layers``) is neither read nor written. transformers has no
-    class with a scalar head; megarl writes critics and reward models under the usual name, and reads them.
+    The multi-token prediction layer (``num_nextn_predict_layers``) is not trained. transformers has no class with a
+    scalar head; megarl writes critics and reward models under the usual name, and reads them.
     """
 
     name = "glm4_moe"

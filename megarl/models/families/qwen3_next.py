@@ -38,7 +38,7 @@ _EXPERTS = (
 class Qwen3Next:
     """Qwen3-Next-80B-A3B; ``num_experts=0`` or ``mlp_only_layers`` make dense layers.
 
-    The multi-token prediction layer (``mtp``) is neither read nor written.
+    The multi-token prediction layer (``mtp``) is not trained (:mod:`megarl.models.multi_token`).
     """
 
     name = "qwen3_next"
@@ -56,7 +56,7 @@ class Qwen3Next:
 class Qwen35:
     """The dense text models of Qwen3.5, as separate folders; images are not read.
 
-    The multi-token prediction layer (``mtp``) is neither read nor written.
+    The multi-token prediction layer (``mtp``) is not trained (:mod:`megarl.models.multi_token`).
     """
 
     name = "qwen3_5"

@@ -163,7 +163,8 @@ class TrainDryRun(DryRun):
         )
         element, bucket = ELEMENT_BYTES[policy.rollout.dtype], config.sync.bucket_megabytes * 2**20
         wave_replicas = config.async_training.sync_wave_size
-        plan = build_plan(weight_map, train, rollout, bucket, element, placement, wave_replicas)
+        together = policy.rollout.quantization is not None
+        plan = build_plan(weight_map, train, rollout, bucket, element, placement, wave_replicas, together=together)
         # Every replica receives the same slices, so one is enough; of a large replica, eight ranks are enough.
         checked = range(0, rollout.tp, max(rollout.tp // CHECKED_RANKS, 1))
         params = {
@@ -180,6 +181,8 @@ class TrainDryRun(DryRun):
         waves = f" and {len(plan.waves)} waves" if wave_replicas else ""
         yield f"{train.describe()} to {rollout.describe()}: {volume}{waves}"
         yield f"{gib(between_nodes)} GiB of it between nodes"
+        if together:
+            yield f"engines quantize linear layers to {policy.rollout.quantization} as they arrive"
         yield f"each element arrives exactly once (checked: {len(checked)} of a replica's {rollout.tp} ranks)"
 
     def _rollout(self) -> RolloutLayout:

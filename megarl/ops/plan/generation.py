@@ -157,8 +157,9 @@ class EngineTimer:
         self.attention = self.cost.quadratic + self.cost.windowed
         model, head = rollout.model, rollout.model.vocab_size * rollout.model.hidden_size
         shared, routed = layers_elements(model, range(model.num_layers))
-        self.shared_bytes = (shared + head) * self.width / rollout.tp
-        self.expert_bytes = routed * self.width / rollout.tp
+        in_layers = 1 if rollout.holds_fp8 else self.width
+        self.shared_bytes = (shared * in_layers + head * self.width) / rollout.tp
+        self.expert_bytes = routed * in_layers / rollout.tp
         self.experts_flops = expert_flops(model) * sum(map(model.has_experts, range(model.num_layers)))
         self.kv_bytes = bytes_per_token(model, rollout.tp, self.width)
         self.state_bytes = bytes_per_sequence(model, rollout.tp, self.width)

@@ -171,8 +171,13 @@ class PlannedRollout:
 
     @property
     def dtype_bytes(self) -> int:
-        """Bytes per element of the engine's weights."""
+        """Bytes per element of the weights that the engine receives."""
         return DTYPE_BYTES[self.config.dtype]
+
+    @property
+    def holds_fp8(self) -> bool:
+        """Whether the engine holds linear layers in FP8; the embedded engine holds rounded weights in its dtype."""
+        return self.config.quantization is not None and self.config.name != "embedded"
 
     @property
     def is_external(self) -> bool:

@@ -18,6 +18,10 @@ from megarl.ops.plan.states import RankStates, StateCounter, rollout_weight_byte
 HOST_CHUNK = 2**28
 """Chunk size, in bytes, in which host memory is allocated for offloaded states."""
 
+INCOMPLETE_BUCKETS = 3
+"""Buckets of weights that wait in a rank for the rest of their matrices, which it then quantizes; an upper bound for
+published models, whose matrices fill at most one bucket of 256 MiB."""
+
 
 class Component(NamedTuple):
     """One use of memory.
@@ -25,8 +29,8 @@ class Component(NamedTuple):
     Attributes:
         owner: a role, ``rollout`` or ``sync``.
         name: ``weights``, ``gradients``, ``optimizer``, ``activations`` (saved for the backward), ``logits`` or
-            ``working`` (whichever is larger at the peak), ``kv_cache``, ``buckets``, ``reference head``; in host
-            memory also ``reference copy``, ``proximal copy`` and ``swapped weights``.
+            ``working`` (whichever is larger at the peak), ``kv_cache``, ``buckets``, ``matrices before FP8``,
+            ``reference head``; in host memory also ``reference copy``, ``proximal copy`` and ``swapped weights``.
         nbytes: size in bytes.
     """
 
@@ -157,7 +161,8 @@ class _Devices:
         self._engine = 0
         rollout = job.rollout
         if rollout is not None and not rollout.is_external:
-            self._engine = rollout_weight_bytes(rollout.model, rollout.tp, 0, rollout.config.dtype)
+            sizes = (rollout.model, rollout.tp, 0, rollout.config.dtype)
+            self._engine = rollout_weight_bytes(*sizes, fp8=rollout.holds_fp8)
             self.kv = self._kv_cache(rollout, job.engine_devices, device_bytes)
             if job.hybrid_devices:
                 shared = replace(rollout, config=replace(rollout.config, nnodes=0, free_cache_engine=True))
@@ -209,13 +214,16 @@ class _Devices:
         yield from self._role_components(phase, device)
         if self._has_engine(device):
             yield from self._engine_components(phase, device)
-        if phase == "update_weights" and self.job.rollout is not None:
+        rollout = self.job.rollout
+        if phase == "update_weights" and rollout is not None:
             # A sender has two buffers, a receiver at most one; both may be on one device.
             bucket = self.job.bucket_bytes
             largest = max(stage.states.weights for stage in self.roles["actor"].stages)
             sent = min(2 * bucket, largest) if self.job.rank_on(self.job.role("actor"), device) is not None else 0
             received = min(bucket, self._engine) if self._has_engine(device) else 0
             yield Component("sync", "buckets", sent + received)
+            if self._has_engine(device) and rollout.holds_fp8:
+                yield Component("sync", "matrices before FP8", min(INCOMPLETE_BUCKETS * bucket, 2 * self._engine))
 
     def _role_components(self, phase: str, device: int) -> Iterator[Component]:
         for memory in self.roles.values():

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from megarl.models import LocalParam, ModelConfig, ParallelLayout, WeightMap
 from megarl.models.adapters import AdapterMap
+from megarl.models.declaration import FP8_BLOCK
 from megarl.ops.plan.job import DTYPE_BYTES, PlannedRole
 
 FLOAT32 = 4
@@ -204,14 +205,26 @@ class StateCounter:
         return any(self._map.is_float32(piece.hf_name) for piece in param.pieces)
 
 
-def rollout_weight_bytes(model: ModelConfig, tp: int, rank: int, dtype: str) -> int:
-    """Return the weight bytes of one rank of the rollout engine, without vocabulary padding on the last rank."""
+def rollout_weight_bytes(model: ModelConfig, tp: int, rank: int, dtype: str, *, fp8: bool = False) -> int:
+    """Return the weight bytes of one rank of the rollout engine, without vocabulary padding on the last rank.
+
+    Args:
+        model: the model.
+        tp: ranks of the engine.
+        rank: the rank.
+        dtype: dtype of the weights.
+        fp8: the engine holds the matrices of linear layers in blockwise FP8.
+    """
     total = 0
     for pattern in WeightMap(model).patterns(ParallelLayout(), tp):
         pieces = pattern.targets[rank % len(pattern.targets)]
-        numel = sum(math.prod(piece.local_shape) for piece in pieces)
-        width = FLOAT32 if pattern.float32 else DTYPE_BYTES[dtype]
-        total += numel * len(pattern.layers) * max(1, pattern.experts) * width
+        if fp8 and pattern.linear:
+            blocks = [math.prod(-(-size // FP8_BLOCK) for size in piece.shape) for piece in pieces]
+            nbytes = sum(math.prod(piece.shape) for piece in pieces) + FLOAT32 * sum(blocks)
+        else:
+            width = FLOAT32 if pattern.float32 else DTYPE_BYTES[dtype]
+            nbytes = sum(math.prod(piece.local_shape) for piece in pieces) * width
+        total += nbytes * len(pattern.layers) * max(1, pattern.experts)
     return total
 
 

@@ -284,7 +284,8 @@ def plan_sync(job: PlannedJob, hardware: Hardware) -> SyncTraffic | None:
     )
     wave_replicas = job.config.async_training.sync_wave_size if isinstance(job.config, TrainConfig) else None
     weight_map, sizes = WeightMap(actor.model), (job.bucket_bytes, actor.dtype_bytes)
-    plan = build_plan(weight_map, actor.layout, target, *sizes, placement, wave_replicas)
+    together = rollout.config.quantization is not None
+    plan = build_plan(weight_map, actor.layout, target, *sizes, placement, wave_replicas, together=together)
     parts = [_Traffic.of(plan.pair_nbytes(wave), placement, job) for wave in plan.waves]
     timed = [part.seconds(hardware) for part in parts]
     seconds = {kind: sum(part[kind] for part in timed) for kind in timed[0]}

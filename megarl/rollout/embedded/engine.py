@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megarl.base.errors import ConfigError, ModelError, WeightSyncError
 from megarl.models import ModelConfig, WeightMap, read_model_config
-from megarl.models.checksum import tensor_checksum
+from megarl.models.checksum import ParamRectangle, tensor_checksum
 from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.models.hf_folder import eos_in, eos_token_ids
 from megarl.rollout.embedded.decoder import TransformerDecoder
@@ -91,7 +91,8 @@ class EmbeddedEngine(RolloutEngine):
         check_token_ids("eos_token_ids", self._eos, config.vocab_size)
         weight_map = WeightMap(config)
         params = weight_map.rollout_params(1, 0)
-        self._weights = WeightStore(params, DTYPES[options.dtype], self._device, weight_map.is_float32)
+        rounds = None if options.quantization is None else weight_map.is_linear
+        self._weights = WeightStore(params, DTYPES[options.dtype], self._device, weight_map.is_float32, rounds)
         self._weights.allocate()
         self._receiver: BucketReceiver | None = None
         self._asleep: set[Tag] = set()
@@ -221,6 +222,11 @@ class EmbeddedEngine(RolloutEngine):
         _check_rank(rank)
         return self._weights.tensors
 
+    def rectangle_checksums(self, rectangles: Sequence[Sequence[ParamRectangle]]) -> list[list[int]]:
+        """See the contract."""
+        (parts,) = rectangles
+        return [[self._weights.rectangle_checksum(part) for part in parts]]
+
     def checksum(self, rank: int = 0) -> dict[str, str]:
         """See the contract."""
         _check_rank(rank)
@@ -309,7 +315,7 @@ def check_model(config: ModelConfig) -> None:
         )
 
 
-@register_engine("embedded", check=lambda config, options: check_model(config), returns_routes=True)
+@register_engine("embedded", check=lambda config, options: check_model(config), returns_routes=True, quantizes=True)
 def create_embedded(model_path: str, options: EngineOptions) -> EmbeddedEngine:
     """Create the embedded engine for the model in a folder; see :func:`megarl.rollout.create_engine`."""
     if options.eos_token_ids is None:

@@ -33,6 +33,7 @@ from megarl.base.errors import WeightSyncError
 from megarl.base.ports import interface_of
 from megarl.models.checksum import ParamRectangle, tensor_checksum
 from megarl.rollout.interface import NOT_CONNECTED
+from megarl.rollout.quantization import IncomingMatrices
 from megarl.rollout.sglang.options import GLOO_INTERFACE
 from megarl.rollout.sglang.shards import ALWAYS_FLOAT32, SGLangShard
 from megarl.rollout.weight_checks import ShardWeights
@@ -164,7 +165,11 @@ class RankLoader:
     def attach(self, model: torch.nn.Module, shard: SGLangShard) -> Reply:
         """Compare the model's parameters with the shard; return the location of this process."""
         self._shard = shard
-        self._views(model)
+        views, matrices = self._views(model), None
+        if shard.quantized:
+            quantized = shard.quantized_views(model, views)
+            matrices = IncomingMatrices(shard.params(), quantized.codes.__contains__, quantized)
+        self._weights = ShardWeights(views, matrices)
         return Reply(list(current_location(str(_device(model)))))
 
     def connect(self, model: torch.nn.Module, spec: ReceiverSpec) -> Reply:
@@ -174,8 +179,10 @@ class RankLoader:
 
     def begin(self, model: torch.nn.Module, version: int) -> Reply:
         """Begin an update."""
-        self._weights.tensors = self._views(model)
         assert self._shard is not None
+        self._weights.tensors = views = self._views(model)
+        if self._weights.matrices is not None:
+            self._weights.matrices.storage = self._shard.quantized_views(model, views)
         self._shard.clear_padding(model)
         self._connected().begin(version)
         return Reply()
@@ -212,9 +219,10 @@ class RankLoader:
 
     def sums(self, model: torch.nn.Module, rectangles: Sequence[ParamRectangle]) -> Reply:
         """Return checksums of parts of parameters, computed on this rank's device."""
-        held = self._views(model)
+        self._weights.tensors = self._views(model)
         # A sent value converts to float32 and back without a change.
-        return Reply([r.checksum(held[r.name], convert=r.name.endswith(ALWAYS_FLOAT32)) for r in rectangles])
+        sums = [self._weights.rectangle_checksum(r, convert=r.name.endswith(ALWAYS_FLOAT32)) for r in rectangles]
+        return Reply(sums)
 
     def read(self, model: torch.nn.Module, name: str | None) -> Reply:
         """Return a parameter of a selected rank; None = another rank is selected."""

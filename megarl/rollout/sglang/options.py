@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import importlib.util
+import json
 import os
 import shutil
 import sys
@@ -18,6 +19,8 @@ from megarl.base.cuda_memory import without_expandable_segments
 from megarl.base.errors import ConfigError
 from megarl.base.packages import is_installed
 from megarl.base.ports import collective_interfaces
+from megarl.config.schema.rollout import FP8
+from megarl.models.declaration import FP8_BLOCK
 from megarl.rollout.interface import EngineOptions
 
 MODES = ("in_process", "http")
@@ -79,6 +82,9 @@ _PARAMETER_ARGS: dict[str, tuple[Any, ...]] = {
     "quantization": (None,),
     "speculative_algorithm": (None,),
 }
+
+_OVERRIDES = "json_model_override_args"
+"""Argument of SGLang with fields that replace those of the model's config."""
 
 # With several tokenizer processes SGLang checks no API key.
 _UNPROTECTED = "tokenizer_worker_num"
@@ -209,6 +215,8 @@ def server_args(folder: str, max_model_len: int, options: SGLangOptions) -> dict
             arguments["base_gpu_id"] = int(index)
     check_server_args(options.server_args)
     arguments |= options.server_args
+    if options.quantization is not None:
+        arguments |= quantization_args(options.server_args)
     supported = server_arg_names()
     if options.return_routes and ROUTES_ARGUMENT not in supported:
         raise ConfigError(
@@ -216,6 +224,29 @@ def server_args(folder: str, max_model_len: int, options: SGLangOptions) -> dict
             "0.5.17 or later, or set R2"
         )
     return {name: value for name, value in arguments.items() if name in supported or name not in _OPTIONAL}
+
+
+def quantization_args(server_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the server arguments with which SGLang holds linear layers as a DeepSeek-V3 folder does.
+
+    Args:
+        server_args: the user's arguments; overrides of the model's config are kept.
+
+    Raises:
+        ConfigError: the user's overrides of the model's config are no JSON object.
+    """
+    text = server_args.get(_OVERRIDES) or "{}"
+    try:
+        overrides = dict(json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{KEY}.server_args.{_OVERRIDES}={text!r}: expected a JSON object: {error}") from None
+    overrides["quantization_config"] = {
+        "quant_method": FP8,
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+    }
+    return {"quantization": FP8, _OVERRIDES: json.dumps(overrides)}
 
 
 def _samples_with_flashinfer() -> bool:

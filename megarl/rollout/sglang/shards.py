@@ -8,7 +8,7 @@ belong to the layer itself, without ``self_attn``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,10 @@ from torch import Tensor
 
 from megarl.base.errors import ConfigError, ModelError, WeightSyncError
 from megarl.models import LocalParam, ModelConfig, WeightMap
+from megarl.models.declaration import FP8_BLOCK
+from megarl.models.fp8 import scales_shape
 from megarl.rollout.interface import EngineOptions
+from megarl.rollout.sglang.fp8 import SCALES, UNUSED_SCALES, QuantizedViews, check_quantization
 from megarl.rollout.sglang.options import KEY
 
 VOCAB_MULTIPLE = 64
@@ -44,11 +47,13 @@ class SGLangShard(NamedTuple):
         config: the model.
         tp: ranks of the engine.
         rank: the rank.
+        quantized: the matrices of linear layers are in blockwise FP8.
     """
 
     config: ModelConfig
     tp: int
     rank: int
+    quantized: bool = False
 
     def params(self) -> list[LocalParam]:
         """Return the parameters of the rank in the weight map.
@@ -66,15 +71,37 @@ class SGLangShard(NamedTuple):
         """
         held = {name: param.data for name, param in model.named_parameters()}
         places = self._places()
-        for name, shape in self._shapes(places).items():
+        shapes = self._shapes(places)
+        for name, shape in shapes.items():
             if name not in held:
                 raise WeightSyncError(f"SGLang has no parameter '{name}'")
             if list(held[name].shape) != shape:
                 raise WeightSyncError(f"SGLang holds '{name}' with shape {list(held[name].shape)}, expected {shape}")
-        extra = sorted(set(held) - {place.name for place in places.values()})
+        extra = sorted(name for name in held if name not in shapes and not self._is_unused(name))
         if extra:
             raise WeightSyncError(f"SGLang has a parameter '{extra[0]}' without weights in the update")
         return {name: held[place.name][place.first :][: place.rows] for name, place in places.items()}
+
+    def quantized_views(self, model: torch.nn.Module, views: Mapping[str, Tensor]) -> QuantizedViews:
+        """Return views of codes and scales of the rank's quantized matrices.
+
+        Args:
+            model: SGLang's model in the rank.
+            views: result of :meth:`views`.
+
+        Raises:
+            WeightSyncError: SGLang holds them in another format.
+        """
+        held, fused = {name: param.data for name, param in model.named_parameters()}, _fused_latents(views)
+        scales = {}
+        for name in self._quantized(views):
+            owner, row = fused.get(name, (name, 0))
+            *stack, height, _ = scales_shape(views[name].shape)
+            first = row // FP8_BLOCK
+            scales[name] = held[owner + SCALES] if stack else held[owner + SCALES][first : first + height]
+        result = QuantizedViews({name: views[name] for name in scales}, scales)
+        result.check()
+        return result
 
     def clear_padding(self, model: torch.nn.Module) -> None:
         """Fill the vocabulary padding of the rank, and parameters of other ranks, with zeros."""
@@ -107,7 +134,15 @@ class SGLangShard(NamedTuple):
             # The parts of a fused parameter are in row order, so the last one's end is the number of rows.
             rows = padded if place.name in VOCAB_PARAMS else place.first + place.rows
             shapes[place.name] = [rows, *place.rest]
-        return shapes
+        quantized = {places[name].name for name in self._quantized(places)}
+        return shapes | {name + SCALES: list(scales_shape(tuple(shapes[name]))) for name in quantized}
+
+    def _quantized(self, names: Iterable[str]) -> list[str]:
+        """Select the parameters of the weight map that are in FP8."""
+        return list(filter(WeightMap(self.config).is_linear, names)) if self.quantized else []
+
+    def _is_unused(self, name: str) -> bool:
+        return self.quantized and name.endswith(UNUSED_SCALES)
 
 
 class _Rows(NamedTuple):
@@ -131,6 +166,8 @@ def check_model_runs(config: ModelConfig, options: EngineOptions) -> None:
             f"rollout engine 'sglang' over {tp} ranks needs num_attention_heads to be a multiple of {tp}, "
             f"{config.architecture} has {config.num_attention_heads}: a rank has whole heads of latent attention"
         )
+    if options.quantization is not None:
+        check_quantization(config, options)
     if config.linear is not None:
         _check_linear(config, options)
     if config.sinks:
@@ -215,7 +252,7 @@ def check_cpu_sizes(config: ModelConfig, tp: int) -> None:
             )
 
 
-def _fused_latents(params: Mapping[str, LocalParam]) -> dict[str, tuple[str, int]]:
+def _fused_latents(params: Mapping[str, LocalParam] | Mapping[str, Tensor]) -> dict[str, tuple[str, int]]:
     """Return SGLang's fused parameter and the first row in it, by name in the weight map."""
     fused = {}
     for name, param in params.items():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megarl.base.errors import ConfigError, ModelError, WeightSyncError
+from megarl.config.schema.rollout import FP8, QUANTIZATION_KEY
 from megarl.models import ModelConfig
 from megarl.models.checksum import ParamRectangle
 from megarl.rollout.interface import NOT_CONNECTED
@@ -75,7 +76,8 @@ class WeightSession:
         self._in_update = False
         self._transfer: int | None = None
         self._largest_command = 0
-        self._shards = [SGLangShard(config, self._tp, rank) for rank in range(self._tp)]
+        quantized = options.quantization is not None
+        self._shards = [SGLangShard(config, self._tp, rank, quantized) for rank in range(self._tp)]
         self._names = [param.name for param in self._shards[0].params()]
         replies = self._query("attach", [(shard,) for shard in self._shards])
         self.locations = [ProcessLocation(r.values[0], r.values[1], tuple(r.values[2])) for r in replies]
@@ -84,8 +86,12 @@ class WeightSession:
         """Load all weights from a Hugging Face folder, which SGLang's ranks read.
 
         Raises:
-            ModelError: SGLang refuses the folder.
+            ModelError: SGLang refuses the folder, or holds its weights in FP8, which the folder does not have.
         """
+        if self._shards[0].quantized:
+            raise ModelError(
+                f"{QUANTIZATION_KEY}={FP8}: SGLang cannot quantize model folder {path}; its weights come from a sync"
+            )
         self.abandon()
         self._close_session()
         outcome = self._call(

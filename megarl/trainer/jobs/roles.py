@@ -439,6 +439,7 @@ class RoleBuilder:
             ELEMENT_BYTES[config.rollout.dtype],
             routes.placement(),
             self.config.async_training.sync_wave_size,
+            together=config.rollout.quantization is not None,
         )
         address = actor.host_sync()[0] if routes.needs_rendezvous() else None
         if address is not None:

@@ -77,6 +77,15 @@ def test_dry_run_of_adapters(train_config: Callable[..., TrainConfig]) -> None:
     assert any(line.startswith("fail") and "'query' matches no layer" in line for line in lines), lines
 
 
+def test_dry_run_of_engines_in_fp8(train_config: Callable[..., TrainConfig]) -> None:
+    keys = {f"{POLICY}.rollout.quantization": "fp8"}
+    assert "engines quantize linear layers to fp8 as they arrive" in "\n".join(report(train_config(keys)))
+    lines: list[str] = []
+    with pytest.raises(ConfigError, match="dry run: "):
+        check_parts(TrainDryRun(train_config(keys | {f"{POLICY}.rollout.name": "sglang"})), lines.append)
+    assert any(line.startswith("fail") and "quantization=fp8 with rollout.name=sglang" in line for line in lines), lines
+
+
 def test_dry_run_of_distillation(train_config: Callable[..., TrainConfig], arithmetic: Path) -> None:
     teacher = {"distillation.enabled": True, "distillation.teacher_models.big.model_path": str(arithmetic / "model")}
     loss = {"distillation.distillation_loss.use_policy_gradient": True}

@@ -288,3 +288,20 @@ def test_roles_on_their_own_devices_leave_the_memory_of_the_trainer() -> None:
     assert apart.device >= 8
     beside = {part.name: part.nbytes for part in together.components if part.owner != "critic"}
     assert together.nbytes - apart.nbytes == sum(beside.values()) > plan.roles["actor"].largest.states.weights
+
+
+def test_an_engine_in_fp8_holds_half_the_bytes_of_its_layers() -> None:
+    fp8 = {"actor_rollout_ref__rollout__quantization": "fp8"}
+
+    def sizes(phase: str, **keys: str) -> dict[str, int]:
+        plan = plan_memory(train_job("Llama-3-70B", TP8PP4, TP8PP4, nodes=4, **ENGINES, **keys), 80 * GIB)
+        (memory,) = (candidate for candidate in plan.phases if candidate.phase == phase)
+        return {part.name: part.nbytes for part in memory.components if part.owner in ("rollout", "sync")}
+
+    plain, quantized = sizes("gen"), sizes("gen", **fp8)
+    head = 2 * 2 * 128256 * 8192 // 8  # embedding and output layer
+    assert quantized["weights"] == pytest.approx((plain["weights"] - head) / 2 + head, rel=1e-3)
+    assert "matrices before FP8" not in sizes("update_weights")
+    assert 0 < sizes("update_weights", **fp8)["matrices before FP8"] <= 3 * 256 * 2**20
+    embedded = train_job("Qwen2.5-7B", devices=1, actor_rollout_ref__rollout__name="embedded", **fp8).rollout
+    assert embedded is not None and not embedded.holds_fp8

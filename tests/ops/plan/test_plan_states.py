@@ -43,3 +43,12 @@ def test_engine_ranks_hold_all_weights() -> None:
     # norms are on both ranks
     norms = 2 * (28 * 2 + 1) * 3584
     assert sum(rollout_weight_bytes(model, 2, rank, "bfloat16") for rank in range(2)) == whole + norms
+
+
+def test_an_engine_in_fp8_holds_a_byte_per_weight_of_linear_layers_and_a_scale_per_block() -> None:
+    model = train_job("Qwen2.5-7B", devices=1).role("actor").model
+    shapes = [(3584, 3584), (512, 3584), (512, 3584), (3584, 3584), (18944, 3584), (18944, 3584), (3584, 18944)]
+    linear = 28 * sum(rows * columns for rows, columns in shapes)
+    scales = 28 * sum(rows * columns // 128**2 for rows, columns in shapes)
+    rest = 7615616512 - linear
+    assert rollout_weight_bytes(model, 1, 0, "bfloat16", fp8=True) == linear + 4 * scales + 2 * rest

@@ -1,0 +1,94 @@
+"""Multi-token prediction (MTP) layers, which are not trained: exports carry their tensors over from the initial folder.
+
+Speculative decoding uses these layers. DeepSeek-V3 and GLM-4.5 have them after the last decoder layer
+(``model.layers.<num_hidden_layers>``, ``num_nextn_predict_layers`` of them), Qwen3-Next and Qwen3.5 under ``mtp``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.base.errors import ModelError
+from megarl.models.hf_folder import SCORE, TensorEntry, tensor_entries
+from megarl.models.model_config import ModelConfig
+
+_AFTER_LAST, _SEPARATE = "num_nextn_predict_layers", "mtp_num_hidden_layers"
+"""Fields of ``config.json`` with the number of layers: after the last decoder layer, or under ``mtp``."""
+
+logger = logging.getLogger(__name__)
+
+
+def is_multi_token(config: ModelConfig, name: str) -> bool:
+    """Return whether a Hugging Face tensor belongs to a multi-token prediction layer."""
+    if name.startswith("mtp."):
+        return True
+    first, count = config.num_layers, _count(config.raw, _AFTER_LAST)
+    return any(name.startswith(f"model.layers.{layer}.") for layer in range(first, first + count))
+
+
+def carried_tensors(folder: Path | None, config: ModelConfig, exported: Collection[str]) -> dict[str, TensorEntry]:
+    """Return the tensors of multi-token prediction layers that an export takes from the initial folder.
+
+    Models with a scalar head have none: they predict no tokens. If the folder is gone or lacks layers that the config
+    announces, a warning names it, and the exported config announces none (:func:`with_multi_token_layers`).
+
+    Args:
+        folder: the initial model folder; it may be damaged, lack weights, or not exist. None = unknown.
+        config: the model.
+        exported: names of the other tensors of the export.
+    """
+    if SCORE in exported:
+        return {}
+    entries, name = dict[str, TensorEntry](), "the initial model folder" if folder is None else f"{folder}"
+    try:
+        entries = {} if folder is None else tensor_entries(folder)
+    except ModelError as error:
+        name = f"{error}; {name}"
+    carried = {tensor: entry for tensor, entry in entries.items() if is_multi_token(config, tensor)}
+    if not carried:
+        warn_of_missing_layers(config, name)
+    return carried
+
+
+def warn_of_missing_layers(config: ModelConfig, folder: str) -> None:
+    """Warn that an export has no multi-token prediction layers, if ``config.json`` announces some.
+
+    Args:
+        config: the model.
+        folder: the folder without their weights, for the message.
+    """
+    announced = announced_layers(config)
+    if announced:
+        logger.warning(
+            "%s has no weights of the multi-token prediction layers that config.json announces (%s): the export has "
+            "none, and its config announces 0. Speculative decoding with them needs a copy from the original model",
+            folder,
+            announced,
+        )
+
+
+def with_multi_token_layers(raw: Mapping[str, Any], config: ModelConfig, exported: Iterable[str]) -> dict[str, Any]:
+    """Return the content of an exported ``config.json``, which announces only layers whose tensors are there.
+
+    Args:
+        raw: the content.
+        config: the model.
+        exported: names of all exported tensors.
+    """
+    if any(is_multi_token(config, name) for name in exported):
+        return dict(raw)
+    return {key: 0 if key in (_AFTER_LAST, _SEPARATE) else value for key, value in raw.items()}
+
+
+def announced_layers(config: ModelConfig) -> str:
+    """Return the field of ``config.json`` that announces multi-token prediction layers, with its value; or ''."""
+    fields = [f"{field}={count}" for field in (_AFTER_LAST, _SEPARATE) if (count := _count(config.raw, field))]
+    return ", ".join(fields)
+
+
+def _count(raw: Mapping[str, Any], field: str) -> int:
+    value = raw.get(field)
+    return value if isinstance(value, int) else 0

@@ -1,0 +1,58 @@
+"""On-policy distillation from the command line: a small student learns from a larger teacher, without a reward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from arithmetic_task import make_task
+from cli_runs import CliRun, RunFiles, assert_finite
+from safetensors.torch import load_file
+
+STEPS = 6
+SIZES = ("--largest", "9", "--num-test", "20", "--lessons", "60", "60", "--pairs", "40", "10")
+TEACHER = "distillation.teacher_models.teacher_model"
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four times as wide as the student, with other random weights and the same tokenizer."""
+    return make_task(tmp_path_factory.mktemp("teacher"), "--hidden", "128", "--seed", "7", *SIZES) / "model"
+
+
+@pytest.fixture(scope="module")
+def distilled(small: list[str], teacher: Path, start: Callable[..., CliRun]) -> RunFiles:
+    """A student at TP=2, a teacher at PP=2, each response graded over the teacher's 16 most probable tokens."""
+    run = start(
+        *("--config-name", "quickstart_distill", *small, "trainer.experiment_name=distill"),
+        *("actor_rollout_ref.rollout.n=1", "data.train_batch_size=32", "actor_rollout_ref.actor.ppo_mini_batch_size=8"),
+        *(f"trainer.total_training_steps={STEPS}", "trainer.test_freq=-1", "trainer.hf_export_dir=student"),
+        *(f"{TEACHER}.model_path={teacher}", f"{TEACHER}.megatron.pipeline_model_parallel_size=2"),
+        *("distillation.distillation_loss.topk=16", "actor_rollout_ref.actor.optim.lr=5e-3"),
+    )
+    assert run.wait() == 0, run.output
+    return RunFiles(run.folder, "distill")
+
+
+def test_the_student_approaches_the_teacher_without_a_reward(distilled: RunFiles) -> None:
+    rows = list(distilled.steps.values())
+    assert len(rows) == STEPS
+    for row in rows:
+        assert_finite(row)
+        assert {"actor/distillation/loss", "actor/distillation/student_mass", "timing_s/teacher"} <= row.keys()
+        assert "actor/pg_loss" not in row and row["actor/grad_norm"] > 0
+    losses = [row["actor/distillation/loss"] for row in rows]
+    masses = [row["actor/distillation/student_mass"] for row in rows]
+    assert losses[-1] < 0.6 * losses[0]
+    assert masses[-1] > 1.5 * masses[0]
+    assert all(row["critic/score/max"] == 0 for row in rows), "no answer was right: the teacher alone gave the gradient"
+
+
+def test_the_student_keeps_its_size(distilled: RunFiles, teacher: Path) -> None:
+    student, theirs = (
+        load_file(distilled.folder / "student" / "model.safetensors"),
+        load_file(teacher / "model.safetensors"),
+    )
+    name = "model.embed_tokens.weight"
+    assert theirs[name].shape == (student[name].shape[0], 4 * student[name].shape[1])
