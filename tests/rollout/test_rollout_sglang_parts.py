@@ -26,6 +26,7 @@ from megarl.rollout.sglang import loader, options
 from megarl.rollout.sglang.backend import NAN_STOP, ResponseContext, parse_completion, request_payload
 from megarl.rollout.sglang.engine import _check_divides, _memory_tags
 from megarl.rollout.sglang.loader import ReplyListener, reply_addresses
+from megarl.rollout.sglang.model_arguments import model_arguments
 from megarl.rollout.sglang.options import (
     SHIM,
     EngineNodes,
@@ -35,7 +36,7 @@ from megarl.rollout.sglang.options import (
     environment,
     server_args,
 )
-from megarl.rollout.sglang.shards import SGLangShard, expert_arguments
+from megarl.rollout.sglang.shards import SGLangShard
 from megarl.sharding import ProcessLocation, RolloutLayout, Routes, build_plan, receiver_plans
 from megarl.sharding.placement import current_location
 from megarl.sharding.receiver import ReceiverSpec
@@ -295,8 +296,58 @@ def test_forms_of_experts_that_a_sync_does_not_write_are_refused(change, options
 def test_experts_with_biases_select_their_kernels():
     config = parse_model_config(SINKS)
     check_engine_model("sglang", config, SGLangOptions(device="cuda", server_args={"moe_runner_backend": "triton"}))
-    assert expert_arguments(config, {"log_level": "info"}) == {"log_level": "info", "moe_runner_backend": "triton"}
-    assert expert_arguments(parse_model_config(LATENT), {}) == {}
+    assert model_arguments(config, {"log_level": "info"}) == {"log_level": "info", "moe_runner_backend": "triton"}
+    assert model_arguments(parse_model_config(LATENT), {}) == {}
+
+
+DENSE = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 128,
+}
+WINDOW = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 32}
+OLMO3 = DENSE | WINDOW | {
+    "architectures": ["Olmo3ForCausalLM"],
+    "rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}},
+}  # fmt: skip
+GEMMA3 = DENSE | WINDOW | {"architectures": ["Gemma3ForCausalLM"]}
+OLMOE = DENSE | {"architectures": ["OlmoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2}
+LLAMA = DENSE | {"architectures": ["LlamaForCausalLM"]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "message"),
+    [
+        (GEMMA3, {"tensor_parallel_size": 2}, "does not divide the embedding of Gemma3ForCausalLM over 2 ranks"),
+        (OLMOE | {"num_key_value_heads": 4}, {"tensor_parallel_size": 2}, r"tensor_model_parallel_size=1 \(here 2\)"),
+        (OLMOE, {}, "num_key_value_heads=2, num_attention_heads=4"),
+        (OLMO3, {"url": "http://host:30000"}, "urls: .*replace rope_parameters by those of full_attention"),
+        (LLAMA | {"rope_parameters": YARN | {"attention_factor": 1.5}}, {}, "reads no attention_factor=1.5 .*1.20794"),
+    ],
+    ids=["embedding", "norms over ranks", "norms over heads", "positions of a server", "factor of YaRN"],
+)
+def test_what_sglang_computes_otherwise_is_refused(fields, options, message):
+    with pytest.raises(ModelError, match=message):
+        check_engine_model("sglang", parse_model_config(fields), SGLangOptions(device="cuda", **options))
+
+
+def test_sglang_gets_the_rotary_embedding_of_full_attention():
+    """OLMo 3's own config has one for all layers, and needs no replacement."""
+    config = parse_model_config(OLMO3)
+    check_engine_model("sglang", config, SGLangOptions(device="cuda"))
+    users = {"json_model_override_args": '{"max_position_embeddings": 64}'}
+    fields = json.loads(model_arguments(config, users)["json_model_override_args"])
+    assert fields == {"max_position_embeddings": 64, "rope_parameters": YARN}
+    scaling = {"rope_theta": 5e5, "rope_scaling": YARN | {"attention_factor": 1.2079441541679836}}
+    plain = parse_model_config({k: v for k, v in OLMO3.items() if k != "rope_parameters"} | scaling)
+    check_engine_model("sglang", plain, SGLangOptions(device="cuda", url="http://host:30000"))
+    assert model_arguments(plain, {}) == model_arguments(parse_model_config(GEMMA3), {}) == {}
 
 
 def test_decays_that_sglang_holds_in_float32_are_compared():
@@ -502,7 +553,7 @@ def test_missing_and_impossible_routes_are_errors(routes, message):
 
 
 def test_a_version_without_routes_is_refused(monkeypatch, tmp_path):
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     fields = {"enable_return_routed_experts"}
     monkeypatch.setattr(options, "server_arg_names", lambda: frozenset(fields))
     recording = SGLangOptions(return_routes=True)
@@ -593,7 +644,7 @@ def test_cuda_graphs_sleep_with_the_kv_cache():
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="reads SGLang's argument names")
 @pytest.mark.sglang
 def test_sampling_needs_no_compiler_on_a_node_without_nvcc(monkeypatch, tmp_path):
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     monkeypatch.setattr(options.shutil, "which", lambda name: None)
     assert server_args(str(tmp_path), 64, SGLangOptions(device="cuda"))["sampling_backend"] == "pytorch"
     monkeypatch.setattr(options.shutil, "which", lambda name: name if name == "/opt/cuda/bin/nvcc" else None)

@@ -9,7 +9,6 @@ import queue
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -49,8 +48,9 @@ from megarl.rollout.sglang.backend import (
     request_payload,
 )
 from megarl.rollout.sglang.liveness import SchedulerLiveness, StoppedProcesses
-from megarl.rollout.sglang.options import KEY, MODES, SGLangOptions, decodes
-from megarl.rollout.sglang.shards import VOCAB_MULTIPLE, SGLangShard, check_model_runs, expert_arguments
+from megarl.rollout.sglang.model_arguments import KEY
+from megarl.rollout.sglang.options import MODES, SGLangOptions, decodes
+from megarl.rollout.sglang.shards import VOCAB_MULTIPLE, SGLangShard, check_model_runs
 from megarl.rollout.sglang.weights import WeightSession
 from megarl.rollout.weight_checks import check_version
 from megarl.sharding.placement import ProcessLocation
@@ -95,7 +95,6 @@ class SGLangEngine(RolloutEngine):
     def __init__(self, config: ModelConfig, folder: str, options: SGLangOptions) -> None:
         _check_options(options)
         check_model_runs(config, options)
-        options = replace(options, server_args=expert_arguments(config, options.server_args))
         self.config, self.options, self._folder = config, options, folder
         check_routes(config, options)
         _check_divides(config, options.tensor_parallel_size)

@@ -27,7 +27,8 @@ from megarl.base.processes import READ_ERRORS, descendants
 from megarl.rollout.interface import EngineLost, RolloutError
 from megarl.rollout.sglang.backend import CLOSE_S, CONTROL_CALLS, ControlResult, RequestLoop
 from megarl.rollout.sglang.liveness import stopped_processes
-from megarl.rollout.sglang.options import KEY, ROUTES_ARGUMENT, SGLangOptions, decodes, environment
+from megarl.rollout.sglang.model_arguments import KEY
+from megarl.rollout.sglang.options import ROUTES_ARGUMENT, SGLangOptions, decodes, environment
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOG_TAIL = 4000

@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import functools
 import importlib.util
-import json
 import os
 import shutil
 import sys
@@ -20,8 +19,10 @@ from megarl.base.errors import ConfigError
 from megarl.base.packages import is_installed
 from megarl.base.ports import collective_interfaces
 from megarl.config.schema.rollout import FP8
+from megarl.models import read_model_config
 from megarl.models.declaration import FP8_BLOCK
 from megarl.rollout.interface import EngineOptions
+from megarl.rollout.sglang.model_arguments import KEY, model_arguments, with_overrides
 
 MODES = ("in_process", "http")
 LOADER = "megarl.rollout.sglang.loader.load"
@@ -33,7 +34,6 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 RESERVED_TOKENS = 2
 """Tokens of the context length that SGLang reserves."""
 
-KEY = "rollout.engine_kwargs.sglang"
 ROUTES_ARGUMENT = "enable_return_routed_experts"
 """Argument of SGLang with which it records the experts of tokens."""
 
@@ -82,9 +82,6 @@ _PARAMETER_ARGS: dict[str, tuple[Any, ...]] = {
     "quantization": (None,),
     "speculative_algorithm": (None,),
 }
-
-_OVERRIDES = "json_model_override_args"
-"""Argument of SGLang with fields that replace those of the model's config."""
 
 # With several tokenizer processes SGLang checks no API key.
 _UNPROTECTED = "tokenizer_worker_num"
@@ -214,9 +211,9 @@ def server_args(folder: str, max_model_len: int, options: SGLangOptions) -> dict
         if index:
             arguments["base_gpu_id"] = int(index)
     check_server_args(options.server_args)
-    arguments |= options.server_args
+    arguments |= model_arguments(read_model_config(folder), options.server_args)
     if options.quantization is not None:
-        arguments |= quantization_args(options.server_args)
+        arguments |= quantization_args(arguments)
     supported = server_arg_names()
     if options.return_routes and ROUTES_ARGUMENT not in supported:
         raise ConfigError(
@@ -235,18 +232,13 @@ def quantization_args(server_args: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: the user's overrides of the model's config are no JSON object.
     """
-    text = server_args.get(_OVERRIDES) or "{}"
-    try:
-        overrides = dict(json.loads(text))
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{KEY}.server_args.{_OVERRIDES}={text!r}: expected a JSON object: {error}") from None
-    overrides["quantization_config"] = {
+    form = {
         "quant_method": FP8,
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
     }
-    return {"quantization": FP8, _OVERRIDES: json.dumps(overrides)}
+    return {"quantization": FP8, **with_overrides(server_args, {"quantization_config": form})}
 
 
 def _samples_with_flashinfer() -> bool:

@@ -8,19 +8,22 @@ belong to the layer itself, without ``self_attn``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megarl.base.errors import ConfigError, ModelError, WeightSyncError
+from megarl.base.errors import ModelError, WeightSyncError
 from megarl.models import LocalParam, ModelConfig, WeightMap
 from megarl.models.declaration import FP8_BLOCK
 from megarl.models.fp8 import scales_shape
+from megarl.models.rope import attention_factor
 from megarl.rollout.interface import EngineOptions
 from megarl.rollout.sglang.fp8 import SCALES, UNUSED_SCALES, QuantizedViews, check_quantization
-from megarl.rollout.sglang.options import KEY
+from megarl.rollout.sglang.model_arguments import model_arguments, positions_of_full_attention
 
 VOCAB_MULTIPLE = 64
 """SGLang pads the vocabulary to a multiple of this."""
@@ -35,9 +38,6 @@ FUSED_LATENTS = ".self_attn.fused_qkv_a_proj_with_mqa.weight"
 
 ALWAYS_FLOAT32 = (".linear_attn.A_log", ".self_attn.sinks", ".w13_weight_bias", ".w2_weight_bias")
 """Ends of the names of parameters that SGLang holds in float32 in every dtype, sinks depending on its kernels."""
-
-KERNELS_ARGUMENT, EXPERT_KERNELS = "moe_runner_backend", "triton"
-"""SGLang's argument that selects kernels of experts, and the kernels whose experts with biases are not transposed."""
 
 
 class SGLangShard(NamedTuple):
@@ -168,12 +168,49 @@ def check_model_runs(config: ModelConfig, options: EngineOptions) -> None:
         )
     if options.quantization is not None:
         check_quantization(config, options)
+    model_arguments(config, getattr(options, "server_args", {}))
+    _check_olmo_and_gemma(config, options)
+    _check_positions(config)
     if config.linear is not None:
         _check_linear(config, options)
     if config.sinks:
         _check_sinks(config, options)
     if options.device == "cpu":
         check_cpu_sizes(config, tp)
+
+
+def _check_olmo_and_gemma(config: ModelConfig, options: EngineOptions) -> None:
+    """Refuse parts of Gemma 3, OLMoE and OLMo 3 that SGLang does not divide over ranks, or reads in another form."""
+    tp, name = options.tensor_parallel_size, config.architecture
+    if name == "Gemma3ForCausalLM" and tp > 1:
+        raise ModelError(
+            f"rollout engine 'sglang' does not divide the embedding of {name} over {tp} ranks: set "
+            "rollout.tensor_model_parallel_size=1"
+        )
+    if name == "OlmoeForCausalLM" and (tp > 1 or config.num_key_value_heads != config.num_attention_heads):
+        raise ModelError(
+            f"rollout engine 'sglang' norms the queries and keys of {name} over all heads of one rank: it needs "
+            f"rollout.tensor_model_parallel_size=1 (here {tp}) and as many key-value heads as heads "
+            f"(num_key_value_heads={config.num_key_value_heads}, num_attention_heads={config.num_attention_heads})"
+        )
+    if getattr(options, "url", None) and positions_of_full_attention(config) is not None:
+        raise ModelError(
+            f"rollout.engine_kwargs.sglang.urls: SGLang reads no rotary embedding per kind of layer of {name}. In the "
+            "servers' config.json, replace rope_parameters by those of full_attention"
+        )
+
+
+def _check_positions(config: ModelConfig) -> None:
+    """Refuse a factor of YaRN that SGLang does not read; for latent attention it computes the factor as DeepSeek."""
+    scaling = config.rope_scaling or {}
+    if config.latent is None and scaling.get("rope_type") == "yarn" and scaling.get("attention_factor") is not None:
+        factor = attention_factor(config)
+        default = attention_factor(replace(config, rope_scaling={**scaling, "attention_factor": None}))
+        if not math.isclose(factor, default, rel_tol=1e-6):
+            raise ModelError(
+                f"rollout engine 'sglang' reads no attention_factor={factor:g} of YaRN in {config.architecture}, and "
+                f"computes {default:g} from the scaling factor; set rollout.name=embedded, or remove attention_factor"
+            )
 
 
 def _check_linear(config: ModelConfig, options: EngineOptions) -> None:
@@ -204,30 +241,12 @@ def _check_sinks(config: ModelConfig, options: EngineOptions) -> None:
             f"rollout engine 'sglang' does not run {config.architecture} on a CPU: its attention sinks need a GPU; "
             "set rollout.name=embedded"
         )
-    expert_arguments(config, getattr(options, "server_args", {}))
     if config.quantized:
         raise ModelError(
             f"rollout engine 'sglang' would hold the experts of {config.architecture} in {config.quantized}, and a "
             "weight sync sends plain weights; convert the model folder: megarl convert hf-to-megatron FOLDER ROLE, "
             "then megarl convert megatron-to-hf ROLE NEW_FOLDER"
         )
-
-
-def expert_arguments(config: ModelConfig, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return SGLang's arguments with the kernels that experts with biases need for a weight sync.
-
-    Raises:
-        ConfigError: ``arguments`` select other kernels.
-    """
-    if config.experts is None or not config.experts.biases:
-        return dict(arguments)
-    chosen = arguments.get(KERNELS_ARGUMENT, EXPERT_KERNELS)
-    if chosen != EXPERT_KERNELS:
-        raise ConfigError(
-            f"{KEY}.server_args.{KERNELS_ARGUMENT}={chosen!r} is not supported for {config.architecture}: SGLang "
-            f"would hold its experts in another form than a weight sync writes; set {EXPERT_KERNELS!r} or remove it"
-        )
-    return {**arguments, KERNELS_ARGUMENT: EXPERT_KERNELS}
 
 
 def check_cpu_sizes(config: ModelConfig, tp: int) -> None:
