@@ -180,7 +180,7 @@ def check_model_runs(config: ModelConfig, options: EngineOptions) -> None:
 
 
 def _check_olmo_and_gemma(config: ModelConfig, options: EngineOptions) -> None:
-    """Refuse parts of Gemma 3, OLMoE and OLMo 3 that SGLang does not divide over ranks, or reads in another form."""
+    """Refuse forms of Gemma 3, OLMoE and OLMo 3 that SGLang does not divide over ranks or reads otherwise."""
     tp, name = options.tensor_parallel_size, config.architecture
     if name == "Gemma3ForCausalLM" and tp > 1:
         raise ModelError(
