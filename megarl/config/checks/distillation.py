@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.base.algorithm_names import FORWARD_KL_TOPK
+from megarl.base.algorithm_names import FORWARD_KL_TOPK, FULL_KL
 from megarl.config.problems import Problem
 from megarl.config.schema.jobs import TrainConfig
 
@@ -46,6 +46,23 @@ def _loss(config: TrainConfig) -> Iterator[Problem]:
     if loss.loss_mode == FORWARD_KL_TOPK and loss.use_policy_gradient:
         text = f"moves the sampled token only, and {_LOSS}.loss_mode={FORWARD_KL_TOPK} compares {loss.topk}; set false"
         yield Problem(f"{_LOSS}.use_policy_gradient", loss.use_policy_gradient, text)
+    if loss.loss_mode == FULL_KL:
+        yield from _full_kl(config)
+
+
+def _full_kl(config: TrainConfig) -> Iterator[Problem]:
+    """Check the exact KL: one teacher, and no other exact KL in the same pass."""
+    loss, actor = config.distillation.distillation_loss, config.actor_rollout_ref.actor
+    count = len(config.distillation.teacher_models)
+    if loss.use_policy_gradient:
+        text = f"weighs the sampled token, on which the KL of {_LOSS}.loss_mode={FULL_KL} does not depend; set false"
+        yield Problem(f"{_LOSS}.use_policy_gradient", loss.use_policy_gradient, text)
+    if count > 1:
+        text = f"needs the output layer of the teacher in the actor, and there are {count} teachers; set k2 or k3"
+        yield Problem(f"{_LOSS}.loss_mode", loss.loss_mode, text)
+    if actor.uses_full_kl:
+        text = f"would be the second exact KL beside {_LOSS}.loss_mode={FULL_KL}; set low_var_kl, or k2 there"
+        yield Problem("actor_rollout_ref.actor.kl_loss_type", actor.kl_loss_type, text)
 
 
 def _without_rewards(config: TrainConfig) -> Iterator[Problem]:

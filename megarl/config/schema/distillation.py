@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.base.algorithm_names import DISTILLATION_MODES, FORWARD_KL_TOPK
+from megarl.base.algorithm_names import DISTILLATION_MODES, FORWARD_KL_TOPK, FULL_KL
 from megarl.config.keys import key, section
 from megarl.config.schema.devices import OwnDevicesConfig
 from megarl.config.schema.model import LogProbBatchConfig, MegatronConfig
@@ -32,8 +32,8 @@ class DistillationLossConfig:
     loss_mode: str = key(
         "k3",
         "Divergence per token: an estimate of the KL from student to teacher at the sampled token (kl and k1, abs, mse "
-        "and k2, low_var_kl and k3), or forward_kl_topk, the KL from teacher to student over the teacher's `topk` "
-        "most probable tokens.",
+        "and k2, low_var_kl and k3), full, the exact KL from student to teacher over the whole vocabulary, or "
+        "forward_kl_topk, the KL from teacher to student over the teacher's `topk` most probable tokens.",
         choices=DISTILLATION_MODES,
     )
     topk: int = key(32, "Tokens per position of forward_kl_topk; at most the vocabulary.", at_least=1)
@@ -61,6 +61,11 @@ class DistillationLossConfig:
     def teacher_topk(self) -> int:
         """Tokens per position that the teacher returns; 0 = the log-prob of the sampled token."""
         return self.topk if self.loss_mode == FORWARD_KL_TOPK else 0
+
+    @property
+    def reads_teacher_hidden(self) -> bool:
+        """Whether the teacher returns its final hidden states, from which the actor computes the exact KL."""
+        return self.loss_mode == FULL_KL
 
 
 @dataclass(frozen=True)

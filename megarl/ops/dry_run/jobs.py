@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.agents import check_agent_loops
 from megarl.agents.build import default_agent_loop
 from megarl.agents.endpoint import check_endpoint
-from megarl.base.units import count_noun, gib
+from megarl.base.units import DTYPE_BYTES, count_noun, gib
 from megarl.config import TrainConfig
 from megarl.data import DataProto, StatefulLoader
 from megarl.models import WeightMap, read_model_config
@@ -23,7 +23,6 @@ from megarl.sharding.plan import build_plan
 from megarl.sharding.verification import check_coverage
 from megarl.trainer.jobs.early_checks import check_learners, check_reward_model, check_rows
 from megarl.trainer.jobs.preflight import check_algorithm, check_data_classes, check_engine, check_teacher_tokenizers
-from megarl.trainer.jobs.roles import ELEMENT_BYTES
 from megarl.trainer.jobs.supervised import SupervisedJob
 from megarl.trainer.phases.data_loading import load_tokenizer, prompt_loader, validation_loader
 from megarl.trainer.phases.reward_functions import check_rewards, reward_plan
@@ -160,7 +159,7 @@ class TrainDryRun(DryRun):
             [(devices if own else 0) + rank % (own or devices) for rank in range(rollout.world_size)],
             config.trainer.n_gpus_per_node,
         )
-        element, bucket = ELEMENT_BYTES[policy.rollout.dtype], config.sync.bucket_megabytes * 2**20
+        element, bucket = DTYPE_BYTES[policy.rollout.dtype], config.sync.bucket_megabytes * 2**20
         wave_replicas = config.async_training.sync_wave_size
         plan = build_plan(weight_map, train, rollout, bucket, element, placement, wave_replicas)
         # Every replica receives the same slices, so one is enough; of a large replica, eight ranks are enough.

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from megarl.algorithms import Truncation
 from megarl.base.errors import WeightSyncError, WorkerError
+from megarl.base.units import DTYPE_BYTES
 from megarl.cluster import PerRank, WorkerFailed, WorkerSilent, wait_all, wait_ready
 from megarl.cluster.adapters import GroupSource, GroupTarget, ReplicaProcess, replica_processes
 from megarl.cluster.role_groups import (
@@ -61,6 +62,7 @@ from megarl.workers.settings import (
     UpdatePlan,
     layout_of,
     lora_options,
+    teacher_head,
 )
 
 logger = logging.getLogger(__name__)
@@ -69,7 +71,6 @@ _Group = TypeVar("_Group", bound=MegatronGroup)
 
 REFERENCE_VERBS = ("compute_ref_log_prob", "compute_ref_representations")
 """Verbs of the reference, which share one token budget."""
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass
@@ -353,6 +354,7 @@ class RoleBuilder:
             "reference": reference,
             "correction": self._proximal_bounds(),
             "distillation": self.config.distillation.distillation_loss if self.config.distillation.enabled else None,
+            "teacher_head": teacher_head(self.config.distillation),
         }
         budgets = {"compute_log_prob": kwargs["log_prob"].budget, "update_actor": kwargs["plan"].budget}
         if reference is not None:
@@ -409,6 +411,7 @@ class RoleBuilder:
             "log_prob": LogProbSettings(micro, self.policy.rollout.temperature),
             "topk": self.config.distillation.distillation_loss.teacher_topk,
             "candidates": read_model_config(self.policy.model.path).vocab_size,
+            "returns_hidden": self.config.distillation.distillation_loss.reads_teacher_hidden,
         }
         worker, layout = "megarl.workers.teacher:TeacherWorker", layout_of(teacher.megatron)
         role, budgets = teacher_phase(name), {"compute_teacher_log_prob": micro}
@@ -436,7 +439,7 @@ class RoleBuilder:
             actor.layout,
             RolloutLayout(tp=tp, replicas=len(members), vocab_multiple=engine_vocab_multiple(config.rollout.name)),
             sync.bucket_megabytes * 2**20,
-            ELEMENT_BYTES[config.rollout.dtype],
+            DTYPE_BYTES[config.rollout.dtype],
             routes.placement(),
             self.config.async_training.sync_wave_size,
         )
