@@ -267,7 +267,7 @@ class _Planner:
     def _teacher_phases(self, config: TrainConfig, step: _Step) -> Iterator[PhasePlan]:
         """Passes of the teachers; with several, each computes a part of the samples that depends on the data."""
         samples, shared = step.prompts * step.samples_per_prompt, config.actor_rollout_ref.actor.use_prefix_grouper
-        for name, teacher in config.distillation.teacher_models.items():
+        for name, teacher in config.distillation.local_teachers.items():
             megatron = teacher.megatron
             keys = _log_prob_keys(teacher, f"distillation.teacher_models.{name}")
             micro = self._micro(keys, megatron, None, step.longest)

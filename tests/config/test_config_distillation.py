@@ -42,10 +42,15 @@ def config(policy: str, teachers: dict[str, Any], loss: dict[str, Any] | None = 
         "actor_rollout_ref": {
             "model": {"path": policy},
             "actor": {"ppo_mini_batch_size": 4, **keys.pop("actor", {})},
-            "rollout": {"n": keys.pop("n", 2), "name": "embedded"},
+            "rollout": {"n": keys.pop("n", 2), "name": "embedded", **keys.pop("rollout", {})},
         },
         "algorithm": {"adv_estimator": "grpo", **keys.pop("algorithm", {})},
-        "distillation": {"enabled": True, "teacher_models": teachers, "distillation_loss": loss or {}},
+        "distillation": {
+            "enabled": True,
+            "teacher_models": teachers,
+            "distillation_loss": loss or {},
+            **keys.pop("distillation", {}),
+        },
         "reward_model": {"name": "arithmetic"},
         "trainer": {"experiment_name": "x", "device": "cpu", "n_gpus_per_node": 2, "nnodes": 1},
     }
@@ -90,6 +95,48 @@ def config(policy: str, teachers: dict[str, Any], loss: dict[str, Any] | None = 
             {},
             "distillation.distillation_loss.use_policy_gradient",
             "moves the sampled token only",
+        ),
+        (
+            {"t": {"server": {"urls": ["10.0.0.3:30000"]}}},
+            {},
+            {},
+            "distillation.teacher_models.t.server.urls",
+            "no URL",
+        ),
+        (
+            {"t": {"model_path": "x", "server": {"urls": ["http://h:1"]}}},
+            {},
+            {},
+            "distillation.teacher_models.t.model_path",
+            "no effect on servers",
+        ),
+        (
+            {"t": {"server": {"urls": ["http://h:1"]}, "megatron": {"tensor_model_parallel_size": 2}}},
+            {},
+            {},
+            "distillation.teacher_models.t.megatron",
+            "no effect on servers",
+        ),
+        (
+            {"t": {"server": {"urls": ["http://h:1"]}}},
+            {"loss_mode": "full"},
+            {},
+            "distillation.distillation_loss.loss_mode",
+            "is a server",
+        ),
+        (
+            {"t": {"server": {"urls": ["http://h:1"]}}},
+            {},
+            {"rollout": {"temperature": 0.7}},
+            "actor_rollout_ref.rollout.temperature",
+            "log-probs of 1",
+        ),
+        (
+            {"t": {"server": {"urls": ["http://h:1"]}}},
+            {},
+            {"distillation": {"nnodes": 1}},
+            "distillation.nnodes",
+            "all teachers are servers",
         ),
         (None, {"use_task_rewards": False}, {"actor": {"use_kl_loss": True}}, None, "use_task_rewards=false"),
         (None, {"use_task_rewards": False}, {"algorithm": {"adv_estimator": "gae"}}, None, "critic would train"),
@@ -152,6 +199,20 @@ def test_plan_counts_output_layer_and_hidden_states_of_the_teacher(tmp_path: Pat
     base = needed_store_bytes(single) - rows * response * 4
     assert needed_store_bytes(built) - base == rows * response * 64 * 2
     assert needed_store_bytes(topk) - base == rows * response * 5 * 8
+
+
+def test_a_server_needs_no_devices(tmp_path: Path) -> None:
+    served = {"server": {"urls": ["http://h:1"], "api_key_env": "KEY"}, "key": "code"}
+    teachers = {"small": {"model_path": model(tmp_path / "teacher")}, "large": served}
+    built = config(model(tmp_path / "policy"), teachers)
+    assert list(built.distillation.local_teachers) == ["small"]
+    assert built.distillation.teachers_by_key == {"small": "small", "code": "large"}
+    roles = [role.name for role in planned_job(built, device="cpu").roles]
+    assert "teacher_small" in roles and "teacher_large" not in roles
+    assert len(check_teachers(built, weights=False)) == 1
+    topk = {"loss_mode": "forward_kl_topk", "topk": 301}
+    with pytest.raises(ConfigError, match=r"topk=301: the policy has 300 tokens"):
+        check_teachers(config(str(tmp_path / "policy"), {"large": served}, topk), weights=False)
 
 
 def test_teachers_are_checked_against_the_policy(tmp_path: Path) -> None:

@@ -12,10 +12,31 @@ from megarl.config.schema.model import LogProbBatchConfig, MegatronConfig
 
 
 @dataclass(frozen=True)
-class TeacherConfig(LogProbBatchConfig):
-    """A teacher: a frozen model of any size with the policy's tokenizer, and its Megatron layout."""
+class TeacherServerConfig:
+    """Running SGLang servers of a teacher, which return log-probs of the policy's tokens; see docs/distillation.md."""
 
-    model_path: str | None = key(None, "Folder of the teacher's Hugging Face model; required with `enabled`.")
+    urls: list[str] = key(
+        [],
+        "Servers with the same model, instead of `model_path`, such as http://10.0.0.3:30000; they keep running after "
+        "the run.",
+    )
+    api_key_env: str | None = key(None, "Environment variable with the servers' API key; null = send none.")
+    rows_per_request: int = key(4, "Responses per request.", at_least=1)
+    max_concurrent: int = key(64, "Concurrent requests over all servers.", at_least=1)
+    timeout_s: float = key(600.0, "Seconds for a request.", above=0)
+    max_attempts: int = key(
+        5, "Attempts per request, each at the next server, after waits of 1, 2, 4, ... 30 seconds.", at_least=1
+    )
+
+
+@dataclass(frozen=True)
+class TeacherConfig(LogProbBatchConfig):
+    """A teacher with the policy's tokenizer: a frozen model of any size and its Megatron layout, or servers."""
+
+    model_path: str | None = key(
+        None, "Folder of the teacher's Hugging Face model; required with `enabled`, without `server.urls`."
+    )
+    server: TeacherServerConfig = section(TeacherServerConfig)
     megatron: MegatronConfig = section(
         MegatronConfig,
         "Layout of the teacher, on the trainer's devices or those of `distillation.nnodes`. `param_offload` frees them "
@@ -84,9 +105,15 @@ class DistillationConfig(OwnDevicesConfig):
     distillation_loss: DistillationLossConfig = section(DistillationLossConfig)
 
     @property
+    def local_teachers(self) -> dict[str, TeacherConfig]:
+        """Teachers that the run computes with Megatron, by name; the others are servers. Empty without `enabled`."""
+        models = self.teacher_models if self.enabled else {}
+        return {name: teacher for name, teacher in models.items() if not teacher.server.urls}
+
+    @property
     def teacher_is_alone(self) -> bool:
         """Whether no other process uses the devices of the teacher."""
-        return self.nnodes > 0 and len(self.teacher_models) == 1
+        return self.nnodes > 0 and len(self.local_teachers) == 1
 
     @property
     def teachers_by_key(self) -> dict[str, str]:

@@ -63,7 +63,7 @@ class TrainDryRun(DryRun):
             roles["reference"] = (policy.model.path, self._reference_layout())
         if config.uses_critic:
             roles["critic"] = (str(config.critic.model.path), layout_of(config.critic.megatron).describe())
-        for name, teacher in config.distillation.teacher_models.items() if config.distillation.enabled else ():
+        for name, teacher in config.distillation.local_teachers.items():
             roles[f"teacher {name}"] = (str(teacher.model_path), layout_of(teacher.megatron).describe())
         if config.reward_model.enable:
             check_reward_model(config, weights=False)

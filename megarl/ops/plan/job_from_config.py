@@ -41,8 +41,7 @@ def _train_job(config: TrainConfig, device: str) -> PlannedJob:
         roles.append(_role("reference", "actor_rollout_ref.ref.megatron", model, policy.ref.megatron, (ref,)))
     if config.reward_model.enable:
         roles.append(_reward_model(config, batches))
-    if config.distillation.enabled:
-        roles += [_teacher(config, batches, name) for name in config.distillation.teacher_models]
+    roles += [_teacher(config, batches, name) for name in config.distillation.local_teachers]
     engine = PlannedRollout(
         model=model,
         config=rollout,

@@ -118,16 +118,20 @@ def check_teachers(config: TrainConfig, *, weights: bool = True) -> list[Teacher
         weights: require weights; if False, a ``config.json`` is enough.
 
     Returns:
-        The teachers; empty without distillation.
+        The teachers, without those that are servers; empty without distillation.
 
     Raises:
         ModelError, ConfigError: names the key, its value, and the remedy.
     """
-    if not config.distillation.enabled:
-        return []
     loss, student = config.distillation.distillation_loss, config.actor_rollout_ref.model.path
     vocab_size = read_model_config(student).vocab_size
-    for name, teacher in config.distillation.teacher_models.items():
+    if loss.teacher_topk > vocab_size and config.distillation.enabled:
+        raise ConfigError(
+            f"distillation.distillation_loss.topk={loss.teacher_topk}: the policy has {vocab_size} tokens; set at most "
+            "that many"
+        )
+    teachers = config.distillation.local_teachers
+    for name, teacher in teachers.items():
         path, field = str(teacher.model_path), f"distillation.teacher_models.{name}"
         model = read_model_config(path)
         if model.is_value_model:
@@ -145,7 +149,7 @@ def check_teachers(config: TrainConfig, *, weights: bool = True) -> list[Teacher
                 "tokens; set at most that many"
             )
         _check_model(path, teacher.megatron, f"{field}.megatron", weights=weights)
-    return list(config.distillation.teacher_models.values())
+    return list(teachers.values())
 
 
 def check_export(folder: str | None, models: Sequence[str]) -> None:

@@ -6,19 +6,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+
+from transformers import PreTrainedTokenizerBase
 
 from megarl.agents import check_agent_loops
 from megarl.algorithms import load_advantage, load_policy_loss, load_schedule, warmup_steps
 from megarl.base.errors import ConfigError
+from megarl.base.units import count_noun
 from megarl.config import EvaluateConfig, GenerateConfig, OptimConfig, TrainConfig
 from megarl.config.batch import BatchPlan
 from megarl.config.problems import InvalidConfigError, Problem, format_value
 from megarl.config.schema.algorithm import ScheduledWeightConfig
+from megarl.config.schema.distillation import TeacherServerConfig
 from megarl.config.schema.jobs import SupervisedConfig
 from megarl.models import ModelConfig, ParallelLayout, check_layout, read_model_config
 from megarl.models.hf_folder import all_eos_token_ids
 from megarl.rollout import check_engine_model
 from megarl.rollout.settings import engine_options
+from megarl.rollout.sglang.teacher import TeacherServers
 from megarl.trainer.callbacks import load_callbacks
 from megarl.trainer.jobs.early_checks import check_prompt_rows
 from megarl.trainer.jobs.roles import run_updates
@@ -84,12 +90,17 @@ def check_teacher_tokenizers(config: TrainConfig) -> None:
 
     Raises:
         ModelError, ConfigError: a tokenizer cannot be loaded or differs; names the key and a differing token.
+        TeacherError: a teacher is a server that does not answer, or lacks tokens.
     """
     if not config.distillation.enabled:
         return
     student = str(config.actor_rollout_ref.model.tokenizer_path)
-    vocabulary = load_tokenizer(student).get_vocab()
+    tokenizer = load_tokenizer(student)
+    vocabulary = tokenizer.get_vocab()
     for name, teacher in config.distillation.teacher_models.items():
+        if teacher.server.urls:
+            check_teacher_server(f"distillation.teacher_models.{name}.server", teacher.server, tokenizer)
+            continue
         other = load_tokenizer(str(teacher.model_path)).get_vocab()
         if differing := sorted(dict(vocabulary.items() ^ other.items())):
             token = differing[0]
@@ -98,6 +109,34 @@ def check_teacher_tokenizers(config: TrainConfig) -> None:
                 f"of the policy ({student}) in {len(differing)} tokens; {token!r} has id {other.get(token)} there and "
                 f"{vocabulary.get(token)} here. A teacher needs the policy's vocabulary"
             )
+
+
+def check_teacher_server(key: str, server: TeacherServerConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that every server of a teacher has the policy's tokens, by the text of each.
+
+    Raises:
+        TeacherError: a server does not answer, has no tokenizer, or its model lacks a token.
+        ConfigError: a token has another text there.
+    """
+    ids = sorted(tokenizer.get_vocab().values())
+    texts = [tokenizer.decode([token]) for token in ids]
+    for url in server.urls:
+        servers = TeacherServers(key, replace(server, urls=[url], max_attempts=1))
+        try:
+            others = servers.token_texts(ids)
+            differing = [
+                number for number, (text, other) in enumerate(zip(texts, others, strict=True)) if text != other
+            ]
+            if differing:
+                first = differing[0]
+                raise ConfigError(
+                    f"{key}.urls: {url} has another tokenizer than the policy: {count_noun(len(differing), 'token')} "
+                    f"differ; token {ids[first]} is {others[first]!r} there and {texts[first]!r} here. A teacher needs "
+                    "the policy's vocabulary"
+                )
+            servers.check_token(ids[-1])
+        finally:
+            servers.close()
 
 
 def check_answers(config: TrainConfig | EvaluateConfig, model: ModelConfig) -> None:

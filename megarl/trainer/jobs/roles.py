@@ -28,6 +28,7 @@ from megarl.cluster.role_groups import (
 from megarl.config import AdapterKeys, MegatronConfig, OptimConfig, TrainConfig
 from megarl.config.batch import BatchPlan, teacher_phase
 from megarl.config.correction_bounds import weight_bounds
+from megarl.config.schema.distillation import TeacherServerConfig
 from megarl.config.schema.jobs import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, ROLLOUT, TEACHERS, SupervisedConfig
 from megarl.models import ParallelLayout, WeightMap, read_model_config
 from megarl.models.sequence_cost import SequenceCost, sequence_cost
@@ -403,6 +404,8 @@ class RoleBuilder:
 
     def _teacher(self, name: str) -> TeacherGroup:
         teacher = self.config.distillation.teacher_models[name]
+        if teacher.server.urls:
+            return self._served_teacher(name, teacher.server)
         cost = sequence_cost(read_model_config(str(teacher.model_path)))
         micro = budget(self.batches.phase(teacher_phase(name)).micro, cost)
         alone = self.config.distillation.teacher_is_alone
@@ -416,6 +419,17 @@ class RoleBuilder:
         worker, layout = "megarl.workers.teacher:TeacherWorker", layout_of(teacher.megatron)
         role, budgets = teacher_phase(name), {"compute_teacher_log_prob": micro}
         return self._group(TeacherGroup, TEACHERS, role, worker, kwargs, layout, budgets)
+
+    def _served_teacher(self, name: str, server: TeacherServerConfig) -> TeacherGroup:
+        """One process on the driver's node that asks the servers."""
+        kwargs: dict[str, Any] = {
+            "name": name,
+            "server": server,
+            "topk": self.config.distillation.distillation_loss.teacher_topk,
+            "candidates": read_model_config(self.policy.model.path).vocab_size,
+        }
+        worker, layout = "megarl.workers.served_teacher:ServedTeacherWorker", ParallelLayout()
+        return TeacherGroup(teacher_phase(name), worker, kwargs, layout, self.pools.trainer, on_device=False)
 
     def _has_critic(self) -> bool:
         """Whether the job has a critic; ``val_only`` needs neither critic nor reference."""
