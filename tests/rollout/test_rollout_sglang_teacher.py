@@ -1,5 +1,7 @@
 """A real SGLang server as teacher: its log-probs equal transformers', and another tokenizer is refused before a run."""
 
+import re
+
 import pytest
 import torch
 from make_arithmetic import WORDS, build_model, build_tokenizer
@@ -16,11 +18,9 @@ from megarl.workers.dispatch import WorkerPlace
 from megarl.workers.served_teacher import ServedTeacherWorker
 
 KEY = "distillation.teacher_models.t.server"
-ROWS = [
-    TokenRow([11, 5, 30, 7], [9, 40, 2]),
-    TokenRow([11, 5, 30, 7], [8]),
-    TokenRow([3], [1, 2, 266, 4, 5, 266]),
-]  # 266 is the last token
+LAST = 266
+"""The last token of the vocabulary."""
+ROWS = [TokenRow([11, 5, 30, 7], [9, 40, 2]), TokenRow([11, 5, 30, 7], [8]), TokenRow([3], [1, LAST, 4, 5, LAST])]
 
 
 @pytest.fixture(scope="module")
@@ -99,16 +99,29 @@ def test_worker_returns_the_columns_of_the_rows(config, folder, reference_for):
 def test_vocabulary_of_the_server_is_compared(config):
     """Each token is compared, also without an answer of the model; and the server lives on."""
     tokenizer = build_tokenizer()
-    check_teacher_server(KEY, config, tokenizer)
+    check_teacher_server(KEY, config, tokenizer, LAST + 1, 32)
     other = build_tokenizer(["zz", *WORDS])  # the same bytes; words have other ids
     with pytest.raises(ConfigError, match=rf"{KEY}\.urls: http.* \d+ tokens differ; token \d+ is '.*' there and 'zz'"):
-        check_teacher_server(KEY, config, other)
+        check_teacher_server(KEY, config, other, LAST + 1, 32)
     servers = TeacherServers(KEY, config)
-    servers.check_token(266)
-    with pytest.raises(TeacherError, match=rf"{KEY}\.urls: http.* status 400: .*out-of-vocabulary token id 267"):
-        servers.check_token(267)
+    servers.check_token(LAST)
     servers.close()
-    check_teacher_server(KEY, config, tokenizer)
+    with pytest.raises(TeacherError, match=rf"{KEY}\.urls: http.* status 400: .*out-of-vocabulary token id 267"):
+        check_teacher_server(KEY, config, tokenizer, LAST + 2, 32)
+    check_teacher_server(KEY, config, tokenizer, LAST + 1, 32)
+
+
+def test_longest_sequence_is_compared_with_the_servers_limit(config):
+    servers = TeacherServers(KEY, config)
+    with pytest.raises(
+        TeacherError, match=rf"{KEY}\.urls: http.* takes fewer than \d+ tokens, .* up to 1000000;"
+    ) as error:
+        servers.check_length(1_000_000)
+    limit = int(re.search(r"fewer than (\d+)", str(error.value))[1])
+    servers.check_length(limit - 1)
+    (grade,) = servers.grade([TokenRow([3], [4] * (limit - 2))])
+    assert len(grade.log_probs) == limit - 2
+    servers.close()
 
 
 def test_a_wrong_key_is_refused_without_retries(config, monkeypatch):

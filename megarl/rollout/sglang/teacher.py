@@ -116,6 +116,22 @@ class TeacherServers:
         fields = {"input_ids": [[0, 0]], "logprob_start_len": [0], "token_ids_logprob": [[token]]}
         self._run([fields], lambda fields: self._log_probs(fields, 1))
 
+    def check_length(self, tokens: int) -> None:
+        """Check that every server takes sequences of this many tokens, as far as it reports its limit.
+
+        Raises:
+            TeacherError: a server takes shorter ones only, or does not answer.
+        """
+        for backend in self._backends:
+            info = self._run([backend], lambda backend: backend.server_info())[0]
+            limit = info.get("max_req_input_len")
+            if isinstance(limit, int) and tokens >= limit:
+                raise TeacherError(
+                    f"{self.key}.urls: {backend.url} takes fewer than {limit} tokens, and prompt and response have "
+                    f"up to {tokens}; start it with a longer --context-length and more memory, or set a shorter "
+                    "data.max_response_length"
+                )
+
     def close(self) -> None:
         """Close connections; the servers keep running."""
         for backend in self._backends:

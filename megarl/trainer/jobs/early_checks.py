@@ -123,9 +123,11 @@ def check_teachers(config: TrainConfig, *, weights: bool = True) -> list[Teacher
     Raises:
         ModelError, ConfigError: names the key, its value, and the remedy.
     """
+    if not config.distillation.enabled:
+        return []
     loss, student = config.distillation.distillation_loss, config.actor_rollout_ref.model.path
     vocab_size = read_model_config(student).vocab_size
-    if loss.teacher_topk > vocab_size and config.distillation.enabled:
+    if loss.teacher_topk > vocab_size:
         raise ConfigError(
             f"distillation.distillation_loss.topk={loss.teacher_topk}: the policy has {vocab_size} tokens; set at most "
             "that many"

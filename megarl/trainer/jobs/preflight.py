@@ -95,11 +95,15 @@ def check_teacher_tokenizers(config: TrainConfig) -> None:
     if not config.distillation.enabled:
         return
     student = str(config.actor_rollout_ref.model.tokenizer_path)
-    tokenizer = load_tokenizer(student)
+    tokenizer, data = load_tokenizer(student), config.data
     vocabulary = tokenizer.get_vocab()
     for name, teacher in config.distillation.teacher_models.items():
         if teacher.server.urls:
-            check_teacher_server(f"distillation.teacher_models.{name}.server", teacher.server, tokenizer)
+            key = f"distillation.teacher_models.{name}.server"
+            vocab_size = read_model_config(config.actor_rollout_ref.model.path).vocab_size
+            check_teacher_server(
+                key, teacher.server, tokenizer, vocab_size, data.max_prompt_length + data.max_response_length
+            )
             continue
         other = load_tokenizer(str(teacher.model_path)).get_vocab()
         if differing := sorted(dict(vocabulary.items() ^ other.items())):
@@ -111,11 +115,20 @@ def check_teacher_tokenizers(config: TrainConfig) -> None:
             )
 
 
-def check_teacher_server(key: str, server: TeacherServerConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that every server of a teacher has the policy's tokens, by the text of each.
+def check_teacher_server(
+    key: str, server: TeacherServerConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, longest: int
+) -> None:
+    """Check that every server of a teacher has the policy's tokens, by the text of each, and takes its sequences.
+
+    Args:
+        key: config key of the servers.
+        server: the servers.
+        tokenizer: of the policy.
+        vocab_size: tokens of the policy's model; a server ends at one that its own lacks.
+        longest: most tokens of prompt and response.
 
     Raises:
-        TeacherError: a server does not answer, has no tokenizer, or its model lacks a token.
+        TeacherError: a server does not answer, has no tokenizer, its model lacks a token, or its context is short.
         ConfigError: a token has another text there.
     """
     ids = sorted(tokenizer.get_vocab().values())
@@ -134,7 +147,8 @@ def check_teacher_server(key: str, server: TeacherServerConfig, tokenizer: PreTr
                     f"differ; token {ids[first]} is {others[first]!r} there and {texts[first]!r} here. A teacher needs "
                     "the policy's vocabulary"
                 )
-            servers.check_token(ids[-1])
+            servers.check_token(vocab_size - 1)
+            servers.check_length(longest)
         finally:
             servers.close()
 
