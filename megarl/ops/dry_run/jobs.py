@@ -110,6 +110,9 @@ class TrainDryRun(DryRun):
         check_teacher_tokenizers(config)
         loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
         yield f"advantage estimator {config.algorithm.adv_estimator}, policy loss {loss}"
+        for name, teacher in config.distillation.teacher_models.items() if config.distillation.enabled else ():
+            if teacher.server.urls:
+                yield f"teacher {name}: SGLang at {', '.join(teacher.server.urls)}; not asked here"
         yield from super().algorithm()
 
     def rewards(self) -> Iterator[str]:

@@ -47,6 +47,7 @@ def check_train(config: TrainConfig) -> None:
     check_data_classes(config)
     check_algorithm(config)
     check_teacher_tokenizers(config)
+    check_teacher_servers(config)
     check_answers(config, read_model_config(config.actor_rollout_ref.model.path))
 
 
@@ -86,25 +87,16 @@ def check_algorithm(config: TrainConfig) -> None:
 
 
 def check_teacher_tokenizers(config: TrainConfig) -> None:
-    """Check that the teachers of a distillation have the policy's vocabulary.
+    """Check that the teachers of a distillation have the policy's vocabulary; servers are not asked.
 
     Raises:
         ModelError, ConfigError: a tokenizer cannot be loaded or differs; names the key and a differing token.
-        TeacherError: a teacher is a server that does not answer, or lacks tokens.
     """
     if not config.distillation.enabled:
         return
     student = str(config.actor_rollout_ref.model.tokenizer_path)
-    tokenizer, data = load_tokenizer(student), config.data
-    vocabulary = tokenizer.get_vocab()
-    for name, teacher in config.distillation.teacher_models.items():
-        if teacher.server.urls:
-            key = f"distillation.teacher_models.{name}.server"
-            vocab_size = read_model_config(config.actor_rollout_ref.model.path).vocab_size
-            check_teacher_server(
-                key, teacher.server, tokenizer, vocab_size, data.max_prompt_length + data.max_response_length
-            )
-            continue
+    vocabulary = load_tokenizer(student).get_vocab()
+    for name, teacher in config.distillation.local_teachers.items():
         other = load_tokenizer(str(teacher.model_path)).get_vocab()
         if differing := sorted(dict(vocabulary.items() ^ other.items())):
             token = differing[0]
@@ -112,6 +104,24 @@ def check_teacher_tokenizers(config: TrainConfig) -> None:
                 f"distillation.teacher_models.{name}.model_path={teacher.model_path}: its tokenizer differs from that "
                 f"of the policy ({student}) in {len(differing)} tokens; {token!r} has id {other.get(token)} there and "
                 f"{vocabulary.get(token)} here. A teacher needs the policy's vocabulary"
+            )
+
+
+def check_teacher_servers(config: TrainConfig) -> None:
+    """Check that the servers of teachers answer, have the policy's vocabulary, and take its sequences.
+
+    Raises:
+        TeacherError, ConfigError: see :func:`check_teacher_server`.
+    """
+    policy, data, distillation = config.actor_rollout_ref.model, config.data, config.distillation
+    for name, teacher in distillation.teacher_models.items() if distillation.enabled else ():
+        if teacher.server.urls:
+            check_teacher_server(
+                f"distillation.teacher_models.{name}.server",
+                teacher.server,
+                load_tokenizer(str(policy.tokenizer_path)),
+                read_model_config(policy.path).vocab_size,
+                data.max_prompt_length + data.max_response_length,
             )
 
 
