@@ -296,10 +296,9 @@ def _models_of(config: JobConfig) -> list[tuple[str, MegatronConfig, str]]:
 
 
 def _teachers_of(config: TrainConfig) -> list[tuple[str, MegatronConfig, str]]:
-    teachers = config.distillation.teacher_models if config.distillation.enabled else {}
     return [
         (str(teacher.model_path), teacher.megatron, f"distillation.teacher_models.{name}.megatron")
-        for name, teacher in teachers.items()
+        for name, teacher in config.distillation.local_teachers.items()
     ]
 
 

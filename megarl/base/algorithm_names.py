@@ -74,7 +74,7 @@ KL_CONTROLLER_TYPES = ("fixed", "adaptive")
 
 FORWARD_KL_TOPK = "forward_kl_topk"
 """Distillation: the KL from teacher to student over the teacher's most probable tokens."""
-DISTILLATION_MODES = (*_KL_ESTIMATES, FORWARD_KL_TOPK)
+DISTILLATION_MODES = (*_KL_ESTIMATES, FULL_KL, FORWARD_KL_TOPK)
 """Divergences between teacher and student."""
 
 REWEIGHT_KINDS = ("pow", "max_min", "max_random")

@@ -9,6 +9,10 @@ class StallError(MegarlError):
     """A phase exceeded its time limit; the message names the processes that wait and the ones they wait for."""
 
 
+class TeacherError(MegarlError):
+    """The server of a teacher fails, refuses a request, or has another vocabulary than the policy."""
+
+
 class StepImpossible(MegarlError):
     """The current training step is impossible; the trainer saves a checkpoint and ends the run."""
 

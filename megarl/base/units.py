@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 MIB, GIB = 2**20, 2**30
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+"""Bytes per element of weights and activations."""
 
 
 def count_noun(number: int, noun: str, grouping: bool = True) -> str:

@@ -118,24 +118,35 @@ _PROMPT_TOKEN_BYTES, _RESPONSE_TOKEN_BYTES = 4, 33
 entropy, score, reward, advantage and return."""
 
 
-def token_store_bytes(config: TrainConfig) -> int:
+def token_store_bytes(config: TrainConfig, teacher_hidden: int = 0) -> int:
     """Return the most bytes of token columns that a training step keeps in Ray's object store, over all nodes.
 
     Responses of the maximum length are assumed. The samples are on the driver's node, and results of the models on the
     nodes of their processes.
+
+    Args:
+        config: complete.
+        teacher_hidden: bytes of a teacher's hidden state, for the exact KL to it; 0 without.
     """
     data, algorithm = config.data, config.algorithm
     further = (
         config.uses_reference,
         config.uses_critic,
         config.uses_sum_pi_squared,
-        config.distillation.enabled,
         config.async_training.mode != SYNC,
         algorithm.rollout_correction.rollout_is is not None,
     )
-    response = data.max_response_length * (_RESPONSE_TOKEN_BYTES + 4 * sum(further))
+    per_token = _RESPONSE_TOKEN_BYTES + 4 * sum(further) + _teacher_bytes(config, teacher_hidden)
     samples = data.train_batch_size * config.responses_per_prompt
-    return samples * (data.max_prompt_length * _PROMPT_TOKEN_BYTES + response)
+    return samples * (data.max_prompt_length * _PROMPT_TOKEN_BYTES + data.max_response_length * per_token)
+
+
+def _teacher_bytes(config: TrainConfig, hidden: int) -> int:
+    """Return the bytes of a teacher's columns per response token: hidden state, top tokens, or one log-prob."""
+    if not config.distillation.enabled:
+        return 0
+    topk = config.distillation.distillation_loss.teacher_topk
+    return hidden or 8 * topk or 4
 
 
 def reward_micro_batches(config: ScoredJobConfig) -> MicroBatches:
@@ -256,7 +267,7 @@ class _Planner:
     def _teacher_phases(self, config: TrainConfig, step: _Step) -> Iterator[PhasePlan]:
         """Passes of the teachers; with several, each computes a part of the samples that depends on the data."""
         samples, shared = step.prompts * step.samples_per_prompt, config.actor_rollout_ref.actor.use_prefix_grouper
-        for name, teacher in config.distillation.teacher_models.items():
+        for name, teacher in config.distillation.local_teachers.items():
             megatron = teacher.megatron
             keys = _log_prob_keys(teacher, f"distillation.teacher_models.{name}")
             micro = self._micro(keys, megatron, None, step.longest)

@@ -133,6 +133,8 @@ def _distillation(
     devices, alone = keys.own_devices or trainer.num_devices, keys.teacher_is_alone
     teachers = {
         name: _log_prob(replace(teacher, megatron=_layout(teacher.megatron, devices, alone)), actor, actor_by_tokens)
+        if not teacher.server.urls
+        else teacher
         for name, teacher in keys.teacher_models.items()
     }
     return replace(keys, teacher_models=teachers)

@@ -121,6 +121,8 @@ _declare(
         "sum_pi_squared": "Sum of the squared probabilities of the policy over the vocabulary at each token.",
         "ref_kl": "KL from the policy to the reference at each token, over the whole vocabulary.",
         "teacher_log_prob": "Log-probability of each token under the row's teacher.",
+        "teacher_hidden": "Final hidden state of the row's teacher that predicts each token, `[b, R, hidden]`, in the "
+        "teacher's dtype.",
         "teacher_topk_log_probs": "Log-probabilities of `teacher_topk_ids` under the row's teacher, `[b, R, k]`.",
         "values": "Value estimate before each token.",
         "token_level_scores": "Score of the reward functions; a row's score is at its last response token.",

@@ -14,7 +14,8 @@ The log-probs of further tokens at a position, as a teacher's most probable ones
 With a vocabulary of 152 thousand and 16 thousand tokens, one float32 copy of the logits is 9 GiB. So forward and
 backward compute in float32 on a chunk of tokens at a time (:func:`~megarl.models.partition.logits_chunk_rows`), keep
 two numbers per token for the backward instead of the probabilities, and may write the gradient over the logits. For the
-KL only the reference's final hidden states travel; its output layer recomputes the logits, chunk by chunk.
+KL only the reference's final hidden states travel; its output layer recomputes the logits, chunk by chunk. A teacher in
+distillation is a reference too, whose hidden states have another size.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ TEACHER_IDS = "teacher_topk_ids"
 """Column of a micro-batch: the teacher's most probable tokens at each response token, ``[response tokens, k]``."""
 REF_HIDDEN = "ref_hidden"
 """Column of a micro-batch: the reference's final hidden state that predicts each response token."""
+TEACHER_HIDDEN = "teacher_hidden"
+"""Column of a micro-batch: the teacher's final hidden state that predicts each response token."""
 
 
 class ReferenceHead(NamedTuple):
@@ -39,7 +42,8 @@ class ReferenceHead(NamedTuple):
 
     Attributes:
         hidden: final hidden states ``[n, hidden]``, in any float format.
-        weight: this rank's rows of the output layer, ``[padded vocabulary / group size, hidden]``.
+        weight: this rank's rows of the output layer, ``[padded vocabulary / group size, hidden]``; in the policy's
+            layout.
     """
 
     hidden: Tensor

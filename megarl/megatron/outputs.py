@@ -12,6 +12,7 @@ from torch import Tensor
 from megarl.megatron.context_parallel import MicroBatchPart, gather_outputs
 from megarl.megatron.logprobs import (
     REF_HIDDEN,
+    TEACHER_HIDDEN,
     TEACHER_IDS,
     ReferenceHead,
     TopTokens,
@@ -40,6 +41,7 @@ class PolicyOutputs:
         top: the most probable tokens, ``[response tokens, k]``; None if not requested.
         sum_pi_squared: sum of the squared probabilities of each token's distribution, ``[response tokens]``, without
             gradients; None if not requested.
+        teacher_kl: exact KL to the teacher's distribution, in nats, ``[response tokens]``; None if not requested.
     """
 
     log_probs: Tensor
@@ -50,6 +52,7 @@ class PolicyOutputs:
     teacher_ids_log_probs: Tensor | None = None
     top: TopTokens | None = None
     sum_pi_squared: Tensor | None = None
+    teacher_kl: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,8 @@ class OutputOptions(NamedTuple):
             :data:`~megarl.megatron.logprobs.TEACHER_IDS`.
         top: also find the most probable tokens, without gradients.
         with_sum_pi_squared: also compute the sum of the squared probabilities, without gradients.
+        teacher_head: the teacher's output layer, to compute the exact KL to it, like ``ref_head`` and without it; by
+            the column :data:`~megarl.megatron.logprobs.TEACHER_HIDDEN`.
     """
 
     temperature: float = 1.0
@@ -100,6 +105,7 @@ class OutputOptions(NamedTuple):
     at_teacher_ids: bool = False
     top: TopOptions | None = None
     with_sum_pi_squared: bool = False
+    teacher_head: Tensor | None = None
 
 
 DEFAULT_OUTPUTS = OutputOptions()
@@ -129,8 +135,9 @@ def policy_outputs(
         runtime: this rank's process groups.
     """
     reference = None
-    if options.ref_head is not None:
-        reference = ReferenceHead(micro_batch.columns[REF_HIDDEN][part.local_indices], options.ref_head)
+    for column, head in ((REF_HIDDEN, options.ref_head), (TEACHER_HIDDEN, options.teacher_head)):
+        if head is not None:
+            reference = ReferenceHead(micro_batch.columns[column][part.local_indices], head)
     top = None
     if options.top is not None:
         top = vocab_parallel_top_tokens(
@@ -158,14 +165,16 @@ def policy_outputs(
     def whole(values: Tensor | None) -> Tensor | None:
         return None if values is None else gather_outputs(values, part, runtime.cp_group)
 
+    kl = whole(local.ref_kl)
     return PolicyOutputs(
         gather_outputs(local.log_probs, part, runtime.cp_group),
         whole(local.entropy),
         gather_outputs(local.leads.float(), part, runtime.cp_group) > 0,
-        whole(local.ref_kl),
+        kl if options.ref_head is not None else None,
         teacher_ids_log_probs=whole(local.ids_log_probs),
         top=None if top is None else TopTokens(*(gather_outputs(values, part, runtime.cp_group) for values in top)),
         sum_pi_squared=whole(local.sum_pi_squared),
+        teacher_kl=kl if options.teacher_head is not None else None,
     )
 
 

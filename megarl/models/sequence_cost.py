@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from megarl.models.model_config import LinearAttention, ModelConfig
 
 CHUNK = 64
@@ -32,6 +30,8 @@ class SequenceCost(NamedTuple):
 
     def of(self, lengths: Sequence[int]) -> list[float]:
         """Estimate the cost of sequences of ``lengths`` tokens."""
+        import numpy as np
+
         tokens = np.asarray(lengths, dtype=np.int64)
         outside = np.maximum(0, tokens - self.window)
         pairs = self.quadratic * tokens**2 + self.windowed * (tokens**2 - outside**2)

@@ -146,6 +146,19 @@ class WeightMap:
         """
         return [self._megatron_shard(occurrence, layout, rank) for occurrence in self._held(layout, rank)]
 
+    def output_shard(self, tokens: int, padded: int, tp: int, tp_rank: int) -> LocalParam:
+        """Return rows of the output layer, sharded like the vocabulary of another model (a student's).
+
+        Args:
+            tokens: the other model's vocabulary, at most this one's; later rows are left out.
+            padded: rows of the other model's padded vocabulary.
+            tp: tensor-parallel size of the other model.
+            tp_rank: tensor-parallel rank there.
+        """
+        (tensor,) = self._tensors(Occurrence(self._output[0]))
+        rows = tensor._replace(shape=(tokens, *tensor.shape[1:]))
+        return partition.vocab_shard("output_layer.weight", rows, padded, tp, tp_rank)
+
     def contributions(self, layout: ParallelLayout, rank: int) -> list[Contribution]:
         """Return the :meth:`megatron_params` that a rank contributes to an export or a checkpoint.
 

@@ -31,7 +31,7 @@ from megarl.config.schema.distillation import DistillationLossConfig
 from megarl.data import DataProto
 from megarl.megatron import OutputOptions, PackedMicroBatch, PolicyOutputs
 from megarl.megatron.checkpoint_state import RESUMABLE
-from megarl.megatron.logprobs import REF_HIDDEN
+from megarl.megatron.logprobs import REF_HIDDEN, TEACHER_HIDDEN
 from megarl.megatron.outputs import POOLED
 from megarl.sharding.delta import DeltaEncoder
 from megarl.sharding.placement import ProcessLocation, Routes, current_location
@@ -41,11 +41,11 @@ from megarl.sharding.transports.interface import PeerTransports, StoreAddress
 from megarl.sharding.verification import PartialChecksum, partial_checksums
 from megarl.workers.base import MegatronWorker, TokenLosses, TokenLossFunction, offload_after
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
-from megarl.workers.distillation import TEACHER_COLUMNS, distilled_loss
+from megarl.workers.distillation import TEACHER_COLUMNS, distilled_loss, read_teacher_head
 from megarl.workers.held_policy import HeldPolicy
 from megarl.workers.memory import FORWARD
 from megarl.workers.rows import ROUTES, SAMPLE_IDS, SEQUENCES, PackedRows
-from megarl.workers.settings import LogProbSettings, MicroBatchBudget, RoleSettings, UpdatePlan
+from megarl.workers.settings import LogProbSettings, MicroBatchBudget, RoleSettings, TeacherHead, UpdatePlan
 
 POLICY_COLUMNS = ("old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights", "proximal_fractions")
 """Token columns that the policy loss reads; the last three only with a reference, with rollout correction, and with
@@ -120,6 +120,7 @@ class ActorWorker(PolicyWorker):
             separate workers or there is none.
         correction: bounds of the importance weights of a log-linear proximal policy, which are computed with the loss.
         distillation: the loss towards teachers; None without distillation.
+        teacher_head: output layer of the teacher, for the exact KL to it; None without.
     """
 
     prefix = "actor"
@@ -135,6 +136,7 @@ class ActorWorker(PolicyWorker):
         reference: LogProbSettings | None,
         correction: Truncation | None = None,
         distillation: DistillationLossConfig | None = None,
+        teacher_head: TeacherHead | None = None,
     ) -> None:
         super().__init__(place, settings=settings)
         self.correction = correction
@@ -144,6 +146,7 @@ class ActorWorker(PolicyWorker):
         self.log_prob = log_prob
         self.reference = reference
         self.distillation = distillation
+        self.teacher_head = teacher_head
         self._sender: BucketSender
 
     @verb(Dispatch.ALL)
@@ -157,6 +160,9 @@ class ActorWorker(PolicyWorker):
         if self.reference and self._needs_full_kl:
             with self._reference_model():
                 self._reference_head = self.engine.output_weight()
+        self._teacher_head = None
+        if self.teacher_head is not None and self.runtime.is_last_stage:
+            self._teacher_head = read_teacher_head(self.teacher_head, self.engine.weight_map, self.runtime)
 
     def _reference_model(self) -> AbstractContextManager[None]:
         """Make the actor's model the reference within the context."""
@@ -276,7 +282,9 @@ class ActorWorker(PolicyWorker):
         if self.config.router_replay.enable:
             self._require_routes(batch)
         self._held.mark_changed()
-        unread = () if self.config.use_kl_loss and not self._learns_full_kl else ("ref_log_prob",)
+        unread = set() if self.config.use_kl_loss and not self._learns_full_kl else {"ref_log_prob"}
+        if not self.runtime.is_last_stage:
+            unread.add(TEACHER_HIDDEN)
         columns = [name for name in (*POLICY_COLUMNS, *TEACHER_COLUMNS) if name in batch.tensors and name not in unread]
         outputs = OutputOptions(self.log_prob.temperature, with_entropy=self.config.entropy_coeff != 0)
         loss = load_policy_loss(self.config.policy_loss.loss_mode)
@@ -286,6 +294,7 @@ class ActorWorker(PolicyWorker):
         if self.distillation is not None:
             token_loss = partial(distilled_loss, self.distillation, loss_options(self.config), token_loss)
             outputs = outputs._replace(at_teacher_ids=self.distillation.teacher_topk > 0)
+            outputs = outputs._replace(teacher_head=self._teacher_head)
 
         def extra_columns(rows: PackedRows, mini_batch: range, groups: Sequence[Sequence[int]]) -> dict[str, Tensor]:
             extra = self._chosen_tokens(loss.choose, rows, mini_batch, groups) if loss.choose else {}

@@ -4,18 +4,44 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from megarl.algorithms import PolicyLossInputs, PolicyLossOptions, clipped_policy_loss, kl_penalty
 from megarl.algorithms.distillation import forward_kl_topk
 from megarl.config.schema.distillation import DistillationLossConfig
 from megarl.megatron import PackedMicroBatch, PolicyOutputs
-from megarl.megatron.logprobs import TEACHER_IDS
+from megarl.megatron.logprobs import TEACHER_HIDDEN, TEACHER_IDS
+from megarl.megatron.runtime import Runtime
+from megarl.models import WeightMap
+from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.workers.base import TokenLosses, TokenLossFunction
+from megarl.workers.settings import TeacherHead
 
 TEACHER_LOG_PROB, TEACHER_TOPK = "teacher_log_prob", "teacher_topk_log_probs"
-TEACHER_COLUMNS = (TEACHER_LOG_PROB, TEACHER_IDS, TEACHER_TOPK)
-"""Columns that the teacher adds: the first, or the other two with forward_kl_topk."""
+TEACHER_COLUMNS = (TEACHER_LOG_PROB, TEACHER_IDS, TEACHER_TOPK, TEACHER_HIDDEN)
+"""Columns that the teacher adds: the first, the next two with forward_kl_topk, or the last with the exact KL."""
+
+
+def read_teacher_head(head: TeacherHead, student: WeightMap, runtime: Runtime) -> Tensor:
+    """Read the rows of the teacher's output layer for this rank's tokens of the student, on its device.
+
+    A frozen layer needs no transfer between processes: each rank reads its rows from the model folder, once. Rows
+    beyond the student's vocabulary are left out; the teacher's distribution is then over the student's tokens.
+
+    Args:
+        head: the teacher's model folder and number format.
+        student: weight map of the policy.
+        runtime: this rank's place in the actor's layout.
+
+    Returns:
+        ``[padded vocabulary of the student / tp, hidden size of the teacher]``.
+    """
+    reader, tp = HFReader(head.model_path), runtime.layout.tp
+    tokens, padded = student.config.vocab_size, student.padded_vocab(tp)
+    shard = WeightMap(reader.config).output_shard(tokens, padded, tp, runtime.layout.coordinate(runtime.rank).tp)
+    ((_, rows),) = load_local(reader, [shard], getattr(torch, head.dtype))
+    return rows.to(runtime.device)
 
 
 def distilled_loss(
@@ -91,5 +117,8 @@ def _divergence(
             "distillation/student_mass": compared.student_mass,
             "distillation/teacher_mass": compared.teacher_mass,
         }
+    if config.reads_teacher_hidden:
+        assert outputs.teacher_kl is not None, "requested by the options of the outputs"
+        return outputs.teacher_kl, {}
     divergence = kl_penalty(outputs.log_probs, columns[TEACHER_LOG_PROB], config.loss_mode)
     return divergence, {"distillation/abs_loss": divergence.abs()}

@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megarl.base.errors import ConfigError
-from megarl.base.units import count_noun
-from megarl.config import AdapterKeys, MegatronConfig, OptimConfig, RolloutConfig
+from megarl.base.units import DTYPE_BYTES, count_noun
+from megarl.config import AdapterKeys, MegatronConfig, OptimConfig, RolloutConfig, TrainConfig
+from megarl.config.batch import token_store_bytes
 from megarl.config.checks.transformer_field_table import BALANCE_RATES
-from megarl.models import ModelConfig, ParallelLayout, WeightMap, check_layout
+from megarl.config.schema.distillation import DistillationConfig
+from megarl.models import ModelConfig, ParallelLayout, WeightMap, check_layout, read_model_config
 from megarl.models.adapters import AdapterMap, LoraOptions
 from megarl.models.peft_folder import AdapterFolder
 from megarl.models.sequence_cost import TOKENS, SequenceCost
@@ -123,6 +125,37 @@ class LogProbSettings:
     temperature: float
     full_kl: bool = False
     sum_pi_squared: bool = False
+
+
+class TeacherHead(NamedTuple):
+    """The output layer of a teacher, of which the actor's ranks read their rows for the exact KL.
+
+    Attributes:
+        model_path: Hugging Face folder of the teacher.
+        dtype: number format of the teacher's weights and hidden states.
+    """
+
+    model_path: str
+    dtype: str
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of the layer, and of one hidden state."""
+        return read_model_config(self.model_path).hidden_size * DTYPE_BYTES[self.dtype]
+
+
+def teacher_head(distillation: DistillationConfig) -> TeacherHead | None:
+    """Return the teacher's output layer that the actor reads; None without the exact KL to a teacher."""
+    if not (distillation.enabled and distillation.distillation_loss.reads_teacher_hidden):
+        return None
+    (teacher,) = distillation.teacher_models.values()
+    return TeacherHead(str(teacher.model_path), teacher.megatron.dtype)
+
+
+def needed_store_bytes(config: TrainConfig) -> int:
+    """Return the bytes of the token columns of a step, hidden states of a teacher included."""
+    head = teacher_head(config.distillation)
+    return token_store_bytes(config, head.row_bytes if head else 0)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megarl.data import DataProto
 from megarl.megatron import OutputOptions
-from megarl.megatron.logprobs import TEACHER_IDS
+from megarl.megatron.logprobs import TEACHER_HIDDEN, TEACHER_IDS
 from megarl.megatron.outputs import TopOptions
 from megarl.workers.actor import PolicyWorker
 from megarl.workers.base import offload_after
@@ -28,26 +28,51 @@ class TeacherWorker(PolicyWorker):
         log_prob: settings of the log-prob computation.
         topk: most probable tokens to return per position; 0 = the log-prob of the response token.
         candidates: the student's vocabulary size; tokens beyond it are not returned.
+        returns_hidden: return final hidden states instead, for the exact KL.
     """
 
     prefix = "teacher"
 
     def __init__(
-        self, place: WorkerPlace, *, settings: RoleSettings, log_prob: LogProbSettings, topk: int, candidates: int
+        self,
+        place: WorkerPlace,
+        *,
+        settings: RoleSettings,
+        log_prob: LogProbSettings,
+        topk: int,
+        candidates: int,
+        returns_hidden: bool = False,
     ) -> None:
         super().__init__(place, settings=settings)
         self.log_prob = log_prob
         self.top = TopOptions(topk, candidates) if topk else None
+        self.returns_hidden = returns_hidden
 
     @verb(Dispatch.SPLIT, phase="teacher", columns=SEQUENCES)
     @offload_after
     def compute_teacher_log_prob(self, batch: DataProto) -> DataProto | None:
-        """Compute ``teacher_log_prob [b, R]``, or ``teacher_topk_ids`` and ``teacher_topk_log_probs [b, R, k]``."""
+        """Compute ``teacher_log_prob [b, R]``, or ``teacher_topk_ids`` and ``teacher_topk_log_probs [b, R, k]``.
+
+        For the exact KL ``teacher_hidden [b, R, hidden]``, in the teacher's number format.
+        """
+        if self.returns_hidden:
+            states = self._hidden_states(batch)
+            return None if states is None else batch.token_columns({TEACHER_HIDDEN: states})
         if self.top is not None:
             columns = self._top_tokens(batch, self.top)
             return None if columns is None else batch.token_columns(columns)
         result = self.log_probs(batch, self.log_prob, with_entropy=False)
         return None if result is None else batch.token_columns({TEACHER_LOG_PROB: result["log_probs"]})
+
+    def _hidden_states(self, batch: DataProto) -> Tensor | None:
+        """Final hidden states that predict the response tokens, packed ``[n, hidden]``; None before the last stage."""
+        rows = self.packed_rows(batch, self.log_prob.budget)
+
+        def compute(groups: Sequence[Sequence[int]]) -> Tensor | None:
+            states = self.engine.hidden([rows.pack(group) for group in groups])
+            return None if states is None else rows.repack(groups, states, range(len(rows)))
+
+        return self.memory.run_pass(FORWARD, self.log_prob.budget, rows, compute)
 
     def _top_tokens(self, batch: DataProto, top: TopOptions) -> dict[str, Tensor] | None:
         rows = self.packed_rows(batch, self.log_prob.budget)

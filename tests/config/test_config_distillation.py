@@ -13,8 +13,9 @@ from megarl.config import TrainConfig, plan_batches, render_plan
 from megarl.config.build import build
 from megarl.config.problems import InvalidConfigError
 from megarl.ops.plan.job_from_config import planned_job
+from megarl.ops.plan.memory import plan_memory
 from megarl.trainer.jobs.early_checks import check_teachers
-from megarl.workers.settings import layout_of
+from megarl.workers.settings import layout_of, needed_store_bytes
 
 POLICY = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -41,10 +42,15 @@ def config(policy: str, teachers: dict[str, Any], loss: dict[str, Any] | None = 
         "actor_rollout_ref": {
             "model": {"path": policy},
             "actor": {"ppo_mini_batch_size": 4, **keys.pop("actor", {})},
-            "rollout": {"n": keys.pop("n", 2), "name": "embedded"},
+            "rollout": {"n": keys.pop("n", 2), "name": "embedded", **keys.pop("rollout", {})},
         },
         "algorithm": {"adv_estimator": "grpo", **keys.pop("algorithm", {})},
-        "distillation": {"enabled": True, "teacher_models": teachers, "distillation_loss": loss or {}},
+        "distillation": {
+            "enabled": True,
+            "teacher_models": teachers,
+            "distillation_loss": loss or {},
+            **keys.pop("distillation", {}),
+        },
         "reward_model": {"name": "arithmetic"},
         "trainer": {"experiment_name": "x", "device": "cpu", "n_gpus_per_node": 2, "nnodes": 1},
     }
@@ -61,13 +67,76 @@ def config(policy: str, teachers: dict[str, Any], loss: dict[str, Any] | None = 
         ({"a": {"model_path": "x", "key": "b"}, "b": {"model_path": "y"}}, {}, {}, None, "selects one teacher"),
         (None, {"topk": 0}, {}, "distillation.distillation_loss.topk", ">= 1"),
         (None, {"loss_mode": "k1"}, {}, "distillation.distillation_loss.loss_mode", "use_policy_gradient=true"),
-        (None, {"loss_mode": "full"}, {}, "distillation.distillation_loss.loss_mode", "forward_kl_topk"),
+        (None, {"loss_mode": "jsd"}, {}, "distillation.distillation_loss.loss_mode", "forward_kl_topk"),
+        (
+            None,
+            {"loss_mode": "full", "use_policy_gradient": True},
+            {},
+            "distillation.distillation_loss.use_policy_gradient",
+            "does not depend",
+        ),
+        (
+            {"a": {"model_path": "x"}, "b": {"model_path": "y"}},
+            {"loss_mode": "full"},
+            {},
+            "distillation.distillation_loss.loss_mode",
+            "there are 2 teachers",
+        ),
+        (
+            None,
+            {"loss_mode": "full"},
+            {"actor": {"use_kl_loss": True, "kl_loss_type": "full"}},
+            "actor_rollout_ref.actor.kl_loss_type",
+            "second exact KL",
+        ),
         (
             None,
             {"loss_mode": "forward_kl_topk", "use_policy_gradient": True},
             {},
             "distillation.distillation_loss.use_policy_gradient",
             "moves the sampled token only",
+        ),
+        (
+            {"t": {"server": {"urls": ["10.0.0.3:30000"]}}},
+            {},
+            {},
+            "distillation.teacher_models.t.server.urls",
+            "no URL",
+        ),
+        (
+            {"t": {"model_path": "x", "server": {"urls": ["http://h:1"]}}},
+            {},
+            {},
+            "distillation.teacher_models.t.model_path",
+            "no effect on servers",
+        ),
+        (
+            {"t": {"server": {"urls": ["http://h:1"]}, "megatron": {"tensor_model_parallel_size": 2}}},
+            {},
+            {},
+            "distillation.teacher_models.t.megatron",
+            "no effect on servers",
+        ),
+        (
+            {"t": {"server": {"urls": ["http://h:1"]}}},
+            {"loss_mode": "full"},
+            {},
+            "distillation.distillation_loss.loss_mode",
+            "is a server",
+        ),
+        (
+            {"t": {"server": {"urls": ["http://h:1"]}}},
+            {},
+            {"rollout": {"temperature": 0.7}},
+            "actor_rollout_ref.rollout.temperature",
+            "log-probs of 1",
+        ),
+        (
+            {"t": {"server": {"urls": ["http://h:1"]}}},
+            {},
+            {"distillation": {"nnodes": 1}},
+            "distillation.nnodes",
+            "all teachers are servers",
         ),
         (None, {"use_task_rewards": False}, {"actor": {"use_kl_loss": True}}, None, "use_task_rewards=false"),
         (None, {"use_task_rewards": False}, {"algorithm": {"adv_estimator": "gae"}}, None, "critic would train"),
@@ -105,6 +174,45 @@ def test_verls_engine_keys_become_the_teachers_layout(tmp_path: Path) -> None:
     assert "teacher big" in render_plan(plan_batches(built))
     role = planned_job(built, device="cpu").role("teacher_big")
     assert role.model.num_layers == 4 and not role.trains and [p.phase for p in role.passes] == ["teacher"]
+
+
+def test_exact_kl_needs_all_tokens_of_the_policy(tmp_path: Path) -> None:
+    policy, loss = model(tmp_path / "policy"), {"loss_mode": "full"}
+    small = {"t": {"model_path": model(tmp_path / "small", vocab_size=299)}}
+    with pytest.raises(ConfigError, match=r"loss_mode=full: .*teacher_models\.t\.model_path=.* has 299 .* 300 tokens"):
+        check_teachers(config(policy, small, loss), weights=False)
+    large = {"t": {"model_path": model(tmp_path / "large", vocab_size=400)}}
+    assert len(check_teachers(config(policy, large, loss), weights=False)) == 1
+
+
+def test_plan_counts_output_layer_and_hidden_states_of_the_teacher(tmp_path: Path) -> None:
+    path = model(tmp_path / "teacher", hidden_size=64, num_hidden_layers=4)
+    teachers = {"t": {"model_path": path, "megatron": {"dtype": "bfloat16"}}}
+    policy, layout = model(tmp_path / "policy"), {"megatron": {"tensor_model_parallel_size": 2}}
+    built = config(policy, teachers, {"loss_mode": "full"}, actor=layout)
+    plan = plan_memory(planned_job(built, device="cpu"))
+    (head,) = {c.nbytes for phase in plan.phases for c in phase.components if c.name == "teacher head"}
+    assert head == 320 // 2 * 64 * 2  # 300 tokens are padded to a multiple of 32
+    rows, response = 8 * 2, 8
+    topk = config(policy, teachers, {"loss_mode": "forward_kl_topk", "topk": 5})
+    single = config(policy, teachers, {"loss_mode": "k3"})
+    base = needed_store_bytes(single) - rows * response * 4
+    assert needed_store_bytes(built) - base == rows * response * 64 * 2
+    assert needed_store_bytes(topk) - base == rows * response * 5 * 8
+
+
+def test_a_server_needs_no_devices(tmp_path: Path) -> None:
+    served = {"server": {"urls": ["http://h:1"], "api_key_env": "KEY"}, "key": "code"}
+    teachers = {"small": {"model_path": model(tmp_path / "teacher")}, "large": served}
+    built = config(model(tmp_path / "policy"), teachers)
+    assert list(built.distillation.local_teachers) == ["small"]
+    assert built.distillation.teachers_by_key == {"small": "small", "code": "large"}
+    roles = [role.name for role in planned_job(built, device="cpu").roles]
+    assert "teacher_small" in roles and "teacher_large" not in roles
+    assert len(check_teachers(built, weights=False)) == 1
+    topk = {"loss_mode": "forward_kl_topk", "topk": 301}
+    with pytest.raises(ConfigError, match=r"topk=301: the policy has 300 tokens"):
+        check_teachers(config(str(tmp_path / "policy"), {"large": served}, topk), weights=False)
 
 
 def test_teachers_are_checked_against_the_policy(tmp_path: Path) -> None:

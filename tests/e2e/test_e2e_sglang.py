@@ -10,8 +10,12 @@ from pathlib import Path
 import pytest
 from cli_runs import START_S, CliRun, RunFiles, assert_finite
 from listeners import assert_on_loopback, listening_processes
+from make_arithmetic import build_model, build_tokenizer
 from ray.cluster_utils import Cluster
 from safetensors import safe_open
+
+from megarl.rollout import create_engine
+from megarl.rollout.sglang.options import SGLangOptions
 
 ACTOR = "actor_rollout_ref.actor.megatron"
 ONE_PROCESS = [f"{ACTOR}.tensor_model_parallel_size=1", f"{ACTOR}.data_parallel_size=1"]
@@ -100,3 +104,58 @@ def test_replica_with_a_rank_that_dies_within_a_bucket_is_replaced_and_training_
     assert list(steps) == [1, 2]
     assert all(row["training/rollout_log_probs_diff_max"] < 1e-5 for row in steps.values())
     assert all(row["weight_sync/bytes"] == sent_bytes(task / "model", 2) for row in steps.values())
+
+
+@pytest.fixture
+def teacher(tmp_path: Path) -> Path:
+    """A model of another size than the policy's, with its tokenizer."""
+    tokenizer = build_tokenizer()
+    build_model(tokenizer, 3, 64, 2, "qwen2").save_pretrained(tmp_path / "teacher")
+    tokenizer.save_pretrained(tmp_path / "teacher")
+    return tmp_path / "teacher"
+
+
+@pytest.fixture
+def teacher_url(teacher: Path) -> Iterator[str]:
+    """URL of a server with the teacher's weights and the key ``secret``."""
+    engine = create_engine("sglang", str(teacher), SGLangOptions(mode="http", api_key="secret", max_num_seqs=64))
+    engine.wake()
+    engine.load_hf(str(teacher))
+    yield engine.url
+    engine.shutdown()
+
+
+@pytest.mark.sglang
+def test_a_teacher_behind_sglang_gives_the_metrics_of_a_teacher_of_the_run(
+    arguments: list[str], teacher: Path, teacher_url: str, start: Callable[..., CliRun]
+) -> None:
+    """The exact top-k tokens and their log-probs come over HTTP."""
+    section = "distillation.teacher_models.t"
+    common = [
+        *arguments,
+        *ONE_PROCESS,
+        *(
+            "actor_rollout_ref.rollout.name=embedded",
+            "algorithm.adv_estimator=grpo",
+            "algorithm.use_kl_in_reward=false",
+        ),
+        *("distillation.enabled=true", "distillation.distillation_loss.loss_mode=forward_kl_topk"),
+        *("distillation.distillation_loss.topk=4", "distillation.distillation_loss.use_task_rewards=false"),
+    ]
+    env = {"TEACHER_KEY": "secret"}
+    served = start(
+        *common, f"{section}.server.urls=[{teacher_url}]", f"{section}.server.api_key_env=TEACHER_KEY", env=env
+    )
+    assert served.wait(2 * START_S) == 0, served.output
+    assert f"teacher_t: SGLang at {teacher_url}" in served.output
+    over_http = RunFiles(served.folder, "sglang").steps
+    local = start(*common, f"{section}.model_path={teacher}", f"{section}.megatron.dtype=float32", env=env)
+    assert local.wait(2 * START_S) == 0, local.output
+    in_the_run = RunFiles(local.folder, "sglang").steps
+    assert list(over_http) == list(in_the_run) == [1, 2]
+    for step, row in in_the_run.items():
+        assert over_http[step]["distillation/retries/t"] == 0
+        for name in ("loss", "student_mass", "teacher_mass"):
+            name = f"actor/distillation/{name}"
+            assert row[name] > 0 and over_http[step][name] == pytest.approx(row[name], rel=1e-4), (step, name)
+        assert over_http[step]["actor/grad_norm"] == pytest.approx(row["actor/grad_norm"], rel=1e-4)

@@ -14,8 +14,8 @@ from megarl.rollout import EngineOptions, create_engine
 SGLANG = [IN_PROCESS, OVER_HTTP, TWO_RANKS] if is_installed("sglang") else []
 ENGINES = ["embedded", *SGLANG]
 # Run only with SGLang installed, in a separate environment.
-IN_SGLANG = ("two_ranks", "experts", "families")
-collect_ignore = [] if SGLANG else [f"test_rollout_sglang_{name}.py" for name in IN_SGLANG]
+NEEDS_SGLANG = ["two_ranks", "experts", "families", "teacher"]
+collect_ignore = [] if SGLANG else [f"test_rollout_sglang_{name}.py" for name in NEEDS_SGLANG]
 FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
 FAMILIES |= {"olmo2": "Olmo2", "olmo3": "Olmo3", "gemma3_text": "Gemma3Text"}
 FAMILIES |= {"mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe"}

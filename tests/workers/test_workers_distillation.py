@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from megarl.data import DataProto
 from megarl.megatron.outputs import TopOptions
 from megarl.models import ParallelLayout
 from megarl.workers.actor import ActorWorker
+from megarl.workers.settings import TeacherHead
 from megarl.workers.teacher import TeacherWorker
 
 TOPK, COEF, MIN, MAX = 5, 0.5, -4.0, 2.0
@@ -177,6 +179,66 @@ def test_teacher_and_losses(
             weights = load_file(file)
             for key, theirs in expected[name].weights.items():
                 torch.testing.assert_close(weights[key], theirs, rtol=1e-5, atol=1e-6)
+
+
+def full_tokens(teacher: Any, model: Any, row: Row) -> list[Token]:
+    """The policy loss, and the KL from student to teacher over the student's vocabulary."""
+    with torch.no_grad():
+        log_q = distribution(teacher, row)[:, :VOCAB].log_softmax(-1)
+    log_p, tokens = distribution(model, row), []
+    for (task, losses, means), p, q in zip(actor_tokens(model, row), log_p, log_q, strict=True):
+        kl = (p.exp() * (p - q)).sum()
+        tokens.append((task + COEF * kl, {**losses, "distillation/loss": kl}, means))
+    return tokens
+
+
+EXACT = DistillationLossConfig(loss_mode="full", distillation_loss_coef=COEF)
+
+
+@pytest.mark.parametrize(
+    ("of_teacher", "of_actor", "tied"),
+    [("tp2", "pp2", True), ("cp2", "tp2", True), ("pp2", "cp2", False), ("tp1", "tp2", False), ("pp2", "dp2", False)],
+)
+def test_exact_kl_to_a_teacher_of_another_shape_and_layout(
+    role_pool: ProcessPool, models: Models, tmp_path: Path, of_teacher: str, of_actor: str, tied: bool
+) -> None:
+    """Final hidden states travel, the actor has its rows of the output layer; the loss has the whole vocabulary."""
+    shape = {"hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 6, "vocab_size": VOCAB + 30}
+    teacher = save_model(tmp_path / "teacher", tie_word_embeddings=tied, **shape)
+    model = load_model(models.policy_path)
+    expected = train(model, models.batch, lambda m, row: full_tokens(teacher, m, row), "token-mean", MINI_BATCH_ROWS)
+    arguments = {
+        "settings": role_settings(tmp_path / "teacher", LAYOUTS[of_teacher], learns=False),
+        "log_prob": log_prob_settings(),
+        "topk": 0,
+        "candidates": VOCAB,
+        "returns_hidden": True,
+    }
+    with Role(role_pool, TeacherWorker, LAYOUTS[of_teacher], arguments) as worker:
+        states = worker.map("compute_teacher_log_prob", models.batch)
+    assert states.tensors["teacher_hidden"].shape[-1] == 48
+    arguments = actor_arguments(models.policy_path, LAYOUTS[of_actor])
+    arguments |= {"distillation": EXACT, "teacher_head": TeacherHead(str(tmp_path / "teacher"), "float32")}
+    with Role(role_pool, ActorWorker, LAYOUTS[of_actor], arguments) as actor:
+        metrics = actor.update("update_actor", models.batch.union(states))
+        actor.call("export_hf", str(tmp_path / "hf"))
+    ours = {f"actor/{key}": value for key, value in expected.metrics.items()}
+    assert ours["actor/distillation/loss"] > 1
+    assert metrics == pytest.approx(ours | {"actor/skipped_steps": 0.0, "actor/kl_coef": 0.2}, rel=1e-5, abs=1e-6)
+    (file,) = (tmp_path / "hf").glob("*.safetensors")
+    weights = load_file(file)
+    for key, theirs in expected.weights.items():
+        torch.testing.assert_close(weights[key], theirs, rtol=1e-5, atol=1e-6, msg=lambda m, n=key: f"{n}: {m}")
+
+
+def test_hidden_states_keep_the_teachers_number_format(role_pool: ProcessPool, models: Models, tmp_path: Path) -> None:
+    save_model(tmp_path)
+    settings = role_settings(tmp_path, LAYOUTS["tp1"], learns=False)
+    settings = replace(settings, megatron=replace(settings.megatron, dtype="bfloat16"))
+    arguments = {"settings": settings, "log_prob": log_prob_settings(), "topk": 0, "candidates": VOCAB}
+    with Role(role_pool, TeacherWorker, LAYOUTS["tp1"], arguments | {"returns_hidden": True}) as worker:
+        states = worker.map("compute_teacher_log_prob", models.batch)
+    assert states.tensors["teacher_hidden"].dtype == torch.bfloat16
 
 
 def test_topk_over_the_whole_vocabulary_is_the_exact_kl() -> None:

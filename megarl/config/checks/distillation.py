@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
+from urllib.parse import urlsplit
 
-from megarl.base.algorithm_names import FORWARD_KL_TOPK
+from megarl.base.algorithm_names import FORWARD_KL_TOPK, FULL_KL
 from megarl.config.problems import Problem
+from megarl.config.schema.distillation import TeacherConfig
 from megarl.config.schema.jobs import TrainConfig
 
 _TEACHERS, _LOSS = "distillation.teacher_models", "distillation.distillation_loss"
@@ -26,13 +29,35 @@ def _teachers(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(_TEACHERS, {}, f"names no teacher; set {_TEACHERS}.teacher_model.model_path")
     names: dict[str, str] = {}
     for name, teacher in teachers.items():
-        if not teacher.model_path:
-            yield Problem(f"{_TEACHERS}.{name}.model_path", None, "must be set: the folder of the teacher's model")
+        if teacher.server.urls:
+            yield from _server(config, f"{_TEACHERS}.{name}", teacher)
+        elif not teacher.model_path:
+            text = "must be set: the folder of the teacher's model; or set server.urls, of running SGLang servers"
+            yield Problem(f"{_TEACHERS}.{name}.model_path", None, text)
         selector = teacher.key or name
         if selector in names:
             text = f"is the key of {_TEACHERS}.{names[selector]} too; each value selects one teacher"
             yield Problem(f"{_TEACHERS}.{name}.key", teacher.key, text)
         names.setdefault(selector, name)
+
+
+def _server(config: TrainConfig, path: str, teacher: TeacherConfig) -> Iterator[Problem]:
+    """Check a teacher that is a server: it has one temperature, and returns no hidden states."""
+    rollout, loss = config.actor_rollout_ref.rollout, config.distillation.distillation_loss
+    for url in teacher.server.urls:
+        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+            yield Problem(f"{path}.server.urls", url, "is no URL of a server, such as http://10.0.0.3:30000")
+    for field in fields(teacher):
+        value = getattr(teacher, field.name)
+        if field.name not in ("server", "key") and value != getattr(TeacherConfig(), field.name):
+            shown = value if isinstance(value, str | int) else "set"
+            yield Problem(f"{path}.{field.name}", shown, f"has no effect on servers ({path}.server.urls); remove it")
+    if rollout.temperature != 1:
+        text = f"is the temperature of teacher and student, and {path}.server.urls have log-probs of 1; set 1"
+        yield Problem("actor_rollout_ref.rollout.temperature", rollout.temperature, text)
+    if loss.loss_mode == FULL_KL:
+        text = f"needs the teacher's model in this run, and {path} is a server; set k2, or {path}.model_path"
+        yield Problem(f"{_LOSS}.loss_mode", loss.loss_mode, text)
 
 
 def _loss(config: TrainConfig) -> Iterator[Problem]:
@@ -46,6 +71,23 @@ def _loss(config: TrainConfig) -> Iterator[Problem]:
     if loss.loss_mode == FORWARD_KL_TOPK and loss.use_policy_gradient:
         text = f"moves the sampled token only, and {_LOSS}.loss_mode={FORWARD_KL_TOPK} compares {loss.topk}; set false"
         yield Problem(f"{_LOSS}.use_policy_gradient", loss.use_policy_gradient, text)
+    if loss.loss_mode == FULL_KL:
+        yield from _full_kl(config)
+
+
+def _full_kl(config: TrainConfig) -> Iterator[Problem]:
+    """Check the exact KL: one teacher, and no other exact KL in the same pass."""
+    loss, actor = config.distillation.distillation_loss, config.actor_rollout_ref.actor
+    count = len(config.distillation.teacher_models)
+    if loss.use_policy_gradient:
+        text = f"weighs the sampled token, on which the KL of {_LOSS}.loss_mode={FULL_KL} does not depend; set false"
+        yield Problem(f"{_LOSS}.use_policy_gradient", loss.use_policy_gradient, text)
+    if count > 1:
+        text = f"needs the output layer of the teacher in the actor, and there are {count} teachers; set k2 or k3"
+        yield Problem(f"{_LOSS}.loss_mode", loss.loss_mode, text)
+    if actor.uses_full_kl:
+        text = f"would be the second exact KL beside {_LOSS}.loss_mode={FULL_KL}; set low_var_kl, or k2 there"
+        yield Problem("actor_rollout_ref.actor.kl_loss_type", actor.kl_loss_type, text)
 
 
 def _without_rewards(config: TrainConfig) -> Iterator[Problem]:

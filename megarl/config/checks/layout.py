@@ -34,9 +34,9 @@ def train_layouts(config: TrainConfig) -> Iterator[Problem]:
     yield from _layout(policy.actor.megatron, _trainers(trainer), "actor_rollout_ref.actor.megatron")
     if config.uses_reference and policy.ref.megatron is not None:
         yield from _layout(policy.ref.megatron, _pool(policy.ref, REFERENCE, trainer), f"{REFERENCE}.megatron")
-    if teachers.enabled:
+    if local := teachers.local_teachers:
         pool = _pool(teachers, TEACHERS, trainer)
-        for name, teacher in teachers.teacher_models.items():
+        for name, teacher in local.items():
             yield from _layout(teacher.megatron, pool, f"{TEACHERS}.teacher_models.{name}.megatron")
     if config.uses_critic:
         yield from _layout(config.critic.megatron, _pool(config.critic, CRITIC, trainer), "critic.megatron")
@@ -62,6 +62,8 @@ def unused_devices(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(f"{CRITIC}.nnodes", config.critic.nnodes, text)
     if config.distillation.nnodes and not config.distillation.enabled:
         yield Problem(f"{TEACHERS}.nnodes", config.distillation.nnodes, f"{TEACHERS}.enabled is false; set 0")
+    elif config.distillation.nnodes and not config.distillation.local_teachers:
+        yield Problem(f"{TEACHERS}.nnodes", config.distillation.nnodes, "all teachers are servers (server.urls); set 0")
 
 
 def supervised_layout(config: SupervisedConfig) -> Iterator[Problem]:

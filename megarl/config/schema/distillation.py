@@ -5,17 +5,38 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.base.algorithm_names import DISTILLATION_MODES, FORWARD_KL_TOPK
+from megarl.base.algorithm_names import DISTILLATION_MODES, FORWARD_KL_TOPK, FULL_KL
 from megarl.config.keys import key, section
 from megarl.config.schema.devices import OwnDevicesConfig
 from megarl.config.schema.model import LogProbBatchConfig, MegatronConfig
 
 
 @dataclass(frozen=True)
-class TeacherConfig(LogProbBatchConfig):
-    """A teacher: a frozen model of any size with the policy's tokenizer, and its Megatron layout."""
+class TeacherServerConfig:
+    """Running SGLang servers of a teacher, which return log-probs of the policy's tokens; see docs/distillation.md."""
 
-    model_path: str | None = key(None, "Folder of the teacher's Hugging Face model; required with `enabled`.")
+    urls: list[str] = key(
+        [],
+        "Servers with the same model, instead of `model_path`, such as http://10.0.0.3:30000; they keep running after "
+        "the run.",
+    )
+    api_key_env: str | None = key(None, "Environment variable with the servers' API key; null = send none.")
+    rows_per_request: int = key(4, "Responses per request.", at_least=1)
+    max_concurrent: int = key(64, "Concurrent requests over all servers.", at_least=1)
+    timeout_s: float = key(600.0, "Seconds for a request.", above=0)
+    max_attempts: int = key(
+        5, "Attempts per request, each at the next server, after waits of 1, 2, 4, ... 30 seconds.", at_least=1
+    )
+
+
+@dataclass(frozen=True)
+class TeacherConfig(LogProbBatchConfig):
+    """A teacher with the policy's tokenizer: a frozen model of any size and its Megatron layout, or servers."""
+
+    model_path: str | None = key(
+        None, "Folder of the teacher's Hugging Face model; required with `enabled`, without `server.urls`."
+    )
+    server: TeacherServerConfig = section(TeacherServerConfig)
     megatron: MegatronConfig = section(
         MegatronConfig,
         "Layout of the teacher, on the trainer's devices or those of `distillation.nnodes`. `param_offload` frees them "
@@ -32,8 +53,8 @@ class DistillationLossConfig:
     loss_mode: str = key(
         "k3",
         "Divergence per token: an estimate of the KL from student to teacher at the sampled token (kl and k1, abs, mse "
-        "and k2, low_var_kl and k3), or forward_kl_topk, the KL from teacher to student over the teacher's `topk` "
-        "most probable tokens.",
+        "and k2, low_var_kl and k3), full, the exact KL from student to teacher over the whole vocabulary, or "
+        "forward_kl_topk, the KL from teacher to student over the teacher's `topk` most probable tokens.",
         choices=DISTILLATION_MODES,
     )
     topk: int = key(32, "Tokens per position of forward_kl_topk; at most the vocabulary.", at_least=1)
@@ -62,6 +83,11 @@ class DistillationLossConfig:
         """Tokens per position that the teacher returns; 0 = the log-prob of the sampled token."""
         return self.topk if self.loss_mode == FORWARD_KL_TOPK else 0
 
+    @property
+    def reads_teacher_hidden(self) -> bool:
+        """Whether the teacher returns its final hidden states, from which the actor computes the exact KL."""
+        return self.loss_mode == FULL_KL
+
 
 @dataclass(frozen=True)
 class DistillationConfig(OwnDevicesConfig):
@@ -79,9 +105,15 @@ class DistillationConfig(OwnDevicesConfig):
     distillation_loss: DistillationLossConfig = section(DistillationLossConfig)
 
     @property
+    def local_teachers(self) -> dict[str, TeacherConfig]:
+        """Teachers that the run computes with Megatron, by name; the others are servers. Empty without `enabled`."""
+        models = self.teacher_models if self.enabled else {}
+        return {name: teacher for name, teacher in models.items() if not teacher.server.urls}
+
+    @property
     def teacher_is_alone(self) -> bool:
         """Whether no other process uses the devices of the teacher."""
-        return self.nnodes > 0 and len(self.teacher_models) == 1
+        return self.nnodes > 0 and len(self.local_teachers) == 1
 
     @property
     def teachers_by_key(self) -> dict[str, str]:

@@ -183,7 +183,7 @@ class TrainConfig(ScoredJobConfig):
             ROLLOUT: (policy.rollout, True),
             CRITIC: (self.critic, trains and self.uses_critic),
             REFERENCE: (policy.ref, trains and self.uses_reference and policy.ref.megatron is not None),
-            TEACHERS: (self.distillation, trains and self.distillation.enabled),
+            TEACHERS: (self.distillation, trains and bool(self.distillation.local_teachers)),
         }
         pools = {path: keys for path, (keys, is_used) in sections.items() if is_used and keys.nnodes}
         return pools | super().own_pools

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.agents import check_agent_loops
 from megarl.agents.build import default_agent_loop
 from megarl.agents.endpoint import check_endpoint
-from megarl.base.units import count_noun, gib
+from megarl.base.units import DTYPE_BYTES, count_noun, gib
 from megarl.config import TrainConfig
 from megarl.data import DataProto, StatefulLoader
 from megarl.models import WeightMap, read_model_config
@@ -23,7 +23,6 @@ from megarl.sharding.plan import build_plan
 from megarl.sharding.verification import check_coverage
 from megarl.trainer.jobs.early_checks import check_learners, check_reward_model, check_rows
 from megarl.trainer.jobs.preflight import check_algorithm, check_data_classes, check_engine, check_teacher_tokenizers
-from megarl.trainer.jobs.roles import ELEMENT_BYTES
 from megarl.trainer.jobs.supervised import SupervisedJob
 from megarl.trainer.phases.data_loading import load_tokenizer, prompt_loader, validation_loader
 from megarl.trainer.phases.reward_functions import check_rewards, reward_plan
@@ -64,7 +63,7 @@ class TrainDryRun(DryRun):
             roles["reference"] = (policy.model.path, self._reference_layout())
         if config.uses_critic:
             roles["critic"] = (str(config.critic.model.path), layout_of(config.critic.megatron).describe())
-        for name, teacher in config.distillation.teacher_models.items() if config.distillation.enabled else ():
+        for name, teacher in config.distillation.local_teachers.items():
             roles[f"teacher {name}"] = (str(teacher.model_path), layout_of(teacher.megatron).describe())
         if config.reward_model.enable:
             check_reward_model(config, weights=False)
@@ -111,6 +110,9 @@ class TrainDryRun(DryRun):
         check_teacher_tokenizers(config)
         loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
         yield f"advantage estimator {config.algorithm.adv_estimator}, policy loss {loss}"
+        for name, teacher in config.distillation.teacher_models.items() if config.distillation.enabled else ():
+            if teacher.server.urls:
+                yield f"teacher {name}: SGLang at {', '.join(teacher.server.urls)}; not asked here"
         yield from super().algorithm()
 
     def rewards(self) -> Iterator[str]:
@@ -161,7 +163,7 @@ class TrainDryRun(DryRun):
             [*engines, *range(hybrid)],
             config.trainer.n_gpus_per_node,
         )
-        element, bucket = ELEMENT_BYTES[policy.rollout.dtype], config.sync.bucket_megabytes * 2**20
+        element, bucket = DTYPE_BYTES[policy.rollout.dtype], config.sync.bucket_megabytes * 2**20
         wave_replicas = config.async_training.sync_wave_size
         together = policy.rollout.quantization is not None
         plan = build_plan(weight_map, train, rollout, bucket, element, placement, wave_replicas, together=together)

@@ -177,7 +177,7 @@ def _derived_values(config: TrainConfig | SupervisedConfig) -> dict[str, None]:
             "critic.megatron": config.critic.megatron,
             "reward_model.megatron": config.reward_model.megatron,
         }
-        teachers = {f"distillation.teacher_models.{n}": t for n, t in config.distillation.teacher_models.items()}
+        teachers = {f"distillation.teacher_models.{n}": t for n, t in config.distillation.local_teachers.items()}
         layouts |= {f"{section}.megatron": teacher.megatron for section, teacher in teachers.items()}
         rollout = policy.rollout
         if rollout.replicas and rollout.replicas * rollout.devices_per_replica == (rollout.own_devices or devices):

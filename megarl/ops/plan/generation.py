@@ -13,11 +13,12 @@ import heapq
 from collections import deque
 from typing import NamedTuple
 
+from megarl.base.units import DTYPE_BYTES
 from megarl.models import ModelConfig
 from megarl.models.sequence_cost import sequence_cost
 from megarl.ops.plan.flops import FlopCount, expert_flops, layers_elements
 from megarl.ops.plan.hardware import CollectiveGroup, Hardware
-from megarl.ops.plan.job import DTYPE_BYTES, PlannedRollout
+from megarl.ops.plan.job import PlannedRollout
 from megarl.ops.plan.lengths import Ints, Lengths
 from megarl.ops.plan.pass_times import PassTime, TimeBreakdown
 from megarl.ops.plan.states import FLOAT32

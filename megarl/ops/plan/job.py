@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from megarl.base.units import DTYPE_BYTES
 from megarl.config import MegatronConfig, TrainConfig
 from megarl.config.batch import BatchPlan
 from megarl.config.schema.jobs import ROLLOUT, TEACHERS, SupervisedConfig
@@ -26,8 +27,6 @@ PHASES = (
 )
 """Phases of a training step that use devices, by their timer names; supervised jobs have only ``update``."""
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-
 
 @dataclass(frozen=True)
 class PlannedPass:
@@ -42,7 +41,7 @@ class PlannedPass:
         optimizer_steps: optimizer steps per training step; 0 for a pass without update.
         samples: samples that the role computes per training step, over all ranks and epochs.
         with_entropy: whether entropies are computed.
-        full_kl: whether the exact KL to the reference, over the whole vocabulary, is computed.
+        full_kl: whether the exact KL to the reference or to a teacher, over the whole vocabulary, is computed.
         longest: maximum tokens of a sequence; 0 = same as ``tokens``.
     """
 
@@ -77,6 +76,8 @@ class PlannedRole:
         holds_proximal: whether host memory keeps the weights of the last sync, which are swapped in for phase
             ``old_log_prob``.
         reference_head: whether the device keeps a copy of the reference's output layer, for the exact KL.
+        teacher_head: bytes per token of the vocabulary of a teacher's output layer, of which the device keeps its part
+            for the exact KL; 0 without.
         saves_in_background: whether a save copies the state to host memory.
         lora: low-rank adapters, which alone are trained; None without adapters.
     """
@@ -92,6 +93,7 @@ class PlannedRole:
     holds_reference: bool = False
     holds_proximal: bool = False
     reference_head: bool = False
+    teacher_head: int = 0
     saves_in_background: bool = False
     lora: LoraOptions | None = None
 

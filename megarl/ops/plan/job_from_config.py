@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from megarl.base.algorithm_names import FULL_KL
 from megarl.config import AdapterKeys, MegatronConfig, TrainConfig
@@ -10,7 +11,7 @@ from megarl.config.batch import BatchPlan, MicroBatches, PhasePlan, plan_batches
 from megarl.config.schema.jobs import PreferenceConfig, SupervisedConfig, own_pools
 from megarl.models import ModelConfig, read_model_config
 from megarl.ops.plan.job import PlannedJob, PlannedPass, PlannedPool, PlannedRole, PlannedRollout
-from megarl.workers.settings import check_adapters, check_role, layout_of, lora_options
+from megarl.workers.settings import check_adapters, check_role, layout_of, lora_options, teacher_head
 
 
 def planned_job(config: TrainConfig | SupervisedConfig, *, device: str = "cuda") -> PlannedJob:
@@ -40,8 +41,7 @@ def _train_job(config: TrainConfig, device: str) -> PlannedJob:
         roles.append(_role("reference", "actor_rollout_ref.ref.megatron", model, policy.ref.megatron, (ref,)))
     if config.reward_model.enable:
         roles.append(_reward_model(config, batches))
-    if config.distillation.enabled:
-        roles += [_teacher(config, batches, name) for name in config.distillation.teacher_models]
+    roles += [_teacher(config, batches, name) for name in config.distillation.local_teachers]
     engine = PlannedRollout(
         model=model,
         config=rollout,
@@ -79,8 +79,9 @@ def _actor(config: TrainConfig, batches: BatchPlan, model: ModelConfig) -> Plann
     passes = [_pass(config, batches.phase("old_log_prob"), "old_log_prob", with_entropy=True)]
     if swaps_reference:
         passes.append(_pass(config, batches.phase("ref_log_prob"), "ref", full_kl=computes_kl))
-    entropy = policy.actor.entropy_coeff != 0
-    passes.append(_pass(config, batches.phase("actor"), "update_actor", with_entropy=entropy, full_kl=learns_kl))
+    entropy, head = policy.actor.entropy_coeff != 0, teacher_head(config.distillation)
+    full_kl = learns_kl or head is not None
+    passes.append(_pass(config, batches.phase("actor"), "update_actor", with_entropy=entropy, full_kl=full_kl))
     return _role(
         "actor",
         "actor_rollout_ref.actor.megatron",
@@ -92,6 +93,7 @@ def _actor(config: TrainConfig, batches: BatchPlan, model: ModelConfig) -> Plann
         holds_reference=swaps_reference and not policy.model.lora_rank,
         holds_proximal=config.holds_proximal_policy and not policy.model.lora_rank,
         reference_head=learns_kl or computes_kl,
+        teacher_head=head.row_bytes if head else 0,
         saves_in_background=config.trainer.save_freq > 0 and policy.actor.checkpoint.async_save,
         adapters=policy.model,
         adapters_path="actor_rollout_ref.model",
@@ -205,7 +207,7 @@ def _role(
     trains: bool = False,
     adapters: AdapterKeys | None = None,
     adapters_path: str = "",
-    **options: bool,
+    **options: Any,
 ) -> PlannedRole:
     """Check and build a role; ``options`` are further fields of :class:`PlannedRole`."""
     check_role(model, megatron, path)

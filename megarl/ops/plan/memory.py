@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megarl.config import TrainConfig
-from megarl.config.batch import token_store_bytes
 from megarl.config.schema.jobs import ACTOR, ROLLOUT
 from megarl.ops.plan.generation import KVCacheCapacity, kv_cache_capacity
 from megarl.ops.plan.job import PlannedJob, PlannedRole, PlannedRollout
 from megarl.ops.plan.pass_activations import PassActivations, padded_vocab, pass_activations
 from megarl.ops.plan.states import RankStates, StateCounter, rollout_weight_bytes
+from megarl.workers.settings import needed_store_bytes
 
 HOST_CHUNK = 2**28
 """Chunk size, in bytes, in which host memory is allocated for offloaded states."""
@@ -30,7 +30,8 @@ class Component(NamedTuple):
         owner: a role, ``rollout`` or ``sync``.
         name: ``weights``, ``gradients``, ``optimizer``, ``activations`` (saved for the backward), ``logits`` or
             ``working`` (whichever is larger at the peak), ``kv_cache``, ``buckets``, ``matrices before FP8``,
-            ``reference head``; in host memory also ``reference copy``, ``proximal copy`` and ``swapped weights``.
+            ``reference head``, ``teacher head``; in host memory also ``reference copy``, ``proximal copy`` and
+            ``swapped weights``.
         nbytes: size in bytes.
     """
 
@@ -267,6 +268,8 @@ def _stage_components(role: PlannedRole, stage: StageMemory, phase: str) -> Iter
     if role.reference_head and stage.stage == role.layout.pp - 1:
         head = padded_vocab(role) // role.layout.tp * role.model.hidden_size * role.dtype_bytes
         yield Component(role.name, "reference head", head)
+    if role.teacher_head and stage.stage == role.layout.pp - 1:
+        yield Component(role.name, "teacher head", padded_vocab(role) // role.layout.tp * role.teacher_head)
     if activations is not None and not (single_step and steps):
         if activations.at_logits:
             yield Component(role.name, "activations", activations.layers + activations.ends)
@@ -289,7 +292,7 @@ def _host(job: PlannedJob, roles: Mapping[str, RoleMemory], node_size: int) -> t
         if node < job.nodes and (sent := _kept_for_deltas(job)):
             totals["sync", "last sent weights"] = sent
         if node == 0 and isinstance(job.config, TrainConfig):
-            totals["driver", "token columns"] = token_store_bytes(job.config)
+            totals["driver", "token columns"] = needed_store_bytes(job.config)
         for device in on_node:
             for memory in roles.values():
                 role, rank = memory.role, job.rank_on(memory.role, device)

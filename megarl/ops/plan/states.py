@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from megarl.base.units import DTYPE_BYTES
 from megarl.models import LocalParam, ModelConfig, ParallelLayout, WeightMap
 from megarl.models.adapters import AdapterMap
 from megarl.models.declaration import FP8_BLOCK
-from megarl.ops.plan.job import DTYPE_BYTES, PlannedRole
+from megarl.ops.plan.job import PlannedRole
 
 FLOAT32 = 4
 MOMENTS = 2

@@ -65,6 +65,14 @@ class HttpBackend:
             raise RolloutError(f"SGLang refused a request ({status}): {_message(body)}")
         return body
 
+    async def post(self, path: str, fields: Mapping[str, Any]) -> tuple[int, Any]:
+        """Send a request and return status and body, parsed if it is JSON.
+
+        Raises:
+            EngineLost: the server does not answer.
+        """
+        return await self._send("POST", path, fields)
+
     async def abort(self, rid: str) -> None:
         """See :class:`SGLangBackend`."""
         await self._send("POST", "/abort_request", {"rid": rid})

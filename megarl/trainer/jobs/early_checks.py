@@ -118,27 +118,40 @@ def check_teachers(config: TrainConfig, *, weights: bool = True) -> list[Teacher
         weights: require weights; if False, a ``config.json`` is enough.
 
     Returns:
-        The teachers; empty without distillation.
+        The teachers, without those that are servers; empty without distillation.
 
     Raises:
         ModelError, ConfigError: names the key, its value, and the remedy.
     """
     if not config.distillation.enabled:
         return []
-    topk, student = config.distillation.distillation_loss.teacher_topk, config.actor_rollout_ref.model.path
-    for name, teacher in config.distillation.teacher_models.items():
+    loss, student = config.distillation.distillation_loss, config.actor_rollout_ref.model.path
+    vocab_size = read_model_config(student).vocab_size
+    if loss.teacher_topk > vocab_size:
+        raise ConfigError(
+            f"distillation.distillation_loss.topk={loss.teacher_topk}: the policy has {vocab_size} tokens; set at most "
+            "that many"
+        )
+    teachers = config.distillation.local_teachers
+    for name, teacher in teachers.items():
         path, field = str(teacher.model_path), f"distillation.teacher_models.{name}"
         model = read_model_config(path)
         if model.is_value_model:
             raise ModelError(f"{field}.model_path={path} has a scalar head; a teacher is a language model")
-        tokens = min(model.vocab_size, read_model_config(student).vocab_size)
-        if topk > tokens:
+        tokens = min(model.vocab_size, vocab_size)
+        if loss.reads_teacher_hidden and tokens < vocab_size:
             raise ConfigError(
-                f"distillation.distillation_loss.topk={topk}: teacher and student share {tokens} tokens; set at most "
-                "that many"
+                f"distillation.distillation_loss.loss_mode={loss.loss_mode}: the teacher {field}.model_path={path} has "
+                f"{tokens} of the policy's {vocab_size} tokens, and the KL is infinite where it has no probability; "
+                "set k2 or k3, or take a teacher with as many tokens"
+            )
+        if loss.teacher_topk > tokens:
+            raise ConfigError(
+                f"distillation.distillation_loss.topk={loss.teacher_topk}: teacher and student share {tokens} "
+                "tokens; set at most that many"
             )
         _check_model(path, teacher.megatron, f"{field}.megatron", weights=weights)
-    return list(config.distillation.teacher_models.values())
+    return list(teachers.values())
 
 
 def check_export(folder: str | None, models: Sequence[str]) -> None:

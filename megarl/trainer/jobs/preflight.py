@@ -6,19 +6,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+
+from transformers import PreTrainedTokenizerBase
 
 from megarl.agents import check_agent_loops
 from megarl.algorithms import load_advantage, load_policy_loss, load_schedule, warmup_steps
 from megarl.base.errors import ConfigError
+from megarl.base.units import count_noun
 from megarl.config import EvaluateConfig, GenerateConfig, OptimConfig, TrainConfig
 from megarl.config.batch import BatchPlan
 from megarl.config.problems import InvalidConfigError, Problem, format_value
 from megarl.config.schema.algorithm import ScheduledWeightConfig
+from megarl.config.schema.distillation import TeacherServerConfig
 from megarl.config.schema.jobs import SupervisedConfig
 from megarl.models import ModelConfig, ParallelLayout, check_layout, read_model_config
 from megarl.models.hf_folder import all_eos_token_ids
 from megarl.rollout import check_engine_model
 from megarl.rollout.settings import engine_options
+from megarl.rollout.sglang.teacher import TeacherServers
 from megarl.trainer.callbacks import load_callbacks
 from megarl.trainer.jobs.early_checks import check_prompt_rows
 from megarl.trainer.jobs.roles import run_updates
@@ -41,6 +47,7 @@ def check_train(config: TrainConfig) -> None:
     check_data_classes(config)
     check_algorithm(config)
     check_teacher_tokenizers(config)
+    check_teacher_servers(config)
     check_answers(config, read_model_config(config.actor_rollout_ref.model.path))
 
 
@@ -80,7 +87,7 @@ def check_algorithm(config: TrainConfig) -> None:
 
 
 def check_teacher_tokenizers(config: TrainConfig) -> None:
-    """Check that the teachers of a distillation have the policy's vocabulary.
+    """Check that the teachers of a distillation have the policy's vocabulary; servers are not asked.
 
     Raises:
         ModelError, ConfigError: a tokenizer cannot be loaded or differs; names the key and a differing token.
@@ -89,7 +96,7 @@ def check_teacher_tokenizers(config: TrainConfig) -> None:
         return
     student = str(config.actor_rollout_ref.model.tokenizer_path)
     vocabulary = load_tokenizer(student).get_vocab()
-    for name, teacher in config.distillation.teacher_models.items():
+    for name, teacher in config.distillation.local_teachers.items():
         other = load_tokenizer(str(teacher.model_path)).get_vocab()
         if differing := sorted(dict(vocabulary.items() ^ other.items())):
             token = differing[0]
@@ -98,6 +105,62 @@ def check_teacher_tokenizers(config: TrainConfig) -> None:
                 f"of the policy ({student}) in {len(differing)} tokens; {token!r} has id {other.get(token)} there and "
                 f"{vocabulary.get(token)} here. A teacher needs the policy's vocabulary"
             )
+
+
+def check_teacher_servers(config: TrainConfig) -> None:
+    """Check that the servers of teachers answer, have the policy's vocabulary, and take its sequences.
+
+    Raises:
+        TeacherError, ConfigError: see :func:`check_teacher_server`.
+    """
+    policy, data, distillation = config.actor_rollout_ref.model, config.data, config.distillation
+    for name, teacher in distillation.teacher_models.items() if distillation.enabled else ():
+        if teacher.server.urls:
+            check_teacher_server(
+                f"distillation.teacher_models.{name}.server",
+                teacher.server,
+                load_tokenizer(str(policy.tokenizer_path)),
+                read_model_config(policy.path).vocab_size,
+                data.max_prompt_length + data.max_response_length,
+            )
+
+
+def check_teacher_server(
+    key: str, server: TeacherServerConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, longest: int
+) -> None:
+    """Check that every server of a teacher has the policy's tokens, by the text of each, and takes its sequences.
+
+    Args:
+        key: config key of the servers.
+        server: the servers.
+        tokenizer: of the policy.
+        vocab_size: tokens of the policy's model; a server ends at one that its own lacks.
+        longest: most tokens of prompt and response.
+
+    Raises:
+        TeacherError: a server does not answer, has no tokenizer, its model lacks a token, or its context is short.
+        ConfigError: a token has another text there.
+    """
+    ids = sorted(tokenizer.get_vocab().values())
+    texts = [tokenizer.decode([token]) for token in ids]
+    for url in server.urls:
+        servers = TeacherServers(key, replace(server, urls=[url], max_attempts=1))
+        try:
+            others = servers.token_texts(ids)
+            differing = [
+                number for number, (text, other) in enumerate(zip(texts, others, strict=True)) if text != other
+            ]
+            if differing:
+                first = differing[0]
+                raise ConfigError(
+                    f"{key}.urls: {url} has another tokenizer than the policy: {count_noun(len(differing), 'token')} "
+                    f"differ; token {ids[first]} is {others[first]!r} there and {texts[first]!r} here. A teacher needs "
+                    "the policy's vocabulary"
+                )
+            servers.check_token(vocab_size - 1)
+            servers.check_length(longest)
+        finally:
+            servers.close()
 
 
 def check_answers(config: TrainConfig | EvaluateConfig, model: ModelConfig) -> None:

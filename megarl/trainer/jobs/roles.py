@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from megarl.algorithms import Truncation
 from megarl.base.errors import WeightSyncError, WorkerError
+from megarl.base.units import DTYPE_BYTES
 from megarl.cluster import PerRank, WorkerFailed, WorkerSilent, wait_all, wait_ready
 from megarl.cluster.adapters import GroupSource, GroupTarget, ReplicaProcess, replica_processes
 from megarl.cluster.role_groups import (
@@ -27,6 +28,7 @@ from megarl.cluster.role_groups import (
 from megarl.config import AdapterKeys, MegatronConfig, OptimConfig, TrainConfig
 from megarl.config.batch import BatchPlan, teacher_phase
 from megarl.config.correction_bounds import weight_bounds
+from megarl.config.schema.distillation import TeacherServerConfig
 from megarl.config.schema.jobs import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, ROLLOUT, TEACHERS, SupervisedConfig
 from megarl.models import ParallelLayout, WeightMap, read_model_config
 from megarl.models.sequence_cost import SequenceCost, sequence_cost
@@ -61,6 +63,7 @@ from megarl.workers.settings import (
     UpdatePlan,
     layout_of,
     lora_options,
+    teacher_head,
 )
 
 logger = logging.getLogger(__name__)
@@ -69,7 +72,6 @@ _Group = TypeVar("_Group", bound=MegatronGroup)
 
 REFERENCE_VERBS = ("compute_ref_log_prob", "compute_ref_representations")
 """Verbs of the reference, which share one token budget."""
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass
@@ -353,6 +355,7 @@ class RoleBuilder:
             "reference": reference,
             "correction": self._proximal_bounds(),
             "distillation": self.config.distillation.distillation_loss if self.config.distillation.enabled else None,
+            "teacher_head": teacher_head(self.config.distillation),
         }
         budgets = {"compute_log_prob": kwargs["log_prob"].budget, "update_actor": kwargs["plan"].budget}
         if reference is not None:
@@ -401,6 +404,8 @@ class RoleBuilder:
 
     def _teacher(self, name: str) -> TeacherGroup:
         teacher = self.config.distillation.teacher_models[name]
+        if teacher.server.urls:
+            return self._served_teacher(name, teacher.server)
         cost = sequence_cost(read_model_config(str(teacher.model_path)))
         micro = budget(self.batches.phase(teacher_phase(name)).micro, cost)
         alone = self.config.distillation.teacher_is_alone
@@ -409,10 +414,22 @@ class RoleBuilder:
             "log_prob": LogProbSettings(micro, self.policy.rollout.temperature),
             "topk": self.config.distillation.distillation_loss.teacher_topk,
             "candidates": read_model_config(self.policy.model.path).vocab_size,
+            "returns_hidden": self.config.distillation.distillation_loss.reads_teacher_hidden,
         }
         worker, layout = "megarl.workers.teacher:TeacherWorker", layout_of(teacher.megatron)
         role, budgets = teacher_phase(name), {"compute_teacher_log_prob": micro}
         return self._group(TeacherGroup, TEACHERS, role, worker, kwargs, layout, budgets)
+
+    def _served_teacher(self, name: str, server: TeacherServerConfig) -> TeacherGroup:
+        """One process on the driver's node that asks the servers."""
+        kwargs: dict[str, Any] = {
+            "name": name,
+            "server": server,
+            "topk": self.config.distillation.distillation_loss.teacher_topk,
+            "candidates": read_model_config(self.policy.model.path).vocab_size,
+        }
+        worker, layout = "megarl.workers.served_teacher:ServedTeacherWorker", ParallelLayout()
+        return TeacherGroup(teacher_phase(name), worker, kwargs, layout, self.pools.trainer, on_device=False)
 
     def _has_critic(self) -> bool:
         """Whether the job has a critic; ``val_only`` needs neither critic nor reference."""
@@ -436,7 +453,7 @@ class RoleBuilder:
             actor.layout,
             RolloutLayout(tp=tp, replicas=len(members), vocab_multiple=engine_vocab_multiple(config.rollout.name)),
             sync.bucket_megabytes * 2**20,
-            ELEMENT_BYTES[config.rollout.dtype],
+            DTYPE_BYTES[config.rollout.dtype],
             routes.placement(),
             self.config.async_training.sync_wave_size,
             together=config.rollout.quantization is not None,

@@ -13,7 +13,6 @@ from megarl.base.logs import LOGS_FOLDER, ProcessLogs
 from megarl.base.run_clock import run_started
 from megarl.cluster import PlacedPool, RaySession
 from megarl.cluster.session import local_store_bytes
-from megarl.config.batch import token_store_bytes
 from megarl.config.keys import with_values
 from megarl.config.schema.jobs import JobT, SupervisedConfig, TrainConfig, own_pools
 from megarl.tracing import PHASE, span
@@ -26,6 +25,7 @@ from megarl.trainer.records.watchdog import LaterLimits
 from megarl.trainer.state.run_identity import identify_run
 from megarl.trainer.state.run_state import Resume, RunState, find_resume
 from megarl.trainer.state.stopping import CTRL_C, RAY_LOST, StopCondition, ends_on_signals, process_deadlines
+from megarl.workers.settings import needed_store_bytes
 
 ContextT = TypeVar("ContextT", bound=AbstractContextManager[object])
 
@@ -108,7 +108,7 @@ class JobSession(Generic[JobT]):
                 self._stack.enter_context(resource)
         run = self.config.trainer
         with self.console.phase("start Ray", announce=True):
-            needed = token_store_bytes(self.config) if isinstance(self.config, TrainConfig) else 0
+            needed = needed_store_bytes(self.config) if isinstance(self.config, TrainConfig) else 0
             opened = RaySession(
                 logs=self.logs, dashboard=run.ray_dashboard, object_store_bytes=local_store_bytes(needed)
             )

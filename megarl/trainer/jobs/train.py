@@ -233,8 +233,11 @@ class TrainerBuilder:
         if roles.reference and config.uses_ref_log_prob:
             yield verb_pass("ref", roles.reference, "compute_ref_log_prob")
         if teachers := roles.teachers:
-            # Several teachers take turns under the driver's control, so nothing else starts until they are done.
-            used = [*teachers.values()] if len(teachers) == 1 else [*roles.learners(), *roles.frozen()]
+            # Several teachers take turns under the driver's control, so nothing else starts until they are done. A
+            # single one that is a server uses no device, and computes beside the other passes.
+            used = [*roles.learners(), *roles.frozen()]
+            if len(teachers) == 1:
+                used = [*teachers.values()] if config.distillation.local_teachers else []
             phase = TeacherPhase(teachers, config.distillation.teacher_key)
             yield ModelPass("teacher", tuple(group.pool for group in used), phase.submit)
         if roles.critic:

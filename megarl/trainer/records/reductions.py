@@ -13,6 +13,7 @@ SUMMED = (
     "agent/failed",
     "best_of_n/masked",
     "distillation/rows/*",
+    "distillation/retries/*",
     *(f"endpoint/{name}" for name in ("requests", "refused", "unserved", "cut_off", "tokens")),
     *(f"reward/{name}" for name in ("failed", "bad_samples", "timeouts", "infrastructure_failures", "retries")),
     *("reward/processes_replaced", "reward/rm_truncated", "reward_baselines/failed"),

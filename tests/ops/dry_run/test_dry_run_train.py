@@ -91,6 +91,9 @@ def test_dry_run_of_distillation(train_config: Callable[..., TrainConfig], arith
     loss = {"distillation.distillation_loss.use_policy_gradient": True}
     text = "\n".join(report(train_config(teacher | loss)))
     assert re.search(r"teacher big: Qwen2ForCausalLM of .*, TP1 PP1 DP1", text) and "teacher_big working" in text
+    server = {"distillation.enabled": True, "distillation.teacher_models.far.server.urls": ["http://far.invalid:30000"]}
+    text = "\n".join(report(train_config(server | loss)))
+    assert "teacher far: SGLang at http://far.invalid:30000; not asked here" in text and "teacher_far" not in text
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -1,0 +1,223 @@
+"""Running SGLang servers as a teacher: log-probs of given tokens, over HTTP.
+
+A request has whole sequences and asks for no new token. SGLang then returns, for each token from ``logprob_start_len``
+on, its log-prob given the tokens before it, ``[log-prob, id, text]``; the first has none. So the last ``R`` entries are
+those of a response of ``R`` tokens. The vocabulary's last token has the right log-prob, but 0 as its id. With
+``top_logprobs_num`` each position also has its most probable tokens. Log-probs are those of temperature 1. SGLang does
+not check the ids of an input, and a server ends at one that its model lacks: :meth:`TeacherServers.check_token` asks
+first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from megarl.base.errors import TeacherError
+from megarl.base.units import count_noun
+from megarl.config.schema.distillation import TeacherServerConfig
+from megarl.rollout.interface import EngineLost
+from megarl.rollout.sglang.backend import RequestLoop
+from megarl.rollout.sglang.http import HttpBackend
+
+_REFUSALS = (400, 401, 403, 404, 413, 422)
+"""Statuses that a repetition cannot change."""
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 30.0
+_TEXTS_PER_REQUEST = 8192
+_Result = TypeVar("_Result")
+
+
+class TokenRow(NamedTuple):
+    """A sequence to grade: token ids of prompt and response."""
+
+    prompt: list[int]
+    response: list[int]
+
+
+class TokenGrades(NamedTuple):
+    """Log-probs of a response under the teacher.
+
+    Attributes:
+        log_probs: of the response tokens, ``R`` numbers.
+        top_ids: the most probable tokens at each position, ``R`` lists of ``k``; empty if not requested.
+        top_log_probs: their log-probs, by descending probability.
+    """
+
+    log_probs: list[float]
+    top_ids: list[list[int]]
+    top_log_probs: list[list[float]]
+
+
+class TeacherServers:
+    """Client of the servers of a teacher, which all have the same model.
+
+    Args:
+        key: config key of the teacher, for errors.
+        config: URLs, limits and retries.
+
+    Raises:
+        TeacherError: the environment variable with the API key is not set.
+    """
+
+    def __init__(self, key: str, config: TeacherServerConfig) -> None:
+        self.key, self.config = key, config
+        self.retries = 0
+        secret = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
+        if config.api_key_env and not secret:
+            raise TeacherError(
+                f"{key}.api_key_env={config.api_key_env}: the environment variable is not set; it must hold the API "
+                "key of the servers"
+            )
+        self._loop = RequestLoop()
+        self._backends = [HttpBackend(url, secret, self._loop) for url in config.urls]
+        self._next = itertools.count()
+
+    def grade(self, rows: Sequence[TokenRow], topk: int = 0) -> list[TokenGrades]:
+        """Return the log-probs of responses, in order; requests are concurrent, and each has several rows.
+
+        Args:
+            rows: sequences; an empty response needs no request.
+            topk: most probable tokens to return at each position.
+
+        Raises:
+            TeacherError: a server refuses a request, fails after all attempts, or returns other tokens.
+        """
+        size = self.config.rows_per_request
+        filled = [row for row in rows if row.response]
+        parts = [filled[start : start + size] for start in range(0, len(filled), size)]
+        answers = self._run(parts, lambda part: self._grade_part(part, topk))
+        grades = iter([grade for answer in answers for grade in answer])
+        return [next(grades) if row.response else TokenGrades([], [], []) for row in rows]
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Return the texts of tokens by a server's tokenizer; the model computes nothing.
+
+        Raises:
+            TeacherError: the server has no tokenizer, or does not answer.
+        """
+        parts = [ids[start : start + _TEXTS_PER_REQUEST] for start in range(0, len(ids), _TEXTS_PER_REQUEST)]
+
+        async def texts(part: Sequence[int]) -> list[str]:
+            fields = {"tokens": [[token] for token in part], "skip_special_tokens": False}
+            answer = await self._send("/v1/detokenize", fields)
+            return list(answer["text"])
+
+        return [text for part in self._run(parts, texts) for text in part]
+
+    def check_token(self, token: int) -> None:
+        """Check that a server's model has a token, by asking for its log-prob beside another one's.
+
+        Raises:
+            TeacherError: it has not, or the server does not answer.
+        """
+        fields = {"input_ids": [[0, 0]], "logprob_start_len": [0], "token_ids_logprob": [[token]]}
+        self._run([fields], lambda fields: self._log_probs(fields, 1))
+
+    def check_length(self, tokens: int) -> None:
+        """Check that every server takes sequences of this many tokens, as far as it reports its limit.
+
+        Raises:
+            TeacherError: a server takes shorter ones only, or does not answer.
+        """
+        for backend in self._backends:
+            info = self._run([backend], lambda backend: backend.server_info())[0]
+            limit = info.get("max_req_input_len")
+            if isinstance(limit, int) and tokens >= limit:
+                raise TeacherError(
+                    f"{self.key}.urls: {backend.url} takes fewer than {limit} tokens, and prompt and response have "
+                    f"up to {tokens}; start it with a longer --context-length and more memory, or set a shorter "
+                    "data.max_response_length"
+                )
+
+    def close(self) -> None:
+        """Close connections; the servers keep running."""
+        for backend in self._backends:
+            self._loop.start(backend.disconnect()).result()
+
+    def _run(self, parts: Sequence[Any], request: Callable[[Any], Awaitable[_Result]]) -> list[_Result]:
+        """Run one request per part, at most ``max_concurrent`` at a time; the first error ends all."""
+
+        async def run() -> list[_Result]:
+            slots = asyncio.Semaphore(self.config.max_concurrent)
+
+            async def limited(part: Any) -> _Result:
+                async with slots:
+                    return await request(part)
+
+            tasks = [asyncio.ensure_future(limited(part)) for part in parts]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+        return self._loop.start(run()).result()
+
+    async def _grade_part(self, rows: Sequence[TokenRow], topk: int) -> list[TokenGrades]:
+        fields: dict[str, Any] = {
+            "input_ids": [row.prompt + row.response for row in rows],
+            "logprob_start_len": [len(row.prompt) - 1 for row in rows],
+        }
+        if topk:
+            fields["top_logprobs_num"] = topk
+        answers = await self._log_probs(fields, len(rows))
+        return [self._grades(answer, row, topk) for answer, row in zip(answers, rows, strict=True)]
+
+    def _grades(self, answer: dict[str, Any], row: TokenRow, topk: int) -> TokenGrades:
+        """Read the entries of a response; the tokens must be those that were sent."""
+        count = len(row.response)
+        tokens = answer["input_token_logprobs"][-count:]
+        if len(tokens) < count:
+            raise self._unreadable(count)
+        log_probs = [log_prob for log_prob, *_ in tokens]
+        same = all(returned in (token, 0) for token, (_, returned, *_) in zip(row.response, tokens, strict=True))
+        if not same or None in log_probs:
+            raise self._unreadable(count)
+        if not topk:
+            return TokenGrades(log_probs, [], [])
+        top = answer["input_top_logprobs"][-count:]
+        return TokenGrades(log_probs, [[e[1] for e in best] for best in top], [[e[0] for e in best] for best in top])
+
+    def _unreadable(self, count: int) -> TeacherError:
+        return TeacherError(
+            f"{self.key}.urls={self.config.urls}: a server did not return {count_noun(count, 'log-prob')}, as asked; "
+            "megarl reads `input_token_logprobs` as SGLang 0.5 returns them"
+        )
+
+    async def _log_probs(self, fields: dict[str, Any], count: int) -> list[dict[str, Any]]:
+        """Request log-probs; return ``meta_info`` of each of the ``count`` sequences."""
+        payload = {"sampling_params": {"max_new_tokens": 0}, "return_logprob": True, **fields}
+        body = await self._send("/generate", payload)
+        if not isinstance(body, list) or len(body) != count:
+            raise self._unreadable(count)
+        return [part["meta_info"] for part in body]
+
+    async def _send(self, path: str, fields: dict[str, Any]) -> Any:
+        """Send a request, with retries; return the JSON of the answer."""
+        reason, wait_s = "", _FIRST_WAIT_S
+        for attempt in range(self.config.max_attempts):
+            if attempt:
+                self.retries += 1
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            backend = self._backends[next(self._next) % len(self._backends)]
+            try:
+                status, body = await asyncio.wait_for(backend.post(path, fields), self.config.timeout_s)
+            except TimeoutError:
+                reason = f"{backend.url} did not answer within {self.key}.timeout_s={self.config.timeout_s:g}"
+                continue
+            except EngineLost as error:
+                reason = str(error)
+                continue
+            if status == 200:
+                return body
+            reason = f"{backend.url}{path} answered with status {status}: {str(body)[:300]}"
+            if status in _REFUSALS:
+                raise TeacherError(f"{self.key}.urls: {reason}")
+        raise TeacherError(
+            f"{self.key}.urls: {reason}; gave up after {count_noun(self.config.max_attempts, 'attempt')}. Start the "
+            "server, then start or resume the run"
+        )

@@ -1,0 +1,152 @@
+"""The client of a teacher's servers against a real HTTP server: retries, refusals, order, and the API key."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from megarl.base.errors import TeacherError
+from megarl.config.schema.distillation import TeacherServerConfig
+from megarl.rollout.sglang import teacher
+from megarl.rollout.sglang.teacher import TeacherServers, TokenRow
+
+KEY = "distillation.teacher_models.t.server"
+ROWS = [TokenRow([1, 2, 3][: n % 3 + 1], list(range(n, n + n % 5))) for n in range(20)]
+
+
+class Server(ThreadingHTTPServer):
+    """Answers in SGLang's format: the log-prob of a token is minus its id. The first answers are errors."""
+
+    def __init__(self, failures: list[int], wait_s: float = 0.0) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.failures, self.wait_s = failures, wait_s
+        self.lock, self.now, self.most, self.requests, self.keys = threading.Lock(), 0, 0, 0, set[str]()
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        fields, server = json.loads(self.rfile.read(int(self.headers["Content-Length"]))), self.server
+        with server.lock:
+            server.requests, server.now = server.requests + 1, server.now + 1
+            server.most = max(server.most, server.now)
+            server.keys.add(self.headers["Authorization"])
+            status = server.failures.pop(0) if server.failures else 200
+        time.sleep(server.wait_s)
+        with server.lock:
+            server.now -= 1
+        body = [answer(*part) for part in zip(fields["input_ids"], fields["logprob_start_len"], strict=True)]
+        text = json.dumps(body if status == 200 else {"error": {"message": "no"}}).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        with contextlib.suppress(BrokenPipeError):  # the client may have given up
+            self.wfile.write(text)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+def answer(ids: list[int], start: int) -> dict[str, Any]:
+    entries = [[None if n == 0 else -float(token), token, None] for n, token in enumerate(ids[start:])]
+    return {"text": "", "meta_info": {"input_token_logprobs": entries, "output_token_logprobs": []}}
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr(teacher, "_FIRST_WAIT_S", 0.01)
+    servers = []
+
+    def build(failures: list[int], wait_s: float = 0.0) -> Server:
+        servers.append(Server(failures, wait_s))
+        return servers[-1]
+
+    yield build
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def client(servers: list[str], **changes: Any) -> TeacherServers:
+    return TeacherServers(KEY, TeacherServerConfig(urls=servers, **changes))
+
+
+def assert_graded(servers: TeacherServers) -> None:
+    grades = servers.grade(ROWS)
+    assert [grade.log_probs for grade in grades] == [[-float(token) for token in row.response] for row in ROWS]
+    servers.close()
+
+
+def test_rows_are_graded_in_order_by_concurrent_requests(start: Any) -> None:
+    one, two = start([], 0.05), start([], 0.05)
+    servers = client([one.url, two.url], rows_per_request=3, max_concurrent=4)
+    assert_graded(servers)
+    assert (one.requests, two.requests, servers.retries) == (3, 3, 0)  # 16 rows have a response
+    assert 2 <= one.most + two.most <= 4
+
+
+def test_failed_requests_are_repeated(start: Any) -> None:
+    server = start([503, 500, 429])
+    servers = client([server.url], rows_per_request=4)
+    assert_graded(servers)
+    assert servers.retries == 3
+
+
+def test_a_dead_server_is_passed_over(start: Any) -> None:
+    dead, alive = start([]), start([])
+    dead.shutdown()
+    dead.server_close()
+    servers = client([dead.url, alive.url])
+    assert_graded(servers)
+    assert servers.retries >= 1
+
+
+def test_the_last_failure_names_url_and_key(start: Any) -> None:
+    server = start([503] * 9)
+    servers = client([server.url], max_attempts=3, rows_per_request=99)
+    with pytest.raises(TeacherError, match=rf"{KEY}\.urls: {server.url}/generate .* status 503: .*after 3 attempts"):
+        servers.grade(ROWS)
+    assert server.requests == 3
+    servers.close()
+    slow = start([], 1.0)
+    servers = client([slow.url], max_attempts=1, timeout_s=0.1)
+    with pytest.raises(TeacherError, match=rf"{slow.url} did not answer within {KEY}\.timeout_s=0\.1"):
+        servers.grade(ROWS[:2])
+    servers.close()
+
+
+def test_a_refused_request_is_not_repeated(start: Any) -> None:
+    server = start([400])
+    servers = client([server.url], rows_per_request=99)
+    with pytest.raises(TeacherError, match=rf"{KEY}\.urls: {server.url}/generate answered with status 400"):
+        servers.grade(ROWS)
+    assert server.requests == 1
+    servers.close()
+
+
+def test_other_tokens_than_those_sent_are_an_error(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "answer", lambda ids, start, right=answer: right(ids[:-1], start))
+    servers = client([start([]).url])
+    with pytest.raises(TeacherError, match=r"did not return \d+ log-probs?, as asked"):
+        servers.grade(ROWS)
+    servers.close()
+
+
+def test_api_key_comes_from_the_environment(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start([])
+    with pytest.raises(TeacherError, match=rf"{KEY}\.api_key_env=NO_SUCH_KEY: the environment variable is not set"):
+        client([server.url], api_key_env="NO_SUCH_KEY")
+    monkeypatch.setenv("TEACHER_KEY", "secret")
+    assert_graded(client([server.url], api_key_env="TEACHER_KEY"))
+    assert server.keys == {"Bearer secret"}
