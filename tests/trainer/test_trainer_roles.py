@@ -15,7 +15,7 @@ from megarl.config import TrainConfig
 from megarl.config.batch import plan_batches
 from megarl.models import WeightMap, read_model_config
 from megarl.trainer.jobs.devices import JobPools
-from megarl.trainer.jobs.roles import RoleBuilder
+from megarl.trainer.jobs.role_builder import RoleBuilder
 
 
 @pytest.mark.usefixtures("forked_workers")

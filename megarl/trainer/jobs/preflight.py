@@ -27,7 +27,7 @@ from megarl.rollout.settings import engine_options
 from megarl.rollout.sglang.teacher import TeacherServers
 from megarl.trainer.callbacks import load_callbacks
 from megarl.trainer.jobs.early_checks import check_prompt_rows
-from megarl.trainer.jobs.roles import run_updates
+from megarl.trainer.jobs.role_builder import run_updates
 from megarl.trainer.phases.data_classes import collate_function, reads_its_files, user_sampler
 from megarl.trainer.phases.data_loading import load_tokenizer, mixture_weights
 from megarl.trainer.phases.reward_functions import check_rewards

@@ -20,7 +20,8 @@ from megarl.trainer.callbacks import load_callbacks
 from megarl.trainer.jobs.devices import JobPools
 from megarl.trainer.jobs.output_folders import check_output_folders, claim_response_folders
 from megarl.trainer.jobs.preflight import check_schedules, check_train
-from megarl.trainer.jobs.roles import RoleBuilder, Roles
+from megarl.trainer.jobs.role_builder import RoleBuilder
+from megarl.trainer.jobs.roles import Roles
 from megarl.trainer.jobs.session import JobSession, open_job
 from megarl.trainer.jobs.worker_groups import Progress
 from megarl.trainer.phases.advantage_phase import AdvantagePhase, RewardShaping
