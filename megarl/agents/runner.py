@@ -138,6 +138,7 @@ class AgentRunner:
 
         Raises:
             MegarlError: no conversation can go on; the first error of :data:`FATAL`, or of building an agent loop.
+                After the loss of all replicas they can go on with others, and no sample is dropped.
         """
         deadline = time.monotonic() + wait_s
         with self._changed:
@@ -147,8 +148,9 @@ class AgentRunner:
             self._changed.wait_for(lambda: not self._pending or self._is_over(epoch), max(0.0, rest))
             if self._epoch != epoch:
                 return []
-            if self._failure is not None:
-                raise self._failure
+            lost = self._router.no_replica if self._router is not None else None
+            if (failure := self._failure or lost) is not None:
+                raise failure
             ended, self._ended = self._ended, []
             self._reported_at = time.monotonic()
         return ended
@@ -215,11 +217,15 @@ class AgentRunner:
         return self._failure is not None or self._epoch != epoch
 
     async def _open(self, replicas: Mapping[int, Replica], client: str) -> None:
-        self._router, self._gate = Router(replicas, self._capacity, self._timeout_s, client), VersionGate()
+        self._router, self._gate = self._new_router(replicas, client), VersionGate()
         await self._scope.enter_async_context(self._router)
         await self._scope.enter_async_context(monitored_loop())
         serving = self.endpoint.serving(self._router.generate) if self.endpoint else nullcontext()
         await self._scope.enter_async_context(serving)
+
+    def _new_router(self, replicas: Mapping[int, Replica], client: str) -> Router:
+        """Build a router; a weight sync may replace its last replica, so requests wait for that."""
+        return Router(replicas, self._capacity, self._timeout_s, client, waits_for_replicas=True)
 
     async def _close(self) -> RouterStats:
         await self._abort(list(self._tasks))

@@ -26,7 +26,7 @@ from megarl.cluster.resources import PlacedPool
 from megarl.cluster.worker_group import WorkerGroup, wait_ready
 from megarl.models.layout import ParallelLayout
 from megarl.rollout.interface import NO_VERSION
-from megarl.rollout.router import Replica
+from megarl.rollout.router import NoReplicaLeft, Replica
 from megarl.rollout.router_stats import RouterStats
 from megarl.tracing import TRACER
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
@@ -232,6 +232,7 @@ class AgentRunners:
         self._unfinished: Counter[int] = Counter()
         self._dead: list[int] = []
         self._losses, self._version = 0, NO_VERSION
+        self._replaced_at = 0.0
 
     def __enter__(self) -> AgentRunners:
         return self
@@ -264,6 +265,7 @@ class AgentRunners:
         """
         self._replicas = replicas
         self._ask("set_replicas", replicas)
+        self._replaced_at = time.monotonic()
 
     def submit(self, groups: Sequence[ConversationGroup]) -> None:
         """Distribute groups over the runners; see :class:`~megarl.agents.types.ConversationService`."""
@@ -426,7 +428,8 @@ class AgentRunners:
             if in_foreground:
                 TRACER.progress()
             runner.progress = report.progress
-        if report.failure is not None:
+        has_others = isinstance(report.failure, NoReplicaLeft) and since < self._replaced_at
+        if report.failure is not None and not has_others:
             raise report.failure
         samples = [sample for sample in report.samples.unpack() if sample.name in runner.running]
         self._end(runner, [sample.name for sample in samples])

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, cast
 
 from megarl.base.errors import MegarlError, StepImpossible
 from megarl.rollout.interface import Completion, Request, RolloutEngine, RolloutError, SamplingParams
@@ -129,13 +129,23 @@ class Router:
         capacity: maximum running requests of a replica; further requests wait for the next free replica.
         timeout_s: a replica that reports this many seconds late counts as lost.
         client: name of the router at the replicas, which may serve several routers; empty = a random one.
+        waits_for_replicas: without a replica, requests wait for :meth:`set_replicas`; else they fail.
 
     Attributes:
+        no_replica: the loss of the last replica, while requests wait for another one; None = there are replicas.
         stats: statistics since the opening, or since the last :meth:`take_stats`.
         finished: number of requests that have ended.
     """
 
-    def __init__(self, replicas: Mapping[int, Replica], capacity: int, timeout_s: float, client: str = "") -> None:
+    def __init__(
+        self,
+        replicas: Mapping[int, Replica],
+        capacity: int,
+        timeout_s: float,
+        client: str = "",
+        *,
+        waits_for_replicas: bool = False,
+    ) -> None:
         self.client = client or secrets.token_hex(8)
         self._capacity, self._timeout_s = capacity, timeout_s
         self._board = LoadBoard([])
@@ -145,6 +155,7 @@ class Router:
         self._entries: dict[str, PendingRequest] = {}
         self._arrived: list[PendingRequest] = []
         self._failure: Exception | None = None
+        self._waits, self.no_replica = waits_for_replicas, cast("NoReplicaLeft | None", None)
         self._interrupts = False
         self._changed = asyncio.Event()
         self._count = self.finished = 0
@@ -195,6 +206,7 @@ class Router:
                 self._requeue(number, "another process has taken its place")
             self._join(number, replica)
             self._start_pump(number)
+        self.no_replica = None
         self._dispatch()
         await self._drain(leaving)
         for number in leaving:
@@ -409,7 +421,10 @@ class Router:
         if not self._board.replicas:
             count = len(self._numbers)
             lost = f"all {count} rollout replicas are lost; the last" if count > 1 else "the only replica is lost"
-            self._fail(NoReplicaLeft(f"{lost}: {reason}"))
+            self.no_replica = NoReplicaLeft(f"{lost}: {reason}")
+            if not self._waits:
+                self._fail(self.no_replica)
+            self._changed.set()
             return
         self._dispatch()
         self._changed.set()

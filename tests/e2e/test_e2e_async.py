@@ -84,7 +84,7 @@ def test_weight_syncs_interrupt_responses_and_survive_a_lost_replica(partial: Ru
     assert undocumented(name for row in files.metrics for name in row) == []
     interrupted = [row["rollout_service/interrupted"] for row in steps]
     assert sum(interrupted) > 0 == interrupted[1] == interrupted[3], "the lost replica had all; the last sync has none"
-    assert all(row["rollout_service/sync_wait_s"] == 0 for row in steps[:3])
+    assert all(row["rollout_service/sync_wait_s"] < 0.5 for row in steps), "no sync waits for responses"
     assert all(row["training/off_policy/trajectory_staleness_worst"] <= 2 for row in steps)
     continued = [row["fully_async/partial/total_partial_num"] for row in steps]
     assert continued[0] == 0 < sum(continued)

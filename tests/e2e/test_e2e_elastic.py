@@ -4,27 +4,64 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
 from cli_runs import CliRun, RunFiles, read_jsonl
 from documented_metrics import undocumented
-from ray.cluster_utils import Cluster
 
 from megarl.ops import scale
+
+NODES = """
+import sys
+from ray.cluster_utils import Cluster
+memory = {"object_store_memory": 80 * 2**20}
+head = {"num_cpus": 2, "include_dashboard": False, "_system_config": {"health_check_period_ms": 1000}, **memory}
+cluster = Cluster(initialize_head=True, head_node_args=head)
+node = cluster.add_node(num_cpus=1, **memory)
+print("address", cluster.address, flush=True)
+for line in sys.stdin:
+    if line.strip() == "remove":
+        cluster.remove_node(node, allow_graceful=False)
+    else:
+        node = cluster.add_node(num_cpus=1, **memory)
+    print("done", flush=True)
+cluster.shutdown()
+"""
+
+
+class TwoNodes:
+    """Two Ray nodes on this machine, in a process of their own: Ray may end the process of a cluster that is lost."""
+
+    def __init__(self) -> None:
+        command, pipe = [sys.executable, "-c", NODES], subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+        self.address = self._answer("address").split()[1]
+
+    def send(self, change: str) -> None:
+        """Remove the second node, or add it."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{change}\n")
+        self._process.stdin.flush()
+        self._answer("done")
+
+    def close(self) -> None:
+        """End all nodes."""
+        self._process.communicate(timeout=60)
+
+    def _answer(self, start: str) -> str:
+        """Return the next line with this start; Ray prints others."""
+        assert self._process.stdout is not None
+        return next(line for line in self._process.stdout if line.startswith(start))
 
 
 def test_replicas_leave_and_join_with_their_node_and_on_request(
     small: list[str], start: Callable[..., CliRun], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The node of replica 1 dies and comes back; then the user takes a replica away and gives it back."""
-    memory, fast = (
-        {"object_store_memory": 80 * 2**20},
-        {"health_check_period_ms": 500, "health_check_failure_threshold": 2},
-    )
-    head = {"num_cpus": 2, "include_dashboard": False, "_system_config": fast, **memory}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    node = cluster.add_node(num_cpus=1, **memory)
+    cluster = TwoNodes()
     run = start(
         *("--config-name", "quickstart_async", *small, "trainer.experiment_name=elastic", "sync.verify_freq=1"),
         *("actor_rollout_ref.rollout.nnodes=2", "actor_rollout_ref.rollout.n_gpus_per_node=1"),
@@ -48,9 +85,9 @@ def test_replicas_leave_and_join_with_their_node_and_on_request(
 
     try:
         wait_for(2)
-        cluster.remove_node(node, allow_graceful=False)
+        cluster.send("remove")
         wait_for(1)
-        cluster.add_node(num_cpus=1, **memory)
+        cluster.send("add")
         wait_for(2)
         folder = RunFiles(run.folder, "elastic").newest
         assert scale.main([str(folder), "3"]) == 2
@@ -62,7 +99,7 @@ def test_replicas_leave_and_join_with_their_node_and_on_request(
         run.process.send_signal(signal.SIGTERM)
         assert run.wait() == 128 + signal.SIGTERM, run.output  # a run without checkpoints ends at once
     finally:
-        cluster.shutdown()
+        cluster.close()
     assert scale.main([str(folder), "1"]) == 2 and "the run has ended" in capsys.readouterr().err
     assert "leaves the run until it can join again" in run.output
     assert run.output.count("has joined; 2 replicas of 2") == 2 and "has left; 1 replica of 2" in run.output

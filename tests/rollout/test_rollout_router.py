@@ -256,6 +256,25 @@ def test_another_process_takes_the_place_of_the_only_replica():
     assert stats.metrics()["rollout/replicas_lost"] == 1
 
 
+def test_requests_wait_for_another_replica_if_the_caller_replaces_the_last_one():
+    new = Scripted()
+
+    async def run():
+        async with Router({0: Scripted(dies_after=1)}, 4, 5.0, waits_for_replicas=True) as router:
+            callers = [asyncio.create_task(router.generate([5, n], PARAMS, seed=n)) for n in range(3)]
+            while router.no_replica is None:
+                await asyncio.sleep(0)
+            callers.append(asyncio.create_task(router.generate([5, 3], PARAMS, seed=3)))  # a later one waits too
+            await asyncio.sleep(0)
+            assert "the only replica is lost" in str(router.no_replica) and not any(c.done() for c in callers)
+            await router.set_replicas({0: new})
+            return [answer.token_ids for answer in await asyncio.gather(*callers)], router
+
+    answers, router = asyncio.run(asyncio.wait_for(run(), 10.0))
+    assert answers == [[5, n] for n in range(4)] and len(new.seen) == 4
+    assert router.no_replica is None and router.stats.handled == {0}
+
+
 def test_a_replica_that_dies_while_it_leaves_loses_no_request():
     replicas = {0: Scripted(), 1: Scripted(dies_after=2)}
 

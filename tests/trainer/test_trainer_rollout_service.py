@@ -230,7 +230,7 @@ def synchronous() -> list[Any]:
 
 def synchronous_samples(make: Callable[..., Any], engine: OneEngine, known: list[Any]) -> list[Any]:
     if not known:
-        source = make(None, tokens=40)
+        source = make(None, tokens=100)
         engine.sync_weights()
         known += sorted(row for _, batch, _ in steps_of(source) for row in rows(batch))
     return known
@@ -246,7 +246,7 @@ def test_a_sync_interrupts_responses_and_loses_none(
     engine sleeps between the batch and the sync.
     """
     expected = synchronous_samples(make, engine, synchronous)
-    service = make(2, tokens=40, partial=True, colocated=colocated)
+    service = make(2, tokens=100, partial=True, colocated=colocated)
     engine.loses_replica = loses_replica
     engine.sync_weights()
     found, mixed, interrupted = [], 0.0, []
@@ -319,7 +319,7 @@ def test_a_partial_rollout_is_replayed_and_resumes_from_a_checkpoint(
             for _, batch, _ in steps_of(source, first, last)
         ]
 
-    build = functools.partial(make, 2, tokens=40, partial=True, colocated=colocated)
+    build = functools.partial(make, 2, tokens=100, partial=True, colocated=colocated)
     recorded = build(folder="recorded")
     engine.sync_weights()
     trained = samples(recorded)
@@ -363,7 +363,7 @@ def test_kills_at_any_moment_lose_no_sample_and_favour_no_length(
     for run in range(4):
         state, step, trained = None, 0, []
         while step < STEPS:
-            source = make(2, tokens=40, partial=True, folder=f"run{run}-{kills}")
+            source = make(2, tokens=100, partial=True, folder=f"run{run}-{kills}")
             monkeypatch.setattr(source.ledger, "end_sample", killing(source.ledger.end_sample, random.integers(60)))
             if state is None:
                 engine.sync_weights()
@@ -388,14 +388,14 @@ def test_a_run_whose_replicas_are_lost_saves_its_work_in_flight(
     def lost(wait_s: float) -> None:
         raise NoReplicaLeft("the only replica is lost")
 
-    service = make(2, tokens=40, partial=True, folder="first")
+    service = make(2, tokens=100, partial=True, folder="first")
     engine.sync_weights()
     list(steps_of(service, last=1))
     state = saved(service, tmp_path)
     monkeypatch.setattr(service.traffic.runners, "finished", lost)
     assert service.state_dict()["turns"] == [] and not service.traffic.is_open
 
-    resumed = make(2, tokens=40, partial=True, folder="second")
+    resumed = make(2, tokens=100, partial=True, folder="second")
     turns = resume(resumed, state, tmp_path, 1)["turns"]
     resumed._admit()
     monkeypatch.setattr(resumed.traffic.runners, "finished", lost)
