@@ -81,7 +81,8 @@ def test_replicas_sync_one_by_one_and_one_dies_in_its_wave(
 ) -> None:
     run = start(
         *("--config-name", "quickstart_async", *small, "trainer.experiment_name=rolling", "sync.verify_freq=1"),
-        *("data.max_response_length=128", "actor_rollout_ref.rollout.max_num_seqs=1"),  # slower than the trainer
+        *("data.max_response_length=40", "actor_rollout_ref.rollout.max_num_seqs=1"),
+        f"actor_rollout_ref.model.external_lib={Path(__file__).with_name('slow_engine.py')}",
         *("async_training.max_staleness=2", "async_training.sync_wave_size=1"),
         *("actor_rollout_ref.rollout.n_gpus_per_node=2", "trainer.total_training_steps=4"),
         *("trainer.val_before_train=false", "trainer.test_freq=-1", "reward_model.num_workers=0"),
