@@ -214,6 +214,8 @@ class SGLangEngine(RolloutEngine):
         if absent:
             raise ModelError(f"model folder {path} lacks {len(absent)} of {len(shapes)} tensors, first '{absent[0]}'")
         self._prepare_update(version)
+        if not self._asleep:
+            self._wait_until_idle()
         self._session.load_folder(path, version)
         self._version = version
 
@@ -358,7 +360,10 @@ class SGLangEngine(RolloutEngine):
             raise RolloutError(f"SGLang refused {method}: {outcome.message}")
 
     def _wait_until_idle(self) -> None:
-        """Wait until SGLang is idle: releasing memory earlier ends it, even shortly after its last response."""
+        """Wait until SGLang is idle, which it is a moment after its last response.
+
+        Before that, releasing memory ends it, and it refuses new weights.
+        """
         deadline = time.monotonic() + IDLE_S
         while True:
             outcome = self._call("flush_cache")
