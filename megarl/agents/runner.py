@@ -217,15 +217,13 @@ class AgentRunner:
         return self._failure is not None or self._epoch != epoch
 
     async def _open(self, replicas: Mapping[int, Replica], client: str) -> None:
-        self._router, self._gate = self._new_router(replicas, client), VersionGate()
+        # A weight sync may replace the last replica, so requests wait for that.
+        router = Router(replicas, self._capacity, self._timeout_s, client, waits_for_replicas=True)
+        self._router, self._gate = router, VersionGate()
         await self._scope.enter_async_context(self._router)
         await self._scope.enter_async_context(monitored_loop())
         serving = self.endpoint.serving(self._router.generate) if self.endpoint else nullcontext()
         await self._scope.enter_async_context(serving)
-
-    def _new_router(self, replicas: Mapping[int, Replica], client: str) -> Router:
-        """Build a router; a weight sync may replace its last replica, so requests wait for that."""
-        return Router(replicas, self._capacity, self._timeout_s, client, waits_for_replicas=True)
 
     async def _close(self) -> RouterStats:
         await self._abort(list(self._tasks))

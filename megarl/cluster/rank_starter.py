@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -70,7 +70,7 @@ class RankStarter:
     span: int
     threads: int
     on_device: bool
-    _address: ray.ObjectRef | None = None
+    _address: ray.ObjectRef | None = field(default=None, init=False)
 
     def start(self, ranks: Sequence[int]) -> list[StartingRank]:
         """Start processes and their workers, without waiting."""

@@ -230,7 +230,7 @@ class WorkerGroup:
             WorkerFailed: a new process did not start.
         """
         self.remove(ranks)
-        self._add(self._starter.start(ranks))
+        self.join(self.begin_start(ranks))
 
     def begin_start(self, ranks: Sequence[int]) -> list[StartingRank]:
         """Start processes of absent ranks, without waiting; :meth:`join` adds them to the group."""
@@ -242,7 +242,8 @@ class WorkerGroup:
         Raises:
             WorkerFailed: a process did not start; none has joined, and :meth:`remove` ends all.
         """
-        self._add(starting)
+        _wait_built([(self, one) for one in starting])
+        self._actors |= {one.rank: one.actor for one in starting}
 
     def remove(self, ranks: Sequence[int]) -> None:
         """End processes, dead or alive; their ranks are absent. A failed group is usable again."""
@@ -413,11 +414,6 @@ class WorkerGroup:
         if verb not in self.verbs:
             raise AttributeError(f"{self.role} has no verb {verb!r}; it has: {', '.join(sorted(self.verbs))}")
         return self.verbs[verb]
-
-    def _add(self, starting: Sequence[StartingRank]) -> None:
-        """Wait until the workers of new processes are built, and serve with them."""
-        _wait_built([(self, one) for one in starting])
-        self._actors |= {one.rank: one.actor for one in starting}
 
     def _calls(self, refs: Sequence[ray.ObjectRef], verb: str, phase: str = "") -> list[WorkerCall]:
         return [self._remote_call(ref, rank, verb, phase) for rank, ref in zip(self.ranks, refs, strict=True)]

@@ -15,48 +15,6 @@ from megarl.models.model_config import ClampedGate
 _CACHED_BYTES = 2**19
 
 
-class SwiGLU(nn.Module):
-    """``silu(gate) * up`` of ``[..., 2 * n]``, the gate in the first half (https://arxiv.org/abs/2002.05202)."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Compute ``[..., n]`` from ``[..., 2 * n]``."""
-        result: Tensor = _SwiGLU.apply(inputs)
-        return result
-
-
-class GeGLU(nn.Module):
-    """``gelu(gate) * up`` of ``[..., 2 * n]`` with the tanh approximation (https://arxiv.org/abs/2002.05202)."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Compute ``[..., n]`` from ``[..., 2 * n]``."""
-        result: Tensor = _GeGLU.apply(inputs)
-        return result
-
-
-class ClampedSwiGLU(nn.Module):
-    """Clamped gated activation of ``[..., 2 * n]`` with alternating gates and ups.
-
-    Args:
-        config: Megatron's configuration.
-        clamped: see :class:`~megarl.models.model_config.ClampedGate`.
-    """
-
-    def __init__(self, config: TransformerConfig, *, clamped: ClampedGate) -> None:
-        super().__init__()
-        self.alpha, self.limit = clamped.alpha, clamped.limit
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Compute ``[..., n]`` from ``[..., 2 * n]``."""
-        result: Tensor = _ClampedSwiGLU.apply(inputs, self.alpha, self.limit)
-        return result
-
-
 class _SwiGLU(torch.autograd.Function):
     """Writes the gradient of both halves into one tensor, and saves only the input."""
 
@@ -132,3 +90,49 @@ def _rows_at_once(inputs: Tensor) -> int:
     if inputs.is_cuda:
         return max(1, len(inputs))
     return max(1, _CACHED_BYTES // (math.prod(inputs.shape[1:]) * inputs.element_size()))
+
+
+class GatedActivation(nn.Module):
+    """A gated activation of ``[..., 2 * n]``; subclasses name its function.
+
+    Args:
+        config: Megatron's configuration.
+        arguments: further arguments of the function.
+    """
+
+    function: type[torch.autograd.Function]
+
+    def __init__(self, config: TransformerConfig, *arguments: float) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Compute ``[..., n]`` from ``[..., 2 * n]``."""
+        result: Tensor = self.function.apply(inputs, *self.arguments)
+        return result
+
+
+class SwiGLU(GatedActivation):
+    """``silu(gate) * up``, the gate in the first half (https://arxiv.org/abs/2002.05202)."""
+
+    function = _SwiGLU
+
+
+class GeGLU(GatedActivation):
+    """``gelu(gate) * up`` with the tanh approximation, the gate in the first half (https://arxiv.org/abs/2002.05202)."""
+
+    function = _GeGLU
+
+
+class ClampedSwiGLU(GatedActivation):
+    """Clamped gated activation with alternating gates and ups.
+
+    Args:
+        config: Megatron's configuration.
+        clamped: see :class:`~megarl.models.model_config.ClampedGate`.
+    """
+
+    function = _ClampedSwiGLU
+
+    def __init__(self, config: TransformerConfig, *, clamped: ClampedGate) -> None:
+        super().__init__(config, clamped.alpha, clamped.limit)

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Protocol, Self, cast
+from typing import Protocol, Self
 
 from megarl.base.errors import MegarlError, StepImpossible
 from megarl.rollout.interface import Completion, Request, RolloutEngine, RolloutError, SamplingParams
@@ -155,7 +155,8 @@ class Router:
         self._entries: dict[str, PendingRequest] = {}
         self._arrived: list[PendingRequest] = []
         self._failure: Exception | None = None
-        self._waits, self.no_replica = waits_for_replicas, cast("NoReplicaLeft | None", None)
+        self._waits = waits_for_replicas
+        self.no_replica: NoReplicaLeft | None = None
         self._interrupts = False
         self._changed = asyncio.Event()
         self._count = self.finished = 0

@@ -97,6 +97,7 @@ class RolloutService:
         self._groups: dict[int, ConversationGroup] = {}
         self._ended: dict[SampleId, Trajectory] = {}
         self._idle = IdleClock()
+        self._switch_s = 0.0
         self._early: EarlyScores | None = None
         self._error: Exception | None = None
         self._unsent: list[int] = []
@@ -118,8 +119,7 @@ class RolloutService:
             with phase("gen"):
                 batch, names, metrics = self._collect()
                 if not self._is_colocated:
-                    switch_s = self.roles.return_devices(self.traffic.update_replicas)
-                    metrics["rollout_service/switch_s"] = switch_s
+                    self._switch_s += self.roles.return_devices(self.traffic.update_replicas)
                 if self._is_colocated:
                     self._await_recorded_versions()
                     self.roles.pause_engines()
@@ -149,6 +149,7 @@ class RolloutService:
         metrics = self._sync_in_flight() if in_flight or self._is_colocated else self._sync_when_idle()
         metrics["rollout_service/replicas"] = float(len(self.roles.replicas()))
         if not self._is_colocated:
+            metrics["rollout_service/switch_s"], self._switch_s = self._switch_s, 0.0
             metrics |= self._idle.metrics(metrics.get("rollout/replica_utilization/mean", 0.0))
         self._admit()
         return metrics
