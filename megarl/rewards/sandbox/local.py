@@ -262,7 +262,7 @@ def _communicate(
 
 
 def _execution(report: dict[str, object], output: _Output) -> Execution:
-    if "refused" in report:
+    if "refused" in report and output.stopped is None:  # a launcher stopped while it starts also reports an error
         raise InfrastructureFailure(
             f"no sandbox on this machine: {report['refused']}; use reward_model.sandbox_fusion.url"
         )
