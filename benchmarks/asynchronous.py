@@ -11,6 +11,9 @@ The bound is the speed-up over ``sync`` without idle time. A synchronous job who
 measures generation without a tail (``equal lengths``). Without idle time a colocated step takes the training of
 ``sync`` and that generation. On separate devices a step takes the longer of both, each on half of the devices.
 
+The script also simulates each mode as ``megarl plan`` does, with the speeds of the two synchronous jobs: both times of
+generation determine a decode step and its share per sequence, and the rest of the step is training and weight sync.
+
 Times are means over the steps after the second, since early steps have no work in flight and allocate memory. Run it on
 an idle machine: one device is one core. ``--tiny`` checks the script, and its numbers say nothing.
 """
@@ -24,7 +27,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,8 @@ from machine import processor
 from megarl.agents.single_turn import SingleTurnLoop
 from megarl.agents.types import Conversation, Generate, Trajectory
 from megarl.base.table import table_lines
+from megarl.ops.plan.asynchronous import SimulatedBatch, SimulatedMode, SimulatedRates, simulate
+from megarl.ops.plan.lengths import Quantiles
 from megarl.tracking import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -101,6 +106,7 @@ class Measured:
     Attributes:
         step: seconds of a step.
         gen: seconds of a step in which the trainer waits for samples.
+        sync: seconds of the weight sync of a step.
         busy: share of the time in which a replica has a request, over replicas.
         staleness: weight versions of a sample's oldest token.
         partial: share of samples with several weight versions.
@@ -108,6 +114,7 @@ class Measured:
 
     step: float
     gen: float
+    sync: float
     busy: float
     staleness: float
     partial: float
@@ -125,6 +132,7 @@ MODES = {
     "sync": SHARED,
     "colocated": (*SHARED, *STALE, "async_training.mode=colocated"),
     "colocated, staleness 2": (*SHARED, *STALE, "async_training.mode=colocated", "async_training.max_staleness=2"),
+    "disaggregated, hybrid": (*APART, *STALE, "async_training.sync_interval=4", "async_training.hybrid_rollout=true"),
     "one step off": (*APART, *STALE, "async_training.sync_interval=4", "async_training.partial_rollout=false"),
     "disaggregated": (*APART, *STALE, "async_training.sync_interval=4"),
     "disaggregated, staleness 2": (
@@ -193,6 +201,7 @@ def run_job(work: Workload, mode: Sequence[str], longest: int) -> Measured:
     return Measured(
         step=mean("timing_s/step"),
         gen=mean("timing_s/gen"),
+        sync=mean("timing_s/update_weights"),
         busy=mean("rollout/replica_utilization/mean"),
         staleness=mean("training/off_policy/trajectory_staleness"),
         partial=mean("fully_async/partial/partial_ratio"),
@@ -205,16 +214,55 @@ def bounds(sync: Measured, equal: Measured) -> tuple[float, float]:
     return sync.step / (training + equal.gen), sync.step / max(2 * training, 2 * equal.gen)
 
 
+def calibrated(work: Workload, sync: Measured, equal: Measured) -> tuple[SimulatedRates, SimulatedBatch]:
+    """Return the speeds of the synchronous jobs, and their responses."""
+    batches = [
+        SimulatedBatch(work.prompts, work.samples, Quantiles(tuple(sorted(lengths))))
+        for lengths in (
+            [response_tokens(seed, work.median, work.sigma) for seed in range(4000)],
+            [round(work.mean_tokens)],
+        )
+    ]
+    shared = SimulatedMode("sync", 2, 2, shares_devices=True)
+    units = (SimulatedRates(1.0, 0.0, work.slots), SimulatedRates(0.0, 1.0, work.slots))
+    counts = np.array([[simulate(shared, unit, batch, 32).step_s for unit in units] for batch in batches])
+    decode_s, sequence_s = np.linalg.solve(counts, [sync.gen, equal.gen]).tolist()
+    training = sync.step - sync.gen - sync.sync
+    token_s = 2 * training / (work.prompts * work.samples * work.mean_tokens)
+    return SimulatedRates(decode_s, sequence_s, work.slots, token_s, sync_s=sync.sync), batches[0]
+
+
+def simulated(work: Workload, measured: Mapping[str, Measured], equal: Measured) -> list[list[str]]:
+    """Simulate the modes; return the rows of a table."""
+    rates, batch = calibrated(work, measured["sync"], equal)
+    modes = {
+        "sync": SimulatedMode("sync", 2, 2, shares_devices=True),
+        "colocated": SimulatedMode("colocated", 2, 2, 1, shares_devices=True),
+        "colocated, staleness 2": SimulatedMode("colocated", 2, 2, 2, shares_devices=True),
+        "one step off": SimulatedMode("disaggregated", 1, 1, 1, 4, drains=True),
+        "disaggregated": SimulatedMode("disaggregated", 1, 1, 1, 4),
+        "disaggregated, hybrid": SimulatedMode("disaggregated", 1, 1, 1, 4, hybrid=1),
+        "disaggregated, staleness 2": SimulatedMode("disaggregated", 1, 1, 2, 4),
+    }
+    rows = []
+    for name, mode in modes.items():
+        run, real = simulate(mode, rates, batch, 32), measured[name]
+        times = [f"{real.step:.2f}", f"{run.step_s:.2f}", f"{run.step_s / real.step:.2f}"]
+        rows.append([name, *times, f"{real.staleness:.2f}", f"{run.mean_staleness:.2f}"])
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=16, help="responses per prompt")
     parser.add_argument("--median", type=float, default=48)
     parser.add_argument("--sigma", type=float, default=1.0)
     parser.add_argument("--hidden", type=int, default=128, help="width of the model")
     parser.add_argument("--slots", type=int, default=32, help="most responses that a replica decodes at a time")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
-    work = Workload(args.steps, 32, 4, args.median, args.sigma, args.hidden, args.slots)
+    work = Workload(args.steps, 32, args.samples, args.median, args.sigma, args.hidden, args.slots)
     if args.tiny:
         work = Workload(3, 8, 2, 8, args.sigma, 32, 4)
     samples = work.prompts * work.samples
@@ -234,7 +282,9 @@ def main() -> None:
     for name, result in measured.items():
         bound = {"sync": None, "colocated": shared}.get(name.split(",")[0], apart)
         rows.append(_row(name, result, samples, sync, bound))
-    print("\n".join(table_lines([head, *rows], "<" + ">" * 8)))
+    print("\n".join(table_lines([head, *rows], "<" + ">" * 8)) + "\n")
+    head = ["mode", "measured s", "simulated s", "ratio", "staleness measured", "simulated"]
+    print("\n".join(table_lines([head, *simulated(work, measured, equal)], "<" + ">" * 5)))
 
 
 def _row(name: str, result: Measured, samples: int, sync: Measured, bound: float | None) -> list[str]:

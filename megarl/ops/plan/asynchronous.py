@@ -4,6 +4,8 @@ Requests enter by the admission rule of the rollout service, and batches are com
 (:class:`~megarl.trainer.rollout_service.ledger.GroupLedger`), so simulated and real runs have the same order of work.
 Engines decode with continuous batching: a step of a replica with ``c`` sequences takes ``decode_s + sequence_s * c``.
 Replicas are equally loaded, as the router keeps them. Events are ends of responses, ends of updates, and weight syncs.
+Hybrid replicas generate from a sync to the first update, by the decisions of the run
+(:class:`~megarl.trainer.jobs.hybrid_replicas.HybridReplicas`).
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from megarl.ops.plan.generation import GenerationTime
 from megarl.ops.plan.lengths import Quantiles
+from megarl.trainer.jobs.hybrid_replicas import HybridReplicas
 from megarl.trainer.rollout_service.ledger import AdmissionRule, GroupLedger
 
 
@@ -32,6 +35,7 @@ class SimulatedRates:
         token_s: device-seconds of training per response token, log-probs included.
         update_s: seconds of a mini-batch that do not shrink with more devices.
         sync_s: seconds of a weight sync.
+        switch_s: seconds in which hybrid replicas return their devices to the trainer.
     """
 
     decode_s: float
@@ -40,6 +44,7 @@ class SimulatedRates:
     token_s: float = 0.0
     update_s: float = 0.0
     sync_s: float = 0.0
+    switch_s: float = 0.0
 
     @classmethod
     def of_generation(cls, generated: GenerationTime, lone_step_s: float, slots: int) -> SimulatedRates:
@@ -71,6 +76,7 @@ class SimulatedMode:
         shares_devices: engines and trainer have the same devices, so that engines pause during updates.
         drains: a sync waits for the end of all responses, instead of pausing them.
         sync_wave: replicas that pause at the same time during a sync; None = all.
+        hybrid: replicas on the trainer's devices, which generate while the trainer waits.
     """
 
     name: str
@@ -81,6 +87,7 @@ class SimulatedMode:
     shares_devices: bool = False
     drains: bool = False
     sync_wave: int | None = None
+    hybrid: int = 0
 
     @property
     def share_in_sync(self) -> float:
@@ -134,6 +141,7 @@ class _Engines:
     """Replicas with equal load; all running sequences advance by a token per decode step.
 
     Attributes:
+        replicas: present replicas.
         share: share of the replicas that generate; the others pause.
     """
 
@@ -143,7 +151,7 @@ class _Engines:
         self.share = 1.0
         self._tokens = 0.0  # decode steps since the start
         self._running: list[tuple[float, int, int]] = []  # last decode step, group and sample
-        self._queue: deque[tuple[int, int, int]] = deque()
+        self._queue: deque[tuple[int, int, float]] = deque()  # group, sample, and tokens to decode
 
     @property
     def is_empty(self) -> bool:
@@ -152,6 +160,17 @@ class _Engines:
     def submit(self, requests: Iterable[tuple[int, int, int]]) -> None:
         """Queue requests: group, sample and tokens."""
         self._queue.extend(requests)
+        self._fill()
+
+    def resize(self, replicas: int) -> None:
+        """Change the number of replicas; sequences of those that leave continue on the others, before queued ones."""
+        leaving = self.replicas - replicas
+        if leaving > 0:
+            ordered = sorted(self._running)
+            moved = [row for place, row in enumerate(ordered) if place % self.replicas < leaving]
+            self._running = [row for place, row in enumerate(ordered) if place % self.replicas >= leaving]
+            self._queue.extendleft((group, sample, last - self._tokens) for last, group, sample in reversed(moved))
+        self.replicas = replicas
         self._fill()
 
     def next_end(self) -> float:
@@ -191,6 +210,7 @@ class _Simulation:
     rates: SimulatedRates
     batch: SimulatedBatch
     engines: _Engines = field(init=False)
+    hybrid: HybridReplicas = field(init=False)
     ledger: GroupLedger = field(init=False)
     train_busy_s: float = 0.0
     staleness: list[int] = field(default_factory=list)
@@ -199,9 +219,11 @@ class _Simulation:
     _finished: int = 0  # groups that wait for their update
     _is_due: bool = False  # a weight sync, which may be running
     _synced_at: float = math.inf
+    _waited_s: float = 0.0  # of the trainer for samples, since the last sync
 
     def __post_init__(self) -> None:
-        self.engines = _Engines(self.mode.replicas, self.rates)
+        self.hybrid = HybridReplicas(range(self.mode.hybrid), self.mode.replicas)
+        self.engines = _Engines(self.mode.replicas + self.mode.hybrid, self.rates)
         self.ledger = GroupLedger(AdmissionRule(self.batch.prompts, self.mode.max_staleness), self.batch.samples)
         self._admit()
 
@@ -227,6 +249,8 @@ class _Simulation:
     def _advance(self, now: float) -> None:
         if self._update is not None:
             self.train_busy_s += now - self.engines.now
+        elif not self._is_due:
+            self._waited_s += now - self.engines.now
         self.engines.advance(now)
 
     def _start_update(self) -> None:
@@ -239,9 +263,17 @@ class _Simulation:
         self._finished -= size
         tokens = sum(sum(self._lengths.pop(number)) for number in numbers)
         self.staleness += [self.ledger.staleness(number) for number in numbers]
-        seconds = self.rates.update_s + tokens * self.rates.token_s / self.mode.trainers
+        seconds = self._return_devices() + self.rates.update_s + tokens * self.rates.token_s / self.mode.trainers
         self.engines.share = 0.0 if self.mode.shares_devices else 1.0
         self._update = self.engines.now + seconds, numbers
+
+    def _return_devices(self) -> float:
+        """Take the trainer's devices back from the hybrid replicas; return the seconds that it takes."""
+        if self.engines.replicas == self.mode.replicas:
+            return 0.0
+        self.engines.resize(self.mode.replicas)
+        self.hybrid.note_switch(self.rates.switch_s)
+        return self.rates.switch_s
 
     def _end_update(self) -> None:
         assert self._update is not None
@@ -251,6 +283,10 @@ class _Simulation:
 
     def _end_sync(self) -> None:
         self.engines.share, self._synced_at, self._is_due = 1.0, math.inf, False
+        self.hybrid.decide(self._waited_s)
+        self._waited_s = 0.0
+        if self.mode.hybrid and self.hybrid.in_use:
+            self.engines.resize(self.mode.replicas + self.mode.hybrid)
         self._admit()
 
     def _admit(self) -> None:
@@ -316,36 +352,45 @@ def best_split(
     unit = math.lcm(replica_devices, units[0])
     count = devices // unit
     shares = sorted({round(count * share) for share in np.arange(1, 16) / 16} & set(range(1, count)))
-    runs = [
-        simulate(replace(mode, replicas=share * unit // replica_devices, trainers=trainers), rates, batch)
-        for share in shares
-        if (trainers := devices - share * unit) % units[1] == 0
+    splits = [(share * unit, devices - share * unit) for share in shares]
+    modes = [
+        replace(
+            mode,
+            replicas=engines // replica_devices,
+            trainers=trainers,
+            hybrid=trainers // replica_devices if mode.hybrid else 0,
+        )
+        for engines, trainers in splits
+        if trainers % units[1] == 0
     ]
-    return min(runs, key=lambda run: run.step_s, default=None)
+    return min((simulate(split, rates, batch) for split in modes), key=lambda run: run.step_s, default=None)
 
 
 @dataclass(frozen=True)
 class ModeComparison:
-    """Simulated asynchronous training next to its alternatives on the same devices.
+    """Simulated asynchronous training next to its alternatives.
 
     Attributes:
         replica_devices: devices of an engine replica.
         run: the configured mode.
-        synchronous: all devices generate, then train.
-        best: the fastest split of the devices between engines and trainer; None if no other split uses all devices, or
-            the mode shares them.
+        others: ``synchronous`` (all devices generate, then train), ``fastest_split`` of the devices between engines and
+            trainer, ``without_hybrid_rollout``, and with the fewest elastic replicas (``min_replicas``); those that apply.
     """
 
     replica_devices: int
     run: SimulatedRun
-    synchronous: SimulatedRun
-    best: SimulatedRun | None
+    others: Mapping[str, SimulatedRun]
 
 
 def compare_modes(
-    mode: SimulatedMode, rates: SimulatedRates, batch: SimulatedBatch, replica_devices: int, units: tuple[int, int]
+    mode: SimulatedMode,
+    rates: SimulatedRates,
+    batch: SimulatedBatch,
+    replica_devices: int,
+    units: tuple[int, int],
+    min_replicas: int | None = None,
 ) -> ModeComparison:
-    """Simulate an asynchronous mode, and its alternatives on the same devices.
+    """Simulate an asynchronous mode, and its alternatives.
 
     Args:
         mode: the configured mode.
@@ -353,12 +398,16 @@ def compare_modes(
         batch: responses.
         replica_devices: devices of an engine replica.
         units: see :func:`best_split`.
+        min_replicas: least number of elastic replicas; None = they are not elastic.
     """
     devices = mode.trainers + (0 if mode.shares_devices else mode.replicas * replica_devices)
+    others: dict[str, SimulatedRun] = {}
+    if mode.hybrid:
+        others["without_hybrid_rollout"] = simulate(replace(mode, hybrid=0), rates, batch)
+    if min_replicas is not None:
+        others["min_replicas"] = simulate(replace(mode, replicas=min_replicas), rates, batch)
+    if not mode.shares_devices and (best := best_split(mode, devices, replica_devices, rates, batch, units)):
+        others["fastest_split"] = best
     shared = SimulatedMode("sync", max(1, devices // replica_devices), devices, shares_devices=True)
-    return ModeComparison(
-        replica_devices,
-        run=simulate(mode, rates, batch),
-        synchronous=simulate(shared, rates, batch),
-        best=None if mode.shares_devices else best_split(mode, devices, replica_devices, rates, batch, units),
-    )
+    others["synchronous"] = simulate(shared, rates, batch)
+    return ModeComparison(replica_devices, simulate(mode, rates, batch), others)

@@ -164,11 +164,17 @@ def causes(cost: TimeBreakdown) -> str:
     return ", ".join(f"{CAUSES[name]} {share:.0%}" for name, share in shown)
 
 
+ALTERNATIVES = {
+    "without_hybrid_rollout": "without hybrid replicas",
+    "min_replicas": "with rollout.min_replicas",
+    "fastest_split": "fastest split of the devices",
+    "synchronous": "synchronous, on all devices",
+}
+
+
 def _overlap(overlap: ModeComparison) -> ReportSection:
     rows = [_mode_row("as configured", overlap, overlap.run)]
-    if overlap.best is not None:
-        rows.append(_mode_row("fastest split of the devices", overlap, overlap.best))
-    rows.append(_mode_row("synchronous, on all devices", overlap, overlap.synchronous))
+    rows += [_mode_row(ALTERNATIVES[name], overlap, run) for name, run in overlap.others.items()]
     head = ["simulated", "engines", "trainer", "s", "engines idle", "trainer idle", "staleness, mean and largest"]
     lines = ["engines generate while the trainer updates, so a step is shorter than the sum of its phases"]
     if overlap.run.mode.shares_devices:
@@ -369,8 +375,7 @@ def _role_values(memory: Any) -> dict[str, Any]:
 
 
 def _overlap_values(overlap: ModeComparison) -> dict[str, Any]:
-    runs = {"configured": overlap.run, "fastest_split": overlap.best, "synchronous": overlap.synchronous}
-    return {name: asdict(run) if run else None for name, run in runs.items()}
+    return {name: asdict(run) for name, run in {"configured": overlap.run, **overlap.others}.items()}
 
 
 def _components(parts: Sequence[Any]) -> list[dict[str, Any]]:

@@ -186,7 +186,9 @@ def _overlap(
     lone = engine_timer(job, hardware).step(1).seconds
     rates = SimulatedRates.of_generation(generated, lone, slots)
     tokens = rollout.samples * lengths.responses.mean
-    rates = replace(rates, token_s=training * job.trainer_devices / tokens, sync_s=syncing)
+    # Hybrid replicas finish the decode step in flight before they return their devices.
+    token_s = training * job.trainer_devices / tokens
+    rates = replace(rates, token_s=token_s, sync_s=syncing, switch_s=rates.decode_s + rates.sequence_s * slots)
     mode = SimulatedMode(
         keys.mode,
         replicas=rollout.replicas,
@@ -196,13 +198,14 @@ def _overlap(
         shares_devices=keys.mode == COLOCATED,
         drains=not keys.partial_rollout,
         sync_wave=keys.sync_wave_size,
+        hybrid=config.hybrid_replicas,
     )
     batch = SimulatedBatch(rollout.prompts, rollout.samples_per_prompt, lengths.responses)
     layout = job.role("actor").layout
     replica, node = layout.world_size // layout.dp, job.devices_per_node
     # On several nodes both pools have whole nodes.
     units = (1, replica) if job.nodes == rollout.config.nnodes == 1 else (node, math.lcm(node, replica))
-    return compare_modes(mode, rates, batch, rollout.tp, units)
+    return compare_modes(mode, rates, batch, rollout.tp, units, rollout.config.min_replicas)
 
 
 def micro_batches_of(job: PlannedJob, role: PlannedRole, planned: PlannedPass) -> MicroBatches:

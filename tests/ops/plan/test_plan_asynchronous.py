@@ -14,6 +14,7 @@ from megarl.ops.plan.asynchronous import (
     SimulatedBatch,
     SimulatedMode,
     SimulatedRates,
+    _Engines,
     best_split,
     compare_modes,
     simulate,
@@ -155,8 +156,39 @@ def test_overlap_compares_the_same_devices():
     mode = SimulatedMode("disaggregated", 2, 4, max_staleness=1, drains=True)
     overlap = compare_modes(mode, RATES, BATCH, 2, (1, 1))
     assert overlap.run == simulate(mode, RATES, BATCH)
-    assert overlap.synchronous == simulate(SimulatedMode("sync", 4, 8, shares_devices=True), RATES, BATCH)
-    assert overlap.best is not None and overlap.best.step_s <= overlap.run.step_s
+    assert overlap.others["synchronous"] == simulate(SimulatedMode("sync", 4, 8, shares_devices=True), RATES, BATCH)
+    assert overlap.others["fastest_split"].step_s <= overlap.run.step_s
+    assert set(overlap.others) == {"synchronous", "fastest_split"}
+    hybrid = compare_modes(replace(mode, hybrid=2), RATES, BATCH, 2, (1, 1), min_replicas=1)
+    assert hybrid.others["without_hybrid_rollout"] == overlap.run
+    assert hybrid.others["min_replicas"].step_s > hybrid.run.step_s
+    assert hybrid.others["fastest_split"].mode.hybrid == hybrid.others["fastest_split"].mode.trainers // 2
+
+
+@pytest.mark.parametrize("switch_s", [0.0, 0.5, 100.0])
+def test_hybrid_replicas_shorten_the_wait_unless_a_switch_takes_longer(switch_s):
+    """One replica and two hybrid ones; responses of 10 s, one after the other, on a trainer that needs no time."""
+    rates = SimulatedRates(decode_s=0.01, sequence_s=0.0, slots=1, switch_s=switch_s)
+    batch = SimulatedBatch(prompts=6, samples=1, lengths=Quantiles.constant(1000))
+    mode = SimulatedMode("disaggregated", 1, 2, hybrid=2)
+    run = simulate(mode, rates, batch, steps=40, warmup=2)
+    alone = simulate(replace(mode, hybrid=0), rates, batch, steps=40, warmup=2)
+    assert alone.step_s == pytest.approx(60)
+    # 60 s without, 20 s and a switch with hybrid replicas, which save 40 s: worth it up to that time
+    assert run.step_s == pytest.approx(20 + switch_s if switch_s < 40 else 60)
+
+
+def test_sequences_of_leaving_replicas_continue_after_their_last_token():
+    """Two replicas for 10 s; then one decodes the other 500 tokens of a response, and a third one, in any order."""
+    engines = _Engines(2, SimulatedRates(decode_s=0.01, sequence_s=0.0, slots=1))
+    engines.submit([(0, 0, 1000), (1, 0, 1500), (2, 0, 100)])
+    ends: dict[int, float] = {}
+    while not engines.is_empty:
+        engines.advance(engines.next_end())
+        ends[engines.pop()[0]] = engines.now
+        if len(ends) == 1:
+            engines.resize(1)
+    assert ends[0] == pytest.approx(10) and max(ends.values()) == pytest.approx(16)
 
 
 @pytest.mark.parametrize(("wave", "share"), [(None, 0), (4, 0), (2, 0.5), (1, 0.75)])
