@@ -1,6 +1,6 @@
 """Speed of synchronous and asynchronous training with long-tailed response lengths, and the bound of each mode.
 
-    python benchmarks/asynchronous.py [--steps 8] [--median 48] [--sigma 1.0]
+    python benchmarks/asynchronous.py [--steps 10] [--median 240] [--sigma 1.0] [--modes colocated disaggregated]
 
 Complete GRPO jobs under Ray on two CPU devices, one after the other. In ``sync`` and ``colocated`` both devices
 generate, then train; otherwise one device trains and one generates. An agent loop of this file draws the length of each
@@ -14,13 +14,15 @@ measures generation without a tail (``equal lengths``). Without idle time a colo
 The script also simulates each mode as ``megarl plan`` does, with the speeds of the two synchronous jobs: both times of
 generation determine a decode step and its share per sequence, and the rest of the step is training and weight sync.
 
-Times are means over the steps after the second, since early steps have no work in flight and allocate memory. Run it on
-an idle machine: one device is one core. ``--tiny`` checks the script, and its numbers say nothing.
+Times are means over the steps between the second and the last: early ones have no work in flight and allocate memory,
+and the last ones admit no prompts. Run it on an idle machine: one device is one core. ``--tiny`` checks the script, and
+its numbers say nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import statistics
@@ -46,7 +48,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LENGTHS = "BENCHMARK_LENGTHS"
 """Environment variable of the loop: median and sigma, separated by a comma."""
 CAP = 8
-WARMUP = 2
+WARMUP, LAST = 2, 2
+"""Steps at the beginning and at the end that do not count."""
 
 
 def response_tokens(seed: int, median: float, sigma: float) -> int:
@@ -83,6 +86,7 @@ class Workload:
         sigma: of the logarithm of the lengths.
         hidden: width of the model.
         slots: most responses that a replica decodes at a time.
+        longest: most tokens of a response.
     """
 
     steps: int
@@ -92,6 +96,7 @@ class Workload:
     sigma: float
     hidden: int
     slots: int
+    longest: int
 
     @property
     def mean_tokens(self) -> float:
@@ -142,16 +147,16 @@ MODES = {
 }
 
 
-def overrides(folder: Path, work: Workload, longest: int, mode: Sequence[str]) -> list[str]:
+def overrides(task: Path, folder: Path, work: Workload, mode: Sequence[str]) -> list[str]:
     """Return the configuration of a job; its mini-batches are quarters of a step in every mode."""
     actor, rollout, here = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", Path(__file__).resolve()
     return [
-        f"data.train_files={folder}/task/data/train.parquet",
+        f"data.train_files={task}/data/train.parquet",
         "data.val_files=[]",
         f"data.train_batch_size={work.prompts}",
         "data.max_prompt_length=32",
-        f"data.max_response_length={longest}",
-        f"actor_rollout_ref.model.path={folder}/task/model",
+        f"data.max_response_length={work.longest}",
+        f"actor_rollout_ref.model.path={task}/model",
         f"{actor}.ppo_mini_batch_size={work.prompts // 4}",
         f"{actor}.ppo_max_token_len_per_gpu=4096",
         f"{actor}.use_kl_loss=false",
@@ -172,31 +177,37 @@ def overrides(folder: Path, work: Workload, longest: int, mode: Sequence[str]) -
         "trainer.save_freq=-1",
         "trainer.hf_export_dir=null",
         "trainer.logger=[jsonl]",
-        f"hydra.run.dir={folder}/run",
+        f"hydra.run.dir={folder}",
         *mode,
     ]
 
 
-def run_job(work: Workload, mode: Sequence[str], longest: int) -> Measured:
+def make_task(folder: Path, work: Workload) -> None:
+    """Make the arithmetic task, with a model whose positions suffice for the longest response."""
+    run(["tools/make_arithmetic.py", "--out", str(folder), "--hidden", str(work.hidden)], os.environ)
+    path = folder / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": 64 + work.longest}))
+
+
+def run(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Run Python with these arguments; an error ends the benchmark with its output."""
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\nfailed:\n{done.stdout}\n{done.stderr}")
+
+
+def run_job(task: Path, work: Workload, mode: Sequence[str]) -> Measured:
     """Run a job, and return the means of its steps after the warm-up."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", LENGTHS: f"{work.median},{work.sigma}"}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(ROOT)])
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        task = [sys.executable, "tools/make_arithmetic.py", "--out", f"{folder}/task", "--hidden", str(work.hidden)]
-        commands = (
-            task,
-            [sys.executable, "-m", "megarl.train", "--config-name", "grpo", *overrides(folder, work, longest, mode)],
-        )
-        for command in commands:
-            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-            if done.returncode:
-                sys.exit(f"{' '.join(command)}\nfailed:\n{done.stdout}\n{done.stderr}")
-        rows = [row for row in read_metrics(folder / "run" / "metrics.jsonl") if "timing_s/step" in row]
+    with tempfile.TemporaryDirectory() as folder:
+        run(["-m", "megarl.train", "--config-name", "grpo", *overrides(task, Path(folder), work, mode)], environment)
+        rows = [row for row in read_metrics(Path(folder) / "metrics.jsonl") if "timing_s/step" in row]
     assert len(rows) == work.steps, f"{len(rows)} steps instead of {work.steps}"
 
     def mean(metric: str) -> float:
-        return statistics.mean(row.get(metric, 0.0) for row in rows[min(WARMUP, len(rows) - 1) :])
+        return statistics.mean(row.get(metric, 0.0) for row in rows[WARMUP:-LAST])
 
     return Measured(
         step=mean("timing_s/step"),
@@ -232,9 +243,8 @@ def calibrated(work: Workload, sync: Measured, equal: Measured) -> tuple[Simulat
     return SimulatedRates(decode_s, sequence_s, work.slots, token_s, sync_s=sync.sync), batches[0]
 
 
-def simulated(work: Workload, measured: Mapping[str, Measured], equal: Measured) -> list[list[str]]:
+def simulated(measured: Mapping[str, Measured], rates: SimulatedRates, batch: SimulatedBatch) -> list[list[str]]:
     """Simulate the modes; return the rows of a table."""
-    rates, batch = calibrated(work, measured["sync"], equal)
     modes = {
         "sync": SimulatedMode("sync", 2, 2, shares_devices=True),
         "colocated": SimulatedMode("colocated", 2, 2, 1, shares_devices=True),
@@ -245,8 +255,8 @@ def simulated(work: Workload, measured: Mapping[str, Measured], equal: Measured)
         "disaggregated, staleness 2": SimulatedMode("disaggregated", 1, 1, 2, 4),
     }
     rows = []
-    for name, mode in modes.items():
-        run, real = simulate(mode, rates, batch, 32), measured[name]
+    for name, real in measured.items():
+        run = simulate(modes[name], rates, batch, 32)
         times = [f"{real.step:.2f}", f"{run.step_s:.2f}", f"{run.step_s / real.step:.2f}"]
         rows.append([name, *times, f"{real.staleness:.2f}", f"{run.mean_staleness:.2f}"])
     return rows
@@ -254,27 +264,31 @@ def simulated(work: Workload, measured: Mapping[str, Measured], equal: Measured)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--samples", type=int, default=16, help="responses per prompt")
-    parser.add_argument("--median", type=float, default=48)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--samples", type=int, default=4, help="responses per prompt")
+    parser.add_argument("--median", type=float, default=240)
     parser.add_argument("--sigma", type=float, default=1.0)
-    parser.add_argument("--hidden", type=int, default=128, help="width of the model")
+    parser.add_argument("--hidden", type=int, default=64, help="width of the model")
     parser.add_argument("--slots", type=int, default=32, help="most responses that a replica decodes at a time")
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES), help="modes besides sync")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
-    work = Workload(args.steps, 32, args.samples, args.median, args.sigma, args.hidden, args.slots)
+    longest = round(CAP * args.median)
+    work = Workload(args.steps, 32, args.samples, args.median, args.sigma, args.hidden, args.slots, longest)
     if args.tiny:
-        work = Workload(3, 8, 2, 8, args.sigma, 32, 4)
+        work = Workload(5, 8, 2, 8, args.sigma, 32, 4, 8 * CAP)
     samples = work.prompts * work.samples
     print(f"machine: {processor()}, load {os.getloadavg()[0]:.1f} at start")
     print(
         f"{samples} responses per step, median {work.median:g}, mean {work.mean_tokens:.0f}, at most "
-        f"{CAP * work.median:g} tokens\n",
+        f"{work.longest} tokens\n",
         flush=True,
     )
-    longest = round(CAP * work.median)
-    equal = run_job(replace(work, median=work.mean_tokens, sigma=0.0), MODES["sync"], longest)
-    measured = {name: run_job(work, mode, longest) for name, mode in MODES.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        task = Path(folder)
+        make_task(task, work)
+        equal = run_job(task, replace(work, median=work.mean_tokens, sigma=0.0), MODES["sync"])
+        measured = {name: run_job(task, work, MODES[name]) for name in MODES if name in {"sync", *args.modes}}
     sync = measured["sync"]
     shared, apart = bounds(sync, equal)
     head = ["mode", "s/step", "samples/s", "speed-up", "bound", "trainer waits", "replica busy", "staleness", "partial"]
@@ -283,8 +297,10 @@ def main() -> None:
         bound = {"sync": None, "colocated": shared}.get(name.split(",")[0], apart)
         rows.append(_row(name, result, samples, sync, bound))
     print("\n".join(table_lines([head, *rows], "<" + ">" * 8)) + "\n")
+    rates, batch = calibrated(work, sync, equal)
+    print(f"a decode step takes {rates.decode_s * 1e3:.2f} ms, and {rates.sequence_s * 1e6:.1f} us per sequence\n")
     head = ["mode", "measured s", "simulated s", "ratio", "staleness measured", "simulated"]
-    print("\n".join(table_lines([head, *simulated(work, measured, equal)], "<" + ">" * 5)))
+    print("\n".join(table_lines([head, *simulated(measured, rates, batch)], "<" + ">" * 5)))
 
 
 def _row(name: str, result: Measured, samples: int, sync: Measured, bound: float | None) -> list[str]:
