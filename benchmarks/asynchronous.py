@@ -8,8 +8,9 @@ response from a log-normal distribution, capped at 8 times the median; the end-o
 jobs have the same lengths.
 
 The bound is the speed-up over ``sync`` without idle time. A synchronous job whose responses all have the mean length
-measures generation without a tail (``equal lengths``). Without idle time a colocated step takes the training of
-``sync`` and that generation. On separate devices a step takes the longer of both, each on half of the devices.
+measures generation without a tail (``equal lengths``, and no tool). Without idle time a colocated step takes the
+training of ``sync`` and that generation. On separate devices a step takes the longer of both, each on half of the
+devices.
 
 The script also simulates each mode as ``megarl plan`` does, with the speeds of the two synchronous jobs: both times of
 generation determine a decode step and its share per sequence, and the rest of the step is training and weight sync.
@@ -22,6 +23,7 @@ its numbers say nothing.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import math
 import os
@@ -37,6 +39,7 @@ from typing import Any
 import numpy as np
 from machine import processor
 
+from megarl.agents.loop import Transcript
 from megarl.agents.single_turn import SingleTurnLoop
 from megarl.agents.types import Conversation, Generate, Trajectory
 from megarl.base.table import table_lines
@@ -46,7 +49,7 @@ from megarl.tracking import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 LENGTHS = "BENCHMARK_LENGTHS"
-"""Environment variable of the loop: median and sigma, separated by a comma."""
+"""Environment variable of the loop: median and sigma of the lengths, and mean seconds of a tool, comma-separated."""
 CAP = 8
 WARMUP, LAST = 2, 2
 """Steps at the beginning and at the end that do not count."""
@@ -59,14 +62,20 @@ def response_tokens(seed: int, median: float, sigma: float) -> int:
 
 
 class DrawnLengthLoop(SingleTurnLoop):
-    """Generates responses of drawn lengths."""
+    """Generates responses of drawn lengths, with a tool call in the middle of each on request."""
 
     async def run(self, conversation: Conversation, generate: Generate) -> Trajectory:
-        """Generate one turn."""
-        median, sigma = map(float, os.environ[LENGTHS].split(","))
+        """Generate one turn, or two with a call of a tool between them."""
+        median, sigma, tool_s = map(float, os.environ[LENGTHS].split(","))
         tokens = response_tokens(conversation.seed, median, sigma)
         params = replace(conversation.params, ignore_eos=True, max_new_tokens=tokens)
-        return await super().run(replace(conversation, params=params), generate)
+        transcript = Transcript(conversation)
+        if tool_s and tokens > 1:
+            await transcript.generate(generate, replace(params, max_new_tokens=tokens // 2))
+            await asyncio.sleep(tool_s * float(np.random.default_rng(conversation.seed).exponential()))
+            params = replace(params, max_new_tokens=tokens - tokens // 2)
+        await transcript.generate(generate, params)
+        return transcript.end("length")
 
 
 def score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
@@ -87,6 +96,8 @@ class Workload:
         hidden: width of the model.
         slots: most responses that a replica decodes at a time.
         longest: most tokens of a response.
+        tool_s: mean seconds of a tool call in the middle of a response, exponentially distributed; 0 = no tool.
+        engine: rollout engine.
     """
 
     steps: int
@@ -97,6 +108,8 @@ class Workload:
     hidden: int
     slots: int
     longest: int
+    tool_s: float = 0.0
+    engine: str = "embedded"
 
     @property
     def mean_tokens(self) -> float:
@@ -163,6 +176,7 @@ def overrides(task: Path, folder: Path, work: Workload, mode: Sequence[str]) -> 
         f"{actor}.optim.lr=1e-5",
         f"{actor}.megatron.dtype=float32",
         f"{rollout}.n={work.samples}",
+        f"{rollout}.name={work.engine}",
         f"{rollout}.dtype=float32",
         f"{rollout}.max_num_seqs={work.slots}",
         f"{rollout}.calculate_log_probs=true",
@@ -199,7 +213,7 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
 
 def run_job(task: Path, work: Workload, mode: Sequence[str]) -> Measured:
     """Run a job, and return the means of its steps after the warm-up."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", LENGTHS: f"{work.median},{work.sigma}"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", LENGTHS: f"{work.median},{work.sigma},{work.tool_s}"}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(ROOT)])
     with tempfile.TemporaryDirectory() as folder:
         run(["-m", "megarl.train", "--config-name", "grpo", *overrides(task, Path(folder), work, mode)], environment)
@@ -270,6 +284,8 @@ def main() -> None:
     parser.add_argument("--sigma", type=float, default=1.0)
     parser.add_argument("--hidden", type=int, default=64, help="width of the model")
     parser.add_argument("--slots", type=int, default=32, help="most responses that a replica decodes at a time")
+    parser.add_argument("--tool-s", type=float, default=0.0, help="mean seconds of a tool call in each response")
+    parser.add_argument("--engine", choices=["embedded", "sglang"], default="embedded")
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES), help="modes besides sync")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
@@ -277,6 +293,7 @@ def main() -> None:
     work = Workload(args.steps, 32, args.samples, args.median, args.sigma, args.hidden, args.slots, longest)
     if args.tiny:
         work = Workload(5, 8, 2, 8, args.sigma, 32, 4, 8 * CAP)
+    work = replace(work, tool_s=args.tool_s, engine=args.engine)
     samples = work.prompts * work.samples
     print(f"machine: {processor()}, load {os.getloadavg()[0]:.1f} at start")
     print(
@@ -287,7 +304,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         task = Path(folder)
         make_task(task, work)
-        equal = run_job(task, replace(work, median=work.mean_tokens, sigma=0.0), MODES["sync"])
+        equal = run_job(task, replace(work, median=work.mean_tokens, sigma=0.0, tool_s=0.0), MODES["sync"])
         measured = {name: run_job(task, work, MODES[name]) for name in MODES if name in {"sync", *args.modes}}
     sync = measured["sync"]
     shared, apart = bounds(sync, equal)
@@ -297,6 +314,8 @@ def main() -> None:
         bound = {"sync": None, "colocated": shared}.get(name.split(",")[0], apart)
         rows.append(_row(name, result, samples, sync, bound))
     print("\n".join(table_lines([head, *rows], "<" + ">" * 8)) + "\n")
+    if work.tool_s:
+        return  # the simulation knows no tools
     rates, batch = calibrated(work, sync, equal)
     print(f"a decode step takes {rates.decode_s * 1e3:.2f} ms, and {rates.sequence_s * 1e6:.1f} us per sequence\n")
     head = ["mode", "measured s", "simulated s", "ratio", "staleness measured", "simulated"]
