@@ -311,7 +311,7 @@ class AgentRunners:
 
         Lost runners are replaced. A runner that has just been lost is left out; :meth:`finished` notices its loss.
         """
-        stats = [found for _, found in self._ask("take_stats") if found is not None]
+        stats = [answer for _, answer in self._ask("take_stats") if answer is not None]
         if self._dead:
             self._group.restart(self._dead)
             self._runners |= {lost: self._open(lost) for lost in self._dead}
@@ -324,8 +324,8 @@ class AgentRunners:
         The conversations of a runner that has just been lost have none: they are repeated.
         """
         turns: dict[SampleId, Sequence[StoredTurn]] = {}
-        for runner, found in self._ask("stored_turns"):
-            turns |= dict.fromkeys(runner.running, ()) if found is None else found
+        for runner, answer in self._ask("stored_turns"):
+            turns |= dict.fromkeys(runner.running, ()) if answer is None else answer
         return turns
 
     def set_version(self, version: int) -> None:

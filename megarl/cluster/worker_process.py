@@ -226,7 +226,7 @@ class WorkerProcess:
     def map_rows(
         self, function: RowFunction, payload: Payload, *args: Any
     ) -> tuple[tuple[DataProto, Any], Chunk | None]:
-        """Run a row function on rows of a batch, beside the worker.
+        """Run a row function on rows of a batch, in the worker's process.
 
         Returns:
             The columns without their token values, with the facts; and these values: two Ray objects.

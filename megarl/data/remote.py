@@ -30,7 +30,7 @@ ChunkTuple = tuple[ChunkReference, ...]
 
 
 class NumberedChunks(NamedTuple):
-    """Stands for the chunks of a column while a batch travels; their references travel beside it.
+    """Stands for the chunks of a column while a batch travels; their references travel with it.
 
     Attributes:
         number: of the tuple of chunks among those that travel.

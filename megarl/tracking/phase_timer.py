@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 def unhidden_seconds(names: Iterable[str], seconds: Mapping[str, float], hidden: Mapping[str, float]) -> float:
-    """Return the seconds that phases add to the step: those beside a longer phase count once."""
+    """Return the seconds that phases add to the step: those during a longer phase count once."""
     return sum(seconds.get(name, 0.0) - hidden.get(name, 0.0) for name in names)
 
 
@@ -62,7 +62,7 @@ class PhaseTimer:
     def metrics(self, tokens: Mapping[str, int] | None = None) -> dict[str, float]:
         """Return ``timing_s/<phase>``, and ``timing_per_token_ms/<phase>`` for phases with a token count.
 
-        ``timing_hidden_s/<phase>`` is the part of the seconds beside a longer phase on other devices.
+        ``timing_hidden_s/<phase>`` is the part of the seconds during a longer phase on other devices.
 
         Args:
             tokens: number of tokens that a phase processed, by phase.

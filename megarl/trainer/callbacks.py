@@ -23,7 +23,7 @@ class TrainerView:
         epoch: number of finished passes over the training data.
         metrics: metrics of the step so far; in ``on_validation`` those of the validation.
         seconds: seconds of the step by phase.
-        hidden: part of these seconds beside a longer phase on other devices, by phase.
+        hidden: part of these seconds during a longer phase on other devices, by phase.
         batch: batch of the step with all columns; None outside a step. Do not change it.
         checkpoint: folder of the complete checkpoint, in ``on_save``; else None.
     """

@@ -4,70 +4,36 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
-from cli_runs import CliRun, RunFiles, read_jsonl
+from cli_runs import START_S, CliRun, RunFiles, read_jsonl
 from documented_metrics import undocumented
+from ray_nodes import TwoNodes
 
 from megarl.ops import scale
 
-NODES = """
-import sys
-from ray.cluster_utils import Cluster
-memory = {"object_store_memory": 80 * 2**20}
-head = {"num_cpus": 2, "include_dashboard": False, "_system_config": {"health_check_period_ms": 1000}, **memory}
-cluster = Cluster(initialize_head=True, head_node_args=head)
-node = cluster.add_node(num_cpus=1, **memory)
-print("address", cluster.address, flush=True)
-for line in sys.stdin:
-    if line.strip() == "remove":
-        cluster.remove_node(node, allow_graceful=False)
-    else:
-        node = cluster.add_node(num_cpus=1, **memory)
-    print("done", flush=True)
-cluster.shutdown()
-"""
+
+@pytest.fixture
+def two_nodes() -> Iterator[TwoNodes]:
+    """The trainer and a replica on the first node, the other replica on the second."""
+    with TwoNodes(head_cpus=2) as nodes:
+        yield nodes
 
 
-class TwoNodes:
-    """Two Ray nodes on this machine, in a process of their own: Ray may end the process of a cluster that is lost."""
-
-    def __init__(self) -> None:
-        command, pipe = [sys.executable, "-c", NODES], subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
-        self.address = self._answer("address").split()[1]
-
-    def send(self, change: str) -> None:
-        """Remove the second node, or add it."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{change}\n")
-        self._process.stdin.flush()
-        self._answer("done")
-
-    def close(self) -> None:
-        """End all nodes."""
-        self._process.communicate(timeout=60)
-
-    def _answer(self, start: str) -> str:
-        """Return the next line with this start; Ray prints others."""
-        assert self._process.stdout is not None
-        return next(line for line in self._process.stdout if line.startswith(start))
-
-
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("engine", ["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
 def test_replicas_leave_and_join_with_their_node_and_on_request(
-    small: list[str], start: Callable[..., CliRun], capsys: pytest.CaptureFixture[str]
+    engine: str, small: list[str], two_nodes: TwoNodes, start: Callable[..., CliRun], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The node of replica 1 dies and comes back; then the user takes a replica away and gives it back."""
-    cluster = TwoNodes()
     run = start(
         *("--config-name", "quickstart_async", *small, "trainer.experiment_name=elastic", "sync.verify_freq=1"),
         *("actor_rollout_ref.rollout.nnodes=2", "actor_rollout_ref.rollout.n_gpus_per_node=1"),
         *("actor_rollout_ref.rollout.min_replicas=1", "trainer.total_training_steps=2000", "trainer.save_freq=-1"),
         *("trainer.val_before_train=false", "trainer.test_freq=-1", "reward_model.num_workers=0"),
-        env={"RAY_ADDRESS": cluster.address},
+        f"actor_rollout_ref.rollout.name={engine}",
+        env=two_nodes.environment,
     )
     steps: list[dict[str, float]] = []
 
@@ -81,25 +47,22 @@ def test_replicas_leave_and_join_with_their_node_and_on_request(
                 steps[:] = [row for line in complete.splitlines() if (row := json.loads(line))["step"] > 0]
             return any(row["rollout_service/replicas"] == replicas for row in steps[seen:])
 
-        run.wait_until(reached)
+        run.wait_until(reached, 2 * START_S)
 
-    try:
-        wait_for(2)
-        cluster.send("remove")
-        wait_for(1)
-        cluster.send("add")
-        wait_for(2)
-        folder = RunFiles(run.folder, "elastic").newest
-        assert scale.main([str(folder), "3"]) == 2
-        assert "3 replicas, expected 1 (rollout.min_replicas) to 2 (rollout.replicas)" in capsys.readouterr().err
-        assert scale.main([str(folder), "1"]) == 0
-        wait_for(1)
-        assert scale.main([str(folder), "2"]) == 0
-        wait_for(2)
-        run.process.send_signal(signal.SIGTERM)
-        assert run.wait() == 128 + signal.SIGTERM, run.output  # a run without checkpoints ends at once
-    finally:
-        cluster.close()
+    wait_for(2)
+    two_nodes.send("remove")
+    wait_for(1)
+    two_nodes.send("add")
+    wait_for(2)
+    folder = RunFiles(run.folder, "elastic").newest
+    assert scale.main([str(folder), "3"]) == 2
+    assert "3 replicas, expected 1 (rollout.min_replicas) to 2 (rollout.replicas)" in capsys.readouterr().err
+    assert scale.main([str(folder), "1"]) == 0
+    wait_for(1)
+    assert scale.main([str(folder), "2"]) == 0
+    wait_for(2)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 128 + signal.SIGTERM, run.output  # a run without checkpoints ends at once
     assert scale.main([str(folder), "1"]) == 2 and "the run has ended" in capsys.readouterr().err
     assert "leaves the run until it can join again" in run.output
     assert run.output.count("has joined; 2 replicas of 2") == 2 and "has left; 1 replica of 2" in run.output

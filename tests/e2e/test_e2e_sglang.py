@@ -11,7 +11,7 @@ import pytest
 from cli_runs import START_S, CliRun, RunFiles, assert_finite
 from listeners import assert_on_loopback, listening_processes
 from make_arithmetic import build_model, build_tokenizer
-from ray.cluster_utils import Cluster
+from ray_nodes import TwoNodes
 from safetensors import safe_open
 
 from megarl.rollout import create_engine
@@ -70,11 +70,8 @@ def test_sglang_and_actor_log_probs_agree_before_and_after_an_update(
 @pytest.fixture
 def cluster_of_two() -> Iterator[dict[str, str]]:
     """Two Ray nodes on this machine, with one CPU slot each, as the environment of the jobs that join them."""
-    memory = {"object_store_memory": 80 * 2**20}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, **memory})
-    cluster.add_node(num_cpus=1, **memory)
-    yield {"RAY_ADDRESS": cluster.address}
-    cluster.shutdown()
+    with TwoNodes(head_cpus=1) as nodes:
+        yield nodes.environment
 
 
 @pytest.mark.timeout(1200)

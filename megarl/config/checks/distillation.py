@@ -86,7 +86,7 @@ def _full_kl(config: TrainConfig) -> Iterator[Problem]:
         text = f"needs the output layer of the teacher in the actor, and there are {count} teachers; set k2 or k3"
         yield Problem(f"{_LOSS}.loss_mode", loss.loss_mode, text)
     if actor.uses_full_kl:
-        text = f"would be the second exact KL beside {_LOSS}.loss_mode={FULL_KL}; set low_var_kl, or k2 there"
+        text = f"would be the second exact KL after {_LOSS}.loss_mode={FULL_KL}; set low_var_kl, or k2 there"
         yield Problem("actor_rollout_ref.actor.kl_loss_type", actor.kl_loss_type, text)
 
 

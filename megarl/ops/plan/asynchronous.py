@@ -373,8 +373,8 @@ class ModeComparison:
     Attributes:
         replica_devices: devices of an engine replica.
         run: the configured mode.
-        others: ``synchronous`` (all devices generate, then train), ``fastest_split`` of the devices between engines and
-            trainer, ``without_hybrid_rollout``, and with the fewest elastic replicas (``min_replicas``); those that apply.
+        others: those that apply of ``synchronous`` (all devices generate, then train), ``fastest_split`` of the devices
+            between engines and trainer, ``without_hybrid_rollout``, and ``min_replicas`` (the fewest elastic ones).
     """
 
     replica_devices: int

@@ -172,7 +172,7 @@ class _Devices:
     def _kv_cache(
         self, rollout: PlannedRollout, devices: Iterable[int], device_bytes: int | None
     ) -> KVCacheCapacity | None:
-        """Return the KV cache of a replica on some of these devices, beside the other roles."""
+        """Return the KV cache of a replica on some of these devices, next to the other roles."""
         other_roles = max(sum(c.nbytes for c in self._role_components("gen", device)) for device in devices)
         return kv_cache_capacity(rollout, self._engine, other_roles, device_bytes, self.job.device)
 

@@ -115,7 +115,7 @@ def simultaneous_phases(job: PlannedJob) -> tuple[tuple[str, ...], ...]:
             for phase in phases
         }
         if len(teachers) > 1:
-            pools["teacher"] = list(job.pools)  # several teachers take turns, and nothing runs beside them
+            pools["teacher"] = list(job.pools)  # several teachers take turns, and nothing runs at the same time
         present = [phase for phase in phases if pools[phase]]
         groups += [tuple(group) for group in disjoint_groups(present, pools.__getitem__) if len(group) > 1]
     return tuple(groups)

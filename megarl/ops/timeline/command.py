@@ -97,7 +97,7 @@ def summarize(events: Iterable[Mapping[str, Any]]) -> Summary:
     """
     names: dict[int, str] = {}
     lanes: dict[tuple[int, int], str] = {}
-    beside: list[tuple[float, float, str]] = []
+    concurrent: list[tuple[float, float, str]] = []
     spans: dict[tuple[int, str], list[tuple[float, float, str]]] = defaultdict(list)
     missing: list[tuple[int, float, str]] = []
     steps = 0
@@ -110,7 +110,7 @@ def summarize(events: Iterable[Mapping[str, Any]]) -> Summary:
             span = (event["ts"], event["ts"] + event["dur"], event["name"])
             spans[event["pid"], event.get("cat", "")].append(span)
             if event.get("cat") == PHASE and lanes.get((event["pid"], event.get("tid", 0)), MAIN_LANE) != MAIN_LANE:
-                beside.append(span)
+                concurrent.append(span)
         elif event.get("cat") == "step":
             steps += 1
         elif event.get("cat") == MISSING_EVENTS:
@@ -132,7 +132,7 @@ def summarize(events: Iterable[Mapping[str, Any]]) -> Summary:
     gaps.sort(key=lambda gap: gap.start - gap.end)
     phases = own_seconds(
         [one for (_, category), members in spans.items() if category == PHASE for one in members if one[1] > start],
-        beside,
+        concurrent,
     )
     lines = [f"{names.get(pid, str(pid))}, until {at / 1e6:.3f} s: {text}" for pid, at, text in sorted(missing)]
     return Summary((end - start) / 1e6, steps, processes, phases, gaps[:_SHOWN_GAPS], lines)
@@ -148,25 +148,25 @@ def covered(spans: Iterable[tuple[float, float, str]]) -> float:
 
 
 def own_seconds(
-    spans: Iterable[tuple[float, float, str]], beside: Sequence[tuple[float, float, str]] = ()
+    spans: Iterable[tuple[float, float, str]], concurrent: Sequence[tuple[float, float, str]] = ()
 ) -> dict[str, float]:
     """Return the seconds of nested spans by name, without their inner spans.
 
     Args:
         spans: all spans.
-        beside: those of them that run at the same time, in lanes of their own; they have no inner spans.
+        concurrent: spans that run at the same time as others, in lanes of their own; they have no inner spans.
     """
     seconds: dict[str, float] = defaultdict(float)
     outer: list[tuple[float, str]] = []
-    concurrent, reached = set(beside), float("-inf")
+    in_lanes, reached = set(concurrent), float("-inf")
     for start, end, name in sorted(spans, key=lambda span: (span[0], -span[1])):
         while outer and outer[-1][0] <= start:
             outer.pop()
         seconds[name] += (end - start) / 1e6
-        uncovered = end - max(start, reached) if (start, end, name) in concurrent else end - start
+        uncovered = end - max(start, reached) if (start, end, name) in in_lanes else end - start
         if outer:
             seconds[outer[-1][1]] -= max(0.0, uncovered) / 1e6
-        if (start, end, name) in concurrent:
+        if (start, end, name) in in_lanes:
             reached = max(reached, end)
         else:
             outer.append((end, name))

@@ -108,7 +108,7 @@ class TeacherServers:
         return [text for part in self._run(parts, texts) for text in part]
 
     def check_token(self, token: int) -> None:
-        """Check that a server's model has a token, by asking for its log-prob beside another one's.
+        """Check that a server's model has a token, by a request for its log-prob and another one's.
 
         Raises:
             TeacherError: it has not, or the server does not answer.

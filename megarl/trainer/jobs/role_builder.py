@@ -139,8 +139,8 @@ class RoleBuilder:
         hybrid_ranks = range(rollout.world_size - hybrid, rollout.world_size)
 
         def pending() -> dict[int, int | None]:
-            beside, alone = pending_beside(self.pools.trainer, groups), pending_beside(self.pools.of(ROLLOUT), groups)
-            return {rank: beside if rank in hybrid_ranks else alone for rank in range(rollout.world_size)}
+            shared, alone = pending_beside(self.pools.trainer, groups), pending_beside(self.pools.of(ROLLOUT), groups)
+            return {rank: shared if rank in hybrid_ranks else alone for rank in range(rollout.world_size)}
 
         build_engines(rollout, rollout.ranks, pending())
         reference = reference_group or (actor if self._has_reference() else None)

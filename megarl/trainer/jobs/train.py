@@ -235,7 +235,7 @@ class TrainerBuilder:
             yield verb_pass("ref", roles.reference, "compute_ref_log_prob")
         if teachers := roles.teachers:
             # Several teachers take turns under the driver's control, so nothing else starts until they are done. A
-            # single one that is a server uses no device, and computes beside the other passes.
+            # single one that is a server uses no device, and computes during the other passes.
             used = [*roles.learners(), *roles.frozen()]
             if len(teachers) == 1:
                 used = [*teachers.values()] if config.distillation.local_teachers else []

@@ -140,7 +140,7 @@ def _further_nodes(group: RolloutGroup, replica: int) -> range:
 
 
 def pending_beside(pool: PlacedPool, groups: Iterable[MegatronGroup]) -> int | None:
-    """Return the maximum device bytes that roles beside the replicas have yet to allocate; None without such roles.
+    """Return the maximum device bytes that roles on the replicas' devices will allocate; None without such roles.
 
     A device holds one process of each role.
 
@@ -148,9 +148,9 @@ def pending_beside(pool: PlacedPool, groups: Iterable[MegatronGroup]) -> int | N
         pool: devices of the replicas.
         groups: all roles that train or compute with Megatron.
     """
-    beside = [group for group in groups if group.pool is pool]
-    by_group: list[list[int]] = wait_all([group.submit("pending_device_bytes") for group in beside])
-    return sum(map(max, by_group)) if beside else None
+    neighbours = [group for group in groups if group.pool is pool]
+    by_group: list[list[int]] = wait_all([group.submit("pending_device_bytes") for group in neighbours])
+    return sum(map(max, by_group)) if neighbours else None
 
 
 def restart_replicas(

@@ -136,7 +136,7 @@ def throughput_metrics(
         batch: of the step.
         seconds: wall seconds per phase, including ``step``.
         num_devices: devices of all roles.
-        hidden: part of these seconds beside a longer phase, per phase.
+        hidden: part of these seconds during a longer phase, per phase.
     """
     tokens = phase_tokens(batch, seconds)
     total = tokens["step"]

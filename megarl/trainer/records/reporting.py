@@ -180,7 +180,7 @@ class RunReporter:
 
     @property
     def hidden(self) -> dict[str, float]:
-        """Part of these seconds beside a longer phase on other devices."""
+        """Part of these seconds during a longer phase on other devices."""
         return self.timer.hidden
 
     def log_step(self, step: int, metrics: Metrics, tokens: Mapping[str, int]) -> None:

@@ -1,0 +1,60 @@
+"""Two Ray nodes on this machine, for tests of jobs over several nodes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Self
+
+NODES = """
+import sys
+from ray.cluster_utils import Cluster
+memory = {"object_store_memory": 80 * 2**20}
+checks = {"_system_config": {"health_check_period_ms": 1000}}
+head = {"num_cpus": int(sys.argv[1]), "include_dashboard": False, **checks, **memory}
+cluster = Cluster(initialize_head=True, head_node_args=head)
+node = cluster.add_node(num_cpus=1, **memory)
+print("address", cluster.address, flush=True)
+for line in sys.stdin:
+    if line.strip() == "remove":
+        cluster.remove_node(node, allow_graceful=False)
+    else:
+        node = cluster.add_node(num_cpus=1, **memory)
+    print("done", flush=True)
+cluster.shutdown()
+"""
+
+
+class TwoNodes:
+    """Two Ray nodes on this machine, in a process of their own: Ray may end the process of a cluster that is lost.
+
+    Args:
+        head_cpus: CPU slots of the first node; the second one has one.
+
+    Attributes:
+        environment: environment of a job that joins them.
+    """
+
+    def __init__(self, head_cpus: int) -> None:
+        command, pipe = [sys.executable, "-c", NODES, str(head_cpus)], subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+        self.environment = {"RAY_ADDRESS": self._answer("address").split()[1]}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End all nodes."""
+        self._process.communicate(timeout=60)
+
+    def send(self, change: str) -> None:
+        """Remove the second node, or add it."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{change}\n")
+        self._process.stdin.flush()
+        self._answer("done")
+
+    def _answer(self, start: str) -> str:
+        """Return the next line with this start; Ray prints others."""
+        assert self._process.stdout is not None
+        return next(line for line in self._process.stdout if line.startswith(start))
