@@ -569,6 +569,15 @@ def test_a_stop_token_as_the_last_allowed_one_counts_as_stop():
 
 
 @pytest.mark.parametrize(
+    ("tokens", "reason"), [([5, 6, 6], "length"), ([5, 7], "stop"), ([5, 6], "abort"), ([], "abort")]
+)
+def test_an_abort_after_the_last_token_interrupts_nothing(tokens, reason):
+    """Nothing is left to generate, so the response is not submitted again."""
+    response = response_of([(token, -1.0) for token in tokens], "abort")
+    assert parse_completion(REQUEST, response, READING).finish_reason == reason
+
+
+@pytest.mark.parametrize(
     ("response", "message"),
     [
         (response_of([(5, float("nan"))] * 3), "not finite"),

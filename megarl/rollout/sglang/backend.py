@@ -321,11 +321,14 @@ def _check(
 
 
 def _finish_reason(params: SamplingParams, tokens: list[int], kind: str | None, eos: Iterable[int]) -> Any:
-    """Return the finish reason; ``stop`` also for a stop token at the length limit, which some versions call
-    ``length``.
+    """Return the finish reason of a response by its last token.
+
+    SGLang may name another one: ``length`` for a stop token at the limit, and ``abort`` after the last token.
     """
-    if kind == "length" and tokens and not params.ignore_eos and tokens[-1] in {*eos, *params.stop_token_ids}:
-        return "stop"
+    if kind in ("length", "abort") and tokens:
+        if not params.ignore_eos and tokens[-1] in {*eos, *params.stop_token_ids}:
+            return "stop"
+        return "length" if len(tokens) == params.max_new_tokens else kind
     if kind not in ("stop", "length", "abort"):
         raise RolloutError(f"SGLang gave finish_reason {kind!r}, expected stop, length or abort")
     return kind
