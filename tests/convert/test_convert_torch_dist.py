@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import pickle
@@ -10,11 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from checkpoints import assert_same, run
 from distributed import ProcessPool
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch_dist_cases import SaveFormat, save_engine_torch_dist, save_torch_dist
 
 from megarl.base.errors import CheckpointError
+from megarl.convert.open import model_folders
 from megarl.convert.torch_zip import locate_tensor
 from megarl.models import ParallelLayout
 
@@ -68,6 +72,16 @@ def test_finds_the_model_next_to_the_checkpoint_or_in_its_arguments(
     (tmp_path / "huggingface").mkdir()
     (tmp_path / "huggingface" / "config.json").write_bytes((source / "config.json").read_bytes())
     run("inspect", tmp_path / "plain")
+
+
+def test_arguments_among_the_weights_name_the_model(tmp_path: Path) -> None:
+    """Megatron-Core 0.19 has no file of its own for them; the file of older versions comes first."""
+    arguments = argparse.Namespace(hf_checkpoint="/models/by_object", tokenizer_model=None)
+    state = {"common_state/shard_0_1": [{"args": arguments, "iteration": 7}], "weight": torch.zeros(2)}
+    dcp.save(state, checkpoint_id=tmp_path, planner=DefaultSavePlanner(flatten_state_dict=False))
+    assert model_folders(tmp_path) == [Path("/models/by_object")]
+    torch.save({"args": argparse.Namespace(hf_checkpoint="/models/by_file")}, tmp_path / "common.pt")
+    assert model_folders(tmp_path) == [Path("/models/by_file")]
 
 
 def test_a_shape_mismatch_is_reported(

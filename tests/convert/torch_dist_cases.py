@@ -60,7 +60,7 @@ def save_engine_torch_dist(place: Place, model: str, folder: str, layout: Parall
             _fill(module, reader, layout, place.rank)
             for part in module.modules():
                 if isinstance(part, SwiGLU):  # Megatron reads the state of every part of an MLP; this one has none
-                    part.sharded_state_dict = lambda *names: {}
+                    part.sharded_state_dict = lambda *names, **options: {}
             _save(dict(module.sharded_state_dict()), folder)
     finally:
         shutdown_runtime()
