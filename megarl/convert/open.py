@@ -1,7 +1,7 @@
 """Detection and opening of checkpoints: Hugging Face folders, megarl roles and ``torch_dist`` folders.
 
-The arguments in a checkpoint of another program are a pickle. It is searched only for the path of the model folder, with
-every class replaced by an empty one, so that none of its code runs.
+The arguments in a checkpoint of another program are a pickle. It is searched only for the path of the model folder,
+with every class replaced by an empty one, so that none of its code runs.
 """
 
 from __future__ import annotations
