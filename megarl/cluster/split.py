@@ -117,6 +117,26 @@ def _cheaper_with_families(
     return min(plan, grouped, key=slowest)
 
 
+def plan_groups(batch: DataProto, dp: int, groups: np.ndarray) -> Plan:
+    """Assign whole groups of rows to at most ``dp`` ranks with nearly equal numbers of tokens.
+
+    Args:
+        batch: rows with their lengths.
+        dp: number of DP ranks.
+        groups: ``[b]`` group of each row.
+
+    Returns:
+        One entry per rank that has rows, in ascending order.
+    """
+    _, numbers = np.unique(groups.astype(str), return_inverse=True)
+    numbers = numbers.reshape(-1)
+    parts = balanced_partition(np.bincount(numbers, token_counts(batch)).tolist(), min(dp, int(numbers.max()) + 1))
+    owner = np.empty(int(numbers.max()) + 1, np.int64)
+    for rank, members in enumerate(parts):
+        owner[members] = rank
+    return [np.flatnonzero(owner[numbers] == rank).tolist() for rank in range(len(parts))]
+
+
 def plan_split(costs: Sequence[float], dp: int, mini_batch_rows: int | None = None, *, equal: bool = False) -> Plan:
     """Assign rows to DP ranks with equal cost.
 

@@ -18,7 +18,12 @@ class RowMap(Protocol):
     """Runs row functions on a batch."""
 
     def __call__(
-        self, function: RowFunction, columns: Sequence[str], batch: DataProto, *args: Any
+        self,
+        function: RowFunction,
+        columns: Sequence[str],
+        batch: DataProto,
+        *args: Any,
+        together: str | None = None,
     ) -> tuple[DataProto, list[Any]]:
         """Run a function on the parts of a batch.
 
@@ -27,6 +32,8 @@ class RowMap(Protocol):
             columns: those that the function reads, tensors and others; absent ones are left out.
             batch: all rows.
             args: further arguments of the function.
+            together: non-tensor column; rows with equal values are in one part, such as the responses to one prompt.
+                None: each part is any rows.
 
         Returns:
             The new columns in the order of ``batch``, whose token values stay where they were computed; and the facts
@@ -35,7 +42,7 @@ class RowMap(Protocol):
 
 
 def map_in_process(
-    function: RowFunction, columns: Sequence[str], batch: DataProto, *args: Any
+    function: RowFunction, columns: Sequence[str], batch: DataProto, *args: Any, together: str | None = None
 ) -> tuple[DataProto, list[Any]]:
     """Run a row function on the whole batch in this process; a :class:`RowMap`."""
     result, facts = function(batch.present(columns), *args)

@@ -9,26 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megarl.algorithms import (
-    AdvantageInputs,
     Moments,
     RatioMoments,
+    TurnCounts,
     add_at_last,
     apply_kl_penalty,
     blend_quality,
     expand_to_tokens,
     have_tokens,
     kl_penalty,
-    load_advantage,
     masked_whiten,
     missing_eos,
     on_trained_tokens,
     select_tokens,
+    sequence_counts,
     sequence_quality,
     sequence_sums,
     whiten_rewards,
@@ -45,9 +45,7 @@ STATISTIC_COLUMNS = (*WHITENED_COLUMNS, "token_level_scores", "values")
 MISMATCH_COLUMNS = (*MASKS, "generated_mask", "old_log_probs", "rollout_log_probs")
 ROW_ADVANTAGES = "row_advantages"
 """Column with one advantage per row, ``[b]`` double."""
-ESTIMATE_COLUMNS = (
-    *MASKS, "token_level_rewards", "values", "entropys", "reward_baselines", ROW_ADVANTAGES
-)  # fmt: skip
+EXPANDED_COLUMNS = (*MASKS, "token_level_rewards", "values", "entropys", ROW_ADVANTAGES)
 
 
 def trained_tokens(batch: DataProto) -> Tensor:
@@ -129,12 +127,14 @@ def penalized_rewards_of_rows(batch: DataProto, terms: RewardTerms) -> tuple[Dat
         terms: penalties.
 
     Returns:
-        The rewards, and by row ``[b]``: ``counted``, ``reward_sums``, ``missing_eos`` with an EOS penalty, ``kl`` with
-        a KL penalty. And the moments of the rewards at trained tokens.
+        The rewards, and by row ``[b]``: ``trained_counts``, the number of trained tokens; ``counted``, whether there is
+        one; ``reward_sums``, ``missing_eos`` with an EOS penalty, ``kl`` with a KL penalty. And the moments of the
+        rewards at trained tokens.
     """
     mask, lengths = trained_tokens(batch), sequence_lengths(batch)[1]
     shaped = "token_level_rewards" if "token_level_rewards" in batch.tensors else "token_level_scores"
-    rewards, facts = batch.packed(shaped), {"counted": counted_rows(batch)}
+    counts = sequence_counts(mask, lengths)
+    rewards, facts = batch.packed(shaped), {"trained_counts": counts, "counted": counts > 0}
     if terms.eos_penalty is not None:
         missing = missing_eos(batch.packed("responses"), lengths - 1, terms.eos_token_ids, lengths)
         penalties = torch.full((len(batch),), -terms.eos_penalty)
@@ -160,15 +160,19 @@ class AdvantageFacts(NamedTuple):
         entropy: of the policy's entropy; empty without it.
         returns: of the returns; empty without values.
         errors: of returns minus values; empty without values.
+        turns: numbers of turns, for estimators that compare them.
     """
 
     advantages: Moments
     entropy: Moments
     returns: Moments
     errors: Moments
+    turns: TurnCounts = TurnCounts()
 
     @classmethod
-    def of(cls, batch: DataProto, advantages: Tensor, returns: Tensor) -> AdvantageFacts:
+    def of(
+        cls, batch: DataProto, advantages: Tensor, returns: Tensor, turns: TurnCounts | None = None
+    ) -> AdvantageFacts:
         """Compute the moments of packed advantages and returns, and of columns of the batch."""
         mask, columns = trained_tokens(batch), batch.tensors
         targets = errors = entropy = Moments()
@@ -177,35 +181,13 @@ class AdvantageFacts(NamedTuple):
         if "values" in columns:
             goals, values = (select_tokens(one, mask).double() for one in (returns, batch.packed("values")))
             targets, errors = Moments.of(goals), Moments.of(goals - values)
-        return cls(Moments.of(select_tokens(advantages, mask)), entropy, targets, errors)
+        return cls(Moments.of(select_tokens(advantages, mask)), entropy, targets, errors, turns or TurnCounts())
 
     @classmethod
     def merged(cls, parts: Sequence[AdvantageFacts]) -> AdvantageFacts:
         """Merge the moments of disjoint rows."""
-        return cls(*map(Moments.merged, zip(*parts, strict=True)))
-
-
-def advantages_of_rows(batch: DataProto, estimator: str, gamma: float, lam: float) -> tuple[DataProto, AdvantageFacts]:
-    """Estimate ``advantages`` and ``returns`` with an estimator that needs one row at a time; not whitened.
-
-    Args:
-        batch: with :data:`ESTIMATE_COLUMNS`.
-        estimator: its name in the configuration.
-        gamma: discount per token.
-        lam: lambda of GAE.
-    """
-    inputs = AdvantageInputs(
-        token_level_rewards=batch.packed("token_level_rewards"),
-        response_mask=trained_tokens(batch),
-        values=batch.packed("values") if "values" in batch.tensors else None,
-        reward_baselines=batch.tensors.get("reward_baselines"),
-        lengths=sequence_lengths(batch)[1],
-        gamma=gamma,
-        lam=lam,
-    )
-    advantages, returns = load_advantage(estimator).unwhitened(inputs)
-    columns = batch.token_columns({"advantages": advantages, "returns": returns})
-    return columns, AdvantageFacts.of(batch, advantages, returns)
+        columns: list[Any] = list(zip(*parts, strict=True))
+        return cls(*(type(column[0]).merged(column) for column in columns))
 
 
 def expanded_advantages_of_rows(batch: DataProto) -> tuple[DataProto, AdvantageFacts]:
@@ -227,6 +209,19 @@ def whitened_rewards_of_rows(batch: DataProto, moments: Moments) -> tuple[DataPr
     rewards = whiten_rewards(batch.packed("token_level_rewards"), trained_tokens(batch), moments)
     sums = sequence_sums(rewards, torch.ones_like(rewards, dtype=torch.bool), sequence_lengths(batch)[1])
     return batch.token_columns({"token_level_rewards": rewards}).with_columns({"reward_sums": sums}), None
+
+
+def scores_of_rows(batch: DataProto) -> tuple[DataProto, None]:
+    """Compute ``counted`` and ``scores_sums``, the sums of the scores, by row."""
+    return DataProto.from_dict(
+        {"counted": counted_rows(batch), "scores_sums": row_sums(batch, "token_level_scores")}
+    ), None
+
+
+def entropy_of_rows(batch: DataProto) -> tuple[DataProto, Moments]:
+    """Compute the moments of the policy's entropy over trained tokens, and ``counted`` by row."""
+    entropy = select_tokens(batch.packed("entropys"), trained_tokens(batch))
+    return DataProto.from_dict({"counted": counted_rows(batch)}), Moments.of(entropy)
 
 
 def statistics_of_rows(batch: DataProto) -> tuple[DataProto, dict[str, Moments]]:

@@ -165,6 +165,24 @@ def test_row_functions_run_on_the_owners_of_rows(group):
     ]
 
 
+def test_row_functions_get_whole_groups(group):
+    batch = samples([4, 1, 7, 2, 5, 3])
+    batch.non_tensor_batch["uid"] = np.array(["a", "b", "c", "a", "c", "b"], dtype=object)
+    read = (*READ, "uid")
+    columns, facts = group.row_map("add_up", least_tokens=0)(plain_workers.sums_of_groups, read, batch, together="uid")
+    assert len(facts) == 2 and {uid for uids in facts for uid in uids} == {"a", "b", "c"}
+    assert sum(map(len, facts)) == 3
+    totals = {
+        uid: sum(
+            int(row.sum())
+            for row, one in zip(batch.unpadded("responses"), batch.non_tensor_batch["uid"], strict=True)
+            if one == uid
+        )
+        for uid in "abc"
+    }
+    assert columns.tensors["totals"].tolist() == [totals[uid] for uid in batch.non_tensor_batch["uid"]]
+
+
 def test_row_functions_see_each_row_once(group):
     _, facts = group.row_map("add_up", least_tokens=0)(plain_workers.squares_of_rows, READ, samples([3]), 1.0)
     assert [rows for _, rows in facts] == [1], "the second rank has no row, instead of a copy"
