@@ -230,11 +230,11 @@ def collect(results: Sequence[Any], plan: Plan) -> Any:
     for dp, (result, rows) in enumerate(zip(results, plan, strict=True)):
         if len(result) != copies * len(rows) or not len(result):
             raise DataError(f"DP rank {dp} returned {len(result)} rows for a chunk of {len(rows)}")
-    position = {row: index for index, row in reversed(list(enumerate(row for rows in plan for row in rows)))}
-    order = [position[row] * copies + copy for row in sorted(position) for copy in range(copies)]
+    _, first = np.unique(np.concatenate([np.asarray(rows, np.int64) for rows in plan]), return_index=True)
+    order = (first[:, None] * copies + np.arange(copies)).reshape(-1)
     # Ranks may return different meta_info; the joined batch takes the first rank's.
     parts = [DataProto(result.tensors or None, result.non_tensor_batch) for result in results]
-    joined = DataProto.concat(parts, np.asarray(order, dtype=np.int64))
+    joined = DataProto.concat(parts, order)
     joined.meta_info = dict(results[0].meta_info)
     return joined
 

@@ -384,10 +384,11 @@ class WorkerGroup:
         if not batches:
             raise TypeError(f"{self.role}.{verb} is split over DP and needs a DataProto argument")
         plan, mini_batch_rows = self._plan(verb, mark, batches[0]), _mini_batch_rows(mark, batches[0])
-        # One payload per DP rank, with one copy for its TP and PP ranks.
+        # One payload per DP rank, with one copy for its TP and PP ranks; for one rank it travels with the call.
+        shared = self.world_size > self.layout.dp
         by_dp = [
             [
-                ray.put(payload)
+                ray.put(payload) if shared else payload
                 for payload in payloads_of(split(mark.read(arg), plan, mini_batch_rows, write=StoredChunk.write))
             ]
             if isinstance(arg, DataProto)

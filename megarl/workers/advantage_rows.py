@@ -20,7 +20,15 @@ from megarl.algorithms import (
 )
 from megarl.data import DataProto, sequence_lengths
 from megarl.workers.correction_rows import CORRECTED_COLUMNS, token_weights_of
-from megarl.workers.row_math import MASKS, AdvantageFacts, counted_rows, generated_tokens, trained_tokens
+from megarl.workers.row_math import (
+    MASKS,
+    AdvantageFacts,
+    RewardTerms,
+    counted_rows,
+    generated_tokens,
+    penalized_rewards_of_rows,
+    trained_tokens,
+)
 
 ANCHOR_STATES = "anchor_states"
 """Column with the states before the turns of a response, from agent loops that know them."""
@@ -65,17 +73,26 @@ def estimate_columns(estimate: AdvantageEstimator, correction: Correction | None
     return list(dict.fromkeys([*_BASE_COLUMNS, *tokens, *turns, *(CORRECTED_COLUMNS if correction else ())]))
 
 
-def advantages_of_rows(batch: DataProto, options: EstimateOptions) -> tuple[DataProto, AdvantageFacts]:
+def advantages_of_rows(
+    batch: DataProto, options: EstimateOptions, terms: RewardTerms | None = None
+) -> tuple[DataProto, AdvantageFacts]:
     """Estimate ``advantages`` and ``returns``; not whitened.
 
     Args:
         batch: with :func:`estimate_columns`. The rows are complete for the scope of the estimator: any rows, whole
             groups, or the whole batch.
         options: estimator and options.
+        terms: penalties that turn scores into rewards first; None = the batch has rewards.
 
     Returns:
-        The columns; for estimators that read turns also :data:`TURN_COUNTS`. And the moments.
+        The columns; for estimators that read turns also :data:`TURN_COUNTS`; with ``terms`` also those of
+        :func:`penalized_rewards_of_rows`. And the moments.
     """
+    if terms is not None:
+        rewards, _ = penalized_rewards_of_rows(batch, terms)
+        with_rewards = batch.with_columns(rewards.select(["token_level_rewards"]).tensors)
+        estimated, facts = advantages_of_rows(with_rewards, options)
+        return rewards.with_columns(estimated.tensors), facts
     estimate, lengths, columns = load_advantage(options.estimator), sequence_lengths(batch)[1], batch.tensors
     tokens = {name: batch.packed(name) for name in ("values", *_TOKEN_INPUTS) if name in columns}
     turns = counts = weights = None

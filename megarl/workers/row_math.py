@@ -60,6 +60,9 @@ def counted_rows(batch: DataProto) -> Tensor:
 
 def row_sums(batch: DataProto, name: str) -> Tensor:
     """Sum a response-aligned column, such as ``token_level_scores``, over each row: ``[b]`` doubles."""
+    ends = batch.ends(name)
+    if ends is not None:
+        return ends.double()
     values = batch.packed(name)
     return sequence_sums(values, torch.ones_like(values, dtype=torch.bool), sequence_lengths(batch)[1])
 
@@ -118,12 +121,18 @@ class RewardTerms:
     kl_kind: str | None = None
     on_mask: bool = False
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that the rewards depend on."""
+        kl = KL_COLUMNS if self.kl_coefficient is not None else ()
+        return (*REWARD_COLUMNS, *kl, *(("responses",) if self.eos_penalty is not None else ()))
+
 
 def penalized_rewards_of_rows(batch: DataProto, terms: RewardTerms) -> tuple[DataProto, Moments]:
     """Compute ``token_level_rewards``: shaped rewards, or scores, minus the EOS and KL penalties.
 
     Args:
-        batch: with :data:`REWARD_COLUMNS`, :data:`KL_COLUMNS` for a KL penalty, ``responses`` for an EOS penalty.
+        batch: with :attr:`RewardTerms.columns`.
         terms: penalties.
 
     Returns:
@@ -213,9 +222,8 @@ def whitened_rewards_of_rows(batch: DataProto, moments: Moments) -> tuple[DataPr
 
 def scores_of_rows(batch: DataProto) -> tuple[DataProto, None]:
     """Compute ``counted`` and ``scores_sums``, the sums of the scores, by row."""
-    return DataProto.from_dict(
-        {"counted": counted_rows(batch), "scores_sums": row_sums(batch, "token_level_scores")}
-    ), None
+    sums = row_sums(batch, "token_level_scores")
+    return DataProto.from_dict({"counted": counted_rows(batch), "scores_sums": sums}), None
 
 
 def entropy_of_rows(batch: DataProto) -> tuple[DataProto, Moments]:
@@ -224,25 +232,29 @@ def entropy_of_rows(batch: DataProto) -> tuple[DataProto, Moments]:
     return DataProto.from_dict({"counted": counted_rows(batch)}), Moments.of(entropy)
 
 
-def statistics_of_rows(batch: DataProto) -> tuple[DataProto, dict[str, Moments]]:
-    """Compute the sums of scores and rewards and ``counted`` by row, and moments of advantages, returns and values.
+class RowStatistics(NamedTuple):
+    """Moments over the tokens of some rows, for the metrics of a step.
+
+    Attributes:
+        trained: of advantages, returns and values over the trained tokens, by column; of those that exist.
+        mismatch: of the log-probs of engine and actor over the compared tokens; None without both.
+    """
+
+    trained: dict[str, Moments]
+    mismatch: RatioMoments | None
+
+
+def statistics_of_rows(batch: DataProto) -> tuple[DataProto, RowStatistics]:
+    """Compute the sums of scores and rewards and ``counted`` by row, and the moments of the metrics.
 
     Args:
-        batch: with :data:`STATISTIC_COLUMNS`.
+        batch: with :data:`STATISTIC_COLUMNS`, and :data:`MISMATCH_COLUMNS` to compare log-probs.
     """
-    mask = trained_tokens(batch)
+    mask, mismatch = trained_tokens(batch), None
     names = [name for name in ("advantages", "returns", "values") if name in batch.tensors]
     moments = {name: Moments.of(select_tokens(batch.packed(name), mask)) for name in names}
     sums = {f"{kind}_sums": row_sums(batch, f"token_level_{kind}") for kind in ("scores", "rewards")}
-    return DataProto.from_dict({"counted": counted_rows(batch), **sums}), moments
-
-
-def mismatch_of_rows(batch: DataProto) -> tuple[DataProto, RatioMoments]:
-    """Compute moments of the log-probs of engine and actor over the compared tokens.
-
-    Args:
-        batch: with :data:`MISMATCH_COLUMNS`.
-    """
-    old, rollout = batch.packed("old_log_probs"), batch.packed("rollout_log_probs")
-    moments = RatioMoments.of(old, rollout, compared_tokens(batch), sequence_lengths(batch)[1])
-    return DataProto.from_dict({"counted": counted_rows(batch)}), moments
+    if {"old_log_probs", "rollout_log_probs"} <= batch.tensors.keys():
+        old, rollout = batch.packed("old_log_probs"), batch.packed("rollout_log_probs")
+        mismatch = RatioMoments.of(old, rollout, compared_tokens(batch), sequence_lengths(batch)[1])
+    return DataProto.from_dict({"counted": counted_rows(batch), **sums}), RowStatistics(moments, mismatch)

@@ -11,7 +11,7 @@ from ray._private.worker import global_worker
 
 from megarl.base.errors import WorkerError
 from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup, wait_ready
-from megarl.cluster.stored_chunks import SparseValues, StoredChunk
+from megarl.cluster.stored_chunks import RunValues, StoredChunk
 from megarl.data import DataProto, stored_column
 from megarl.data.column_store import ragged_columns
 from megarl.data.remote import RemoteValues, RowPlaces
@@ -220,25 +220,34 @@ def test_ray_keeps_no_reference_of_a_call(group):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int32, np.float64, np.uint8])
-def test_a_column_that_is_mostly_zero_is_stored_sparsely_and_read_bit_for_bit(dtype):
+def test_a_column_of_few_runs_is_stored_small_and_read_bit_for_bit(dtype):
     values = np.zeros(100_000, dtype)
     values[[7, 50_000, 99_999]] = [3, 1, 5]
     if np.issubdtype(dtype, np.floating):
         values[[8, 9]] = [-0.0, np.nan]
-    stored = SparseValues.of(values)
-    assert isinstance(stored, SparseValues) and stored.nbytes < 100
+    stored = RunValues.of(values)
+    assert isinstance(stored, RunValues) and stored.nbytes <= 128
     dense = stored.dense()
     assert dense.dtype == values.dtype and dense.tobytes() == values.tobytes()
 
 
 def test_other_columns_are_stored_as_they_are():
-    for values in (np.ones(1000, np.float32), np.zeros((1000, 2), np.float32), np.zeros(2000, np.float32)[::2]):
-        assert SparseValues.of(values) is values
+    late = np.where(np.arange(20_000) < 5000, 0, np.arange(20_000))
+    for values in (
+        np.arange(1000, dtype=np.float32),
+        late,
+        np.empty(0, np.int8),
+        np.zeros((1000, 2), np.float32),
+        np.zeros(2000, np.float32)[::2],
+    ):
+        assert RunValues.of(values) is values
 
 
-def test_sparse_chunks_are_read_densely(pool):
-    scores = np.zeros(5000, np.float32)
-    scores[-1] = 0.5
-    ids = np.arange(5000, dtype=np.int32)
-    (chunk,) = StoredChunk.fetch([StoredChunk.write({"scores": scores, "ids": ids})])
-    assert chunk["scores"].tolist() == scores.tolist() and chunk["ids"].tolist() == ids.tolist()
+def test_runs_in_chunks_are_read_as_values(pool):
+    scores, mask = np.zeros(5000, np.float32), np.ones(5000, np.int8)
+    scores[-1], mask[70:90] = 0.5, 0
+    columns = {"scores": scores, "mask": mask, "ids": np.arange(5000, dtype=np.int32)}
+    (chunk,) = StoredChunk.fetch([StoredChunk.write(columns)])
+    assert {name: values.tolist() for name, values in chunk.items()} == {
+        name: values.tolist() for name, values in columns.items()
+    }

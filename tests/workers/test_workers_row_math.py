@@ -21,7 +21,7 @@ from megarl.data import DataProto, sequence_lengths
 from megarl.data.column_store import ragged_columns
 from megarl.trainer.phases.advantage_phase import AdvantagePhase, RewardShaping
 from megarl.trainer.phases.correction_phase import PreferencePhase, RolloutCorrectionPhase, TruncatedResponsesPhase
-from megarl.trainer.records.metrics import batch_metrics, rollout_mismatch_metrics
+from megarl.trainer.records.metrics import batch_metrics
 from megarl.workers.row_math import counted_rows, row_sums
 
 LENGTHS = [3, 1, 6, 2, 4, 4, 7, 1, 5, 2, 3, 6]
@@ -96,7 +96,7 @@ def compare_advantages(config):
         phase.rows = phase.rows if rows is None else rows
         batch = phase.compute(batch_of() if rows is None else on_workers(batch_of(), PARTS), metrics)
         options = {} if rows is None else {"rows": rows}
-        metrics |= batch_metrics(batch, 2, 7, **options) | rollout_mismatch_metrics(batch, **options)
+        metrics |= batch_metrics(batch, 2, 7, **options, compare_log_probs=True)
         value = None if phase.kl_controller is None else phase.kl_controller.value
         results.append((batch, metrics, value))
     (whole, expected, coefficient), (parts, metrics, other) = results

@@ -37,8 +37,6 @@ from megarl.workers.advantage_rows import (
 )
 from megarl.workers.row_math import (
     EXPANDED_COLUMNS,
-    KL_COLUMNS,
-    REWARD_COLUMNS,
     ROW_ADVANTAGES,
     SHAPING_COLUMNS,
     WHITENED_COLUMNS,
@@ -161,13 +159,17 @@ class AdvantagePhase:
 
     def compute(self, batch: DataProto, metrics: Metrics) -> DataProto:
         """Add ``token_level_rewards``, ``advantages`` and ``returns`` to the batch, and statistics to ``metrics``."""
-        estimate = self.estimate
-        batch, rewards = self._penalize(batch, metrics)
-        if estimate.scope == "groups":
-            with_rows = batch.with_columns({ROW_ADVANTAGES: self._row_advantages(batch, rewards)})
-            columns, parts = self.rows(expanded_advantages_of_rows, EXPANDED_COLUMNS, with_rows)
+        estimate, terms = self.estimate, self._terms()
+        if estimate.scope in ("rows", "group_tokens") and not self.config.whiten_rewards:
+            columns, parts = self._estimate(batch, terms)  # with the rewards: each call of all processes takes time
+            rewards = self._note_penalties(columns, metrics)
         else:
-            columns, parts = self._estimate(batch)
+            batch, rewards = self._penalize(batch, terms, metrics)
+            if estimate.scope == "groups":
+                with_rows = batch.with_columns({ROW_ADVANTAGES: self._row_advantages(batch, rewards)})
+                columns, parts = self.rows(expanded_advantages_of_rows, EXPANDED_COLUMNS, with_rows)
+            else:
+                columns, parts = self._estimate(batch)
         batch, facts = _with_tokens(batch, columns), AdvantageFacts.merged(parts)
         if "turns" in estimate.needs:
             _check_states(batch, columns.tensors[TURN_COUNTS], rewards.counted)
@@ -182,34 +184,38 @@ class AdvantagePhase:
             metrics["critic/vf_explained_var"] = explained_variance(facts.errors, facts.returns)
         return batch
 
-    def _penalize(self, batch: DataProto, metrics: Metrics) -> tuple[DataProto, RowRewards]:
-        """Compute the rewards: shaped scores minus the EOS and KL penalties, then whitened."""
+    def _terms(self) -> RewardTerms:
+        """Return the penalties of the next batch."""
         config, control = self.config, self.kl_controller
-        terms = RewardTerms(
+        return RewardTerms(
             eos_penalty=config.missing_eos_penalty,
             eos_token_ids=self.eos_token_ids,
             kl_coefficient=None if control is None else control.value,
             kl_kind=None if config.uses_full_kl else config.kl_penalty,
             on_mask=config.whiten_rewards,
         )
-        read = [*REWARD_COLUMNS, *(KL_COLUMNS if control else ())]
-        if terms.eos_penalty is not None:
-            read.append("responses")
-        columns, moments = self.rows(penalized_rewards_of_rows, read, batch, terms)
-        facts = columns.tensors
+
+    def _penalize(self, batch: DataProto, terms: RewardTerms, metrics: Metrics) -> tuple[DataProto, RowRewards]:
+        """Compute the rewards: shaped scores minus the EOS and KL penalties, then whitened."""
+        columns, moments = self.rows(penalized_rewards_of_rows, terms.columns, batch, terms)
+        batch, rewards = _with_tokens(batch, columns), self._note_penalties(columns, metrics)
+        if self.config.whiten_rewards:
+            columns, _ = self.rows(whitened_rewards_of_rows, WHITENED_COLUMNS, batch, Moments.merged(moments))
+            batch, rewards = _with_tokens(batch, columns), rewards._replace(sums=columns.tensors["reward_sums"])
+        return batch, rewards
+
+    def _note_penalties(self, columns: DataProto, metrics: Metrics) -> RowRewards:
+        """Add the statistics of the penalties to ``metrics``, adapt the KL coefficient, and return rewards by row."""
+        facts, control = columns.tensors, self.kl_controller
         counted, sums, counts = (facts[name] for name in ("counted", "reward_sums", "trained_counts"))
-        if config.missing_eos_penalty is not None:
+        if self.config.missing_eos_penalty is not None:
             metrics["reward/missing_eos_fraction"] = masked_mean(facts["missing_eos"].double(), counted).item()
         if control is not None:
             kl = masked_mean(facts["kl"], counted).item()
             metrics["actor/reward_kl_penalty"] = kl
             metrics["actor/reward_kl_penalty_coeff"] = control.value
-            control.update(kl, len(batch))
-        batch = _with_tokens(batch, columns)
-        if config.whiten_rewards:
-            columns, _ = self.rows(whitened_rewards_of_rows, WHITENED_COLUMNS, batch, Moments.merged(moments))
-            batch, sums = _with_tokens(batch, columns), columns.tensors["reward_sums"]
-        return batch, RowRewards(sums, counted, counts)
+            control.update(kl, len(counted))
+        return RowRewards(sums, counted, counts)
 
     def _row_advantages(self, batch: DataProto, rewards: RowRewards) -> Tensor:
         """Estimate one advantage per row ``[b]`` from the sums of the rewards: each row as one token."""
@@ -224,8 +230,13 @@ class AdvantagePhase:
             )
         )[0]
 
-    def _estimate(self, batch: DataProto) -> tuple[DataProto, list[AdvantageFacts]]:
-        """Estimate advantages from the tokens of rows, of groups, or of the whole batch, by the estimator's scope."""
+    def _estimate(self, batch: DataProto, terms: RewardTerms | None = None) -> tuple[DataProto, list[AdvantageFacts]]:
+        """Estimate advantages from the tokens of rows, of groups, or of the whole batch, by the estimator's scope.
+
+        Args:
+            batch: with rewards, or with scores for ``terms``.
+            terms: penalties; the result then has the columns of :func:`penalized_rewards_of_rows` too.
+        """
         config, gigpo, scope = self.config, self.config.gigpo, self.estimate.scope
         correction = None if self.correction is None else self.correction.correction
         options = EstimateOptions(
@@ -239,8 +250,8 @@ class AdvantagePhase:
             mean_weight=1.0 if self.correction is None else self.correction.mean_weight(batch, self.rows),
         )
         rows, together = (map_in_process if scope == "batch" else self.rows), GROUPS if scope != "rows" else None
-        read = estimate_columns(self.estimate, correction)
-        return rows(advantages_of_rows, read, batch, options, together=together)
+        read = [*estimate_columns(self.estimate, correction), *(terms.columns if terms else ())]
+        return rows(advantages_of_rows, [*dict.fromkeys(read)], batch, options, terms, together=together)
 
 
 def _check_states(batch: DataProto, turn_counts: Tensor, counted: Tensor) -> None:
