@@ -5,9 +5,9 @@
 The batch has PPO's columns and log-normal response lengths (sigma 1). The driver runs the verbs and phases of a step
 through a real worker group and Ray's object store: passes, scores, advantages (GAE, KL penalty), updates, metrics.
 One process stands for all ranks and answers without a model. The first step also pays for first access to the memory
-of the object store, which later steps use again. Seconds are CPU seconds of the driver's process, its Ray threads
-included; memory is the largest anonymous memory of the process since the batch was built, without the object store.
-``written MB`` are the bytes that the driver has written into the store.
+of the object store, which later steps use again. Seconds are CPU seconds of the driver's process with its Ray threads,
+without the thread that watches the memory. Memory is the largest anonymous memory of the process since the batch was
+built, without the object store. ``written MB`` are the bytes that the driver has written into the store.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Meter:
 
     def __init__(self) -> None:
         self.peak, self.total = 0, 0.0
-        self.written = 0
+        self.written, self.watching = 0, 0.0
         encode = stored_chunks.encoded
 
         def counting(chunk: Chunk) -> Any:
@@ -135,9 +135,9 @@ class Meter:
 
     def run(self, stage: str, work: Callable[[], Any]) -> Any:
         """Run a stage, print its line and return its result."""
-        before, written, wall = time.process_time(), self.written, time.perf_counter()
+        before, written, wall = time.process_time() - self.watching, self.written, time.perf_counter()
         result = work()
-        seconds, wall = time.process_time() - before, time.perf_counter() - wall
+        seconds, wall = time.process_time() - self.watching - before, time.perf_counter() - wall
         self.total += seconds
         print(f"  {stage:<24}{seconds:>8.2f}{wall:>8.1f}{(self.written - written) / 1e6:>12.0f}", flush=True)
         return result
@@ -149,6 +149,7 @@ class Meter:
     def _watch(self) -> None:
         while True:
             self.peak = max(self.peak, anonymous_bytes())
+            self.watching = time.thread_time()
             time.sleep(0.02)
 
 
