@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from megarl.data.columns import COLUMNS
 from megarl.data.protocol import DataProto
 
 RowFunction = Callable[..., tuple[DataProto, Any]]
@@ -47,3 +48,13 @@ def map_in_process(
     """Run a row function on the whole batch in this process; a :class:`RowMap`."""
     result, facts = function(batch.present(columns), *args)
     return result, [facts]
+
+
+def with_tokens(batch: DataProto, result: DataProto) -> DataProto:
+    """Return the batch with the token columns of the result of a row function, added or replaced."""
+    return batch.with_columns(token_part(result).tensors)
+
+
+def token_part(result: DataProto) -> DataProto:
+    """Select the token columns of the result of a row function."""
+    return result.select([name for name in result.tensors if name in COLUMNS])

@@ -23,8 +23,8 @@ from megarl.algorithms import (
 )
 from megarl.base.errors import DataError
 from megarl.config.schema.algorithm import AlgorithmConfig, ScheduledWeightConfig
-from megarl.data import COLUMNS, DataProto
-from megarl.data.row_map import RowMap, map_in_process
+from megarl.data import DataProto
+from megarl.data.row_map import RowMap, map_in_process, with_tokens
 from megarl.trainer.phases.correction_phase import RolloutCorrectionPhase
 from megarl.trainer.records.metrics import Metrics, summary
 from megarl.workers.advantage_rows import (
@@ -98,7 +98,7 @@ class RewardShaping:
             added = bonus * batch.tensors["ref_similarity"] if fired else torch.zeros(len(batch))
             metrics |= {"repr_align/weight": bonus, "repr_align/fired": float(fired)}
             metrics |= summary("repr_align/reward_added", added[facts["counted"]])
-        return _with_tokens(batch, columns)
+        return with_tokens(batch, columns)
 
 
 def _quality_metrics(facts: Mapping[str, Tensor], weight: float) -> Metrics:
@@ -109,11 +109,6 @@ def _quality_metrics(facts: Mapping[str, Tensor], weight: float) -> Metrics:
     metrics = {"ref_quality/weight": weight, "ref_quality/left_out": float((~counted).sum())}
     metrics |= summary("ref_quality/quality", quality[counted])
     return metrics | summary("ref_quality/reward_change", facts["quality_change"][counted])
-
-
-def _with_tokens(batch: DataProto, columns: DataProto) -> DataProto:
-    """Return the batch with the token columns of the result of a row function, added or replaced."""
-    return batch.with_columns(columns.select([name for name in columns.tensors if name in COLUMNS]).tensors)
 
 
 class RowRewards(NamedTuple):
@@ -170,14 +165,14 @@ class AdvantagePhase:
                 columns, parts = self.rows(expanded_advantages_of_rows, EXPANDED_COLUMNS, with_rows)
             else:
                 columns, parts = self._estimate(batch)
-        batch, facts = _with_tokens(batch, columns), AdvantageFacts.merged(parts)
+        batch, facts = with_tokens(batch, columns), AdvantageFacts.merged(parts)
         if "turns" in estimate.needs:
             _check_states(batch, columns.tensors[TURN_COUNTS], rewards.counted)
             metrics |= _turn_metrics(facts.turns)
         if estimate.whitens:
             names = ("advantages", "returns") if estimate.scope == "groups" else ("advantages",)
             columns, _ = self.rows(whitened_of_rows, WHITENED_COLUMNS, batch, names, facts.advantages)
-            batch = _with_tokens(batch, columns)
+            batch = with_tokens(batch, columns)
         if "entropys" in batch.tensors:
             metrics["actor/entropy"] = facts.entropy.mean
         if "values" in batch.tensors:
@@ -198,10 +193,10 @@ class AdvantagePhase:
     def _penalize(self, batch: DataProto, terms: RewardTerms, metrics: Metrics) -> tuple[DataProto, RowRewards]:
         """Compute the rewards: shaped scores minus the EOS and KL penalties, then whitened."""
         columns, moments = self.rows(penalized_rewards_of_rows, terms.columns, batch, terms)
-        batch, rewards = _with_tokens(batch, columns), self._note_penalties(columns, metrics)
+        batch, rewards = with_tokens(batch, columns), self._note_penalties(columns, metrics)
         if self.config.whiten_rewards:
             columns, _ = self.rows(whitened_rewards_of_rows, WHITENED_COLUMNS, batch, Moments.merged(moments))
-            batch, rewards = _with_tokens(batch, columns), rewards._replace(sums=columns.tensors["reward_sums"])
+            batch, rewards = with_tokens(batch, columns), rewards._replace(sums=columns.tensors["reward_sums"])
         return batch, rewards
 
     def _note_penalties(self, columns: DataProto, metrics: Metrics) -> RowRewards:

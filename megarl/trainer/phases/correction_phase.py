@@ -15,8 +15,8 @@ from megarl.algorithms.selection import policy_filtration_rows
 from megarl.base.errors import DataError
 from megarl.config.correction_bounds import rejection_rules, weight_bounds
 from megarl.config.schema.algorithm import PFPPOConfig, RolloutCorrectionConfig
-from megarl.data import COLUMNS, DataProto
-from megarl.data.row_map import RowMap, map_in_process
+from megarl.data import DataProto
+from megarl.data.row_map import RowMap, map_in_process, token_part, with_tokens
 from megarl.trainer.records.metrics import Metrics
 from megarl.workers.correction_rows import (
     CORRECTED_COLUMNS,
@@ -81,7 +81,7 @@ class RolloutCorrectionPhase:
         version = None if self.version is None else self.version()
         columns, _ = self.rows(engine_log_probs_of_rows, ENGINE_COLUMNS, batch, version)
         _check_finite(batch, columns.tensors[NON_FINITE])
-        return _token_columns(columns)
+        return token_part(columns)
 
     def is_active(self, batch: DataProto, step: int) -> bool:
         """Return whether importance weights or rejection rules are configured."""
@@ -114,7 +114,7 @@ class RolloutCorrectionPhase:
         if correction.rules:
             statistics |= RejectionCounts.merged([part.rejections for part in parts]).statistics()
         metrics |= {f"rollout_corr/{name}": value for name, value in statistics.items()}
-        return batch.with_columns(_token_columns(columns).tensors)
+        return with_tokens(batch, columns)
 
 
 class TruncatedResponsesPhase:
@@ -141,7 +141,7 @@ class TruncatedResponsesPhase:
         """Clear ``response_mask`` of truncated responses; ``actor/truncated_masked_fraction`` is their share."""
         columns, _ = self.rows(untruncated_of_rows, (*MASKS, "responses"), batch, self.eos_token_ids)
         metrics["actor/truncated_masked_fraction"] = columns.tensors["truncated"].double().mean().item()
-        return batch.with_columns(_token_columns(columns).tensors)
+        return with_tokens(batch, columns)
 
 
 class PreferencePhase:
@@ -178,11 +178,6 @@ class PreferencePhase:
         rows = policy_filtration_rows(scores, counted, method, power, (self.seed, step))
         metrics["pf_ppo/rows_fraction"] = len(set(rows.tolist())) / len(rows)
         return batch[rows]
-
-
-def _token_columns(columns: DataProto) -> DataProto:
-    """Select the token columns of the result of a row function."""
-    return columns.select([name for name in columns.tensors if name in COLUMNS])
 
 
 def _check_finite(batch: DataProto, non_finite: Tensor) -> None:
