@@ -12,6 +12,7 @@ from megarl.agents.types import AgentError, FinishedSample, Integers, Trajectory
 from megarl.data import DataProto
 from megarl.data.column_store import ragged_columns
 from megarl.data.ragged import Rows
+from megarl.data.shared_prompts import DIGESTS, prompt_digests
 
 logger = logging.getLogger(__name__)
 
@@ -97,9 +98,10 @@ def trajectories_to_batch(
 
     Returns:
         ``prompts [b, P]``, ``responses``, ``response_mask``, ``generated_mask``, ``rollout_log_probs`` (0.0 for the
-        environment's tokens) ``[b, R]`` and ``attention_mask [b, P+R]``; with ``with_versions`` also ``weight_versions
-        [b, R]``; with ``with_routes`` also ``routed_experts [b, P+R, expert layers, per token]``; the columns
-        ``num_turns``, ``weight_version``, ``agent_error`` (None: no failure) and one column per name in ``fields``.
+        environment's tokens) ``[b, R]``, ``attention_mask [b, P+R]`` and ``prompt_digests [b]``; with ``with_versions``
+        also ``weight_versions [b, R]``; with ``with_routes`` also ``routed_experts [b, P+R, expert layers, per
+        token]``; the columns ``num_turns``, ``weight_version``, ``agent_error`` (None: no failure) and one column per
+        name in ``fields``.
     """
     prompts = [_nonempty(trajectory.prompt_ids, pad_token_id) for trajectory in trajectories]
     responses = [_nonempty(trajectory.response_ids, pad_token_id) for trajectory in trajectories]
@@ -117,6 +119,7 @@ def trajectories_to_batch(
         lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
         rows["routed_experts"] = _routes(trajectories, lengths)
     tensors = ragged_columns(rows, {"prompts": pad_token_id, "responses": pad_token_id})
+    tensors = tensors.merged({DIGESTS: prompt_digests(prompts)})
     names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.fields)
     columns = {name: [trajectory.fields.get(name) for trajectory in trajectories] for name in names}
     columns["num_turns"] = [trajectory.num_turns for trajectory in trajectories]

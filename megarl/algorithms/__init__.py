@@ -88,9 +88,12 @@ from megarl.algorithms.reward_shaping import (
 )
 from megarl.algorithms.rollout_correction import (
     REJECTIONS,
+    Correction,
     RatioMoments,
     Rejection,
+    RejectionCounts,
     Truncation,
+    WeightMoments,
     importance_weights,
     log_ratios,
     rejected_tokens,
@@ -104,7 +107,7 @@ from megarl.algorithms.schedules import (
     warmup_steps,
 )
 from megarl.algorithms.stale_data_loss import dppo_kl, dppo_tv, m2po, topr
-from megarl.algorithms.turns import Turns, anchor_groups, anchored_turns, observations, turn_numbers
+from megarl.algorithms.turns import TurnCounts, Turns, anchor_groups, observations, turn_numbers
 from megarl.algorithms.value_loss import bradley_terry_loss, clipped_value_loss
 
 __all__ = [
@@ -120,6 +123,7 @@ __all__ = [
     "AdvantageEstimator",
     "AdvantageInputs",
     "ChoiceFunction",
+    "Correction",
     "FixedKLController",
     "KLController",
     "LabelledInputs",
@@ -134,14 +138,16 @@ __all__ = [
     "PreferenceLossOptions",
     "RatioMoments",
     "Rejection",
+    "RejectionCounts",
     "TokenLoss",
     "Truncation",
+    "TurnCounts",
     "Turns",
+    "WeightMoments",
     "WeightSchedule",
     "WholeMiniBatch",
     "add_at_last",
     "anchor_groups",
-    "anchored_turns",
     "apply_kl_penalty",
     "blend_quality",
     "bradley_terry_loss",

@@ -44,6 +44,8 @@ class AdvantageInputs:
         values: ``[b, R]``, the critic's values; None without a critic.
         group_ids: ``[b]``, equal for the responses to one prompt; None if the estimator uses no groups.
         reward_baselines: ``[b]``, the score of the prompt's greedy response; None without baselines.
+        trained_counts: ``[b]``, trained tokens of each response; None = as many as in ``response_mask``. Estimators of
+            the scope ``groups`` read it: they get the sum of a response's rewards as that of one token.
         old_log_probs: ``[b, R]``, log-probs under the actor before the update; None if the estimator reads none.
         sum_pi_squared: ``[b, R]``, sum of the actor's squared probabilities over the vocabulary; None if not computed.
         rollout_is_weights: ``[b, R]``, importance weights of rollout correction, for estimators that need
@@ -61,6 +63,7 @@ class AdvantageInputs:
     values: Tensor | None = None
     group_ids: np.ndarray | None = None
     reward_baselines: Tensor | None = None
+    trained_counts: Tensor | None = None
     old_log_probs: Tensor | None = None
     sum_pi_squared: Tensor | None = None
     rollout_is_weights: Tensor | None = None
@@ -121,7 +124,7 @@ _TOKEN_COLUMNS = (
 
 
 AdvantageFunction = Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
-Scope = Literal["rows", "groups", "batch"]
+Scope = Literal["rows", "groups", "group_tokens", "batch"]
 """Data that an estimator needs at once; see :class:`AdvantageEstimator`."""
 _INPUT_MEANINGS = {
     "values": "the values of a critic",
@@ -144,7 +147,9 @@ class AdvantageEstimator:
         reads_packed: whether the function reads packed tokens and returns them; else padded tensors.
         scope: ``rows``: the result of a row depends on that row only, so that processes estimate their rows
             independently. ``groups``: all trained tokens of a row have one advantage, equal to the return, which
-            depends on the sums of the rewards of all rows. ``batch``: the function gets the tokens of all rows.
+            depends on the sums of the rewards of all rows. ``group_tokens``: the result of a row depends on the tokens
+            of its group only, so that processes estimate groups independently. ``batch``: the function gets the tokens
+            of all rows.
         whitens: whether the advantages are whitened over all trained tokens of the batch after the function.
     """
 

@@ -151,14 +151,15 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tenso
     return advantages, advantages
 
 
-@register_advantage("opo", reads_packed=True)
+@register_advantage("opo", reads_packed=True, scope="groups")
 def opo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """OPO (Hao et al. 2025, arXiv:2505.23585): the minimum-variance baseline, weighted by length.
 
     ``A_i = s_i - sum_j l_j s_j / sum_j l_j`` with ``l`` the trained tokens of a response.
     """
     groups = GroupedScores(inputs)
-    lengths = sequence_counts(groups.mask, inputs.lengths).double()
+    counts = inputs.trained_counts
+    lengths = (sequence_counts(groups.mask, inputs.lengths) if counts is None else counts).double()
     baseline = groups.sum(lengths * groups.scores) / groups.sum(lengths).clamp(min=1)
     advantages = groups.to_tokens(groups.scores - torch.where(groups.several, baseline, 0.0))
     return advantages, advantages
@@ -182,7 +183,7 @@ def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return advantages, advantages
 
 
-@register_advantage("optimal_token_baseline", "tir_optimal_token_baseline", reads_packed=True)
+@register_advantage("optimal_token_baseline", "tir_optimal_token_baseline", reads_packed=True, scope="group_tokens")
 def optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """OTB: subtract from each token's return the minimum-variance baseline of its time step (optimal token baseline).
 
@@ -212,7 +213,7 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return advantages, returns
 
 
-@register_advantage("gigpo", reads_packed=True)
+@register_advantage("gigpo", reads_packed=True, scope="group_tokens")
 def gigpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """GiGPO (Feng et al. 2025, arXiv:2505.10978): compare whole responses, and turns from the same anchor state.
 

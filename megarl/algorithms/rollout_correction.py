@@ -3,7 +3,8 @@
 The ratio of a token is ``r = p_old / p_rollout``: the actor's probability over the probability at which the engine
 sampled it. A loss is corrected by importance weights, truncated at a bound, or by rejecting tokens or whole sequences.
 ``docs/rollout_correction.md`` has the formulas and their sources. All functions work on rectangles ``[b, R]``, or on
-packed tokens ``[n]`` with ``lengths [b]``, over the whole batch, in double precision and without gradients.
+packed tokens ``[n]`` with ``lengths [b]``, in double precision and without gradients. Rows may be part of a batch:
+statistics follow from moments and counts, which merge over the parts.
 
 Masks: ``trained`` marks trained tokens, ``compared`` the trained tokens that the engine sampled. A tool result may be
 trained on, but the engine has no log-prob for it: it takes part in no ratio, and its weight in a token-level correction
@@ -12,8 +13,9 @@ is 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +23,6 @@ from torch import Tensor
 from megarl.algorithms.masked import (
     expand_to_tokens,
     have_tokens,
-    masked_mean,
     select_tokens,
     sequence_maxima,
     sequence_means,
@@ -59,9 +60,87 @@ class Rejection(NamedTuple):
     lower: float = 0.0
 
 
+@dataclass(frozen=True)
+class Correction:
+    """A configured rollout correction.
+
+    Attributes:
+        level: of the importance weights, see :func:`importance_weights`; None = no weights.
+        truncation: bounds of the weights.
+        rules: rejection rules; empty = none.
+    """
+
+    level: str | None
+    truncation: Truncation
+    rules: tuple[Rejection, ...] = ()
+
+
 def log_ratios(old: Tensor, rollout: Tensor, compared: Tensor) -> Tensor:
     """Compute ``log r`` of each compared token, 0 elsewhere; ``[b, R]`` doubles."""
     return torch.where(compared.bool(), old.double() - rollout.double(), 0.0)
+
+
+class WeightMoments(NamedTuple):
+    """Moments of the importance weights of some rows, and of the ratios before truncation.
+
+    Attributes:
+        tokens: of the weights of compared tokens.
+        sequences: of the weights of sequences; empty for weights by token.
+        distances: of the distances of the sequences' weights from 1.
+        log_ratios: of ``log r`` before truncation, of tokens or of sequences.
+        high: number of ratios above the upper bound.
+        low: number of ratios below the lower bound, or below the reciprocal of the upper one.
+    """
+
+    tokens: Moments = Moments()
+    sequences: Moments = Moments()
+    distances: Moments = Moments()
+    log_ratios: Moments = Moments()
+    high: int = 0
+    low: int = 0
+
+    @classmethod
+    def merged(cls, parts: Sequence[WeightMoments]) -> WeightMoments:
+        """Merge the moments of disjoint rows."""
+        columns: list[Any] = list(zip(*parts, strict=True))
+        merged: list[Any] = [*map(Moments.merged, columns[:4]), *map(sum, columns[4:])]
+        return cls(*merged)
+
+    @property
+    def mean(self) -> float:
+        """Mean weight of tokens or of sequences, to normalize by; 1 if there is none, or all weights are 0."""
+        units = self.sequences if self.sequences.count else self.tokens
+        return units.mean if units.mean > 0 else 1.0
+
+    def statistics(self) -> Statistics:
+        """Compute ``rollout_is_*`` without a prefix; empty without a compared token.
+
+        ``mean``, ``std`` and ``eff_sample_size`` are of the final weights of tokens, ``seq_*`` of those of sequences;
+        ``min``, ``max`` and the fractions of the ratios before truncation.
+        """
+        tokens, whole, ratios = self.tokens, self.sequences, self.log_ratios
+        if not tokens.count:
+            return {}
+        squares = tokens.mean**2 + tokens.squares / tokens.count
+        least, most = torch.tensor([ratios.least, ratios.most], dtype=torch.double).exp().tolist()
+        statistics = {
+            "rollout_is_mean": tokens.mean,
+            "rollout_is_std": tokens.deviation,
+            "rollout_is_min": least,
+            "rollout_is_max": most,
+            "rollout_is_eff_sample_size": tokens.mean**2 / squares if squares > 0 else 0.0,
+            "rollout_is_ratio_fraction_high": self.high / ratios.count,
+            "rollout_is_ratio_fraction_low": self.low / ratios.count,
+        }
+        if not whole.count:
+            return statistics
+        return statistics | {
+            "rollout_is_seq_mean": whole.mean,
+            "rollout_is_seq_std": whole.deviation,
+            "rollout_is_seq_min": whole.least,
+            "rollout_is_seq_max": whole.most,
+            "rollout_is_seq_max_deviation": self.distances.most,
+        }
 
 
 def importance_weights(
@@ -71,10 +150,10 @@ def importance_weights(
     *,
     level: str,
     truncation: Truncation,
-    normalize: bool = False,
+    mean: float = 1.0,
     lengths: Tensor | None = None,
-) -> tuple[Tensor, Statistics]:
-    """Compute the importance weight of each token's policy loss, with statistics of the weights.
+) -> tuple[Tensor, WeightMoments]:
+    """Compute the importance weight of each token's policy loss, with moments of the weights.
 
     Args:
         log_ratio: ``[b, R]``, see :func:`log_ratios`.
@@ -82,26 +161,20 @@ def importance_weights(
         trained: ``[b, R]``, 0 or 1.
         level: ``token``: ``r`` of the token; ``sequence``: the product of all ``r`` of its sequence.
         truncation: bounds of the weights.
-        normalize: divide by the mean weight, over tokens or over sequences.
+        mean: divides the truncated weights: :attr:`WeightMoments.mean` of the batch, to normalize them.
         lengths: ``[b]`` of packed tokens; None = rectangles.
 
     Returns:
-        Weights ``[b, R]`` in float32, 0 outside ``trained``; and ``rollout_is_*`` without a prefix: ``mean``, ``std``
-        and ``eff_sample_size`` of the final weights, ``min``, ``max`` and fractions of the ratios before truncation.
+        Weights ``[b, R]`` in float32, 0 outside ``trained``; and their moments.
     """
     kept = compared.bool()
     by_row = level == "sequence"
     raw = sequence_sums(log_ratio, torch.ones_like(kept), lengths) if by_row else log_ratio
     counted = have_tokens(kept, lengths) if by_row else kept
-    weights = truncated(raw.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), truncation)
-    if normalize:
-        mean = masked_mean(weights, counted)
-        weights = torch.where(mean > 0, weights / mean, weights)
+    weights = truncated(raw.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), truncation) / mean
     per_token = expand_to_tokens(weights, log_ratio, lengths) if by_row else weights
-    statistics = _weight_statistics(per_token[kept], raw[counted].exp(), truncation)
-    if by_row:
-        statistics |= _sequence_statistics(weights[counted])
-    return torch.where(trained.bool(), per_token, 0.0).float(), statistics
+    moments = _weight_moments(per_token[kept], weights[counted] if by_row else None, raw[counted], truncation)
+    return torch.where(trained.bool(), per_token, 0.0).float(), moments
 
 
 def truncated(weights: Tensor, bounds: Truncation) -> Tensor:
@@ -111,32 +184,17 @@ def truncated(weights: Tensor, bounds: Truncation) -> Tensor:
     return torch.where((weights >= bounds.lower) & (weights <= bounds.upper), weights, 0.0)
 
 
-def _weight_statistics(weights: Tensor, ratios: Tensor, bounds: Truncation) -> Statistics:
-    if weights.numel() == 0:
-        return {}
-    lowest = 1 / bounds.upper if bounds.lower is None else bounds.lower
-    squares = (weights**2).mean()
-    return {
-        "rollout_is_mean": weights.mean().item(),
-        "rollout_is_std": weights.std(unbiased=False).item(),
-        "rollout_is_min": ratios.min().item(),
-        "rollout_is_max": ratios.max().item(),
-        "rollout_is_eff_sample_size": (weights.mean() ** 2 / squares).item() if squares > 0 else 0.0,
-        "rollout_is_ratio_fraction_high": (ratios > bounds.upper).double().mean().item(),
-        "rollout_is_ratio_fraction_low": (ratios < lowest).double().mean().item(),
-    }
-
-
-def _sequence_statistics(weights: Tensor) -> Statistics:
-    if weights.numel() == 0:
-        return {}
-    return {
-        "rollout_is_seq_mean": weights.mean().item(),
-        "rollout_is_seq_std": weights.std(unbiased=False).item(),
-        "rollout_is_seq_min": weights.min().item(),
-        "rollout_is_seq_max": weights.max().item(),
-        "rollout_is_seq_max_deviation": (weights - 1).abs().max().item(),
-    }
+def _weight_moments(tokens: Tensor, sequences: Tensor | None, log_ratio: Tensor, bounds: Truncation) -> WeightMoments:
+    whole = torch.empty(0) if sequences is None else sequences
+    ratios, lowest = log_ratio.exp(), 1 / bounds.upper if bounds.lower is None else bounds.lower
+    return WeightMoments(
+        tokens=Moments.of(tokens),
+        sequences=Moments.of(whole),
+        distances=Moments.of((whole - 1).abs()),
+        log_ratios=Moments.of(log_ratio),
+        high=int((ratios > bounds.upper).sum()),
+        low=int((ratios < lowest).sum()),
+    )
 
 
 _ESTIMATES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -160,13 +218,51 @@ REJECTIONS = tuple(
 """Rejection options. ``seq_max_k1`` is missing: the maximum of signed numbers would bound one side only."""
 
 
+class RejectionCounts(NamedTuple):
+    """Numbers of rejected tokens and sequences among the trained ones, of some rows.
+
+    Attributes:
+        tokens: trained tokens.
+        sequences: sequences with a trained token.
+        rejected_tokens: trained tokens that some rule rejects.
+        rejected_sequences: sequences with a rejected token.
+        by_rule: tokens that each rule rejects, by its option.
+    """
+
+    tokens: int
+    sequences: int
+    rejected_tokens: int
+    rejected_sequences: int
+    by_rule: Mapping[str, int]
+
+    @classmethod
+    def merged(cls, parts: Sequence[RejectionCounts]) -> RejectionCounts:
+        """Add up the counts of disjoint rows."""
+        by_rule = {rule: sum(part.by_rule[rule] for part in parts) for rule in parts[0].by_rule}
+        counts: list[Any] = [sum(column) for column in list(zip(*parts, strict=True))[:4]]
+        return cls(*[*counts, by_rule])
+
+    def statistics(self) -> Statistics:
+        """Compute ``rollout_rs_masked_fraction`` of the tokens, ``rollout_rs_seq_masked_fraction`` of the sequences.
+
+        And the fraction of the tokens that each rule rejects.
+        """
+        tokens, sequences = max(self.tokens, 1), max(self.sequences, 1)
+        by_rule = {f"rollout_rs_{option}_masked_fraction": count / tokens for option, count in self.by_rule.items()}
+        return {
+            **by_rule,
+            "rollout_rs_masked_fraction": self.rejected_tokens / tokens,
+            "rollout_rs_seq_masked_fraction": self.rejected_sequences / sequences,
+        }
+
+
 def rejected_tokens(
     log_ratio: Tensor,
     compared: Tensor,
     trained: Tensor,
     rules: Sequence[Rejection],
     lengths: Tensor | None = None,
-) -> tuple[Tensor, Statistics]:
+) -> tuple[Tensor, RejectionCounts]:
     """Select the tokens that at least one of the rules rejects.
 
     Args:
@@ -177,23 +273,19 @@ def rejected_tokens(
         lengths: ``[b]`` of packed tokens; None = rectangles.
 
     Returns:
-        ``[b, R]`` bool within ``trained``; and the statistics ``rollout_rs_masked_fraction`` of the trained tokens,
-        ``rollout_rs_seq_masked_fraction`` of the sequences, and the token fraction of each rule.
+        ``[b, R]`` bool within ``trained``; and the numbers of rejected tokens and sequences.
 
     Raises:
         ValueError: an option is unknown.
     """
     kept = trained.bool()
-    tokens = int(kept.sum())
-    rejected, statistics = torch.zeros_like(kept), {}
+    rejected, by_rule = torch.zeros_like(kept), {}
     for rule in rules:
         outside = _outside(log_ratio, compared.bool(), rule, lengths) & kept
         rejected |= outside
-        statistics[f"rollout_rs_{rule.option}_masked_fraction"] = int(outside.sum()) / max(tokens, 1)
-    rows = int(have_tokens(kept, lengths).sum())
-    statistics["rollout_rs_masked_fraction"] = int(rejected.sum()) / max(tokens, 1)
-    statistics["rollout_rs_seq_masked_fraction"] = int(have_tokens(rejected, lengths).sum()) / max(rows, 1)
-    return rejected, statistics
+        by_rule[rule.option] = int(outside.sum())
+    rows, rejected_rows = (int(have_tokens(mask, lengths).sum()) for mask in (kept, rejected))
+    return rejected, RejectionCounts(int(kept.sum()), rows, int(rejected.sum()), rejected_rows, by_rule)
 
 
 def _outside(log_ratio: Tensor, compared: Tensor, rule: Rejection, lengths: Tensor | None) -> Tensor:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -140,17 +141,27 @@ def trained_turns(turns: Turns, mask: Tensor, lengths: Tensor | None = None) -> 
     return (turns.anchors >= 0) & (sums_per_turn(mask, turns, lengths) > 0)
 
 
-def anchored_turns(turns: Turns, mask: Tensor, lengths: Tensor | None = None) -> tuple[np.ndarray, int]:
-    """Count the trained turns of each group of turns with the same state.
+class TurnCounts(NamedTuple):
+    """Numbers of trained turns and of their anchor states, of some groups of responses.
 
-    Args:
-        turns: of the batch.
-        mask: trained tokens, ``[b, R]`` or packed ``[n]``.
-        lengths: ``[b]`` of packed tokens; None = rectangles.
-
-    Returns:
-        Sizes of the groups, and the number of all trained turns.
+    Attributes:
+        states: groups of turns with the same state.
+        turns: trained turns.
+        compared: trained turns whose state another trained turn has too.
     """
-    trained = trained_turns(turns, mask, lengths)
-    sizes = np.unique(turns.anchors[trained].numpy(force=True), return_counts=True)[1]
-    return sizes, int(trained.sum())
+
+    states: int = 0
+    turns: int = 0
+    compared: int = 0
+
+    @classmethod
+    def of(cls, turns: Turns, mask: Tensor, lengths: Tensor | None = None) -> TurnCounts:
+        """Count the trained turns of responses; see :func:`sums_per_turn` for the forms of ``mask``."""
+        trained = trained_turns(turns, mask, lengths)
+        sizes = np.unique(turns.anchors[trained].numpy(force=True), return_counts=True)[1]
+        return cls(len(sizes), int(sizes.sum()), int(sizes[sizes > 1].sum()))
+
+    @classmethod
+    def merged(cls, parts: Sequence[TurnCounts]) -> TurnCounts:
+        """Add up the counts of disjoint groups."""
+        return cls(*map(sum, zip(*parts, strict=True)))

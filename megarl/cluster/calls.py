@@ -171,7 +171,11 @@ def wait_all(
             on_end(number)  # the driver has run it already
     groups = list(itertools.chain.from_iterable(call.groups for call in pending))
     calls = list(itertools.chain.from_iterable(call.calls for call in pending))
-    results = iter(gather_results(groups, calls, timeout_s, count))
+    several = sum(map(bool, running)) > 1  # a single call ends with its last process
+    results = iter(gather_results(groups, calls, timeout_s, count if several and on_end is not None else None))
+    if on_end is not None:
+        for number in (number for number, left in enumerate(running) if left):
+            on_end(number)
     for call in pending:
         call.complete(list(itertools.islice(results, len(call.calls))))
     return [call.result() for call in pending]

@@ -98,7 +98,8 @@ def gather(
     failures: list[WorkerFailed] = []
     while waiting:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready = first_ready(list(waiting), left)
+        # Without anybody to tell, results are taken together: each wait for one of them takes its own CPU time.
+        ready = first_ready(list(waiting), left, len(waiting) if on_result is None else 1)
         if not ready:
             break
         for ref in ready:
@@ -121,10 +122,19 @@ def gather(
     return [results[call.ref] for call in calls]
 
 
-def first_ready(refs: Sequence[ray.ObjectRef], timeout_s: float | None) -> list[ray.ObjectRef]:
-    """Wait for one of several Ray results; empty after ``timeout_s`` seconds (None = no limit)."""
+def first_ready(refs: Sequence[ray.ObjectRef], timeout_s: float | None, most: int = 1) -> list[ray.ObjectRef]:
+    """Wait for some of several Ray results.
+
+    Args:
+        refs: references to the results.
+        timeout_s: limit in seconds; None = none.
+        most: number of results to wait for; those that are ready after a fraction of a second are enough.
+
+    Returns:
+        References to one or more results; empty after the limit.
+    """
     for slice_s in wait_slices(timeout_s):
-        ready: list[ray.ObjectRef] = ray.wait(list(refs), num_returns=1, timeout=slice_s)[0]
+        ready: list[ray.ObjectRef] = ray.wait(list(refs), num_returns=most, timeout=slice_s)[0]
         if ready:
             return ready
     return []

@@ -117,6 +117,26 @@ def _cheaper_with_families(
     return min(plan, grouped, key=slowest)
 
 
+def plan_groups(batch: DataProto, dp: int, groups: np.ndarray) -> Plan:
+    """Assign whole groups of rows to at most ``dp`` ranks with nearly equal numbers of tokens.
+
+    Args:
+        batch: rows with their lengths.
+        dp: number of DP ranks.
+        groups: ``[b]`` group of each row.
+
+    Returns:
+        One entry per rank that has rows, in ascending order.
+    """
+    _, numbers = np.unique(groups.astype(str), return_inverse=True)
+    numbers = numbers.reshape(-1)
+    parts = balanced_partition(np.bincount(numbers, token_counts(batch)).tolist(), min(dp, int(numbers.max()) + 1))
+    owner = np.empty(int(numbers.max()) + 1, np.int64)
+    for rank, members in enumerate(parts):
+        owner[members] = rank
+    return [np.flatnonzero(owner[numbers] == rank).tolist() for rank in range(len(parts))]
+
+
 def plan_split(costs: Sequence[float], dp: int, mini_batch_rows: int | None = None, *, equal: bool = False) -> Plan:
     """Assign rows to DP ranks with equal cost.
 
@@ -210,11 +230,11 @@ def collect(results: Sequence[Any], plan: Plan) -> Any:
     for dp, (result, rows) in enumerate(zip(results, plan, strict=True)):
         if len(result) != copies * len(rows) or not len(result):
             raise DataError(f"DP rank {dp} returned {len(result)} rows for a chunk of {len(rows)}")
-    position = {row: index for index, row in reversed(list(enumerate(row for rows in plan for row in rows)))}
-    order = [position[row] * copies + copy for row in sorted(position) for copy in range(copies)]
+    _, first = np.unique(np.concatenate([np.asarray(rows, np.int64) for rows in plan]), return_index=True)
+    order = (first[:, None] * copies + np.arange(copies)).reshape(-1)
     # Ranks may return different meta_info; the joined batch takes the first rank's.
     parts = [DataProto(result.tensors or None, result.non_tensor_batch) for result in results]
-    joined = DataProto.concat(parts, np.asarray(order, dtype=np.int64))
+    joined = DataProto.concat(parts, order)
     joined.meta_info = dict(results[0].meta_info)
     return joined
 

@@ -19,50 +19,51 @@ from megarl.data import DataProto
 from megarl.data.remote import Chunk, ChunkReference, ChunkTuple
 from megarl.data.remote_columns import attach_chunks, detach_chunks, fetch_values, separate
 
-SPARSE_GAIN = 8
-"""A column that is mostly zero is stored sparsely if that takes this factor less memory."""
+RUN_GAIN = 8
+"""A column is stored as runs of equal values if that takes this factor less memory."""
+_SAMPLE = 4096
+"""A column with many runs among its first values is not searched further."""
 
 
-class SparseValues(NamedTuple):
-    """Flat values of a column that is mostly zero, such as scores at the last tokens of responses.
+class RunValues(NamedTuple):
+    """Flat values of a column with long runs of equal values, such as masks, and scores at the last tokens.
 
     Attributes:
         size: number of values.
-        positions: int64 of the nonzero values.
-        values: the nonzero values.
+        begins: int64 position of the first value of each run.
+        values: value of each run.
     """
 
     size: int
-    positions: np.ndarray
+    begins: np.ndarray
     values: np.ndarray
 
     @classmethod
-    def of(cls, values: np.ndarray) -> SparseValues | np.ndarray:
-        """Return the values sparsely if that is much smaller, else unchanged."""
-        if values.ndim != 1 or not values.flags.c_contiguous:
+    def of(cls, values: np.ndarray) -> RunValues | np.ndarray:
+        """Return the values as runs if that is much smaller, else unchanged."""
+        if values.ndim != 1 or not values.flags.c_contiguous or not values.size:
             return values
-        bits = values.view(f"u{values.itemsize}")  # a negative zero is no zero
-        entry = values.itemsize + np.dtype(np.int64).itemsize
-        if np.count_nonzero(bits) * entry * SPARSE_GAIN >= values.nbytes:
-            return values
-        positions = np.flatnonzero(bits)
-        return cls(len(values), positions, values[positions])
+        bits = values.view(f"u{values.itemsize}")  # a negative zero is no zero, and NaN equals itself
+        entry = (values.itemsize + np.dtype(np.int64).itemsize) * RUN_GAIN
+        for part in (bits[:_SAMPLE], bits):
+            begins = np.flatnonzero(np.concatenate([[True], part[1:] != part[:-1]]))
+            if len(begins) * entry >= part.nbytes:
+                return values
+        return cls(len(values), begins, values[begins])
 
     def dense(self) -> np.ndarray:
         """Return all values."""
-        values = np.zeros(self.size, self.values.dtype)
-        values[self.positions] = self.values
-        return values
+        return np.repeat(self.values, np.diff(self.begins, append=self.size))
 
     @property
     def nbytes(self) -> int:
         """Memory of positions and values."""
-        return self.positions.nbytes + self.values.nbytes
+        return self.begins.nbytes + self.values.nbytes
 
 
-def encoded(chunk: Chunk) -> dict[str, SparseValues | np.ndarray]:
+def encoded(chunk: Chunk) -> dict[str, RunValues | np.ndarray]:
     """Return a chunk as it is stored."""
-    return {name: SparseValues.of(values) for name, values in chunk.items()}
+    return {name: RunValues.of(values) for name, values in chunk.items()}
 
 
 class StoredChunk(ChunkReference):
@@ -94,7 +95,7 @@ class StoredChunk(ChunkReference):
                 f"token values of the batch are lost with the node that held them: {error}; resume from a checkpoint"
             ) from error
         return [
-            {name: values.dense() if isinstance(values, SparseValues) else values for name, values in chunk.items()}
+            {name: values.dense() if isinstance(values, RunValues) else values for name, values in chunk.items()}
             for chunk in stored
         ]
 

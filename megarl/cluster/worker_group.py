@@ -16,7 +16,7 @@ from megarl.cluster.calls import Collect, PendingCall, RankHandle, ScatteredCall
 from megarl.cluster.failures import WorkerCall, WorkerFailed
 from megarl.cluster.rank_starter import RankStarter, StartingRank
 from megarl.cluster.resources import PlacedPool
-from megarl.cluster.split import Plan, collect, plan_rows, split
+from megarl.cluster.split import Plan, collect, plan_groups, plan_rows, split
 from megarl.cluster.stored_chunks import StoredChunk, attached, payloads_of
 from megarl.cluster.worker_process import BusyResult, WorkerInfo
 from megarl.data import DataProto, token_counts
@@ -181,7 +181,8 @@ class WorkerGroup:
     def row_map(self, verb: str, least_tokens: int = ROW_MAP_TOKENS) -> RowMap:
         """Return a map that runs row functions on the processes that own the results of a ``SPLIT`` verb.
 
-        Each process gets its rows of the verb, so that the columns of the verb do not leave their nodes.
+        Each process gets its rows of the verb, so that the columns of the verb do not leave their nodes. Only a map
+        that keeps rows ``together`` may move some.
 
         Args:
             verb: its rows on each process are those of the functions.
@@ -189,11 +190,15 @@ class WorkerGroup:
         """
 
         def map_rows(
-            function: RowFunction, columns: Sequence[str], batch: DataProto, *args: Any
+            function: RowFunction, columns: Sequence[str], batch: DataProto, *args: Any, together: str | None = None
         ) -> tuple[DataProto, list[Any]]:
             if sum(token_counts(batch)) < least_tokens:
                 return map_in_process(function, columns, batch, *args)
-            return self._map_rows(verb, function, columns, batch, *args)
+            if together is None:
+                plan = self.plan(verb, batch)[: len(batch)]  # further ranks would get copies of row 0
+            else:
+                plan = plan_groups(batch, self.layout.dp, batch.non_tensor_batch[together])
+            return self._map_rows(plan, function, columns, batch, *args)
 
         return map_rows
 
@@ -345,14 +350,20 @@ class WorkerGroup:
             return functools.partial(self.call, name)
 
     def _map_rows(
-        self, verb: str, function: RowFunction, columns: Sequence[str], batch: DataProto, *args: Any
+        self, plan: Plan, function: RowFunction, columns: Sequence[str], batch: DataProto, *args: Any
     ) -> tuple[DataProto, list[Any]]:
         """Run a row function on the owners; see :class:`megarl.data.row_map.RowMap`.
+
+        Args:
+            plan: rows of each owner, of as many as have rows.
+            function: see there, as all other arguments.
+            columns: to send.
+            batch: all rows.
+            args: of the function.
 
         Raises:
             WorkerFailed: the function raised, or a process died.
         """
-        plan = self.plan(verb, batch)[: len(batch)]  # further ranks would get copies of row 0
         parts = split(batch.present(columns), plan, write=StoredChunk.write)
         owners = self._owners[: len(plan)]
         both = [
@@ -373,10 +384,11 @@ class WorkerGroup:
         if not batches:
             raise TypeError(f"{self.role}.{verb} is split over DP and needs a DataProto argument")
         plan, mini_batch_rows = self._plan(verb, mark, batches[0]), _mini_batch_rows(mark, batches[0])
-        # One payload per DP rank, with one copy for its TP and PP ranks.
+        # One payload per DP rank, with one copy for its TP and PP ranks; for one rank it travels with the call.
+        shared = self.world_size > self.layout.dp
         by_dp = [
             [
-                ray.put(payload)
+                ray.put(payload) if shared else payload
                 for payload in payloads_of(split(mark.read(arg), plan, mini_batch_rows, write=StoredChunk.write))
             ]
             if isinstance(arg, DataProto)

@@ -23,6 +23,7 @@ from megarl.base.errors import DataError
 from megarl.data.columns import COLUMNS, Column, Widths, column_widths
 from megarl.data.merging import require_same_keys
 from megarl.data.ragged import (
+    EndValues,
     JoinedPlaces,
     RaggedColumn,
     Regions,
@@ -172,18 +173,47 @@ class Columns(Mapping[str, Tensor]):
         """
         return Columns.of_ragged({name: self._of_tokens(COLUMNS[name], values) for name, values in tokens.items()})
 
+    def ends(self, name: str) -> Tensor | None:
+        """Return the last value of each row, ``[b]``, of a column that is zero elsewhere; else None."""
+        ragged = self.stored[name].current()
+        if ragged is None or not isinstance(ragged.values, EndValues):
+            return None
+        return torch.from_numpy(np.where(ragged.lengths > 0, ragged.values.ends, 0))
+
+    def of_ends(self, ends: Mapping[str, Tensor]) -> Columns:
+        """Build declared columns of these rows that are zero except at the last entry of each row.
+
+        Args:
+            ends: ``[b]`` value at the last entry, by column.
+
+        Raises:
+            DataError: the batch has no ``attention_mask``.
+        """
+        columns = {}
+        for name, values in ends.items():
+            lengths, starts, width = self._region(COLUMNS[name])
+            column, dtype = COLUMNS[name], dtype_name(values.dtype)
+            stored = EndValues(values.detach().cpu().numpy())
+            columns[name] = RaggedColumn(stored, lengths, starts, width, dtype, column.alignment, None, column.pad)
+        return Columns.of_ragged(columns)
+
     def _of_tokens(self, column: Column, values: Tensor) -> RaggedColumn:
-        spans = self._known_spans(column.name)
-        lengths, starts = regions_of(spans)[column.alignment]
+        lengths, starts, width = self._region(column)
         if len(values) != lengths.sum():
             raise DataError(f"column {column.name!r} has {len(values)} values; its rows have {lengths.sum()} tokens")
+        return RaggedColumn.of_flat(column, values, lengths, starts, width)
+
+    def _region(self, column: Column) -> tuple[np.ndarray, np.ndarray | None, int]:
+        """Return lengths, starts and width that a new column has; see :class:`RaggedColumn`."""
+        spans = self._known_spans(column.name)
+        lengths, starts = regions_of(spans)[column.alignment]
         for stored in self.stored.values():
             ragged = stored.current()
             if ragged is not None and ragged.alignment == column.alignment and np.array_equal(ragged.lengths, lengths):
                 lengths = ragged.lengths  # columns that share an array are sent with one
                 break
         widths = {"prompt": spans.prompt_width, "response": spans.response_width}
-        return RaggedColumn.of_flat(column, values, lengths, starts, widths.get(column.alignment, sum(widths.values())))
+        return lengths, starts, widths.get(column.alignment, sum(widths.values()))
 
     def _known_spans(self, name: str) -> Spans:
         spans = read_spans(self)

@@ -99,6 +99,7 @@ _declare(
         "rejected_prompt_tokens": "Tokens of `rejected` before its response.",
         "kto_sequence_prompt_tokens": "Tokens of `kto_sequence` before its response.",
         "kl_sequence_prompt_tokens": "Tokens of `kl_sequence` before its response.",
+        "prompt_digests": "Digest of the token ids of the prompt, equal for rows with equal prompts.",
         "desirable": "1 = the response of `kto_sequence` is desirable, 0 = undesirable.",
     },
 )

@@ -143,6 +143,21 @@ class DataProto:
         """
         return self.with_columns(self._stored().of_tokens(tokens))
 
+    def ends(self, name: str) -> Tensor | None:
+        """Return the value at the last entry of each row, ``[b]``, of a column of :meth:`with_ends`; else None."""
+        return self._stored().ends(name)
+
+    def with_ends(self, ends: Mapping[str, Tensor]) -> DataProto:
+        """Return this batch with declared columns added or replaced that are zero except at the last entry of a row.
+
+        Args:
+            ends: ``[b]`` value at the last entry of each row, by column, such as scores of responses.
+
+        Raises:
+            DataError: the batch has no ``attention_mask``.
+        """
+        return self.with_columns(self._stored().of_ends(ends))
+
     def token_columns(self, tokens: Mapping[str, Tensor]) -> DataProto:
         """Build a batch of the columns that :meth:`with_packed` would add, without those of this batch."""
         return DataProto(self._stored().of_tokens(tokens))

@@ -24,12 +24,28 @@ Regions = Mapping[Alignment, tuple[np.ndarray, np.ndarray | None]]
 """Lengths of the rows, and starts (see :class:`RaggedColumn`), of the columns of each alignment."""
 
 
+class EndValues(NamedTuple):
+    """Values that are zero except at the last entry of each row, such as scores of responses.
+
+    Attributes:
+        ends: ``[b]`` value at the last entry of each row; ignored for an empty row.
+    """
+
+    ends: np.ndarray
+
+    def dense(self, lengths: np.ndarray) -> np.ndarray:
+        """Return the values of all rows, ``[sum of lengths]``."""
+        values, filled = np.zeros(int(lengths.sum()), self.ends.dtype), lengths > 0
+        values[np.cumsum(lengths)[filled] - 1] += self.ends[filled]
+        return values
+
+
 class RaggedColumn(NamedTuple):
     """A column of rows with different lengths.
 
     Attributes:
-        values: ``[sum of lengths, ...]``, all rows in order, in this process or remote; bfloat16 as int16 bits; None =
-            all ones.
+        values: ``[sum of lengths, ...]``, all rows in order, in this process or remote; bfloat16 as int16 bits; or
+            :class:`EndValues`; None = all ones.
         lengths: ``[b]`` entries per row.
         starts: ``[b]`` position of a row's first entry in the padded tensor; None = it follows from the alignment.
         width: width of the padded tensor.
@@ -39,7 +55,7 @@ class RaggedColumn(NamedTuple):
         default_pad: padding value of the column's declaration.
     """
 
-    values: np.ndarray | RemoteValues | None
+    values: np.ndarray | RemoteValues | EndValues | None
     lengths: np.ndarray
     starts: np.ndarray | None
     width: int
@@ -97,7 +113,7 @@ class RaggedColumn(NamedTuple):
         """Shape of one entry; empty for scalars."""
         if isinstance(self.values, RemoteValues):
             return self.values.trailing
-        return () if self.values is None else self.values.shape[1:]
+        return self.values.shape[1:] if isinstance(self.values, np.ndarray) else ()
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -107,7 +123,9 @@ class RaggedColumn(NamedTuple):
 
     def array(self) -> np.ndarray | None:
         """Return the values, from another process if they are remote; possibly read-only; None = all ones."""
-        return self.values.fetch(self.lengths) if isinstance(self.values, RemoteValues) else self.values
+        if isinstance(self.values, RemoteValues):
+            return self.values.fetch(self.lengths)
+        return self.values.dense(self.lengths) if isinstance(self.values, EndValues) else self.values
 
     def flat(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values of all rows in a dtype, by default that of the padded tensor; possibly a view."""
@@ -136,6 +154,8 @@ class RaggedColumn(NamedTuple):
             return selected
         if isinstance(self.values, RemoteValues):
             return selected._replace(values=self.values._replace(places=rows.of(self.values.places)))
+        if isinstance(self.values, EndValues):
+            return selected._replace(values=EndValues(rows.of(self.values.ends)))
         ends = np.cumsum(self.lengths)[rows.rows].tolist()
         parts = [self.values[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True) if length]
         values = np.concatenate(parts) if parts else self.values[:0]
@@ -191,7 +211,12 @@ def join_ragged(
     lengths = np.concatenate([column.lengths for column in columns])
     if rows is not None:
         lengths, starts = lengths[rows], None if starts is None else starts[rows]
-    values = _join_remote(columns, rows, {} if joined is None else joined) or _join_values(columns, rows)
+    values: np.ndarray | RemoteValues | EndValues | None
+    if all(isinstance(column.values, EndValues) for column in columns):
+        ends = np.concatenate([column.values.ends for column in columns if isinstance(column.values, EndValues)])
+        values = EndValues(ends if rows is None else ends[rows])
+    else:
+        values = _join_remote(columns, rows, {} if joined is None else joined) or _join_values(columns, rows)
     return first._replace(values=values, lengths=lengths, starts=starts, width=total, pad=pad)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from megarl.data.columns import COLUMNS
 from megarl.data.protocol import DataProto
 
 RowFunction = Callable[..., tuple[DataProto, Any]]
@@ -18,7 +19,12 @@ class RowMap(Protocol):
     """Runs row functions on a batch."""
 
     def __call__(
-        self, function: RowFunction, columns: Sequence[str], batch: DataProto, *args: Any
+        self,
+        function: RowFunction,
+        columns: Sequence[str],
+        batch: DataProto,
+        *args: Any,
+        together: str | None = None,
     ) -> tuple[DataProto, list[Any]]:
         """Run a function on the parts of a batch.
 
@@ -27,6 +33,8 @@ class RowMap(Protocol):
             columns: those that the function reads, tensors and others; absent ones are left out.
             batch: all rows.
             args: further arguments of the function.
+            together: non-tensor column; rows with equal values are in one part, such as the responses to one prompt.
+                None: each part is any rows.
 
         Returns:
             The new columns in the order of ``batch``, whose token values stay where they were computed; and the facts
@@ -35,8 +43,18 @@ class RowMap(Protocol):
 
 
 def map_in_process(
-    function: RowFunction, columns: Sequence[str], batch: DataProto, *args: Any
+    function: RowFunction, columns: Sequence[str], batch: DataProto, *args: Any, together: str | None = None
 ) -> tuple[DataProto, list[Any]]:
     """Run a row function on the whole batch in this process; a :class:`RowMap`."""
     result, facts = function(batch.present(columns), *args)
     return result, [facts]
+
+
+def with_tokens(batch: DataProto, result: DataProto) -> DataProto:
+    """Return the batch with the token columns of the result of a row function, added or replaced."""
+    return batch.with_columns(token_part(result).tensors)
+
+
+def token_part(result: DataProto) -> DataProto:
+    """Select the token columns of the result of a row function."""
+    return result.select([name for name in result.tensors if name in COLUMNS])

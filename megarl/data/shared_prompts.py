@@ -7,9 +7,14 @@ data-parallel rank and in one micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from megarl.data.balance import balanced_partition
 from megarl.data.packing import fewest_micro_batches
@@ -17,6 +22,16 @@ from megarl.data.sequences import sequence_lengths
 
 if TYPE_CHECKING:
     from megarl.data.protocol import DataProto
+
+
+DIGESTS = "prompt_digests"
+"""Column with a digest of each row's prompt."""
+
+
+def prompt_digests(prompts: Iterable[np.ndarray | Sequence[float]]) -> Tensor:
+    """Compute the column :data:`DIGESTS` of token ids, ``[b]`` int64."""
+    digests = (blake2b(np.asarray(prompt, np.int64).tobytes(), digest_size=8).digest() for prompt in prompts)
+    return torch.from_numpy(np.frombuffer(b"".join(digests), np.int64).copy())
 
 
 class CostModel(Protocol):
@@ -46,10 +61,17 @@ class SharedPromptRows:
 
     @classmethod
     def of(cls, batch: DataProto) -> SharedPromptRows:
-        """Read the rows of a batch with ``prompts``, ``responses`` and ``attention_mask``."""
+        """Read the rows of a batch with ``prompts``, ``responses`` and ``attention_mask``.
+
+        With ``prompt_digests`` it does not read the tokens of the prompts, which may be in other processes.
+        """
         prompt_lengths, response_lengths = (lengths.tolist() for lengths in sequence_lengths(batch))
-        numbers: dict[bytes, int] = {}
-        keys = (prompt.cpu().numpy().tobytes() for prompt in batch.unpadded("prompts"))
+        numbers: dict[Hashable, int] = {}
+        keys: Iterable[Hashable]
+        if DIGESTS in batch.tensors:
+            keys = batch.tensors[DIGESTS].tolist()
+        else:
+            keys = (prompt.cpu().numpy().tobytes() for prompt in batch.unpadded("prompts"))
         return cls(prompt_lengths, response_lengths, [numbers.setdefault(key, len(numbers)) for key in keys])
 
     def by_prompt(self, rows: Sequence[int]) -> list[list[int]]:

@@ -59,6 +59,9 @@ class RewardBatch(Protocol):
     def with_packed(self, tokens: Mapping[str, Tensor]) -> Self:
         """Return the batch with response-aligned columns added or replaced, from packed values."""
 
+    def with_ends(self, ends: Mapping[str, Tensor]) -> Self:
+        """Return the batch with response-aligned columns that are zero except at the last token of each row."""
+
     def with_columns(self, tensors: Mapping[str, Tensor], non_tensors: Mapping[str, Any]) -> Self:
         """Return the batch with columns added or replaced."""
 
@@ -170,7 +173,7 @@ class RewardManager:
 
         kept = torch.tensor([outcome.failure is None for outcome in outcomes], dtype=torch.bool)
         scores = torch.tensor([outcome.score for outcome in outcomes], dtype=torch.float32)
-        batch = batch.with_packed(score_columns(batch, scores, kept))
+        batch = with_scores(batch, scores, kept)
 
         metrics, extras = collect_extras([outcome.extras for outcome in outcomes])
         metrics |= failure_metrics(outcomes, counts)
@@ -379,7 +382,7 @@ class NullReward:
             raise RewardError(
                 f"none of {len(kept)} rows could be scored: none has a response, or all conversations failed"
             )
-        batch = batch.with_packed(score_columns(batch, torch.zeros(len(kept)), kept))
+        batch = with_scores(batch, torch.zeros(len(kept)), kept)
         extras = {"reward_failed": (~kept).numpy().astype(object)}
         return Scored(batch.with_columns({}, extras), {"reward/failed": float((~kept).sum())}, extras)
 
@@ -422,20 +425,24 @@ class _Samples(NamedTuple):
         return list(map(len, self.responses))
 
 
-def score_columns(batch: RewardBatch, scores: Tensor, kept: Tensor) -> dict[str, Tensor]:
-    """Build the packed columns of scores at the last response tokens, and of the mask that leaves out failed rows.
+def with_scores(batch: BatchT, scores: Tensor, kept: Tensor) -> BatchT:
+    """Return the batch with scores at the last response tokens, and a mask that leaves out failed rows.
 
     Args:
         batch: samples; ``response_mask`` defaults to all response tokens.
         scores: ``[b]`` float32.
         kept: ``[b]`` bool, rows with a score.
     """
-    lengths = torch.tensor(_Samples.of(batch).lengths)
-    total = int(lengths.sum())
-    trained = "response_mask" in batch.tensors
-    mask = batch.packed("response_mask", torch.bool) if trained else torch.ones(total, dtype=torch.bool)
-    per_token = torch.zeros(total).index_add(0, lengths.cumsum(0)[kept] - 1, scores[kept])
-    return {"token_level_scores": per_token, "response_mask": mask & torch.repeat_interleave(kept, lengths)}
+    batch = batch.with_ends({"token_level_scores": torch.where(kept, scores, 0.0)})
+    masked = "response_mask" in batch.tensors
+    if masked and bool(kept.all()):
+        return batch
+    lengths = _Samples.of(batch).lengths
+    mask = batch.packed("response_mask", torch.bool).clone() if masked else torch.ones(sum(lengths), dtype=torch.bool)
+    for tokens, keep in zip(mask.split(lengths), kept.tolist(), strict=True):
+        if not keep:
+            tokens.zero_()
+    return batch.with_packed({"response_mask": mask})
 
 
 def _unscorable(columns: Mapping[str, np.ndarray], row: int, length: int) -> Outcome | None:

@@ -107,7 +107,8 @@ class PPOTrainer:
                         if optional.is_active(batch, step):
                             with self.phase(optional.name):
                                 batch = optional.run(batch, step, metrics)
-                    # 5. Driver: shaped rewards, advantages, then the rows and weights to train on.
+                    # 5. Actor workers: tokens of shaped rewards and advantages, then weights and mask of the updates;
+                    # driver: group baselines, moments, and the rows to train on.
                     with self.phase("adv"):
                         batch = phases.advantage.compute(phases.shaping.shape(batch, step, metrics), metrics)
                         trained = batch

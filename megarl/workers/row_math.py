@@ -9,26 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megarl.algorithms import (
-    AdvantageInputs,
     Moments,
     RatioMoments,
+    TurnCounts,
     add_at_last,
     apply_kl_penalty,
     blend_quality,
     expand_to_tokens,
     have_tokens,
     kl_penalty,
-    load_advantage,
     masked_whiten,
     missing_eos,
     on_trained_tokens,
     select_tokens,
+    sequence_counts,
     sequence_quality,
     sequence_sums,
     whiten_rewards,
@@ -45,9 +45,7 @@ STATISTIC_COLUMNS = (*WHITENED_COLUMNS, "token_level_scores", "values")
 MISMATCH_COLUMNS = (*MASKS, "generated_mask", "old_log_probs", "rollout_log_probs")
 ROW_ADVANTAGES = "row_advantages"
 """Column with one advantage per row, ``[b]`` double."""
-ESTIMATE_COLUMNS = (
-    *MASKS, "token_level_rewards", "values", "entropys", "reward_baselines", ROW_ADVANTAGES
-)  # fmt: skip
+EXPANDED_COLUMNS = (*MASKS, "token_level_rewards", "values", "entropys", ROW_ADVANTAGES)
 
 
 def trained_tokens(batch: DataProto) -> Tensor:
@@ -62,6 +60,9 @@ def counted_rows(batch: DataProto) -> Tensor:
 
 def row_sums(batch: DataProto, name: str) -> Tensor:
     """Sum a response-aligned column, such as ``token_level_scores``, over each row: ``[b]`` doubles."""
+    ends = batch.ends(name)
+    if ends is not None:
+        return ends.double()
     values = batch.packed(name)
     return sequence_sums(values, torch.ones_like(values, dtype=torch.bool), sequence_lengths(batch)[1])
 
@@ -120,21 +121,29 @@ class RewardTerms:
     kl_kind: str | None = None
     on_mask: bool = False
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that the rewards depend on."""
+        kl = KL_COLUMNS if self.kl_coefficient is not None else ()
+        return (*REWARD_COLUMNS, *kl, *(("responses",) if self.eos_penalty is not None else ()))
+
 
 def penalized_rewards_of_rows(batch: DataProto, terms: RewardTerms) -> tuple[DataProto, Moments]:
     """Compute ``token_level_rewards``: shaped rewards, or scores, minus the EOS and KL penalties.
 
     Args:
-        batch: with :data:`REWARD_COLUMNS`, :data:`KL_COLUMNS` for a KL penalty, ``responses`` for an EOS penalty.
+        batch: with :attr:`RewardTerms.columns`.
         terms: penalties.
 
     Returns:
-        The rewards, and by row ``[b]``: ``counted``, ``reward_sums``, ``missing_eos`` with an EOS penalty, ``kl`` with
-        a KL penalty. And the moments of the rewards at trained tokens.
+        The rewards, and by row ``[b]``: ``trained_counts``, the number of trained tokens; ``counted``, whether there is
+        one; ``reward_sums``, ``missing_eos`` with an EOS penalty, ``kl`` with a KL penalty. And the moments of the
+        rewards at trained tokens.
     """
     mask, lengths = trained_tokens(batch), sequence_lengths(batch)[1]
     shaped = "token_level_rewards" if "token_level_rewards" in batch.tensors else "token_level_scores"
-    rewards, facts = batch.packed(shaped), {"counted": counted_rows(batch)}
+    counts = sequence_counts(mask, lengths)
+    rewards, facts = batch.packed(shaped), {"trained_counts": counts, "counted": counts > 0}
     if terms.eos_penalty is not None:
         missing = missing_eos(batch.packed("responses"), lengths - 1, terms.eos_token_ids, lengths)
         penalties = torch.full((len(batch),), -terms.eos_penalty)
@@ -160,15 +169,19 @@ class AdvantageFacts(NamedTuple):
         entropy: of the policy's entropy; empty without it.
         returns: of the returns; empty without values.
         errors: of returns minus values; empty without values.
+        turns: numbers of turns, for estimators that compare them.
     """
 
     advantages: Moments
     entropy: Moments
     returns: Moments
     errors: Moments
+    turns: TurnCounts = TurnCounts()
 
     @classmethod
-    def of(cls, batch: DataProto, advantages: Tensor, returns: Tensor) -> AdvantageFacts:
+    def of(
+        cls, batch: DataProto, advantages: Tensor, returns: Tensor, turns: TurnCounts | None = None
+    ) -> AdvantageFacts:
         """Compute the moments of packed advantages and returns, and of columns of the batch."""
         mask, columns = trained_tokens(batch), batch.tensors
         targets = errors = entropy = Moments()
@@ -177,35 +190,13 @@ class AdvantageFacts(NamedTuple):
         if "values" in columns:
             goals, values = (select_tokens(one, mask).double() for one in (returns, batch.packed("values")))
             targets, errors = Moments.of(goals), Moments.of(goals - values)
-        return cls(Moments.of(select_tokens(advantages, mask)), entropy, targets, errors)
+        return cls(Moments.of(select_tokens(advantages, mask)), entropy, targets, errors, turns or TurnCounts())
 
     @classmethod
     def merged(cls, parts: Sequence[AdvantageFacts]) -> AdvantageFacts:
         """Merge the moments of disjoint rows."""
-        return cls(*map(Moments.merged, zip(*parts, strict=True)))
-
-
-def advantages_of_rows(batch: DataProto, estimator: str, gamma: float, lam: float) -> tuple[DataProto, AdvantageFacts]:
-    """Estimate ``advantages`` and ``returns`` with an estimator that needs one row at a time; not whitened.
-
-    Args:
-        batch: with :data:`ESTIMATE_COLUMNS`.
-        estimator: its name in the configuration.
-        gamma: discount per token.
-        lam: lambda of GAE.
-    """
-    inputs = AdvantageInputs(
-        token_level_rewards=batch.packed("token_level_rewards"),
-        response_mask=trained_tokens(batch),
-        values=batch.packed("values") if "values" in batch.tensors else None,
-        reward_baselines=batch.tensors.get("reward_baselines"),
-        lengths=sequence_lengths(batch)[1],
-        gamma=gamma,
-        lam=lam,
-    )
-    advantages, returns = load_advantage(estimator).unwhitened(inputs)
-    columns = batch.token_columns({"advantages": advantages, "returns": returns})
-    return columns, AdvantageFacts.of(batch, advantages, returns)
+        columns: list[Any] = list(zip(*parts, strict=True))
+        return cls(*(type(column[0]).merged(column) for column in columns))
 
 
 def expanded_advantages_of_rows(batch: DataProto) -> tuple[DataProto, AdvantageFacts]:
@@ -229,25 +220,41 @@ def whitened_rewards_of_rows(batch: DataProto, moments: Moments) -> tuple[DataPr
     return batch.token_columns({"token_level_rewards": rewards}).with_columns({"reward_sums": sums}), None
 
 
-def statistics_of_rows(batch: DataProto) -> tuple[DataProto, dict[str, Moments]]:
-    """Compute the sums of scores and rewards and ``counted`` by row, and moments of advantages, returns and values.
+def scores_of_rows(batch: DataProto) -> tuple[DataProto, None]:
+    """Compute ``counted`` and ``scores_sums``, the sums of the scores, by row."""
+    sums = row_sums(batch, "token_level_scores")
+    return DataProto.from_dict({"counted": counted_rows(batch), "scores_sums": sums}), None
+
+
+def entropy_of_rows(batch: DataProto) -> tuple[DataProto, Moments]:
+    """Compute the moments of the policy's entropy over trained tokens, and ``counted`` by row."""
+    entropy = select_tokens(batch.packed("entropys"), trained_tokens(batch))
+    return DataProto.from_dict({"counted": counted_rows(batch)}), Moments.of(entropy)
+
+
+class RowStatistics(NamedTuple):
+    """Moments over the tokens of some rows, for the metrics of a step.
+
+    Attributes:
+        trained: of advantages, returns and values over the trained tokens, by column; of those that exist.
+        mismatch: of the log-probs of engine and actor over the compared tokens; None without both.
+    """
+
+    trained: dict[str, Moments]
+    mismatch: RatioMoments | None
+
+
+def statistics_of_rows(batch: DataProto) -> tuple[DataProto, RowStatistics]:
+    """Compute the sums of scores and rewards and ``counted`` by row, and the moments of the metrics.
 
     Args:
-        batch: with :data:`STATISTIC_COLUMNS`.
+        batch: with :data:`STATISTIC_COLUMNS`, and :data:`MISMATCH_COLUMNS` to compare log-probs.
     """
-    mask = trained_tokens(batch)
+    mask, mismatch = trained_tokens(batch), None
     names = [name for name in ("advantages", "returns", "values") if name in batch.tensors]
     moments = {name: Moments.of(select_tokens(batch.packed(name), mask)) for name in names}
     sums = {f"{kind}_sums": row_sums(batch, f"token_level_{kind}") for kind in ("scores", "rewards")}
-    return DataProto.from_dict({"counted": counted_rows(batch), **sums}), moments
-
-
-def mismatch_of_rows(batch: DataProto) -> tuple[DataProto, RatioMoments]:
-    """Compute moments of the log-probs of engine and actor over the compared tokens.
-
-    Args:
-        batch: with :data:`MISMATCH_COLUMNS`.
-    """
-    old, rollout = batch.packed("old_log_probs"), batch.packed("rollout_log_probs")
-    moments = RatioMoments.of(old, rollout, compared_tokens(batch), sequence_lengths(batch)[1])
-    return DataProto.from_dict({"counted": counted_rows(batch)}), moments
+    if {"old_log_probs", "rollout_log_probs"} <= batch.tensors.keys():
+        old, rollout = batch.packed("old_log_probs"), batch.packed("rollout_log_probs")
+        mismatch = RatioMoments.of(old, rollout, compared_tokens(batch), sequence_lengths(batch)[1])
+    return DataProto.from_dict({"counted": counted_rows(batch), **sums}), RowStatistics(moments, mismatch)

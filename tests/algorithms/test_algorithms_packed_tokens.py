@@ -17,9 +17,9 @@ from megarl.algorithms import (
     RatioMoments,
     Rejection,
     Truncation,
+    TurnCounts,
     Turns,
     anchor_groups,
-    anchored_turns,
     apply_kl_penalty,
     importance_weights,
     log_ratios,
@@ -157,9 +157,8 @@ def test_turns(case: tuple[torch.Tensor, ...]) -> None:
     states = observations(ids[real], mask[real], tokens, lengths)
     assert states == observations(ids, mask, padded)
     anchors = anchor_groups(states, groups, None)
-    sizes, count = anchored_turns(Turns(tokens, anchors), mask[real], lengths)
-    expected, expected_count = anchored_turns(Turns(padded, anchors), mask)
-    assert (sizes.tolist(), count) == (expected.tolist(), expected_count)
+    counts = TurnCounts.of(Turns(tokens, anchors), mask[real], lengths)
+    assert counts == TurnCounts.of(Turns(padded, anchors), mask)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -169,17 +168,17 @@ def test_rollout_correction(level: str, case: tuple[torch.Tensor, ...]) -> None:
     old, rollout, trained = numbers(real, 1), numbers(real, 2), mask
     compared = mask & (numbers(real, 3) > -0.5)
     ratios, packed_ratios = log_ratios(old, rollout, compared), log_ratios(old[real], rollout[real], compared[real])
-    options = {"level": level, "truncation": Truncation(1.5), "normalize": True}
-    weights, statistics = importance_weights(ratios, compared, trained, **options)
-    tokens, packed_statistics = importance_weights(
+    options = {"level": level, "truncation": Truncation(1.5), "mean": 0.7}
+    weights, moments = importance_weights(ratios, compared, trained, **options)
+    tokens, packed_moments = importance_weights(
         packed_ratios, compared[real], trained[real], **options, lengths=lengths
     )
     torch.testing.assert_close(tokens, weights[real])
-    assert packed_statistics == pytest.approx(statistics)
+    assert packed_moments.statistics() == pytest.approx(moments.statistics())
     rules = [Rejection(f"{scope}_k2", 0.2) for scope in ("token", "seq_sum", "seq_mean", "seq_max")]
-    rejected, statistics = rejected_tokens(ratios, compared, trained, rules)
-    packed_rejected, packed_statistics = rejected_tokens(packed_ratios, compared[real], trained[real], rules, lengths)
-    assert torch.equal(packed_rejected, rejected[real]) and packed_statistics == pytest.approx(statistics)
+    rejected, counts = rejected_tokens(ratios, compared, trained, rules)
+    packed_rejected, packed_counts = rejected_tokens(packed_ratios, compared[real], trained[real], rules, lengths)
+    assert torch.equal(packed_rejected, rejected[real]) and packed_counts == counts
     packed_moments = RatioMoments.of(old[real], rollout[real], compared[real], lengths)
     moments = RatioMoments.of(old, rollout, compared)
     assert packed_moments.off_policy_statistics() == pytest.approx(moments.off_policy_statistics())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from megarl.algorithms import (
     REJECTIONS,
     RatioMoments,
     Rejection,
+    RejectionCounts,
     Truncation,
+    WeightMoments,
     importance_weights,
     log_ratios,
     rejected_tokens,
@@ -53,6 +56,17 @@ def rows_of(drawn: dict[str, torch.Tensor]) -> dict[int, list[tuple[float, float
     return rows
 
 
+def weights_in_parts(
+    tensors: list[torch.Tensor], normalize: bool, **options: Any
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Weights and statistics of the rows in two parts, as two processes compute them."""
+    parts = [[one[rows] for one in tensors] for rows in (slice(2), slice(2, None))]
+    raw = WeightMoments.merged([importance_weights(*part, **options)[1] for part in parts])
+    results = [importance_weights(*part, **options, mean=raw.mean if normalize else 1.0) for part in parts]
+    moments = WeightMoments.merged([moments for _, moments in results])
+    return torch.cat([weights for weights, _ in results]), moments.statistics()
+
+
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("bounds", [(1.3, None), (1.3, 0.6)])
 @pytest.mark.parametrize("normalize", [False, True])
@@ -74,14 +88,8 @@ def test_importance_weights(
     for i, j in np.argwhere(drawn["trained"].numpy()).tolist():
         ratio = whole[i] if level == "sequence" else ratios.get((i, j), 1.0)
         expected[i, j] = cut(ratio) / mean
-    weights, told = importance_weights(
-        log_ratios(drawn["old"], drawn["rollout"], drawn["compared"]),
-        drawn["compared"],
-        drawn["trained"],
-        level=level,
-        truncation=Truncation(upper, lower),
-        normalize=normalize,
-    )
+    tensors = [log_ratios(drawn["old"], drawn["rollout"], drawn["compared"]), drawn["compared"], drawn["trained"]]
+    weights, statistics = weights_in_parts(tensors, normalize, level=level, truncation=Truncation(upper, lower))
     assert weights.dtype == torch.float32 and not weights.requires_grad
     np.testing.assert_allclose(weights.numpy(), expected, rtol=1e-5)
     used = np.array([expected[i, j] for i, j, _, _ in tokens_of(drawn)])
@@ -104,8 +112,8 @@ def test_importance_weights(
             "rollout_is_seq_max": by_row.max(),
             "rollout_is_seq_max_deviation": np.abs(by_row - 1).max(),
         }
-    assert told == pytest.approx(wanted, rel=1e-5)
-    assert 0 < told["rollout_is_ratio_fraction_high"] < 1
+    assert statistics == pytest.approx(wanted, rel=1e-5)
+    assert 0 < statistics["rollout_is_ratio_fraction_high"] < 1
 
 
 ESTIMATES = {
@@ -143,11 +151,14 @@ def test_rejections(drawn: dict[str, torch.Tensor], option: str) -> None:
     lower, upper = LIMITS[option[-2:]]
     rule = Rejection(option, upper * (3 if "sum" in option else 1), lower)
     ratios = log_ratios(drawn["old"], drawn["rollout"], drawn["compared"])
-    rejected, told = rejected_tokens(ratios, drawn["compared"], drawn["trained"], [rule])
+    rejected, counts = rejected_tokens(ratios, drawn["compared"], drawn["trained"], [rule])
+    tensors = [ratios, drawn["compared"], drawn["trained"]]
+    parts = [rejected_tokens(*(one[rows] for one in tensors), [rule])[1] for rows in (slice(2), slice(2, None))]
+    assert RejectionCounts.merged(parts) == counts
     expected = out_by_loops(drawn, rule)
     np.testing.assert_array_equal(rejected.numpy(), expected)
     tokens = int(drawn["trained"].sum())
-    assert told == pytest.approx(
+    assert counts.statistics() == pytest.approx(
         {
             f"rollout_rs_{option}_masked_fraction": expected.sum() / tokens,
             "rollout_rs_masked_fraction": expected.sum() / tokens,
@@ -184,10 +195,10 @@ def test_reciprocal_bounds_reject_as_verl_does(
 def test_rejection_rules_combine_and_unknown_ones_are_errors(drawn: dict[str, torch.Tensor]) -> None:
     rules = [Rejection("token_k1", 1.4, 0.75), Rejection("seq_max_k2", 0.3)]
     ratios = log_ratios(drawn["old"], drawn["rollout"], drawn["compared"])
-    rejected, told = rejected_tokens(ratios, drawn["compared"], drawn["trained"], rules)
+    rejected, counts = rejected_tokens(ratios, drawn["compared"], drawn["trained"], rules)
     both = out_by_loops(drawn, rules[0]) | out_by_loops(drawn, rules[1])
     np.testing.assert_array_equal(rejected.numpy(), both)
-    assert told["rollout_rs_masked_fraction"] == pytest.approx(both.sum() / int(drawn["trained"].sum()))
+    assert counts.statistics()["rollout_rs_masked_fraction"] == pytest.approx(both.sum() / int(drawn["trained"].sum()))
     with pytest.raises(ValueError, match="'seq_max_k1' is unknown; known ones: token_k1"):
         rejected_tokens(ratios, drawn["compared"], drawn["trained"], [Rejection("seq_max_k1", 2.0)])
 
@@ -251,6 +262,7 @@ def test_overflowing_ratios_stay_finite() -> None:
     mask = torch.ones(1, 2)
     ratios = log_ratios(old, rollout, mask)
     for level in ("token", "sequence"):
-        weights, told = importance_weights(ratios, mask, mask, level=level, truncation=Truncation(2.0))
+        weights, moments = importance_weights(ratios, mask, mask, level=level, truncation=Truncation(2.0))
         assert torch.isfinite(weights).all() and weights.max() <= 2
-        assert told["rollout_is_ratio_fraction_high"] + told["rollout_is_ratio_fraction_low"] == 1
+        statistics = moments.statistics()
+        assert statistics["rollout_is_ratio_fraction_high"] + statistics["rollout_is_ratio_fraction_low"] == 1

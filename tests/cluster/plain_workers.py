@@ -23,6 +23,14 @@ def squares_of_rows(batch, factor):
     return columns, (os.getpid(), len(batch))
 
 
+def sums_of_groups(batch):
+    """A row function over whole groups: sums of the tokens of each row's group, and the groups."""
+    groups, totals = batch.non_tensor_batch["uid"].tolist(), {}
+    for group, row in zip(groups, batch.unpadded("responses"), strict=True):
+        totals[group] = totals.get(group, 0) + int(row.sum())
+    return DataProto.from_dict({"totals": torch.tensor([totals[group] for group in groups])}), set(groups)
+
+
 def failing_rows(batch):
     """A row function that fails."""
     raise ValueError(f"{len(batch)} rows, columns {sorted(batch.tensors)}")

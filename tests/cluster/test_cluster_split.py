@@ -1,5 +1,6 @@
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +10,7 @@ from megarl.base.errors import DataError
 from megarl.cluster.split import (
     collect,
     mini_batch_sizes,
+    plan_groups,
     plan_rows,
     plan_split,
     rank_loads,
@@ -16,7 +18,7 @@ from megarl.cluster.split import (
     seqlen_metrics,
     split,
 )
-from megarl.data import DataProto, fewest_micro_batches, plan_micro_batches
+from megarl.data import DataProto, fewest_micro_batches, plan_micro_batches, token_counts
 from megarl.models.sequence_cost import SequenceCost
 from megarl.workers.settings import MicroBatchBudget
 
@@ -201,6 +203,19 @@ def test_samples_of_one_prompt_share_a_rank_if_that_is_less_work():
     batch = siblings([1, 1, 1, 1], [65, 65, 1, 1, 1, 1, 1, 1], copies=2)
     plan = plan_rows(batch, 2, budget=share)
     assert {row < 2 for row in plan[0]} == {row < 2 for row in plan[1]} == {True, False}
+
+
+def test_groups_stay_whole_on_ranks_with_nearly_equal_tokens():
+    lengths = [9, 2, 7, 3, 1, 4, 9, 2, 6, 5]
+    batch, uids = answered(lengths), np.array(["a", "b", "c", "a", "b", "c", "d", "d", "e", "e"], dtype=object)
+    plan = plan_groups(batch, 3, uids)
+    assert sorted(row for rows in plan for row in rows) == [*range(10)]
+    assert all(rows == sorted(rows) for rows in plan)
+    ranks = [{uids[row] for row in rows} for rows in plan]
+    assert sum(map(len, ranks)) == 5, "no group is on two ranks"
+    tokens = [sum(token_counts(batch)[row] for row in rows) for rows in plan]
+    assert max(tokens) - min(tokens) <= 14, tokens
+    assert [len(rows) for rows in plan_groups(batch, 64, uids)] == [2] * 5, "further ranks have no rows"
 
 
 def test_row_longer_than_the_budget_raises_before_the_call():

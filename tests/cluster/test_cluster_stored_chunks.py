@@ -11,7 +11,7 @@ from ray._private.worker import global_worker
 
 from megarl.base.errors import WorkerError
 from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup, wait_ready
-from megarl.cluster.stored_chunks import SparseValues, StoredChunk
+from megarl.cluster.stored_chunks import RunValues, StoredChunk
 from megarl.data import DataProto, stored_column
 from megarl.data.column_store import ragged_columns
 from megarl.data.remote import RemoteValues, RowPlaces
@@ -165,6 +165,24 @@ def test_row_functions_run_on_the_owners_of_rows(group):
     ]
 
 
+def test_row_functions_get_whole_groups(group):
+    batch = samples([4, 1, 7, 2, 5, 3])
+    batch.non_tensor_batch["uid"] = np.array(["a", "b", "c", "a", "c", "b"], dtype=object)
+    read = (*READ, "uid")
+    columns, facts = group.row_map("add_up", least_tokens=0)(plain_workers.sums_of_groups, read, batch, together="uid")
+    assert len(facts) == 2 and {uid for uids in facts for uid in uids} == {"a", "b", "c"}
+    assert sum(map(len, facts)) == 3
+    totals = {
+        uid: sum(
+            int(row.sum())
+            for row, one in zip(batch.unpadded("responses"), batch.non_tensor_batch["uid"], strict=True)
+            if one == uid
+        )
+        for uid in "abc"
+    }
+    assert columns.tensors["totals"].tolist() == [totals[uid] for uid in batch.non_tensor_batch["uid"]]
+
+
 def test_row_functions_see_each_row_once(group):
     _, facts = group.row_map("add_up", least_tokens=0)(plain_workers.squares_of_rows, READ, samples([3]), 1.0)
     assert [rows for _, rows in facts] == [1], "the second rank has no row, instead of a copy"
@@ -202,25 +220,34 @@ def test_ray_keeps_no_reference_of_a_call(group):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int32, np.float64, np.uint8])
-def test_a_column_that_is_mostly_zero_is_stored_sparsely_and_read_bit_for_bit(dtype):
+def test_a_column_of_few_runs_is_stored_small_and_read_bit_for_bit(dtype):
     values = np.zeros(100_000, dtype)
     values[[7, 50_000, 99_999]] = [3, 1, 5]
     if np.issubdtype(dtype, np.floating):
         values[[8, 9]] = [-0.0, np.nan]
-    stored = SparseValues.of(values)
-    assert isinstance(stored, SparseValues) and stored.nbytes < 100
+    stored = RunValues.of(values)
+    assert isinstance(stored, RunValues) and stored.nbytes <= 128
     dense = stored.dense()
     assert dense.dtype == values.dtype and dense.tobytes() == values.tobytes()
 
 
 def test_other_columns_are_stored_as_they_are():
-    for values in (np.ones(1000, np.float32), np.zeros((1000, 2), np.float32), np.zeros(2000, np.float32)[::2]):
-        assert SparseValues.of(values) is values
+    late = np.where(np.arange(20_000) < 5000, 0, np.arange(20_000))
+    for values in (
+        np.arange(1000, dtype=np.float32),
+        late,
+        np.empty(0, np.int8),
+        np.zeros((1000, 2), np.float32),
+        np.zeros(2000, np.float32)[::2],
+    ):
+        assert RunValues.of(values) is values
 
 
-def test_sparse_chunks_are_read_densely(pool):
-    scores = np.zeros(5000, np.float32)
-    scores[-1] = 0.5
-    ids = np.arange(5000, dtype=np.int32)
-    (chunk,) = StoredChunk.fetch([StoredChunk.write({"scores": scores, "ids": ids})])
-    assert chunk["scores"].tolist() == scores.tolist() and chunk["ids"].tolist() == ids.tolist()
+def test_runs_in_chunks_are_read_as_values(pool):
+    scores, mask = np.zeros(5000, np.float32), np.ones(5000, np.int8)
+    scores[-1], mask[70:90] = 0.5, 0
+    columns = {"scores": scores, "mask": mask, "ids": np.arange(5000, dtype=np.int32)}
+    (chunk,) = StoredChunk.fetch([StoredChunk.write(columns)])
+    assert {name: values.tolist() for name, values in chunk.items()} == {
+        name: values.tolist() for name, values in columns.items()
+    }

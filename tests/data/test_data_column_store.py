@@ -170,6 +170,32 @@ def test_columns_of_samples_have_no_padded_tensors():
     assert_equal(batch, expected)
 
 
+def test_values_at_the_ends_of_rows_take_one_number_per_row():
+    lengths = [3, 1, 5, 2]
+    rows = {"prompts": [np.array([1, 2])] * 4, "responses": [np.arange(1, length + 1) for length in lengths]}
+    batch = DataProto(ragged_columns(rows, {}))
+    ends = torch.tensor([0.5, -1.0, 0.0, 2.0])
+    scored = batch.with_ends({"token_level_scores": ends})
+    expected = torch.zeros(sum(lengths))
+    expected[torch.tensor(lengths).cumsum(0) - 1] = ends
+    dense = batch.with_packed({"token_level_scores": expected})
+    assert torch.equal(scored.ends("token_level_scores"), ends)
+    assert dense.ends("token_level_scores") is None and scored.ends("responses") is None
+    assert len(pickle.dumps(scored)) < len(pickle.dumps(dense))
+    joined = DataProto.concat([scored, scored[[1]]])
+    assert joined.ends("token_level_scores").tolist() == [*ends.tolist(), -1.0]
+    order = [2, 0, 0, 3]
+    for first, second in (
+        (scored, dense),
+        (sent(scored), dense),
+        (sent(scored[order]), dense[order]),
+        (joined, DataProto.concat([dense, dense[[1]]])),
+        (DataProto.concat([scored, dense], np.array([7, 1])), DataProto.concat([dense, dense], np.array([7, 1]))),
+    ):
+        assert torch.equal(first.packed("token_level_scores"), second.packed("token_level_scores"))
+        assert_equal(first, second)
+
+
 def test_changes_in_place_of_a_padded_tensor_are_kept(monkeypatch):
     """Before and after the batch was split, and if the tensor's memory was freed in between."""
     monkeypatch.setattr(stored_column, "VIEWS", stored_column.ViewCache(0))

@@ -7,7 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.data import DataProto, fewest_micro_batches
-from megarl.data.shared_prompts import SharedPromptRows, micro_batch_units, partition_by_prompt, split_units
+from megarl.data.shared_prompts import (
+    SharedPromptRows,
+    micro_batch_units,
+    partition_by_prompt,
+    prompt_digests,
+    split_units,
+)
 from megarl.models.sequence_cost import SequenceCost
 
 COST = SequenceCost(linear=10.0, quadratic=1.0)
@@ -43,6 +49,9 @@ def test_rows_are_grouped_by_prompt_tokens() -> None:
     assert rows.prompt_lengths == [2, 3, 2, 2]
     assert rows.response_lengths == [2, 2, 1, 2]
     assert rows.by_prompt(range(4)) == [[0, 2], [1], [3]]
+    digests = prompt_digests([row.numpy() for row in batch.unpadded("prompts")])
+    without_prompts = batch.with_columns({"prompts": torch.ones(4, 3).long(), "prompt_digests": digests})
+    assert SharedPromptRows.of(without_prompts) == rows
 
 
 @settings(max_examples=100)

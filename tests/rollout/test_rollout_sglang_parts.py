@@ -101,6 +101,28 @@ def test_another_model_in_sglang_is_refused(make_folder, changed, message):
         shard.views(sglang_model(shard, **changed))
 
 
+def test_parameters_are_declared_once_and_looked_up_at_each_use(make_folder, monkeypatch):
+    """SGLang replaces its parameters when it loads a folder, and frees their memory between syncs."""
+    declare, calls = WeightMap.rollout_params, []
+    monkeypatch.setattr(
+        WeightMap, "rollout_params", lambda *args, **options: calls.append(args) or declare(*args, **options)
+    )
+    shard = SGLangShard(read_model_config(make_folder()), 2, 1)
+    model = sglang_model(shard)
+    before = shard.views(model)
+    for param in model.held.values():
+        param.data = torch.full_like(param.data, 3.0)
+    after = shard.views(model)
+    assert after.keys() == before.keys() and len(shard.params()) == len(after)
+    for name, view in after.items():
+        assert (view == 3).all() and view.data_ptr() != before[name].data_ptr()
+    shard.clear_padding(model)
+    assert (model.held["lm_head.weight"].data == 0).any() and len(calls) == 1
+    size = len(pickle.dumps(shard))
+    assert size == len(pickle.dumps(SGLangShard(shard.config, 2, 1))), "sent without its parameters"
+    assert pickle.loads(pickle.dumps(shard)) == shard and pickle.loads(pickle.dumps(shard)).params() == shard.params()
+
+
 LATENT = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "num_hidden_layers": 2,

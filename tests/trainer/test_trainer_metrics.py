@@ -16,7 +16,6 @@ from megarl.trainer.records.metrics import (
     batch_metrics,
     group_spread,
     phase_tokens,
-    rollout_mismatch_metrics,
     summary,
     throughput_metrics,
 )
@@ -102,10 +101,17 @@ def test_an_empty_tensor_has_no_metrics() -> None:
     assert not [name for name in batch_metrics(nothing, 3, 3) if name.startswith("critic/")]
 
 
+def mismatch(given: DataProto) -> dict[str, float]:
+    metrics = batch_metrics(given, 3, 3, compare_log_probs=True)
+    return {name: value for name, value in metrics.items() if name.startswith(("training/", "rollout_corr/"))}
+
+
 def test_rollout_mismatch_metrics() -> None:
     rollout = torch.tensor([[0.5, 0.9, 0.25], [0.1, 0.9, 0.9], [0.9, 0.9, 0.9]]).log()
     actor = torch.tensor([[0.4, 0.1, 0.25], [0.4, 0.1, 0.1], [0.1, 0.1, 0.1]]).log()
-    metrics = rollout_mismatch_metrics(batch(rollout_log_probs=rollout, old_log_probs=actor))
+    given = batch(rollout_log_probs=rollout, old_log_probs=actor)
+    metrics = mismatch(given)
+    assert batch_metrics(given, 3, 3) == batch_metrics(batch(), 3, 3)
     differences = [0.1, 0.0, 0.3]
     ratios = [math.log(0.5 / 0.4), 0.0, math.log(0.1 / 0.4)]
     expected = {
@@ -121,7 +127,7 @@ def test_rollout_mismatch_metrics() -> None:
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     assert {name.partition("/")[0] for name in metrics} == {"training", "rollout_corr"}
-    assert rollout_mismatch_metrics(batch()) == {}
+    assert mismatch(batch()) == {}
 
 
 def test_phase_tokens_and_throughput() -> None:
@@ -148,8 +154,8 @@ def test_tool_tokens_are_neither_generated_nor_compared() -> None:
         rollout_log_probs=torch.tensor([[0.5, 0.0, 0.25], [0.5, 0.0, 0.0], [0.0, 0.0, 0.0]]).clamp(min=1e-9).log(),
         old_log_probs=torch.tensor([[0.25, 0.01, 0.25], [0.5, 0.0, 0.0], [0.9, 0.9, 0.0]]).clamp(min=1e-9).log(),
     )
-    assert rollout_mismatch_metrics(given)["training/rollout_probs_diff_max"] == pytest.approx(0.25)
-    assert rollout_mismatch_metrics(given)["training/rollout_probs_diff_mean"] == pytest.approx(0.25 / 3)
+    assert mismatch(given)["training/rollout_probs_diff_max"] == pytest.approx(0.25)
+    assert mismatch(given)["training/rollout_probs_diff_mean"] == pytest.approx(0.25 / 3)
     assert phase_tokens(given, ["gen", "adv"]) == {"gen": 5, "adv": 12}
 
 

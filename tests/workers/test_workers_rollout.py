@@ -117,6 +117,7 @@ def test_responses_are_in_the_order_of_the_prompts(worker: RolloutWorker, prompt
         "response_mask",
         "generated_mask",
         "rollout_log_probs",
+        "prompt_digests",
     }
     assert len(batch) == 24
     rectangle, mask = prompts.tensors["prompts"], prompts.tensors["attention_mask"].bool()

@@ -88,7 +88,7 @@ def rows_of(batch: DataProto) -> list[Row]:
         columns = {
             name: tensor[index, :size]
             for name, tensor in tensors.items()
-            if name not in ("prompts", "responses", "attention_mask")
+            if name not in ("prompts", "responses", "attention_mask", "prompt_digests")
         }
         prompt, response = tensors["prompts"][index][real[:width]], tensors["responses"][index, :size]
         rows.append(Row(prompt, response, columns.pop("response_mask", torch.ones(size)), columns))

@@ -9,9 +9,10 @@ belong to the layer itself, without ``self_attn``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,8 +41,12 @@ ALWAYS_FLOAT32 = (".linear_attn.A_log", ".self_attn.sinks", ".w13_weight_bias", 
 """Ends of the names of parameters that SGLang holds in float32 in every dtype, sinks depending on its kernels."""
 
 
-class SGLangShard(NamedTuple):
+@dataclass(frozen=True)
+class SGLangShard:
     """The part of a model in one of SGLang's ranks; can be sent to its process.
+
+    Names, shapes and places of parameters follow from the attributes, and are computed once: large models have many.
+    SGLang's tensors are looked up at each use, because it may free or replace them between weight syncs.
 
     Attributes:
         config: the model.
@@ -55,13 +60,21 @@ class SGLangShard(NamedTuple):
     rank: int
     quantized: bool = False
 
-    def params(self) -> list[LocalParam]:
+    def params(self) -> Sequence[LocalParam]:
         """Return the parameters of the rank in the weight map.
 
         Raises:
             ValueError: the model does not divide over the ranks.
         """
-        return WeightMap(self.config).rollout_params(self.tp, self.rank, vocab_multiple=VOCAB_MULTIPLE)
+        return self._params
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Send the attributes; the receiver computes the parameters."""
+        return type(self), (self.config, self.tp, self.rank, self.quantized)
+
+    @cached_property
+    def _params(self) -> tuple[LocalParam, ...]:
+        return tuple(WeightMap(self.config).rollout_params(self.tp, self.rank, vocab_multiple=VOCAB_MULTIPLE))
 
     def views(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """Return views of the rank's parameters under the names of the weight map, without vocabulary padding.
@@ -113,7 +126,11 @@ class SGLangShard(NamedTuple):
             if not param.pieces and param.name not in VOCAB_PARAMS:
                 held[param.name].data.zero_()
 
-    def _places(self) -> dict[str, _Rows]:
+    def _places(self) -> Mapping[str, _Rows]:
+        return self._rows_of
+
+    @cached_property
+    def _rows_of(self) -> dict[str, _Rows]:
         params = self.params()
         fused = _fused_latents({param.name: param for param in params})
         named = {param.name: self._name(param.name) for param in params}

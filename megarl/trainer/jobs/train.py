@@ -204,15 +204,20 @@ class TrainerBuilder:
         if roles.reference and shaping.alignment:
             threshold = algorithm.repr_align.ref_alignment.entropy_high_threshold
             length = config.data.max_response_length
-            reference.append(AlignmentPhase(roles.reference, shaping.alignment, threshold, self.tokenizer, length))
+            reference.append(
+                AlignmentPhase(roles.reference, shaping.alignment, threshold, self.tokenizer, length, rows)
+            )
         correction = RolloutCorrectionPhase(
-            algorithm.rollout_correction, loglinear=config.estimates_proximal_policy, version=roles.weight_version
+            algorithm.rollout_correction,
+            loglinear=config.estimates_proximal_policy,
+            version=roles.weight_version,
+            rows=rows,
         )
         update: list[BatchPhase] = [correction]
         if algorithm.mask_truncated_completions:
-            update.append(TruncatedResponsesPhase(all_eos_token_ids(config.actor_rollout_ref.model.path)))
+            update.append(TruncatedResponsesPhase(all_eos_token_ids(config.actor_rollout_ref.model.path), rows))
         if algorithm.use_pf_ppo:
-            update.append(PreferencePhase(algorithm.pf_ppo, config.trainer.seed))
+            update.append(PreferencePhase(algorithm.pf_ppo, config.trainer.seed, rows))
         return StepPhases(
             samples=samples,
             passes=simultaneous_passes(self._passes(roles, correction)),

@@ -12,49 +12,42 @@ from megarl.algorithms import (
     AdvantageInputs,
     KLController,
     Moments,
-    Turns,
+    TurnCounts,
     WeightSchedule,
-    anchor_groups,
-    anchored_turns,
     explained_variance,
     load_advantage,
     load_schedule,
     make_kl_controller,
     masked_mean,
-    observations,
-    turn_numbers,
     warmup_steps,
 )
 from megarl.base.errors import DataError
 from megarl.config.schema.algorithm import AlgorithmConfig, ScheduledWeightConfig
-from megarl.data import COLUMNS, DataProto, sequence_lengths
-from megarl.data.row_map import RowMap, map_in_process
+from megarl.data import DataProto
+from megarl.data.row_map import RowMap, map_in_process, with_tokens
 from megarl.trainer.phases.correction_phase import RolloutCorrectionPhase
 from megarl.trainer.records.metrics import Metrics, summary
+from megarl.workers.advantage_rows import (
+    ANCHOR_STATES,
+    GROUPS,
+    TURN_COUNTS,
+    EstimateOptions,
+    advantages_of_rows,
+    estimate_columns,
+)
 from megarl.workers.row_math import (
-    ESTIMATE_COLUMNS,
-    KL_COLUMNS,
-    REWARD_COLUMNS,
+    EXPANDED_COLUMNS,
     ROW_ADVANTAGES,
     SHAPING_COLUMNS,
     WHITENED_COLUMNS,
     AdvantageFacts,
     RewardTerms,
-    advantages_of_rows,
-    counted_rows,
     expanded_advantages_of_rows,
-    generated_tokens,
     penalized_rewards_of_rows,
     shaped_rewards_of_rows,
-    trained_tokens,
     whitened_of_rows,
     whitened_rewards_of_rows,
 )
-
-ANCHOR_STATES = "anchor_states"
-"""Column with the states before the turns of a response, from agent loops that know them."""
-_TOKEN_INPUTS = ("values", "old_log_probs", "sum_pi_squared")
-"""Columns that an estimator reads if the batch has them."""
 
 
 def weight_schedule(config: ScheduledWeightConfig, total_steps: int) -> WeightSchedule:
@@ -105,7 +98,7 @@ class RewardShaping:
             added = bonus * batch.tensors["ref_similarity"] if fired else torch.zeros(len(batch))
             metrics |= {"repr_align/weight": bonus, "repr_align/fired": float(fired)}
             metrics |= summary("repr_align/reward_added", added[facts["counted"]])
-        return _with_tokens(batch, columns)
+        return with_tokens(batch, columns)
 
 
 def _quality_metrics(facts: Mapping[str, Tensor], weight: float) -> Metrics:
@@ -118,29 +111,26 @@ def _quality_metrics(facts: Mapping[str, Tensor], weight: float) -> Metrics:
     return metrics | summary("ref_quality/reward_change", facts["quality_change"][counted])
 
 
-def _with_tokens(batch: DataProto, columns: DataProto) -> DataProto:
-    """Return the batch with the token columns of the result of a row function, added or replaced."""
-    return batch.with_columns(columns.select([name for name in columns.tensors if name in COLUMNS]).tensors)
-
-
 class RowRewards(NamedTuple):
     """Rewards by row.
 
     Attributes:
         sums: ``[b]`` double, of the rewards of a row's tokens.
         counted: ``[b]`` bool, rows with a trained token.
+        trained_counts: ``[b]``, trained tokens.
     """
 
     sums: Tensor
     counted: Tensor
+    trained_counts: Tensor
 
 
 class AdvantagePhase:
     """Applies penalties to the rewards, and estimates advantages.
 
     Row functions compute tokens, in the processes that hold them; the driver computes group baselines from sums of
-    rewards, and merges moments for whitening. Only estimators over the tokens of all rows, such as a user's, run in the
-    driver.
+    rewards, and merges moments for whitening. Estimators that compare the tokens of a group get whole groups. Only
+    estimators over the tokens of all rows, such as a user's, run in the driver.
 
     Args:
         config: estimator, discount and penalties.
@@ -164,55 +154,63 @@ class AdvantagePhase:
 
     def compute(self, batch: DataProto, metrics: Metrics) -> DataProto:
         """Add ``token_level_rewards``, ``advantages`` and ``returns`` to the batch, and statistics to ``metrics``."""
-        estimate = self.estimate
-        batch, rewards = self._penalize(batch, metrics)
-        if estimate.scope == "rows":
-            options = self.config.adv_estimator, self.config.gamma, self.config.lam
-            columns, parts = self.rows(advantages_of_rows, ESTIMATE_COLUMNS, batch, *options)
-        elif estimate.scope == "groups":
-            with_rows = batch.with_columns({ROW_ADVANTAGES: self._row_advantages(batch, rewards)})
-            columns, parts = self.rows(expanded_advantages_of_rows, ESTIMATE_COLUMNS, with_rows)
+        estimate, terms = self.estimate, self._terms()
+        if estimate.scope in ("rows", "group_tokens") and not self.config.whiten_rewards:
+            columns, parts = self._estimate(batch, terms)  # with the rewards: each call of all processes takes time
+            rewards = self._note_penalties(columns, metrics)
         else:
-            columns, parts = self._estimate_whole_batch(batch, metrics)
-        batch, facts = _with_tokens(batch, columns), AdvantageFacts.merged(parts)
-        if estimate.whitens and estimate.scope != "batch":
+            batch, rewards = self._penalize(batch, terms, metrics)
+            if estimate.scope == "groups":
+                with_rows = batch.with_columns({ROW_ADVANTAGES: self._row_advantages(batch, rewards)})
+                columns, parts = self.rows(expanded_advantages_of_rows, EXPANDED_COLUMNS, with_rows)
+            else:
+                columns, parts = self._estimate(batch)
+        batch, facts = with_tokens(batch, columns), AdvantageFacts.merged(parts)
+        if "turns" in estimate.needs:
+            _check_states(batch, columns.tensors[TURN_COUNTS], rewards.counted)
+            metrics |= _turn_metrics(facts.turns)
+        if estimate.whitens:
             names = ("advantages", "returns") if estimate.scope == "groups" else ("advantages",)
             columns, _ = self.rows(whitened_of_rows, WHITENED_COLUMNS, batch, names, facts.advantages)
-            batch = _with_tokens(batch, columns)
+            batch = with_tokens(batch, columns)
         if "entropys" in batch.tensors:
             metrics["actor/entropy"] = facts.entropy.mean
         if "values" in batch.tensors:
             metrics["critic/vf_explained_var"] = explained_variance(facts.errors, facts.returns)
         return batch
 
-    def _penalize(self, batch: DataProto, metrics: Metrics) -> tuple[DataProto, RowRewards]:
-        """Compute the rewards: shaped scores minus the EOS and KL penalties, then whitened."""
+    def _terms(self) -> RewardTerms:
+        """Return the penalties of the next batch."""
         config, control = self.config, self.kl_controller
-        terms = RewardTerms(
+        return RewardTerms(
             eos_penalty=config.missing_eos_penalty,
             eos_token_ids=self.eos_token_ids,
             kl_coefficient=None if control is None else control.value,
             kl_kind=None if config.uses_full_kl else config.kl_penalty,
             on_mask=config.whiten_rewards,
         )
-        read = [*REWARD_COLUMNS, *(KL_COLUMNS if control else ())]
-        if terms.eos_penalty is not None:
-            read.append("responses")
-        columns, moments = self.rows(penalized_rewards_of_rows, read, batch, terms)
-        facts = columns.tensors
-        counted, sums = facts["counted"], facts["reward_sums"]
-        if config.missing_eos_penalty is not None:
+
+    def _penalize(self, batch: DataProto, terms: RewardTerms, metrics: Metrics) -> tuple[DataProto, RowRewards]:
+        """Compute the rewards: shaped scores minus the EOS and KL penalties, then whitened."""
+        columns, moments = self.rows(penalized_rewards_of_rows, terms.columns, batch, terms)
+        batch, rewards = with_tokens(batch, columns), self._note_penalties(columns, metrics)
+        if self.config.whiten_rewards:
+            columns, _ = self.rows(whitened_rewards_of_rows, WHITENED_COLUMNS, batch, Moments.merged(moments))
+            batch, rewards = with_tokens(batch, columns), rewards._replace(sums=columns.tensors["reward_sums"])
+        return batch, rewards
+
+    def _note_penalties(self, columns: DataProto, metrics: Metrics) -> RowRewards:
+        """Add the statistics of the penalties to ``metrics``, adapt the KL coefficient, and return rewards by row."""
+        facts, control = columns.tensors, self.kl_controller
+        counted, sums, counts = (facts[name] for name in ("counted", "reward_sums", "trained_counts"))
+        if self.config.missing_eos_penalty is not None:
             metrics["reward/missing_eos_fraction"] = masked_mean(facts["missing_eos"].double(), counted).item()
         if control is not None:
             kl = masked_mean(facts["kl"], counted).item()
             metrics["actor/reward_kl_penalty"] = kl
             metrics["actor/reward_kl_penalty_coeff"] = control.value
-            control.update(kl, len(batch))
-        batch = _with_tokens(batch, columns)
-        if config.whiten_rewards:
-            columns, _ = self.rows(whitened_rewards_of_rows, WHITENED_COLUMNS, batch, Moments.merged(moments))
-            batch, sums = _with_tokens(batch, columns), columns.tensors["reward_sums"]
-        return batch, RowRewards(sums, counted)
+            control.update(kl, len(counted))
+        return RowRewards(sums, counted, counts)
 
     def _row_advantages(self, batch: DataProto, rewards: RowRewards) -> Tensor:
         """Estimate one advantage per row ``[b]`` from the sums of the rewards: each row as one token."""
@@ -220,58 +218,55 @@ class AdvantagePhase:
             AdvantageInputs(
                 token_level_rewards=rewards.sums,
                 response_mask=rewards.counted,
-                group_ids=batch.non_tensor_batch["uid"],
+                group_ids=batch.non_tensor_batch[GROUPS],
+                trained_counts=rewards.trained_counts,
                 norm_by_std=self.config.norm_by_std,
                 lengths=torch.ones(len(batch), dtype=torch.int64),
             )
         )[0]
 
-    def _estimate_whole_batch(self, batch: DataProto, metrics: Metrics) -> tuple[DataProto, list[AdvantageFacts]]:
-        """Estimate advantages from the tokens of all rows, in this process."""
-        config, tokens = self.config, {name: batch.packed(name) for name in _TOKEN_INPUTS if name in batch.tensors}
-        advantages, returns = self.estimate(
-            AdvantageInputs(
-                token_level_rewards=batch.packed("token_level_rewards"),
-                response_mask=trained_tokens(batch),
-                values=tokens.get("values"),
-                group_ids=batch.non_tensor_batch["uid"],
-                reward_baselines=batch.tensors.get("reward_baselines"),
-                old_log_probs=tokens.get("old_log_probs"),
-                sum_pi_squared=tokens.get("sum_pi_squared"),
-                turns=self._turns(batch, metrics) if "turns" in self.estimate.needs else None,
-                step_advantage_w=config.gigpo.step_advantage_w,
-                rollout_is_weights=None if self.correction is None else self.correction.weights(batch)[0],
-                gamma=config.gamma,
-                lam=config.lam,
-                norm_by_std=config.norm_by_std,
-                lengths=sequence_lengths(batch)[1],
-            )
-        )
-        columns = batch.token_columns({"advantages": advantages, "returns": returns})
-        return columns, [AdvantageFacts.of(batch, advantages, returns)]
+    def _estimate(self, batch: DataProto, terms: RewardTerms | None = None) -> tuple[DataProto, list[AdvantageFacts]]:
+        """Estimate advantages from the tokens of rows, of groups, or of the whole batch, by the estimator's scope.
 
-    def _turns(self, batch: DataProto, metrics: Metrics) -> Turns:
-        """Find the turns of each response, and the turns of a prompt that begin in the same state.
-
-        Raises:
-            DataError: ``anchor_states`` of a row has not one state per turn.
+        Args:
+            batch: with rewards, or with scores for ``terms``.
+            terms: penalties; the result then has the columns of :func:`penalized_rewards_of_rows` too.
         """
-        generated, lengths, config = generated_tokens(batch), sequence_lengths(batch)[1], self.config.gigpo
-        numbers = turn_numbers(generated, lengths)
-        states, counted = observations(batch.packed("responses"), generated, numbers, lengths), counted_rows(batch)
-        for row, named in enumerate(batch.non_tensor_batch.get(ANCHOR_STATES, [])):
-            if named is None or not counted[row]:
-                continue
-            if len(named) != len(states[row]):
-                raise DataError(
-                    f"row {row}: {ANCHOR_STATES} has {len(named)} states, and its response has {len(states[row])} "
-                    "turns; the agent loop must give one state per turn of the policy"
-                )
-            states[row] = [state if isinstance(state, str) else tuple(state) for state in named]
-        threshold = config.similarity_thresh if config.enable_similarity else None
-        turns = Turns(numbers, anchor_groups(states, batch.non_tensor_batch["uid"].tolist(), threshold))
-        sizes, count = anchored_turns(turns, trained_tokens(batch), lengths)
-        if count:
-            metrics["gigpo/step_group_size/mean"] = float(sizes.mean())
-            metrics["gigpo/compared_turn_fraction"] = float(sizes[sizes > 1].sum()) / count
-        return turns
+        config, gigpo, scope = self.config, self.config.gigpo, self.estimate.scope
+        correction = None if self.correction is None else self.correction.correction
+        options = EstimateOptions(
+            config.adv_estimator,
+            gamma=config.gamma,
+            lam=config.lam,
+            norm_by_std=config.norm_by_std,
+            step_advantage_w=gigpo.step_advantage_w,
+            similarity=gigpo.similarity_thresh if gigpo.enable_similarity else None,
+            correction=correction,
+            mean_weight=1.0 if self.correction is None else self.correction.mean_weight(batch, self.rows),
+        )
+        rows, together = (map_in_process if scope == "batch" else self.rows), GROUPS if scope != "rows" else None
+        read = [*estimate_columns(self.estimate, correction), *(terms.columns if terms else ())]
+        return rows(advantages_of_rows, [*dict.fromkeys(read)], batch, options, terms, together=together)
+
+
+def _check_states(batch: DataProto, turn_counts: Tensor, counted: Tensor) -> None:
+    """Check that an agent loop names one state per turn.
+
+    Raises:
+        DataError: the states of a row have another number.
+    """
+    for row, named in enumerate(batch.non_tensor_batch.get(ANCHOR_STATES, [])):
+        if named is not None and counted[row] and len(named) != turn_counts[row]:
+            raise DataError(
+                f"row {row}: {ANCHOR_STATES} has {len(named)} states, and its response has {int(turn_counts[row])} "
+                "turns; the agent loop must give one state per turn of the policy"
+            )
+
+
+def _turn_metrics(counts: TurnCounts) -> Metrics:
+    if not counts.turns:
+        return {}
+    return {
+        "gigpo/step_group_size/mean": counts.turns / counts.states,
+        "gigpo/compared_turn_fraction": counts.compared / counts.turns,
+    }

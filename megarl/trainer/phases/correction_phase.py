@@ -1,30 +1,34 @@
-"""Rows, weights and mask of the updates: rollout correction, truncated responses, and the reweighting of PF-PPO."""
+"""Rows, weights and mask of the updates: rollout correction, truncated responses, and the reweighting of PF-PPO.
+
+Row functions compute tokens, in the processes that hold them; the driver merges moments and counts.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
-from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
-from megarl.algorithms import (
-    Rejection,
-    Truncation,
-    importance_weights,
-    log_ratios,
-    missing_eos,
-    proximal_fractions,
-    rejected_tokens,
-)
+from megarl.algorithms import Correction, Rejection, RejectionCounts, Truncation, WeightMoments
 from megarl.algorithms.selection import policy_filtration_rows
 from megarl.base.errors import DataError
 from megarl.config.correction_bounds import rejection_rules, weight_bounds
 from megarl.config.schema.algorithm import PFPPOConfig, RolloutCorrectionConfig
-from megarl.data import DataProto, sequence_lengths
-from megarl.trainer.records.metrics import Metrics, train_rows
-from megarl.workers.row_math import compared_tokens, counted_rows, row_sums, trained_tokens
-
-LOG_PROB_COLUMNS = ("rollout_log_probs", "old_log_probs")
+from megarl.data import DataProto
+from megarl.data.row_map import RowMap, map_in_process, token_part, with_tokens
+from megarl.trainer.records.metrics import Metrics
+from megarl.workers.correction_rows import (
+    CORRECTED_COLUMNS,
+    ENGINE_COLUMNS,
+    LOG_PROB_COLUMNS,
+    NON_FINITE,
+    corrected_of_rows,
+    engine_log_probs_of_rows,
+    untruncated_of_rows,
+    weights_of_rows,
+)
+from megarl.workers.row_math import MASKS, scores_of_rows
 
 
 class RolloutCorrectionPhase:
@@ -38,23 +42,33 @@ class RolloutCorrectionPhase:
         config: complete section ``algorithm.rollout_correction``.
         loglinear: the actor interpolates the proximal policy and computes the importance weights within the loss.
         version: returns the version of the last weight sync, that of the proximal policy; read with ``loglinear``.
+        rows: computes the tokens.
 
     Attributes:
+        correction: weights and rules to apply.
         reads_rollout: whether ``old_log_probs`` are the engine's (bypass mode, and ``loglinear``).
     """
 
     name = "rollout_correction"
 
     def __init__(
-        self, config: RolloutCorrectionConfig, *, loglinear: bool = False, version: Callable[[], int] | None = None
+        self,
+        config: RolloutCorrectionConfig,
+        *,
+        loglinear: bool = False,
+        version: Callable[[], int] | None = None,
+        rows: RowMap = map_in_process,
     ) -> None:
+        self.rows = rows
         self.reads_rollout = config.bypass_mode or loglinear
         self.version = version if loglinear else None
-        self.level = None if loglinear else config.rollout_is
         self.normalize = config.rollout_is_batch_normalize
         bounds = weight_bounds(config)
-        self.truncation = Truncation(bounds.upper, bounds.lower)
-        self.rules = [Rejection(rule.option, rule.upper, rule.lower) for rule in rejection_rules(config)]
+        self.correction = Correction(
+            None if loglinear else config.rollout_is,
+            Truncation(bounds.upper, bounds.lower),
+            tuple(Rejection(rule.option, rule.upper, rule.lower) for rule in rejection_rules(config)),
+        )
 
     def rollout_log_probs(self, batch: DataProto) -> DataProto:
         """Use the engine's log-probs as ``old_log_probs``, without a pass of the actor.
@@ -64,24 +78,26 @@ class RolloutCorrectionPhase:
         Raises:
             DataError: a log-prob of the engine is not finite.
         """
-        _check_finite(batch)
-        columns = {"old_log_probs": batch.packed("rollout_log_probs")}
-        if self.version is not None:
-            fractions = proximal_fractions(batch.packed("weight_versions"), self.version())
-            columns["proximal_fractions"] = fractions * compared_tokens(batch)
-        return batch.token_columns(columns)
+        version = None if self.version is None else self.version()
+        columns, _ = self.rows(engine_log_probs_of_rows, ENGINE_COLUMNS, batch, version)
+        _check_finite(batch, columns.tensors[NON_FINITE])
+        return token_part(columns)
 
     def is_active(self, batch: DataProto, step: int) -> bool:
         """Return whether importance weights or rejection rules are configured."""
-        return self.level is not None or bool(self.rules)
+        return self.correction.level is not None or bool(self.correction.rules)
 
-    def weights(self, batch: DataProto) -> tuple[torch.Tensor, Metrics]:
-        """Compute the importance weights of the configured level, packed ``[n]``, with their statistics.
+    def mean_weight(self, batch: DataProto, rows: RowMap) -> float:
+        """Return the mean by which the importance weights are divided; 1 unless they are normalized.
 
         Raises:
             DataError: a log-prob of the engine or the actor is not finite.
         """
-        return self._weights(_compare(batch))
+        if self.correction.level is None or not self.normalize:
+            return 1.0
+        columns, parts = rows(weights_of_rows, CORRECTED_COLUMNS, batch, self.correction)
+        _check_finite(batch, columns.tensors[NON_FINITE])
+        return WeightMoments.merged(parts).mean
 
     def run(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
         """Add ``rollout_is_weights`` to the batch, and remove rejected tokens from ``response_mask``.
@@ -89,47 +105,16 @@ class RolloutCorrectionPhase:
         Raises:
             DataError: a log-prob of the engine or the actor is not finite.
         """
-        tokens = _compare(batch)
-        columns: dict[str, torch.Tensor] = {}
+        correction, mean = self.correction, self.mean_weight(batch, self.rows)
+        columns, parts = self.rows(corrected_of_rows, CORRECTED_COLUMNS, batch, correction, mean)
+        _check_finite(batch, columns.tensors[NON_FINITE])
         statistics: Metrics = {}
-        if self.level is not None:
-            columns["rollout_is_weights"], statistics = self._weights(tokens)
-        if self.rules:
-            rejected, rejection_statistics = rejected_tokens(
-                tokens.ratios, tokens.compared, tokens.trained, self.rules, tokens.lengths
-            )
-            columns["response_mask"] = tokens.trained & ~rejected
-            statistics |= rejection_statistics
+        if correction.level is not None:
+            statistics |= WeightMoments.merged([part.weights for part in parts]).statistics()
+        if correction.rules:
+            statistics |= RejectionCounts.merged([part.rejections for part in parts]).statistics()
         metrics |= {f"rollout_corr/{name}": value for name, value in statistics.items()}
-        return batch.with_packed(columns)
-
-    def _weights(self, tokens: _ComparedTokens) -> tuple[torch.Tensor, Metrics]:
-        assert self.level is not None, "importance weights are configured"
-        return importance_weights(
-            tokens.ratios,
-            tokens.compared,
-            tokens.trained,
-            level=self.level,
-            truncation=self.truncation,
-            normalize=self.normalize,
-            lengths=tokens.lengths,
-        )
-
-
-class _ComparedTokens(NamedTuple):
-    """Packed response tokens: log-ratios of actor to engine, masks of compared and trained tokens, row lengths."""
-
-    ratios: torch.Tensor
-    compared: torch.Tensor
-    trained: torch.Tensor
-    lengths: torch.Tensor
-
-
-def _compare(batch: DataProto) -> _ComparedTokens:
-    _check_finite(batch)
-    compared = compared_tokens(batch)
-    ratios = log_ratios(batch.packed("old_log_probs"), batch.packed("rollout_log_probs"), compared)
-    return _ComparedTokens(ratios, compared, trained_tokens(batch), sequence_lengths(batch)[1])
+        return with_tokens(batch, columns)
 
 
 class TruncatedResponsesPhase:
@@ -139,12 +124,14 @@ class TruncatedResponsesPhase:
 
     Args:
         eos_token_ids: tokens that end a response.
+        rows: computes the tokens.
     """
 
     name = "truncated_responses"
 
-    def __init__(self, eos_token_ids: Collection[int]) -> None:
+    def __init__(self, eos_token_ids: Collection[int], rows: RowMap = map_in_process) -> None:
         self.eos_token_ids = eos_token_ids
+        self.rows = rows
 
     def is_active(self, batch: DataProto, step: int) -> bool:
         """Return True: every step may have truncated responses."""
@@ -152,10 +139,9 @@ class TruncatedResponsesPhase:
 
     def run(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
         """Clear ``response_mask`` of truncated responses; ``actor/truncated_masked_fraction`` is their share."""
-        lengths = sequence_lengths(batch)[1]
-        truncated = missing_eos(batch.packed("responses"), lengths - 1, self.eos_token_ids, lengths)
-        metrics["actor/truncated_masked_fraction"] = truncated.double().mean().item()
-        return train_rows(batch, ~truncated)
+        columns, _ = self.rows(untruncated_of_rows, (*MASKS, "responses"), batch, self.eos_token_ids)
+        metrics["actor/truncated_masked_fraction"] = columns.tensors["truncated"].double().mean().item()
+        return with_tokens(batch, columns)
 
 
 class PreferencePhase:
@@ -164,11 +150,13 @@ class PreferencePhase:
     Args:
         config: section ``algorithm.pf_ppo``.
         seed: of the run; the draw depends on it and on the step.
+        rows: sums the scores.
     """
 
     name = "pf_ppo"
 
-    def __init__(self, config: PFPPOConfig, seed: int) -> None:
+    def __init__(self, config: PFPPOConfig, seed: int, rows: RowMap = map_in_process) -> None:
+        self.rows = rows
         self.config = config
         self.seed = seed
 
@@ -184,25 +172,30 @@ class PreferencePhase:
             step: global step.
             metrics: gets ``pf_ppo/rows_fraction``.
         """
-        scores, counted = row_sums(batch, "token_level_scores").numpy(), counted_rows(batch).numpy()
+        columns, _ = self.rows(scores_of_rows, (*MASKS, "token_level_scores"), batch)
+        scores, counted = (columns.tensors[name].numpy() for name in ("scores_sums", "counted"))
         method, power = self.config.reweight_method, self.config.weight_pow
         rows = policy_filtration_rows(scores, counted, method, power, (self.seed, step))
         metrics["pf_ppo/rows_fraction"] = len(set(rows.tolist())) / len(rows)
         return batch[rows]
 
 
-def _check_finite(batch: DataProto) -> None:
-    compared = compared_tokens(batch)
-    for name in LOG_PROB_COLUMNS:
-        if name in batch.tensors:
-            values = batch.packed(name)
-            invalid = (compared & ~torch.isfinite(values)).nonzero()[:, 0]
-            if len(invalid):
-                first = int(invalid[0])
-                ends = sequence_lengths(batch)[1].cumsum(0)
-                row = int(torch.searchsorted(ends, first, right=True))
-                token = first - int(ends[row - 1]) if row else first
-                raise DataError(
-                    f"{name}={values[first].item()} of row {row}, token {token}: algorithm.rollout_correction needs "
-                    "finite log-probs"
-                )
+def _check_finite(batch: DataProto, non_finite: Tensor) -> None:
+    """Check that the compared tokens have finite log-probs.
+
+    Args:
+        batch: all rows.
+        non_finite: column :data:`NON_FINITE` of the row functions.
+
+    Raises:
+        DataError: names the first row and token without.
+    """
+    rows = (non_finite >= 0).nonzero()
+    if len(rows):
+        row = int(rows[0])
+        token, one = int(non_finite[row]), batch[[row]]
+        numbers = {name: one.packed(name)[token].item() for name in LOG_PROB_COLUMNS if name in batch.tensors}
+        name, number = next((name, number) for name, number in numbers.items() if not math.isfinite(number))
+        raise DataError(
+            f"{name}={number} of row {row}, token {token}: algorithm.rollout_correction needs finite log-probs"
+        )

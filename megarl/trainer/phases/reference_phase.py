@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithms import WeightSchedule, masked_mean, row_cosine_similarity
+from megarl.algorithms import Moments, WeightSchedule, row_cosine_similarity
 from megarl.data import DataProto, attention_mask_of, pad_right, sequence_lengths
+from megarl.data.row_map import RowMap, map_in_process
 from megarl.models import ParallelLayout
 from megarl.trainer.records.metrics import Metrics, summary
-from megarl.workers.row_math import counted_rows, trained_tokens
+from megarl.workers.row_math import MASKS, counted_rows, entropy_of_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,6 +70,7 @@ class AlignmentPhase:
         entropy_threshold: mean entropy, in nats, above which the phase runs.
         tokenizer: of the policy, for the ground truths.
         max_response_length: tokens to which ground truths are truncated.
+        rows: computes the entropy.
     """
 
     name = "repr_align"
@@ -80,7 +82,9 @@ class AlignmentPhase:
         entropy_threshold: float,
         tokenizer: PreTrainedTokenizerBase,
         max_response_length: int,
+        rows: RowMap = map_in_process,
     ) -> None:
+        self.rows = rows
         self.reference = reference
         self.schedule = schedule
         self.entropy_threshold = entropy_threshold
@@ -91,8 +95,8 @@ class AlignmentPhase:
         """Return whether the bonus has a weight in this step and the policy's mean entropy is above the threshold."""
         if self.schedule.weight(step) == 0:
             return False
-        entropy = masked_mean(batch.packed("entropys"), trained_tokens(batch)).item()
-        return entropy > self.entropy_threshold
+        _, parts = self.rows(entropy_of_rows, (*MASKS, "entropys"), batch)
+        return Moments.merged(parts).mean > self.entropy_threshold
 
     def run(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
         """Add ``ref_similarity [b]``: cosine of the representations of the response and of the ground truth.

@@ -19,7 +19,7 @@ from megarl.config.schema.jobs import ScoredJobConfig
 from megarl.config.schema.rewards import RewardModelConfig
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right, sequence_lengths
 from megarl.data.tokenization import Prompt, PromptEncoder
-from megarl.rewards.manager import EarlyScores, NullReward, Scored, score_columns
+from megarl.rewards.manager import EarlyScores, NullReward, Scored, with_scores
 from megarl.trainer.phases.data_loading import load_tokenizer
 from megarl.trainer.phases.reward_functions import function_manager
 from megarl.trainer.records.metrics import summary
@@ -167,14 +167,14 @@ class RewardPhase:
             failed = self._mask_invalid(invalid, failed, model.scores)
         weight, kept = self.keys.function_weight or 0.0, ~failed
         functions = row_sums(scored.batch, "token_level_scores").float().masked_fill(failed, 0.0)
-        columns = score_columns(scored.batch, weight * functions + self.keys.model_weight * model.scores, kept)
         parts = {RM_SCORE: model.scores} | ({FUNCTION_SCORE: functions} if weight else {})
         extras = {f"{EXTRA}{name}": _object_column(values, kept) for name, values in parts.items()}
         extras["reward_failed"] = failed.numpy().astype(object)
         metrics = {"reward/failed": float(failed.sum()), "reward/rm_truncated": float(model.truncated)}
         for name, values in parts.items():
             metrics |= summary(f"reward/{name}", values[kept])
-        batch = scored.batch.with_packed(columns).with_columns({}, extras)
+        scores = weight * functions + self.keys.model_weight * model.scores
+        batch = with_scores(scored.batch, scores, kept).with_columns({}, extras)
         return Scored(batch, scored.metrics | metrics, scored.extra_columns | extras)
 
     def _mask_invalid(self, invalid: Tensor, failed: Tensor, scores: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from megarl.workers.row_math import (
     MISMATCH_COLUMNS,
     STATISTIC_COLUMNS,
     generated_tokens,
-    mismatch_of_rows,
     statistics_of_rows,
     trained_tokens,
 )
@@ -51,7 +50,12 @@ def moments_summary(prefix: str, moments: Moments) -> Metrics:
 
 
 def batch_metrics(
-    batch: DataProto, max_prompt_length: int, max_response_length: int, rows: RowMap = map_in_process
+    batch: DataProto,
+    max_prompt_length: int,
+    max_response_length: int,
+    rows: RowMap = map_in_process,
+    *,
+    compare_log_probs: bool = False,
 ) -> Metrics:
     """Summarize scores, rewards, advantages, returns, values and lengths of a step's batch.
 
@@ -62,16 +66,20 @@ def batch_metrics(
         max_prompt_length: limit in tokens.
         max_response_length: limit in tokens.
         rows: computes the sums of each row and the moments of tokens.
+        compare_log_probs: add :func:`mismatch_metrics`, if the batch has the engine's log-probs.
     """
-    sums, parts = rows(statistics_of_rows, STATISTIC_COLUMNS, batch)
+    columns = dict.fromkeys((*STATISTIC_COLUMNS, *(MISMATCH_COLUMNS if compare_log_probs else ())))
+    sums, parts = rows(statistics_of_rows, list(columns), batch)
     counted = sums.tensors["counted"]
     scores = sums.tensors["scores_sums"][counted]
     metrics = summary("critic/score", scores)
     metrics |= summary("critic/rewards", sums.tensors["rewards_sums"][counted])
     if "uid" in batch.non_tensor_batch:
         metrics |= group_spread(scores, batch.non_tensor_batch["uid"][counted.numpy()])
-    for name in parts[0]:
-        metrics |= moments_summary(f"critic/{name}", Moments.merged([part[name] for part in parts]))
+    for name in parts[0].trained:
+        metrics |= moments_summary(f"critic/{name}", Moments.merged([part.trained[name] for part in parts]))
+    if compared := [part.mismatch for part in parts if part.mismatch is not None]:
+        metrics |= mismatch_metrics(RatioMoments.merged(compared))
     prompt_lengths, response_lengths = sequence_lengths(batch)
     for name, lengths, limit in (
         ("prompt_length", prompt_lengths, max_prompt_length),
@@ -91,9 +99,9 @@ def group_spread(scores: torch.Tensor, uids: np.ndarray) -> Metrics:
         scores: ``[b]``.
         uids: group of each row, ``[b]``.
     """
-    numbers = np.unique(uids.astype(str), return_inverse=True)[1]
-    groups = [scores.double()[torch.from_numpy(numbers == group)] for group in range(numbers.max(initial=-1) + 1)]
-    groups = [group for group in groups if len(group) > 1]
+    numbers = np.unique(uids.astype(str), return_inverse=True)[1].reshape(-1)
+    order = torch.from_numpy(np.argsort(numbers, kind="stable"))
+    groups = [group for group in scores.double()[order].split(np.bincount(numbers).tolist()) if len(group) > 1]
     if not groups:
         return {}
     return {
@@ -108,16 +116,8 @@ def train_rows(batch: DataProto, rows: torch.Tensor) -> DataProto:
     return batch.with_packed({"response_mask": trained_tokens(batch) & kept})
 
 
-def rollout_mismatch_metrics(batch: DataProto, rows: RowMap = map_in_process) -> Metrics:
-    """Measure the mismatch of the engine's and the actor's log-probs: ``training/rollout_*``, ``rollout_corr/*``.
-
-    Args:
-        batch: of the step.
-        rows: computes the moments of tokens.
-    """
-    if "rollout_log_probs" not in batch.tensors:
-        return {}
-    moments = RatioMoments.merged(rows(mismatch_of_rows, MISMATCH_COLUMNS, batch)[1])
+def mismatch_metrics(moments: RatioMoments) -> Metrics:
+    """Return the mismatch of the engine's and the actor's log-probs: ``training/rollout_*``, ``rollout_corr/*``."""
     return {f"training/{name}": value for name, value in moments.differences().items()} | {
         f"rollout_corr/{name}": value for name, value in moments.off_policy_statistics().items()
     }

@@ -25,7 +25,6 @@ from megarl.trainer.records.metrics import (
     batch_metrics,
     phase_tokens,
     rank_balance,
-    rollout_mismatch_metrics,
     throughput_metrics,
 )
 from megarl.trainer.records.reporting import RunReporter
@@ -64,14 +63,18 @@ class StepMetrics(Callback):
         metrics = {"training/global_step": float(view.step), "training/epoch": float(view.epoch)}
         self.state.prompts.update(batch)
         metrics |= self.state.prompts.metrics()
-        metrics |= batch_metrics(batch, data.max_prompt_length, data.max_response_length, self.actor.row_map(ROW_VERB))
+        metrics |= batch_metrics(
+            batch,
+            data.max_prompt_length,
+            data.max_response_length,
+            self.actor.row_map(ROW_VERB),
+            compare_log_probs=self.compare_log_probs,
+        )
         metrics |= throughput_metrics(batch, view.seconds, view.config.num_devices, view.hidden)
         lengths = token_counts(batch)
         costs = self.actor.budgets["update_actor"].cost.of(lengths)
         rows = batch.meta_info["actor_mini_batch_rows"]
         metrics |= seqlen_metrics(lengths, costs, self.actor.plan("update_actor", batch), rows)
-        if self.compare_log_probs:
-            metrics |= rollout_mismatch_metrics(batch, self.actor.row_map(ROW_VERB))
         for group in self.frozen:
             metrics |= group.memory_metrics()
         return metrics
