@@ -11,7 +11,7 @@ from megarl.algorithms import PolicyLossInputs, PolicyLossOptions, clipped_polic
 from megarl.algorithms.distillation import forward_kl_topk
 from megarl.config.schema.distillation import DistillationLossConfig
 from megarl.megatron import PackedMicroBatch, PolicyOutputs
-from megarl.megatron.logprobs import TEACHER_HIDDEN, TEACHER_IDS
+from megarl.megatron.logprobs import TEACHER_HIDDEN, TEACHER_IDS, TEACHER_NUMBER
 from megarl.megatron.runtime import Runtime
 from megarl.models import WeightMap
 from megarl.models.hf_checkpoint import HFReader, load_local
@@ -19,8 +19,9 @@ from megarl.workers.base import TokenLosses, TokenLossFunction
 from megarl.workers.settings import TeacherHead
 
 TEACHER_LOG_PROB, TEACHER_TOPK = "teacher_log_prob", "teacher_topk_log_probs"
-TEACHER_COLUMNS = (TEACHER_LOG_PROB, TEACHER_IDS, TEACHER_TOPK, TEACHER_HIDDEN)
-"""Columns that the teacher adds: the first, the next two with forward_kl_topk, or the last with the exact KL."""
+TEACHER_COLUMNS = (TEACHER_LOG_PROB, TEACHER_IDS, TEACHER_TOPK, TEACHER_HIDDEN, TEACHER_NUMBER)
+"""Columns that teachers add: the first, the next two with forward_kl_topk, or with the exact KL the fourth, and the
+last if there are several teachers."""
 
 
 def read_teacher_head(head: TeacherHead, student: WeightMap, runtime: Runtime) -> Tensor:

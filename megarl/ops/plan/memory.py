@@ -30,7 +30,7 @@ class Component(NamedTuple):
         owner: a role, ``rollout`` or ``sync``.
         name: ``weights``, ``gradients``, ``optimizer``, ``activations`` (saved for the backward), ``logits`` or
             ``working`` (whichever is larger at the peak), ``kv_cache``, ``buckets``, ``matrices before FP8``,
-            ``reference head``, ``teacher head``; in host memory also ``reference copy``, ``proximal copy`` and
+            ``reference head``, ``teacher heads``; in host memory also ``reference copy``, ``proximal copy`` and
             ``swapped weights``.
         nbytes: size in bytes.
     """
@@ -268,8 +268,8 @@ def _stage_components(role: PlannedRole, stage: StageMemory, phase: str) -> Iter
     if role.reference_head and stage.stage == role.layout.pp - 1:
         head = padded_vocab(role) // role.layout.tp * role.model.hidden_size * role.dtype_bytes
         yield Component(role.name, "reference head", head)
-    if role.teacher_head and stage.stage == role.layout.pp - 1:
-        yield Component(role.name, "teacher head", padded_vocab(role) // role.layout.tp * role.teacher_head)
+    if role.teacher_heads and stage.stage == role.layout.pp - 1:
+        yield Component(role.name, "teacher heads", padded_vocab(role) // role.layout.tp * role.teacher_heads)
     if activations is not None and not (single_step and steps):
         if activations.at_logits:
             yield Component(role.name, "activations", activations.layers + activations.ends)

@@ -54,7 +54,7 @@ def _loss(
         targets,
         vocab_size=vocab,
         with_entropy=with_entropy,
-        reference=ReferenceHead(hidden, weight.detach()) if full_kl else None,
+        reference=ReferenceHead(hidden, [weight.detach()]) if full_kl else None,
         overwrite_logits=True,
     )
     loss = outputs.log_probs.sum()
