@@ -22,10 +22,16 @@ ROWS = [TokenRow([1, 2, 3][: n % 3 + 1], list(range(n, n + n % 5))) for n in ran
 
 
 class Server(ThreadingHTTPServer):
-    """Answers in SGLang's format: the log-prob of a token is minus its id. The first answers are errors."""
+    """Answers in SGLang's format: the log-prob of a token is minus its id. The first answers are errors.
 
-    def __init__(self, failures: list[int], wait_s: float = 0.0) -> None:
+    With ``together`` no request is answered before as many are open.
+    """
+
+    request_queue_size, daemon_threads = 1024, True
+
+    def __init__(self, failures: list[int], wait_s: float = 0.0, together: int = 1) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
+        self.together = threading.Barrier(together)
         self.failures, self.wait_s = failures, wait_s
         self.lock, self.now, self.most, self.requests, self.keys = threading.Lock(), 0, 0, 0, set[str]()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
@@ -43,6 +49,7 @@ class Handler(BaseHTTPRequestHandler):
             server.keys.add(self.headers["Authorization"])
             status = server.failures.pop(0) if server.failures else 200
         time.sleep(server.wait_s)
+        server.together.wait(60)
         with server.lock:
             server.now -= 1
         body = [answer(*part) for part in zip(fields["input_ids"], fields["logprob_start_len"], strict=True)]
@@ -68,8 +75,8 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(teacher, "_FIRST_WAIT_S", 0.01)
     servers = []
 
-    def build(failures: list[int], wait_s: float = 0.0) -> Server:
-        servers.append(Server(failures, wait_s))
+    def build(failures: list[int], wait_s: float = 0.0, together: int = 1) -> Server:
+        servers.append(Server(failures, wait_s, together))
         return servers[-1]
 
     yield build
@@ -84,7 +91,7 @@ def client(servers: list[str], **changes: Any) -> TeacherServers:
 
 def assert_graded(servers: TeacherServers) -> None:
     grades = servers.grade(ROWS)
-    assert [grade.log_probs for grade in grades] == [[-float(token) for token in row.response] for row in ROWS]
+    assert [grade.log_probs.tolist() for grade in grades] == [[-float(token) for token in row.response] for row in ROWS]
     servers.close()
 
 
@@ -94,6 +101,17 @@ def test_rows_are_graded_in_order_by_concurrent_requests(start: Any) -> None:
     assert_graded(servers)
     assert (one.requests, two.requests, servers.retries) == (3, 3, 0)  # 16 rows have a response
     assert 2 <= one.most + two.most <= 4
+
+
+def test_one_client_holds_hundreds_of_requests_open(start: Any) -> None:
+    """The server answers none before all are open: connections and threads of the client are no limit."""
+    count = 512
+    server = start([], together=count)
+    servers = client([server.url], rows_per_request=1, max_concurrent=count, max_attempts=1)
+    rows = [TokenRow([1], [n + 1]) for n in range(2 * count)]
+    assert [grade.log_probs.tolist() for grade in servers.grade(rows)] == [[-float(n + 1)] for n in range(2 * count)]
+    assert (server.most, server.requests) == (count, 2 * count)
+    servers.close()
 
 
 def test_failed_requests_are_repeated(start: Any) -> None:

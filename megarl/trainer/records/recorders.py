@@ -73,7 +73,7 @@ class StepMetrics(Callback):
         if self.compare_log_probs:
             metrics |= rollout_mismatch_metrics(batch, self.actor.row_map(ROW_VERB))
         for group in self.frozen:
-            metrics |= group.memory_metrics()
+            metrics |= group.pass_metrics()
         return metrics
 
 
