@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megarl.base.errors import TeacherError
@@ -159,6 +161,35 @@ def test_other_tokens_than_those_sent_are_an_error(start: Any, monkeypatch: pyte
     with pytest.raises(TeacherError, match=r"did not return \d+ log-probs?, as asked"):
         servers.grade(ROWS)
     servers.close()
+
+
+def arrays(ids: np.ndarray, values: np.ndarray, dtype: str = "float32") -> dict[str, Any]:
+    """Top tokens as SGLang returns them with ``return_flat_raw_top_logprobs_b64``."""
+    name = "input_top_logprobs_{}_flat_b64"
+    fields = {name.format("idx"): ids.astype(np.int32), name.format("val"): values.astype(dtype)}
+    encoded = {key: base64.b64encode(array.tobytes()).decode() for key, array in fields.items()}
+    return encoded | {f"{key}_dtype": str(array.dtype) for key, array in fields.items()}
+
+
+def test_damaged_arrays_of_top_tokens_are_an_error(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, values = np.arange(8).reshape(4, 2), -np.arange(8.0).reshape(4, 2)
+    row, plain = TokenRow([1, 2], [3, 4, 5]), answer
+    cases = [arrays(ids, values), arrays(ids[:2], values), arrays(ids, values, "float64"), arrays(ids[:, :1], values)]
+    for number, fields in enumerate(cases):
+
+        def with_top(ids: list[int], start: int, fields: dict[str, Any] = fields) -> dict[str, Any]:
+            body = plain(ids, start)
+            return {**body, "meta_info": {**body["meta_info"], **fields}}
+
+        monkeypatch.setitem(globals(), "answer", with_top)
+        servers = client([start([]).url])
+        if number:
+            with pytest.raises(TeacherError, match="did not return 3 log-probs, as asked"):
+                servers.grade([row], topk=2)
+        else:
+            (grade,) = servers.grade([row], topk=2)
+            assert (grade.top_ids == ids[1:]).all() and (grade.top_log_probs == values[1:]).all()
+        servers.close()
 
 
 def test_api_key_comes_from_the_environment(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,7 +197,7 @@ class TeacherServers:
         if not same or None in log_probs:
             raise self._unreadable(count)
         try:
-            return TokenGrades.of(log_probs, _top_tokens(answer, count) if topk else ([], []), topk)
+            return TokenGrades.of(log_probs, _top_tokens(answer, count, topk) if topk else ([], []), topk)
         except ValueError:
             raise self._unreadable(count) from None
 
@@ -243,15 +243,18 @@ class TeacherServers:
         )
 
 
-def _top_tokens(answer: Mapping[str, Any], count: int) -> tuple[Any, Any]:
-    """Read the ids and log-probs of the most probable tokens at the last ``count`` positions: arrays or lists."""
+def _top_tokens(answer: Mapping[str, Any], count: int, topk: int) -> tuple[Any, Any]:
+    """Read the ids and log-probs of the most probable tokens at the last ``count`` positions: arrays or lists.
+
+    Raises:
+        ValueError: the arrays are damaged, or in another number format.
+    """
     if _VALUES not in answer:
         best = answer["input_top_logprobs"][-count:]
         return [[entry[1] for entry in row] for row in best], [[entry[0] for entry in row] for row in best]
-    ids, values = (
-        np.frombuffer(base64.b64decode(answer[name]), answer[f"{name}_dtype"]).reshape(
-            answer["input_top_logprobs_shape"]
-        )
-        for name in (_IDS, _VALUES)
-    )
-    return ids[-count:], values[-count:]
+    arrays = []
+    for name, dtype in ((_IDS, "int32"), (_VALUES, "float32")):
+        if answer.get(f"{name}_dtype") != dtype:
+            raise ValueError(f"{name} is not {dtype}")
+        arrays.append(np.frombuffer(base64.b64decode(answer[name]), dtype).reshape(-1, topk)[-count:])
+    return arrays[0], arrays[1]
