@@ -161,7 +161,9 @@ class ActorWorker(PolicyWorker):
             with self._reference_model():
                 self._reference_head = self.engine.output_weight()
         heads = self.teacher_heads if self.runtime.is_last_stage else ()
-        self._teacher_heads = [read_teacher_head(head, self.engine.weight_map, self.runtime) for head in heads]
+        layers = [read_teacher_head(head, self.engine.weight_map, self.runtime) for head in heads]
+        offloads = self.settings.megatron.param_offload
+        self._teacher_heads = layers if offloads else [layer.to(self.runtime.device) for layer in layers]
 
     def _reference_model(self) -> AbstractContextManager[None]:
         """Make the actor's model the reference within the context."""
@@ -293,7 +295,7 @@ class ActorWorker(PolicyWorker):
         if self.distillation is not None:
             token_loss = partial(distilled_loss, self.distillation, loss_options(self.config), token_loss)
             outputs = outputs._replace(at_teacher_ids=self.distillation.teacher_topk > 0)
-            outputs = outputs._replace(teacher_heads=self._teacher_heads)
+            outputs = outputs._replace(teacher_heads=[head.to(self.runtime.device) for head in self._teacher_heads])
 
         def extra_columns(rows: PackedRows, mini_batch: range, groups: Sequence[Sequence[int]]) -> dict[str, Tensor]:
             extra = self._chosen_tokens(loss.choose, rows, mini_batch, groups) if loss.choose else {}

@@ -25,7 +25,7 @@ last if there are several teachers."""
 
 
 def read_teacher_head(head: TeacherHead, student: WeightMap, runtime: Runtime) -> Tensor:
-    """Read the rows of the teacher's output layer for this rank's tokens of the student, on its device.
+    """Read the rows of the teacher's output layer for this rank's tokens of the student, into host memory.
 
     A frozen layer needs no transfer between processes: each rank reads its rows from the model folder, once. Rows
     beyond the student's vocabulary are left out; the teacher's distribution is then over the student's tokens.
@@ -42,7 +42,7 @@ def read_teacher_head(head: TeacherHead, student: WeightMap, runtime: Runtime) -
     tokens, padded = student.config.vocab_size, student.padded_vocab(tp)
     shard = WeightMap(reader.config).output_shard(tokens, padded, tp, runtime.layout.coordinate(runtime.rank).tp)
     ((_, rows),) = load_local(reader, [shard], getattr(torch, head.dtype))
-    return rows.to(runtime.device)
+    return rows
 
 
 def distilled_loss(

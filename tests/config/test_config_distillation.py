@@ -219,6 +219,11 @@ def test_plan_counts_output_layers_of_all_teachers_and_the_widest_hidden_states(
     job = planned_job(built, device="cpu")
     (heads,) = {c.nbytes for phase in plan_memory(job).phases for c in phase.components if c.name == "teacher heads"}
     assert heads == 320 // 2 * (64 * 2 + 32 * 4)
+    layout = {"megatron": {"tensor_model_parallel_size": 2, "param_offload": True}}
+    offloading = plan_memory(planned_job(config(policy, teachers, {"loss_mode": "full"}, actor=layout), device="cpu"))
+    having = {phase.phase for phase in offloading.phases if any(c.name == "teacher heads" for c in phase.components)}
+    assert having == {"update_actor"}
+    assert {c.nbytes for c in offloading.host if c.name == "teacher heads"} == {2 * heads}
     single = config(policy, {"t": teachers["wide"]}, {"loss_mode": "k3"})
     assert needed_store_bytes(built) - needed_store_bytes(single) == 8 * 2 * 8 * (64 * 4 + 2 - 4)
 

@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 import torch
 from distributed import ProcessPool
-from role_processes import LAYOUTS, MINI_BATCH_ROWS, Role, actor_arguments, log_prob_settings, role_settings
+from role_processes import (
+    LAYOUTS,
+    MINI_BATCH_ROWS,
+    Role,
+    actor_arguments,
+    log_prob_settings,
+    role_settings,
+    with_offload,
+)
 from safetensors.torch import load_file
 from tiny_policies import (
     TEMPERATURE,
@@ -281,6 +289,7 @@ def test_exact_kl_of_each_row_to_its_own_teacher(
     assert metrics == {"distillation/rows/wide": 4.0, "distillation/rows/narrow": 4.0}
     arguments = actor_arguments(models.policy_path, LAYOUTS[of_actor])
     arguments |= {"distillation": EXACT, "teacher_heads": [TeacherHead(str(tmp_path / n), "float32") for n in shapes]}
+    arguments = with_offload(arguments) if of_actor == "tp2" else arguments
     with Role(role_pool, ActorWorker, LAYOUTS[of_actor], arguments) as actor:
         metrics = actor.update("update_actor", batch.union(states))
         actor.call("export_hf", str(tmp_path / "hf"))
