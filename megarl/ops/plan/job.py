@@ -80,8 +80,8 @@ class PlannedRole:
         holds_proximal: whether host memory keeps the weights of the last sync, which are swapped in for phase
             ``old_log_prob``.
         reference_head: whether the device keeps a copy of the reference's output layer, for the exact KL.
-        teacher_heads: bytes per token of the vocabulary of all teachers' output layers, of which the device has its part
-            for the exact KL, with ``param_offload`` in updates only; 0 without.
+        teacher_heads: bytes per token of the vocabulary of all teachers' output layers. For the exact KL the device has
+            its part of them, with ``param_offload`` in updates only; 0 without.
         saves_in_background: whether a save copies the state to host memory.
         lora: low-rank adapters, which alone are trained; None without adapters.
     """
