@@ -126,7 +126,7 @@ def token_store_bytes(config: TrainConfig, teacher_hidden: int = 0) -> int:
 
     Args:
         config: complete.
-        teacher_hidden: bytes of a teacher's hidden state, for the exact KL to it; 0 without.
+        teacher_hidden: bytes per response token of the teachers' hidden states, for the exact KL to them; 0 without.
     """
     data, algorithm = config.data, config.algorithm
     further = (

@@ -89,7 +89,10 @@ _declare(
 _declare(
     "response",
     torch.int32,
-    {"weight_versions": "Version of the weights that sampled each token; absent in synchronous training."},
+    {
+        "weight_versions": "Version of the weights that sampled each token; absent in synchronous training.",
+        "teacher_number": "Number of the row's teacher, for the exact KL to several.",
+    },
 )
 _declare(
     "row",
@@ -123,7 +126,7 @@ _declare(
         "ref_kl": "KL from the policy to the reference at each token, over the whole vocabulary.",
         "teacher_log_prob": "Log-probability of each token under the row's teacher.",
         "teacher_hidden": "Final hidden state of the row's teacher that predicts each token, `[b, R, hidden]`, in the "
-        "teacher's dtype.",
+        "teacher's dtype; of several teachers in the widest form.",
         "teacher_topk_log_probs": "Log-probabilities of `teacher_topk_ids` under the row's teacher, `[b, R, k]`.",
         "values": "Value estimate before each token.",
         "token_level_scores": "Score of the reward functions; a row's score is at its last response token.",

@@ -15,12 +15,13 @@ With a vocabulary of 152 thousand and 16 thousand tokens, one float32 copy of th
 backward compute in float32 on a chunk of tokens at a time (:func:`~megarl.models.partition.logits_chunk_rows`), keep
 two numbers per token for the backward instead of the probabilities, and may write the gradient over the logits. For the
 KL only the reference's final hidden states travel; its output layer recomputes the logits, chunk by chunk. A teacher in
-distillation is a reference too, whose hidden states have another size.
+distillation is a reference too, whose hidden states have another size; with several, each token has its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -35,19 +36,38 @@ REF_HIDDEN = "ref_hidden"
 """Column of a micro-batch: the reference's final hidden state that predicts each response token."""
 TEACHER_HIDDEN = "teacher_hidden"
 """Column of a micro-batch: the teacher's final hidden state that predicts each response token."""
+TEACHER_NUMBER = "teacher_number"
+"""Column of a micro-batch: number of each response token's teacher, if there are several."""
 
 
 class ReferenceHead(NamedTuple):
-    """The reference's distributions, as hidden states and output layer.
+    """The reference's distributions, as hidden states and output layer; each token may have another reference.
 
     Attributes:
-        hidden: final hidden states ``[n, hidden]``, in any float format.
-        weight: this rank's rows of the output layer, ``[padded vocabulary / group size, hidden]``; in the policy's
-            layout.
+        hidden: final hidden states ``[n, widest hidden]``, in any float format. The states of a narrower reference come
+            first in their row, and nothing reads the rest.
+        weights: this rank's rows of each reference's output layer, ``[padded vocabulary / group size, hidden]``; in the
+            policy's layout.
+        numbers: index in ``weights`` of each token's reference, ``[n]``; None with one reference.
     """
 
     hidden: Tensor
-    weight: Tensor
+    weights: Sequence[Tensor]
+    numbers: Tensor | None = None
+
+    def logits(self, rows: slice, real: int) -> Tensor:
+        """Compute the logits of a chunk of tokens, ``[tokens, real]``: this rank's columns without padding."""
+        hidden = self.hidden[rows]
+        if self.numbers is None:
+            (weight,) = self.weights
+            return (hidden.to(weight.dtype) @ weight.T)[:, :real]
+        dtype = reduce(torch.promote_types, [weight.dtype for weight in self.weights])
+        logits = torch.empty(len(hidden), real, dtype=dtype, device=hidden.device)
+        for number, weight in enumerate(self.weights):
+            chosen = (self.numbers[rows] == number).nonzero()[:, 0]
+            states = hidden[chosen, : weight.shape[1]].to(weight.dtype)
+            logits[chosen] = (states @ weight[:real].T).to(dtype)
+        return logits
 
 
 class TokenOutputs(NamedTuple):
@@ -108,8 +128,7 @@ def vocab_parallel_outputs(
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be positive")
     settings = _Settings(vocab_size, temperature, with_entropy, with_sum_pi_squared, group, overwrite_logits)
-    hidden, weight = reference or (None, None)
-    return TokenOutputs(*_TokenOutputs.apply(logits, targets, ids, hidden, weight, settings))
+    return TokenOutputs(*_TokenOutputs.apply(logits, targets, ids, reference, settings))
 
 
 class TopTokens(NamedTuple):
@@ -213,8 +232,7 @@ class _TokenOutputs(torch.autograd.Function):
         logits: Tensor,
         targets: Tensor,
         ids: Tensor | None,
-        hidden: Tensor | None,
-        weight: Tensor | None,
+        reference: ReferenceHead | None,
         settings: _Settings,
     ) -> tuple[Tensor | None, ...]:
         real = settings.real_columns(logits.shape[1])
@@ -238,20 +256,20 @@ class _TokenOutputs(torch.autograd.Function):
                 if real:
                     ids_log_probs[rows] = shifted.gather(1, ids_column[rows]) * ids_local[rows]
                 ids_log_probs[rows] = settings.all_reduce(ids_log_probs[rows]) - total[rows, None].log()
-            if hidden is not None and weight is not None:
+            if reference is not None:
                 ref_maximum[rows], ref_total[rows], kl[rows] = _kl(
-                    shifted, total[rows], _ref_logits(hidden[rows], weight, real), settings
+                    shifted, total[rows], reference.logits(rows, real), settings
                 )
         ctx.mark_non_differentiable(*(constant for constant in (leads, squares) if constant is not None))
         ctx.set_materialize_grads(False)
-        ctx.settings = settings
+        ctx.settings, ctx.reference = settings, reference
         if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(logits, column, is_local, ids_column, ids_local, hidden, weight, results)
+            ctx.save_for_backward(logits, column, is_local, ids_column, ids_local, results)
         return (
             log_probs.clone(),
             entropy.clone() if settings.with_entropy else None,
             leads,
-            kl.clone() if hidden is not None else None,
+            kl.clone() if reference is not None else None,
             ids_log_probs,
             squares,
         )
@@ -259,7 +277,8 @@ class _TokenOutputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         settings: _Settings = ctx.settings
-        logits, column, is_local, ids_column, ids_local, hidden, weight, results = ctx.saved_tensors
+        reference: ReferenceHead | None = ctx.reference
+        logits, column, is_local, ids_column, ids_local, results = ctx.saved_tensors
         _, entropy, kl, maximum, total, ref_maximum, ref_total = results
         real = settings.real_columns(logits.shape[1])
         to_log_probs, to_entropy, _, to_kl, to_ids, _ = (None if g is None else g / settings.temperature for g in grads)
@@ -280,15 +299,15 @@ class _TokenOutputs(torch.autograd.Function):
             if to_ids is not None and real:
                 grad.addcmul_(shifted.exp().div_(total[rows, None]), to_ids[rows].sum(-1, keepdim=True), value=-1)
                 grad.scatter_add_(1, ids_column[rows], to_ids[rows] * ids_local[rows])
-            if to_kl is not None:
-                ref_shifted = _shifted(_ref_logits(hidden[rows], weight, real), ref_maximum[rows], settings)
+            if to_kl is not None and reference is not None:
+                ref_shifted = _shifted(reference.logits(rows, real), ref_maximum[rows], settings)
                 probs, log_ratio = _probs_and_log_ratio(shifted, total[rows], ref_shifted, ref_total[rows])
                 grad.addcmul_(probs.mul_(log_ratio.sub_(kl[rows, None])), to_kl[rows, None])
                 del ref_shifted, probs, log_ratio
             result[rows, :real] = grad
             del shifted, grad  # before the next chunk's
         result[:, real:] = 0
-        return result, None, None, None, None, None
+        return result, None, None, None, None
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
@@ -326,10 +345,6 @@ def _sums(shifted: Tensor, column: Tensor, is_local: Tensor, settings: _Settings
     if settings.with_entropy:
         sums[2] = exps.mul_(shifted).sum(-1)
     return settings.all_reduce(sums)
-
-
-def _ref_logits(hidden: Tensor, weight: Tensor, real: int) -> Tensor:
-    return (hidden.to(weight.dtype) @ weight.T)[:, :real]
 
 
 def _kl(shifted: Tensor, total: Tensor, ref_logits: Tensor, settings: _Settings) -> tuple[Tensor, Tensor, Tensor]:

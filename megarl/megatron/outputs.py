@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from megarl.megatron.logprobs import (
     REF_HIDDEN,
     TEACHER_HIDDEN,
     TEACHER_IDS,
+    TEACHER_NUMBER,
     ReferenceHead,
     TopTokens,
     vocab_parallel_outputs,
@@ -94,8 +96,9 @@ class OutputOptions(NamedTuple):
             :data:`~megarl.megatron.logprobs.TEACHER_IDS`.
         top: also find the most probable tokens, without gradients.
         with_sum_pi_squared: also compute the sum of the squared probabilities, without gradients.
-        teacher_head: the teacher's output layer, to compute the exact KL to it, like ``ref_head`` and without it; by
-            the column :data:`~megarl.megatron.logprobs.TEACHER_HIDDEN`.
+        teacher_heads: the teachers' output layers, to compute the exact KL of each token to its teacher, like
+            ``ref_head`` and without it; by the column :data:`~megarl.megatron.logprobs.TEACHER_HIDDEN`, and with
+            several teachers :data:`~megarl.megatron.logprobs.TEACHER_NUMBER`.
     """
 
     temperature: float = 1.0
@@ -105,7 +108,7 @@ class OutputOptions(NamedTuple):
     at_teacher_ids: bool = False
     top: TopOptions | None = None
     with_sum_pi_squared: bool = False
-    teacher_head: Tensor | None = None
+    teacher_heads: Sequence[Tensor] = ()
 
 
 DEFAULT_OUTPUTS = OutputOptions()
@@ -134,10 +137,6 @@ def policy_outputs(
         vocab_size: real size of the vocabulary.
         runtime: this rank's process groups.
     """
-    reference = None
-    for column, head in ((REF_HIDDEN, options.ref_head), (TEACHER_HIDDEN, options.teacher_head)):
-        if head is not None:
-            reference = ReferenceHead(micro_batch.columns[column][part.local_indices], head)
     top = None
     if options.top is not None:
         top = vocab_parallel_top_tokens(
@@ -156,7 +155,7 @@ def policy_outputs(
         temperature=options.temperature,
         with_entropy=options.with_entropy,
         with_sum_pi_squared=options.with_sum_pi_squared,
-        reference=reference,
+        reference=_reference(part, micro_batch, options),
         ids=ids,
         group=runtime.tp_group,
         overwrite_logits=True,  # the schedule keeps no logits, and nothing else reads them
@@ -174,8 +173,22 @@ def policy_outputs(
         teacher_ids_log_probs=whole(local.ids_log_probs),
         top=None if top is None else TopTokens(*(gather_outputs(values, part, runtime.cp_group) for values in top)),
         sum_pi_squared=whole(local.sum_pi_squared),
-        teacher_kl=kl if options.teacher_head is not None else None,
+        teacher_kl=kl if options.teacher_heads else None,
     )
+
+
+def _reference(part: MicroBatchPart, micro_batch: PackedMicroBatch, options: OutputOptions) -> ReferenceHead | None:
+    """Return the distributions of the exact KL for this rank's tokens: those of the reference or of the teachers."""
+
+    def local(column: str) -> Tensor:
+        return micro_batch.columns[column][part.local_indices]
+
+    if options.ref_head is not None:
+        return ReferenceHead(local(REF_HIDDEN), [options.ref_head])
+    if not options.teacher_heads:
+        return None
+    numbers = local(TEACHER_NUMBER) if len(options.teacher_heads) > 1 else None
+    return ReferenceHead(local(TEACHER_HIDDEN), options.teacher_heads, numbers)
 
 
 def mean_of_rows(

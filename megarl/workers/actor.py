@@ -31,7 +31,7 @@ from megarl.config.schema.distillation import DistillationLossConfig
 from megarl.data import DataProto
 from megarl.megatron import OutputOptions, PackedMicroBatch, PolicyOutputs
 from megarl.megatron.checkpoint_state import RESUMABLE
-from megarl.megatron.logprobs import REF_HIDDEN, TEACHER_HIDDEN
+from megarl.megatron.logprobs import REF_HIDDEN, TEACHER_HIDDEN, TEACHER_NUMBER
 from megarl.megatron.outputs import POOLED
 from megarl.sharding.delta import DeltaEncoder
 from megarl.sharding.placement import ProcessLocation, Routes, current_location
@@ -120,7 +120,7 @@ class ActorWorker(PolicyWorker):
             separate workers or there is none.
         correction: bounds of the importance weights of a log-linear proximal policy, which are computed with the loss.
         distillation: the loss towards teachers; None without distillation.
-        teacher_head: output layer of the teacher, for the exact KL to it; None without.
+        teacher_heads: output layers of the teachers, for the exact KL to them; empty without.
     """
 
     prefix = "actor"
@@ -136,7 +136,7 @@ class ActorWorker(PolicyWorker):
         reference: LogProbSettings | None,
         correction: Truncation | None = None,
         distillation: DistillationLossConfig | None = None,
-        teacher_head: TeacherHead | None = None,
+        teacher_heads: Sequence[TeacherHead] = (),
     ) -> None:
         super().__init__(place, settings=settings)
         self.correction = correction
@@ -146,7 +146,7 @@ class ActorWorker(PolicyWorker):
         self.log_prob = log_prob
         self.reference = reference
         self.distillation = distillation
-        self.teacher_head = teacher_head
+        self.teacher_heads = teacher_heads
         self._sender: BucketSender
 
     @verb(Dispatch.ALL)
@@ -160,9 +160,10 @@ class ActorWorker(PolicyWorker):
         if self.reference and self._needs_full_kl:
             with self._reference_model():
                 self._reference_head = self.engine.output_weight()
-        self._teacher_head = None
-        if self.teacher_head is not None and self.runtime.is_last_stage:
-            self._teacher_head = read_teacher_head(self.teacher_head, self.engine.weight_map, self.runtime)
+        heads = self.teacher_heads if self.runtime.is_last_stage else ()
+        layers = [read_teacher_head(head, self.engine.weight_map, self.runtime) for head in heads]
+        offloads = self.settings.megatron.param_offload
+        self._teacher_heads = layers if offloads else [layer.to(self.runtime.device) for layer in layers]
 
     def _reference_model(self) -> AbstractContextManager[None]:
         """Make the actor's model the reference within the context."""
@@ -284,7 +285,7 @@ class ActorWorker(PolicyWorker):
         self._held.mark_changed()
         unread = set() if self.config.use_kl_loss and not self._learns_full_kl else {"ref_log_prob"}
         if not self.runtime.is_last_stage:
-            unread.add(TEACHER_HIDDEN)
+            unread |= {TEACHER_HIDDEN, TEACHER_NUMBER}
         columns = [name for name in (*POLICY_COLUMNS, *TEACHER_COLUMNS) if name in batch.tensors and name not in unread]
         outputs = OutputOptions(self.log_prob.temperature, with_entropy=self.config.entropy_coeff != 0)
         loss = load_policy_loss(self.config.policy_loss.loss_mode)
@@ -294,7 +295,7 @@ class ActorWorker(PolicyWorker):
         if self.distillation is not None:
             token_loss = partial(distilled_loss, self.distillation, loss_options(self.config), token_loss)
             outputs = outputs._replace(at_teacher_ids=self.distillation.teacher_topk > 0)
-            outputs = outputs._replace(teacher_head=self._teacher_head)
+            outputs = outputs._replace(teacher_heads=[head.to(self.runtime.device) for head in self._teacher_heads])
 
         def extra_columns(rows: PackedRows, mini_batch: range, groups: Sequence[Sequence[int]]) -> dict[str, Tensor]:
             extra = self._chosen_tokens(loss.choose, rows, mini_batch, groups) if loss.choose else {}

@@ -164,8 +164,8 @@ class MegatronWorker(SavingWorker):
         return self.engine.offload_manager.pending_bytes() + FIRST_STEP_BYTES
 
     @verb(Dispatch.ONE)
-    def memory_metrics(self) -> dict[str, float]:
-        """Return the out-of-memory errors since the last call and the budgets in use, as an update does."""
+    def pass_metrics(self) -> dict[str, float]:
+        """Return metrics of the passes since the last call, as an update does: out-of-memory errors and budgets."""
         return self.memory.take_metrics()
 
     @verb(Dispatch.ONE)

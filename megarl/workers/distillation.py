@@ -11,7 +11,7 @@ from megarl.algorithms import PolicyLossInputs, PolicyLossOptions, clipped_polic
 from megarl.algorithms.distillation import forward_kl_topk
 from megarl.config.schema.distillation import DistillationLossConfig
 from megarl.megatron import PackedMicroBatch, PolicyOutputs
-from megarl.megatron.logprobs import TEACHER_HIDDEN, TEACHER_IDS
+from megarl.megatron.logprobs import TEACHER_HIDDEN, TEACHER_IDS, TEACHER_NUMBER
 from megarl.megatron.runtime import Runtime
 from megarl.models import WeightMap
 from megarl.models.hf_checkpoint import HFReader, load_local
@@ -19,12 +19,13 @@ from megarl.workers.base import TokenLosses, TokenLossFunction
 from megarl.workers.settings import TeacherHead
 
 TEACHER_LOG_PROB, TEACHER_TOPK = "teacher_log_prob", "teacher_topk_log_probs"
-TEACHER_COLUMNS = (TEACHER_LOG_PROB, TEACHER_IDS, TEACHER_TOPK, TEACHER_HIDDEN)
-"""Columns that the teacher adds: the first, the next two with forward_kl_topk, or the last with the exact KL."""
+TEACHER_COLUMNS = (TEACHER_LOG_PROB, TEACHER_IDS, TEACHER_TOPK, TEACHER_HIDDEN, TEACHER_NUMBER)
+"""Columns that teachers add: the first, the next two with forward_kl_topk, or with the exact KL the fourth, and the
+last if there are several teachers."""
 
 
 def read_teacher_head(head: TeacherHead, student: WeightMap, runtime: Runtime) -> Tensor:
-    """Read the rows of the teacher's output layer for this rank's tokens of the student, on its device.
+    """Read the rows of the teacher's output layer for this rank's tokens of the student, into host memory.
 
     A frozen layer needs no transfer between processes: each rank reads its rows from the model folder, once. Rows
     beyond the student's vocabulary are left out; the teacher's distribution is then over the student's tokens.
@@ -41,7 +42,7 @@ def read_teacher_head(head: TeacherHead, student: WeightMap, runtime: Runtime) -
     tokens, padded = student.config.vocab_size, student.padded_vocab(tp)
     shard = WeightMap(reader.config).output_shard(tokens, padded, tp, runtime.layout.coordinate(runtime.rank).tp)
     ((_, rows),) = load_local(reader, [shard], getattr(torch, head.dtype))
-    return rows.to(runtime.device)
+    return rows
 
 
 def distilled_loss(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,8 +46,8 @@ class ServedTeacherWorker:
         return 0
 
     @verb(Dispatch.ONE)
-    def memory_metrics(self) -> dict[str, float]:
-        """Return the repeated requests since the last call."""
+    def pass_metrics(self) -> dict[str, float]:
+        """Return metrics of the passes since the last call: the number of repeated requests."""
         before, self._counted = self._counted, self._servers.retries
         return {f"distillation/retries/{self.name}": float(self._counted - before)}
 
@@ -72,14 +73,13 @@ class ServedTeacherWorker:
 
     def _columns(self, grades: Sequence[TokenGrades]) -> dict[str, Tensor]:
         if not self.topk:
-            log_probs = [value for grade in grades for value in grade.log_probs]
-            return {TEACHER_LOG_PROB: torch.tensor(log_probs, dtype=torch.float32)}
-        ids = torch.tensor([best for grade in grades for best in grade.top_ids], dtype=torch.int32)
-        if len(ids) and int(ids.max()) >= self.candidates:
+            return {TEACHER_LOG_PROB: torch.from_numpy(np.concatenate([grade.log_probs for grade in grades]))}
+        ids = np.concatenate([grade.top_ids for grade in grades])
+        if ids.size and int(ids.max()) >= self.candidates:
             raise TeacherError(
                 f"distillation.teacher_models.{self.name}.server.urls={self.server.urls}: token {int(ids.max())} is "
                 f"among the {self.topk} most probable, and the policy has {self.candidates} tokens; set a smaller "
                 "distillation.distillation_loss.topk"
             )
-        values = torch.tensor([best for grade in grades for best in grade.top_log_probs], dtype=torch.float32)
-        return {TEACHER_IDS: ids.view(-1, self.topk), TEACHER_TOPK: values.view(-1, self.topk)}
+        values = np.concatenate([grade.top_log_probs for grade in grades])
+        return {TEACHER_IDS: torch.from_numpy(ids), TEACHER_TOPK: torch.from_numpy(values)}

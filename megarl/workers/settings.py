@@ -18,6 +18,9 @@ from megarl.models.adapters import AdapterMap, LoraOptions
 from megarl.models.peft_folder import AdapterFolder
 from megarl.models.sequence_cost import TOKENS, SequenceCost
 
+TEACHER_NUMBER_BYTES = 2
+"""Bytes of the number of a token's teacher, an int16."""
+
 
 @dataclass(frozen=True)
 class MicroBatchBudget:
@@ -139,23 +142,57 @@ class TeacherHead(NamedTuple):
     dtype: str
 
     @property
+    def hidden_size(self) -> int:
+        """Elements of one row of the layer, and of one hidden state."""
+        return read_model_config(self.model_path).hidden_size
+
+    @property
     def row_bytes(self) -> int:
-        """Bytes of one row of the layer, and of one hidden state."""
-        return read_model_config(self.model_path).hidden_size * DTYPE_BYTES[self.dtype]
+        """Bytes of one row of the layer."""
+        return self.hidden_size * DTYPE_BYTES[self.dtype]
 
 
-def teacher_head(distillation: DistillationConfig) -> TeacherHead | None:
-    """Return the teacher's output layer that the actor reads; None without the exact KL to a teacher."""
+class HiddenForm(NamedTuple):
+    """Form in which teachers return final hidden states for the exact KL, so that their rows fit into one column.
+
+    Attributes:
+        width: hidden size of the widest teacher; the states of others end with zeros.
+        dtype: number format that holds the states of every teacher.
+        number: index of this teacher's output layer in the actor, returned with each token; None = it is the only one.
+    """
+
+    width: int
+    dtype: str
+    number: int | None = None
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that the object store keeps per response token."""
+        return self.width * DTYPE_BYTES[self.dtype] + (0 if self.number is None else TEACHER_NUMBER_BYTES)
+
+
+def teacher_heads(distillation: DistillationConfig) -> tuple[TeacherHead, ...]:
+    """List the output layers of the teachers that the actor reads; empty without the exact KL to teachers."""
     if not (distillation.enabled and distillation.distillation_loss.reads_teacher_hidden):
-        return None
-    (teacher,) = distillation.teacher_models.values()
-    return TeacherHead(str(teacher.model_path), teacher.megatron.dtype)
+        return ()
+    return tuple(TeacherHead(str(t.model_path), t.megatron.dtype) for t in distillation.teacher_models.values())
+
+
+def hidden_forms(distillation: DistillationConfig) -> dict[str, HiddenForm]:
+    """Return the form of the hidden states of each teacher, by name; empty without the exact KL to teachers."""
+    heads = teacher_heads(distillation)
+    if not heads:
+        return {}
+    width = max(head.hidden_size for head in heads)
+    dtype = max((head.dtype for head in heads), key=DTYPE_BYTES.__getitem__)
+    names = list(distillation.teacher_models)
+    return {name: HiddenForm(width, dtype, index if names[1:] else None) for index, name in enumerate(names)}
 
 
 def needed_store_bytes(config: TrainConfig) -> int:
-    """Return the bytes of the token columns of a step, hidden states of a teacher included."""
-    head = teacher_head(config.distillation)
-    return token_store_bytes(config, head.row_bytes if head else 0)
+    """Return the bytes of the token columns of a step, hidden states of teachers included."""
+    forms = hidden_forms(config.distillation).values()
+    return token_store_bytes(config, max((form.token_bytes for form in forms), default=0))
 
 
 @dataclass(frozen=True)

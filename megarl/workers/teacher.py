@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from megarl.data import DataProto
 from megarl.megatron import OutputOptions
-from megarl.megatron.logprobs import TEACHER_HIDDEN, TEACHER_IDS
+from megarl.megatron.logprobs import TEACHER_HIDDEN, TEACHER_IDS, TEACHER_NUMBER
 from megarl.megatron.outputs import TopOptions
 from megarl.workers.actor import PolicyWorker
 from megarl.workers.base import offload_after
@@ -16,7 +18,7 @@ from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
 from megarl.workers.distillation import TEACHER_LOG_PROB, TEACHER_TOPK
 from megarl.workers.memory import FORWARD
 from megarl.workers.rows import SEQUENCES
-from megarl.workers.settings import LogProbSettings, RoleSettings
+from megarl.workers.settings import HiddenForm, LogProbSettings, RoleSettings
 
 
 class TeacherWorker(PolicyWorker):
@@ -28,7 +30,7 @@ class TeacherWorker(PolicyWorker):
         log_prob: settings of the log-prob computation.
         topk: most probable tokens to return per position; 0 = the log-prob of the response token.
         candidates: the student's vocabulary size; tokens beyond it are not returned.
-        returns_hidden: return final hidden states instead, for the exact KL.
+        hidden: return final hidden states in this form instead, for the exact KL; None = log-probs.
     """
 
     prefix = "teacher"
@@ -41,23 +43,23 @@ class TeacherWorker(PolicyWorker):
         log_prob: LogProbSettings,
         topk: int,
         candidates: int,
-        returns_hidden: bool = False,
+        hidden: HiddenForm | None = None,
     ) -> None:
         super().__init__(place, settings=settings)
         self.log_prob = log_prob
         self.top = TopOptions(topk, candidates) if topk else None
-        self.returns_hidden = returns_hidden
+        self.hidden = hidden
 
     @verb(Dispatch.SPLIT, phase="teacher", columns=SEQUENCES)
     @offload_after
     def compute_teacher_log_prob(self, batch: DataProto) -> DataProto | None:
         """Compute ``teacher_log_prob [b, R]``, or ``teacher_topk_ids`` and ``teacher_topk_log_probs [b, R, k]``.
 
-        For the exact KL ``teacher_hidden [b, R, hidden]``, in the teacher's number format.
+        For the exact KL ``teacher_hidden [b, R, hidden]``, and with several teachers ``teacher_number [b, R]``.
         """
-        if self.returns_hidden:
+        if self.hidden is not None:
             states = self._hidden_states(batch)
-            return None if states is None else batch.token_columns({TEACHER_HIDDEN: states})
+            return None if states is None else batch.token_columns(hidden_columns(states, self.hidden))
         if self.top is not None:
             columns = self._top_tokens(batch, self.top)
             return None if columns is None else batch.token_columns(columns)
@@ -88,3 +90,19 @@ class TeacherWorker(PolicyWorker):
             }
 
         return self.memory.run_pass(FORWARD, self.log_prob.budget, rows, compute)
+
+
+def hidden_columns(states: Tensor, form: HiddenForm) -> dict[str, Tensor]:
+    """Build the columns of a teacher's hidden states, which other teachers' rows can join.
+
+    Args:
+        states: packed ``[n, hidden]``.
+        form: common to all teachers.
+    """
+    states = states.to(getattr(torch, form.dtype))
+    if states.shape[1] < form.width:
+        states = functional.pad(states, (0, form.width - states.shape[1]))
+    columns = {TEACHER_HIDDEN: states}
+    if form.number is not None:
+        columns[TEACHER_NUMBER] = torch.full((len(states),), form.number, dtype=torch.int16)
+    return columns

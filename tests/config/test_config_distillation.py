@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,14 @@ from megarl.base.errors import ConfigError, ModelError
 from megarl.config import TrainConfig, plan_batches, render_plan
 from megarl.config.build import build
 from megarl.config.problems import InvalidConfigError
+from megarl.ops.plan.hardware import read_hardware
 from megarl.ops.plan.job_from_config import planned_job
+from megarl.ops.plan.lengths import longest_lengths
 from megarl.ops.plan.memory import plan_memory
+from megarl.ops.plan.pass_activations import pass_activations
+from megarl.ops.plan.step_times import time_step
 from megarl.trainer.jobs.early_checks import check_teachers
-from megarl.workers.settings import layout_of, needed_store_bytes
+from megarl.workers.settings import HiddenForm, hidden_forms, layout_of, needed_store_bytes, teacher_heads
 
 POLICY = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -76,11 +81,11 @@ def config(policy: str, teachers: dict[str, Any], loss: dict[str, Any] | None = 
             "does not depend",
         ),
         (
-            {"a": {"model_path": "x"}, "b": {"model_path": "y"}},
+            {"a": {"model_path": "x"}, "b": {"server": {"urls": ["http://h:1"]}}},
             {"loss_mode": "full"},
             {},
             "distillation.distillation_loss.loss_mode",
-            "there are 2 teachers",
+            "teacher_models.b is a server",
         ),
         (
             None,
@@ -191,7 +196,7 @@ def test_plan_counts_output_layer_and_hidden_states_of_the_teacher(tmp_path: Pat
     policy, layout = model(tmp_path / "policy"), {"megatron": {"tensor_model_parallel_size": 2}}
     built = config(policy, teachers, {"loss_mode": "full"}, actor=layout)
     plan = plan_memory(planned_job(built, device="cpu"))
-    (head,) = {c.nbytes for phase in plan.phases for c in phase.components if c.name == "teacher head"}
+    (head,) = {c.nbytes for phase in plan.phases for c in phase.components if c.name == "teacher heads"}
     assert head == 320 // 2 * 64 * 2  # 300 tokens are padded to a multiple of 32
     rows, response = 8 * 2, 8
     topk = config(policy, teachers, {"loss_mode": "forward_kl_topk", "topk": 5})
@@ -199,6 +204,52 @@ def test_plan_counts_output_layer_and_hidden_states_of_the_teacher(tmp_path: Pat
     base = needed_store_bytes(single) - rows * response * 4
     assert needed_store_bytes(built) - base == rows * response * 64 * 2
     assert needed_store_bytes(topk) - base == rows * response * 5 * 8
+
+
+def test_plan_counts_output_layers_of_all_teachers_and_the_widest_hidden_states(tmp_path: Path) -> None:
+    teachers = {
+        "wide": {"model_path": model(tmp_path / "wide", hidden_size=64), "megatron": {"dtype": "bfloat16"}},
+        "exact": {"model_path": model(tmp_path / "exact", vocab_size=400), "megatron": {"dtype": "float32"}},
+    }
+    policy = model(tmp_path / "policy")
+    built = config(policy, teachers, {"loss_mode": "full"}, actor={"megatron": {"tensor_model_parallel_size": 2}})
+    forms = hidden_forms(built.distillation)
+    assert forms == {"wide": HiddenForm(64, "float32", 0), "exact": HiddenForm(64, "float32", 1)}
+    assert [head.row_bytes for head in teacher_heads(built.distillation)] == [64 * 2, 32 * 4]
+    job = planned_job(built, device="cpu")
+    (heads,) = {c.nbytes for phase in plan_memory(job).phases for c in phase.components if c.name == "teacher heads"}
+    assert heads == 320 // 2 * (64 * 2 + 32 * 4)
+    layout = {"megatron": {"tensor_model_parallel_size": 2, "param_offload": True}}
+    offloading = plan_memory(planned_job(config(policy, teachers, {"loss_mode": "full"}, actor=layout), device="cpu"))
+    having = {phase.phase for phase in offloading.phases if any(c.name == "teacher heads" for c in phase.components)}
+    assert having == {"update_actor"}
+    assert {c.nbytes for c in offloading.host if c.name == "teacher heads"} == {2 * heads}
+    single = config(policy, {"t": teachers["wide"]}, {"loss_mode": "k3"})
+    assert needed_store_bytes(built) - needed_store_bytes(single) == 8 * 2 * 8 * (64 * 4 + 2 - 4)
+
+
+def test_a_pass_for_hidden_states_computes_no_logits(tmp_path: Path) -> None:
+    """Neither in memory nor in time; the update reads the states of its tokens, and copies them once."""
+    path, policy = model(tmp_path / "teacher", hidden_size=64, vocab_size=4000), model(tmp_path / "policy")
+    teachers = {"t": {"model_path": path, "megatron": {"dtype": "bfloat16"}}}
+    full, k3 = (planned_job(config(policy, teachers, {"loss_mode": mode}), device="cpu") for mode in ("full", "k3"))
+    activations = {}
+    for job in (full, k3):
+        (planned,) = job.role("teacher_t").passes
+        activations[planned.hidden_only] = pass_activations(job, job.role("teacher_t"), planned, 0), planned.outputs
+    (without, outputs), (with_logits, _) = activations[True], activations[False]
+    assert without.logits == outputs * 64 * 2 < with_logits.logits / 10
+    update = full.role("actor").pass_of("update_actor")
+    assert update is not None and update.full_kl and update.kl_hidden_bytes == 64 * 2
+    plain = replace(update, kl_hidden_bytes=0)
+    ends = [pass_activations(full, full.role("actor"), planned, 0).ends for planned in (update, plain)]
+    assert ends[0] - ends[1] == 2 * update.outputs * 64 * 2
+    hardware, lengths = read_hardware("h100"), longest_lengths(8, 8)
+    seconds = [
+        {time.phase: time.flops.products for time in time_step(job, hardware, lengths).phases}["teacher"]
+        for job in (full, k3)
+    ]
+    assert seconds[1] - seconds[0] == 2 * 16 * 8 * 64 * 4000
 
 
 def test_a_server_needs_no_devices(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def mixture(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     dense = json.loads((task / "model" / "config.json").read_text())
     kept = ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "max_position_embeddings")
     sizes = {name: dense[name] for name in (*kept, "num_hidden_layers", "eos_token_id", "pad_token_id")}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(**sizes, **experts, head_dim=8, bos_token_id=None, initializer_range=0.2)
     transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)

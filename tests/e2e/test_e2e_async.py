@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import transformers
 from cli_runs import CliRun, RunFiles, assert_finite, read_jsonl, reproducible
 from documented_metrics import undocumented
+from route_recorder import assert_first_experts
 
 STEPS, PROMPTS = 4, 24
 TIMED = ("rollout_service/", "rollout/idle_while_waiting_s")
@@ -94,36 +93,11 @@ def test_weight_syncs_interrupt_responses_and_survive_a_lost_replica(partial: Ru
 
 def test_tokens_keep_the_experts_with_which_they_were_generated(partial: RunFiles, mixture: Path) -> None:
     """Also tokens before an interruption, whose context the engine computes again with newer weights."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
     rows = [row for step in partial.steps for row in torch.load(partial.newest / f"routes-{step}.pt")]
     assert len(rows) == STEPS * PROMPTS * 2
-    first = min(int(row["weight_versions"].min()) for row in rows)
-    unchanged = interrupted = changed = 0
-    for row in rows:
-        prompt, routes, versions = len(row["prompts"]), row["routed_experts"], row["weight_versions"]
-        assert len(routes) == prompt + len(row["responses"])
-        assert (routes[:-1] >= 0).all() and (routes[-1] == -1).all(), "the engine has not computed the last token"
-        # A token is computed to generate the next one; the prompt, to generate the first one.
-        initial = prompt + int((versions == first).sum()) - 1 if versions[0] == first else 0
-        expected = experts_of(model, torch.cat([row["prompts"], row["responses"]]))
-        assert torch.equal(routes[:initial].sort(-1).values, expected[:initial])
-        unchanged += initial
-        interrupted += bool(versions[0] != versions[-1])
-        changed += int((routes[initial:-1].sort(-1).values != expected[initial:-1]).sum())
-    assert unchanged > 0 and interrupted > 0
-    assert changed > 0, "newer weights route some tokens to other experts"
-
-
-@torch.no_grad()
-def experts_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Sorted experts ``[tokens, layers, per token]`` that the routers of transformers select."""
-    chosen: list[torch.Tensor] = []
-    routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
-    hooks = [router.register_forward_hook(lambda *call: chosen.append(call[2][2])) for router in routers]
-    model(ids[None])
-    for hook in hooks:
-        hook.remove()
-    return torch.stack(chosen, 1).sort(-1).values.to(torch.int16)
+    counts = assert_first_experts(rows, mixture)
+    assert counts.unchanged > 0 and counts.interrupted > 0
+    assert counts.changed > 0, "newer weights route some tokens to other experts"
 
 
 def test_a_run_without_replicas_saves_whole_steps_and_names_a_step_that_trained_in_part(

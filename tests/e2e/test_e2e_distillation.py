@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pandas
 import pytest
 from arithmetic_task import make_task
 from cli_runs import CliRun, RunFiles, assert_finite
@@ -56,3 +57,32 @@ def test_the_student_keeps_its_size(distilled: RunFiles, teacher: Path) -> None:
     )
     name = "model.embed_tokens.weight"
     assert theirs[name].shape == (student[name].shape[0], 4 * student[name].shape[1])
+
+
+def test_each_prompt_approaches_its_own_teacher_over_the_whole_vocabulary(
+    small: list[str], task: Path, teacher: Path, tmp_path: Path, start: Callable[..., CliRun]
+) -> None:
+    """Two teachers of other hidden sizes and layouts give the exact KL (loss_mode=full)."""
+    narrow = make_task(tmp_path / "narrow", "--hidden", "64", "--seed", "8", *SIZES) / "model"
+    rows = pandas.read_parquet(task / "data" / "train.parquet")
+    rows["expert"] = ["wide" if index % 3 else "narrow" for index in range(len(rows))]
+    rows.to_parquet(tmp_path / "train.parquet")
+    section = "distillation.teacher_models"
+    run = start(
+        *("--config-name", "quickstart_distill", *small, "trainer.experiment_name=experts"),
+        *("actor_rollout_ref.rollout.n=1", "data.train_batch_size=32", "actor_rollout_ref.actor.ppo_mini_batch_size=8"),
+        *(f"data.train_files={tmp_path}/train.parquet", f"trainer.total_training_steps={STEPS}"),
+        *(f"~{TEACHER}", "distillation.teacher_key=expert", "distillation.distillation_loss.loss_mode=full"),
+        *(f"+{section}.wide.model_path={teacher}", f"+{section}.wide.megatron.pipeline_model_parallel_size=2"),
+        *(f"+{section}.narrow.model_path={narrow}", f"+{section}.narrow.megatron.tensor_model_parallel_size=2"),
+        *("actor_rollout_ref.actor.optim.lr=5e-3", "trainer.test_freq=-1"),
+    )
+    assert run.wait() == 0, run.output
+    steps = list(RunFiles(run.folder, "experts").steps.values())
+    assert len(steps) == STEPS
+    for row in steps:
+        assert_finite(row)
+        assert row["distillation/rows/wide"] > 0 < row["distillation/rows/narrow"]
+        assert row["distillation/rows/wide"] + row["distillation/rows/narrow"] == 32
+    losses = [row["actor/distillation/loss"] for row in steps]
+    assert losses[-1] < 0.8 * losses[0]

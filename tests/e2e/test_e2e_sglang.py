@@ -8,10 +8,12 @@ from math import prod
 from pathlib import Path
 
 import pytest
+import torch
 from cli_runs import START_S, CliRun, RunFiles, assert_finite
 from listeners import assert_on_loopback, listening_processes
 from make_arithmetic import build_model, build_tokenizer
 from ray_nodes import TwoNodes
+from route_recorder import assert_first_experts
 from safetensors import safe_open
 
 from megarl.rollout import create_engine
@@ -101,6 +103,30 @@ def test_replica_with_a_rank_that_dies_within_a_bucket_is_replaced_and_training_
     assert list(steps) == [1, 2]
     assert all(row["training/rollout_log_probs_diff_max"] < 1e-5 for row in steps.values())
     assert all(row["weight_sync/bytes"] == sent_bytes(task / "model", 2) for row in steps.values())
+
+
+@pytest.mark.sglang
+def test_routes_of_a_server_are_replayed_also_in_interrupted_responses(
+    small: list[str], dense_reward: list[str], mixture: Path, start: Callable[..., CliRun]
+) -> None:
+    """An asynchronous job with partial rollouts and routing replay R3, whose replica is a server."""
+    steps = 3
+    run = start(
+        *("--config-name", "quickstart_async", *small, *dense_reward, "trainer.experiment_name=routes"),
+        *(f"actor_rollout_ref.model.path={mixture}", "actor_rollout_ref.actor.router_replay.mode=R3"),
+        f"trainer.callbacks=[{Path(__file__).with_name('route_recorder.py')}:RouteRecorder]",
+        *("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.engine_kwargs.sglang.mode=http"),
+        *("data.max_response_length=40", "actor_rollout_ref.rollout.max_num_seqs=4", "sync.verify_freq=1"),
+        *("async_training.max_staleness=2", "actor_rollout_ref.actor.optim.lr=2e-2"),
+        *(f"trainer.total_training_steps={steps}", "trainer.val_before_train=false", "trainer.test_freq=-1"),
+    )
+    assert run.wait(3 * START_S) == 0, run.output
+    files = RunFiles(run.folder, "routes")
+    assert sum(row["rollout_service/interrupted"] for row in files.steps.values()) > 0
+    rows = [row for step in files.steps for row in torch.load(files.newest / f"routes-{step}.pt")]
+    assert len(rows) == steps * 24 * 2
+    counts = assert_first_experts(rows, mixture)
+    assert counts.unchanged > 0 and counts.interrupted > 0 and counts.changed > 0
 
 
 @pytest.fixture

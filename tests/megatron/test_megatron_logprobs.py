@@ -159,7 +159,7 @@ def test_temperature_must_be_positive(temperature: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch, rows_per_chunk: int, dtype: torch.dtype) -> None:
     logits, targets, weights = sample(32)
-    ref = ReferenceHead(torch.randn(N, 32, generator=torch.Generator().manual_seed(1)), torch.eye(32))
+    ref = ReferenceHead(torch.randn(N, 32, generator=torch.Generator().manual_seed(1)), [torch.eye(32)])
     ids = (targets[:, None] + torch.arange(3)) % VOCAB
     results = []
     for size in (2**28, rows_per_chunk * 32 * 4):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megarl.megatron.logprobs import ReferenceHead, vocab_parallel_outputs
+from megarl.models import partition
 
 VOCABULARY, PADDED = 11, 16
 
@@ -18,7 +19,7 @@ def exact_kl(logits: Tensor, ref_logits: Tensor, temperature: float) -> Tensor:
         torch.zeros(len(logits), dtype=torch.int64),
         vocab_size=VOCABULARY,
         temperature=temperature,
-        reference=ReferenceHead(ref_logits, torch.eye(PADDED)),
+        reference=ReferenceHead(ref_logits, [torch.eye(PADDED)]),
     ).ref_kl
     assert kl is not None
     return kl
@@ -40,6 +41,37 @@ def test_value_and_gradient(temperature: float) -> None:
     (weights * expected).sum().backward()
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=5e-6)
     assert (ours.grad[:, VOCABULARY:] == 0).all()
+
+
+def test_each_token_has_its_own_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """References of other hidden sizes and number formats, against one call per reference."""
+    generator = torch.Generator().manual_seed(5)
+    logits, tokens, temperature = 4 * torch.randn(9, PADDED, generator=generator), 9, 0.7
+    weights = [torch.randn(PADDED, 6, generator=generator), torch.randn(PADDED, 3, generator=generator).bfloat16()]
+    numbers = torch.tensor([0, 1, 1, 0, 1, 0, 0, 0, 1], dtype=torch.int16)
+    hidden = torch.randn(tokens, 6, generator=generator).bfloat16().float()  # as the second reference returns them
+    monkeypatch.setattr(partition, "LOGITS_CHUNK_BYTES", 4 * PADDED * 4)
+
+    def kl(leaf: Tensor, reference: ReferenceHead) -> Tensor:
+        targets = torch.zeros(len(leaf), dtype=torch.int64)
+        outputs = vocab_parallel_outputs(
+            leaf, targets, vocab_size=VOCABULARY, temperature=temperature, reference=reference
+        )
+        assert outputs.ref_kl is not None
+        return outputs.ref_kl
+
+    ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
+    together, apart = kl(ours, ReferenceHead(hidden, weights, numbers)), torch.zeros(tokens)
+    for number, weight in enumerate(weights):
+        rows = numbers == number
+        log_q = (hidden[rows, : weight.shape[1]].to(weight.dtype) @ weight.T).float()[:, :VOCABULARY] / temperature
+        log_p = (theirs[rows, :VOCABULARY] / temperature).log_softmax(-1)
+        apart[rows] = (log_p.exp() * (log_p - log_q.log_softmax(-1))).sum(-1)
+    torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-6)
+    weighting = torch.linspace(-1, 2, tokens)
+    (weighting * together).sum().backward()
+    (weighting * apart).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=5e-6)
 
 
 def test_nonpositive_temperature_raises() -> None:

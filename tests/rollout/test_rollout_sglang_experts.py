@@ -2,14 +2,20 @@
 
 A replica of two ranks each, which returns its experts (routing replay R3). DeepSeek's attention is computed from
 matrices that SGLang derives from ``kv_b_proj``: log-probs after an update show whether they were derived again.
+Servers return the same experts, also for responses that a weight sync interrupts.
 """
+
+import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from sglang_engines import API_KEY
 from weight_syncs import rank_params, update
 
+from megarl.base.errors import ConfigError
 from megarl.models.checksum import tensor_checksum
 from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.rollout import Request, SamplingParams, create_engine
@@ -126,3 +132,87 @@ def test_loading_and_updating_give_the_same_weights_in_sglang(kind, _sglang, ref
         assert_serves(engine, folders[1], reference_for(folders[1]), 2)
     finally:
         engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two sets of weights of a Qwen3-MoE."""
+    return [saved("Qwen3Moe", seed, tmp_path_factory.mktemp(f"experts-{seed}")) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def routing_server(folders):
+    """A replica of two ranks behind a server, which returns routes."""
+    options = SGLangOptions(mode="http", api_key=API_KEY, tensor_parallel_size=RANKS, return_routes=True)
+    engine = create_engine("sglang", str(folders[0]), options)
+    yield engine
+    engine.shutdown()
+
+
+@pytest.mark.sglang
+def test_routes_over_http_equal_those_in_process_and_transformers(routing_server, folders, _sglang, reference_for):
+    """Also those that a second client of the running server receives."""
+    options = replace(routing_server.options, url=routing_server.url)
+    client = create_engine("sglang", str(folders[0]), options)
+    for engine in (routing_server, client):
+        engine.load_hf(str(folders[0]), version=1)
+        assert_serves(engine, folders[0], reference_for(folders[0]), 1)
+    over_http = client.generate(REQUESTS)
+    client.shutdown()
+    _sglang.make_room()
+    engine = create_engine("sglang", str(folders[0]), SGLangOptions(return_routes=True))
+    try:
+        engine.load_hf(str(folders[0]))
+        for ours, theirs in zip(over_http, engine.generate(REQUESTS), strict=True):
+            assert ours.token_ids == theirs.token_ids
+            assert ours.routes.dtype == theirs.routes.dtype and np.array_equal(ours.routes, theirs.routes)
+    finally:
+        engine.shutdown()
+
+
+def interrupted(engine, requests):
+    """Completions of responses that are aborted in their middle, by request."""
+    wait_s = 0.5
+    while True:
+        engine.submit(requests)
+        time.sleep(wait_s)
+        engine.abort([request.request_id for request in requests])
+        halves = {}
+        while len(halves) < len(requests):
+            halves |= {half.request_id: half for half in engine.poll(60.0)}
+        if all(half.finish_reason == "abort" and half.token_ids for half in halves.values()):
+            return halves
+        wait_s *= 0.5 if any(half.finish_reason == "length" for half in halves.values()) else 1.5
+
+
+def test_responses_interrupted_by_a_sync_keep_their_routes_over_http(routing_server, folders, reference_for):
+    """Partial rollout: tokens before the sync have the experts of the old weights, and the rest those of the new."""
+    engine, params = routing_server, SamplingParams(100, ignore_eos=True)
+    engine.load_hf(str(folders[0]), version=1)
+    requests = [replace(request, params=params) for request in REQUESTS]
+    halves = interrupted(engine, requests)
+    update(engine, folders[1], 2, bucket_bytes=20_000)
+    whole = engine.generate([replace(request, prior=halves[request.request_id]) for request in requests])
+    old, new = (reference_for(folder) for folder in folders)
+    for request, completion in zip(requests, whole, strict=True):
+        half, ids = halves[request.request_id], [*request.prompt_ids, *completion.token_ids]
+        before = len(half.token_ids)
+        assert completion.token_ids[:before] == half.token_ids and len(completion.token_ids) == 100
+        assert completion.versions == (1,) * before + (2,) * (100 - before)
+        first, second = (reference.routes(ids)[request.routes_from : -1] for reference in (old, new))
+        computed = len(half.routes)
+        assert computed == len(request.prompt_ids) + before - 1 - request.routes_from
+        assert not np.array_equal(first[:computed], second[:computed])
+        expected = np.concatenate([first[:computed], second[computed:]])
+        assert np.array_equal(np.sort(completion.routes, -1), expected)
+
+
+def test_a_running_server_without_routes_is_refused(folders):
+    """Before the run starts, with the option that the server lacks."""
+    silent = create_engine("sglang", str(folders[0]), SGLangOptions(mode="http", api_key=API_KEY))
+    try:
+        with pytest.raises(ConfigError, match=r"--enable-return-routed-experts.*router_replay\.mode=R3.*set R2"):
+            options = SGLangOptions(url=silent.url, api_key=API_KEY, return_routes=True)
+            create_engine("sglang", str(folders[0]), options)
+    finally:
+        silent.shutdown()

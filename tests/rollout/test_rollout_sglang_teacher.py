@@ -11,6 +11,7 @@ from megarl.base.errors import ConfigError, TeacherError
 from megarl.config.schema.distillation import TeacherServerConfig
 from megarl.data import DataProto
 from megarl.rollout import create_engine
+from megarl.rollout.sglang import teacher
 from megarl.rollout.sglang.options import SGLangOptions
 from megarl.rollout.sglang.teacher import TeacherServers, TokenRow
 from megarl.trainer.jobs.preflight import check_teacher_server
@@ -58,12 +59,28 @@ def test_log_probs_and_top_tokens_equal_transformers(config, folder, reference_f
     for row, grade in zip(repeated, servers.grade(repeated, topk=5), strict=True):
         expected = distributions(reference, row)
         at_tokens = expected[torch.arange(len(row.response)), torch.tensor(row.response)]
-        assert torch.tensor(grade.log_probs) == pytest.approx(at_tokens, abs=1e-5)
+        assert torch.from_numpy(grade.log_probs) == pytest.approx(at_tokens, abs=1e-5)
         best = expected.topk(5)
-        assert grade.top_ids == best.indices.tolist()
-        assert torch.tensor(grade.top_log_probs) == pytest.approx(best.values, abs=1e-5)
+        assert grade.top_ids.tolist() == best.indices.tolist()
+        assert torch.from_numpy(grade.top_log_probs) == pytest.approx(best.values, abs=1e-5)
     assert servers.retries == 0
     servers.close()
+
+
+def test_top_tokens_as_lists_equal_those_as_arrays(config, monkeypatch):
+    """Lists, as versions without the arrays return them, have the same numbers."""
+    results, answers = [], []
+    top_tokens = teacher._top_tokens
+    monkeypatch.setattr(teacher, "_top_tokens", lambda *call: answers.append(call[0]) or top_tokens(*call))
+    for fields in (teacher._AS_ARRAYS, ()):
+        monkeypatch.setattr(teacher, "_AS_ARRAYS", fields)
+        servers = TeacherServers(KEY, config)
+        results.append(servers.grade(ROWS, topk=5))
+        servers.close()
+    assert ["input_top_logprobs" in answer for answer in answers] == [False] * 3 + [True] * 3
+    for ours, theirs in zip(*results, strict=True):
+        for arrays, lists in zip(ours, theirs, strict=True):
+            assert arrays.dtype == lists.dtype and (arrays == lists).all()
 
 
 def test_worker_returns_the_columns_of_the_rows(config, folder, reference_for):
@@ -93,7 +110,7 @@ def test_worker_returns_the_columns_of_the_rows(config, folder, reference_for):
             else:
                 expected = expected[torch.arange(len(row.response)), torch.tensor(row.response)]
                 assert columns.unpadded("teacher_log_prob")[index] == pytest.approx(expected, abs=1e-5)
-        assert worker.memory_metrics() == {"distillation/retries/t": 0.0}
+        assert worker.pass_metrics() == {"distillation/retries/t": 0.0}
 
 
 def test_vocabulary_of_the_server_is_compared(config):

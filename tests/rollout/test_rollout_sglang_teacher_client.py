@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megarl.base.errors import TeacherError
@@ -22,10 +24,16 @@ ROWS = [TokenRow([1, 2, 3][: n % 3 + 1], list(range(n, n + n % 5))) for n in ran
 
 
 class Server(ThreadingHTTPServer):
-    """Answers in SGLang's format: the log-prob of a token is minus its id. The first answers are errors."""
+    """Answers in SGLang's format: the log-prob of a token is minus its id. The first answers are errors.
 
-    def __init__(self, failures: list[int], wait_s: float = 0.0) -> None:
+    With ``together`` no request is answered before as many are open.
+    """
+
+    request_queue_size, daemon_threads = 1024, True
+
+    def __init__(self, failures: list[int], wait_s: float = 0.0, together: int = 1) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
+        self.together = threading.Barrier(together)
         self.failures, self.wait_s = failures, wait_s
         self.lock, self.now, self.most, self.requests, self.keys = threading.Lock(), 0, 0, 0, set[str]()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
@@ -43,6 +51,7 @@ class Handler(BaseHTTPRequestHandler):
             server.keys.add(self.headers["Authorization"])
             status = server.failures.pop(0) if server.failures else 200
         time.sleep(server.wait_s)
+        server.together.wait(60)
         with server.lock:
             server.now -= 1
         body = [answer(*part) for part in zip(fields["input_ids"], fields["logprob_start_len"], strict=True)]
@@ -68,8 +77,8 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(teacher, "_FIRST_WAIT_S", 0.01)
     servers = []
 
-    def build(failures: list[int], wait_s: float = 0.0) -> Server:
-        servers.append(Server(failures, wait_s))
+    def build(failures: list[int], wait_s: float = 0.0, together: int = 1) -> Server:
+        servers.append(Server(failures, wait_s, together))
         return servers[-1]
 
     yield build
@@ -84,7 +93,7 @@ def client(servers: list[str], **changes: Any) -> TeacherServers:
 
 def assert_graded(servers: TeacherServers) -> None:
     grades = servers.grade(ROWS)
-    assert [grade.log_probs for grade in grades] == [[-float(token) for token in row.response] for row in ROWS]
+    assert [grade.log_probs.tolist() for grade in grades] == [[-float(token) for token in row.response] for row in ROWS]
     servers.close()
 
 
@@ -94,6 +103,17 @@ def test_rows_are_graded_in_order_by_concurrent_requests(start: Any) -> None:
     assert_graded(servers)
     assert (one.requests, two.requests, servers.retries) == (3, 3, 0)  # 16 rows have a response
     assert 2 <= one.most + two.most <= 4
+
+
+def test_one_client_holds_hundreds_of_requests_open(start: Any) -> None:
+    """The server answers none before all are open: connections and threads of the client are no limit."""
+    count = 512
+    server = start([], together=count)
+    servers = client([server.url], rows_per_request=1, max_concurrent=count, max_attempts=1)
+    rows = [TokenRow([1], [n + 1]) for n in range(2 * count)]
+    assert [grade.log_probs.tolist() for grade in servers.grade(rows)] == [[-float(n + 1)] for n in range(2 * count)]
+    assert (server.most, server.requests) == (count, 2 * count)
+    servers.close()
 
 
 def test_failed_requests_are_repeated(start: Any) -> None:
@@ -141,6 +161,35 @@ def test_other_tokens_than_those_sent_are_an_error(start: Any, monkeypatch: pyte
     with pytest.raises(TeacherError, match=r"did not return \d+ log-probs?, as asked"):
         servers.grade(ROWS)
     servers.close()
+
+
+def arrays(ids: np.ndarray, values: np.ndarray, dtype: str = "float32") -> dict[str, Any]:
+    """Top tokens as SGLang returns them with ``return_flat_raw_top_logprobs_b64``."""
+    name = "input_top_logprobs_{}_flat_b64"
+    fields = {name.format("idx"): ids.astype(np.int32), name.format("val"): values.astype(dtype)}
+    encoded = {key: base64.b64encode(array.tobytes()).decode() for key, array in fields.items()}
+    return encoded | {f"{key}_dtype": str(array.dtype) for key, array in fields.items()}
+
+
+def test_damaged_arrays_of_top_tokens_are_an_error(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, values = np.arange(8).reshape(4, 2), -np.arange(8.0).reshape(4, 2)
+    row, plain = TokenRow([1, 2], [3, 4, 5]), answer
+    cases = [arrays(ids, values), arrays(ids[:2], values), arrays(ids, values, "float64"), arrays(ids[:, :1], values)]
+    for number, fields in enumerate(cases):
+
+        def with_top(ids: list[int], start: int, fields: dict[str, Any] = fields) -> dict[str, Any]:
+            body = plain(ids, start)
+            return {**body, "meta_info": {**body["meta_info"], **fields}}
+
+        monkeypatch.setitem(globals(), "answer", with_top)
+        servers = client([start([]).url])
+        if number:
+            with pytest.raises(TeacherError, match="did not return 3 log-probs, as asked"):
+                servers.grade([row], topk=2)
+        else:
+            (grade,) = servers.grade([row], topk=2)
+            assert (grade.top_ids == ids[1:]).all() and (grade.top_log_probs == values[1:]).all()
+        servers.close()
 
 
 def test_api_key_comes_from_the_environment(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from distributed import ProcessPool
-from role_processes import LAYOUTS, MINI_BATCH_ROWS, Role, actor_arguments, log_prob_settings, role_settings
+from role_processes import (
+    LAYOUTS,
+    MINI_BATCH_ROWS,
+    Role,
+    actor_arguments,
+    log_prob_settings,
+    role_settings,
+    with_offload,
+)
 from safetensors.torch import load_file
 from tiny_policies import (
     TEMPERATURE,
@@ -29,13 +38,15 @@ from tiny_policies import (
 from torch import Tensor
 
 from megarl.algorithms.distillation import forward_kl_topk
+from megarl.cluster.calls import PendingCall, completed_call
 from megarl.config.schema.distillation import DistillationLossConfig
 from megarl.data import DataProto
 from megarl.megatron.outputs import TopOptions
 from megarl.models import ParallelLayout
+from megarl.trainer.phases.teacher_phase import TeacherPhase
 from megarl.workers.actor import ActorWorker
-from megarl.workers.settings import TeacherHead
-from megarl.workers.teacher import TeacherWorker
+from megarl.workers.settings import HiddenForm, TeacherHead
+from megarl.workers.teacher import TeacherWorker, hidden_columns
 
 TOPK, COEF, MIN, MAX = 5, 0.5, -4.0, 2.0
 LOSSES = {
@@ -212,13 +223,13 @@ def test_exact_kl_to_a_teacher_of_another_shape_and_layout(
         "log_prob": log_prob_settings(),
         "topk": 0,
         "candidates": VOCAB,
-        "returns_hidden": True,
+        "hidden": HiddenForm(48, "float32"),
     }
     with Role(role_pool, TeacherWorker, LAYOUTS[of_teacher], arguments) as worker:
         states = worker.map("compute_teacher_log_prob", models.batch)
-    assert states.tensors["teacher_hidden"].shape[-1] == 48
+    assert states.tensors["teacher_hidden"].shape[-1] == 48 and "teacher_number" not in states.tensors
     arguments = actor_arguments(models.policy_path, LAYOUTS[of_actor])
-    arguments |= {"distillation": EXACT, "teacher_head": TeacherHead(str(tmp_path / "teacher"), "float32")}
+    arguments |= {"distillation": EXACT, "teacher_heads": [TeacherHead(str(tmp_path / "teacher"), "float32")]}
     with Role(role_pool, ActorWorker, LAYOUTS[of_actor], arguments) as actor:
         metrics = actor.update("update_actor", models.batch.union(states))
         actor.call("export_hf", str(tmp_path / "hf"))
@@ -231,12 +242,81 @@ def test_exact_kl_to_a_teacher_of_another_shape_and_layout(
         torch.testing.assert_close(weights[key], theirs, rtol=1e-5, atol=1e-6, msg=lambda m, n=key: f"{n}: {m}")
 
 
+class RunningTeacher:
+    """A teacher's worker group for the phase: processes that live during its pass."""
+
+    def __init__(self, pool: ProcessPool, path: Path, layout: ParallelLayout, form: HiddenForm) -> None:
+        self.pool, self.layout = pool, layout
+        settings = role_settings(path, layout, learns=False)
+        self.arguments = {"settings": settings, "log_prob": log_prob_settings(), "topk": 0, "candidates": VOCAB}
+        self.arguments["hidden"] = form
+
+    def submit(self, verb: str, batch: DataProto) -> PendingCall:
+        with Role(self.pool, TeacherWorker, self.layout, self.arguments) as worker:
+            return completed_call(worker.map(verb, batch))
+
+
+@pytest.mark.parametrize(
+    ("of_teachers", "of_actor"), [(("tp2", "pp2"), "tp2"), (("tp1", "cp2"), "cp2"), (("dp2", "tp1"), "pp2")]
+)
+def test_exact_kl_of_each_row_to_its_own_teacher(
+    role_pool: ProcessPool, models: Models, tmp_path: Path, of_teachers: tuple[str, str], of_actor: str
+) -> None:
+    """Two teachers of other hidden sizes and layouts; each mini-batch and micro-batch has rows of both."""
+    shapes = {"wide": (48, 6, VOCAB + 30), "narrow": (24, 4, VOCAB)}
+    teachers = {
+        name: save_model(tmp_path / name, hidden_size=hidden, num_attention_heads=heads, vocab_size=vocab)
+        for name, (hidden, heads, vocab) in shapes.items()
+    }
+    sources = ["wide", "narrow", "narrow", "wide", "narrow", "narrow", "wide", "wide"]
+    batch = models.batch.with_columns({}, {"data_source": np.array(sources, dtype=object)})
+    of_response = {tuple(row.response.tolist()): s for row, s in zip(rows_of(batch), sources, strict=True)}
+    assert len(of_response) == len(sources)
+    model = load_model(models.policy_path)
+    expected = train(
+        model,
+        models.batch,
+        lambda m, row: full_tokens(teachers[of_response[tuple(row.response.tolist())]], m, row),
+        "token-mean",
+        MINI_BATCH_ROWS,
+    )
+    running = {
+        name: RunningTeacher(role_pool, tmp_path / name, LAYOUTS[layout], HiddenForm(48, "float32", number))
+        for number, (name, layout) in enumerate(zip(shapes, of_teachers, strict=True))
+    }
+    metrics: dict[str, float] = {}
+    states = TeacherPhase(running, "data_source").submit(batch, metrics).result()
+    assert metrics == {"distillation/rows/wide": 4.0, "distillation/rows/narrow": 4.0}
+    arguments = actor_arguments(models.policy_path, LAYOUTS[of_actor])
+    arguments |= {"distillation": EXACT, "teacher_heads": [TeacherHead(str(tmp_path / n), "float32") for n in shapes]}
+    arguments = with_offload(arguments) if of_actor == "tp2" else arguments
+    with Role(role_pool, ActorWorker, LAYOUTS[of_actor], arguments) as actor:
+        metrics = actor.update("update_actor", batch.union(states))
+        actor.call("export_hf", str(tmp_path / "hf"))
+    metrics = {name: value for name, value in metrics.items() if name.startswith("actor/")}
+    ours = {f"actor/{key}": value for key, value in expected.metrics.items()}
+    assert metrics == pytest.approx(ours | {"actor/skipped_steps": 0.0, "actor/kl_coef": 0.2}, rel=1e-5, abs=1e-6)
+    (file,) = (tmp_path / "hf").glob("*.safetensors")
+    weights = load_file(file)
+    for key, theirs in expected.weights.items():
+        torch.testing.assert_close(weights[key], theirs, rtol=1e-5, atol=1e-6, msg=lambda m, n=key: f"{n}: {m}")
+
+
+def test_hidden_states_of_all_teachers_fit_into_one_column() -> None:
+    states = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
+    columns = hidden_columns(states, HiddenForm(4, "float32", 1))
+    assert torch.equal(columns["teacher_hidden"], torch.cat([states.float(), torch.zeros(5, 1)], 1))
+    assert columns["teacher_number"].tolist() == [1] * 5
+    alone = hidden_columns(states, HiddenForm(3, "bfloat16"))
+    assert list(alone) == ["teacher_hidden"] and alone["teacher_hidden"] is states
+
+
 def test_hidden_states_keep_the_teachers_number_format(role_pool: ProcessPool, models: Models, tmp_path: Path) -> None:
     save_model(tmp_path)
     settings = role_settings(tmp_path, LAYOUTS["tp1"], learns=False)
     settings = replace(settings, megatron=replace(settings.megatron, dtype="bfloat16"))
     arguments = {"settings": settings, "log_prob": log_prob_settings(), "topk": 0, "candidates": VOCAB}
-    with Role(role_pool, TeacherWorker, LAYOUTS["tp1"], arguments | {"returns_hidden": True}) as worker:
+    with Role(role_pool, TeacherWorker, LAYOUTS["tp1"], arguments | {"hidden": HiddenForm(32, "bfloat16")}) as worker:
         states = worker.map("compute_teacher_log_prob", models.batch)
     assert states.tensors["teacher_hidden"].dtype == torch.bfloat16
 

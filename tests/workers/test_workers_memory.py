@@ -142,7 +142,7 @@ def test_results_equal_those_of_the_smaller_budget(role_pool: ProcessPool, model
         assert all(max(role.counted_tokens()[rank]) > FITS for rank in case.ranks)
         prefix = {"sft": "train"}.get(kind, kind)
         if kind == "ref":
-            (shortage,) = {str(answer) for answer in role.call("memory_metrics")}
+            (shortage,) = {str(answer) for answer in role.call("pass_metrics")}
             assert shortage == "{'ref/out_of_memory': 1.0, 'ref/forward_micro_batch_limit': 16}"
         else:
             found = {name: metrics.pop(f"{prefix}/{name}", None) for name in MEMORY_METRICS}

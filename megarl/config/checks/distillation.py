@@ -76,15 +76,11 @@ def _loss(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _full_kl(config: TrainConfig) -> Iterator[Problem]:
-    """Check the exact KL: one teacher, and no other exact KL in the same pass."""
+    """Check that the exact KL is a loss, and that no other exact KL is computed in the same pass."""
     loss, actor = config.distillation.distillation_loss, config.actor_rollout_ref.actor
-    count = len(config.distillation.teacher_models)
     if loss.use_policy_gradient:
         text = f"weighs the sampled token, on which the KL of {_LOSS}.loss_mode={FULL_KL} does not depend; set false"
         yield Problem(f"{_LOSS}.use_policy_gradient", loss.use_policy_gradient, text)
-    if count > 1:
-        text = f"needs the output layer of the teacher in the actor, and there are {count} teachers; set k2 or k3"
-        yield Problem(f"{_LOSS}.loss_mode", loss.loss_mode, text)
     if actor.uses_full_kl:
         text = f"would be the second exact KL after {_LOSS}.loss_mode={FULL_KL}; set low_var_kl, or k2 there"
         yield Problem("actor_rollout_ref.actor.kl_loss_type", actor.kl_loss_type, text)

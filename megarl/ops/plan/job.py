@@ -43,6 +43,8 @@ class PlannedPass:
         with_entropy: whether entropies are computed.
         full_kl: whether the exact KL to the reference or to a teacher, over the whole vocabulary, is computed.
         longest: maximum tokens of a sequence; 0 = same as ``tokens``.
+        kl_hidden_bytes: bytes of the hidden states per response token from which the exact KL is computed.
+        hidden_only: whether the pass returns final hidden states, without logits.
     """
 
     phase: str
@@ -55,6 +57,8 @@ class PlannedPass:
     with_entropy: bool = False
     full_kl: bool = False
     longest: int = 0
+    kl_hidden_bytes: int = 0
+    hidden_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,8 +80,8 @@ class PlannedRole:
         holds_proximal: whether host memory keeps the weights of the last sync, which are swapped in for phase
             ``old_log_prob``.
         reference_head: whether the device keeps a copy of the reference's output layer, for the exact KL.
-        teacher_head: bytes per token of the vocabulary of a teacher's output layer, of which the device keeps its part
-            for the exact KL; 0 without.
+        teacher_heads: bytes per token of the vocabulary of all teachers' output layers. For the exact KL the device has
+            its part of them, with ``param_offload`` in updates only; 0 without.
         saves_in_background: whether a save copies the state to host memory.
         lora: low-rank adapters, which alone are trained; None without adapters.
     """
@@ -93,7 +97,7 @@ class PlannedRole:
     holds_reference: bool = False
     holds_proximal: bool = False
     reference_head: bool = False
-    teacher_head: int = 0
+    teacher_heads: int = 0
     saves_in_background: bool = False
     lora: LoraOptions | None = None
 

@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.base.algorithm_names import FULL_KL
+from megarl.base.units import DTYPE_BYTES
 from megarl.config import AdapterKeys, MegatronConfig, TrainConfig
 from megarl.config.batch import BatchPlan, MicroBatches, PhasePlan, plan_batches, teacher_phase
 from megarl.config.schema.jobs import PreferenceConfig, SupervisedConfig, own_pools
 from megarl.models import ModelConfig, read_model_config
 from megarl.ops.plan.job import PlannedJob, PlannedPass, PlannedPool, PlannedRole, PlannedRollout
-from megarl.workers.settings import check_adapters, check_role, layout_of, lora_options, teacher_head
+from megarl.workers.settings import check_adapters, check_role, hidden_forms, layout_of, lora_options, teacher_heads
 
 
 def planned_job(config: TrainConfig | SupervisedConfig, *, device: str = "cuda") -> PlannedJob:
@@ -76,12 +77,15 @@ def _actor(config: TrainConfig, batches: BatchPlan, model: ModelConfig) -> Plann
     learns_kl = policy.actor.use_kl_loss and policy.actor.kl_loss_type == FULL_KL
     swaps_reference = config.uses_reference and policy.ref.megatron is None
     computes_kl = swaps_reference and config.algorithm.uses_full_kl
+    own = model.hidden_size * DTYPE_BYTES[policy.actor.megatron.dtype]  # a hidden state of the reference
     passes = [_pass(config, batches.phase("old_log_prob"), "old_log_prob", with_entropy=True)]
     if swaps_reference:
-        passes.append(_pass(config, batches.phase("ref_log_prob"), "ref", full_kl=computes_kl))
-    entropy, head = policy.actor.entropy_coeff != 0, teacher_head(config.distillation)
-    full_kl = learns_kl or head is not None
-    passes.append(_pass(config, batches.phase("actor"), "update_actor", with_entropy=entropy, full_kl=full_kl))
+        compared = own if computes_kl else 0
+        passes.append(_pass(config, batches.phase("ref_log_prob"), "ref", kl_hidden_bytes=compared))
+    entropy, forms = policy.actor.entropy_coeff != 0, hidden_forms(config.distillation).values()
+    compared = own if learns_kl else max((form.token_bytes for form in forms), default=0)
+    update = _pass(config, batches.phase("actor"), "update_actor", with_entropy=entropy, kl_hidden_bytes=compared)
+    passes.append(update)
     return _role(
         "actor",
         "actor_rollout_ref.actor.megatron",
@@ -93,7 +97,7 @@ def _actor(config: TrainConfig, batches: BatchPlan, model: ModelConfig) -> Plann
         holds_reference=swaps_reference and not policy.model.lora_rank,
         holds_proximal=config.holds_proximal_policy and not policy.model.lora_rank,
         reference_head=learns_kl or computes_kl,
-        teacher_head=head.row_bytes if head else 0,
+        teacher_heads=sum(head.row_bytes for head in teacher_heads(config.distillation)),
         saves_in_background=config.trainer.save_freq > 0 and policy.actor.checkpoint.async_save,
         adapters=policy.model,
         adapters_path="actor_rollout_ref.model",
@@ -146,7 +150,9 @@ def _teacher(config: TrainConfig, batches: BatchPlan, name: str) -> PlannedRole:
     phase = replace(phase, samples_per_mini_batch=-(-phase.samples_per_mini_batch // len(teachers)))
     path = f"distillation.teacher_models.{name}.megatron"
     model = read_model_config(str(teacher.model_path))
-    return _role(phase.name, path, model, teacher.megatron, (_pass(config, phase, "teacher"),))
+    planned = _pass(config, phase, "teacher")
+    planned = replace(planned, hidden_only=config.distillation.distillation_loss.reads_teacher_hidden)
+    return _role(phase.name, path, model, teacher.megatron, (planned,))
 
 
 def _supervised_job(config: SupervisedConfig, device: str) -> PlannedJob:
@@ -220,7 +226,7 @@ def _role(
 
 
 def _pass(
-    config: TrainConfig, phase: PhasePlan, name: str, *, with_entropy: bool = False, full_kl: bool = False
+    config: TrainConfig, phase: PhasePlan, name: str, *, with_entropy: bool = False, kl_hidden_bytes: int = 0
 ) -> PlannedPass:
     data = config.data
     longest, share = data.max_prompt_length + data.max_response_length, phase.samples_per_rank
@@ -234,8 +240,9 @@ def _pass(
         optimizer_steps=phase.optimizer_steps,
         samples=phase.samples_per_mini_batch * max(1, phase.optimizer_steps),
         with_entropy=with_entropy,
-        full_kl=full_kl,
+        full_kl=kl_hidden_bytes > 0,
         longest=longest,
+        kl_hidden_bytes=kl_hidden_bytes,
     )
 
 

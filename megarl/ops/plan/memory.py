@@ -30,7 +30,7 @@ class Component(NamedTuple):
         owner: a role, ``rollout`` or ``sync``.
         name: ``weights``, ``gradients``, ``optimizer``, ``activations`` (saved for the backward), ``logits`` or
             ``working`` (whichever is larger at the peak), ``kv_cache``, ``buckets``, ``matrices before FP8``,
-            ``reference head``, ``teacher head``; in host memory also ``reference copy``, ``proximal copy`` and
+            ``reference head``, ``teacher heads``; in host memory also ``reference copy``, ``proximal copy`` and
             ``swapped weights``.
         nbytes: size in bytes.
     """
@@ -268,8 +268,8 @@ def _stage_components(role: PlannedRole, stage: StageMemory, phase: str) -> Iter
     if role.reference_head and stage.stage == role.layout.pp - 1:
         head = padded_vocab(role) // role.layout.tp * role.model.hidden_size * role.dtype_bytes
         yield Component(role.name, "reference head", head)
-    if role.teacher_head and stage.stage == role.layout.pp - 1:
-        yield Component(role.name, "teacher head", padded_vocab(role) // role.layout.tp * role.teacher_head)
+    if stage.stage == role.layout.pp - 1 and (updates or not megatron.param_offload):
+        yield Component(role.name, "teacher heads", teacher_head_bytes(role))
     if activations is not None and not (single_step and steps):
         if activations.at_logits:
             yield Component(role.name, "activations", activations.layers + activations.ends)
@@ -277,6 +277,11 @@ def _stage_components(role: PlannedRole, stage: StageMemory, phase: str) -> Iter
         else:
             yield Component(role.name, "activations", activations.layers + activations.recomputed)
             yield Component(role.name, "working", activations.working)
+
+
+def teacher_head_bytes(role: PlannedRole) -> int:
+    """Return the bytes of the teachers' output layers on a rank of the last stage."""
+    return padded_vocab(role) // role.layout.tp * role.teacher_heads if role.teacher_heads else 0
 
 
 def _host(job: PlannedJob, roles: Mapping[str, RoleMemory], node_size: int) -> tuple[Component, ...]:
@@ -298,7 +303,10 @@ def _host(job: PlannedJob, roles: Mapping[str, RoleMemory], node_size: int) -> t
                 role, rank = memory.role, job.rank_on(memory.role, device)
                 if rank is None:
                     continue
-                states = memory.stages[role.layout.coordinate(rank).pp].states
+                stage = role.layout.coordinate(rank).pp
+                states = memory.stages[stage].states
+                if role.teacher_heads and role.megatron.param_offload and stage == role.layout.pp - 1:
+                    totals[role.name, "teacher heads"] += teacher_head_bytes(role)
                 if role.name == "actor" and (routes := _routes(job, role)):
                     totals[role.name, "routes"] += routes
                 if role.megatron.param_offload:

@@ -32,7 +32,8 @@ class PassActivations(NamedTuple):
     Attributes:
         layers: saved by layers for the backward, over all micro-batches in flight.
         recomputed: recomputed at a time, by full or selective recomputation.
-        ends: saved by embedding, final norm and the head's input, for one micro-batch.
+        ends: saved by embedding, final norm and the head's input, and hidden states of the exact KL, for one
+            micro-batch.
         logits: logits, and tensors of log-probs, entropies or the exact KL, for one micro-batch.
         working: working memory of one layer.
     """
@@ -90,6 +91,8 @@ def role_activations(
         layers, recomputed = kept_by_layers(role, tokens, stage, planned.micro_batches, fused=fused)
         ends = _ends(role, tokens, stage)
     if stage == role.layout.pp - 1:
+        # The micro-batch has the hidden states of all context-parallel ranks, and this rank copies its part.
+        ends += planned.kl_hidden_bytes * (planned.outputs + tokens.outputs)
         logits = logits_bytes(role, planned, tokens)
     working = working_bytes(role, tokens, backward=planned.updates, fused=fused)
     return PassActivations(layers, recomputed, ends, logits, working)
@@ -215,7 +218,10 @@ def logits_bytes(role: PlannedRole, planned: PlannedPass, tokens: RankTokens) ->
     The gradient overwrites the logits. All else is float32, for a chunk of tokens at a time: the shifted logits and
     their exponentials; in the backward the gradient too, and with entropies one more tensor. The exact KL adds the
     reference's logits and a tensor in the forward. The gradient of the output layer's weight comes after all of these.
+    A pass for hidden states has no logits; it gathers the states of all context-parallel ranks.
     """
+    if planned.hidden_only:
+        return planned.outputs * role.model.hidden_size * role.dtype_bytes
     if role.value_head:
         return tokens.outputs * FLOAT32 * 4
     width = role.dtype_bytes

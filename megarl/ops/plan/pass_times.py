@@ -136,7 +136,8 @@ class PassTimer:
         steps = max(1, planned.optimizer_steps)
         prompts, responses = self.lengths.rows(max(1, planned.samples // steps))
         rows = SequenceStats.of(prompts, responses, self.role.model)
-        flops = forward_flops(self.role, rows, range(self.role.model.num_layers), with_head=True)
+        layers = range(self.role.model.num_layers)
+        flops = forward_flops(self.role, rows, layers, with_head=not planned.hidden_only)
         flops = flops.times(steps * (1 + BACKWARD if planned.updates else 1))
         cost = self._mini_batch(planned, micro, prompts, responses).times(steps).plus(self._host_copies(planned))
         return PassTime(planned.phase, self.role.name, cost, flops)
@@ -147,7 +148,7 @@ class PassTimer:
         share = SequenceStats.of(prompts, responses, self.role.model).part(1 / layout.dp)
         count = self.micro_batches(sizes, prompts + responses)
         micro = share.part(1 / count)
-        forward = [self.forward(stage, micro) for stage in self._kinds]
+        forward = [self.forward(stage, micro, with_head=not planned.hidden_only) for stage in self._kinds]
         backward = [self.backward(stage, micro) if planned.updates else TimeBreakdown() for stage in self._kinds]
         slowest = max((f.plus(b) for f, b in zip(forward, backward, strict=True)), key=lambda cost: cost.seconds)
         bubble = slowest.seconds * (layout.pp - 1) / layout.vpp
@@ -165,15 +166,22 @@ class PassTimer:
         limit = max(sizes.max_tokens or 0, int(share.max()))
         return common_micro_batch_count([_packed(tuple(share.tolist()), limit)], sizes.multiple)
 
-    def forward(self, stage: int, micro: SequenceStats) -> TimeBreakdown:
-        """Return the time of a micro-batch's forward pass on one rank of a stage."""
+    def forward(self, stage: int, micro: SequenceStats, *, with_head: bool = True) -> TimeBreakdown:
+        """Return the time of a micro-batch's forward pass on one rank of a stage.
+
+        Args:
+            stage: pipeline stage.
+            micro: the micro-batch.
+            with_head: compute logits or values on the last stage; False = final hidden states only.
+        """
         role, hardware, layout = self.role, self.hardware, self.role.layout
         layers, dtype = self._stages[stage], role.megatron.dtype
-        flops = forward_flops(role, micro, layers, with_head=stage == layout.pp - 1).times(1 / (layout.tp * layout.cp))
+        with_head = with_head and stage == layout.pp - 1
+        flops = forward_flops(role, micro, layers, with_head=with_head).times(1 / (layout.tp * layout.cp))
         products = flops._replace(attention=0.0).seconds(hardware, dtype)
         weights = hardware.reading_s(self._elements[stage].total * role.dtype_bytes)
         compute = flops.seconds(hardware, dtype)
-        memory = max(0.0, weights - products) + hardware.reading_s(self._moved(stage, micro))
+        memory = max(0.0, weights - products) + hardware.reading_s(self._moved(stage, micro, with_head))
         floor = len(layers) * hardware.latency.layer_us * 1e-6
         return TimeBreakdown(
             compute=compute,
@@ -224,7 +232,7 @@ class PassTimer:
         moved += 2 * FLOAT32 * elements.total  # gradients are zeroed, and their norm is computed
         return TimeBreakdown(data=summed + gathered, memory=hardware.reading_s(moved))
 
-    def _moved(self, stage: int, micro: SequenceStats) -> float:
+    def _moved(self, stage: int, micro: SequenceStats, with_head: bool) -> float:
         """Return the bytes that memory-bound operations read and write: norms, rotary, gates, residuals, logits."""
         role, layout, model = self.role, self.role.layout, self.role.model
         tokens, split = micro.tokens / layout.cp, layout.tp if role.sequence_parallel else 1
@@ -240,7 +248,7 @@ class PassTimer:
             else:
                 total += 3 * model.ffn_hidden_size / layout.tp
         logits = 0.0
-        if stage == layout.pp - 1 and not role.value_head:
+        if with_head and not role.value_head:
             logits = LOGITS_PASSES * FLOAT32 * micro.outputs / layout.cp * model.vocab_size / layout.tp
         return tokens * total * role.dtype_bytes + logits
 

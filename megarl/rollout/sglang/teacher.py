@@ -3,18 +3,21 @@
 A request has whole sequences and asks for no new token. SGLang then returns, for each token from ``logprob_start_len``
 on, its log-prob given the tokens before it, ``[log-prob, id, text]``; the first has none. So the last ``R`` entries are
 those of a response of ``R`` tokens. The vocabulary's last token has the right log-prob, but 0 as its id. With
-``top_logprobs_num`` each position also has its most probable tokens. Log-probs are those of temperature 1. SGLang does
-not check the ids of an input, and a server ends at one that its model lacks: :meth:`TeacherServers.check_token` asks
-first.
+``top_logprobs_num`` each position also has its most probable tokens: as arrays in base64, which take a tenth of the
+time of nested lists to read; versions without them return lists. Log-probs are those of temperature 1. SGLang does not
+check the ids of an input, and a server ends at one that its model lacks: :meth:`TeacherServers.check_token` asks first.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from megarl.base.errors import TeacherError
 from megarl.base.units import count_noun
@@ -27,6 +30,9 @@ _REFUSALS = (400, 401, 403, 404, 413, 422)
 """Statuses that a repetition cannot change."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 30.0
 _TEXTS_PER_REQUEST = 8192
+_AS_ARRAYS = ("return_flat_raw_top_logprobs", "return_flat_raw_top_logprobs_b64")
+"""Fields of a request for top tokens in base64; versions without them ignore them."""
+_IDS, _VALUES = "input_top_logprobs_idx_flat_b64", "input_top_logprobs_val_flat_b64"
 _Result = TypeVar("_Result")
 
 
@@ -41,14 +47,27 @@ class TokenGrades(NamedTuple):
     """Log-probs of a response under the teacher.
 
     Attributes:
-        log_probs: of the response tokens, ``R`` numbers.
-        top_ids: the most probable tokens at each position, ``R`` lists of ``k``; empty if not requested.
-        top_log_probs: their log-probs, by descending probability.
+        log_probs: of the response tokens, ``[R]`` float32.
+        top_ids: the most probable tokens at each position, ``[R, k]`` int32; ``k`` is 0 if not requested.
+        top_log_probs: their log-probs, by descending probability, ``[R, k]`` float32.
     """
 
-    log_probs: list[float]
-    top_ids: list[list[int]]
-    top_log_probs: list[list[float]]
+    log_probs: np.ndarray
+    top_ids: np.ndarray
+    top_log_probs: np.ndarray
+
+    @classmethod
+    def of(cls, log_probs: Sequence[float], top: tuple[Any, Any], topk: int) -> TokenGrades:
+        """Convert lists or arrays.
+
+        Raises:
+            ValueError: there are not ``topk`` tokens at each position.
+        """
+        ids, values = (
+            np.asarray(part, dtype).reshape(len(log_probs), topk)
+            for part, dtype in zip(top, (np.int32, np.float32), strict=True)
+        )
+        return cls(np.asarray(log_probs, np.float32), ids, values)
 
 
 class TeacherServers:
@@ -90,7 +109,8 @@ class TeacherServers:
         parts = [filled[start : start + size] for start in range(0, len(filled), size)]
         answers = self._run(parts, lambda part: self._grade_part(part, topk))
         grades = iter([grade for answer in answers for grade in answer])
-        return [next(grades) if row.response else TokenGrades([], [], []) for row in rows]
+        empty = TokenGrades.of([], ([], []), topk)
+        return [next(grades) if row.response else empty for row in rows]
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """Return the texts of tokens by a server's tokenizer; the model computes nothing.
@@ -162,7 +182,7 @@ class TeacherServers:
             "logprob_start_len": [len(row.prompt) - 1 for row in rows],
         }
         if topk:
-            fields["top_logprobs_num"] = topk
+            fields |= {"top_logprobs_num": topk, **dict.fromkeys(_AS_ARRAYS, True)}
         answers = await self._log_probs(fields, len(rows))
         return [self._grades(answer, row, topk) for answer, row in zip(answers, rows, strict=True)]
 
@@ -176,10 +196,10 @@ class TeacherServers:
         same = all(returned in (token, 0) for token, (_, returned, *_) in zip(row.response, tokens, strict=True))
         if not same or None in log_probs:
             raise self._unreadable(count)
-        if not topk:
-            return TokenGrades(log_probs, [], [])
-        top = answer["input_top_logprobs"][-count:]
-        return TokenGrades(log_probs, [[e[1] for e in best] for best in top], [[e[0] for e in best] for best in top])
+        try:
+            return TokenGrades.of(log_probs, _top_tokens(answer, count, topk) if topk else ([], []), topk)
+        except ValueError:
+            raise self._unreadable(count) from None
 
     def _unreadable(self, count: int) -> TeacherError:
         return TeacherError(
@@ -221,3 +241,20 @@ class TeacherServers:
             f"{self.key}.urls: {reason}; gave up after {count_noun(self.config.max_attempts, 'attempt')}. Start the "
             "server, then start or resume the run"
         )
+
+
+def _top_tokens(answer: Mapping[str, Any], count: int, topk: int) -> tuple[Any, Any]:
+    """Read the ids and log-probs of the most probable tokens at the last ``count`` positions: arrays or lists.
+
+    Raises:
+        ValueError: the arrays are damaged, or in another number format.
+    """
+    if _VALUES not in answer:
+        best = answer["input_top_logprobs"][-count:]
+        return [[entry[1] for entry in row] for row in best], [[entry[0] for entry in row] for row in best]
+    arrays = []
+    for name, dtype in ((_IDS, "int32"), (_VALUES, "float32")):
+        if answer.get(f"{name}_dtype") != dtype:
+            raise ValueError(f"{name} is not {dtype}")
+        arrays.append(np.frombuffer(base64.b64decode(answer[name]), dtype).reshape(-1, topk)[-count:])
+    return arrays[0], arrays[1]

@@ -57,9 +57,10 @@ from megarl.workers.settings import (
     MicroBatchBudget,
     RoleSettings,
     UpdatePlan,
+    hidden_forms,
     layout_of,
     lora_options,
-    teacher_head,
+    teacher_heads,
 )
 
 logger = logging.getLogger(__name__)
@@ -169,7 +170,7 @@ class RoleBuilder:
             "reference": reference,
             "correction": self._proximal_bounds(),
             "distillation": self.config.distillation.distillation_loss if self.config.distillation.enabled else None,
-            "teacher_head": teacher_head(self.config.distillation),
+            "teacher_heads": teacher_heads(self.config.distillation),
         }
         budgets = {"compute_log_prob": kwargs["log_prob"].budget, "update_actor": kwargs["plan"].budget}
         if reference is not None:
@@ -228,7 +229,7 @@ class RoleBuilder:
             "log_prob": LogProbSettings(micro, self.policy.rollout.temperature),
             "topk": self.config.distillation.distillation_loss.teacher_topk,
             "candidates": read_model_config(self.policy.model.path).vocab_size,
-            "returns_hidden": self.config.distillation.distillation_loss.reads_teacher_hidden,
+            "hidden": hidden_forms(self.config.distillation).get(name),
         }
         worker, layout = "megarl.workers.teacher:TeacherWorker", layout_of(teacher.megatron)
         role, budgets = teacher_phase(name), {"compute_teacher_log_prob": micro}

@@ -76,7 +76,7 @@ class StepMetrics(Callback):
         rows = batch.meta_info["actor_mini_batch_rows"]
         metrics |= seqlen_metrics(lengths, costs, self.actor.plan("update_actor", batch), rows)
         for group in self.frozen:
-            metrics |= group.memory_metrics()
+            metrics |= group.pass_metrics()
         return metrics
 
 

@@ -123,6 +123,16 @@ def peaks(place: Place, path: Path, setup: Setup, rows: list[Row]) -> tuple[int,
         return computes.peak, updates.peak
 
 
+def hidden_peak(place: Place, path: Path, setup: Setup, rows: list[Row]) -> int:
+    """Return the peak memory without weights and gradients in a pass for final hidden states."""
+    with engine(place, path, setup) as engine_under_test:
+        mine = micro_batches(rows, setup, engine_under_test.runtime.coordinate.dp, setup.layout.dp)
+        params = [param.data for chunk in engine_under_test.chunks for param in chunk.parameters()]
+        with Alive(params + _gradients(engine_under_test)) as computes:
+            engine_under_test.hidden(mine[:1])  # the results of more, in host memory, would count here
+        return computes.peak
+
+
 def measured(engine_under_test: MegatronEngine, saved: SavedTensors) -> Measured:
     params = [param.data for chunk in engine_under_test.chunks for param in chunk.parameters()]
     grads = _gradients(engine_under_test)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from distributed import ProcessPool
-from engine_memory import Measured, measure, peaks
+from engine_memory import Measured, hidden_peak, measure, peaks
 from memory_cases import CASES, MODELS, ROWS, expected, planned_pass, planned_role
 from tiny_models import save_model
 
@@ -59,3 +60,17 @@ def test_a_forward_pass_holds_the_logits_of_one_micro_batch(pool: ProcessPool, t
         plan = role_activations(role, planned_pass(setup, ROWS, updates=False), stage, fused=False)
         if stage == setup.layout.pp - 1:
             assert plan.logits == pytest.approx(most, rel=0.02), f"rank {rank}"
+
+
+@pytest.mark.parametrize("name", ["one_bfloat16", "cp2"])
+def test_a_pass_for_hidden_states_holds_no_logits(pool: ProcessPool, tmp_path: Path, name: str) -> None:
+    """With a vocabulary whose logits would take several times the memory of the pass."""
+    case = CASES[name]
+    setup = case.setup
+    save_model(tmp_path, **{**MODELS[case.model], "vocab_size": 8192})
+    role, planned = planned_role(tmp_path, setup), planned_pass(setup, ROWS, updates=False)
+    logits = role_activations(role, planned, 0, fused=False).logits
+    plan = role_activations(role, replace(planned, hidden_only=True), 0, fused=False)
+    for most in pool.run(hidden_peak, setup.layout.world_size, tmp_path, setup, ROWS):
+        assert plan.total == pytest.approx(most, rel=EVERYTHING)
+        assert most < logits / 4

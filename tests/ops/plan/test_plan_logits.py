@@ -24,37 +24,43 @@ def role(dtype: str) -> PlannedRole:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(("with_entropy", "full_kl"), [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("with_entropy", "references"), [(False, 0), (True, 0), (False, 1), (True, 1), (True, 2)])
 @pytest.mark.parametrize("updates", [False, True])
 @pytest.mark.parametrize("tokens_per_chunk", [TOKENS // 4, TOKENS])
 def test_planned_logits_memory_equals_the_measured_peak(
-    monkeypatch: pytest.MonkeyPatch, dtype: str, with_entropy: bool, full_kl: bool, updates: bool, tokens_per_chunk: int
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    with_entropy: bool,
+    references: int,
+    updates: bool,
+    tokens_per_chunk: int,
 ) -> None:
     model = role(dtype)
     monkeypatch.setattr(partition, "LOGITS_CHUNK_BYTES", tokens_per_chunk * padded_vocab(model) * 4)
-    planned = PlannedPass("update", updates, TOKENS, TOKENS, 1, 1, 0, with_entropy, full_kl)
+    planned = PlannedPass("update", updates, TOKENS, TOKENS, 1, 1, 0, with_entropy, references > 0)
     plan = logits_bytes(model, planned, tokens_on_rank(model, planned))
     vocab, torch_dtype = model.model.vocab_size, getattr(torch, dtype)
     hidden = torch.randn(TOKENS, HIDDEN, dtype=torch_dtype)
     weight = torch.randn(padded_vocab(model), HIDDEN, dtype=torch_dtype, requires_grad=updates)
     targets = torch.zeros(TOKENS, dtype=torch.int64)
     with Alive([hidden, weight, targets]) as alive, torch.set_grad_enabled(updates):
-        loss = _loss(hidden, weight, targets, vocab, with_entropy, full_kl)
+        loss = _loss(hidden, weight, targets, vocab, with_entropy, references)
         if updates:
             loss.backward()
     assert plan == pytest.approx(alive.peak, rel=0.01)
 
 
 def _loss(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab: int, with_entropy: bool, full_kl: bool
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab: int, with_entropy: bool, references: int
 ) -> torch.Tensor:
     logits = hidden @ weight.T
+    numbers = torch.arange(TOKENS, dtype=torch.int16) % 2 if references == 2 else None
     outputs = vocab_parallel_outputs(
         logits,
         targets,
         vocab_size=vocab,
         with_entropy=with_entropy,
-        reference=ReferenceHead(hidden, weight.detach()) if full_kl else None,
+        reference=ReferenceHead(hidden, [weight.detach()] * references, numbers) if references else None,
         overwrite_logits=True,
     )
     loss = outputs.log_probs.sum()
