@@ -10,7 +10,7 @@ import torch
 from megarl.base.errors import ConfigError
 from megarl.models import read_model_config
 from megarl.rollout import EngineOptions, Request, RolloutError, SamplingParams, create_engine
-from megarl.rollout.embedded import EmbeddedEngine
+from megarl.rollout.embedded import EmbeddedEngine, kv_cache
 from megarl.rollout.embedded.decoder import TransformerDecoder
 from megarl.rollout.embedded.engine import PROMPT_TOKENS
 
@@ -73,6 +73,27 @@ def test_prompt_passes_of_any_size_give_equal_tokens(make_folder):
     requests = requests_of([[i] * (i + 1) for i in range(9)] * 2)
     small, large = loaded(make_folder(), prompt_tokens=4), loaded(make_folder())
     assert [c.token_ids for c in small.generate(requests)] == [c.token_ids for c in large.generate(requests)]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "olmo3", "deepseek_v3", "qwen3_next", "gpt_oss"])
+def test_decoding_in_parts_of_similar_lengths(make_folder, reference_for, monkeypatch, family):
+    """Long sequences start after short ones and end before them, so that slots change places."""
+    folder, parts = make_folder(family), []
+    divide = kv_cache.decode_parts
+    monkeypatch.setattr(kv_cache, "NARROW", 16)
+    monkeypatch.setattr(kv_cache, "decode_parts", lambda *args: parts.append(divide(*args)) or parts[-1])
+    sizes = [(3, 9), (5, 40), (80, 4), (2, 2), (60, 12), (4, 30), (90, 7), (3, 25), (20, 20), (70, 5), (2, 40)]
+    requests = [
+        Request(f"r{i}", [(i + j) % 50 for j in range(prompt)], SamplingParams(count, ignore_eos=True), i)
+        for i, (prompt, count) in enumerate(sizes)
+    ]
+    completions = loaded(folder, EngineOptions(max_num_seqs=5)).generate(requests)
+    assert max(map(len, parts)) == 3 and min(map(len, parts)) == 1
+    assert all([width for _, width in one] == sorted((w for _, w in one), reverse=True) for one in parts)
+    for request, completion in zip(requests, completions, strict=True):
+        expected = reference_for(folder).log_probs(request.prompt_ids, completion.token_ids)
+        assert len(completion.token_ids) == request.params.max_new_tokens
+        assert torch.tensor(completion.log_probs).double() == pytest.approx(expected, abs=1e-5)
 
 
 def test_later_calls_are_independent_of_earlier_ones(make_folder):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.models import ModelConfig
-from megarl.rollout.embedded.kv_cache import WIDTH_MULTIPLE, KVCache
+from megarl.rollout.embedded.kv_cache import WIDTH_MULTIPLE, KVCache, decode_parts
 
 SLOTS, HEADS, HEAD_DIM, LENGTH = 3, 2, 4, 300
 
@@ -57,3 +57,20 @@ def test_width_follows_the_longest_sequence_with_hysteresis(config: ModelConfig)
         widths.append(cache.width)
     assert WIDTH_MULTIPLE["cpu"] == 32
     assert widths == [32, 32, 64, 224, 224, 224, 160, 160, 300, 300]
+
+
+@given(lengths=st.lists(st.integers(1, 1000), min_size=1, max_size=40), is_sorted=st.booleans())
+def test_parts_cover_all_sequences_in_any_order(lengths: list[int], is_sorted: bool) -> None:
+    lengths = sorted(lengths, reverse=True) if is_sorted else lengths
+    parts = decode_parts(torch.tensor(lengths), 1000)
+    assert [place for rows, _ in parts for place in range(rows.start, rows.stop)] == list(range(len(lengths)))
+    assert all(max(lengths[rows]) <= width <= 1000 for rows, width in parts)
+    reads = sum((rows.stop - rows.start) * width for rows, width in parts)
+    assert len(parts) == 1 or reads <= 0.75 * 1000 * len(lengths)
+
+
+def test_parts_of_a_few_long_sequences_and_many_short_ones() -> None:
+    lengths = torch.tensor([1000, 600, 450, 260, *[100] * 28])
+    assert decode_parts(lengths, 1024) == [(slice(0, 2), 1000), (slice(2, 4), 450), (slice(4, 32), 100)]
+    assert decode_parts(lengths[:4], 1024) == [(slice(0, 2), 1000), (slice(2, 4), 450)]
+    assert decode_parts(lengths[:3], 1024) == [(slice(0, 3), 1024)], "too little to save"

@@ -185,6 +185,7 @@ class ContinuousBatcher:
         self._tokens = torch.zeros(lanes, 0, dtype=torch.int64, device=device)
         self._log_probs = torch.zeros(lanes, 0, dtype=torch.float32, device=device)
         self._ended: list[FinishedRequest] = []
+        self._is_sorted = False  # slots by length, longest first
 
     def __len__(self) -> int:
         """Number of running and waiting requests."""
@@ -258,7 +259,7 @@ class ContinuousBatcher:
             copies = torch.arange(len(groups), len(owners), device=self._device)
             self._cache.copy(first + owner[len(groups) :], first + copies, longest)
 
-        self._size = first + len(owners)
+        self._size, self._is_sorted = first + len(owners), False
         state = self._state[:, first : self._size]
         state[1] = attention.positions[attention.ends][owner] + 1
         state[2] = torch.tensor([len(member.prior_ids) for member in members], device=self._device)
@@ -292,8 +293,9 @@ class ContinuousBatcher:
 
     def _step(self) -> None:
         """Decode one token of every running sequence."""
-        _, positions, counts, lanes = self._state[:, : self._size]
         self._cache.fit(self._longest(), self._size)
+        self._sort_slots()
+        _, positions, counts, lanes = self._state[:, : self._size]
         routes = None if self._routes is None else self._routes.new(self._size)
         logits = self._decode_step.logits(self.decoder, self._size, routes)
         if self._routes is not None and routes is not None:
@@ -301,6 +303,22 @@ class ContinuousBatcher:
         positions += 1
         self._steps += 1
         self._record(0, *self._sampler.draw(logits, lanes, counts))
+
+    def _sort_slots(self) -> None:
+        """Put the longest sequences first, if decode steps read the cache in parts.
+
+        All running sequences grow by a token per step, so the order changes only when sequences start or end.
+        """
+        if self._is_sorted or not self._cache.is_read_in_parts:
+            return
+        self._is_sorted = True
+        positions = self._state[1, : self._size]
+        order = positions.argsort(descending=True, stable=True)
+        targets = (order != torch.arange(self._size)).nonzero()[:, 0]
+        if len(targets):
+            sources = order[targets]
+            self._cache.copy(sources, targets, int(positions[targets].max()))
+            self._state[:, targets] = self._state[:, sources]
 
     def _longest(self) -> int:
         """Tokens of the longest running sequence, with its newest one."""
@@ -343,4 +361,5 @@ class ContinuousBatcher:
             movers = (~ended[running - first :]).nonzero()[:, 0] + running
             self._state[:, gaps] = self._state[:, movers]
             self._cache.copy(movers, gaps, self._longest())
+            self._is_sorted = False
         self._size = running

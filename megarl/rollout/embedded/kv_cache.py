@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -21,6 +22,9 @@ from megarl.rollout.embedded.delta_states import DeltaStates, TokenInputs
 
 # Widths are multiples of this many tokens. On a GPU each width has its own CUDA graph of the decode step.
 WIDTH_MULTIPLE = {"cpu": 32, "cuda": 256}
+
+NARROW = 128
+"""Up to this width a decode step on a CPU reads all slots at once: more operations would take longer than the reads."""
 
 
 class KVCache:
@@ -73,6 +77,11 @@ class KVCache:
     def dtype(self) -> torch.dtype:
         """Dtype of the cache."""
         return self._keys[0].dtype
+
+    @property
+    def is_read_in_parts(self) -> bool:
+        """Whether a decode step reads sequences by length, see :class:`StepAttention`."""
+        return self.device.type == "cpu" and self.width > NARROW
 
     def has_window(self, layer: int) -> bool:
         """Return whether a layer has sliding-window attention."""
@@ -128,7 +137,7 @@ class KVCache:
         return keys, self._slots_of(self._values[number])[first : first + count]
 
     def copy(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        """Copy the first ``length`` tokens of slots, and their states, to other slots; no target may be a source."""
+        """Copy the first ``length`` tokens of slots, and their states, to other slots; all are read before a write."""
         if self.delta is not None:
             self.delta.copy(sources, targets)
         for cache in (*self._keys, *self._values):
@@ -255,16 +264,39 @@ class PromptAttention:
         return self._cache.delta.prompts(layer, tokens, self._chunks, self._first, self._prefix > 0)
 
 
+def decode_parts(lengths: Tensor, width: int) -> list[tuple[slice, int]]:
+    """Divide sequences into parts of similar lengths, if that saves a quarter of the reads or more.
+
+    Args:
+        lengths: int64 ``[sequences]`` on a CPU, longest first; another order costs speed.
+        width: width of the cache.
+
+    Returns:
+        Neighboring sequences and the longest length of each part.
+    """
+    count = len(lengths)
+    longer = [int((lengths > width // divisor).sum()) for divisor in (2, 4)]
+    edges = pairwise(sorted({0, *longer, count}))
+    parts = [(slice(first, end), int(lengths[first:end].max())) for first, end in edges]
+    tokens = sum((rows.stop - rows.start) * longest for rows, longest in parts)
+    return parts if 4 * tokens <= 3 * count * width else [(slice(0, count), width)]
+
+
 class StepAttention:
     """Attention of one new token in each of the first slots (decode).
 
+    On a CPU, sequences of very different lengths attend in a few parts, each as wide as its longest sequence.
+
     Args:
         cache: KV cache.
-        positions: int64 ``[rows]``, position of the new token in each slot.
+        positions: int64 ``[rows]``, position of the new token in each slot; on a CPU best in descending order.
     """
 
     def __init__(self, cache: KVCache, positions: Tensor) -> None:
         self._cache = cache
+        self._parts = [(slice(0, len(positions)), cache.width)]
+        if cache.is_read_in_parts:
+            self._parts = decode_parts(positions + 1, cache.width)
         slots = torch.arange(len(positions), device=positions.device)
         self._indices = cache.write_indices(slots, positions)
         columns = torch.arange(cache.width, device=positions.device)
@@ -284,14 +316,28 @@ class StepAttention:
         """See :class:`Attention`. Query heads of one key head take the query-token dimension."""
         self._cache.write(layer, self._indices, keys, values)
         rows, kv_heads = keys.shape[:2]
-        stored = self._cache.read(layer, 0, rows)
+        stored_keys, stored_values = self._cache.read(layer, 0, rows)
         grouped = queries.reshape(rows, kv_heads, -1, queries.shape[-1])
         mask = self._window_mask if self._cache.has_window(layer) else self._mask
+        parts = [
+            self._attend(
+                grouped[part],
+                stored_keys[part, :, :width],
+                stored_values[part, :, :width],
+                mask[part, ..., :width],
+                sinks,
+            )
+            for part, width in self._parts
+        ]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(rows, -1)
+
+    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
+        """Attention of ``[sequences, kv_heads, queries of a head, key_dim]`` to the stored tokens of each sequence."""
+        scale = self._cache.scale
         if sinks is not None:
-            by_key = sinks.view(kv_heads, -1)
-            return masked_sink_attention(grouped, *stored, by_key, self._cache.scale, mask).reshape(rows, -1)
+            return masked_sink_attention(queries, keys, values, sinks.view(keys.shape[1], -1), scale, mask)
         attend = _plain_attention if queries.dtype is torch.float32 else F.scaled_dot_product_attention
-        return attend(grouped, *stored, attn_mask=mask, scale=self._cache.scale).reshape(rows, -1)
+        return attend(queries, keys, values, attn_mask=mask, scale=scale)
 
     def recur(self, layer: int, tokens: TokenInputs) -> Tensor:
         """See :class:`~megarl.rollout.embedded.delta_states.Recurrence`."""
