@@ -1,6 +1,6 @@
 """Speed of synchronous and asynchronous training with long-tailed response lengths, and the bound of each mode.
 
-    python benchmarks/asynchronous.py [--steps 10] [--median 240] [--sigma 1.0] [--modes colocated disaggregated]
+    python benchmarks/asynchronous.py [--steps 12] [--median 60] [--sigma 1.0] [--modes colocated disaggregated]
 
 Complete GRPO jobs under Ray on two CPU devices, one after the other. In ``sync`` and ``colocated`` both devices
 generate, then train; otherwise one device trains and one generates. An agent loop of this file draws the length of each
@@ -14,6 +14,10 @@ devices.
 
 The script also simulates each mode as ``megarl plan`` does, with the speeds of the two synchronous jobs: both times of
 generation determine a decode step and its share per sequence, and the rest of the step is training and weight sync.
+
+Two cores are a poor model of GPUs: a decode step takes longer with more sequences, and the driver, the agent runner and
+the devices share the cores. So a decode step takes at least 4 ms here, and training 150 us per token and device
+(``paced_devices.py``); ``--pace 0 0`` is the speed of the cores. Everything else is the same.
 
 Times are means over the steps between the second and the last: early ones have no work in flight and allocate memory,
 and the last ones admit no prompts. Run it on an idle machine: one device is one core. ``--tiny`` checks the script, and
@@ -50,6 +54,8 @@ from megarl.tracking import read_metrics
 ROOT = Path(__file__).resolve().parents[1]
 LENGTHS = "BENCHMARK_LENGTHS"
 """Environment variable of the loop: median and sigma of the lengths, and mean seconds of a tool, comma-separated."""
+PACE = "BENCHMARK_PACE"
+"""Environment variable of ``paced_devices.py``, which must not be imported here: it changes the process."""
 CAP = 8
 WARMUP, LAST = 2, 2
 """Steps at the beginning and at the end that do not count."""
@@ -98,6 +104,7 @@ class Workload:
         longest: most tokens of a response.
         tool_s: mean seconds of a tool call in the middle of a response, exponentially distributed; 0 = no tool.
         engine: rollout engine.
+        pace: seconds of a decode step, and device-seconds of training per token; None = those of this machine's cores.
     """
 
     steps: int
@@ -110,6 +117,7 @@ class Workload:
     longest: int
     tool_s: float = 0.0
     engine: str = "embedded"
+    pace: tuple[float, float] | None = None
 
     @property
     def mean_tokens(self) -> float:
@@ -192,6 +200,7 @@ def overrides(task: Path, folder: Path, work: Workload, mode: Sequence[str]) -> 
         "trainer.hf_export_dir=null",
         "trainer.logger=[jsonl]",
         f"hydra.run.dir={folder}",
+        *([f"actor_rollout_ref.model.external_lib={here.with_name('paced_devices.py')}"] if work.pace else []),
         *mode,
     ]
 
@@ -214,6 +223,7 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
 def run_job(task: Path, work: Workload, mode: Sequence[str]) -> Measured:
     """Run a job, and return the means of its steps after the warm-up."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", LENGTHS: f"{work.median},{work.sigma},{work.tool_s}"}
+    environment[PACE] = ",".join(map(str, work.pace or ()))
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(ROOT)])
     with tempfile.TemporaryDirectory() as folder:
         run(["-m", "megarl.train", "--config-name", "grpo", *overrides(task, Path(folder), work, mode)], environment)
@@ -248,12 +258,14 @@ def calibrated(work: Workload, sync: Measured, equal: Measured) -> tuple[Simulat
             [round(work.mean_tokens)],
         )
     ]
+    training = sync.step - sync.gen - sync.sync
+    token_s = 2 * training / (work.prompts * work.samples * work.mean_tokens)
+    if work.pace is not None:
+        return SimulatedRates(work.pace[0], 0.0, work.slots, token_s, sync_s=sync.sync), batches[0]
     shared = SimulatedMode("sync", 2, 2, shares_devices=True)
     units = (SimulatedRates(1.0, 0.0, work.slots), SimulatedRates(0.0, 1.0, work.slots))
     counts = np.array([[simulate(shared, unit, batch, 32).step_s for unit in units] for batch in batches])
     decode_s, sequence_s = np.linalg.solve(counts, [sync.gen, equal.gen]).tolist()
-    training = sync.step - sync.gen - sync.sync
-    token_s = 2 * training / (work.prompts * work.samples * work.mean_tokens)
     return SimulatedRates(decode_s, sequence_s, work.slots, token_s, sync_s=sync.sync), batches[0]
 
 
@@ -278,14 +290,22 @@ def simulated(measured: Mapping[str, Measured], rates: SimulatedRates, batch: Si
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--samples", type=int, default=4, help="responses per prompt")
-    parser.add_argument("--median", type=float, default=240)
+    parser.add_argument("--median", type=float, default=60)
     parser.add_argument("--sigma", type=float, default=1.0)
-    parser.add_argument("--hidden", type=int, default=64, help="width of the model")
+    parser.add_argument("--hidden", type=int, default=32, help="width of the model")
     parser.add_argument("--slots", type=int, default=32, help="most responses that a replica decodes at a time")
     parser.add_argument("--tool-s", type=float, default=0.0, help="mean seconds of a tool call in each response")
     parser.add_argument("--engine", choices=["embedded", "sglang"], default="embedded")
+    parser.add_argument(
+        "--pace",
+        type=float,
+        nargs=2,
+        default=(4.0, 150.0),
+        metavar=("MS", "US"),
+        help="least ms of a decode step and device-us of training per token; 0 0 = the speed of this machine's cores",
+    )
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES), help="modes besides sync")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
@@ -293,7 +313,8 @@ def main() -> None:
     work = Workload(args.steps, 32, args.samples, args.median, args.sigma, args.hidden, args.slots, longest)
     if args.tiny:
         work = Workload(5, 8, 2, 8, args.sigma, 32, 4, 8 * CAP)
-    work = replace(work, tool_s=args.tool_s, engine=args.engine)
+    pace = (args.pace[0] / 1e3, args.pace[1] / 1e6) if any(args.pace) else None
+    work = replace(work, tool_s=args.tool_s, engine=args.engine, pace=pace)
     samples = work.prompts * work.samples
     print(f"machine: {processor()}, load {os.getloadavg()[0]:.1f} at start")
     print(

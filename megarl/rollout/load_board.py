@@ -10,6 +10,7 @@ Pure data structures; :mod:`megarl.rollout.router` acts on them.
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -142,7 +143,8 @@ class LoadBoard:
 
     A replica has at most ``capacity`` requests. The rest waits here, and the next free replica takes it. So no replica
     is idle while requests wait. The longest expected requests go first, since a long response started last would delay
-    the whole batch. Before them goes one probe request of each key with unknown length.
+    the whole batch. Before them goes one probe request of each key with unknown length. Keys that have waited since an
+    earlier weight sync go before all newer ones: their batch is trained first.
 
     Args:
         capacity: maximum requests of each replica.
@@ -154,6 +156,8 @@ class LoadBoard:
         self._lengths = lengths or LengthEstimator()
         self._prefix_replica: dict[str, int] = {}
         self._waiting: dict[str, list[PendingRequest]] = {}
+        self._interval = 0
+        self._first_interval: dict[str, int] = {}  # of each key
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -173,6 +177,7 @@ class LoadBoard:
         """Add new requests to the queue; :meth:`dispatch` dispatches them."""
         for entry in entries:
             self._waiting.setdefault(entry.key, []).append(entry)
+            self._first_interval.setdefault(entry.key, self._interval)
 
     def withdraw(self, entry: PendingRequest) -> None:
         """Remove a request from the queue; a no-op if it is not waiting."""
@@ -222,25 +227,25 @@ class LoadBoard:
         self._prefix_replica = {key: number for key, number in self._prefix_replica.items() if number != replica}
         return entries
 
-    def forget_idle_keys(self) -> None:
-        """Forget lengths and prefixes of the keys without requests, so that a router may serve for a whole run."""
+    def begin_interval(self) -> None:
+        """Begin the interval after a weight sync; lengths and prefixes of keys without requests are forgotten."""
         held = {entry.key for replica in self._replicas.values() for entry in replica.held}
         keys = held | self._waiting.keys()
         self._lengths.keep(keys)
         self._prefix_replica = {key: number for key, number in self._prefix_replica.items() if key in keys}
+        self._first_interval = {key: number for key, number in self._first_interval.items() if key in keys}
+        self._interval += 1
 
     def _next_groups(self, room: int) -> list[_Group]:
         """Return the next groups to dispatch, in order; at least enough for the room."""
         probes = self._probes(room) if self.waiting > room else []
         taken = {probe.entries[0] for probe in probes}
-        if len(probes) == room:
-            return probes
-        groups = (
-            _Group(key, rest, self._cost(entries[0]))
-            for key, entries in self._waiting.items()
-            if (rest := [entry for entry in entries if entry not in taken])
-        )
-        return probes + heapq.nlargest(room, groups, key=lambda group: group.cost)
+        ranked = [((self._first_interval[probe.key], -math.inf), probe) for probe in probes]
+        for key, entries in self._waiting.items():
+            if rest := [entry for entry in entries if entry not in taken]:
+                cost = self._cost(entries[0])
+                ranked.append(((self._first_interval[key], -cost), _Group(key, rest, cost)))
+        return [group for _, group in heapq.nsmallest(room, ranked, key=lambda pair: pair[0])]
 
     def _probes(self, room: int) -> list[_Group]:
         """Return one request of each key with unknown length."""

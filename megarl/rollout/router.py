@@ -269,7 +269,7 @@ class Router:
     def take_stats(self) -> RouterStats:
         """Return the statistics since the last call, while requests run on; to be called once per weight sync."""
         self._account()
-        self._board.forget_idle_keys()  # no prefix of the old weights is cached any more
+        self._board.begin_interval()  # no prefix of the old weights is cached any more
         taken = self.stats
         self.stats = RouterStats(busy_s=dict.fromkeys(self._board.replicas, 0.0))
         return taken

@@ -144,6 +144,25 @@ def test_length_prediction_from_prior_to_elapsed_to_measured():
     assert lengths.expected_tokens("b") == 2 * 8.0 * 10 / 6
 
 
+def test_prompts_of_an_earlier_interval_go_before_newer_ones():
+    """Also before probes of newer prompts, longer ones, and after an interruption."""
+    board = LoadBoard([1])
+    old = [PendingRequest(None, f"old {cost}", 100.0, cost) for cost in (5.0, 9.0)]
+    board.add(old)
+    assert board.dispatch() == {0: [old[1]]}
+    board.begin_interval()
+    new = [PendingRequest(None, "new", 100.0, 50.0), PendingRequest(None, "unknown", 100.0)]
+    board.add(new)
+    board.release(0, old[1])
+    board.add([old[1]])
+    order = []
+    while board.waiting:
+        ((entry,),) = board.dispatch().values()
+        order.append(entry)
+        board.release(0, entry)
+    assert order == [old[1], old[0], new[1], new[0]]
+
+
 def test_idle_keys_are_forgotten():
     board = LoadBoard([2, 2], lengths := LengthEstimator())
     entries = {key: PendingRequest(None, key, 100.0) for key in ("ended", "held", "waits")}
@@ -154,7 +173,7 @@ def test_idle_keys_are_forgotten():
     board.dispatch()
     board.add([entries["waits"]])
     assert lengths.expected_tokens("ended") == 40
-    board.forget_idle_keys()
+    board.begin_interval()
     assert not lengths.started("ended") and lengths.started("held") and board._prefix_replica.keys() == {"held"}
     assert board.waiting == 1 and lengths.mean == 40
     board.release(replica_of["held"], entries["held"], 7)
