@@ -191,7 +191,7 @@ def span(name: str, category: str = "", **args: Any) -> AbstractContextManager[N
 
 
 def lane_span(name: str, category: str, lane: str) -> AbstractContextManager[None]:
-    """Record the block as a span in a separate lane, for work at the same time as other spans of this thread."""
+    """Record the block as a span in a separate lane, for work during other spans of this thread."""
     return _Span(name, category, {}, lane) if TRACER.active else _NO_SPAN
 
 
