@@ -32,8 +32,8 @@ class KVCache:
 
     With latent attention there is one tensor with one head per layer, the keys: their first elements are the values.
 
-    Every step reads all of it, and memory without gaps is read several times faster. Therefore all slots are as wide as
-    the longest sequence needs. :meth:`fit` changes the width.
+    Every step reads it, and memory without gaps is read several times faster. Therefore all slots are as wide as the
+    longest sequence needs. :meth:`fit` changes the width.
 
     Args:
         config: model config.
