@@ -11,7 +11,10 @@ from cli_runs import START_S, CliRun, RunFiles, read_jsonl
 from documented_metrics import undocumented
 from ray_nodes import TwoNodes
 
+from megarl.base.packages import is_installed
 from megarl.ops import scale
+
+SGLANG = [pytest.param("sglang", marks=pytest.mark.sglang)] if is_installed("sglang") else []
 
 
 @pytest.fixture
@@ -22,7 +25,7 @@ def two_nodes() -> Iterator[TwoNodes]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("engine", ["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
+@pytest.mark.parametrize("engine", ["embedded", *SGLANG])
 def test_replicas_leave_and_join_with_their_node_and_on_request(
     engine: str, small: list[str], two_nodes: TwoNodes, start: Callable[..., CliRun], capsys: pytest.CaptureFixture[str]
 ) -> None:
