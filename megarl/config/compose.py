@@ -34,6 +34,7 @@ from yaml import YAMLError
 
 from megarl.base.errors import ConfigError
 from megarl.base.files import WRITABLE, write_error
+from megarl.base.logs import keep_standard_error_open
 from megarl.base.redaction import redact
 from megarl.base.run_writer import RUN_WRITER
 from megarl.config.build import build, build_draft, defaults, unknown_key
@@ -207,6 +208,7 @@ def run_once(
     with _initialized(request, name):
         callbacks = Callbacks(values)
         context = HydraContext(GlobalHydra.instance().config_loader(), callbacks)
+        keep_standard_error_open()
         configure_log(values.hydra.hydra_logging, values.hydra.verbose)
         callbacks.on_run_start(config=values, config_name=_JOB)
         result = run_job(task, values, "hydra.run.dir", None, context)
@@ -229,6 +231,7 @@ def run_sweep(
     arguments = [f"hydra.job.name={name}", *(_reachable(override, keys, request) for override in parsed)]
     arguments += sweep_overrides(parsed, minimize)
     _register(request)
+    keep_standard_error_open()
     with _arguments([*arguments, "--multirun"]), _sweep_files():
         hydra_main(version_base="1.3", config_path=str(_folders(request)[0]), config_name=_JOB)(task)()
 
