@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from megarl.config import RolloutConfig, TrainConfig
 from megarl.data import DataProto
 from megarl.data.loader import PromptQueue
 from megarl.rewards import RewardManager, in_driver
+from megarl.rollout.embedded.generation import ContinuousBatcher
 from megarl.rollout.interface import NO_VERSION, Completion, Request
 from megarl.rollout.router import NoReplicaLeft
 from megarl.rollout.serving import HeldRequests
@@ -388,9 +390,12 @@ def test_a_run_whose_replicas_are_lost_saves_its_work_in_flight(
     def lost(wait_s: float) -> None:
         raise NoReplicaLeft("the only replica is lost")
 
+    advance = ContinuousBatcher.advance
+    monkeypatch.setattr(ContinuousBatcher, "advance", lambda batcher: time.sleep(0.005) or advance(batcher))
     service = make(2, tokens=100, partial=True, folder="first")
     engine.sync_weights()
     list(steps_of(service, last=1))
+    time.sleep(0.2)  # responses take half a second: some are in flight, with tokens
     state = saved(service, tmp_path)
     monkeypatch.setattr(service.traffic.runners, "finished", lost)
     assert service.state_dict()["turns"] == [] and not service.traffic.is_open
