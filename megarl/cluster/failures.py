@@ -98,7 +98,7 @@ def gather(
     failures: list[WorkerFailed] = []
     while waiting:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        # Without anybody to tell, results are taken together: each wait for one of them takes its own CPU time.
+        # Without `on_result` all results are awaited together, since each wait costs CPU time.
         ready = first_ready(list(waiting), left, len(waiting) if on_result is None else 1)
         if not ready:
             break

@@ -238,6 +238,8 @@ class LoadBoard:
 
     def _next_groups(self, room: int) -> list[_Group]:
         """Return the next groups to dispatch, in order; at least enough for the room."""
+        if not room:
+            return []
         probes = self._probes(room) if self.waiting > room else []
         taken = {probe.entries[0] for probe in probes}
         ranked = [((self._first_interval[probe.key], -math.inf), probe) for probe in probes]

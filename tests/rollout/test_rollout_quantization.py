@@ -112,7 +112,7 @@ class Rank:
 
     def __init__(self, shard):
         self.shard = shard
-        shapes = shard._shapes(shard._places())
+        shapes = shard._shapes(shard._places)
         self.held = {}
         for name, shape in shapes.items():
             dtype = FP8_DTYPE if name + "_scale_inv" in shapes else torch.float32

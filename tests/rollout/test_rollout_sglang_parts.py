@@ -62,7 +62,7 @@ class Model(torch.nn.Module):
 
 def sglang_model(shard, **changed):
     """A model with the shapes that a shard expects, without `None` ones."""
-    shapes = shard._shapes(shard._places()) | changed
+    shapes = shard._shapes(shard._places) | changed
     return Model({name: shape for name, shape in shapes.items() if shape is not None})
 
 
@@ -217,7 +217,7 @@ def test_gated_delta_nets_have_the_parameters_of_sglang(architecture):
     shard = SGLangShard(parse_model_config(HYBRID | {"architectures": [architecture]}), 2, 1)
     blocks = MLP_IN_SGLANG if architecture == "Qwen3_5ForCausalLM" else EXPERTS_IN_SGLANG
     mlps = {f"model.layers.{n}.mlp.{name}": shape for n in (0, 1) for name, shape in blocks.items()}
-    assert shard._shapes(shard._places()) == HYBRID_IN_SGLANG | mlps
+    assert shard._shapes(shard._places) == HYBRID_IN_SGLANG | mlps
     views = shard.views(Model(HYBRID_IN_SGLANG | mlps))
     assert views.keys() == {param.name for param in shard.params()}
     rows = {
@@ -287,7 +287,7 @@ SINKS_IN_SGLANG = {  # on one of two ranks; names and shapes of SGLang 0.5.23's 
 def test_experts_with_biases_have_the_parameters_of_sglang(rank):
     """Gates and ups alternate in a rank's rows; the ranks' outputs are summed, so one rank has the output's bias."""
     shard = SGLangShard(parse_model_config(SINKS), 2, rank)
-    assert shard._shapes(shard._places()) == SINKS_IN_SGLANG
+    assert shard._shapes(shard._places) == SINKS_IN_SGLANG
     model = Model(SINKS_IN_SGLANG)
     for tensor in model.held.values():
         tensor.data.fill_(7.0)  # a start without weights leaves random ones

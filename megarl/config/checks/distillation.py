@@ -82,7 +82,7 @@ def _full_kl(config: TrainConfig) -> Iterator[Problem]:
         text = f"weighs the sampled token, on which the KL of {_LOSS}.loss_mode={FULL_KL} does not depend; set false"
         yield Problem(f"{_LOSS}.use_policy_gradient", loss.use_policy_gradient, text)
     if actor.uses_full_kl:
-        text = f"would be the second exact KL after {_LOSS}.loss_mode={FULL_KL}; set low_var_kl, or k2 there"
+        text = f"would be the second exact KL, next to {_LOSS}.loss_mode={FULL_KL}; set low_var_kl, or k2 there"
         yield Problem("actor_rollout_ref.actor.kl_loss_type", actor.kl_loss_type, text)
 
 

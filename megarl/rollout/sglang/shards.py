@@ -83,7 +83,7 @@ class SGLangShard:
             WeightSyncError: SGLang lacks a parameter, has another one, or holds one in another shape.
         """
         held = {name: param.data for name, param in model.named_parameters()}
-        places = self._places()
+        places = self._places
         shapes = self._shapes(places)
         for name, shape in shapes.items():
             if name not in held:
@@ -119,18 +119,15 @@ class SGLangShard:
     def clear_padding(self, model: torch.nn.Module) -> None:
         """Fill the vocabulary padding of the rank, and parameters of other ranks, with zeros."""
         held = dict(model.named_parameters())
-        for name, place in self._places().items():
+        for name, place in self._places.items():
             if name in VOCAB_PARAMS:
                 held[name].data[place.rows :].zero_()
         for param in self.params():
             if not param.pieces and param.name not in VOCAB_PARAMS:
                 held[param.name].data.zero_()
 
-    def _places(self) -> Mapping[str, _Rows]:
-        return self._rows_of
-
     @cached_property
-    def _rows_of(self) -> dict[str, _Rows]:
+    def _places(self) -> dict[str, _Rows]:
         params = self.params()
         fused = _fused_latents({param.name: param for param in params})
         named = {param.name: self._name(param.name) for param in params}
