@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -418,7 +419,8 @@ def test_memory_outside_of_address_spaces_is_limited(run):
     assert run(SEGMENTS).stdout == "[-1, -1, -1]\n"
 
 
-def test_output_limit(run):
+def test_output_limit(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     execution = run("while True: print('x' * 10000)")
     assert execution.status == "output_limit" and len(execution.stdout) < 2 * 2**20
-    assert not [name for name in os.listdir("/tmp") if name.startswith("megarl-sandbox-")]
+    assert not os.listdir(tmp_path)  # the sandbox's folder is deleted
