@@ -2,9 +2,10 @@
 
     python benchmarks/data_plane.py --samples 2048 16384 --longest 32768 --mean 4096 --dp 64 512
 
-The batch has PPO's columns and log-normal response lengths (sigma 1). The driver runs the verbs and phases of a step
-through a real worker group and Ray's object store: passes, scores, advantages (GAE, KL penalty), updates, metrics.
-One process stands for all ranks and answers without a model. The first step also pays for first access to the memory
+The batch has PPO's columns and log-normal response lengths (sigma 1). The driver receives the samples of an agent
+runner with their scores, and runs the verbs and phases of a step through a real worker group and Ray's object store:
+passes, scores, advantages (GAE, KL penalty), updates, metrics. One process stands for all ranks and answers without a
+model. The first step also pays for first access to the memory
 of the object store, which later steps use again. Seconds are CPU seconds of the driver's process with its Ray threads,
 without the thread that watches the memory. Memory is the largest anonymous memory of the process since the batch was
 built, without the object store. ``written MB`` are the bytes that the driver has written into the store.
@@ -24,6 +25,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import numpy as np
 import torch
 
+from megarl.agents.trajectories import PackedSamples, trajectories_to_batch
+from megarl.agents.types import FinishedSample, SampleId, Trajectory
 from megarl.base.allocator import keep_freed_memory
 from megarl.cluster import RaySession, ResourcePool, WorkerGroup, stored_chunks, wait_ready
 from megarl.config.schema.algorithm import AlgorithmConfig
@@ -31,15 +34,17 @@ from megarl.data import DataProto, token_counts
 from megarl.data.column_store import ragged_columns
 from megarl.data.remote import Chunk
 from megarl.models import ParallelLayout
-from megarl.rewards.manager import with_scores
+from megarl.rewards import RewardManager, in_driver
+from megarl.rewards.outcome import Outcome
 from megarl.trainer.jobs.train import LARGEST_KEPT_TENSOR
 from megarl.trainer.phases.advantage_phase import AdvantagePhase
 from megarl.trainer.records.metrics import batch_metrics
 from megarl.workers.actor import ActorWorker
 from megarl.workers.critic import CriticWorker
-from megarl.workers.dispatch import WorkerPlace, read_marks, verb
+from megarl.workers.dispatch import Dispatch, WorkerPlace, read_marks, verb
 
 PROMPT = 1024
+SAMPLES_PER_REPORT = 64
 VOCABULARY = 151_936
 MARKS = read_marks(ActorWorker) | read_marks(CriticWorker)
 
@@ -85,6 +90,30 @@ class AnsweringWorker:
         return {}
 
 
+class SampleSource:
+    """Sends drawn samples as an agent runner does, in the reports of a second."""
+
+    def __init__(self, place: WorkerPlace) -> None:
+        self._samples: list[FinishedSample] = []
+
+    @verb(Dispatch.ALL)
+    def draw(self, samples: int, longest: int, mean: int, seed: int) -> None:
+        """Draw the samples of a step."""
+        rows = samples_rows(samples, longest, mean, seed)
+        self._samples = []
+        for row, (prompt, response) in enumerate(zip(rows["prompts"], rows["responses"], strict=True)):
+            mask, log_probs = rows["response_mask"][row], rows["rollout_log_probs"][row]
+            outcome = Outcome(row / samples, {})
+            trajectory = Trajectory(prompt, response, mask, log_probs, "stop", 2, weight_version=1, outcome=outcome)
+            self._samples.append(FinishedSample(SampleId(row // 8, row % 8), trajectory))
+
+    @verb(Dispatch.ALL)
+    def take(self, count: int) -> PackedSamples:
+        """Return the next samples."""
+        packed, self._samples = PackedSamples(self._samples[:count]), self._samples[count:]
+        return packed
+
+
 class OneProcessGroup(WorkerGroup):
     """A group of ``dp`` data-parallel ranks that all are one process."""
 
@@ -110,11 +139,29 @@ def samples_rows(samples: int, longest: int, mean: int, seed: int) -> dict[str, 
     }
 
 
+def receive(source: WorkerGroup, samples: int) -> DataProto:
+    """Receive the samples of a step, and build their batch."""
+    trajectories: list[Trajectory] = []
+    while len(trajectories) < samples:
+        (packed,) = source.call("take", SAMPLES_PER_REPORT)
+        trajectories += [sample.trajectory for sample in packed.unpack()]
+    batch = trajectories_to_batch(trajectories, 0)
+    sources = {"data_source": ["x"] * samples, "reward_model": [{"ground_truth": "x"}] * samples}
+    return with_step_info(batch.with_columns({}, sources))
+
+
+def with_step_info(batch: DataProto) -> DataProto:
+    """Add the names of the prompts, and the sizes of mini-batches."""
+    uids = np.array([f"1-{row // 8}" for row in range(len(batch))], dtype=object)
+    sizes = {name: len(batch) // 4 for name in ("actor_mini_batch_rows", "critic_mini_batch_rows")}
+    batch = batch.with_columns({}, {"uid": uids})
+    batch.meta_info |= {"balance_batch": True, **sizes}
+    return batch
+
+
 def batch_of(rows: dict[str, list[np.ndarray]]) -> DataProto:
     """Build the batch of samples."""
-    uids = np.array([f"1-{row // 8}" for row in range(len(rows["prompts"]))], dtype=object)
-    sizes = {name: len(uids) // 4 for name in ("actor_mini_batch_rows", "critic_mini_batch_rows")}
-    return DataProto(ragged_columns(rows, {}), {"uid": uids}, {"balance_batch": True, **sizes})
+    return with_step_info(DataProto(ragged_columns(rows, {})))
 
 
 class Meter:
@@ -159,11 +206,10 @@ def anonymous_bytes() -> int:
         return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
 
 
-def run_step(batch: DataProto, group: Any, meter: Meter) -> None:
+def run_step(batch: DataProto, manager: RewardManager, group: Any, meter: Meter) -> None:
     """Run the driver's side of a step."""
     rows = group.row_map("compute_log_prob", 0)
-    scores, kept = torch.linspace(0, 1, len(batch)), torch.ones(len(batch), dtype=torch.bool)
-    batch = meter.run("scores", lambda: with_scores(batch, scores, kept))
+    batch = meter.run("scores", lambda: manager.score(batch).batch)
     for name in ("compute_log_prob", "compute_ref_log_prob", "compute_values"):
         batch = meter.run(name, lambda name=name, batch=batch: batch.union(group.call(name, batch)))
     phase = AdvantagePhase(AlgorithmConfig(use_kl_in_reward=True))
@@ -193,16 +239,19 @@ def main() -> None:
     with RaySession(num_cpus=2, object_store_bytes=args.store_gb << 30) as session:
         pool = session.place([ResourcePool("main", "cpu", [1])])["main"]
         group = OneProcessGroup("ranks", AnsweringWorker, {}, ParallelLayout(), pool)
+        source = WorkerGroup("agents", SampleSource, {}, ParallelLayout(), pool, on_device=False)
+        manager = RewardManager(in_driver(lambda data_source, solution_str, ground_truth, extra_info: 0.0), None)
         for samples in args.samples:
             for dp in args.dp:
                 group.stand_for(dp)
                 for step in range(1, args.steps + 1):
-                    batch = batch_of(samples_rows(samples, args.longest, args.mean, args.seed + step - 1))
-                    tokens, longest = sum(token_counts(batch)) / 1e6, batch.widths[1]
-                    print(f"\n{samples} samples, {tokens:.1f} M tokens, up to {longest} per response, {dp} ranks")
+                    source.call("draw", samples, args.longest, args.mean, args.seed + step - 1)
+                    print(f"\n{samples} samples, up to {args.longest} tokens per response, {dp} ranks")
                     print(f"  {f'stage of step {step}':<24}{'CPU s':>8}{'wall s':>8}{'written MB':>12}")
                     meter.reset()
-                    run_step(batch, group, meter)
+                    batch = meter.run("collect samples", lambda samples=samples: receive(source, samples))
+                    run_step(batch, manager, group, meter)
+                    print(f"  {sum(token_counts(batch)) / 1e6:.1f} M tokens")
                     print(f"  {'step':<24}{meter.total:>8.2f}; largest memory {meter.peak / 2**30:.1f} GiB")
                     del batch
 

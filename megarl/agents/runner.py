@@ -1,4 +1,4 @@
-"""The agent runner: leads conversations concurrently in one event loop, and hands out trajectories as they end.
+"""The agent runner: leads conversations concurrently in one event loop, scores the samples, and hands them out.
 
 A failed conversation ends alone: it is counted, and none of its tokens is trained on. The runner is a plain class,
 usable from a test or a script. A training job starts it in processes (:mod:`megarl.cluster.agent_runners`).
@@ -7,12 +7,15 @@ usable from a test or a script. A training job starts it in processes (:mod:`meg
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from megarl.agents.build import build_agent_loops, conversation_limits
@@ -21,6 +24,7 @@ from megarl.agents.event_loop import EventLoopThread
 from megarl.agents.loop import AgentLoop
 from megarl.agents.loop_monitor import monitored_loop
 from megarl.agents.routes import GenerateWithRoutes, RouteRecord
+from megarl.agents.scoring import SampleScorer
 from megarl.agents.turns import TurnRecord, VersionGate, context_digest
 from megarl.agents.types import (
     AgentError,
@@ -33,7 +37,10 @@ from megarl.agents.types import (
     StoredTurn,
     Trajectory,
 )
-from megarl.base.errors import WeightSyncError, WorkerError
+from megarl.base.child_process import Surroundings
+from megarl.base.errors import RewardError, WeightSyncError, WorkerError
+from megarl.rewards.pool import RunCounts
+from megarl.rewards.scorer import ScorerSpec
 from megarl.rollout.interface import RolloutError
 from megarl.rollout.router import Replica, Router
 from megarl.rollout.router_stats import RouterStats
@@ -58,6 +65,8 @@ class AgentRunner:
         rank: number of this runner; runner 0 serves the configured address of the chat endpoint.
         runners: number of runners, which share the slots of the engines and ``agent.max_concurrency``.
         token: bearer token of the chat endpoint; empty = of the environment, or a random one.
+        scorers: reward functions by name, see :attr:`ConversationGroup.reward`.
+        surroundings: of the driver, for reward functions; None = those of this process.
 
     Attributes:
         endpoint: chat endpoint of the policy; None = the run serves none.
@@ -73,6 +82,8 @@ class AgentRunner:
         rank: int = 0,
         runners: int = 1,
         token: str = "",
+        scorers: Mapping[str, ScorerSpec] = MappingProxyType({}),
+        surroundings: Surroundings | None = None,
     ) -> None:
         rollout = config.actor_rollout_ref.rollout
         self._config, self._tokenizer = config, tokenizer
@@ -97,11 +108,17 @@ class AgentRunner:
         self.endpoint = build_endpoint(config, tokenizer, self._loop, token, address)
         if self.endpoint is not None:
             self._resources.enter_context(self.endpoint)
+        specs = {id(spec): spec for spec in scorers.values()}  # several names may share one
+        pools = {key: SampleScorer(spec, tokenizer, rank, surroundings) for key, spec in specs.items()}
+        self._scorers = {name: pools[id(spec)] for name, spec in scorers.items()}
+        for scorer in pools.values():
+            self._resources.callback(scorer.close)
+        self._scored = 0
 
     @property
     def progress(self) -> int:
-        """Number of turns that have been generated since :meth:`open`."""
-        return 0 if self._router is None else self._router.finished
+        """Number of turns that have been generated since :meth:`open`, and of scored samples."""
+        return self._scored + (0 if self._router is None else self._router.finished)
 
     def open(self, replicas: Mapping[int, Replica], client: str = "") -> None:
         """Serve conversations with these rollout replicas from now on.
@@ -137,8 +154,9 @@ class AgentRunner:
         """Return the samples that have ended since the last call; wait for the first one, at most ``wait_s`` seconds.
 
         Raises:
-            MegarlError: no conversation can go on; the first error of :data:`FATAL`, or of building an agent loop.
-                After the loss of all replicas they can go on with others, and no sample is dropped.
+            MegarlError: no conversation can go on; the first error of :data:`FATAL`, of building an agent loop, or of
+                starting reward processes. After the loss of all replicas they can go on with others, and no sample is
+                dropped.
         """
         deadline = time.monotonic() + wait_s
         with self._changed:
@@ -158,6 +176,11 @@ class AgentRunner:
     def abort(self, names: Sequence[SampleId]) -> None:
         """End conversations without a result; unknown ones are ignored."""
         self._loop.run(self._abort(names))
+
+    def take_reward_counts(self) -> RunCounts:
+        """Return retries and replaced processes of the rewards of all samples since the last call."""
+        counts = [scorer.take_counts() for scorer in set(self._scorers.values())]
+        return functools.reduce(RunCounts.plus, counts, RunCounts())
 
     def take_stats(self) -> RouterStats:
         """Return the router's statistics since the last call; conversations go on."""
@@ -260,7 +283,7 @@ class AgentRunner:
     async def _lead(
         self, name: SampleId, group: ConversationGroup, sample: PlannedSample, generate: GenerateWithRoutes
     ) -> None:
-        """Lead one conversation, and hand out its trajectory."""
+        """Lead one conversation, score its trajectory, and hand it out."""
         turns = self._records.get(name)
         if turns is not None:
             generate = turns.generate
@@ -282,9 +305,13 @@ class AgentRunner:
                 trajectory = await lead_conversation(
                     conversation, self._loops[group.agent_name], generate if routes is None else routes.generate
                 )
-        except FATAL as error:
+            if (scorer := self._scorers.get(group.reward)) is not None:
+                trajectory = replace(trajectory, outcome=await scorer.score(group.facts, trajectory))
+                self._scored += 1
+        except (*FATAL, RewardError) as error:  # a RewardError: the reward processes do not start
             self._fail(error)
             return
+        # A sample that waits for its score is unfinished: a checkpoint stores its turns.
         self._tasks.pop(name, None)
         self._records.pop(name, None)
         if routes is not None:

@@ -13,6 +13,7 @@ from megarl.data import DataProto
 from megarl.data.column_store import ragged_columns
 from megarl.data.ragged import Rows
 from megarl.data.shared_prompts import DIGESTS, prompt_digests
+from megarl.rewards.outcome import OUTCOME
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ def trajectories_to_batch(
         environment's tokens) ``[b, R]``, ``attention_mask [b, P+R]`` and ``prompt_digests [b]``; with ``with_versions``
         also ``weight_versions [b, R]``; with ``with_routes`` also ``routed_experts [b, P+R, expert layers, per
         token]``; the columns ``num_turns``, ``weight_version``, ``agent_error`` (None: no failure) and one column per
-        name in ``fields``.
+        name in ``fields``; :data:`OUTCOME` if a trajectory has an outcome.
     """
     prompts = [_nonempty(trajectory.prompt_ids, pad_token_id) for trajectory in trajectories]
     responses = [_nonempty(trajectory.response_ids, pad_token_id) for trajectory in trajectories]
@@ -125,6 +126,8 @@ def trajectories_to_batch(
     columns["num_turns"] = [trajectory.num_turns for trajectory in trajectories]
     columns["weight_version"] = [trajectory.weight_version for trajectory in trajectories]
     columns["agent_error"] = [trajectory.error for trajectory in trajectories]
+    if any(trajectory.outcome is not None for trajectory in trajectories):
+        columns[OUTCOME] = [trajectory.outcome for trajectory in trajectories]
     return DataProto.from_dict(tensors, columns)
 
 

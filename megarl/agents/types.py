@@ -14,12 +14,16 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from megarl.base.errors import MegarlError
+from megarl.rewards.outcome import Outcome
 from megarl.rollout.interface import NO_VERSION, Completion, FinishReason, SamplingParams
 
 if TYPE_CHECKING:
+    from megarl.rewards.pool import RunCounts
     from megarl.rollout.router import Replica
     from megarl.rollout.router_stats import RouterStats
 
+TRAINING_REWARD, VALIDATION_REWARD = "training", "validation"
+"""Names of the scorers of training and of validation samples."""
 Message: TypeAlias = Mapping[str, Any]
 Integers: TypeAlias = Sequence[int] | np.ndarray
 TrajectoryEnd: TypeAlias = Literal["stop", "length", "turns", "error"]
@@ -117,6 +121,7 @@ class Trajectory:
         unmasked: ``response_mask`` before the failure was recorded; empty without a failure.
         routes: int16 ``[tokens, expert layers, per token]``, experts of the first tokens, prompt and response; None
             without routing replay R3, and if the engine has computed nothing.
+        outcome: score of the reward functions; None: not scored yet.
     """
 
     prompt_ids: Integers
@@ -132,6 +137,7 @@ class Trajectory:
     error: str | None = None
     unmasked: Integers = ()
     routes: np.ndarray | None = field(default=None, compare=False, repr=False)
+    outcome: Outcome | None = None
 
     @property
     def generated_mask(self) -> Integers:
@@ -243,6 +249,7 @@ class ConversationGroup:
         expected_tokens: expected tokens per turn; None = unknown.
         with_routes: record the experts of all tokens.
         with_turns: record the turns, for :meth:`ConversationService.stored_turns`.
+        reward: name of the scorer of its samples; empty = they are not scored here.
     """
 
     number: int
@@ -255,6 +262,7 @@ class ConversationGroup:
     expected_tokens: float | None = None
     with_routes: bool = False
     with_turns: bool = False
+    reward: str = ""
 
     @property
     def ids(self) -> list[SampleId]:
@@ -275,7 +283,7 @@ class FinishedSample(NamedTuple):
 
 
 class ConversationService(Protocol):
-    """Leads conversations and returns their trajectories as they end: an agent runner, or several in processes.
+    """Leads conversations and returns their scored trajectories: an agent runner, or several in processes.
 
     Between :meth:`open` and :meth:`close`, groups may be submitted at any time.
     """
@@ -302,6 +310,9 @@ class ConversationService(Protocol):
 
     def abort(self, names: Sequence[SampleId]) -> None:
         """End conversations without a result; unknown ones are ignored."""
+
+    def take_reward_counts(self) -> RunCounts:
+        """Return retries and replaced processes of the rewards of all samples since the last call."""
 
     def take_stats(self) -> RouterStats:
         """Return the statistics since the last call or since :meth:`open`; conversations go on."""

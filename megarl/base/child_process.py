@@ -22,7 +22,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
@@ -35,6 +36,26 @@ _CODE = "import sys; sys.path[:] = {path!r}; from {module} import {function} as 
 _EXIT_S = 5.0
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """Working folder, environment variables and import path of a process, for a child that another process starts.
+
+    Attributes:
+        folder: working folder.
+        variables: environment variables.
+        path: import path.
+    """
+
+    folder: str
+    variables: Mapping[str, str]
+    path: Sequence[str]
+
+    @classmethod
+    def here(cls) -> Surroundings:
+        """Return those of this process."""
+        return cls(os.getcwd(), dict(os.environ), list(sys.path))
+
+
 class ChildProcess:
     """A Python process in a new session, with a socket pair to this process.
 
@@ -44,6 +65,8 @@ class ChildProcess:
         target: ``package.module:function``, called in the child with the descriptor of its end of the socket pair.
         *arguments: further arguments of the function: numbers, strings, None, tuples.
         output: file for standard output and error; None = the streams of this process.
+        surroundings: working folder (if this node has it), environment variables and import path; None = those of this
+            process.
 
     Attributes:
         connection: this process's end of the socket pair.
@@ -52,13 +75,23 @@ class ChildProcess:
         OSError: the process cannot be started.
     """
 
-    def __init__(self, target: str, *arguments: object, output: IO[bytes] | int | None = None) -> None:
+    def __init__(
+        self,
+        target: str,
+        *arguments: object,
+        output: IO[bytes] | int | None = None,
+        surroundings: Surroundings | None = None,
+    ) -> None:
         module, _, function = target.partition(":")
         parent_end, child_end = socket.socketpair()
         with parent_end, child_end:
             handle = child_end.fileno()
             code = _CODE.format(
-                path=sys.path, module=module, function=function, handle=handle, arguments=tuple(arguments)
+                path=surroundings.path if surroundings else sys.path,
+                module=module,
+                function=function,
+                handle=handle,
+                arguments=tuple(arguments),
             )
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
@@ -67,7 +100,8 @@ class ChildProcess:
                 stderr=None if output is None else subprocess.STDOUT,
                 pass_fds=[handle],
                 start_new_session=True,
-                env={"OMP_NUM_THREADS": "1", **os.environ},
+                cwd=surroundings.folder if surroundings and os.path.isdir(surroundings.folder) else None,
+                env={"OMP_NUM_THREADS": "1", **(surroundings.variables if surroundings else os.environ)},
             )
             self.connection = Connection(parent_end.detach())
 

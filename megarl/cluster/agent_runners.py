@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -17,6 +18,7 @@ from megarl.agents.endpoint.server import make_token
 from megarl.agents.runner import AgentRunner
 from megarl.agents.trajectories import PackedSamples
 from megarl.agents.types import ConversationGroup, FinishedSample, SampleId, StoredTurn
+from megarl.base.child_process import Surroundings
 from megarl.base.errors import StepImpossible, WorkerError
 from megarl.base.user_code import import_user_modules
 from megarl.cluster.adapters import ReplicaProcess
@@ -25,6 +27,8 @@ from megarl.cluster.failures import WorkerCall, WorkerFailed, WorkerSilent, firs
 from megarl.cluster.resources import PlacedPool
 from megarl.cluster.worker_group import WorkerGroup, wait_ready
 from megarl.models.layout import ParallelLayout
+from megarl.rewards.pool import RunCounts
+from megarl.rewards.scorer import ScorerSpec
 from megarl.rollout.interface import NO_VERSION
 from megarl.rollout.router import NoReplicaLeft, Replica
 from megarl.rollout.router_stats import RouterStats
@@ -56,14 +60,16 @@ class RunnerReport:
 
     Attributes:
         samples: samples that have ended.
-        progress: generated turns so far.
+        progress: generated turns and scored samples so far.
         warnings: warnings for the user, in the runner's log too.
+        rewards: retries and replaced processes since the last report.
         failure: error that ended all of its conversations; None = no failure.
     """
 
     samples: PackedSamples
     progress: int
     warnings: list[str]
+    rewards: RunCounts
     failure: Exception | None = None
 
 
@@ -75,13 +81,22 @@ class AgentRunnerWorker:
         config: complete configuration of the job.
         tokenizer: of the policy.
         token: bearer token of the chat endpoint.
+        scorers: reward functions by name.
+        surroundings: of the driver, for reward functions.
     """
 
     def __init__(
-        self, place: WorkerPlace, *, config: GenerationJobConfig, tokenizer: PreTrainedTokenizerBase, token: str
+        self,
+        place: WorkerPlace,
+        *,
+        config: GenerationJobConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        token: str,
+        scorers: Mapping[str, ScorerSpec],
+        surroundings: Surroundings,
     ) -> None:
         import_user_modules(*config.actor_rollout_ref.model.user_modules)
-        self._runner = AgentRunner(config, tokenizer, place.rank, place.world_size, token)
+        self._runner = AgentRunner(config, tokenizer, place.rank, place.world_size, token, scorers, surroundings)
         self._warnings = WarningList()
         logging.getLogger("megarl").addHandler(self._warnings)
 
@@ -109,7 +124,8 @@ class AgentRunnerWorker:
             samples = self._runner.finished(wait_s)
         except Exception as error:
             failure = error
-        return RunnerReport(PackedSamples(samples), self._runner.progress, self._warnings.take(), failure)
+        rewards = self._runner.take_reward_counts()
+        return RunnerReport(PackedSamples(samples), self._runner.progress, self._warnings.take(), rewards, failure)
 
     @verb(Dispatch.ALL)
     def abort(self, names: Sequence[SampleId]) -> None:
@@ -153,7 +169,7 @@ class AgentRunnerWorker:
 
     @verb(Dispatch.ALL)
     def end(self) -> None:
-        """Close the chat endpoint."""
+        """Close the chat endpoint, and end the reward processes."""
         self._runner.shutdown()
 
 
@@ -184,7 +200,7 @@ class _Runner:
         running: its unfinished samples.
         calls: calls whose success has not been checked.
         report: the report in progress, and the time of its request.
-        progress: generated turns.
+        progress: generated turns and scored samples.
     """
 
     handle: RankHandle
@@ -211,18 +227,33 @@ class AgentRunners:
     has the same seeds, so its sample is the same.
 
     The constructor does not wait for the processes; :meth:`wait_ready` does. Exiting the context closes the chat
-    endpoint. The processes live until Ray's session ends, since the timeline fetches their last events.
+    endpoint and ends the reward processes. The runners live until Ray's session ends, since the timeline fetches their
+    last events.
 
     Args:
         config: complete configuration of the job.
         tokenizer: of the policy.
         pool: devices of the job, whose nodes the processes are on.
+        scorers: reward functions by name, see :attr:`megarl.agents.types.ConversationGroup.reward`.
     """
 
-    def __init__(self, config: GenerationJobConfig, tokenizer: PreTrainedTokenizerBase, pool: PlacedPool) -> None:
+    def __init__(
+        self,
+        config: GenerationJobConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        pool: PlacedPool,
+        scorers: Mapping[str, ScorerSpec] = MappingProxyType({}),
+    ) -> None:
         rollout = config.actor_rollout_ref.rollout
         self._timeout_s, self._serves_endpoint = rollout.health.timeout_s, rollout.serves_endpoint
-        kwargs = {"config": config, "tokenizer": tokenizer, "token": make_token() if self._serves_endpoint else ""}
+        self._ends = self._serves_endpoint or bool(scorers)
+        kwargs = {
+            "config": config,
+            "tokenizer": tokenizer,
+            "token": make_token() if self._serves_endpoint else "",
+            "scorers": dict(scorers),
+            "surroundings": Surroundings.here(),
+        }
         layout = ParallelLayout(dp=rollout.agent.num_workers)
         worker = f"{__name__}:{AgentRunnerWorker.__name__}"
         self._group = WorkerGroup(ROLE, worker, kwargs, layout, pool, threads=2, on_device=False)
@@ -233,12 +264,13 @@ class AgentRunners:
         self._dead: list[int] = []
         self._losses, self._version = 0, NO_VERSION
         self._replaced_at = 0.0
+        self._rewards = RunCounts()
 
     def __enter__(self) -> AgentRunners:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._serves_endpoint:  # its clients are answered, and its access file is deleted
+        if self._ends:  # the endpoint's clients are answered, and its access file is deleted
             with contextlib.suppress(Exception):
                 calls = [self._group.handle(rank).submit("end") for rank in range(self._group.world_size)]
                 gather(calls, SHUTDOWN_S)
@@ -305,6 +337,11 @@ class AgentRunners:
             self._end(runner, chosen)
             if chosen:
                 runner.call("abort", chosen)
+
+    def take_reward_counts(self) -> RunCounts:
+        """Return the counts of all reports; see :class:`~megarl.agents.types.ConversationService`."""
+        counts, self._rewards = self._rewards, RunCounts()
+        return counts
 
     def take_stats(self) -> RouterStats:
         """Return statistics of all runners; see :class:`~megarl.agents.types.ConversationService`.
@@ -403,7 +440,8 @@ class AgentRunners:
     ) -> list[FinishedSample]:
         """Return the samples of a report that is ready.
 
-        Turns count as progress for the watchdog only if the caller waits for them: otherwise it watches other calls.
+        Turns and scores count as progress for the watchdog only if the caller waits for them: otherwise it watches
+        other calls.
 
         Raises:
             WorkerFailed: a call failed, or the runner died.
@@ -424,6 +462,7 @@ class AgentRunners:
         report: RunnerReport = gather([call])[0]
         for text in report.warnings:
             logger.warning("%s", text)
+        self._rewards = self._rewards.plus(report.rewards)
         if report.progress != runner.progress:
             if in_foreground:
                 TRACER.progress()

@@ -20,7 +20,7 @@ from megarl.base.kernel_files import child_pids
 from megarl.cluster.worker_process import WorkerInfo
 from megarl.tracing import Event, ProfileOptions, TracingOptions
 from megarl.tracing.board import BOARD, find_file
-from megarl.tracing.stacks import take_reports
+from megarl.tracing.stacks import ProcessReport, take_reports
 from megarl.tracing.stall import ObservedProcess, unreachable_process
 from megarl.tracing.trace_file import ClockReading, OffsetEstimate, estimate_offset
 
@@ -166,20 +166,27 @@ def _exchange(group: RoleProcesses, rank: int) -> ClockReading:
 
 
 def collect_stacks(processes: RunProcesses) -> list[ObservedProcess]:
-    """Collect the stacks of the driver, its reward processes and all role processes.
+    """Collect the stacks of the driver, all role processes, and the reward processes that they have started.
 
     Never raises: a process that cannot be read gets a report that says so.
     """
+    here = ray.util.get_node_ip_address()
     members = list(processes.members())
-    reports = _on_nodes(members, take_reports)
+    reports = _on_nodes(members, _take_reports)
+    driver, rewards = _take_reports([os.getpid()])
+    of_rewards = [(here, report) for report in rewards]
     stacks = []
     for host, local in _by_host(members).items():
-        host_reports = reports.get(host) or [unreachable_process(member.pid) for member in local]
+        own, rewards = reports.get(host) or ([unreachable_process(member.pid) for member in local], [])
         stacks += [
-            ObservedProcess(member.role, member.rank, host, report)
-            for member, report in zip(local, host_reports, strict=True)
+            ObservedProcess(member.role, member.rank, host, report) for member, report in zip(local, own, strict=True)
         ]
-    return [*_driver_and_rewards(), *sorted(stacks, key=lambda process: (process.role, process.rank))]
+        of_rewards += [(host, report) for report in rewards]
+    return [
+        ObservedProcess("driver", 0, here, driver[0]),
+        *(ObservedProcess("reward process", number, *of) for number, of in enumerate(of_rewards)),
+        *sorted(stacks, key=lambda process: (process.role, process.rank)),
+    ]
 
 
 def kill_processes(processes: RunProcesses) -> None:
@@ -187,14 +194,12 @@ def kill_processes(processes: RunProcesses) -> None:
     _on_nodes(list(processes.members()), _kill)
 
 
-def _driver_and_rewards() -> list[ObservedProcess]:
-    host, driver = ray.util.get_node_ip_address(), os.getpid()
-    rewards = [pid for pid in child_pids(driver) if find_file(pid, BOARD) is not None]
-    report, *reward_reports = take_reports([driver, *rewards], children_of=rewards)
-    rewards_seen = [
-        ObservedProcess("reward process", number, host, child) for number, child in enumerate(reward_reports)
-    ]
-    return [ObservedProcess("driver", 0, host, report), *rewards_seen]
+def _take_reports(pids: Sequence[int]) -> tuple[list[ProcessReport], list[ProcessReport]]:
+    """Observe processes of this node, and the reward processes among their children."""
+    rewards = [child for pid in pids for child in child_pids(pid) if find_file(child, BOARD) is not None]
+    parents = [pid for pid in (*pids, *rewards) if pid != os.getpid()]  # children of the driver are no part of the run
+    reports = take_reports([*pids, *rewards], children_of=parents)
+    return reports[: len(pids)], reports[len(pids) :]
 
 
 def _on_nodes(members: Sequence[Member], function: Callable[[Sequence[int]], Any]) -> Mapping[str, Any]:

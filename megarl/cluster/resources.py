@@ -184,9 +184,10 @@ class PlacedPool:
         return {**self.pool.process_options(), "scheduling_strategy": strategy}
 
     def host_options(self, rank: int) -> dict[str, Any]:
-        """Return the Ray options of a process without device: rank 0 on the driver's node, others across nodes."""
-        node = self._node(rank) if rank else ray.get_runtime_context().get_node_id()
-        return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+        """Return the Ray options of a process without device: one node after another, the driver's first."""
+        nodes = list(dict.fromkeys([ray.get_runtime_context().get_node_id(), *self._nodes.values()]))
+        strategy = NodeAffinitySchedulingStrategy(nodes[rank % len(nodes)], soft=False)
+        return {"num_cpus": 0, "scheduling_strategy": strategy}
 
     def gpu_ids(self, ranks: Sequence[int]) -> list[str]:
         """Return the ids of the ranks' GPUs on their node, for a process that computes on all of them.

@@ -52,7 +52,7 @@ class WorkerGroup:
         first_devices: first device of each process; None = processes have the devices one after another.
         threads: number of ``RANK`` verbs that each process runs at the same time, next to other verbs; 0 = the worker
             has none.
-        on_device: False: the processes use no device; rank 0 is on the driver's node, the others on nodes of the pool.
+        on_device: False: the processes use no device, and are on one node of the pool after another, from the driver's.
         absent: ranks without a process, which :meth:`join` may add; for roles whose verbs are not ``SPLIT``.
 
     Raises:

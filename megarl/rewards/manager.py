@@ -5,11 +5,10 @@ A failed row never gets a zero reward: it is masked, so that it does not train, 
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +20,8 @@ from megarl.rewards.outcome import (
     BAD_SAMPLE,
     CONVERSATION,
     INFRASTRUCTURE,
+    OUTCOME,
+    REWARD_COUNTS,
     TIMEOUT,
     Outcome,
     collect_extras,
@@ -28,9 +29,9 @@ from megarl.rewards.outcome import (
     object_column,
 )
 from megarl.rewards.pool.jobs import RunCounts
-from megarl.rewards.rules.agent_score import AGENT_RESULT
-from megarl.rewards.scorer import Scorer, ScoreStream
+from megarl.rewards.scorer import Scorer
 from megarl.rewards.shaping import LengthShaping
+from megarl.rewards.tasks import TaskBuilder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,6 +46,7 @@ class RewardBatch(Protocol):
     """Interface of a batch that can be scored; ``megarl.data.DataProto`` implements it."""
 
     non_tensor_batch: dict[str, np.ndarray]
+    meta_info: dict[str, Any]
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -65,9 +67,13 @@ class RewardBatch(Protocol):
     def with_columns(self, tensors: Mapping[str, Tensor], non_tensors: Mapping[str, Any]) -> Self:
         """Return the batch with columns added or replaced."""
 
+    def select(
+        self, batch_keys: Sequence[str] | None = None, non_tensor_batch_keys: Sequence[str] | None = None
+    ) -> Self:
+        """Return the batch with these columns only; None = all."""
+
 
 BatchT = TypeVar("BatchT", bound=RewardBatch)
-TokenIds: TypeAlias = Sequence[int] | np.ndarray
 
 
 class Scored(NamedTuple, Generic[BatchT]):
@@ -124,6 +130,7 @@ class RewardManager:
         tokenizer: decodes responses, without special tokens.
         policy: treatment of rows without a score.
         shaping: length rewards.
+        starts_processes: start processes when the block is entered; False: when a row has to be scored.
     """
 
     def __init__(
@@ -132,35 +139,31 @@ class RewardManager:
         tokenizer: PreTrainedTokenizerBase,
         policy: FailurePolicy | None = None,
         shaping: LengthShaping | None = None,
+        starts_processes: bool = True,
     ) -> None:
         self.scorer = scorer
-        self.tokenizer = tokenizer
+        self.tasks = TaskBuilder(tokenizer, scorer.wants_prompt)
         self.policy = policy or FailurePolicy()
         self.shaping = shaping or LengthShaping()
+        self.starts_processes = starts_processes
 
     def __enter__(self) -> Self:
-        self.scorer.start()
+        if self.starts_processes:
+            self.scorer.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.scorer.close()
 
-    def score_early(self) -> EarlyScores | None:
-        """Start to score samples before their batch is complete; None if the functions cannot."""
-        stream = self.scorer.stream()
-        return None if stream is None else EarlyScores(stream, self.scorer.stream, self._task_of)
-
-    def score(
-        self, batch: BatchT, early: EarlyScores | None = None, names: Sequence[Hashable] | None = None
-    ) -> Scored[BatchT]:
+    def score(self, batch: BatchT) -> Scored[BatchT]:
         """Score every row, at the last response token; all other entries of the scores are 0.
+
+        Rows with an outcome in the column :data:`~megarl.rewards.outcome.OUTCOME` keep it; the others are scored now.
 
         Args:
             batch: ``prompts [b, P]``, ``responses [b, R]``, ``attention_mask [b, P+R]``; the columns ``data_source``,
                 ``reward_model`` with ``ground_truth``, and optionally ``extra_info``. ``response_mask [b, R]`` defaults
                 to all response tokens. Kimi's length reward reads ``uid``.
-            early: scores of some of its rows; the result is the same without them.
-            names: name of each row in ``early``; None = the row numbers.
 
         Raises:
             RewardError: a column is missing.
@@ -168,7 +171,7 @@ class RewardManager:
         """
         _require_columns(batch)
         samples = _Samples.of(batch)
-        outcomes, counts = self._outcomes(samples, early, range(len(samples.responses)) if names is None else names)
+        outcomes, counts = self._outcomes(samples, batch.meta_info.pop(REWARD_COUNTS, RunCounts()))
         self._apply_policy(samples, outcomes)
 
         kept = torch.tensor([outcome.failure is None for outcome in outcomes], dtype=torch.bool)
@@ -179,16 +182,13 @@ class RewardManager:
         metrics |= failure_metrics(outcomes, counts)
         extras["reward_failed"] = (~kept).numpy().astype(object)
         extras["reward_failure"] = object_column([outcome.kind for outcome in outcomes])
-        return Scored(batch.with_columns({}, extras), metrics, extras)
+        kept_columns = [name for name in batch.non_tensor_batch if name != OUTCOME]
+        return Scored(batch.select(None, kept_columns).with_columns({}, extras), metrics, extras)
 
-    def _outcomes(
-        self, samples: _Samples, early: EarlyScores | None, names: Sequence[Hashable]
-    ) -> tuple[list[Outcome], RunCounts]:
-        outcomes: dict[int, Outcome] = {}
-        counts = RunCounts()
-        if early is not None:
-            present, counts = early.outcomes(names)
-            outcomes = {row: present[name] for row, name in enumerate(names) if name in present}
+    def _outcomes(self, samples: _Samples, counts: RunCounts) -> tuple[list[Outcome], RunCounts]:
+        """Return the outcome of each row, and the retries and replacements, those of ``counts`` included."""
+        present = enumerate(samples.columns.get(OUTCOME, ()))
+        outcomes: dict[int, Outcome] = {row: outcome for row, outcome in present if outcome is not None}
         lengths = samples.lengths
         for row, length in enumerate(lengths):
             if outcome := _unscorable(samples.columns, row, length):
@@ -196,8 +196,6 @@ class RewardManager:
         rows = [row for row in range(len(lengths)) if row not in outcomes]
         results: list[Outcome] = []
         if rows:
-            if early is not None:
-                early.settle()
             results, late_counts = self.scorer.score([self._task(samples, row) for row in rows])
             counts = counts.plus(late_counts)
         outcomes |= dict(zip(rows, results, strict=True))
@@ -235,25 +233,7 @@ class RewardManager:
 
     def _task(self, samples: _Samples, row: int) -> RewardTask:
         columns = {name: column[row] for name, column in samples.columns.items()}
-        return self._task_of(row, columns, samples.prompts[row].numpy(), samples.responses[row].numpy())
-
-    def _task_of(self, row: Hashable, columns: Mapping[str, Any], prompt: TokenIds, response: TokenIds) -> RewardTask:
-        """Build the task of a row from its columns and unpadded token ids."""
-        model = columns["reward_model"]
-        if not hasattr(model, "get") or model.get("ground_truth") is None:
-            raise RewardError(f"column 'reward_model', row {row} is {model!r:.200}; it must have a 'ground_truth'")
-        result = columns.get(AGENT_RESULT)
-        return RewardTask(
-            data_source=columns["data_source"],
-            solution_str=self._text(response),
-            ground_truth=model["ground_truth"],
-            # a copy: the samples of a prompt share it, and functions may modify it
-            extra_info=dict(columns.get("extra_info") or {}) | ({} if result is None else {AGENT_RESULT: result}),
-            prompt_str=self._text(prompt) if self.scorer.wants_prompt else None,
-        )
-
-    def _text(self, ids: TokenIds) -> str:
-        return str(self.tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True))
+        return self.tasks.build(row, columns, samples.prompts[row].numpy(), samples.responses[row].numpy())
 
     def _describe(self, samples: _Samples, row: int, outcome: Outcome) -> str:
         """Describe the sample and the cause, so that the failure can be reproduced by hand."""
@@ -261,93 +241,12 @@ class RewardManager:
             return f"the conversation of row {row} failed: {outcome.failure}"
         parts = {
             "data_source": samples.columns["data_source"][row],
-            "prompt": self._text(samples.prompts[row].numpy()),
-            "solution_str": self._text(samples.responses[row].numpy()),
+            "prompt": self.tasks.text(samples.prompts[row].numpy()),
+            "solution_str": self.tasks.text(samples.responses[row].numpy()),
             "ground_truth": samples.columns["reward_model"][row]["ground_truth"],
         }
         sample = "\n".join(f"  {name}: {_excerpt(repr(value))}" for name, value in parts.items())
         return f"the reward of row {row} failed: {outcome.failure}\n{sample}"
-
-
-class EarlyScores:
-    """Scores samples while others are still generated, before their batch is complete.
-
-    Args:
-        stream: scores the tasks.
-        open_stream: opens another one after :meth:`settle`.
-        task_of: builds the task of a sample from its name, columns, and token ids of prompt and response.
-    """
-
-    def __init__(
-        self,
-        stream: ScoreStream,
-        open_stream: Callable[[], ScoreStream | None],
-        task_of: Callable[..., RewardTask],
-    ) -> None:
-        self._stream: ScoreStream | None = stream
-        self._open_stream, self._task_of = open_stream, task_of
-        self._tickets: dict[Hashable, range] = {}
-        self._settled: dict[Hashable, Outcome] = {}
-        self._settled_counts = RunCounts()
-
-    @property
-    def names(self) -> set[Hashable]:
-        """Samples whose outcomes were not yet returned."""
-        return self._tickets.keys() | self._settled.keys()
-
-    def add(self, name: Hashable, columns: Mapping[str, Any], prompt: TokenIds, response: TokenIds) -> None:
-        """Score a sample.
-
-        A sample that cannot be scored is left to :meth:`RewardManager.score`, which reports it.
-
-        Args:
-            name: unique name, such as its row in the batch to come.
-            columns: its non-tensor columns.
-            prompt: token ids of the prompt.
-            response: token ids of the response.
-        """
-        with contextlib.suppress(RewardError, KeyError):
-            task = self._task_of(name, columns, prompt, response)
-            if self._stream is None:
-                self._stream = self._open_stream()
-            assert self._stream is not None, "the runner had a stream before"
-            self._tickets[name] = self._stream.submit(task)
-
-    def outcomes(self, names: Iterable[Hashable]) -> tuple[dict[Hashable, Outcome], RunCounts]:
-        """Wait for samples; return their outcomes by name, and the counts since the last call.
-
-        Samples that were not added are left out.
-
-        Raises:
-            RewardError: no process for functions can be started.
-        """
-        names = list(names)
-        outcomes = {name: self._settled.pop(name) for name in names if name in self._settled}
-        counts, self._settled_counts = self._settled_counts, RunCounts()
-        tickets = {name: self._tickets.pop(name) for name in names if name in self._tickets}
-        if self._stream is not None:
-            outcomes |= dict(zip(tickets, self._stream.outcomes(list(tickets.values())), strict=True))
-            counts = counts.plus(self._stream.take_counts())
-        return outcomes, counts
-
-    def settle(self) -> None:
-        """Wait for all samples, so that the reward processes are free for other batches; keeps the outcomes.
-
-        Raises:
-            RewardError: no process for functions can be started.
-        """
-        if self._stream is None:
-            return
-        self._stream.finish()
-        outcomes, counts = self.outcomes(list(self._tickets))
-        self._settled |= outcomes
-        self._settled_counts = counts
-        self._stream = None
-
-    def cancel(self) -> None:
-        """Abandon the samples without a score, and free the reward processes."""
-        if self._stream is not None:
-            self._stream.cancel()
 
 
 class NullReward:
@@ -362,13 +261,7 @@ class NullReward:
     def __exit__(self, *_: object) -> None:
         """No process to end."""
 
-    def score_early(self) -> None:
-        """Return nothing: there is no reward to score."""
-        return
-
-    def score(
-        self, batch: BatchT, early: EarlyScores | None = None, names: Sequence[Hashable] | None = None
-    ) -> Scored[BatchT]:
+    def score(self, batch: BatchT) -> Scored[BatchT]:
         """Return the batch with ``token_level_scores`` of zeros, ``response_mask`` and ``reward_failed``.
 
         Raises:

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 BAD_SAMPLE, TIMEOUT, INFRASTRUCTURE, CONVERSATION = "bad_sample", "timeout", "infrastructure", "conversation"
 """Kinds of failure: the function raised or returned no number; it took too long; a service or process failed; the
 conversation of the agent loop had failed."""
+OUTCOME = "reward_outcome"
+"""Column with the outcomes of rows that were scored before their batch was complete; None for other rows."""
+REWARD_COUNTS = "reward_counts"
+"""Key in the ``meta_info`` of a batch: retries and replaced processes of these rows, as ``RunCounts``."""
 LARGEST = 3.4028234663852886e38
 """Largest float32 number, since scores are stored as float32."""
 _LARGEST_INT = 2**63 - 1

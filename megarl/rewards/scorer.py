@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.rewards.calling import LoadedFunction, RewardTask
+from megarl.base.child_process import Surroundings
+from megarl.base.logs import ProcessLogs
+from megarl.rewards.calling import FunctionSpec, LoadedFunction, RewardTask
 from megarl.rewards.outcome import Outcome
-from megarl.rewards.pool.jobs import RewardJob, RewardStream, RunCounts
+from megarl.rewards.pool.jobs import RewardJob, RunCounts
+from megarl.rewards.pool.pool import RewardPool
 from megarl.rewards.pool.runner import InDriverRunner, Runner
-from megarl.rewards.registry import RewardFunction
+from megarl.rewards.registry import FunctionTraits, RewardFunction
 
 
 @dataclass(frozen=True)
@@ -54,23 +57,24 @@ class Scorer:
         Raises:
             RewardError: a data source has no function, or no process for functions can be started.
         """
-        outcomes, counts = self.runner.run([job for task in tasks for job in self._jobs(task)])
+        outcomes, counts = self.runner.run([job for task in tasks for job in self.jobs(task)])
         return self._sums(outcomes), counts
 
-    def stream(self) -> ScoreStream | None:
-        """Start to score tasks as they arrive; None if the runner cannot."""
-        stream = self.runner.stream()
-        return None if stream is None else ScoreStream(stream, self._jobs, self._sums)
+    def jobs(self, task: RewardTask) -> list[RewardJob]:
+        """Return the jobs of a task, one per term.
 
-    def _jobs(self, task: RewardTask) -> list[RewardJob]:
+        Raises:
+            RewardError: its data source has no function.
+        """
         return [RewardJob(term.function(task.data_source), task) for term in self.terms]
 
     def _sums(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Sum the outcomes of the terms of each task."""
         count = len(self.terms)
-        return [self._sum(outcomes[at : at + count]) for at in range(0, len(outcomes), count)]
+        return [self.outcome_of(outcomes[at : at + count]) for at in range(0, len(outcomes), count)]
 
-    def _sum(self, outcomes: Sequence[Outcome]) -> Outcome:
+    def outcome_of(self, outcomes: Sequence[Outcome]) -> Outcome:
+        """Return the outcome of a task: the sum of those of its jobs."""
         if len(outcomes) == 1 and outcomes[0].failure is None:
             return outcomes[0]._replace(score=self.terms[0].weight * outcomes[0].score)
         for term, outcome in zip(self.terms, outcomes, strict=True):
@@ -93,54 +97,43 @@ class Scorer:
         self.runner.close()
 
 
-class ScoreStream:
-    """Scores tasks as they arrive.
+@dataclass(frozen=True)
+class ScorerSpec:
+    """Reward functions, and the number of processes that call them; sent to the processes that own a pool.
 
-    Args:
-        stream: runs the jobs.
-        jobs_of: the jobs of a task.
-        sums: sums the outcomes of the jobs of each task.
+    Attributes:
+        terms: of the weighted sum.
+        functions: by number.
+        traits: calling convention of each.
+        processes: of each pool.
+        max_retries: further attempts after an infrastructure failure.
+        preload: numbers of the functions that processes load at the start.
+        logs: log folder of the run; None = output of the owner.
     """
 
-    def __init__(
-        self,
-        stream: RewardStream,
-        jobs_of: Callable[[RewardTask], list[RewardJob]],
-        sums: Callable[[Sequence[Outcome]], list[Outcome]],
-    ) -> None:
-        self._stream, self._jobs_of, self._sums = stream, jobs_of, sums
+    terms: Sequence[ScoreTerm]
+    functions: Sequence[FunctionSpec]
+    traits: Sequence[FunctionTraits]
+    processes: int
+    max_retries: int = 3
+    preload: Sequence[int] = ()
+    logs: ProcessLogs | None = None
 
-    def submit(self, task: RewardTask) -> range:
-        """Score a task; return its ticket for :meth:`outcomes`.
+    @property
+    def takes_samples(self) -> bool:
+        """Whether all functions are called once per sample, not once per batch."""
+        return not any(traits.batch for traits in self.traits)
 
-        Raises:
-            RewardError: its data source has no function.
+    def pool(self, owner: int = 0, surroundings: Surroundings | None = None) -> RewardPool:
+        """Return a pool, whose processes do not run yet.
+
+        Args:
+            owner: number of the process that owns the pool, among those with a pool of this spec.
+            surroundings: of the driver, if another process owns the pool.
         """
-        return self._stream.submit(self._jobs_of(task))
-
-    def outcomes(self, tickets: Sequence[range]) -> list[Outcome]:
-        """Wait for tasks, also of an ended stream; return their outcomes and forget them.
-
-        Raises:
-            RewardError: no process for functions can be started.
-        """
-        return self._sums(self._stream.results([number for ticket in tickets for number in ticket]))
-
-    def take_counts(self) -> RunCounts:
-        """Return the retries and replacements since the last call."""
-        return self._stream.take_counts()
-
-    def finish(self) -> None:
-        """Wait for all tasks, and end the stream.
-
-        Raises:
-            RewardError: no process for functions can be started.
-        """
-        self._stream.finish()
-
-    def cancel(self) -> None:
-        """End the stream without waiting for its tasks."""
-        self._stream.cancel()
+        first = owner * self.processes
+        options = (self.processes, self.max_retries, self.preload, self.logs, first, surroundings)
+        return RewardPool(self.functions, self.traits, *options)
 
 
 def _with_label(label: str, fields: Mapping[str, Any], taken: Iterable[str]) -> dict[str, Any]:

@@ -281,7 +281,7 @@ def test_timeline_shows_every_phase_on_every_rank(whole: RunFiles) -> None:
             assert counts[f"actor rank {rank}", span] > 0, span
         for verb in ("open_transfer", "import_bucket"):
             assert counts[f"rollout rank {rank}", verb] > 0
-    assert counts["driver", "dense"] == counts["agents rank 0", "request"] >= STEPS * SAMPLES
+    assert counts["agents rank 0", "dense"] == counts["agents rank 0", "request"] >= STEPS * SAMPLES
     # Clocks are aligned: the spans of the ranks lie within the driver's phase.
     updates = [(process, start, start + length) for process, name, start, length in bars if name == "update_actor"]
     phases = [(start, end) for process, start, end in updates if process == "driver"]

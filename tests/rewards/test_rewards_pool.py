@@ -1,5 +1,6 @@
 """The reward pool: time limits, dying processes, retries, and equality with calls in the driver."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,12 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megarl.base.child_process import Surroundings
 from megarl.base.errors import RewardError
 from megarl.base.processes import has_ended, wait_for_ends
 from megarl.rewards.calling import FunctionSpec, LoadedFunction, RewardTask
 from megarl.rewards.outcome import BAD_SAMPLE, INFRASTRUCTURE, TIMEOUT, Outcome
 from megarl.rewards.pool import InDriverRunner, RewardJob, RewardPool
-from megarl.rewards.pool.jobs import StreamCancelled
+from megarl.rewards.pool.jobs import StreamEnded
+from megarl.rewards.registry import FunctionTraits
 
 FUNCTIONS = Path(__file__).with_name("pool_functions.py")
 NAMES = ("misbehaving", "fails_once", "whole_batch", "sleeping", "barrier", "odd_results", "echo", "leaking")
@@ -201,60 +204,88 @@ def scores(outcomes):
     return [(outcome.score, outcome.kind, outcome.failure) for outcome in outcomes]
 
 
+def results(futures):
+    return scores(future.result(timeout=60) for future in futures)
+
+
+@pytest.fixture
+def stream_of(streaming):
+    """Streams of pools with one function and a time limit."""
+    with contextlib.ExitStack() as stack:
+
+        def build(spec, processes):
+            pool = stack.enter_context(RewardPool([spec], streaming.traits[:1], processes))
+            return pool, pool.stream()
+
+        yield build
+
+
+def unlimited():
+    return FunctionSpec(f"{FUNCTIONS}:misbehaving", {}, 600.0, 8)
+
+
 def test_jobs_that_arrive_one_by_one_have_the_outcomes_of_a_batch(streaming):
     arriving = jobs("misbehaving", "a", "wrong", *("b" * number for number in range(30)), "exit", "regex", "c")
     expected, expected_counts = streaming.run(arriving)
     stream = streaming.stream()
-    numbers = []
+    futures = []
     for at, job in enumerate(arriving):
-        numbers += stream.submit([job])
+        futures += stream.submit([job])
         time.sleep(0.05 * (at % 10 == 0))
-    stream.finish()
-    assert scores(stream.results(numbers)) == scores(expected)
+    assert results(futures) == scores(expected)
     assert stream.take_counts().retries == expected_counts.retries and stream.take_counts().retries == 0
-    stream.cancel()  # nothing is left to cancel
-    with pytest.raises(KeyError):
-        stream.results(numbers[:1])  # the stream has forgotten them
+    stream.end()
+    stream.end()  # nothing is left to end
     assert scores(streaming.run(arriving[:1])[0]) == [(1.0, None, None)]
 
 
 def test_a_job_is_scored_before_the_last_one_arrives(streaming, tmp_path):
     stream = streaming.stream()
     first = stream.submit(jobs("fails_once", task("x", str(tmp_path / "called"))))
-    assert scores(stream.results(first)) == [(1.0, None, None)] and stream.take_counts().retries == 1
+    assert results(first) == [(1.0, None, None)] and stream.take_counts().retries == 1
     second = stream.submit(jobs("misbehaving", "ab"))
-    stream.finish()
-    assert scores(stream.results(second)) == [(2.0, None, None)] and stream.take_counts().retries == 0
+    assert results(second) == [(2.0, None, None)] and stream.take_counts().retries == 0
+    stream.end()
 
 
-def test_results_do_not_wait_for_other_jobs(streaming):
-    unlimited = RewardPool([FunctionSpec(f"{FUNCTIONS}:misbehaving", {}, 600.0, 8)], streaming.traits[:1], 2)
-    with unlimited:
-        stream = unlimited.stream()
-        hanging = stream.submit(jobs("misbehaving", "regex"))
-        others = [number for text in ("a", "bb", "ccc") for number in stream.submit(jobs("misbehaving", text))]
-        assert scores(stream.results(others)) == [(1.0, None, None), (2.0, None, None), (3.0, None, None)]
-    with pytest.raises(StreamCancelled):  # the pool has ended, and its stream with it
-        stream.results(hanging)
+def test_results_do_not_wait_for_other_jobs(stream_of):
+    pool, stream = stream_of(unlimited(), 2)
+    hanging = stream.submit(jobs("misbehaving", "regex"))
+    others = [future for text in ("a", "bb", "ccc") for future in stream.submit(jobs("misbehaving", text))]
+    assert results(others) == [(1.0, None, None), (2.0, None, None), (3.0, None, None)]
+    pool.close()
+    for futures in (hanging, stream.submit(jobs("misbehaving", "a"))):  # before and after the end
+        with pytest.raises(StreamEnded):
+            results(futures)
 
 
-def test_the_results_of_a_failed_run_are_its_error(streaming):
-    spec = FunctionSpec(f"{FUNCTIONS.with_name('missing.py')}:score", {}, 5.0, 1)
-    with RewardPool([spec], streaming.traits[:1], 1) as broken:
-        stream = broken.stream()
-        numbers = stream.submit(jobs("misbehaving", "a"))
+def test_the_results_of_a_failed_run_are_its_error(stream_of):
+    _, stream = stream_of(FunctionSpec(f"{FUNCTIONS.with_name('missing.py')}:score", {}, 5.0, 1), 1)
+    for _ in range(2):
         with pytest.raises(RewardError, match=r"there is no file .*missing\.py"):
-            stream.results(numbers)
+            results(stream.submit(jobs("misbehaving", "a")))
 
 
-def test_a_cancelled_stream_does_not_wait_for_its_jobs(streaming):
-    unlimited = RewardPool([FunctionSpec(f"{FUNCTIONS}:misbehaving", {}, 600.0, 8)], streaming.traits[:1], 1)
-    with unlimited:
-        stream = unlimited.stream()
-        stream.submit(jobs("misbehaving", "regex", "a"))
-        stream.cancel()
-        stream.cancel()  # nothing is left to cancel
-        assert scores(unlimited.run(jobs("misbehaving", "abc"))[0]) == [(3.0, None, None)]
+def test_a_stream_that_ends_does_not_wait_for_its_jobs(stream_of):
+    pool, stream = stream_of(unlimited(), 1)
+    stream.submit(jobs("misbehaving", "regex", "a"))
+    stream.end()
+    assert scores(pool.run(jobs("misbehaving", "abc"))[0]) == [(3.0, None, None)]
+
+
+def test_processes_have_the_surroundings_of_the_driver(tmp_path):
+    """A pool in another process calls functions that find modules, files and variables as in the driver."""
+    (tmp_path / "near.py").write_text(
+        "import os\n"
+        "def score(**arguments):\n"
+        "    return {'score': float(open('weight').read()), 'key': os.environ['K']}\n"
+    )
+    (tmp_path / "weight").write_text("2.5")
+    spec = FunctionSpec("near.score", {}, 60.0)
+    surroundings = Surroundings(str(tmp_path), {**os.environ, "K": "value"}, [str(tmp_path), *sys.path])
+    with RewardPool([spec], [FunctionTraits()], 1, surroundings=surroundings) as pool:
+        (outcome,), _ = pool.run([RewardJob(0, task("x"))])
+    assert (outcome.score, outcome.extras) == (2.5, {"key": "value"})
 
 
 def test_a_pool_with_a_batch_function_waits_for_the_batch(pool):

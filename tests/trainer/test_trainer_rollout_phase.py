@@ -11,14 +11,15 @@ import torch
 
 from megarl.agents.runner import AgentRunner
 from megarl.agents.types import Trajectory
-from megarl.base.errors import WeightSyncError
+from megarl.base.errors import RewardError, WeightSyncError
 from megarl.config import TrainConfig
 from megarl.data import DataProto
 from megarl.rewards import FailurePolicy, RewardManager, in_driver
+from megarl.rewards.outcome import OUTCOME
 from megarl.rollout.interface import NO_VERSION
 from megarl.rollout.router import EngineReplica
 from megarl.trainer.phases.data_loading import load_tokenizer, prompt_loader, validation_loader
-from megarl.trainer.phases.reward_functions import function_manager
+from megarl.trainer.phases.reward_functions import function_manager, runner_scorers
 from megarl.trainer.phases.reward_phase import RewardPhase
 from megarl.trainer.phases.rollout_phase import LengthPredictor, RolloutPhase, check_weight_versions
 from megarl.trainer.phases.validation import Validator
@@ -26,6 +27,7 @@ from megarl.trainer.rollout_service.traffic import RolloutTraffic
 from megarl.workers.dispatch import WorkerPlace
 from megarl.workers.rollout import RolloutWorker
 from megarl.workers.settings import RolloutSettings
+from tests.trainer.phase_rewards import CALLS
 
 FACTS = {"actor_mini_batch_rows": 8}
 FUNCTIONS = Path(__file__).with_name("phase_rewards.py")
@@ -48,11 +50,13 @@ def phase(
 ) -> Iterator[Callable[..., RolloutPhase]]:
     runners: list[AgentRunner] = []
 
-    def make(changes: dict[str, Any] | None = None) -> RolloutPhase:
+    def make(changes: dict[str, Any] | None = None, rewards: dict[str, Any] | None = None) -> RolloutPhase:
+        """Build the phase; with the keys of ``rewards`` its samples are scored as they end."""
         changes = {f"actor_rollout_ref.rollout.{name}": value for name, value in (changes or {}).items()}
-        config = train_config({**changes, "data.max_response_length": 6})
+        config = train_config({**changes, **(rewards or {}), "data.max_response_length": 6})
         tokenizer = load_tokenizer(str(arithmetic / "model"))
-        runners.append(AgentRunner(config, tokenizer))
+        scorers = runner_scorers(config) if rewards else {}
+        runners.append(AgentRunner(config, tokenizer, scorers=scorers))
         traffic = RolloutTraffic(runners[-1], lambda: {0: EngineReplica(worker.engine)})
         return RolloutPhase(traffic, config, tokenizer, FACTS)
 
@@ -202,41 +206,79 @@ def test_scores_are_the_same_if_samples_are_scored_while_others_are_generated(
     """Two functions; one reads the prompt's facts, one fails for some responses."""
     tokenizer = load_tokenizer(str(arithmetic / "model"))
     functions = {f"{FUNCTIONS}:length_and_index": 1.0, f"{FUNCTIONS}:odd_length": 0.5}
-    config = train_config({"reward_model.functions": functions, "reward_model.num_workers": 2})
-    manager = function_manager(config, tokenizer)
+    keys = {"reward_model.functions": functions, "reward_model.num_workers": 2}
+    manager = function_manager(train_config(keys), tokenizer)
     manager.policy = FailurePolicy("mask")
     with manager:
-        rewards = RewardPhase(manager, tokenizer, config.reward_model)
-        with rewards.early() as early:
-            assert early is not None
-            batch = phase({"n": 3}).generate_sequences(prompts, 1, {}, early=early)
-            assert early.names == set(range(24))
-            scored = rewards.score(batch, early)
+        rewards = RewardPhase(manager, tokenizer, train_config().reward_model)
+        samples = phase({"n": 3}, keys).generate_sequences(prompts, 1, {})
+        outcomes = samples.non_tensor_batch[OUTCOME]
+        assert len(outcomes) == 24 and None not in outcomes.tolist()
+        early = rewards.score(samples)
+        assert manager.scorer.runner.pids == []  # the driver called nothing
         late = rewards.score(phase({"n": 3}).generate_sequences(prompts, 1, {}))
-    assert torch.equal(scored.batch.tensors["token_level_scores"], late.batch.tensors["token_level_scores"])
-    assert scored.metrics == late.metrics and 0 < scored.metrics["reward/failed"] < 24
-    assert scored.extra_columns.keys() == late.extra_columns.keys()
+        assert manager.scorer.runner.pids != []
+    assert torch.equal(early.batch.tensors["token_level_scores"], late.batch.tensors["token_level_scores"])
+    assert early.metrics == late.metrics and 0 < early.metrics["reward/failed"] < 24
+    assert early.extra_columns.keys() == late.extra_columns.keys()
+    assert early.batch.non_tensor_batch.keys() == late.batch.non_tensor_batch.keys()
     for name, column in late.extra_columns.items():
-        assert scored.extra_columns[name].tolist() == column.tolist(), name
+        assert early.extra_columns[name].tolist() == column.tolist(), name
 
 
-def test_samples_are_abandoned_if_generation_fails(
-    train_config: Callable[..., TrainConfig], arithmetic: Path, prompts: DataProto
+def test_validation_samples_have_the_validation_reward(phase: Callable[..., RolloutPhase], prompts: DataProto) -> None:
+    keys = {
+        "reward_model.functions": {f"{FUNCTIONS}:odd_length": 1.0},
+        "val_reward_fn.path": str(FUNCTIONS),
+        "val_reward_fn.name": "length_and_index",
+        "reward_model.num_workers": 1,
+    }
+    scored = phase({"n": 1}, keys)
+    (trained, validated) = (scored.generate_sequences(prompts, 1, {}), scored.validate(prompts, 1))
+    assert {outcome.score for outcome in trained.non_tensor_batch[OUTCOME]} <= {0.0, 1.0}
+    assert all("truth" in outcome.extras for outcome in validated.non_tensor_batch[OUTCOME])
+
+
+def test_retries_of_early_scores_are_counted(
+    phase: Callable[..., RolloutPhase],
+    train_config: Callable[..., TrainConfig],
+    arithmetic: Path,
+    prompts: DataProto,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The process of the first call dies, and another one repeats the call."""
+    monkeypatch.setenv(CALLS, str(tmp_path))
+    keys = {"reward_model.functions": {f"{FUNCTIONS}:dies_once": 1.0}, "reward_model.num_workers": 1}
+    samples = phase({"n": 1}, keys).generate_sequences(prompts, 1, {})
     tokenizer = load_tokenizer(str(arithmetic / "model"))
-    config = train_config({"reward_model.functions": {f"{FUNCTIONS}:hanging": 1.0}, "reward_model.num_workers": 1})
-    with function_manager(config, tokenizer) as manager:
-        rewards = RewardPhase(manager, tokenizer, config.reward_model)
-        columns = {name: column[0] for name, column in prompts.non_tensor_batch.items()}
-        with pytest.raises(ConnectionError), rewards.early() as early:
-            assert early is not None
-            early.add(0, columns, [1], [2])
-            raise ConnectionError("all replicas are lost")
+    with function_manager(train_config(keys), tokenizer) as manager:
+        metrics = manager.score(samples).metrics
+    assert (metrics["reward/failed"], metrics["reward/processes_replaced"]) == (0, 1) and metrics["reward/retries"] >= 1
 
 
-def test_early_scores_are_off_by_key(train_config: Callable[..., TrainConfig], arithmetic: Path) -> None:
-    tokenizer = load_tokenizer(str(arithmetic / "model"))
-    config = train_config({"reward_model.launch_reward_fn_async": False})
-    manager = function_manager(config, tokenizer)
-    with manager, RewardPhase(manager, tokenizer, config.reward_model).early() as early:
-        assert early is None
+def test_generation_fails_if_reward_processes_do_not_start(
+    phase: Callable[..., RolloutPhase], prompts: DataProto
+) -> None:
+    keys = {"reward_model.functions": {f"{FUNCTIONS}:length_and_index": 1.0}, "reward_model.num_workers": 1}
+    broken = phase({"n": 1}, keys)
+    (scorer,) = set(broken.traffic.runners._scorers.values())
+    scorer.close()
+    with pytest.raises(RewardError, match="the reward processes have ended"):
+        broken.generate_sequences(prompts, 1, {})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"reward_model.launch_reward_fn_async": False},
+        {"reward_model.num_workers": 0},
+        {"reward_model.functions": {f"{FUNCTIONS}:whole_batch": 1.0}},
+    ],
+)
+def test_the_reward_phase_scores_if_the_runners_cannot(
+    train_config: Callable[..., TrainConfig], arithmetic: Path, changes: dict[str, Any]
+) -> None:
+    config = train_config(changes)
+    assert runner_scorers(config) == {}
+    assert function_manager(config, load_tokenizer(str(arithmetic / "model"))).starts_processes

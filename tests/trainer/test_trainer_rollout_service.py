@@ -28,7 +28,7 @@ from megarl.rollout.interface import NO_VERSION, Completion, Request
 from megarl.rollout.router import NoReplicaLeft
 from megarl.rollout.serving import HeldRequests
 from megarl.trainer.phases.data_loading import load_tokenizer, prompt_loader
-from megarl.trainer.phases.reward_functions import function_manager
+from megarl.trainer.phases.reward_functions import runner_scorers
 from megarl.trainer.phases.reward_phase import RewardPhase
 from megarl.trainer.phases.rollout_phase import RolloutPhase
 from megarl.trainer.rollout_service.ledger import AdmissionRule, GroupLedger
@@ -131,9 +131,12 @@ def make(
         tokens: int = 6,
         partial: bool = False,
         colocated: bool = False,
-        functions: RewardManager | None = None,
+        scored: bool = False,
     ) -> Any:
-        """A source of samples; staleness None = synchronous. The trainer's sync comes first, as in a run."""
+        """A source of samples; staleness None = synchronous. The trainer's sync comes first, as in a run.
+
+        With ``scored`` the runner calls the function ``counted`` in processes, with the scores of ``length``.
+        """
         keys = {} if staleness is None else {
             "async_training.mode": "disaggregated", "async_training.max_staleness": staleness,
             "async_training.sync_interval": interval, "actor_rollout_ref.rollout.nnodes": 1,
@@ -146,10 +149,12 @@ def make(
         config = train_config({**keys, "actor_rollout_ref.rollout.max_num_seqs": 4})
         assert config.data.train_batch_size == 8
         tokenizer = load_tokenizer(str(arithmetic / "model"))
-        runners.append(AgentRunner(config, tokenizer))
+        counted = {"reward_model.functions": {f"{FUNCTIONS}:counted": 1.0}, "reward_model.num_workers": 2}
+        scorers = runner_scorers(train_config(counted)) if scored else {}
+        runners.append(AgentRunner(config, tokenizer, scorers=scorers))
         traffic = RolloutTraffic(runners[-1], engine.replicas)
         phase = RolloutPhase(traffic, config, tokenizer)
-        manager = functions or RewardManager(in_driver(length), tokenizer)
+        manager = RewardManager(in_driver(length), tokenizer)
         rewards = RewardPhase(manager, tokenizer, config.reward_model)
         prompts = PromptQueue(prompt_loader(config, tokenizer))
         engine.sharding_manager.version, engine.loses_replica = 0, False
@@ -425,27 +430,18 @@ def test_validation_runs_beside_conversations_in_flight(make: Callable[..., Any]
     assert not service.traffic.is_open
 
 
-@pytest.fixture
-def reward_processes(
-    train_config: Callable[..., TrainConfig], arithmetic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[RewardManager]:
-    """Processes that leave a file per call in ``calls``, with the scores of :func:`length`."""
-    (tmp_path / "calls").mkdir()
-    monkeypatch.setenv(CALLS, str(tmp_path / "calls"))
-    config = train_config({"reward_model.functions": {f"{FUNCTIONS}:counted": 1.0}, "reward_model.num_workers": 2})
-    with function_manager(config, load_tokenizer(str(arithmetic / "model"))) as manager:
-        yield manager
-
-
 def test_samples_are_scored_while_the_trainer_trains(
-    make: Callable[..., Any], engine: OneEngine, reward_processes: RewardManager, tmp_path: Path
+    make: Callable[..., Any], engine: OneEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also after another batch was scored in between, and after a resume; the scores stay the same."""
+    """Also around a validation, and after a resume, which scores no finished sample again; the scores stay the same."""
+    calls = tmp_path / "calls"
+    calls.mkdir()
+    monkeypatch.setenv(CALLS, str(calls))
 
     def wait_for_calls(number: int) -> None:
         for _ in wait_slices(60.0):
             sleep(0.1)
-            if len(list((tmp_path / "calls").iterdir())) >= number:
+            if len(list(calls.iterdir())) >= number:
                 return
         raise TimeoutError(f"fewer than {number} samples were scored")
 
@@ -453,7 +449,7 @@ def test_samples_are_scored_while_the_trainer_trains(
     engine.sync_weights()
     expected = [rows(batch) for _, batch, _ in steps_of(expected_source)]
 
-    service = make(1, functions=reward_processes, folder="second", replay=tmp_path / "run" / "batch_order.jsonl")
+    service = make(1, scored=True, folder="second", replay=tmp_path / "run" / "batch_order.jsonl")
     service.restore({}, 0)
     engine.sync_weights()
     seen = []
@@ -462,25 +458,26 @@ def test_samples_are_scored_while_the_trainer_trains(
         assert metrics["reward/failed"] == 0
         wait_for_calls(min(16 * (step + 1), 16 * STEPS))  # the samples of the next batch, while this one is trained
         if step == 1:
-            with service.rewards.early() as early:
-                samples = service.rollout.validate(expected_source.prompts.take(2), 1, early=early)
-                validated = service.rewards.score(samples, early)
+            samples = service.rollout.validate(expected_source.prompts.take(2), 1)
+            validated = service.rewards.score(samples)
             assert len(validated.batch) == 2 and validated.metrics["reward/failed"] == 0
-            for file in list((tmp_path / "calls").iterdir())[:2]:
+            for file in list(calls.iterdir())[:2]:
                 file.unlink()
         if step == 2:
+            while len(service.ledger.finished) < 8:
+                service._receive(1.0)
             state = service.state_dict()
-    assert seen == expected and service._early.names == set()
-    assert len(list((tmp_path / "calls").iterdir())) == 16 * STEPS
+    assert seen == expected
+    assert len(list(calls.iterdir())) == 16 * STEPS
     service.close()
 
-    resumed = make(1, functions=reward_processes, folder="third")
+    resumed = make(1, scored=True, folder="third")
     resumed.ledger.load_state_dict(state["ledger"])
     resumed.restore(state, 2)
-    wait_for_calls(16 * (STEPS + 1))  # finished samples of the checkpoint
     engine.sync_weights()
     assert [rows(batch) for _, batch, _ in steps_of(resumed, 3)] == expected[2:]
     resumed.close()
+    assert len(list(calls.iterdir())) == 16 * STEPS  # the checkpoint has the scores of the last step
 
 
 def test_an_error_while_the_trainer_trains_is_raised_by_the_next_call(

@@ -174,14 +174,14 @@ class RewardModelConfig(ScoringModelConfig):
     reward_kwargs: RewardKwargsConfig = section(RewardKwargsConfig)
     num_workers: int | None = key(
         None,
-        "Processes that call functions; null = one per core, at most 32; 0 = call them in the driver, which cannot "
-        "stop a function that hangs.",
+        "Processes that call functions, shared evenly by the agent runners; null = one per core of a node with agent "
+        "runners, at most 32 per node; 0 = call them in the driver, which cannot stop a function that hangs.",
         at_least=0,
     )
     launch_reward_fn_async: bool = key(
         True,
-        "Call functions as soon as a sample has ended, while others are generated; the scores are the same. Functions "
-        "that take batches, and num_workers=0, score after generation.",
+        "The agent runners call functions as soon as a sample has ended, while others are generated; the scores are "
+        "the same. Functions that take batches, and num_workers=0, score after generation, in the driver's processes.",
     )
     timeout_s: float = key(
         30.0,

@@ -1,4 +1,4 @@
-"""Jobs of reward functions, and their scoring as they arrive while the driver does other work; imports no torch."""
+"""Jobs of reward functions, and a stream that runs them as they arrive; imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from megarl.base.signals import wait_for, wait_slices
+from megarl.base.errors import RewardError
 from megarl.rewards.calling import RewardTask
 from megarl.rewards.outcome import Outcome
 
@@ -50,23 +50,23 @@ class JobSource(Protocol):
     wake_handle: int
     counts: RunCounts
 
-    def take(self) -> tuple[list[RewardJob], bool]:
-        """Return the new jobs, and whether no more will come.
+    def take(self) -> list[RewardJob]:
+        """Return the new jobs.
 
         Raises:
-            StreamCancelled: the results are not needed any more.
+            StreamEnded: the results are not needed any more.
         """
 
     def put(self, number: int, outcome: Outcome) -> None:
         """Receive the outcome of a job; jobs are numbered in the order of :meth:`take`."""
 
 
-class StreamCancelled(Exception):
+class StreamEnded(RewardError):
     """Nobody waits for the results of a stream."""
 
 
 class RewardStream:
-    """A queue of reward jobs that a thread runs on a pool, from the first submission on.
+    """A queue of reward jobs that a thread runs on a pool, from the first submission on; thread-safe.
 
     Args:
         threads: one thread, which lives as long as the pool: the kernel ends a process with the thread that started it.
@@ -77,40 +77,32 @@ class RewardStream:
         self.counts = RunCounts()
         self._reported = RunCounts()
         self._new: list[RewardJob] = []
-        self._outcomes: dict[int, Outcome] = {}
-        self._submitted = self._ended = 0
-        self._changed = threading.Condition()
-        self._ends = self._is_cancelled = False
+        self._open: dict[int, Future[Outcome]] = {}
+        self._submitted = 0
+        self._lock = threading.Lock()
+        self._has_ended = False
         self.wake_handle, self._waker = os.pipe()
         os.set_blocking(self.wake_handle, False)
         os.set_blocking(self._waker, False)
         self._run: Future[None] = threads.submit(run, self)
-        self._run.add_done_callback(lambda run: self._notify())
+        self._run.add_done_callback(lambda _: self._fail_open())
 
-    def submit(self, jobs: Sequence[RewardJob]) -> range:
-        """Add jobs; return their numbers for :meth:`results`."""
-        with self._changed:
-            self._new += jobs
-            self._submitted += len(jobs)
-            numbers = range(self._submitted - len(jobs), self._submitted)
-        self._wake()
-        return numbers
+    def submit(self, jobs: Sequence[RewardJob]) -> list[Future[Outcome]]:
+        """Add jobs; return a future of the outcome of each.
 
-    def results(self, numbers: Sequence[int]) -> list[Outcome]:
-        """Wait for jobs, also of an ended stream; return their outcomes and forget them.
-
-        Raises:
-            RewardError: see :meth:`megarl.rewards.pool.runner.Runner.run`.
-            KeyError: a job is unknown, or its outcome was returned before.
+        A future fails with a ``RewardError`` if no process can be started, and with :class:`StreamEnded` after the end.
         """
-        for slice_s in wait_slices():
-            with self._changed:
-                if self._changed.wait_for(lambda: self._have(numbers) or self._run.done(), slice_s):
-                    break
-        if not self._have(numbers):
-            self._run.result()  # raises the error that ended the run
-        with self._changed:
-            return [self._outcomes.pop(number) for number in numbers]
+        futures: list[Future[Outcome]] = [Future() for _ in jobs]
+        for future in futures:
+            future.set_running_or_notify_cancel()  # a job cannot be cancelled
+        with self._lock:
+            self._new += jobs
+            self._open |= dict(enumerate(futures, self._submitted))
+            self._submitted += len(jobs)
+            self._wake()
+        if self._run.done():
+            self._fail_open()
+        return futures
 
     def take_counts(self) -> RunCounts:
         """Return the retries and replacements since the last call."""
@@ -119,58 +111,44 @@ class RewardStream:
         self._reported = RunCounts(retries, replaced)
         return counts
 
-    def finish(self) -> None:
-        """Wait for all jobs, and end the stream; the pool then serves other calls. A no-op for an ended stream.
-
-        Raises:
-            RewardError: see :meth:`megarl.rewards.pool.runner.Runner.run`.
-        """
-        if self._waker >= 0:
-            self._ends = True
-            self._end()
-
-    def cancel(self) -> None:
-        """End the stream without waiting; processes that still run a job are replaced. A no-op for an ended stream."""
-        if self._waker >= 0:
-            self._is_cancelled = self._ended < self._submitted
-            self._ends = True
-            with contextlib.suppress(Exception):  # nobody waits for the results; the cancellation itself is one
-                self._end()
-
-    def take(self) -> tuple[list[RewardJob], bool]:
-        """Return the next tasks; see :class:`JobSource`; called in the thread."""
-        with contextlib.suppress(BlockingIOError):  # woken by something else
-            os.read(self.wake_handle, 65536)
-        if self._is_cancelled:
-            raise StreamCancelled
-        ends = self._ends  # before the jobs: none follows the end
-        with self._changed:
-            new, self._new = self._new, []
-        return new, ends
-
-    def put(self, number: int, outcome: Outcome) -> None:
-        """Record the outcome of a job; see :class:`JobSource`; called in the thread."""
-        with self._changed:
-            self._outcomes[number] = outcome
-            self._ended += 1
-            self._changed.notify_all()
-
-    def _have(self, numbers: Sequence[int]) -> bool:
-        return all(number in self._outcomes for number in numbers)
-
-    def _notify(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # full of wake-ups
-            os.write(self._waker, b".")
-
-    def _end(self) -> None:
-        try:
+    def end(self) -> None:
+        """End the stream; processes that still run a job are killed. A no-op for an ended stream."""
+        with self._lock:
+            if self._waker < 0:
+                return
+            self._has_ended = True
             self._wake()
-            wait_for(self._run)
-        finally:
+        with contextlib.suppress(Exception):  # the end itself, or an error that the futures have
+            self._run.result()
+        with self._lock:
             os.close(self._waker)
             os.close(self.wake_handle)
             self._waker = -1
+
+    def take(self) -> list[RewardJob]:
+        """Return the next jobs; see :class:`JobSource`; called in the thread."""
+        with contextlib.suppress(BlockingIOError):  # woken by something else
+            os.read(self.wake_handle, 65536)
+        if self._has_ended:
+            raise StreamEnded("the reward processes have ended")
+        with self._lock:
+            new, self._new = self._new, []
+        return new
+
+    def put(self, number: int, outcome: Outcome) -> None:
+        """Record the outcome of a job; see :class:`JobSource`; called in the thread."""
+        with self._lock:
+            future = self._open.pop(number)
+        future.set_result(outcome)
+
+    def _fail_open(self) -> None:
+        """Fail the unfinished jobs with the error that ended the run."""
+        with self._lock:
+            futures, self._open = list(self._open.values()), {}
+        for future in futures:
+            future.set_exception(self._run.exception() or StreamEnded("the reward processes have ended"))
+
+    def _wake(self) -> None:
+        if self._waker >= 0:
+            with contextlib.suppress(BlockingIOError):  # full of wake-ups
+                os.write(self._waker, b".")

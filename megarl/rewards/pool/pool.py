@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 
+from megarl.base.child_process import Surroundings
 from megarl.base.errors import RewardError
 from megarl.base.logs import ProcessLogs, tail
 from megarl.rewards.calling import FunctionSpec, RewardTask, timeout_outcome
@@ -55,6 +56,8 @@ class RewardPool:
         max_retries: further attempts after an infrastructure failure, such as a dead process.
         preload: functions that processes load at the start; the others are loaded on first use.
         logs: log folder of the run, for ``reward-<number>.log``; None = output of this process.
+        first: number of the first process in the names of log files.
+        surroundings: of the driver, if another process owns the pool.
     """
 
     def __init__(
@@ -65,6 +68,8 @@ class RewardPool:
         max_retries: int = 3,
         preload: Sequence[int] = (),
         logs: ProcessLogs | None = None,
+        first: int = 0,
+        surroundings: Surroundings | None = None,
     ) -> None:
         self.functions = [_with_grace(spec, kind) for spec, kind in zip(functions, traits, strict=True)]
         self._specs = list(functions)
@@ -73,7 +78,7 @@ class RewardPool:
         self.max_retries = max_retries
         self._preload = list(preload)
         self._workers: list[RewardProcess] = []
-        self._logs = logs
+        self._logs, self._first, self._surroundings = logs, first, surroundings
         self._failed_starts = 0
         self._threads: ThreadPoolExecutor | None = None
         self._stream: RewardStream | None = None
@@ -94,13 +99,13 @@ class RewardPool:
             self._workers.append(self._new_process(len(self._workers)))
 
     def _new_process(self, number: int) -> RewardProcess:
-        log = (str(self._logs.file("reward", number)), self._logs.level) if self._logs else None
-        return RewardProcess(self._specs, self._preload, log)
+        log = (str(self._logs.file("reward", self._first + number)), self._logs.level) if self._logs else None
+        return RewardProcess(self._specs, self._preload, log, self._surroundings)
 
     def close(self) -> None:
         """End all processes, and a stream that is open."""
         if self._stream is not None:
-            self._stream.cancel()
+            self._stream.end()
         self._end_processes()
         if self._threads is not None:
             self._threads.shutdown()
@@ -130,7 +135,7 @@ class RewardPool:
         return [outcomes[index] for index in range(len(jobs))], batch.counts
 
     def stream(self) -> RewardStream | None:
-        """Start to run jobs as they arrive; no other run may overlap. None if a function takes whole batches."""
+        """Run jobs as they arrive until the pool closes; no other run may overlap. None if a function takes batches."""
         if any(traits.batch for traits in self._traits):
             return None
         if self._threads is None:
@@ -145,13 +150,11 @@ class RewardPool:
         """Run the jobs of a batch, and those that a source adds to it."""
         try:
             self.start()
-            ends = source is None
-            while not ends or batch.is_open:
+            while source is not None or batch.is_open:
                 if source is not None:
-                    jobs, ends = source.take()
-                    batch.add(jobs)
+                    batch.add(source.take())
                 batch.assign(self._workers)
-                if not ends or batch.is_open:
+                if source is not None or batch.is_open:
                     self._receive(batch, [] if source is None else [source.wake_handle])
         except BaseException:
             self._end_processes()  # the running calls belong to an abandoned batch

@@ -1,7 +1,7 @@
-"""One process of the reward pool: the driver's side, and the loop of the process. Imports no torch.
+"""One process of the reward pool: the side of its owner, and the loop of the process. Imports no torch.
 
-Tasks reach the process pickled. Outcomes come back as JSON, so the driver only ever receives numbers and strings: code
-that a reward function or a library runs in the process cannot send objects to the driver.
+Tasks reach the process pickled. Outcomes come back as JSON, so the owner only ever receives numbers and strings: code
+that a reward function or a library runs in the process cannot send objects to it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from megarl.base.child_process import ChildProcess, describe_exit, die_with_parent, open_connection
+from megarl.base.child_process import ChildProcess, Surroundings, describe_exit, die_with_parent, open_connection
 from megarl.base.errors import RewardError
 from megarl.base.logs import redirect_output
 from megarl.rewards.calling import FunctionSpec, LoadedFunction, RewardTask
@@ -31,12 +31,13 @@ OUT_OF_MEMORY = "ran out of memory"
 
 
 class RewardProcess:
-    """A process that calls reward functions, seen from the driver; starts with its construction.
+    """A process that calls reward functions, seen from its owner; starts with its construction.
 
     Args:
         functions: functions by number.
         preload: numbers of the functions to load at the start.
         log: file for the output of the process, and log level; None = output of this process.
+        surroundings: see :class:`~megarl.base.child_process.ChildProcess`.
 
     Attributes:
         loaded: numbers of the loaded functions.
@@ -47,10 +48,14 @@ class RewardProcess:
     """
 
     def __init__(
-        self, functions: Sequence[FunctionSpec], preload: Sequence[int] = (), log: tuple[str, str] | None = None
+        self,
+        functions: Sequence[FunctionSpec],
+        preload: Sequence[int] = (),
+        log: tuple[str, str] | None = None,
+        surroundings: Surroundings | None = None,
     ) -> None:
         self.log = log[0] if log else None
-        self._process = ChildProcess("megarl.rewards.pool.process:main", os.getpid(), log)
+        self._process = ChildProcess("megarl.rewards.pool.process:main", os.getpid(), log, surroundings=surroundings)
         self.connection = self._process.connection
         self.exit_handle = os.pidfd_open(self._process.pid)
         self.loaded: set[int] = set()
@@ -149,18 +154,18 @@ class RewardProcess:
 
 
 def main(handle: int, parent: int, log: tuple[str, str] | None = None) -> None:
-    """Serve the driver until it closes the connection; entry point of the process.
+    """Serve the owner until it closes the connection; entry point of the process.
 
     Args:
-        handle: file descriptor of the connection to the driver.
-        parent: process id of the driver.
+        handle: file descriptor of the connection to the owner.
+        parent: process id of the owner.
         log: file for all output of this process, and log level.
     """
     die_with_parent(parent)
     if log is not None:
         redirect_output(Path(log[0]), log[1])
     watch_process(TracingOptions(watched=True))  # stall reports show the call that hangs
-    with contextlib.suppress(OSError):  # if memory runs out, the kernel kills this process before the driver
+    with contextlib.suppress(OSError):  # if memory runs out, the kernel kills this process before its owner
         Path("/proc/self/oom_score_adj").write_text("1000")
     with open_connection(handle) as connection, contextlib.suppress(EOFError, ConnectionError):
         server = FunctionServer(connection, connection.recv())
@@ -174,10 +179,10 @@ def main(handle: int, parent: int, log: tuple[str, str] | None = None) -> None:
 
 
 class FunctionServer:
-    """Calls functions for the driver, inside a process of the pool.
+    """Calls functions for the owner, inside a process of the pool.
 
     Args:
-        connection: connection to the driver.
+        connection: connection to the owner.
         specs: functions by number; each is loaded on first use, or by a message without tasks.
     """
 

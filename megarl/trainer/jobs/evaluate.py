@@ -28,6 +28,7 @@ from megarl.trainer.jobs.preflight import check_answers
 from megarl.trainer.jobs.session import open_job
 from megarl.trainer.jobs.worker_groups import ready_reward_model
 from megarl.trainer.phases.data_loading import validation_loader
+from megarl.trainer.phases.reward_functions import runner_scorers
 from megarl.trainer.phases.reward_phase import RewardModelScorer, RewardPhase, SequenceReader, reward_manager
 from megarl.trainer.phases.validation import Validator
 from megarl.trainer.records.metrics import Metrics
@@ -74,7 +75,8 @@ def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
         check_endpoint(config)
         pool = session.start(functions)
         with session.starting_workers() as progress:
-            runners = session.enter(AgentRunners(config, tokenizer, pool))
+            scorers = runner_scorers(config, session.logs, config.trainer.nnodes)
+            runners = session.enter(AgentRunners(config, tokenizer, pool, scorers))
             replicas = FrozenReplicas(config, pool, progress)
             runners.wait_ready()
             scorer = None

@@ -33,7 +33,7 @@ from megarl.trainer.phases.correction_phase import (
 from megarl.trainer.phases.data_loading import load_tokenizer, prompt_loader, validation_loader
 from megarl.trainer.phases.model_passes import ROW_VERB, ModelPass, simultaneous_passes, verb_pass
 from megarl.trainer.phases.reference_phase import AlignmentPhase, BatchPhase
-from megarl.trainer.phases.reward_functions import val_reward_config
+from megarl.trainer.phases.reward_functions import runner_scorers, val_reward_config
 from megarl.trainer.phases.reward_phase import RewardModelScorer, RewardPhase, SequenceReader, reward_manager
 from megarl.trainer.phases.rollout_phase import RolloutPhase
 from megarl.trainer.phases.teacher_phase import TeacherPhase
@@ -145,7 +145,8 @@ class TrainerBuilder:
             run_id=session.run_id,
             started=session.started,
         )
-        runners = session.enter(AgentRunners(config, self.tokenizer, pools.trainer))
+        scorers = runner_scorers(config, session.logs, config.trainer.nnodes)
+        runners = session.enter(AgentRunners(config, self.tokenizer, pools.trainer, scorers))
         builder = RoleBuilder(
             config, self.batches, self.total_steps, pools, session.output_dir, console.message, progress
         )

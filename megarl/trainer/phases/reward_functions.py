@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from megarl.agents.types import TRAINING_REWARD, VALIDATION_REWARD
 from megarl.base.errors import RewardError
 from megarl.base.logs import ProcessLogs
-from megarl.config.schema.jobs import ScoredJobConfig, TrainConfig
+from megarl.config.schema.jobs import GenerationJobConfig, ScoredJobConfig, TrainConfig
 from megarl.config.schema.rewards import (
     CUSTOM_REWARD,
     CustomRewardConfig,
@@ -23,9 +24,10 @@ from megarl.config.schema.rewards import (
 from megarl.rewards import FunctionSpec, RewardManager, Scorer, ScoreTerm, custom_reward_spec
 from megarl.rewards.calling import LoadedFunction
 from megarl.rewards.manager import FailurePolicy, LengthShaping
-from megarl.rewards.pool import InDriverRunner, RewardPool, Runner
+from megarl.rewards.pool import InDriverRunner, Runner
 from megarl.rewards.registry import ISOLATED, FunctionTraits, SourceMap, check_signature, load_reward_function
 from megarl.rewards.sandbox import isolation_problem
+from megarl.rewards.scorer import ScorerSpec
 from megarl.rewards.shaping import OverlongPenalty
 
 AUTO = "auto"
@@ -68,12 +70,54 @@ def function_manager(
     penalty = None
     if overlong.enable:
         penalty = OverlongPenalty(max_length, overlong.len, overlong.penalty_factor, overlong.log)
+    spec = _scorer_spec(config, plan, logs)
+    runner: Runner = _in_driver(plan, keys) if spec is None else spec.pool()
     return RewardManager(
-        Scorer(plan.terms, _runner(plan, keys, logs)),
+        Scorer(plan.terms, runner),
         tokenizer,
         FailurePolicy(keys.on_error, keys.max_failure_ratio),
         LengthShaping(penalty, shaping.length_reward_weight),
+        starts_processes=not _scores_in_runners(keys, spec),
     )
+
+
+def runner_scorers(
+    config: GenerationJobConfig, logs: ProcessLogs | None = None, nodes: int = 1
+) -> dict[str, ScorerSpec]:
+    """Return the scorers of the agent runners for training and validation samples.
+
+    Empty if the reward phase scores: for functions that take batches, by configuration, and in jobs without a reward.
+
+    Args:
+        config: complete.
+        logs: of the reward processes; None = output of the agent runners.
+        nodes: number of nodes that the agent runners share.
+
+    Raises:
+        RewardError: see :func:`function_manager`.
+    """
+    if not isinstance(config, ScoredJobConfig):
+        return {}
+    training = _runner_scorer(config, logs, nodes)
+    separate = val_reward_config(config)
+    validation = training if separate is None else _runner_scorer(separate, logs, nodes)
+    scorers = {TRAINING_REWARD: training, VALIDATION_REWARD: validation}
+    return {name: spec for name, spec in scorers.items() if spec is not None}
+
+
+def _runner_scorer(config: ScoredJobConfig, logs: ProcessLogs | None, nodes: int) -> ScorerSpec | None:
+    keys = config.reward_model
+    if keys.function_weight == 0:
+        return None
+    runners = config.actor_rollout_ref.rollout.agent.num_workers
+    total = num_processes(keys) * (min(nodes, runners) if keys.num_workers is None else 1)
+    processes = -(-total // runners)
+    spec = _scorer_spec(config, reward_plan(config, processes * runners), logs, processes)
+    return spec if _scores_in_runners(keys, spec) else None
+
+
+def _scores_in_runners(keys: RewardModelConfig, spec: ScorerSpec | None) -> bool:
+    return keys.launch_reward_fn_async and spec is not None and spec.takes_samples
 
 
 def val_reward_config(config: ScoredJobConfig) -> TrainConfig | None:
@@ -124,8 +168,13 @@ def check_rewards(config: ScoredJobConfig) -> None:
             )
 
 
-def reward_plan(config: ScoredJobConfig) -> RewardPlan:
-    """List the configured functions without loading them."""
+def reward_plan(config: ScoredJobConfig, processes: int | None = None) -> RewardPlan:
+    """List the configured functions without loading them.
+
+    Args:
+        config: complete.
+        processes: number of all processes, which share the concurrent requests to services; None = as configured.
+    """
     keys, custom = config.reward_model, config.custom_reward_function
     weights: Mapping[str, float] = keys.functions or {CUSTOM_REWARD if custom.path else keys.name: 1.0}
     plan = RewardPlan([], [], [])
@@ -134,7 +183,7 @@ def reward_plan(config: ScoredJobConfig) -> RewardPlan:
     def number_of(name: str) -> int:
         if name not in numbers:
             numbers[name] = len(plan.functions)
-            plan.functions.append(_spec(config, name))
+            plan.functions.append(_spec(config, name, max(1, processes or num_processes(keys))))
         return numbers[name]
 
     for name, weight in weights.items():
@@ -167,10 +216,9 @@ def _label(name: str) -> str:
     return name.rpartition(".")[2] if "." in name else name
 
 
-def _spec(config: ScoredJobConfig, name: str) -> FunctionSpec:
+def _spec(config: ScoredJobConfig, name: str, workers: int) -> FunctionSpec:
     keys, custom = config.reward_model, config.custom_reward_function
     user_arguments = dict(keys.function_kwargs.get(name, {}))
-    workers = max(1, num_processes(keys))
     if name == CUSTOM_REWARD:
         spec = custom_reward_spec(str(custom.path), custom.name)
         return FunctionSpec(spec, dict(custom.reward_kwargs), keys.timeout_s, keys.max_concurrency)
@@ -213,19 +261,25 @@ def _judge_arguments(keys: RewardModelConfig) -> dict[str, Any]:
 
 
 def num_processes(keys: RewardModelConfig) -> int:
-    """Return the number of reward processes; 0 = the driver calls the functions."""
+    """Return the number of reward processes, by default of each node; 0 = the driver calls the functions."""
     return min(len(os.sched_getaffinity(0)), MAX_PROCESSES) if keys.num_workers is None else keys.num_workers
 
 
-def _runner(plan: RewardPlan, keys: RewardModelConfig, logs: ProcessLogs | None) -> Runner:
-    count = num_processes(keys)
+def _scorer_spec(
+    config: ScoredJobConfig, plan: RewardPlan, logs: ProcessLogs | None, processes: int | None = None
+) -> ScorerSpec | None:
+    """Describe the pool of reward processes; None = the driver calls the functions."""
+    keys = config.reward_model
+    count = num_processes(keys) if processes is None else processes
     if count == 0:
-        return InDriverRunner(
-            [LoadedFunction(load_reward_function(spec.spec, spec.kwargs), spec) for spec in plan.functions],
-            keys.max_retries,
-        )
+        return None
     traits = [_traits(spec) for spec in plan.functions]
-    return RewardPool(plan.functions, traits, count, keys.max_retries, plan.first, logs)
+    return ScorerSpec(plan.terms, plan.functions, traits, count, keys.max_retries, plan.first, logs)
+
+
+def _in_driver(plan: RewardPlan, keys: RewardModelConfig) -> InDriverRunner:
+    functions = [LoadedFunction(load_reward_function(spec.spec, spec.kwargs), spec) for spec in plan.functions]
+    return InDriverRunner(functions, keys.max_retries)
 
 
 def _traits(spec: FunctionSpec) -> FunctionTraits:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol, Self
 
 import numpy as np
@@ -19,7 +18,7 @@ from megarl.config.schema.jobs import ScoredJobConfig
 from megarl.config.schema.rewards import RewardModelConfig
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right, sequence_lengths
 from megarl.data.tokenization import Prompt, PromptEncoder
-from megarl.rewards.manager import EarlyScores, NullReward, Scored, with_scores
+from megarl.rewards.manager import NullReward, Scored, with_scores
 from megarl.trainer.phases.data_loading import load_tokenizer
 from megarl.trainer.phases.reward_functions import function_manager
 from megarl.trainer.records.metrics import summary
@@ -36,12 +35,7 @@ SEQUENCES = ["prompts", "responses", "attention_mask"]
 class BatchScorer(Protocol):
     """A reward manager: a context manager that scores batches."""
 
-    def score_early(self) -> EarlyScores | None:
-        """Start to score samples before their batch is complete; None if the functions cannot."""
-
-    def score(
-        self, batch: DataProto, early: EarlyScores | None = None, names: Sequence[Hashable] | None = None
-    ) -> Scored[DataProto]:
+    def score(self, batch: DataProto) -> Scored[DataProto]:
         """Score a batch; rows whose reward failed are masked."""
 
     def __enter__(self) -> Self:
@@ -108,56 +102,20 @@ class RewardPhase:
         self.tokenizer = tokenizer
         self.keys = keys
         self.model = model
-        self._ahead: EarlyScores | None = None
 
-    @contextlib.contextmanager
-    def early(self) -> Iterator[EarlyScores | None]:
-        """Score samples with functions while others are generated, if configured and possible.
-
-        An error within the block abandons them.
-        """
-        self._settle_ahead()
-        early = self._score_early()
-        try:
-            yield early
-        finally:
-            if early is not None:
-                early.cancel()
-
-    def ahead(self) -> EarlyScores | None:
-        """Score samples of later batches with functions, if configured and possible, until the processes end.
-
-        Other batches may be scored in between: they wait for the samples ahead.
-        """
-        self._ahead = self._score_early()
-        return self._ahead
-
-    def _score_early(self) -> EarlyScores | None:
-        return self.functions.score_early() if self.keys.launch_reward_fn_async else None
-
-    def _settle_ahead(self) -> None:
-        if self._ahead is not None:
-            self._ahead.settle()
-
-    def score(
-        self, batch: DataProto, early: EarlyScores | None = None, names: Sequence[Hashable] | None = None
-    ) -> Scored[DataProto]:
+    def score(self, batch: DataProto) -> Scored[DataProto]:
         """Add ``token_level_scores``, ``response_mask`` and extra columns to the batch; see :class:`Scored`.
 
         With a reward model, also adds the column ``reward_extra_rm_score``, ``reward_extra_function_score`` if a
         function scores too, and metrics of both over the rows that count.
 
         Args:
-            batch: samples.
-            early: see :meth:`RewardManager.score`.
-            names: see :meth:`RewardManager.score`.
+            batch: samples; those that the agent runners scored have their outcomes.
 
         Raises:
             RewardError: see the reward manager; or the reward model's score of a row is not finite.
         """
-        if early is None:
-            self._settle_ahead()
-        scored = self.functions.score(batch, early, names)
+        scored = self.functions.score(batch)
         return scored if self.model is None else self._combine(scored, self.model.score(scored.batch))
 
     def _combine(self, scored: Scored[DataProto], model: ModelScores) -> Scored[DataProto]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,13 +16,21 @@ from transformers import PreTrainedTokenizerBase
 from megarl.agents.build import default_agent_loop
 from megarl.agents.runner import request_capacity
 from megarl.agents.trajectories import report_failures, trajectories_to_batch, trajectory_metrics
-from megarl.agents.types import ConversationGroup, Integers, PlannedSample, Trajectory
+from megarl.agents.types import (
+    TRAINING_REWARD,
+    VALIDATION_REWARD,
+    ConversationGroup,
+    Integers,
+    PlannedSample,
+    Trajectory,
+)
 from megarl.base.errors import WeightSyncError
 from megarl.base.seeds import derive_seed
 from megarl.config.schema.async_training import SYNC
 from megarl.config.schema.jobs import GenerationJobConfig, TrainConfig
 from megarl.config.schema.rollout import TrainingRolloutConfig, ValSamplingConfig
 from megarl.data import DataProto
+from megarl.rewards.outcome import REWARD_COUNTS
 from megarl.rollout.interface import NO_VERSION, SamplingParams
 from megarl.rollout.router_stats import RouterStats
 from megarl.trainer.records.metrics import Metrics
@@ -34,26 +42,6 @@ AGENT_NAME = "agent_name"
 """Column with the name of a row's agent loop."""
 ROLLOUT_METRICS = "rollout_metrics"
 """Key in the ``meta_info`` of a validation batch: metrics of its conversations."""
-
-
-class SampleSink(Protocol):
-    """Receives samples before their batch is complete."""
-
-    def add(self, name: Hashable, columns: Mapping[str, Any], prompt: Integers, response: Integers) -> None:
-        """Receive a sample: its name, non-tensor columns, and token ids of prompt and response."""
-
-
-def send_sample(sink: SampleSink, name: Hashable, facts: Mapping[str, Any], trajectory: Trajectory) -> None:
-    """Send a sample to a sink, unless its conversation failed or it has no response.
-
-    Args:
-        sink: receives it.
-        name: of the sample in the sink.
-        facts: columns of its prompt.
-        trajectory: of the sample.
-    """
-    if trajectory.error is None and len(trajectory.response_ids):
-        sink.add(name, {**facts, **trajectory.fields}, trajectory.prompt_ids, trajectory.response_ids)
 
 
 class RolloutPhase:
@@ -102,7 +90,6 @@ class RolloutPhase:
         generation_round: int = 0,
         *,
         with_baseline: bool = False,
-        early: SampleSink | None = None,
     ) -> DataProto:
         """Generate ``n`` samples per prompt as adjacent rows; the column ``uid`` names the prompt.
 
@@ -112,12 +99,11 @@ class RolloutPhase:
             metrics: gets the metrics of the conversations.
             generation_round: number of the round in the step.
             with_baseline: add a greedy sample after the others of a prompt, with ``is_baseline`` True (ReMax).
-            early: receives each sample as soon as it has ended.
         """
         stream = (TRAINING, step, generation_round) if generation_round else (TRAINING, step)
         sampling = self.rollout
         assert isinstance(sampling, TrainingRolloutConfig), "a job without training samples as in validation"
-        batch, conversation_metrics = self._generate(prompts, sampling, sampling.n, stream, with_baseline, early)
+        batch, conversation_metrics = self._generate(prompts, sampling, sampling.n, stream, with_baseline)
         if with_baseline:
             rows = np.arange(len(batch)) % (sampling.n + 1)
             batch = batch.with_columns({}, {"is_baseline": (rows == sampling.n).tolist()})
@@ -125,22 +111,19 @@ class RolloutPhase:
         batch.meta_info |= self.batch_info
         return batch
 
-    def validate(self, prompts: DataProto, step: int, batch: int = 0, early: SampleSink | None = None) -> DataProto:
+    def validate(self, prompts: DataProto, step: int, batch: int = 0) -> DataProto:
         """Generate samples with the sampling parameters of validation.
 
         Args:
             prompts: held-out prompts.
             step: seeds the draws.
             batch: number of the validation batch in the step.
-            early: receives each sample as soon as it has ended.
 
         Returns:
             Samples; ``meta_info[ROLLOUT_METRICS]`` holds the metrics of the conversations.
         """
         sampling = self.rollout.val_kwargs
-        samples, conversation_metrics = self._generate(
-            prompts, sampling, sampling.n, (VALIDATION, step, batch), early=early
-        )
+        samples, conversation_metrics = self._generate(prompts, sampling, sampling.n, (VALIDATION, step, batch))
         samples.meta_info[ROLLOUT_METRICS] = conversation_metrics
         return samples
 
@@ -151,7 +134,6 @@ class RolloutPhase:
         samples: int,
         stream: tuple[int, ...],
         with_baseline: bool = False,
-        early: SampleSink | None = None,
     ) -> tuple[DataProto, Metrics]:
         params = SamplingParams.of(sampling, self.config.data.max_response_length)
         params_per_sample = [params] * samples + [dataclasses.replace(params, temperature=0.0)] * with_baseline
@@ -159,22 +141,19 @@ class RolloutPhase:
         # The rollout service numbers its groups from 0; these are in flight at the same time.
         numbers, keys = [-1 - row for row in rows], [str(row) for row in rows]
         with_routes = self.with_routes and sampling is self.rollout
-        groups = self._groups(prompts, params_per_sample, seeds, numbers, keys, with_routes=with_routes)
-        trajectories, traffic = self._lead(groups, early)
+        reward = VALIDATION_REWARD if stream[0] == VALIDATION else TRAINING_REWARD
+        groups = self._groups(prompts, params_per_sample, seeds, numbers, keys, reward, with_routes=with_routes)
+        trajectories, traffic = self._lead(groups)
         if traffic.to_replace:
             self.on_lost(traffic.to_replace)
         uids = [_uid(stream, row) for row in rows]
         batch = self._with_columns_of(prompts.non_tensor_batch, uids, trajectories, with_routes=with_routes)
         return batch, trajectory_metrics(trajectories) | traffic.metrics()
 
-    def _lead(
-        self, groups: Sequence[ConversationGroup], early: SampleSink | None
-    ) -> tuple[list[Trajectory], RouterStats]:
+    def _lead(self, groups: Sequence[ConversationGroup]) -> tuple[list[Trajectory], RouterStats]:
         """Run all conversations; return trajectories in the order of the groups and their samples."""
         names = [name for group in groups for name in group.ids]
         trajectories = dict.fromkeys(names)
-        rows = {name: row for row, name in enumerate(names)}
-        facts = {group.number: group.facts for group in groups}
         shared = self.traffic.is_open  # with conversations of the rollout service, which go on
         try:
             self.traffic.submit(self._with_expected_lengths(groups))
@@ -183,8 +162,6 @@ class RolloutPhase:
                 for name, trajectory in self.traffic.finished(WAIT_S, waiting):
                     waiting.remove(name)
                     trajectories[name] = trajectory
-                    if early is not None:
-                        send_sample(early, rows[name], facts[name.group], trajectory)
         except Exception:
             if self.traffic.is_open and not shared:
                 with contextlib.suppress(Exception):  # the first error is the cause
@@ -226,7 +203,7 @@ class RolloutPhase:
         seeds = [self._seeds((TRAINING, step), place + 1)[place] for step, place in origins]
         keys = [_uid((TRAINING, step), place) for step, place in origins]
         params = [self.training_params()] * self.rollout.n
-        groups = self._groups(prompts, params, seeds, numbers, keys, with_routes=self.with_routes)
+        groups = self._groups(prompts, params, seeds, numbers, keys, TRAINING_REWARD, with_routes=self.with_routes)
         groups = [dataclasses.replace(group, with_turns=self.with_turns) for group in groups]
         return self._with_expected_lengths(groups)
 
@@ -269,6 +246,7 @@ class RolloutPhase:
             with_versions=self.with_versions,
             with_routes=with_routes,
         )
+        batch.meta_info[REWARD_COUNTS] = self.traffic.runners.take_reward_counts()
         prompts = DataProto.from_dict({}, {**columns, "uid": uids})
         return batch.union(prompts.repeat(len(trajectories) // len(uids)))
 
@@ -279,6 +257,7 @@ class RolloutPhase:
         seeds: Sequence[int],
         numbers: Sequence[int],
         keys: Sequence[str],
+        reward: str,
         *,
         with_routes: bool,
     ) -> list[ConversationGroup]:
@@ -298,6 +277,7 @@ class RolloutPhase:
                 agent_name=str(rows[row].get(AGENT_NAME) or self._default_loop),
                 facts=rows[row],
                 with_routes=with_routes,
+                reward=reward,
             )
             for row in range(len(prompts))
         ]

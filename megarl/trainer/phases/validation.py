@@ -81,9 +81,8 @@ class Validator:
         """
         parts: list[DataProto] = []
         for number, prompts in enumerate(self.loader):
-            with self.rewards.early() as early:
-                samples = self.rollout.validate(prompts, step if stream is None else stream, number, early)
-                parts.append(self.rewards.score(samples, early).batch)
+            samples = self.rollout.validate(prompts, step if stream is None else stream, number)
+            parts.append(self.rewards.score(samples).batch)
             on_batch(parts[-1])
         records = [record for part in parts for record in describe_samples(part, self.tokenizer, step)]
         conversations = [part.meta_info.get(ROLLOUT_METRICS, {}) for part in parts]

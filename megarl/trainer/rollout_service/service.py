@@ -10,21 +10,21 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.agents.turns import version_spans
-from megarl.agents.types import ConversationGroup, PlannedSample, SampleId, StoredTurn, Trajectory
+from megarl.agents.types import TRAINING_REWARD, ConversationGroup, PlannedSample, SampleId, StoredTurn, Trajectory
 from megarl.base.errors import StepImpossible, WeightSyncError
 from megarl.base.signals import while_waiting
 from megarl.config.schema.async_training import COLOCATED
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data import DataProto
 from megarl.data.loader import PromptQueue
-from megarl.rewards.manager import EarlyScores
+from megarl.rewards.outcome import Outcome
 from megarl.rollout.interface import NO_VERSION
 from megarl.rollout.router_stats import RouterStats
 from megarl.sharding import PausedRequests
 from megarl.trainer.jobs.roles import Roles
 from megarl.trainer.phases.dynamic_sampling import SampleCollector
 from megarl.trainer.phases.reward_phase import RewardPhase
-from megarl.trainer.phases.rollout_phase import RolloutPhase, send_sample
+from megarl.trainer.phases.rollout_phase import RolloutPhase
 from megarl.trainer.records.metrics import Metrics
 from megarl.trainer.rollout_service.idle_clock import IdleClock
 from megarl.trainer.rollout_service.ledger import AdmissionRule, GroupLedger
@@ -98,7 +98,6 @@ class RolloutService:
         self._ended: dict[SampleId, Trajectory] = {}
         self._idle = IdleClock()
         self._switch_s = 0.0
-        self._early: EarlyScores | None = None
         self._error: Exception | None = None
         self._unsent: list[int] = []
 
@@ -117,7 +116,7 @@ class RolloutService:
         holds = self.config.holds_proximal_policy
         for number in range(self.keys.sync_interval):
             with phase("gen"):
-                batch, names, metrics = self._collect()
+                batch, metrics = self._collect()
                 if not self._is_colocated:
                     self._switch_s += self.roles.return_devices(self.traffic.update_replicas)
                 if self._is_colocated:
@@ -127,7 +126,7 @@ class RolloutService:
                 with phase("old_log_prob"):
                     self.roles.actor.hold_weights()
             with phase("reward"):
-                scored = self.rewards.score(batch, self._early, names)
+                scored = self.rewards.score(batch)
                 self.collector.add(scored.batch, metrics | scored.metrics)
                 finished: Metrics = {}
                 batch = self.collector.finish(finished)
@@ -177,7 +176,6 @@ class RolloutService:
         The ledger is restored before the workers start, see :func:`restored_ledger`.
         """
         self.roles.sharding_manager.version = step  # weight versions go on, and those of finished samples stay valid
-        self._early = self.rewards.ahead()
         if not state:
             return
         turns = {
@@ -185,20 +183,18 @@ class RolloutService:
             for group, sample, of_sample in (state.get(TURNS, ()) if self.keys.partial_rollout else ())
         }
         self._groups = {group["number"]: self._restored_group(group, turns) for group in state[GROUPS]}
-        self._ended = {SampleId(group, sample): Trajectory(**fields) for group, sample, fields in state[SAMPLES]}
-        for name, trajectory in self._ended.items():
-            self._score(name, trajectory)
+        self._ended = {
+            SampleId(group, sample): _restored_trajectory(fields) for group, sample, fields in state[SAMPLES]
+        }
         self._unsent = self.ledger.running
 
     def close(self) -> None:
         """Abandon the work in flight."""
-        if self._early is not None:
-            self._early.cancel()
         if self.traffic.is_open:
             self.traffic.close()
 
-    def _collect(self) -> tuple[DataProto, list[SampleId], Metrics]:
-        """Wait until the groups of a batch are complete; return their samples in the order of admission, and names."""
+    def _collect(self) -> tuple[DataProto, Metrics]:
+        """Wait until the groups of a batch are complete; return their samples in the order of admission."""
         self._admit()
         with self._idle.waiting():
             while (numbers := self._next_groups()) is None:
@@ -219,7 +215,7 @@ class RolloutService:
             del self._groups[number]
         for name in names:
             del self._ended[name]
-        return batch, names, metrics
+        return batch, metrics
 
     def _next_groups(self) -> list[int] | None:
         if self.replay is None:
@@ -252,14 +248,13 @@ class RolloutService:
         return self._groups[number].only(missing)
 
     def _receive(self, wait_s: float) -> None:
-        """Record the samples that have ended, and start to score them."""
+        """Record the samples that have ended."""
         self._raise_error()
         if not self.traffic.is_open:
             return
         for name, trajectory in self.traffic.finished(wait_s):
             self._ended[name] = trajectory
             self.ledger.end_sample(*name)
-            self._score(name, trajectory)
 
     def _receive_meanwhile(self) -> None:
         """Record the samples that have ended while the trainer trains; the next :meth:`_receive` raises an error."""
@@ -274,10 +269,6 @@ class RolloutService:
         error, self._error = self._error, None
         if error is not None:
             raise error
-
-    def _score(self, name: SampleId, trajectory: Trajectory) -> None:
-        if self._early is not None:
-            send_sample(self._early, name, self._groups[name.group].facts, trajectory)
 
     def _sync_when_idle(self) -> Metrics:
         """Wait until no conversation is in flight, and replace the weights."""
@@ -367,6 +358,7 @@ class RolloutService:
             messages=stored["facts"].get("raw_prompt", ()),
             with_routes=self.rollout.with_routes,
             with_turns=self.rollout.with_turns,
+            reward=TRAINING_REWARD,
             **{name: stored[name] for name in STORED},
         )
         return self._with_spans(group)
@@ -391,6 +383,11 @@ def _stored_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     return {
         name: list(value) if isinstance(value, range | tuple) else value for name, value in vars(trajectory).items()
     }
+
+
+def _restored_trajectory(stored: Mapping[str, Any]) -> Trajectory:
+    outcome = stored.get("outcome")
+    return Trajectory(**{**stored, "outcome": None if outcome is None else Outcome(*outcome)})
 
 
 def check_staleness(trajectories: Sequence[Trajectory], version: int, bound: int) -> None:

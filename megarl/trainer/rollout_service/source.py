@@ -79,22 +79,16 @@ class StepRounds:
         collector, missing = self.collector, self.collector.round_size
         while missing:
             prompts, round_metrics = self.prompts.take(missing), Metrics()
-            with self.rewards.early() as early:  # scores samples while others are generated
-                with phase("gen"):
-                    self.roles.ready_engines()
-                    batch = self.rollout.generate_sequences(
-                        prompts,
-                        step,
-                        round_metrics,
-                        collector.rounds,
-                        with_baseline=self.config.uses_baselines,
-                        early=early,
-                    )
-                    check_weight_versions(batch, self.roles.sharding_manager.version)
-                    self.roles.free_engines()
-                with phase("reward"):
-                    scored = self.rewards.score(batch, early)
-                    missing = collector.add(scored.batch, round_metrics | scored.metrics)
+            with phase("gen"):
+                self.roles.ready_engines()
+                batch = self.rollout.generate_sequences(
+                    prompts, step, round_metrics, collector.rounds, with_baseline=self.config.uses_baselines
+                )
+                check_weight_versions(batch, self.roles.sharding_manager.version)
+                self.roles.free_engines()
+            with phase("reward"):
+                scored = self.rewards.score(batch)
+                missing = collector.add(scored.batch, round_metrics | scored.metrics)
         metrics: Metrics = {}
         yield collector.finish(metrics), metrics
 
