@@ -37,7 +37,7 @@ from megarl.agents.types import (
     StoredTurn,
     Trajectory,
 )
-from megarl.base.child_process import Surroundings
+from megarl.base.child_process import ChildEnvironment
 from megarl.base.errors import RewardError, WeightSyncError, WorkerError
 from megarl.rewards.pool import RunCounts
 from megarl.rewards.scorer import ScorerSpec
@@ -66,7 +66,7 @@ class AgentRunner:
         runners: number of runners, which share the slots of the engines and ``agent.max_concurrency``.
         token: bearer token of the chat endpoint; empty = of the environment, or a random one.
         scorers: reward functions by name, see :attr:`ConversationGroup.reward`.
-        surroundings: of the driver, for reward functions; None = those of this process.
+        environment: of the driver, for reward functions; None = as this process.
 
     Attributes:
         endpoint: chat endpoint of the policy; None = the run serves none.
@@ -83,7 +83,7 @@ class AgentRunner:
         runners: int = 1,
         token: str = "",
         scorers: Mapping[str, ScorerSpec] = MappingProxyType({}),
-        surroundings: Surroundings | None = None,
+        environment: ChildEnvironment | None = None,
     ) -> None:
         rollout = config.actor_rollout_ref.rollout
         self._config, self._tokenizer = config, tokenizer
@@ -109,7 +109,7 @@ class AgentRunner:
         if self.endpoint is not None:
             self._resources.enter_context(self.endpoint)
         specs = {id(spec): spec for spec in scorers.values()}  # several names may share one
-        pools = {key: SampleScorer(spec, tokenizer, rank, surroundings) for key, spec in specs.items()}
+        pools = {key: SampleScorer(spec, tokenizer, rank, environment) for key, spec in specs.items()}
         self._scorers = {name: pools[id(spec)] for name, spec in scorers.items()}
         for scorer in pools.values():
             self._resources.callback(scorer.close)

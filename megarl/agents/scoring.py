@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megarl.agents.types import Trajectory
-from megarl.base.child_process import Surroundings
+from megarl.base.child_process import ChildEnvironment
 from megarl.base.errors import RewardError
 from megarl.rewards.outcome import Outcome
 from megarl.rewards.pool import RunCounts
@@ -25,7 +25,7 @@ class SampleScorer:
         spec: reward functions and number of processes; none of the functions takes batches.
         tokenizer: of the policy.
         runner: number of the agent runner, for the names of log files.
-        surroundings: of the driver; None = those of this process.
+        environment: of the driver; None = as this process.
     """
 
     def __init__(
@@ -33,9 +33,9 @@ class SampleScorer:
         spec: ScorerSpec,
         tokenizer: PreTrainedTokenizerBase,
         runner: int = 0,
-        surroundings: Surroundings | None = None,
+        environment: ChildEnvironment | None = None,
     ) -> None:
-        self._pool = spec.pool(runner, surroundings)
+        self._pool = spec.pool(runner, environment)
         self._scorer = Scorer(spec.terms, self._pool)
         self._tasks = TaskBuilder(tokenizer, self._scorer.wants_prompt)
         stream = self._pool.stream()

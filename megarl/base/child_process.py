@@ -37,8 +37,8 @@ _EXIT_S = 5.0
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """Working folder, environment variables and import path of a process, for a child that another process starts.
+class ChildEnvironment:
+    """Working folder, environment variables and import path of a child process.
 
     Attributes:
         folder: working folder.
@@ -51,8 +51,8 @@ class Surroundings:
     path: Sequence[str]
 
     @classmethod
-    def here(cls) -> Surroundings:
-        """Return those of this process."""
+    def here(cls) -> ChildEnvironment:
+        """Return the environment of this process."""
         return cls(os.getcwd(), dict(os.environ), list(sys.path))
 
 
@@ -65,7 +65,7 @@ class ChildProcess:
         target: ``package.module:function``, called in the child with the descriptor of its end of the socket pair.
         *arguments: further arguments of the function: numbers, strings, None, tuples.
         output: file for standard output and error; None = the streams of this process.
-        surroundings: working folder (if this node has it), environment variables and import path; None = those of this
+        environment: working folder (if this node has it), environment variables and import path; None = as this
             process.
 
     Attributes:
@@ -80,14 +80,14 @@ class ChildProcess:
         target: str,
         *arguments: object,
         output: IO[bytes] | int | None = None,
-        surroundings: Surroundings | None = None,
+        environment: ChildEnvironment | None = None,
     ) -> None:
         module, _, function = target.partition(":")
         parent_end, child_end = socket.socketpair()
         with parent_end, child_end:
             handle = child_end.fileno()
             code = _CODE.format(
-                path=surroundings.path if surroundings else sys.path,
+                path=environment.path if environment else sys.path,
                 module=module,
                 function=function,
                 handle=handle,
@@ -100,8 +100,8 @@ class ChildProcess:
                 stderr=None if output is None else subprocess.STDOUT,
                 pass_fds=[handle],
                 start_new_session=True,
-                cwd=surroundings.folder if surroundings and os.path.isdir(surroundings.folder) else None,
-                env={"OMP_NUM_THREADS": "1", **(surroundings.variables if surroundings else os.environ)},
+                cwd=environment.folder if environment and os.path.isdir(environment.folder) else None,
+                env={"OMP_NUM_THREADS": "1", **(environment.variables if environment else os.environ)},
             )
             self.connection = Connection(parent_end.detach())
 

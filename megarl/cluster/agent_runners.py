@@ -18,7 +18,7 @@ from megarl.agents.endpoint.server import make_token
 from megarl.agents.runner import AgentRunner
 from megarl.agents.trajectories import PackedSamples
 from megarl.agents.types import ConversationGroup, FinishedSample, SampleId, StoredTurn
-from megarl.base.child_process import Surroundings
+from megarl.base.child_process import ChildEnvironment
 from megarl.base.errors import StepImpossible, WorkerError
 from megarl.base.user_code import import_user_modules
 from megarl.cluster.adapters import ReplicaProcess
@@ -82,7 +82,7 @@ class AgentRunnerWorker:
         tokenizer: of the policy.
         token: bearer token of the chat endpoint.
         scorers: reward functions by name.
-        surroundings: of the driver, for reward functions.
+        environment: of the driver, for reward functions.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class AgentRunnerWorker:
         tokenizer: PreTrainedTokenizerBase,
         token: str,
         scorers: Mapping[str, ScorerSpec],
-        surroundings: Surroundings,
+        environment: ChildEnvironment,
     ) -> None:
         import_user_modules(*config.actor_rollout_ref.model.user_modules)
-        self._runner = AgentRunner(config, tokenizer, place.rank, place.world_size, token, scorers, surroundings)
+        self._runner = AgentRunner(config, tokenizer, place.rank, place.world_size, token, scorers, environment)
         self._warnings = WarningList()
         logging.getLogger("megarl").addHandler(self._warnings)
 
@@ -252,7 +252,7 @@ class AgentRunners:
             "tokenizer": tokenizer,
             "token": make_token() if self._serves_endpoint else "",
             "scorers": dict(scorers),
-            "surroundings": Surroundings.here(),
+            "environment": ChildEnvironment.here(),
         }
         layout = ParallelLayout(dp=rollout.agent.num_workers)
         worker = f"{__name__}:{AgentRunnerWorker.__name__}"

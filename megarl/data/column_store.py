@@ -161,9 +161,13 @@ class Columns(Mapping[str, Tensor]):
 
     def unpadded(self, name: str, dtype: torch.dtype | None = None) -> list[Tensor]:
         """Return the entries of each row of a declared column; see :meth:`packed`."""
+        return list(self.packed(name, dtype).split(self.row_lengths(name).tolist()))
+
+    def row_lengths(self, name: str) -> Tensor:
+        """Count the entries of each row of a declared column, ``[b]``."""
         alignment = COLUMNS[name].alignment if (ragged := self.stored[name].current()) is None else ragged.alignment
         lengths, _ = regions_of(self._known_spans(name))[alignment]
-        return list(self.packed(name, dtype).split(lengths.tolist()))
+        return torch.from_numpy(lengths)
 
     def of_tokens(self, tokens: Mapping[str, Tensor]) -> Columns:
         """Build declared columns of these rows from packed values ``[sum of lengths, ...]``.
@@ -243,7 +247,7 @@ class Columns(Mapping[str, Tensor]):
         packed: PackedColumns = {}
         for name, stored in self.stored.items():
             ragged = self._ragged(name, regions)
-            if ragged is not None and isinstance(ragged.values, RemoteValues) and ragged.values.attached:
+            if ragged is not None and (ragged.is_local or _is_attached(ragged.values)):
                 ragged = stored.local()
             packed[name] = _dense(stored.tensor()) if ragged is None else ragged
         return packed
@@ -364,6 +368,10 @@ def _stack(name: str, tensors: list[Tensor]) -> Tensor:
                 f"{list(tensor.shape)} {tensor.dtype}; only the columns of megarl.data.COLUMNS may differ in width"
             )
     return torch.cat(tensors)
+
+
+def _is_attached(values: object) -> bool:
+    return isinstance(values, RemoteValues) and values.attached
 
 
 def _dense(tensor: Tensor) -> DenseColumn:

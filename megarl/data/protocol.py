@@ -121,6 +121,10 @@ class DataProto:
         """Return the entries of each row of a declared column, each ``[length, ...]``; see :meth:`packed`."""
         return self._stored().unpadded(name, dtype)
 
+    def row_lengths(self, name: str) -> Tensor:
+        """Count the entries of each row of a declared column, ``[b]`` int64; reads no values."""
+        return self._stored().row_lengths(name)
+
     def packed(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return the entries of all rows of a declared column in order, ``[sum of lengths, ...]``, possibly a view.
 

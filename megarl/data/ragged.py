@@ -40,12 +40,28 @@ class EndValues(NamedTuple):
         return values
 
 
+class RowValues(NamedTuple):
+    """Values of each row in an array of its own, as samples arrive.
+
+    They are joined when the column is read or written to a chunk.
+
+    Attributes:
+        rows: values of each row, equal in dtype and trailing shape; at least one row.
+    """
+
+    rows: Sequence[np.ndarray]
+
+    def dense(self) -> np.ndarray:
+        """Return the values of all rows, ``[sum of lengths, ...]``."""
+        return np.concatenate(self.rows)
+
+
 class RaggedColumn(NamedTuple):
     """A column of rows with different lengths.
 
     Attributes:
         values: ``[sum of lengths, ...]``, all rows in order, in this process or remote; bfloat16 as int16 bits; or
-            :class:`EndValues`; None = all ones.
+            :class:`EndValues` or :class:`RowValues`; None = all ones.
         lengths: ``[b]`` entries per row.
         starts: ``[b]`` position of a row's first entry in the padded tensor; None = it follows from the alignment.
         width: width of the padded tensor.
@@ -55,7 +71,7 @@ class RaggedColumn(NamedTuple):
         default_pad: padding value of the column's declaration.
     """
 
-    values: np.ndarray | RemoteValues | EndValues | None
+    values: np.ndarray | RemoteValues | EndValues | RowValues | None
     lengths: np.ndarray
     starts: np.ndarray | None
     width: int
@@ -66,7 +82,7 @@ class RaggedColumn(NamedTuple):
 
     @classmethod
     def of_rows(cls, column: Column, rows: Rows, pad: float | None = None) -> RaggedColumn:
-        """Build a prompt- or response-aligned column from its rows.
+        """Build a prompt- or response-aligned column from its rows; arrays that are narrow enough are not copied.
 
         Args:
             column: declaration.
@@ -75,12 +91,20 @@ class RaggedColumn(NamedTuple):
         """
         lengths = np.fromiter(map(len, rows), np.int64, len(rows))
         dtype = torch.empty(0, dtype=column.dtype).numpy().dtype
+        kinds = {row.dtype for row in rows if isinstance(row, np.ndarray)}
+        narrow = kinds.pop() if len(kinds) == 1 else dtype
+        if narrow != np.int64 and (narrow == dtype or narrow.kind == "i" == dtype.kind):
+            dtype = narrow  # of rows without an array too, such as the padding token of an empty response
         arrays = [
             row if isinstance(row, np.ndarray) and row.dtype.kind == "i" else np.asarray(row, dtype) for row in rows
         ]
-        values = np.concatenate(arrays) if arrays else np.empty(0, dtype)
+        stored: np.ndarray | RowValues
+        if arrays and all(array.dtype == narrow != np.int64 for array in arrays):
+            stored = RowValues(arrays)
+        else:
+            values = np.concatenate(arrays) if arrays else np.empty(0, dtype)
+            stored = values.astype(_narrowest(values), copy=False)
         width, name = int(lengths.max(initial=0)), dtype_name(column.dtype)
-        stored = values.astype(_narrowest(values), copy=False)
         return cls(stored, lengths, None, width, name, column.alignment, pad, column.pad)
 
     @classmethod
@@ -113,7 +137,13 @@ class RaggedColumn(NamedTuple):
         """Shape of one entry; empty for scalars."""
         if isinstance(self.values, RemoteValues):
             return self.values.trailing
-        return self.values.shape[1:] if isinstance(self.values, np.ndarray) else ()
+        values = self.values.rows[0] if isinstance(self.values, RowValues) else self.values
+        return values.shape[1:] if isinstance(values, np.ndarray) else ()
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the values are arrays in this process."""
+        return isinstance(self.values, np.ndarray | RowValues)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -125,7 +155,13 @@ class RaggedColumn(NamedTuple):
         """Return the values, from another process if they are remote; possibly read-only; None = all ones."""
         if isinstance(self.values, RemoteValues):
             return self.values.fetch(self.lengths)
+        if isinstance(self.values, RowValues):
+            return self.values.dense()
         return self.values.dense(self.lengths) if isinstance(self.values, EndValues) else self.values
+
+    def joined(self) -> RaggedColumn:
+        """Return the column with the values of its rows in one array."""
+        return self._replace(values=self.values.dense()) if isinstance(self.values, RowValues) else self
 
     def flat(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values of all rows in a dtype, by default that of the padded tensor; possibly a view."""
@@ -156,9 +192,15 @@ class RaggedColumn(NamedTuple):
             return selected._replace(values=self.values._replace(places=rows.of(self.values.places)))
         if isinstance(self.values, EndValues):
             return selected._replace(values=EndValues(rows.of(self.values.ends)))
+        if isinstance(self.values, RowValues) and len(rows.rows):
+            return selected._replace(values=RowValues([self.values.rows[row] for row in rows.rows.tolist()]))
+        column = self.joined()
+        assert isinstance(column.values, np.ndarray)
         ends = np.cumsum(self.lengths)[rows.rows].tolist()
-        parts = [self.values[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True) if length]
-        values = np.concatenate(parts) if parts else self.values[:0]
+        parts = [
+            column.values[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True) if length
+        ]
+        values = np.concatenate(parts) if parts else column.values[:0]
         return selected._replace(values=values)
 
 

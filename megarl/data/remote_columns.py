@@ -140,9 +140,7 @@ def _with_columns(batch: DataProto, stored: dict[str, StoredColumn]) -> DataProt
 
 def _local_columns(columns: Columns) -> dict[str, RaggedColumn]:
     ragged = {name: stored.current() for name, stored in columns.stored.items()}
-    return {
-        name: column for name, column in ragged.items() if column is not None and isinstance(column.values, np.ndarray)
-    }
+    return {name: column for name, column in ragged.items() if column is not None and column.is_local}
 
 
 def _remote_columns(columns: Columns) -> dict[str, tuple[RaggedColumn, RemoteValues]]:
@@ -155,4 +153,5 @@ def _remote_columns(columns: Columns) -> dict[str, tuple[RaggedColumn, RemoteVal
 
 
 def _chunk(columns: dict[str, RaggedColumn]) -> Chunk:
-    return {name: column.values for name, column in columns.items() if isinstance(column.values, np.ndarray)}
+    arrays = {name: column.array() for name, column in columns.items()}
+    return {name: values for name, values in arrays.items() if values is not None}

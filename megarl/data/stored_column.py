@@ -64,6 +64,7 @@ class StoredColumn:
         """Return the ragged column with its values in this process: fetched at the first read if they are remote."""
         assert self._ragged is not None
         if not isinstance(self._ragged.values, RemoteValues):
+            self._ragged = self._ragged.joined()
             return self._ragged
         if self._fetched is None:
             self._fetched = self._ragged._replace(values=self._ragged.array())
@@ -72,9 +73,10 @@ class StoredColumn:
         return fetched
 
     def move_out(self, values: RemoteValues) -> None:
-        """Replace the values of the ragged column by equal remote values; those in this process become a cache."""
+        """Replace the values of the ragged column by equal remote values; an array in this process becomes a cache."""
         assert self._ragged is not None
-        self._fetched, self._ragged = self._ragged, self._ragged._replace(values=values)
+        self._fetched = self._ragged if isinstance(self._ragged.values, np.ndarray) else None
+        self._ragged = self._ragged._replace(values=values)
         self._use()
 
     def flat(self, dtype: torch.dtype | None = None) -> Tensor:

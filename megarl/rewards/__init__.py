@@ -2,7 +2,8 @@
 
 - ``registry``: reward functions by name, file, dotted path or data source. ``rules``: the built-in functions.
 - ``calling``, ``outcome``: calls of a function, and their results. ``pool``: processes with time limits and retries.
-- ``scorer``: weighted sum of several functions. ``manager``: scores a batch. ``shaping``: length rewards.
+- ``tasks``: arguments of the functions, built from samples. ``scorer``: weighted sum of several functions. ``manager``:
+  scores a batch. ``shaping``: length rewards.
 - ``sandbox``: runs generated programs. ``http``: requests to judges and sandboxes.
 """
 

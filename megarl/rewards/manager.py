@@ -5,6 +5,7 @@ A failed row never gets a zero reward: it is masked, so that it does not train, 
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,9 @@ class RewardBatch(Protocol):
 
     def unpadded(self, name: str, dtype: torch.dtype | None = None) -> list[Tensor]:
         """Return the entries of each row of a column."""
+
+    def row_lengths(self, name: str) -> Tensor:
+        """Count the entries of each row of a column."""
 
     def packed(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return the entries of all rows of a column in order."""
@@ -170,7 +174,7 @@ class RewardManager:
             ScoringStopped: a row failed under ``raise``, or too many rows failed.
         """
         _require_columns(batch)
-        samples = _Samples.of(batch)
+        samples = _Samples(batch)
         outcomes, counts = self._outcomes(samples, batch.meta_info.pop(REWARD_COUNTS, RunCounts()))
         self._apply_policy(samples, outcomes)
 
@@ -233,7 +237,7 @@ class RewardManager:
 
     def _task(self, samples: _Samples, row: int) -> RewardTask:
         columns = {name: column[row] for name, column in samples.columns.items()}
-        return self.tasks.build(row, columns, samples.prompts[row].numpy(), samples.responses[row].numpy())
+        return self.tasks.build(row, columns, samples.prompt(row), samples.response(row))
 
     def _describe(self, samples: _Samples, row: int, outcome: Outcome) -> str:
         """Describe the sample and the cause, so that the failure can be reproduced by hand."""
@@ -241,8 +245,8 @@ class RewardManager:
             return f"the conversation of row {row} failed: {outcome.failure}"
         parts = {
             "data_source": samples.columns["data_source"][row],
-            "prompt": self.tasks.text(samples.prompts[row].numpy()),
-            "solution_str": self.tasks.text(samples.responses[row].numpy()),
+            "prompt": self.tasks.text(samples.prompt(row)),
+            "solution_str": self.tasks.text(samples.response(row)),
             "ground_truth": samples.columns["reward_model"][row]["ground_truth"],
         }
         sample = "\n".join(f"  {name}: {_excerpt(repr(value))}" for name, value in parts.items())
@@ -267,7 +271,7 @@ class NullReward:
         Raises:
             RewardError: no row can be scored.
         """
-        kept = torch.tensor(_Samples.of(batch).lengths) > 0
+        kept = batch.row_lengths("responses") > 0
         errors = batch.non_tensor_batch.get("agent_error")
         if errors is not None:
             kept &= torch.tensor([error is None for error in errors], dtype=torch.bool)
@@ -300,22 +304,31 @@ def failure_metrics(outcomes: Sequence[Outcome], counts: RunCounts) -> dict[str,
     }
 
 
-class _Samples(NamedTuple):
-    """The samples of a batch: non-tensor columns, and token ids of each row without padding."""
+class _Samples:
+    """The samples of a batch: columns, lengths, and token ids without padding, which are read if a row needs them."""
 
-    columns: Mapping[str, np.ndarray]
-    prompts: list[Tensor]
-    responses: list[Tensor]
+    def __init__(self, batch: RewardBatch) -> None:
+        self._batch = batch
+        self.columns = batch.non_tensor_batch
+        self.lengths: list[int] = batch.row_lengths("responses").tolist()
 
-    @classmethod
-    def of(cls, batch: RewardBatch) -> _Samples:
-        ids = (batch.unpadded(name, torch.int32) for name in ("prompts", "responses"))
-        return cls(batch.non_tensor_batch, *ids)
+    def prompt(self, row: int) -> np.ndarray:
+        """Token ids of the prompt of a row."""
+        ids: np.ndarray = self._prompts[row].numpy()
+        return ids
 
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each response."""
-        return list(map(len, self.responses))
+    def response(self, row: int) -> np.ndarray:
+        """Token ids of the response of a row."""
+        ids: np.ndarray = self._responses[row].numpy()
+        return ids
+
+    @functools.cached_property
+    def _prompts(self) -> list[Tensor]:
+        return self._batch.unpadded("prompts", torch.int32)
+
+    @functools.cached_property
+    def _responses(self) -> list[Tensor]:
+        return self._batch.unpadded("responses", torch.int32)
 
 
 def with_scores(batch: BatchT, scores: Tensor, kept: Tensor) -> BatchT:
@@ -330,7 +343,7 @@ def with_scores(batch: BatchT, scores: Tensor, kept: Tensor) -> BatchT:
     masked = "response_mask" in batch.tensors
     if masked and bool(kept.all()):
         return batch
-    lengths = _Samples.of(batch).lengths
+    lengths: list[int] = batch.row_lengths("responses").tolist()
     mask = batch.packed("response_mask", torch.bool).clone() if masked else torch.ones(sum(lengths), dtype=torch.bool)
     for tokens, keep in zip(mask.split(lengths), kept.tolist(), strict=True):
         if not keep:

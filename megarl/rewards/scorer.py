@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.base.child_process import Surroundings
+from megarl.base.child_process import ChildEnvironment
 from megarl.base.logs import ProcessLogs
 from megarl.rewards.calling import FunctionSpec, LoadedFunction, RewardTask
 from megarl.rewards.outcome import Outcome
@@ -124,15 +124,15 @@ class ScorerSpec:
         """Whether all functions are called once per sample, not once per batch."""
         return not any(traits.batch for traits in self.traits)
 
-    def pool(self, owner: int = 0, surroundings: Surroundings | None = None) -> RewardPool:
+    def pool(self, owner: int = 0, environment: ChildEnvironment | None = None) -> RewardPool:
         """Return a pool, whose processes do not run yet.
 
         Args:
             owner: number of the process that owns the pool, among those with a pool of this spec.
-            surroundings: of the driver, if another process owns the pool.
+            environment: of the driver, if another process owns the pool.
         """
         first = owner * self.processes
-        options = (self.processes, self.max_retries, self.preload, self.logs, first, surroundings)
+        options = (self.processes, self.max_retries, self.preload, self.logs, first, environment)
         return RewardPool(self.functions, self.traits, *options)
 
 

@@ -208,7 +208,7 @@ def test_an_error_of_the_work_ends_the_wait() -> None:
     sleep(2 * POLL_S)  # it does not run outside the context
 
 
-def test_handlers_of_the_surroundings_return() -> None:
+def test_handlers_of_the_environment_return() -> None:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     before = [signal.getsignal(number) for number in numbers]
     with signals_exit_in_order(), signals_exit_in_order():

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from megarl.data import COLUMNS, DataProto
 from megarl.data.column_store import ragged_columns
+from megarl.data.ragged import RowValues
 from megarl.data.remote import ChunkReference, RemoteValues
 from megarl.data.remote_columns import attach_chunks, detach_chunks, fetch_values, separate, write_values
 
@@ -172,3 +173,45 @@ def test_padded_tensors_become_remote_without_padding():
     assert len(chunks[0].chunk["responses"]) == sum(LENGTHS)
     assert_equal(without_cache(batch), padded)
     assert batch.tensors["values"].dtype == torch.bfloat16 and COLUMNS["values"].dtype == torch.float32
+
+
+def is_of_rows(batch, name):
+    return isinstance(batch.tensors.stored[name].current().values, RowValues)
+
+
+def test_samples_are_written_without_a_copy_of_all_rows():
+    batch = batch_of()
+    assert is_of_rows(batch, "response_mask") and is_of_rows(batch, "teacher_topk_log_probs")
+    chosen = batch[[5, 2, 2, 0]]
+    assert is_of_rows(chosen, "old_log_probs")
+    assert_equal(chosen, batch_of()[[5, 2, 2, 0]])
+    write_values(batch, [[4, 0], [1, 2, 5, 3]], MemoryChunk)
+    assert remote_names(batch) == set(batch.tensors) - {"attention_mask"}
+    assert batch.tensors.stored["response_mask"]._fetched is None  # the rows are free
+    assert_equal(batch, batch_of())
+
+
+@given(lengths=st.lists(st.integers(0, 6), min_size=1, max_size=8), data=st.data())
+@settings(max_examples=50)
+def test_rows_in_arrays_have_the_values_of_lists(lengths, data):
+    random = np.random.default_rng(0)
+    arrays = {
+        "prompts": [random.integers(1, 200, 3).astype(np.int32) for _ in lengths],
+        "responses": [random.integers(1, 1 << 20, length).astype(np.int32) for length in lengths],
+        "rollout_log_probs": [random.normal(size=length).astype(np.float32) for length in lengths],
+    }
+    lists = {name: [row.tolist() for row in rows] for name, rows in arrays.items()}
+    row = data.draw(st.integers(0, len(lengths) - 1))
+    arrays["responses"][row] = arrays["responses"][row].tolist()  # as the padding token of an empty response
+    of_arrays, of_lists = (DataProto(ragged_columns(rows, {"prompts": 7})) for rows in (arrays, lists))
+    rows = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=6))
+    for change in (
+        lambda batch: batch,
+        lambda batch: batch[rows],
+        lambda batch: DataProto.concat([batch, batch[rows]]),
+        lambda batch: pickle.loads(pickle.dumps(batch)),
+    ):
+        left, right = change(of_arrays), change(of_lists)
+        assert left.row_lengths("responses").tolist() == right.row_lengths("responses").tolist()
+        for name in right.tensors:
+            torch.testing.assert_close(left.tensors[name], right.tensors[name], rtol=0, atol=0)

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.base.child_process import Surroundings
+from megarl.base.child_process import ChildEnvironment
 from megarl.base.errors import RewardError
 from megarl.base.processes import has_ended, wait_for_ends
 from megarl.rewards.calling import FunctionSpec, LoadedFunction, RewardTask
@@ -273,7 +273,7 @@ def test_a_stream_that_ends_does_not_wait_for_its_jobs(stream_of):
     assert scores(pool.run(jobs("misbehaving", "abc"))[0]) == [(3.0, None, None)]
 
 
-def test_processes_have_the_surroundings_of_the_driver(tmp_path):
+def test_processes_have_the_environment_of_the_driver(tmp_path):
     """A pool in another process calls functions that find modules, files and variables as in the driver."""
     (tmp_path / "near.py").write_text(
         "import os\n"
@@ -282,8 +282,8 @@ def test_processes_have_the_surroundings_of_the_driver(tmp_path):
     )
     (tmp_path / "weight").write_text("2.5")
     spec = FunctionSpec("near.score", {}, 60.0)
-    surroundings = Surroundings(str(tmp_path), {**os.environ, "K": "value"}, [str(tmp_path), *sys.path])
-    with RewardPool([spec], [FunctionTraits()], 1, surroundings=surroundings) as pool:
+    environment = ChildEnvironment(str(tmp_path), {**os.environ, "K": "value"}, [str(tmp_path), *sys.path])
+    with RewardPool([spec], [FunctionTraits()], 1, environment=environment) as pool:
         (outcome,), _ = pool.run([RewardJob(0, task("x"))])
     assert (outcome.score, outcome.extras) == (2.5, {"key": "value"})
 

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 
-from megarl.base.child_process import Surroundings
+from megarl.base.child_process import ChildEnvironment
 from megarl.base.errors import RewardError
 from megarl.base.logs import ProcessLogs, tail
 from megarl.rewards.calling import FunctionSpec, RewardTask, timeout_outcome
@@ -57,7 +57,7 @@ class RewardPool:
         preload: functions that processes load at the start; the others are loaded on first use.
         logs: log folder of the run, for ``reward-<number>.log``; None = output of this process.
         first: number of the first process in the names of log files.
-        surroundings: of the driver, if another process owns the pool.
+        environment: of the driver, if another process owns the pool.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class RewardPool:
         preload: Sequence[int] = (),
         logs: ProcessLogs | None = None,
         first: int = 0,
-        surroundings: Surroundings | None = None,
+        environment: ChildEnvironment | None = None,
     ) -> None:
         self.functions = [_with_grace(spec, kind) for spec, kind in zip(functions, traits, strict=True)]
         self._specs = list(functions)
@@ -78,7 +78,7 @@ class RewardPool:
         self.max_retries = max_retries
         self._preload = list(preload)
         self._workers: list[RewardProcess] = []
-        self._logs, self._first, self._surroundings = logs, first, surroundings
+        self._logs, self._first, self._environment = logs, first, environment
         self._failed_starts = 0
         self._threads: ThreadPoolExecutor | None = None
         self._stream: RewardStream | None = None
@@ -100,7 +100,7 @@ class RewardPool:
 
     def _new_process(self, number: int) -> RewardProcess:
         log = (str(self._logs.file("reward", self._first + number)), self._logs.level) if self._logs else None
-        return RewardProcess(self._specs, self._preload, log, self._surroundings)
+        return RewardProcess(self._specs, self._preload, log, self._environment)
 
     def close(self) -> None:
         """End all processes, and a stream that is open."""

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from megarl.base.child_process import ChildProcess, Surroundings, describe_exit, die_with_parent, open_connection
+from megarl.base.child_process import ChildEnvironment, ChildProcess, describe_exit, die_with_parent, open_connection
 from megarl.base.errors import RewardError
 from megarl.base.logs import redirect_output
 from megarl.rewards.calling import FunctionSpec, LoadedFunction, RewardTask
@@ -37,7 +37,7 @@ class RewardProcess:
         functions: functions by number.
         preload: numbers of the functions to load at the start.
         log: file for the output of the process, and log level; None = output of this process.
-        surroundings: see :class:`~megarl.base.child_process.ChildProcess`.
+        environment: see :class:`~megarl.base.child_process.ChildProcess`.
 
     Attributes:
         loaded: numbers of the loaded functions.
@@ -52,10 +52,10 @@ class RewardProcess:
         functions: Sequence[FunctionSpec],
         preload: Sequence[int] = (),
         log: tuple[str, str] | None = None,
-        surroundings: Surroundings | None = None,
+        environment: ChildEnvironment | None = None,
     ) -> None:
         self.log = log[0] if log else None
-        self._process = ChildProcess("megarl.rewards.pool.process:main", os.getpid(), log, surroundings=surroundings)
+        self._process = ChildProcess("megarl.rewards.pool.process:main", os.getpid(), log, environment=environment)
         self.connection = self._process.connection
         self.exit_handle = os.pidfd_open(self._process.pid)
         self.loaded: set[int] = set()
