@@ -86,9 +86,10 @@ def test_place_pools_raises_on_missing_and_busy_devices():
         assert [placed.device_of(rank) for rank in range(4)] == [0, 1, 0, 1]
         assert [placed.local_rank(rank) for rank in range(4)] == [0, 1, 2, 3]
         own = ray.get_runtime_context().get_node_id()
-        for nodes, expected in (({0: own}, [own] * 4), ({0: "a", 1: own, 2: "b"}, [own, "a", "b", own])):
+        one, two = "a" * len(own), "b" * len(own)
+        for nodes, expected in (({0: own}, [own] * 4), ({0: one, 1: own, 2: two}, [own, one, two, own])):
             placed._nodes = nodes  # as if the pool had these
             options = [placed.host_options(rank) for rank in range(4)]
-            assert [one["scheduling_strategy"].node_id for one in options] == expected
+            assert [option["scheduling_strategy"].node_id for option in options] == expected
         with pytest.raises(ResourceError, match="already open"), RaySession():
             pass
