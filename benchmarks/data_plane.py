@@ -91,27 +91,27 @@ class AnsweringWorker:
 
 
 class SampleSource:
-    """Sends drawn samples as an agent runner does, in the reports of a second."""
+    """Sends drawn samples as an agent runner does."""
 
     def __init__(self, place: WorkerPlace) -> None:
-        self._samples: list[FinishedSample] = []
+        self._reports: list[PackedSamples] = []
 
     @verb(Dispatch.ALL)
     def draw(self, samples: int, longest: int, mean: int, seed: int) -> None:
-        """Draw the samples of a step."""
-        rows = samples_rows(samples, longest, mean, seed)
-        self._samples = []
+        """Draw the samples of a step, and pack them into reports."""
+        rows, finished = samples_rows(samples, longest, mean, seed), []
         for row, (prompt, response) in enumerate(zip(rows["prompts"], rows["responses"], strict=True)):
             mask, log_probs = rows["response_mask"][row], rows["rollout_log_probs"][row]
             outcome = Outcome(row / samples, {})
             trajectory = Trajectory(prompt, response, mask, log_probs, "stop", 2, weight_version=1, outcome=outcome)
-            self._samples.append(FinishedSample(SampleId(row // 8, row % 8), trajectory))
+            finished.append(FinishedSample(SampleId(row // 8, row % 8), trajectory))
+        parts = range(0, samples, SAMPLES_PER_REPORT)
+        self._reports = [PackedSamples(finished[begin : begin + SAMPLES_PER_REPORT]) for begin in parts]
 
     @verb(Dispatch.ALL)
-    def take(self, count: int) -> PackedSamples:
-        """Return the next samples."""
-        packed, self._samples = PackedSamples(self._samples[:count]), self._samples[count:]
-        return packed
+    def take(self) -> PackedSamples:
+        """Return the next report."""
+        return self._reports.pop(0)
 
 
 class OneProcessGroup(WorkerGroup):
@@ -143,7 +143,7 @@ def receive(source: WorkerGroup, samples: int) -> DataProto:
     """Receive the samples of a step, and build their batch."""
     trajectories: list[Trajectory] = []
     while len(trajectories) < samples:
-        (packed,) = source.call("take", SAMPLES_PER_REPORT)
+        (packed,) = source.call("take")
         trajectories += [sample.trajectory for sample in packed.unpack()]
     batch = trajectories_to_batch(trajectories, 0)
     sources = {"data_source": ["x"] * samples, "reward_model": [{"ground_truth": "x"}] * samples}
