@@ -6,7 +6,7 @@ from typing import Any
 
 from megarl.cluster.calls import completed_call
 from megarl.trainer.jobs.devices import JobPools
-from megarl.trainer.jobs.worker_groups import pending_beside
+from megarl.trainer.jobs.worker_groups import pending_device_bytes
 from megarl.trainer.phases.model_passes import ModelPass, simultaneous_passes, verb_pass
 
 
@@ -51,8 +51,8 @@ def test_engines_leave_room_for_the_roles_on_their_devices() -> None:
     """The fullest rank of each role, 3 and 20 bytes; the critic has devices of its own."""
     shared, apart = Pool(), Pool()
     actor, reference, critic = Group(shared, [3, 1]), Group(shared, [20]), Group(apart, [100, 100])
-    assert pending_beside(shared, [actor, reference, critic]) == 23  # type: ignore[list-item,arg-type]
-    assert pending_beside(Pool(), [actor, critic]) is None  # type: ignore[list-item,arg-type]
+    assert pending_device_bytes(shared, [actor, reference, critic]) == 23  # type: ignore[list-item,arg-type]
+    assert pending_device_bytes(Pool(), [actor, critic]) is None  # type: ignore[list-item,arg-type]
 
 
 def test_processes_of_all_pools_are_watched_together() -> None:

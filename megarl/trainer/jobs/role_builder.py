@@ -47,7 +47,7 @@ from megarl.trainer.jobs.worker_groups import (
     Progress,
     budget,
     build_engines,
-    pending_beside,
+    pending_device_bytes,
     reward_model_group,
     rollout_group,
     update_plan,
@@ -140,7 +140,10 @@ class RoleBuilder:
         hybrid_ranks = range(rollout.world_size - hybrid, rollout.world_size)
 
         def pending() -> dict[int, int | None]:
-            shared, alone = pending_beside(self.pools.trainer, groups), pending_beside(self.pools.of(ROLLOUT), groups)
+            shared, alone = (
+                pending_device_bytes(self.pools.trainer, groups),
+                pending_device_bytes(self.pools.of(ROLLOUT), groups),
+            )
             return {rank: shared if rank in hybrid_ranks else alone for rank in range(rollout.world_size)}
 
         build_engines(rollout, rollout.ranks, pending())

@@ -139,7 +139,7 @@ def _further_nodes(group: RolloutGroup, replica: int) -> range:
     return range(replica * each, (replica + 1) * each)
 
 
-def pending_beside(pool: PlacedPool, groups: Iterable[MegatronGroup]) -> int | None:
+def pending_device_bytes(pool: PlacedPool, groups: Iterable[MegatronGroup]) -> int | None:
     """Return the maximum device bytes that roles on the replicas' devices will allocate; None without such roles.
 
     A device holds one process of each role.

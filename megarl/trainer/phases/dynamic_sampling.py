@@ -11,10 +11,10 @@ import torch
 from megarl.algorithms.selection import best_of_groups, varied_groups
 from megarl.base.errors import DataError, StepImpossible
 from megarl.config.schema.jobs import TrainConfig
-from megarl.data import DataProto
-from megarl.trainer.records.metrics import GENERATED_TOKENS, Metrics, train_rows
+from megarl.data import DataProto, sequence_lengths
+from megarl.trainer.records.metrics import GENERATED_TOKENS, Metrics
 from megarl.trainer.records.reductions import combine_metrics
-from megarl.workers.row_math import counted_rows, generated_tokens, row_sums
+from megarl.workers.row_math import counted_rows, generated_tokens, row_sums, trained_tokens
 
 SCORES = ("score", "seq_reward")
 """Values of ``algorithm.filter_groups.metric`` that mean the score itself."""
@@ -152,7 +152,7 @@ def split_baselines(batch: DataProto) -> tuple[DataProto, Metrics]:
     if valid:
         metrics["reward_baselines/mean"] = sum(valid) / len(valid)
     rest.non_tensor_batch.pop("is_baseline")
-    return train_rows(rest, has_baseline).with_columns({"reward_baselines": baseline_scores}), metrics
+    return _train_rows(rest, has_baseline).with_columns({"reward_baselines": baseline_scores}), metrics
 
 
 def keep_best(batch: DataProto, keep: int, min_score: float | None, metrics: Metrics) -> DataProto:
@@ -167,7 +167,7 @@ def keep_best(batch: DataProto, keep: int, min_score: float | None, metrics: Met
         metrics["best_of_n/all/mean"] = float(scores[counted].mean())
         metrics["best_of_n/kept/mean"] = float(scores[best][counted[best]].mean())
     metrics["best_of_n/masked"] = float((~trained).sum())
-    return train_rows(batch[best], torch.from_numpy(trained))
+    return _train_rows(batch[best], torch.from_numpy(trained))
 
 
 def join(parts: Sequence[DataProto]) -> DataProto:
@@ -178,3 +178,9 @@ def join(parts: Sequence[DataProto]) -> DataProto:
         for part in parts
     ]
     return DataProto.concat(filled) if len(filled) > 1 else filled[0]
+
+
+def _train_rows(batch: DataProto, rows: torch.Tensor) -> DataProto:
+    """Clear ``response_mask`` of all rows but ``rows``, ``[b]`` bool: the others do not train."""
+    kept = torch.repeat_interleave(rows, sequence_lengths(batch)[1])
+    return batch.with_packed({"response_mask": trained_tokens(batch) & kept})

@@ -19,7 +19,6 @@ from megarl.workers.row_math import (
     STATISTIC_COLUMNS,
     generated_tokens,
     statistics_of_rows,
-    trained_tokens,
 )
 
 Metrics = dict[str, float]
@@ -108,12 +107,6 @@ def group_spread(scores: torch.Tensor, uids: np.ndarray) -> Metrics:
         "critic/score/group_std": sum(group.std().item() for group in groups) / len(groups),
         "critic/score/zero_variance_fraction": sum(bool((group == group[0]).all()) for group in groups) / len(groups),
     }
-
-
-def train_rows(batch: DataProto, rows: torch.Tensor) -> DataProto:
-    """Clear ``response_mask`` of all rows but ``rows``, ``[b]`` bool: the others do not train."""
-    kept = torch.repeat_interleave(rows, sequence_lengths(batch)[1])
-    return batch.with_packed({"response_mask": trained_tokens(batch) & kept})
 
 
 def mismatch_metrics(moments: RatioMoments) -> Metrics:
