@@ -1,8 +1,8 @@
 """Starts SGLang's processes on a CPU as forks of a process that has imported SGLang.
 
-SGLang starts a scheduler per rank and a detokenizer as new interpreters, and each imports SGLang for 6 s of CPU time. The
-shim for CPUs replaces them by forks of Python's fork server, of which each process with an engine has one. On a GPU
-nothing changes: forks share no CUDA state.
+SGLang starts a scheduler per rank and a detokenizer as new interpreters, and each imports SGLang for 6 s of CPU time.
+The shim for CPUs replaces them by forks of Python's fork server, of which each process with an engine has one. On a
+GPU nothing changes: forks share no CUDA state.
 """
 
 from __future__ import annotations
