@@ -13,6 +13,7 @@
 #
 # A failed test does not hide those of other stages. Ctrl-C ends all of them.
 set -euo pipefail
+trap 'exit 130' INT  # pytest ends with a code of its own, after which the next stage would begin
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 source "$MEGARL_ROOT/launch/lanes.sh"
 select=()
