@@ -46,9 +46,11 @@ SLOW = (
     "rewards/test_rewards_hacks.py",
     "rewards/test_rewards_pool.py",
     "rewards/test_rewards_sandbox_local.py",
+    "rollout/test_rollout_sglang_forks.py",
     "tracking/test_tracking_backends.py",
     "tracking/test_tracking_subprocess_tracker.py",
     "test_distributed_pool.py",
+    "test_launch_lanes.py",
 )
 """Folders and files below tests/ that start processes or take seconds per test."""
 LONGEST = (
