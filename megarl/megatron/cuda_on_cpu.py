@@ -147,7 +147,7 @@ def install() -> None:
     for name, replacement in REPLACED.items():
         _replace(torch.cuda, name, replacement)
     for name in ABSENT_ACCELERATORS:
-        # It would store the seed and the formatted stack of its call, for an initialization that never comes: 1.5 ms.
+        # It would store the seed and the formatted stack of its call, for an initialization that never comes.
         if hasattr(torch, name):
             _replace(getattr(torch, name), "manual_seed_all", lambda seed: None)
     _replace(torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor)
