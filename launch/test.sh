@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sets up the environment, then runs lint, types, import contracts and all tests, with the browser tests of the report's page
-# if a browser is found; then the tests marked `sglang` in SGLang's environment (docs/rollout.md).
+# if a browser is found. The tests marked `sglang` run meanwhile in SGLang's environment (docs/rollout.md), which is set up
+# first if needed; their output follows that of the other stages. Everything takes about 15 minutes on two cores.
 #
 #   bash launch/test.sh                     everything, as in CI
 #   bash launch/test.sh --fast              lint, types, contracts, and the tests without worker processes
@@ -9,8 +10,12 @@
 #   BROWSER=/opt/chrome bash launch/test.sh the browser tests in that browser; BROWSER=0: none; default: the first browser
 #                                           of Chromium's family on PATH; see launch/browser.sh
 #   bash launch/test.sh tests/models -x     arguments go to pytest; SGLang and the browser are skipped then
+#
+# A failed test does not hide those of other stages. Ctrl-C ends all of them.
 set -euo pipefail
+trap 'exit 130' INT  # pytest ends with a code of its own, after which the next stage would begin
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+source "$MEGARL_ROOT/launch/lanes.sh"
 select=()
 if [ "${1:-}" = --fast ]; then
   shift
@@ -18,44 +23,52 @@ if [ "${1:-}" = --fast ]; then
 fi
 sglang="${SGLANG:-$([ $# -eq 0 ] && [ ${#select[@]} -eq 0 ] && echo 1 || echo 0)}"
 case "$sglang" in 0 | 1 | only) ;; *) echo "SGLANG=$sglang, expected 0, 1 or only" >&2; exit 2 ;; esac
+
+# One process: its engines compute while the other tests wait. First the tests that share engines, then whole runs.
+test_sglang() {
+  local code=0 folder
+  source "$MEGARL_ROOT/launch/sglang_cpu.sh"
+  ensure_sglang_environment || return 1
+  for folder in tests/rollout tests/e2e; do
+    python -m pytest -m sglang "$folder" || code=$?
+  done
+  return "$code"
+}
+
 ensure_environment
 cd "$MEGARL_ROOT"
-status=0  # a failed test does not hide those of the later stages
+status=0 missing=""
+if [ "$sglang" = only ]; then
+  test_sglang || status=$?
+  exit "$status"
+fi
+if [ "$sglang" = 1 ]; then start_lane test_sglang; fi
 
-if [ "$sglang" != only ]; then
-  mypy &  # takes as long as the other checks together
-  types=$!
-  # The first import of a package compiles it, which can exceed the time limits of some tests of trackers.
-  python -c "import mlflow, swanlab, torch.utils.tensorboard, wandb" &
-  compiled=$!
-  ruff check .
-  ruff format --check .
-  lint-imports
-  wait "$types"
-  wait "$compiled"
-  # Two workers: while one waits for processes to start, the other computes. Tests of a file share slow fixtures, so they
-  # stay together. Files keep their order: the longest come first (tests/conftest.py).
-  python -m pytest -n 2 --dist loadfile --no-loadscope-reorder ${select[@]+"${select[@]}"} "$@" || status=$?
-  if [ $# -eq 0 ] && [ ${#select[@]} -eq 0 ]; then
-    source "$MEGARL_ROOT/launch/browser.sh"
-    if browser="$(find_browser)"; then
-      echo "== The report's page in a browser: $browser ($("$browser" --version 2>/dev/null))"
-      BROWSER="$browser" python -m pytest -m browser tests/ops/report || status=$?
-    else
-      echo "== NOT RUN: the tests of the report's page in a browser (pytest -m browser): no browser found; see above" >&2
-    fi
+mypy &  # takes as long as the other checks together
+types=$!
+# The first import of a package compiles it, which can exceed the time limits of some tests of trackers.
+python -c "import mlflow, swanlab, torch.utils.tensorboard, wandb" &
+compiled=$!
+ruff check .
+ruff format --check .
+lint-imports
+wait "$types"
+wait "$compiled"
+if [ $# -eq 0 ] && [ ${#select[@]} -eq 0 ]; then
+  source "$MEGARL_ROOT/launch/browser.sh"
+  if browser="$(find_browser)"; then
+    echo "== The report's page in a browser: $browser ($("$browser" --version 2>/dev/null))"
+    BROWSER="$browser" python -m pytest -m browser tests/ops/report || status=$?
+  else
+    missing="== NOT RUN: the tests of the report's page in a browser (pytest -m browser): no browser found; see above"
   fi
 fi
-if [ "$sglang" != 0 ]; then
-  source "$MEGARL_ROOT/launch/sglang_cpu.sh"
-  ensure_sglang_environment
-  # Two processes: one with the tests that share engines, the other with whole runs, whose output follows.
-  runs="$(mktemp)"
-  python -m pytest -m sglang tests/e2e >"$runs" 2>&1 &
-  whole_runs=$!
-  python -m pytest -m sglang tests/rollout || status=$?
-  wait "$whole_runs" || status=$?
-  cat "$runs"
-  rm "$runs"
+# Three workers: while one waits for processes to start, the others compute. Tests of a file share slow fixtures, so they
+# stay together. Files keep their order: the longest come first (tests/conftest.py).
+python -m pytest -n 3 --dist loadfile --no-loadscope-reorder ${select[@]+"${select[@]}"} "$@" || status=$?
+if [ -n "$missing" ]; then echo "$missing" >&2; fi
+if [ "$sglang" = 1 ]; then
+  echo "== The tests with SGLang, in its environment"
+  finish_lane || status=$?
 fi
 exit "$status"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Self
 
 NODES = """
 import sys
 from ray.cluster_utils import Cluster
-memory = {"object_store_memory": 80 * 2**20}
+from megarl.cluster import fork_client
+memory = {"object_store_memory": 80 * 2**20, "setup_worker_path": fork_client.__file__}
 checks = {"_system_config": {"health_check_period_ms": 1000}}
 head = {"num_cpus": int(sys.argv[1]), "include_dashboard": False, **checks, **memory}
 cluster = Cluster(initialize_head=True, head_node_args=head)
@@ -30,14 +33,21 @@ class TwoNodes:
 
     Args:
         head_cpus: CPU slots of the first node; the second one has one.
+        shared_server: environment with the server whose forks are the workers.
 
     Attributes:
         environment: environment of a job that joins them.
     """
 
-    def __init__(self, head_cpus: int) -> None:
-        command, pipe = [sys.executable, "-c", NODES, str(head_cpus)], subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+    def __init__(self, head_cpus: int, shared_server: Mapping[str, str]) -> None:
+        command, pipe, env = (
+            [sys.executable, "-c", NODES, str(head_cpus)],
+            subprocess.PIPE,
+            {**os.environ, **shared_server},
+        )
+        self._process = subprocess.Popen(
+            command, env=env, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
+        )
         self.environment = {"RAY_ADDRESS": self._answer("address").split()[1]}
 
     def __enter__(self) -> Self:

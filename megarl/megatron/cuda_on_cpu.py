@@ -68,6 +68,9 @@ REPLACED: dict[str, Any] = {
 }
 """Replacements of functions of ``torch.cuda``, by name."""
 
+ABSENT_ACCELERATORS = ("cuda", "xpu", "mtia")
+"""Modules of torch whose generators every ``torch.manual_seed`` seeds, too."""
+
 
 class _ReadCudaAsCpu(TorchFunctionMode):
     """Replaces the device ``cuda`` in the arguments of torch calls, and makes ``Tensor.type()`` return a CUDA type.
@@ -143,6 +146,10 @@ def install() -> None:
         return
     for name, replacement in REPLACED.items():
         _replace(torch.cuda, name, replacement)
+    for name in ABSENT_ACCELERATORS:
+        # It would store the seed and the formatted stack of its call, for an initialization that never comes.
+        if hasattr(torch, name):
+            _replace(getattr(torch, name), "manual_seed_all", lambda seed: None)
     _replace(torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor)
     rng = importlib.import_module("megatron.core.tensor_parallel.random")
     _replace(rng, "_get_cuda_rng_state", lambda device=None, clone=False, graph_safe=False: torch.get_rng_state())

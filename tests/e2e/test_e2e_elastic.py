@@ -18,9 +18,9 @@ SGLANG = ["sglang"] if is_installed("sglang") else []  # not marked for CI: its 
 
 
 @pytest.fixture
-def two_nodes() -> Iterator[TwoNodes]:
+def two_nodes(shared_server: dict[str, str]) -> Iterator[TwoNodes]:
     """The trainer and a replica on the first node, the other replica on the second."""
-    with TwoNodes(head_cpus=2) as nodes:
+    with TwoNodes(2, shared_server) as nodes:
         yield nodes
 
 
@@ -37,6 +37,7 @@ def test_replicas_leave_and_join_with_their_node_and_on_request(
         *("trainer.val_before_train=false", "trainer.test_freq=-1", "reward_model.num_workers=0"),
         f"actor_rollout_ref.rollout.name={engine}",
         env=two_nodes.environment,
+        warm=True,
     )
     steps: list[dict[str, float]] = []
 

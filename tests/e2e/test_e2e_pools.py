@@ -19,8 +19,12 @@ PASSES, UPDATES = ("old_log_prob", "ref", "values"), ("update_critic", "update_a
 
 
 @pytest.fixture(scope="module")
-def cluster_of_three() -> Iterator[dict[str, str]]:
-    """A Ray with three CPU slots on any number of cores, as the environment of the jobs that join it."""
+def cluster_of_three(forked_workers: None) -> Iterator[dict[str, str]]:
+    """A Ray with three CPU slots on any number of cores, as the environment of the jobs that join it.
+
+    The jobs' workers are forks of the shared server, like those of a job with a Ray of its own. A warm driver could not
+    join: Ray decides at its import whether a cluster is on loopback.
+    """
     with RaySession(num_cpus=3) as session:
         yield {
             "RAY_ADDRESS": ray.get_runtime_context().gcs_address,

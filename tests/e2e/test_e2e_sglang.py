@@ -70,9 +70,9 @@ def test_sglang_and_actor_log_probs_agree_before_and_after_an_update(
 
 
 @pytest.fixture
-def cluster_of_two() -> Iterator[dict[str, str]]:
+def cluster_of_two(shared_server: dict[str, str]) -> Iterator[dict[str, str]]:
     """Two Ray nodes on this machine, with one CPU slot each, as the environment of the jobs that join them."""
-    with TwoNodes(head_cpus=1) as nodes:
+    with TwoNodes(1, shared_server) as nodes:
         yield nodes.environment
 
 
@@ -92,6 +92,7 @@ def test_replica_with_a_rank_that_dies_within_a_bucket_is_replaced_and_training_
         *layout,
         *(TWO_RANKS, deadly, "custom_reward_function.name=score", "reward_model.num_workers=0"),
         env=env,
+        warm=True,
     )
     assert run.wait(4 * START_S) == 0, run.output
     assert run.remaining() == []
@@ -172,7 +173,7 @@ def test_a_teacher_behind_sglang_gives_the_metrics_of_a_teacher_of_the_run(
     assert served.wait(2 * START_S) == 0, served.output
     assert f"teacher_t: SGLang at {teacher_url}" in served.output
     over_http = RunFiles(served.folder, "sglang").steps
-    local = start(*common, f"{section}.model_path={teacher}", f"{section}.megatron.dtype=float32", env=env)
+    local = start(*common, f"{section}.model_path={teacher}", f"{section}.megatron.dtype=float32", env=env, warm=True)
     assert local.wait(2 * START_S) == 0, local.output
     in_the_run = RunFiles(local.folder, "sglang").steps
     assert list(over_http) == list(in_the_run) == [1, 2]

@@ -77,6 +77,17 @@ def test_device_cuda_is_cpu_inside_the_scope_only() -> None:
         torch.zeros(2, device="cuda")
 
 
+def test_seeds_are_not_stored_for_absent_accelerators() -> None:
+    """Without the bridge torch keeps each with a stack, for an initialization that never comes."""
+    accelerators = [getattr(torch, name) for name in cuda_on_cpu.ABSENT_ACCELERATORS if hasattr(torch, name)]
+    stored = [len(accelerator._queued_calls) for accelerator in accelerators]
+    torch.manual_seed(7)
+    first = torch.rand(3)
+    torch.manual_seed(7)
+    assert torch.equal(torch.rand(3), first)
+    assert stored and stored == [len(accelerator._queued_calls) for accelerator in accelerators]
+
+
 def test_tensor_types_are_cuda_inside_the_scope_only() -> None:
     with cuda_on_cpu.active():
         assert torch.zeros(1).type() == "torch.cuda.FloatTensor"

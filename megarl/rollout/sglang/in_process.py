@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import contextlib
 import logging
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -204,6 +205,8 @@ def _call_result(result: Any) -> ControlResult:
 
 def _is_sglang_process(process: psutil.Process) -> bool:
     command = command_line(process)
+    if "multiprocessing.forkserver" in command and process.ppid() == os.getpid():
+        return False  # later engines use it
     return bool(command) and "resource_tracker" not in command
 
 

@@ -9,6 +9,7 @@ The engine adds this folder to the search path of SGLang's processes on such a m
 - ``sglang.kernels.ops.sampling.murmur_hash``: draws by seeds with a Triton kernel, before 0.5.21 on a CPU too.
 - ``sglang.srt.utils.weight_checker``: waits for a CUDA device in some versions.
 - ``sglang.srt.state_capturer.base``: registers the host memory of recorded experts with CUDA.
+- ``sglang.srt.entrypoints.engine``: starts processes that import SGLang for 6 s each; they become forks of one process.
 - ``torchvision``, unless installed: SGLang imports it for vision models, which do not run here. Its usual build is for
   CUDA, fails to load with a CPU build of torch, and then prevents transformers' models from loading too.
 """
@@ -54,6 +55,10 @@ def _keep_experts_in_plain_memory(module: Any) -> None:
     module.ALLOC_MEMORY_FUNCS = {"cpu": allocate}
 
 
+def _fork_processes(module: Any) -> None:
+    importlib.import_module("megarl.rollout.sglang.forks").fork_processes(module)
+
+
 def _note_absence(module: Any) -> None:
     """Let transformers look for torchvision before the substitute exists; it caches the result."""
     sys.meta_path.remove(_ABSENT)
@@ -69,6 +74,7 @@ AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.kernels.ops.sampling.murmur_hash": _hash_without_triton,
     "sglang.srt.utils.weight_checker": _wait_for_no_device,
     "sglang.srt.state_capturer.base": _keep_experts_in_plain_memory,
+    "sglang.srt.entrypoints.engine": _fork_processes,
     "transformers.utils.import_utils": _note_absence,
 }
 
