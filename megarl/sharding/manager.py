@@ -36,11 +36,9 @@ class SyncSource(Protocol):
         """Prepare to send; join the target's process group for a new ``session``."""
 
     def export_bucket(self, index: int) -> PendingResult:
-        """Start packing bucket ``index`` on every rank; the result is an argument of ``import_bucket``."""
+        """Start packing bucket ``index`` on every rank; the result is an argument of ``import_bucket``.
 
-    def release_bucket(self, index: int) -> object:
-        """Free the buffers of bucket ``index``, which the target has read. Not waited for; a no-op if nothing was
-        packed.
+        The target has read all buckets before ``index - 1``; their memory is free.
         """
 
     def checksums(self) -> PendingResult:
@@ -293,7 +291,6 @@ class ShardingManager:
                 imported[ahead] = target.import_bucket(ahead, packed)
             self._stage = f"bucket {index + 1} of {count}"
             imported.pop(index).result(self.options.timeout_s)
-            self._source.release_bucket(index)
 
     def _abort(self, version: int, *, pauses: bool) -> None:
         """Abort the sync on both sides and make all engines stale, without waiting.

@@ -471,7 +471,6 @@ class TestLoader:
         ask("open", 0, None)
         for index in range(len(whole.buckets)):
             ask("bucket", index, list(sender.export_bucket(index).values()))
-            sender.release_bucket(index)
         assert ask("close", True).values == [0, 0]
         ask("end", 4)
         expected = dict(load_local(HFReader(folder), ask.shard.params(), torch.float32))
