@@ -152,7 +152,7 @@ class CallWatch:
             raise EngineLost(f"SGLang did not finish '{self._action}': {reason}")
 
 
-def wait_for(future: concurrent.futures.Future[_T], watch: CallWatch) -> _T:
+def watched_result(future: concurrent.futures.Future[_T], watch: CallWatch) -> _T:
     """Wait for the end of a coroutine and return its result.
 
     Raises:
@@ -192,7 +192,7 @@ class RequestLoop:
         Raises:
             EngineLost: the work exceeds ``timeout_s``.
         """
-        return wait_for(self.start(work), CallWatch(action, timeout_s))
+        return watched_result(self.start(work), CallWatch(action, timeout_s))
 
     def close(self) -> None:
         """Cancel all running coroutines and end the thread."""

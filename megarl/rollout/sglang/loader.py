@@ -174,7 +174,7 @@ class CommandChannel:
 
 
 def _prepare(connection: Connection, send_timeout_s: float = 0.0) -> None:
-    """Send small messages at once, notice that the other host is gone, and limit the time of a send; 0 = no limit."""
+    """Set socket options: no delay, keep-alive probes, and a timeout of sends; 0 = none."""
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -18,7 +18,7 @@ from megarl.config.schema.rollout import FP8, QUANTIZATION_KEY
 from megarl.models import ModelConfig
 from megarl.models.checksum import ParamRectangle
 from megarl.rollout.interface import NOT_CONNECTED
-from megarl.rollout.sglang.backend import CallWatch, ControlResult, RequestLoop, SGLangBackend, wait_for
+from megarl.rollout.sglang.backend import CallWatch, ControlResult, RequestLoop, SGLangBackend, watched_result
 from megarl.rollout.sglang.loader import CommandChannel, Reply
 from megarl.rollout.sglang.options import GLOO_INTERFACE, LOADER, SGLangOptions
 from megarl.rollout.sglang.shards import SGLangShard
@@ -179,7 +179,7 @@ class WeightSession:
     def call(self, method: str, **fields: Any) -> ControlResult:
         """Make a control call and wait for it; the ranks take no commands meanwhile."""
         self._hang_up()
-        return wait_for(self._loop.start(self._backend.call(method, **fields)), self._watch(method))
+        return watched_result(self._loop.start(self._backend.call(method, **fields)), self._watch(method))
 
     def params(self, rank: int) -> Mapping[str, Tensor]:
         """Return the parameters of one rank; each look-up reads SGLang."""
@@ -270,7 +270,7 @@ class WeightSession:
         """Let the ranks return to SGLang, and wait for the end of its call; None without a call."""
         self._channel.hang_up()
         call, self._loading = self._loading, None
-        return None if call is None else wait_for(call, self._watch(LOADER_CALL))
+        return None if call is None else watched_result(call, self._watch(LOADER_CALL))
 
     def _open_session(self) -> None:
         if self._sessions and not self._open:
