@@ -255,10 +255,6 @@ class ActorEnd:
         """Return the messages by training rank."""
         return Done(self._call("actor", "export_bucket", index))
 
-    def release_bucket(self, index: int) -> None:
-        """Free the messages."""
-        self._call("actor", "release_bucket", index)
-
     def checksums(self) -> Done:
         """Return the checksums of the actor's weights."""
         return Done(self._call("actor", "weight_shares"))

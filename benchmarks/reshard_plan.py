@@ -1,6 +1,6 @@
 """Traffic of a weight sync by megarl's reshard plan, by gathering, and at minimum; cost of planning.
 
-    python benchmarks/reshard_plan.py
+    python benchmarks/reshard_plan.py [--gpus 512]
 
 Nothing is sent here: the bytes follow from plan and layouts, all in bfloat16. A node has eight GPUs. In the rows
 "same", rollout rank r shares its GPU with training rank r. In the rows "apart", the engines are on separate nodes.
@@ -344,12 +344,16 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3, help="plans per case; the median counts")
-    runs = parser.parse_args().runs
+    parser.add_argument("--gpus", type=int, nargs="+", help="only cases with so many training ranks")
+    options = parser.parse_args()
+    runs = options.runs
     print(f"{processor()}, one thread, buckets of {BUCKET_BYTES // 2**20} MiB\n")
     head = ["model", "layouts", "GPUs", "everything GB", "within TP GB", "megarl GB", "bound GB"]
     head += ["everything, alone ms", "everything, by node ms", "within TP ms", "megarl ms"]
     head += ["plan s", "peak MB", "plan MB", "part MB", "parts s", "one rank's check s"]
     cases = [*(case._replace(apart=apart) for case in CASES for apart in (False, True)), LARGEST]
+    if options.gpus:
+        cases = [case for case in cases if case.train.world_size in options.gpus]
     maps = {case.model: weight_map_of(case) for case in cases}
     print_table(head, [row(case, maps[case.model], runs) for case in cases])
 

@@ -7,7 +7,8 @@ replica of the embedded engine, of SGLang TP1 and of SGLang TP2 (if SGLang is in
 replace Ray. ``plain copy`` is the limit of shared memory: as many processes as the replica has ranks copy the same
 bytes. Each sender copies from a flat tensor into mapped memory, then each receiver copies from there into a flat
 tensor. Both sides run in turn, so that a loaded machine slows both. Figures are medians over the rounds; the ratio
-matters.
+matters. ``core-s/GB`` is the processor time of all processes of the copy, and of the sync, which other load changes
+less than the seconds.
 
 ``extra`` is the maximum memory of a process in the first sync, without its weights, as the kernel counts it: peak
 resident size, minus the size before, minus mapped pages of other processes. ``metric`` is ``weight_sync/peak_mb``.
@@ -16,6 +17,7 @@ resident size, minus the size before, minus mapped pages of other processes. ``m
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -24,7 +26,7 @@ import statistics
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -107,6 +109,12 @@ class Memory:
         return {name: int(fields[name].split()[0]) * 1024 for name in ("VmHWM", "VmRSS", "RssShmem")}
 
 
+def core_seconds(pids: Collection[int]) -> float:
+    """Return the processor time of all threads of some processes, as the kernel counts it."""
+    tasks = [task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir()]
+    return sum(int((task / "schedstat").read_text(encoding="ascii").split()[0]) for task in tasks) / 1e9
+
+
 class TrainingRank:
     """A training rank: its weights, its side of the sync, and a flat tensor for the plain copy."""
 
@@ -144,10 +152,6 @@ class TrainingRank:
     def export_bucket(self, index: int) -> Any:
         """See the sender."""
         return self.sender.export_bucket(index)
-
-    def release_bucket(self, index: int) -> None:
-        """See the sender."""
-        self.sender.release_bucket(index)
 
     def checksums(self) -> Any:
         """Return the checksums of this rank's weights."""
@@ -221,9 +225,10 @@ class Replica:
         sums = self.engine.rectangle_checksums([weight_rectangles(params, DTYPE, ()) for params in self.params])
         return [checksums_by_name(params, own) for params, own in zip(self.params, sums, strict=True)]
 
-    def watch(self) -> None:
-        """Start counting the ranks' memory."""
+    def watch(self) -> list[int]:
+        """Start counting the ranks' memory; return their processes."""
         self.memory = [Memory(pid) for pid in self.pids]
+        return self.pids
 
     def extra(self) -> int:
         """Return the peak memory of a rank without the weights."""
@@ -326,6 +331,11 @@ class Ranks:
         """Run a verb on all processes."""
         return self.start(verb, *arguments, each=each).result()
 
+    @property
+    def pids(self) -> list[int]:
+        """Process numbers."""
+        return [process.pid for process in self.processes if process.pid is not None]
+
     def stop(self) -> None:
         """End the processes."""
         for pipe in self.pipes:
@@ -342,7 +352,6 @@ class Source:
         self.make_room = lambda: ranks.start("where")
         self.open_transfer = lambda session: ranks.start("open", session)
         self.export_bucket = lambda index: ranks.start("export_bucket", index)
-        self.release_bucket = lambda index: ranks.start("release_bucket", index)
         self.checksums = lambda: ranks.start("checksums")
         self.close_transfer = lambda completed: ranks.start("close", completed)
 
@@ -413,18 +422,22 @@ def measure(
     copiers = Ranks(Copier, tp)
     train.answers(0), copiers.answers(0)
     replica("connect_receivers", [ReceiverSpec(part, routes, address, DTYPE) for part in receiver_plans(plan)])
-    replica("watch")
+    (engine_pids,) = replica("watch")
     manager = ShardingManager(plan, Source(train), Target(replica), SyncOptions(verify_freq=10**9, replica_size=tp))
     verified = manager.sync_weights()  # the first sync compares checksums
     extra = max(train("extra")), max(replica("extra"))
     segments = train("where")
     copiers("map", segments, each=[(shares,) for shares in plain_shares(plan, tp)])
     seconds: dict[str, list[float]] = {"plain": [], "sync": []}
+    cores: dict[str, list[float]] = {"plain": [], "sync": []}
+    copying = {os.getpid(), *train.pids, *copiers.pids}
+    syncing = {os.getpid(), *train.pids, *replica.pids, *engine_pids}
     for _ in range(rounds):
-        with clock(seconds["plain"]):
+        with clock(seconds["plain"]), clock(cores["plain"], lambda: core_seconds(copying)):
             train("copy")
             copiers("copy")
-        seconds["sync"].append(manager.sync_weights()["weight_sync/seconds"])
+        with clock(seconds["sync"]), clock(cores["sync"], lambda: core_seconds(syncing)):
+            manager.sync_weights()
     for ranks in (train, copiers, replica):
         ranks.stop()
     gigabytes = plan.nbytes / 1e9
@@ -436,6 +449,7 @@ def measure(
         "plain": plain,
         "sync": sync,
         "ratio": ratio,
+        **{f"{side} core-s": statistics.median(used[1:]) / gigabytes for side, used in cores.items()},
         "send": extra[0] / 2**20,
         "receive": extra[1] / 2**20,
         "peak_mb": verified["weight_sync/peak_mb"],
@@ -443,17 +457,12 @@ def measure(
     }
 
 
-class clock:
-    """Append the seconds of a block."""
-
-    def __init__(self, seconds: list[float]) -> None:
-        self.seconds = seconds
-
-    def __enter__(self) -> None:
-        self.started = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds.append(time.perf_counter() - self.started)
+@contextlib.contextmanager
+def clock(durations: list[float], now: Callable[[], float] = time.perf_counter) -> Iterator[None]:
+    """Append the duration of a block, by a clock."""
+    started = now()
+    yield
+    durations.append(now() - started)
 
 
 def main() -> None:
@@ -468,7 +477,7 @@ def main() -> None:
     bucket = options.bucket_megabytes * 2**20
     print(f"{processor()}, {os.cpu_count()} cores; {TRAIN.describe()}, buckets of {options.bucket_megabytes} MiB")
     print(
-        "engine         transport        GB  buckets  plain GB/s  sync GB/s  of plain  "
+        "engine         transport        GB  buckets  plain GB/s  sync GB/s  of plain  core-s/GB: plain  sync  "
         "extra MiB: sender  receiver  metric  limit  first sync with checksums"
     )
     with tempfile.TemporaryDirectory() as path:
@@ -479,7 +488,8 @@ def main() -> None:
                 row = measure(config, folder, engine, tp, transport, bucket, options.rounds + 1)
                 print(
                     f"{engine:<9}TP{tp:<4}{transport:<15}{row['GB']:5.2f}{row['buckets']:9.0f}{row['plain']:12.2f}"
-                    f"{row['sync']:11.2f}{row['ratio']:9.0%}{row['send']:20.0f}{row['receive']:10.0f}"
+                    f"{row['sync']:11.2f}{row['ratio']:9.0%}{row['plain core-s']:18.3f}{row['sync core-s']:6.3f}"
+                    f"{row['send']:20.0f}{row['receive']:10.0f}"
                     f"{row['peak_mb']:8.0f}{2 * options.bucket_megabytes:7d}{row['first']:12.2f} s",
                     flush=True,
                 )

@@ -47,10 +47,6 @@ class GroupSource:
         """Start packing bucket ``index`` on every rank; each message becomes a separate Ray object."""
         return self._group.submit_scatter("export_bucket", self._destinations, index)
 
-    def release_bucket(self, index: int) -> PendingCall:
-        """Free the memory of bucket ``index``."""
-        return self._group.submit("release_bucket", index)
-
 
 class GroupTarget:
     """The rollout ranks of a weight sync: a group with one process per replica.

@@ -15,6 +15,9 @@ from megarl.sharding.verification import PartialChecksums, compare_checksums
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 """Sleep tags of the engine contract."""
 
+IN_FLIGHT = 2
+"""Buckets in flight: the source packs one while the target imports the other."""
+
 
 class PendingResult(Protocol):
     """A call running in other processes."""
@@ -33,11 +36,9 @@ class SyncSource(Protocol):
         """Prepare to send; join the target's process group for a new ``session``."""
 
     def export_bucket(self, index: int) -> PendingResult:
-        """Start packing bucket ``index`` on every rank; the result is an argument of ``import_bucket``."""
+        """Start packing bucket ``index`` on every rank; the result is an argument of ``import_bucket``.
 
-    def release_bucket(self, index: int) -> object:
-        """Free the buffers of bucket ``index``, which the target has read. Not waited for; a no-op if nothing was
-        packed.
+        The target has read all buckets before ``index - 1``; their memory is free.
         """
 
     def checksums(self) -> PendingResult:
@@ -235,11 +236,9 @@ class ShardingManager:
             with self._interrupting(target, paused):
                 if self.options.free_engine:
                     self._run_stage("wake weights", partial(target.wake, (WEIGHTS,)))
-                self._run_stage("begin_update", partial(target.begin_update, version))
-                ends = (source, target) if part is rounds[0] else (target,)
-                self._run_stage("open_transfer", *(partial(end.open_transfer, self._session) for end in ends))
+                exported = self._begin(target, version, part[0].buckets, opens_source=part is rounds[0])
                 for wave in part:
-                    self._transfer_buckets(wave)
+                    self._transfer_buckets(wave, exported)
                 if self._verification_due():
                     expected = self._verify(target, expected)
                 usage += self._run_stage("close_transfer", partial(target.close_transfer, True))[0]
@@ -262,20 +261,36 @@ class ShardingManager:
         self._run_stage("resume", target.resume, timeout_s=self.options.answer_s)
         self._pauses.append(time.perf_counter() - started)
 
-    def _transfer_buckets(self, wave: SyncWave) -> None:
-        """Transfer the buckets of a wave.
+    def _begin(
+        self, target: SyncTarget, version: int, buckets: range, *, opens_source: bool
+    ) -> dict[int, PendingResult]:
+        """Begin the update on both sides; return the first buckets, which the source packs meanwhile."""
+        source, exported = self._source, dict[int, PendingResult]()
+        ends = (source, target) if opens_source else (target,)
+        if self._has_met:
+            # In a new session a source would wait for a target that fails to begin.
+            if opens_source:
+                self._run_stage("open_transfer", partial(source.open_transfer, self._session))
+            exported = {index: source.export_bucket(index) for index in buckets[:IN_FLIGHT]}
+            ends = (target,)
+        self._run_stage("begin_update", partial(target.begin_update, version))
+        self._run_stage("open_transfer", *(partial(end.open_transfer, self._session) for end in ends))
+        return exported
 
-        Two buckets are in flight at any time, so that neither side waits for this process.
+    def _transfer_buckets(self, wave: SyncWave, exported: dict[int, PendingResult]) -> None:
+        """Transfer the buckets of a wave; those in ``exported`` are being packed.
+
+        :data:`IN_FLIGHT` buckets are in flight at any time, so that neither side waits for this process.
         """
         target, count = self._target.of_replicas(wave.replicas), len(self.plan.buckets)
         imported: dict[int, PendingResult] = {}
         for index in wave.buckets:
-            for ahead in range(index + len(imported), min(index + 2, wave.buckets.stop)):
+            for ahead in range(index + len(imported), min(index + IN_FLIGHT, wave.buckets.stop)):
                 self._stage = f"bucket {ahead + 1} of {count}"
-                imported[ahead] = target.import_bucket(ahead, self._source.export_bucket(ahead))
+                packed = exported.pop(ahead) if ahead in exported else self._source.export_bucket(ahead)
+                imported[ahead] = target.import_bucket(ahead, packed)
             self._stage = f"bucket {index + 1} of {count}"
             imported.pop(index).result(self.options.timeout_s)
-            self._source.release_bucket(index)
 
     def _abort(self, version: int, *, pauses: bool) -> None:
         """Abort the sync on both sides and make all engines stale, without waiting.

@@ -14,7 +14,7 @@ from megarl.base.errors import WeightSyncError
 from megarl.sharding.delta import DeltaEncoder, Encoding
 from megarl.sharding.placement import NODE_TRANSPORTS
 from megarl.sharding.plan import Bucket, RankPlan, ReshardPlan, TransferOp, TransferUsage
-from megarl.sharding.transports import Buffer, BufferSlice, MemoryKind, buffer_pool
+from megarl.sharding.transports import BUFFERS, Buffer, BufferSlice, MemoryKind, buffer_pool
 from megarl.sharding.transports.interface import PeerTransports
 
 ALIGNMENT = 64
@@ -127,15 +127,17 @@ class BucketSender:
         self._peers.open(session)
 
     def export_bucket(self, index: int) -> dict[int, Message]:
-        """Pack bucket ``index``.
+        """Pack bucket ``index`` into the memory of bucket ``index - 2``, which the receivers have read.
 
         Returns:
             Messages by rollout rank; ranks that receive nothing are absent.
 
         Raises:
-            WeightSyncError: a parameter is missing or too small, memory is exhausted, or two buckets are still in use.
-                The bucket's buffers are free again.
+            WeightSyncError: a parameter is missing or too small, or memory is exhausted. The bucket's buffers are free
+                again.
         """
+        for earlier in [number for number in self._exported if number <= index - BUFFERS]:
+            self._release(earlier)
         params = self._params()
         self._exported[index], self._buffers[index] = [], {}
         try:
@@ -147,16 +149,13 @@ class BucketSender:
             raise
         return {message.dst_rank: message for message in self._exported[index]}
 
-    def release_bucket(self, index: int) -> None:
-        """Free the buffers of bucket ``index`` after the receivers have read it; a no-op for an unknown bucket."""
-        for message in self._exported.get(index, ()):
-            self._peers.to(message.dst_rank).finish(message.handle)
-        self._free_buffers(index)
-
     def close(self, completed: bool) -> TransferUsage:
-        """End a sync; after a failure free all buffers in use, and send full messages next time."""
+        """End a sync and free all buffers; after a failure send full messages next time."""
         for index in list(self._exported):
-            self._free_buffers(index)
+            if completed:
+                self._release(index)
+            else:
+                self._free_buffers(index)
         self._peers.end(completed)
         if "device" in self.pools:
             self.pools["device"].close()
@@ -198,6 +197,12 @@ class BucketSender:
             self._saved_bytes += layout.nbytes - len(sent)
         handle = transport.send(buffer_slice, outgoing.dst_rank, index)
         return Message(self._rank, outgoing.dst_rank, handle, encoding)
+
+    def _release(self, index: int) -> None:
+        """Free the buffers of a bucket that the receivers have read."""
+        for message in self._exported[index]:
+            self._peers.to(message.dst_rank).finish(message.handle)
+        self._free_buffers(index)
 
     def _free_buffers(self, index: int) -> None:
         self._exported.pop(index, None)

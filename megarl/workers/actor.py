@@ -396,11 +396,6 @@ class ActorWorker(PolicyWorker):
         return self._sender.export_bucket(index)
 
     @verb(Dispatch.ALL, phase="update_weights")
-    def release_bucket(self, index: int) -> None:
-        """Free a bucket's memory for reuse, after the rollout ranks have read it."""
-        self._sender.release_bucket(index)
-
-    @verb(Dispatch.ALL, phase="update_weights")
     def weight_shares(self) -> dict[str, PartialChecksum]:
         """Compute checksums of this rank's part of every Hugging Face tensor; each element counts once."""
         params = self.engine.weight_map.export_params(self.settings.layout, self.rank)

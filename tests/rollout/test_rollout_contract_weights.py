@@ -87,6 +87,7 @@ def test_a_missing_bucket_leaves_the_engine_stale_until_a_whole_sync(engine, fol
         WeightSyncError, match=rf"received {count - 1} of {count} weight buckets; version 3 is incomplete"
     ):
         engine.end_update(3)
+    sync.sender.close(completed=False)
     assert (engine.stale, engine.weight_version, engine.health().ready) == (True, NO_VERSION, False)
     with pytest.raises(WeightSyncError, match="absent or incomplete"):
         engine.generate(REQUESTS)

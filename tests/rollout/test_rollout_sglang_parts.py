@@ -7,7 +7,9 @@ import os
 import pickle
 import socket
 import struct
+import threading
 from dataclasses import replace
+from multiprocessing.connection import Client
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,10 +24,11 @@ from megarl.models.checksum import ParamRectangle, rectangle_checksum, tensor_ch
 from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.models.model_config import Experts
 from megarl.rollout import EngineOptions, Request, RolloutError, SamplingParams, check_engine_model
+from megarl.rollout.interface import EngineLost
 from megarl.rollout.sglang import loader, options
-from megarl.rollout.sglang.backend import NAN_STOP, ResponseContext, parse_completion, request_payload
+from megarl.rollout.sglang.backend import NAN_STOP, CallWatch, ResponseContext, parse_completion, request_payload
 from megarl.rollout.sglang.engine import _check_divides, _memory_tags
-from megarl.rollout.sglang.loader import ReplyListener, reply_addresses
+from megarl.rollout.sglang.loader import CommandChannel, Reply, channel_addresses
 from megarl.rollout.sglang.model_arguments import model_arguments
 from megarl.rollout.sglang.options import (
     SHIM,
@@ -432,25 +435,26 @@ def test_ranks_of_a_replica_have_consecutive_devices():
 
 
 class TestLoader:
-    """The loader on a plain torch module; replies use a real connection."""
+    """The loader on a plain torch module, in a thread as if SGLang had called it; commands use a real connection."""
 
     @pytest.fixture
     def ask(self, make_folder, monkeypatch):
         monkeypatch.setattr(loader, "_LOADER", loader.RankLoader())
-        replies, command_ids = ReplyListener(), iter(range(100))
         shard = SGLangShard(read_model_config(make_folder()), 1, 0)
         model = sglang_model(shard)
+        channel, (rank,) = channel_to_ranks(1, model)
 
         def ask(action, *arguments):
-            command_id = next(command_ids)
-            command = {"action": action, "command_id": command_id, "rank": 0, "to": replies.to}
-            data = torch.frombuffer(bytearray(pickle.dumps(arguments)), dtype=torch.uint8)
-            loader.load(model, [(json.dumps(command), data)])
-            return replies.collect(command_id, {0}, 10.0)[0]
+            (reply,) = channel.exchange([pickle.dumps((action, arguments))], CallWatch(action, 30.0))
+            if reply.error:
+                raise WeightSyncError(reply.error)
+            return reply
 
         ask.model, ask.shard = model, shard
         yield ask
-        replies.close()
+        channel.close()
+        rank.join(10)
+        assert not rank.is_alive()
 
     def test_a_sync_reaches_the_parameters(self, ask, make_folder):
         folder = make_folder(seed=1)
@@ -467,7 +471,6 @@ class TestLoader:
         ask("open", 0, None)
         for index in range(len(whole.buckets)):
             ask("bucket", index, list(sender.export_bucket(index).values()))
-            sender.release_bucket(index)
         assert ask("close", True).values == [0, 0]
         ask("end", 4)
         expected = dict(load_local(HFReader(folder), ask.shard.params(), torch.float32))
@@ -477,19 +480,19 @@ class TestLoader:
         assert torch.equal(head[:50], expected["lm_head.weight"]) and (head[50:] == 0).all()
         part = ParamRectangle("model.norm.weight", (1,), (2,), (7,), (2,), "float32")
         assert ask("sums", [part]).values == [rectangle_checksum(expected["model.norm.weight"][1:3], (7,))]
-        with pytest.raises(WeightSyncError, match=r"rank 0: parameter 'model.norm.weight' .* torch\.float32"):
+        with pytest.raises(WeightSyncError, match=r"^parameter 'model.norm.weight' .* torch\.float32"):
             ask("sums", [part._replace(dtype="bfloat16")])
         reply = ask("read", "model.norm.weight")
         assert reply.values == {"dtype": "float32", "shape": [32]}
         assert struct.unpack("32f", reply.data) == tuple(expected["model.norm.weight"].tolist())
 
-    def test_errors_of_a_rank_name_it(self, ask):
-        with pytest.raises(WeightSyncError, match=r"SGLang's rank 0: no engine is attached"):
+    def test_errors_are_replies(self, ask):
+        with pytest.raises(WeightSyncError, match=r"^no engine is attached"):
             ask("checksum", True)
         ask("attach", ask.shard)
-        with pytest.raises(WeightSyncError, match=r"SGLang's rank 0: the engine has no receiver of weights"):
+        with pytest.raises(WeightSyncError, match=r"^the engine has no receiver of weights"):
             ask("bucket", 0, [])
-        with pytest.raises(WeightSyncError, match=r"SGLang's rank 0: KeyError: 'unknown'"):
+        with pytest.raises(WeightSyncError, match=r"^KeyError: 'unknown'"):
             ask("read", "unknown")
 
     def test_groups_with_training_ranks_use_the_interface_of_the_engine(self, ask, monkeypatch):
@@ -501,25 +504,117 @@ class TestLoader:
         ask("open", 1, None)
         assert seen == ["eth7", "lo"] and os.environ["GLOO_SOCKET_IFNAME"] == "lo"
 
-    def test_missing_replies_are_reported(self):
-        replies = ReplyListener()
-        with pytest.raises(WeightSyncError, match=r"ranks \[0, 1\] did not reply"):
-            replies.collect(0, {0, 1}, 0.0)
-        replies.close()
+
+class TestCommandChannel:
+    def test_a_wait_for_ranks_ends_with_the_call_of_sglang(self):
+        channel = CommandChannel()
+        channel.invite(2)
+        with pytest.raises(EngineLost, match=r"^SGLang did not finish 'x': it ended$"):
+            channel.accept(2, CallWatch("x", 30.0, lambda: "it ended").check)
+        channel.close()
+
+    def test_replies_have_the_order_of_the_ranks(self, monkeypatch):
+        monkeypatch.setattr(loader, "_LOADER", SimpleNamespace(echo=lambda model, value: Reply(value, b"data")))
+        channel, ranks = channel_to_ranks(3)
+        watch = CallWatch("echo", 30.0)
+        for turn in range(2):
+            replies = channel.exchange([pickle.dumps(("echo", (10 * turn + rank,))) for rank in range(3)], watch)
+            assert replies == [Reply(10 * turn + rank, b"data") for rank in range(3)]
+        channel.close()
+        for rank in ranks:
+            rank.join(10)
+            assert not rank.is_alive()
+
+    def test_ranks_of_an_earlier_call_are_not_taken_for_those_of_the_next_one(self, monkeypatch):
+        monkeypatch.setattr(loader, "_LOADER", SimpleNamespace(echo=lambda model, value: Reply(value)))
+        channel, (early,) = channel_to_ranks(1)
+        invitations = channel.invite(1)
+        early.join(10)
+        assert not early.is_alive() and not channel.is_open
+        (rank,) = start_ranks(invitations)
+        channel.accept(1, CallWatch("x", 30.0).check)
+        ((text, empty),) = pickle.loads(invitations[0])
+        call = json.loads(text)
+        late = threading.Thread(
+            target=loader.load, args=(None, [(json.dumps(call | {"call_id": call["call_id"] - 1}), empty)])
+        )
+        late.start()
+        late.join(10)
+        assert not late.is_alive() and rank.is_alive()
+        assert channel.exchange([pickle.dumps(("echo", (5,)))], CallWatch("x", 30.0)) == [Reply(5)]
+        channel.close()
+
+    def test_a_rank_that_does_not_reply_is_sent_away(self, monkeypatch):
+        resumed = threading.Event()
+        monkeypatch.setattr(loader, "_LOADER", SimpleNamespace(wait=lambda model: Reply(resumed.wait(30))))
+        channel, (rank,) = channel_to_ranks(1)
+        with pytest.raises(EngineLost, match=r"^SGLang did not finish 'wait': it took longer than 0\.2 s$"):
+            channel.exchange([pickle.dumps(("wait", ()))], CallWatch("wait", 0.2))
+        channel.hang_up()
+        resumed.set()
+        rank.join(10)
+        assert not rank.is_alive() and not channel.is_open
+        channel.close()
+
+    def test_a_rank_that_reads_nothing_is_lost(self):
+        """As a stopped process, with a command that exceeds the buffers of the connection."""
+        channel = CommandChannel(send_timeout_s=0.5)
+        ((text, _),) = pickle.loads(channel.invite(1)[0])
+        call = json.loads(text)
+        with Client(tuple(call["address"]), authkey=bytes.fromhex(call["key"])) as rank:
+            rank.send_bytes(json.dumps({"call_id": call["call_id"], "rank": 0}).encode())
+            channel.accept(1, CallWatch("x", 30.0).check)
+            with pytest.raises(OSError, match="temporarily unavailable"):
+                channel.exchange([bytes(2**26)], CallWatch("x", 30.0))
+        channel.close()
+
+    def test_a_rank_takes_no_commands_from_an_engine_without_the_key(self, monkeypatch):
+        """A rank unpickles commands, and so executes code of their sender."""
+        ran = []
+        monkeypatch.setattr(loader, "_LOADER", SimpleNamespace(run=lambda model: ran.append(1)))
+        channel = CommandChannel()
+        (invitation,) = channel.invite(1)
+        ((text, empty),) = pickle.loads(invitation)
+        call = json.loads(text) | {"key": "00" * 32}
+        loader.load(None, [(json.dumps(call), empty)])
+        with pytest.raises(EngineLost):
+            channel.accept(1, CallWatch("x", 0.0).check)
+        start_ranks([invitation])  # the channel still accepts the real rank
+        channel.accept(1, CallWatch("x", 30.0).check)
+        channel.close()
+        loader.load(None, [(text, empty)])  # nobody listens any more
+        assert not ran
+
+
+def start_ranks(invitations, model=None):
+    """Call the loader in a thread per rank, with the arguments that SGLang would pass on."""
+    ranks = [
+        threading.Thread(target=loader.load, args=(model, pickle.loads(call)), daemon=True) for call in invitations
+    ]
+    for rank in ranks:
+        rank.start()
+    return ranks
+
+
+def channel_to_ranks(count, model=None):
+    channel = CommandChannel()
+    ranks = start_ranks(channel.invite(count), model)
+    channel.accept(count, CallWatch("x", 30.0).check)
+    return channel, ranks
 
 
 def test_address_for_ranks_on_another_host(monkeypatch):
-    assert reply_addresses("127.0.0.1") == ("127.0.0.1", "127.0.0.1")
+    assert channel_addresses("127.0.0.1") == ("127.0.0.1", "127.0.0.1")
     monkeypatch.setenv("MEGARL_HOST_ADDRESS", "192.0.2.1")  # of a translating gateway, not of this machine
-    assert reply_addresses("127.0.0.1") == ("192.0.2.1", "127.0.0.1")
-    listener = ReplyListener("127.0.0.1")
-    assert listener.to["address"][0] == "192.0.2.1" and listener._listener.address[0] == "127.0.0.1"
+    assert channel_addresses("127.0.0.1") == ("192.0.2.1", "127.0.0.1")
+    channel = CommandChannel("127.0.0.1")
+    assert channel.to["address"][0] == "192.0.2.1" and channel._listener.address[0] == "127.0.0.1"
     monkeypatch.setenv("MEGARL_HOST_ADDRESS", "gateway.invalid")
-    assert reply_addresses("127.0.0.1") == ("gateway.invalid", "127.0.0.1")
+    assert channel_addresses("127.0.0.1") == ("gateway.invalid", "127.0.0.1")
     own = [e.address for entries in psutil.net_if_addrs().values() for e in entries if e.family == socket.AF_INET]
     monkeypatch.setenv("MEGARL_HOST_ADDRESS", own[-1])
-    assert reply_addresses("127.0.0.1") == (own[-1], own[-1])
-    listener.close()
+    assert channel_addresses("127.0.0.1") == (own[-1], own[-1])
+    channel.close()
 
 
 def response_of(pairs, kind="length", **meta):

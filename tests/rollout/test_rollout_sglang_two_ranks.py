@@ -388,7 +388,7 @@ def test_a_frozen_rank_is_detected_during_a_sync(owner, server, folders, monkeyp
     sync.send([0])
     try:
         victim.suspend()
-        message = r"'update_weights_from_tensor': processes are stopped for 3 s \(rollout.health.timeout_s\): pid "
+        message = r"'bucket': processes are stopped for 3 s \(rollout.health.timeout_s\): pid "
         with pytest.raises(EngineLost, match=message + str(victim.pid)):
             sync.send([1])
     finally:

@@ -51,11 +51,12 @@ class WeightSync:
     def send(self, buckets=None):
         """Send some buckets, or all of them."""
         for index in range(len(self.plan.buckets)) if buckets is None else buckets:
-            messages = self.sender.export_bucket(index)
+            messages = list(self.sender.export_bucket(index).values())
             try:
-                self.engine.import_bucket(index, list(messages.values()))
-            finally:
-                self.sender.release_bucket(index)
+                self.engine.import_bucket(index, messages)
+            except BaseException:
+                self.sender.close(completed=False)  # as the manager does after a failure
+                raise
 
     def close(self, completed=True):
         self.sent = self.sender.close(completed)

@@ -106,9 +106,6 @@ class Source(Side):
     def export_bucket(self, index):
         return self.run("export", lambda rank, index: self.senders[rank].export_bucket(index), index)
 
-    def release_bucket(self, index):
-        return self.run("release", lambda rank, index: self.senders[rank].release_bucket(index), index)
-
     def close_transfer(self, completed):
         return self.run("close source", lambda rank, completed: self.senders[rank].close(completed), completed)
 

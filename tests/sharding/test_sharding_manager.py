@@ -117,7 +117,7 @@ def test_order_of_stages_on_a_shared_device(setup):
     sync.manager.free_engines()
     assert len(sync.plan.buckets) == 1
     sync.source.settle()
-    steps = [event for event in sync.log if event[0] not in ("open target", "checksums of target", "release")]
+    steps = [event for event in sync.log if event[0] not in ("open target", "checksums of target")]
     assert steps == [
         ("make_room",),
         ("wake", "weights"),
@@ -155,13 +155,36 @@ def test_export_is_one_bucket_ahead_of_import(setup):
             assert time.monotonic() < deadline
             time.sleep(0.001)
         out = {i for verb, *rest in sync.log if verb == "export" for i in rest}
-        back = {i for verb, *rest in sync.log if verb == "release" for i in rest}
-        most_ahead.append(len(out - back))
+        most_ahead.append(len(out) - index)
         write(index, messages)
 
     sync.target.receivers[0].import_bucket = import_bucket
     sync.manager.sync_weights()
     assert max(most_ahead) == 2
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+def test_the_source_packs_two_buckets_while_the_engines_begin_except_in_a_new_session(setup, transport):
+    """In a new session a training rank would wait for the engines at the rendezvous."""
+    sync = setup(transport=transport)
+    begin, exported = sync.target.receivers[0].begin, []
+
+    def begin_late(version):
+        if version != 1:
+            deadline = time.monotonic() + 30
+            while ("export", 1) not in sync.log:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+        exported.append([rest for verb, *rest in sync.log if verb == "export"])
+        begin(version)
+
+    sync.target.receivers[0].begin = begin_late
+    for step in (1, 2):
+        sync.log.clear()
+        sync.source.ranks = sync.trainer(step)
+        sync.manager.sync_weights()
+        sync.assert_engines_hold(step)
+    assert exported == [[], [[0], [1]]]
 
 
 def test_no_process_holds_more_than_two_buckets(setup):

@@ -28,8 +28,6 @@ sender = BucketSender(plan, 0, lambda: params, PeerTransports({0: "inline", 1: "
 
 def sync():
     for index in range(len(plan.buckets)):
-        if index >= 2:
-            sender.release_bucket(index - 2)
         sender.export_bucket(index)
     return sender.close(True).peak_bytes
 

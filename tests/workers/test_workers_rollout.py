@@ -213,9 +213,6 @@ class ActorEnd:
     def export_bucket(self, index: int) -> Future:
         return self.call("export_bucket", index)
 
-    def release_bucket(self, index: int) -> Future:
-        return self.call("release_bucket", index)
-
     def checksums(self) -> Future:
         return self.call("weight_shares")
 

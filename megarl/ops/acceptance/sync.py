@@ -161,10 +161,6 @@ class _Trainer:
         """See the sender."""
         return _Done(self._sender.export_bucket(index))
 
-    def release_bucket(self, index: int) -> None:
-        """See the sender."""
-        self._sender.release_bucket(index)
-
     def checksums(self) -> _Done:
         """Checksums of the trainer's weights."""
         return _Done(partial_checksums(self._params, self._tensors, DTYPE, frozenset(), convert=True))

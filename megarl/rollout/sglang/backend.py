@@ -83,10 +83,6 @@ class ControlResult(NamedTuple):
     ranks: Sequence[Mapping[str, Any]] = ()
 
 
-ControlCaller = Callable[..., ControlResult]
-"""Makes one of :data:`CONTROL_CALLS` and waits for its result: (method, **fields)."""
-
-
 class SGLangBackend(Protocol):
     """A running SGLang. Its coroutines run on the engine's :class:`RequestLoop`."""
 
@@ -129,6 +125,50 @@ class SGLangBackend(Protocol):
         """End SGLang if this process started it."""
 
 
+class CallWatch:
+    """Ends a wait for SGLang that is too long or would never end.
+
+    Args:
+        action: name of the call, for errors.
+        timeout_s: maximum seconds to wait from now on.
+        failure: returns the reason why SGLang will never finish the call, or None.
+    """
+
+    def __init__(self, action: str, timeout_s: float, failure: Callable[[], str | None] = lambda: None) -> None:
+        self._action, self._timeout_s, self._failure = action, timeout_s, failure
+        self._deadline = time.monotonic() + timeout_s
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds to wait before the next :meth:`check`."""
+        return min(WATCH_S, max(0.0, self._deadline - time.monotonic()))
+
+    def check(self) -> None:
+        """Raise EngineLost with the reason if there is nothing more to wait for."""
+        reason = self._failure()
+        if reason is None and time.monotonic() >= self._deadline:
+            reason = f"it took longer than {self._timeout_s:g} s"
+        if reason is not None:
+            raise EngineLost(f"SGLang did not finish '{self._action}': {reason}")
+
+
+def watched_result(future: concurrent.futures.Future[_T], watch: CallWatch) -> _T:
+    """Wait for the end of a coroutine and return its result.
+
+    Raises:
+        EngineLost: see :meth:`CallWatch.check`; the coroutine is cancelled.
+    """
+    while True:
+        done, _ = concurrent.futures.wait([future], timeout=watch.pause_s)
+        if done:
+            return future.result()
+        try:
+            watch.check()
+        except EngineLost:
+            future.cancel()
+            raise
+
+
 class RequestLoop:
     """An event loop in a separate thread: requests progress while the engine's caller does other work."""
 
@@ -141,34 +181,18 @@ class RequestLoop:
         """Run a coroutine in the background."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def call(
-        self,
-        work: Coroutine[Any, Any, _T],
-        timeout_s: float,
-        action: str,
-        failure: Callable[[], str | None] = lambda: None,
-    ) -> _T:
+    def call(self, work: Coroutine[Any, Any, _T], timeout_s: float, action: str) -> _T:
         """Run a coroutine and wait for it.
 
         Args:
             work: the coroutine.
             timeout_s: maximum seconds to wait.
             action: name of the work, for errors.
-            failure: returns the reason why the work will never finish, or None.
 
         Raises:
-            EngineLost: the work exceeds ``timeout_s`` or will never finish.
+            EngineLost: the work exceeds ``timeout_s``.
         """
-        future, deadline = self.start(work), time.monotonic() + timeout_s
-        while True:
-            done, _ = concurrent.futures.wait([future], timeout=min(WATCH_S, max(0.0, deadline - time.monotonic())))
-            if done:
-                return future.result()
-            reason = failure()
-            if reason is not None or time.monotonic() >= deadline:
-                future.cancel()
-                reason = reason or f"it took longer than {timeout_s:g} s"
-                raise EngineLost(f"SGLang did not finish '{action}': {reason}")
+        return watched_result(self.start(work), CallWatch(action, timeout_s))
 
     def close(self) -> None:
         """Cancel all running coroutines and end the thread."""

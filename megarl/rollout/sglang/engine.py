@@ -40,6 +40,7 @@ from megarl.rollout.registry import register_engine
 from megarl.rollout.sglang.backend import (
     CLOSE_S,
     WATCH_S,
+    CallWatch,
     ControlResult,
     RequestLoop,
     ResponseContext,
@@ -118,7 +119,7 @@ class SGLangEngine(RolloutEngine):
             raise
         self._liveness = SchedulerLiveness(self._backend, self._loop, options.health_timeout_s)
         try:
-            self._session = WeightSession(config, options, self._backend, self._loop, self._call)
+            self._session = WeightSession(config, options, self._backend, self._loop, self._watch)
         except BaseException:
             self._end_backend()
             raise
@@ -348,11 +349,11 @@ class SGLangEngine(RolloutEngine):
         self._version = NO_VERSION
 
     def _call(self, method: str, **fields: Any) -> ControlResult:
+        return self._session.call(method, **fields)
+
+    def _watch(self, action: str) -> CallWatch:
         stopped = StoppedProcesses(self._backend, self.options.health_timeout_s)
-        work = self._backend.call(method, **fields)
-        return self._loop.call(
-            work, self.options.call_timeout_s, method, lambda: self._backend.failure() or stopped.failure()
-        )
+        return CallWatch(action, self.options.call_timeout_s, lambda: self._backend.failure() or stopped.failure())
 
     def _call_or_raise(self, method: str, **fields: Any) -> None:
         outcome = self._call(method, **fields)

@@ -1,28 +1,30 @@
-"""The weight loader inside each of SGLang's ranks, and the channel for its replies to the engine.
+"""The weight loader inside each of SGLang's ranks, and the channel of its commands from the engine.
 
-SGLang calls :func:`load` with the model and a list of (name, tensor) for ``update_weights_from_tensor``. The name is a
-command in JSON, the tensor its pickled arguments. Weights are not among them, except with the transport ``inline``: the
-rank's :class:`~megarl.sharding.receiver.BucketReceiver` reads them from the training ranks.
+SGLang calls :func:`load` with the model and a list of (name, tensor) for ``update_weights_from_tensor``. The name is
+the address of the engine, in JSON. The rank connects to it, and runs and answers its commands until the engine hangs
+up. So the buckets of an update do not pass SGLang's front end and scheduler, and no rank waits for another one between
+them. Weights are not among the commands, except with the transport ``inline``: the rank's
+:class:`~megarl.sharding.receiver.BucketReceiver` reads them from the training ranks.
 
-SGLang does not report errors of a custom loader, and an exception would end the server. So the loader never raises:
-each rank connects to the engine and replies to each command, with an error if needed. Connections are authenticated
-with a key that the command contains.
+SGLang does not report errors of a custom loader, and an exception would end the server. So the loader never raises: it
+replies with an error. Both ends prove to each other that they have the key of the call, since a rank unpickles the
+commands.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
-import queue
 import secrets
 import socket
+import struct
 import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Listener
+from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any
 
 import torch
@@ -34,12 +36,19 @@ from megarl.base.ports import interface_of
 from megarl.models.checksum import ParamRectangle, tensor_checksum
 from megarl.rollout.interface import NOT_CONNECTED
 from megarl.rollout.quantization import IncomingMatrices
+from megarl.rollout.sglang.backend import CallWatch
 from megarl.rollout.sglang.options import GLOO_INTERFACE
 from megarl.rollout.sglang.shards import ALWAYS_FLOAT32, SGLangShard
 from megarl.rollout.weight_checks import ShardWeights
 from megarl.sharding.placement import current_location
 from megarl.sharding.receiver import BucketReceiver, ReceiverSpec
 from megarl.sharding.sender import Message
+
+LOST = (OSError, EOFError, AuthenticationError)
+"""Errors of a connection whose other end is gone, or is not the expected one."""
+
+LOOK_S = 0.2
+"""Seconds between checks that SGLang's call has not ended, while its ranks connect."""
 
 
 @dataclass(frozen=True)
@@ -57,89 +66,126 @@ class Reply:
     error: str = ""
 
 
-def send_reply(to: Mapping[str, Any], command_id: int, rank: int, reply: Reply) -> None:
-    """Send the reply to a command; called in a rank.
-
-    Args:
-        to: address and key, from :attr:`ReplyListener.to`.
-        command_id: number of the command.
-        rank: this rank.
-        reply: the reply.
-    """
-    head = {"command_id": command_id, "rank": rank, "values": reply.values, "error": reply.error}
-    try:
-        with Client(_address(to["address"]), authkey=bytes.fromhex(to["key"])) as connection:
-            connection.send_bytes(json.dumps(head).encode())
-            connection.send_bytes(reply.data)
-    except (OSError, EOFError, AuthenticationError):
-        # The engine is lost or unreachable and will miss the reply. SGLang must keep running.
-        return
-
-
-class ReplyListener:
-    """Receives the ranks' replies in a thread of the engine's process.
+class CommandChannel:
+    """The engine's connections to its ranks, which last as long as a call of the loader.
 
     Args:
         ranks_host: another host that runs some of the ranks; None = all ranks run on this host.
+        send_timeout_s: seconds after which a rank counts as lost that reads nothing of its command.
     """
 
-    def __init__(self, ranks_host: str | None = None) -> None:
-        key = secrets.token_bytes(32)
-        address, listens_at = ("127.0.0.1",) * 2 if ranks_host is None else reply_addresses(ranks_host)
-        self._listener = Listener((listens_at, 0), backlog=64, authkey=key)
-        self.to = {"address": [address, self._listener.address[1]], "key": key.hex()}
-        self._received: queue.SimpleQueue[tuple[int, int, Reply]] = queue.SimpleQueue()
+    def __init__(self, ranks_host: str | None = None, send_timeout_s: float = 180.0) -> None:
+        self._key, self._send_timeout_s = secrets.token_bytes(32), send_timeout_s
+        address, listens_at = ("127.0.0.1",) * 2 if ranks_host is None else channel_addresses(ranks_host)
+        self._listener = Listener((listens_at, 0), backlog=64, authkey=self._key)
+        self.to = {"address": [address, self._listener.address[1]], "key": self._key.hex()}
+        self._changed = threading.Condition()  # guards the next three
+        self._call_id = 0
+        self._connected: dict[int, Connection] = {}
+        self._ranks: list[Connection] = []
         self._closed = False
-        threading.Thread(target=self._listen, daemon=True, name="sglang-replies").start()
+        threading.Thread(target=self._listen, daemon=True, name="sglang-ranks").start()
 
-    def collect(self, command_id: int, ranks: set[int], timeout_s: float) -> dict[int, Reply]:
-        """Return the replies of some ranks to a command.
+    @property
+    def is_open(self) -> bool:
+        """Whether the ranks listen to commands."""
+        return bool(self._ranks)
+
+    def invite(self, ranks: int) -> list[bytes]:
+        """Return the arguments of a call of the loader, by rank; with them the ranks connect."""
+        self.hang_up()
+        calls = [{**self.to, "call_id": self._call_id, "rank": rank} for rank in range(ranks)]
+        return [pickle.dumps([(json.dumps(call), torch.empty(0, dtype=torch.uint8))]) for call in calls]
+
+    def accept(self, ranks: int, check: Callable[[], None]) -> None:
+        """Wait until all ranks of the last :meth:`invite` have connected.
+
+        Args:
+            ranks: number of ranks.
+            check: called again and again; raises if no rank will connect any more.
+        """
+        with self._changed:
+            while len(self._connected) < ranks:
+                check()
+                self._changed.wait(LOOK_S)
+            self._ranks = [self._connected[rank] for rank in range(ranks)]
+
+    def exchange(self, commands: Sequence[bytes], watch: CallWatch) -> list[Reply]:
+        """Send every rank its command and return the replies, by rank.
+
+        Args:
+            commands: pickled action and arguments, by rank.
+            watch: ends the wait for a rank that will not reply.
 
         Raises:
-            WeightSyncError: a rank replied with an error, or not in time.
+            EOFError: a rank is gone.
+            OSError: the same, or it did not read its command for ``send_timeout_s``.
+            EngineLost: see :meth:`CallWatch.check`.
         """
+        for connection, command in zip(self._ranks, commands, strict=True):
+            connection.send_bytes(command)
         replies: dict[int, Reply] = {}
-        deadline = time.monotonic() + timeout_s
-        while set(replies) != ranks:
-            try:
-                replied_id, rank, reply = self._received.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                silent = sorted(ranks - set(replies))
-                raise WeightSyncError(
-                    f"SGLang's ranks {silent} did not reply at {self.to['address']} within {timeout_s:g} s"
-                ) from None
-            if replied_id == command_id:
-                replies[rank] = reply
-        for rank, reply in sorted(replies.items()):
-            if reply.error:
-                raise WeightSyncError(f"SGLang's rank {rank}: {reply.error}")
-        return replies
+        while len(replies) < len(self._ranks):
+            silent = [connection for rank, connection in enumerate(self._ranks) if rank not in replies]
+            ready = wait(silent, watch.pause_s)
+            for rank, connection in enumerate(self._ranks):
+                if connection in ready:
+                    head = json.loads(connection.recv_bytes())
+                    replies[rank] = Reply(head["values"], connection.recv_bytes(), head["error"])
+            if not ready:
+                watch.check()
+        return [replies[rank] for rank in range(len(self._ranks))]
+
+    def hang_up(self) -> None:
+        """Close the connections; the ranks return to SGLang."""
+        with self._changed:
+            connected, self._connected, self._ranks = self._connected, {}, []
+            self._call_id += 1  # ranks that connect later are sent away
+        for connection in connected.values():
+            connection.close()
 
     def close(self) -> None:
-        """Stop listening."""
+        """Hang up and stop listening."""
+        self.hang_up()
         if not self._closed:
             self._closed = True
             # A last connection wakes the thread.
-            send_reply({**self.to, "address": self._listener.address}, -1, -1, Reply())
+            with contextlib.suppress(*LOST), Client(self._listener.address, authkey=self._key):
+                pass
             self._listener.close()
 
     def _listen(self) -> None:
         while not self._closed:
             try:
-                with self._listener.accept() as connection:
-                    head = json.loads(connection.recv_bytes())
-                    reply = Reply(head["values"], connection.recv_bytes(), head["error"])
-            except (OSError, EOFError, AuthenticationError, ValueError, KeyError):
-                # An unknown client or an ended rank; the engine's wait for it times out.
-                continue
-            self._received.put((head["command_id"], head["rank"], reply))
+                self._take(self._listener.accept())
+            except (*LOST, ValueError, KeyError):
+                continue  # an unknown client or an ended rank; the engine's wait for it ends with SGLang's call
+
+    def _take(self, connection: Connection) -> None:
+        """Keep the connection of an invited rank, close any other one."""
+        _prepare(connection, self._send_timeout_s)
+        head = json.loads(connection.recv_bytes())
+        with self._changed:
+            if head["call_id"] == self._call_id:
+                self._connected[head["rank"]] = connection
+                self._changed.notify_all()
+                return
+        connection.close()
 
 
-def _address(address: Any) -> tuple[str, int]:
-    return address[0], address[1]
+def _prepare(connection: Connection, send_timeout_s: float = 0.0) -> None:
+    """Set socket options: no delay, keep-alive probes, and a timeout of sends; 0 = none."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 6)):
+            if hasattr(socket, name):  # on Linux
+                end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        seconds, part = divmod(send_timeout_s, 1)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(part * 1e6)))
 
 
-def reply_addresses(host: str) -> tuple[str, str]:
+def channel_addresses(host: str) -> tuple[str, str]:
     """Return the address at which ``host`` reaches this one, and the address to listen at.
 
     Both are the address of the interface towards that host, or ``MEGARL_HOST_ADDRESS``, an environment variable. If
@@ -248,23 +294,33 @@ _LOADER = RankLoader()
 
 
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Run commands; see the module docstring.
+    """Run the engine's commands until it hangs up; see the module docstring.
 
     Args:
         model: SGLang's model in this rank.
-        named_tensors: commands with their arguments.
+        named_tensors: address of the engine, with an empty tensor.
     """
-    for text, data in named_tensors:
-        command = json.loads(text)
-        try:
-            arguments = pickle.loads(data.cpu().numpy().data)
-            with torch.no_grad():
-                reply: Reply = getattr(_LOADER, command["action"])(model, *arguments)
-        except Exception as error:
-            reply = Reply(
-                error=f"{error}" if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
-            )
-        send_reply(command["to"], command["command_id"], command["rank"], reply)
+    for text, _ in named_tensors:
+        call = json.loads(text)
+        host, port = call["address"]
+        # An engine that is lost or unreachable misses the replies. SGLang must keep running.
+        with contextlib.suppress(*LOST), Client((host, port), authkey=bytes.fromhex(call["key"])) as connection:
+            _prepare(connection)
+            connection.send_bytes(json.dumps({"call_id": call["call_id"], "rank": call["rank"]}).encode())
+            while True:
+                reply = _run(model, connection.recv_bytes())
+                connection.send_bytes(json.dumps({"values": reply.values, "error": reply.error}).encode())
+                connection.send_bytes(reply.data)
+
+
+def _run(model: torch.nn.Module, command: bytes) -> Reply:
+    try:
+        action, arguments = pickle.loads(command)
+        with torch.no_grad():
+            reply: Reply = getattr(_LOADER, action)(model, *arguments)
+    except Exception as error:
+        return Reply(error=f"{error}" if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}")
+    return reply
 
 
 def _device(model: torch.nn.Module) -> torch.device:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import json
+import concurrent.futures
+import contextlib
 import os
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from megarl.config.schema.rollout import FP8, QUANTIZATION_KEY
 from megarl.models import ModelConfig
 from megarl.models.checksum import ParamRectangle
 from megarl.rollout.interface import NOT_CONNECTED
-from megarl.rollout.sglang.backend import ControlCaller, RequestLoop, SGLangBackend
-from megarl.rollout.sglang.loader import Reply, ReplyListener
+from megarl.rollout.sglang.backend import CallWatch, ControlResult, RequestLoop, SGLangBackend, watched_result
+from megarl.rollout.sglang.loader import CommandChannel, Reply
 from megarl.rollout.sglang.options import GLOO_INTERFACE, LOADER, SGLangOptions
 from megarl.rollout.sglang.shards import SGLangShard
 from megarl.rollout.weight_checks import NOT_OPEN
@@ -30,19 +31,22 @@ from megarl.sharding.sender import Message
 UNKNOWN_ACTION = "Unsupported"
 """Message of SGLang's weight checker in early versions without checksums."""
 
-REPLY_S = 60.0
-"""Seconds to wait for replies after SGLang has finished the call."""
+LOADER_CALL = "update_weights_from_tensor"
+"""Control call with which SGLang runs the loader in its ranks."""
 
 
 class WeightSession:
     """Leads the weight updates of one engine.
+
+    The first command of an update lets SGLang call the loader. The ranks then take commands from this process
+    until it hangs up. Until then SGLang does nothing else, so each control call hangs up first.
 
     Args:
         config: the model.
         options: options of the engine.
         backend: the running SGLang.
         loop: event loop of its calls.
-        call: makes a control call and waits for it.
+        watch: returns the watch of a call that begins now, by its name for errors.
 
     Raises:
         ConfigError: SGLang runs without megarl's weight loader.
@@ -55,9 +59,10 @@ class WeightSession:
         options: SGLangOptions,
         backend: SGLangBackend,
         loop: RequestLoop,
-        call: ControlCaller,
+        watch: Callable[[str], CallWatch],
     ) -> None:
-        self._call, self._tp = call, options.tensor_parallel_size
+        self._backend, self._loop, self._watch = backend, loop, watch
+        self._tp = options.tensor_parallel_size
         self._sessions = loop.call(
             backend.has("begin_weight_update"), options.call_timeout_s, "reading its control calls"
         )
@@ -67,13 +72,13 @@ class WeightSession:
                 "the SGLang server was started without megarl's weight loader: start it with --custom-weight-loader "
                 f"{LOADER}, and with megarl installed there"
             )
-        self._replies = ReplyListener(backend.ranks_host)
+        self._channel = CommandChannel(backend.ranks_host, options.health_timeout_s)
+        self._loading: concurrent.futures.Future[ControlResult] | None = None
         # SGLang's ranks talk to each other over loopback, and to training ranks of other nodes as this process does.
         self._interface = os.environ.get(GLOO_INTERFACE) if backend.ranks_host is None else None
-        self._command_ids = itertools.count()
         self._open = False
         self._ranks: list[int] = []
-        self._in_update = False
+        self._update: int | None = None  # version of the open one
         self._transfer: int | None = None
         self._largest_command = 0
         quantized = options.quantization is not None
@@ -94,7 +99,7 @@ class WeightSession:
             )
         self.abandon()
         self._close_session()
-        outcome = self._call(
+        outcome = self.call(
             "update_weights_from_disk",
             model_path=os.path.abspath(path),
             load_format="auto",
@@ -117,8 +122,9 @@ class WeightSession:
             raise WeightSyncError(NOT_CONNECTED)
         self._largest_command = 0
         self._open_session()
-        self._command("begin", [(version,)] * self._tp)
-        self._in_update = True
+        self._update = version
+        with self._abandoning_on_error():
+            self._command("begin", [(version,)] * self._tp)
 
     def open(self, session: int) -> None:
         """Prepare to receive; see :meth:`megarl.rollout.RolloutEngine.open_transfer`."""
@@ -128,13 +134,10 @@ class WeightSession:
 
     def import_bucket(self, index: int, messages: Sequence[Message]) -> None:
         """Let the ranks read a bucket; see :meth:`megarl.rollout.RolloutEngine.import_bucket`."""
-        if not self._in_update:
+        if self._update is None:
             raise WeightSyncError(NOT_OPEN)
-        try:
+        with self._abandoning_on_error():  # a rank may have written its part
             self._command("bucket", [(index, part) for part in route_messages(messages, self._ranks)])
-        except BaseException:
-            self.abandon()  # a rank may have written its part
-            raise
 
     def close_transfer(self, completed: bool) -> list[TransferUsage]:
         """End receiving; the last entry is the memory of this process's largest command."""
@@ -145,20 +148,38 @@ class WeightSession:
 
     def end(self, version: int) -> None:
         """End the update; see :meth:`megarl.rollout.RolloutEngine.end_update`."""
-        if not self._in_update:
+        if self._update is None:
             raise WeightSyncError(NOT_OPEN)
-        self._in_update = False
-        self._command("end", [(version,)] * self._tp, name=str(version))
+        with self._abandoning_on_error():
+            self._command("end", [(version,)] * self._tp)
+            outcome = self._hang_up()
+            if outcome is not None and not outcome.success:
+                raise WeightSyncError(f"SGLang did not take over weight version {version}: {outcome.message}")
+        self._update = None
         self._close_session()
 
     def abandon(self) -> None:
-        """Drop an open update."""
-        self._in_update = False
+        """Drop an open update, without waiting for SGLang."""
+        self._update = None
+        self._channel.hang_up()
+
+    @contextlib.contextmanager
+    def _abandoning_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
 
     def close(self) -> None:
         """Close the connections of updates."""
         self.abandon()
-        self._replies.close()
+        self._channel.close()
+
+    def call(self, method: str, **fields: Any) -> ControlResult:
+        """Make a control call and wait for it; the ranks take no commands meanwhile."""
+        self._hang_up()
+        return watched_result(self._loop.start(self._backend.call(method, **fields)), self._watch(method))
 
     def params(self, rank: int) -> Mapping[str, Tensor]:
         """Return the parameters of one rank; each look-up reads SGLang."""
@@ -177,7 +198,7 @@ class WeightSession:
         """Return the checksum of each rank's weights by SGLang's checker; empty in versions without checksums."""
         if not self._checks:
             return ()
-        outcome = self._call("check_weights", action="checksum")
+        outcome = self.call("check_weights", action="checksum")
         if not outcome.success and UNKNOWN_ACTION not in outcome.message:
             raise WeightSyncError(f"SGLang could not check its weights: {outcome.message}")
         return tuple(str(rank["per_gpu_checksum"]) for rank in outcome.ranks)
@@ -195,52 +216,82 @@ class WeightSession:
         try:
             return self._command(action, arguments)
         finally:
+            if self._update is None:
+                self._hang_up()
             if not was_open:
                 self._close_session()
 
-    def _command(self, action: str, arguments: Sequence[tuple[Any, ...]], name: str | None = None) -> list[Reply]:
+    def _command(self, action: str, arguments: Sequence[tuple[Any, ...]]) -> list[Reply]:
         """Send a command to every rank and return the replies.
 
         Args:
             action: method of the loader.
             arguments: its arguments by rank.
-            name: new name of the weights in SGLang, which then empties its caches.
 
         Raises:
             WeightSyncError: SGLang or a rank refuses.
+            EngineLost: a rank is gone.
         """
-        command_id = next(self._command_ids)
-        payloads = []
-        for rank, values in enumerate(arguments):
-            command = {"action": action, "command_id": command_id, "rank": rank, "to": self._replies.to}
-            data = torch.frombuffer(bytearray(pickle.dumps(values)), dtype=torch.uint8)
-            payloads.append(pickle.dumps([(json.dumps(command), data)]))
-        self._largest_command = max(self._largest_command, sum(map(len, payloads)))
-        outcome = self._call(
-            "update_weights_from_tensor",
-            serialized_named_tensors=payloads,
+        if not self._channel.is_open:
+            self._call_loader()
+        commands = [pickle.dumps((action, values)) for values in arguments]
+        self._largest_command = max(self._largest_command, sum(map(len, commands)))
+        try:
+            replies = self._channel.exchange(commands, self._watch(action))
+        except (EOFError, OSError):
+            outcome = self._hang_up()  # does not end if the rank has died, and the watch finds its process
+            reason = "SGLang is not in megarl's loader" if outcome is None else outcome.message
+            raise WeightSyncError(f"a rank of SGLang lost its connection to the engine: {reason}") from None
+        except BaseException:
+            self._channel.hang_up()
+            raise
+        for rank, reply in enumerate(replies):
+            if reply.error:
+                raise WeightSyncError(f"SGLang's rank {rank}: {reply.error}")
+        return replies
+
+    def _call_loader(self) -> None:
+        """Let SGLang call the loader, and wait until all ranks listen.
+
+        At the end of a call within an update, SGLang names the weights by their version and empties its caches.
+        """
+        self._hang_up()
+        work = self._backend.call(
+            LOADER_CALL,
+            serialized_named_tensors=self._channel.invite(self._tp),
             load_format=LOADER,
-            flush_cache=name is not None,
-            weight_version=name,
+            flush_cache=self._update is not None,
+            weight_version=None if self._update is None else str(self._update),
         )
-        if not outcome.success:
-            raise WeightSyncError(f"SGLang refused '{action}' of its weight loader: {outcome.message}")
-        replies = self._replies.collect(command_id, set(range(len(arguments))), REPLY_S)
-        return [replies[rank] for rank in range(len(arguments))]
+        self._loading, watch = self._loop.start(work), self._watch(LOADER_CALL)
+        self._channel.accept(self._tp, partial(_check_runs, self._loading, watch))
+
+    def _hang_up(self) -> ControlResult | None:
+        """Let the ranks return to SGLang, and wait for the end of its call; None without a call."""
+        self._channel.hang_up()
+        call, self._loading = self._loading, None
+        return None if call is None else watched_result(call, self._watch(LOADER_CALL))
 
     def _open_session(self) -> None:
         if self._sessions and not self._open:
-            outcome = self._call("begin_weight_update")
+            outcome = self.call("begin_weight_update")
             if not outcome.success:
                 raise WeightSyncError(f"SGLang did not begin a weight update: {outcome.message}")
             self._open = True
 
     def _close_session(self) -> None:
         if self._open:
-            outcome = self._call("end_weight_update")
+            outcome = self.call("end_weight_update")
             if not outcome.success:
                 raise WeightSyncError(f"SGLang did not end the weight update: {outcome.message}")
             self._open = False
+
+
+def _check_runs(call: concurrent.futures.Future[ControlResult], watch: CallWatch) -> None:
+    """Check that a call of the loader has not ended, and that SGLang will run it."""
+    if call.done():
+        raise WeightSyncError(f"SGLang's ranks did not connect to megarl's loader: {call.result().message}")
+    watch.check()
 
 
 class _RankParams(Mapping[str, Tensor]):

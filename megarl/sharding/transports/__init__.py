@@ -1,6 +1,6 @@
 """Transports of weight syncs: shared memory, Ray's object store, gloo, CUDA IPC and NCCL."""
 
-from megarl.sharding.transports.buffers import BufferPool, DeviceBuffer, SharedHostBuffer, buffer_pool
+from megarl.sharding.transports.buffers import BUFFERS, BufferPool, DeviceBuffer, SharedHostBuffer, buffer_pool
 from megarl.sharding.transports.cuda_ipc import CudaIpcTransport
 from megarl.sharding.transports.host_memory import InlineTransport, SharedMemoryTransport
 from megarl.sharding.transports.interface import (
@@ -16,6 +16,7 @@ from megarl.sharding.transports.interface import (
 from megarl.sharding.transports.process_group import GlooTransport, NcclTransport
 
 __all__ = [
+    "BUFFERS",
     "Buffer",
     "BufferPool",
     "BufferSlice",

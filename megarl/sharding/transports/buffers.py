@@ -114,7 +114,7 @@ class BufferPool:
         """
         if not self._idle:
             if len(self._lent) == self._count:
-                raise WeightSyncError(f"all {self._count} weight buffers are in use; release a bucket first")
+                raise WeightSyncError(f"all {self._count} weight buffers are in use")
             self._idle.append(self._allocate(self.size))
         buffer = self._idle.pop()
         self._lent.append(buffer)
