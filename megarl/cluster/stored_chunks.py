@@ -7,6 +7,7 @@ node. The driver owns the chunks: they live as long as one of its batches refers
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self, cast
 
@@ -105,25 +106,28 @@ class Payload(NamedTuple):
 
     Attributes:
         batch: without the values of its remote columns.
-        lists: references to lists of references to chunks. Parts of a batch share the lists: the driver sends a number
-            of references that grows with the chunks plus the parts, not with their product.
+        lists: lists of references to chunks, or references to such lists. Parts of a batch with rows in many chunks
+            share stored lists, so the driver serializes each reference once. A part with rows in few chunks has a list
+            of its own: 512 ranks that all read the references to 512 chunks would keep the driver, which owns the
+            chunks, busy for seconds.
     """
 
     batch: DataProto
-    lists: list[ray.ObjectRef]
+    lists: list[ray.ObjectRef | list[ray.ObjectRef]]
 
 
 def payloads_of(parts: Sequence[DataProto]) -> list[Payload]:
     """Build the payloads of the parts of a batch."""
-    lists: dict[int, tuple[ChunkTuple, ray.ObjectRef]] = {}
+    detached = [detach_chunks(part) for part in parts]
+    uses = Counter(id(chunks) for _, tuples in detached for chunks in tuples)
+    lists: dict[int, ray.ObjectRef | list[ray.ObjectRef]] = {}
 
-    def list_of(chunks: ChunkTuple) -> ray.ObjectRef:
+    def list_of(chunks: ChunkTuple) -> ray.ObjectRef | list[ray.ObjectRef]:
         if id(chunks) not in lists:
             refs = [cast("StoredChunk", chunk).ref for chunk in chunks]
-            lists[id(chunks)] = chunks, ray.put(refs)
-        return lists[id(chunks)][1]
+            lists[id(chunks)] = ray.put(refs) if uses[id(chunks)] > 1 else refs
+        return lists[id(chunks)]
 
-    detached = [detach_chunks(part) for part in parts]
     return [Payload(batch, [list_of(chunks) for chunks in tuples]) for batch, tuples in detached]
 
 
@@ -133,7 +137,9 @@ def receive(args: Sequence[Any]) -> list[Any]:
 
 
 def _received(payload: Payload) -> DataProto:
-    lists = ray.get(payload.lists) if payload.lists else []
+    stored = [entry for entry in payload.lists if isinstance(entry, ray.ObjectRef)]
+    values = iter(ray.get(stored) if stored else ())
+    lists = [next(values) if isinstance(entry, ray.ObjectRef) else entry for entry in payload.lists]
     return fetch_values(attach_chunks(payload.batch, [tuple(map(StoredChunk, refs)) for refs in lists]))
 
 

@@ -26,6 +26,9 @@ from megarl.data.remote import (
 )
 from megarl.data.stored_column import StoredColumn
 
+FEW_CHUNKS = 4
+"""A part has few of the chunks of its batch if this many times as many exist."""
+
 
 def write_values(batch: DataProto, parts: Sequence[Sequence[int]], write: Callable[[Chunk], ChunkReference]) -> None:
     """Move the values of all ragged columns that are in this process to chunks; the batch does not change otherwise.
@@ -81,12 +84,20 @@ def separate(batch: DataProto) -> tuple[DataProto, Chunk]:
 def detach_chunks(batch: DataProto) -> tuple[DataProto, list[ChunkTuple]]:
     """Return the batch with numbers in place of its tuples of chunks, and these tuples.
 
-    Parts of one batch share the tuples, so a caller can send the references of each tuple once for all of them.
+    Parts of one batch share the tuples, so a caller can send the references of each tuple once for all of them. A part
+    with rows in few of many chunks has a tuple of its own: its receiver must not read all references.
     """
     tuples: dict[int, ChunkTuple] = {}
     numbers: dict[int, NumberedChunks] = {}
+    chosen: dict[tuple[int, bytes], ChunkTuple] = {}
 
     def number(places: RowPlaces) -> RowPlaces:
+        used, inverse = np.unique(places.numbers, return_inverse=True)
+        chunks = places.references
+        if len(used) * FEW_CHUNKS <= len(chunks):
+            own = tuple(chunks[number] for number in used.tolist())
+            own = chosen.setdefault((id(chunks), used.tobytes()), own)
+            places = RowPlaces(own, inverse, places.begins)
         key = id(places.references)
         tuples[key] = places.references
         return places._replace(chunks=numbers.setdefault(key, NumberedChunks(len(numbers))))

@@ -215,3 +215,14 @@ def test_rows_in_arrays_have_the_values_of_lists(lengths, data):
         assert left.row_lengths("responses").tolist() == right.row_lengths("responses").tolist()
         for name in right.tensors:
             torch.testing.assert_close(left.tensors[name], right.tensors[name], rtol=0, atol=0)
+
+
+def test_a_part_with_few_of_many_chunks_travels_with_their_references_only():
+    lengths = [3, 1, 2, 4, 1, 2, 3, 1]
+    batch = batch_of(lengths)
+    write_values(batch, [[row] for row in range(8)], MemoryChunk)
+    few, many = batch[[6, 1]], batch[[0, 2, 4, 6]]
+    (detached, (own,)), (rest, (shared,)) = detach_chunks(few), detach_chunks(many)
+    assert len(own) == 2 and len(shared) == 8  # one list for all columns of prompts and of responses
+    assert_equal(fetch_values(attach_chunks(pickle.loads(pickle.dumps(detached)), [own])), batch_of(lengths)[[6, 1]])
+    assert_equal(fetch_values(attach_chunks(rest, [shared])), batch_of(lengths)[[0, 2, 4, 6]])
