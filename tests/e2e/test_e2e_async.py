@@ -68,6 +68,8 @@ def partial(small: list[str], mixture: Path, start: Callable[..., CliRun]) -> Ru
         f"trainer.callbacks=[{Path(__file__).with_name('route_recorder.py')}:RouteRecorder]",
         *("data.max_response_length=40", "actor_rollout_ref.rollout.max_num_seqs=4", "sync.verify_freq=1"),
         *("async_training.max_staleness=2", "actor_rollout_ref.actor.optim.lr=2e-2"),
+        # Responses are in flight at each sync, however slow the trainer is on a loaded machine.
+        f"actor_rollout_ref.model.external_lib=[{Path(__file__).with_name('slow_engine.py')}]",
         *(f"trainer.total_training_steps={STEPS}", "trainer.val_before_train=false", "trainer.test_freq=-1"),
         *(f"custom_reward_function.path={Path(__file__).with_name('deadly_reward.py')}", "reward_model.num_workers=0"),
         "custom_reward_function.name=length_and_kill",
