@@ -202,9 +202,9 @@ def test_whitened_gae_equals_a_loop_over_all_rows():
     phase.rows = map_in_parts
     result = phase.compute(batch, {})
     expected = []
-    for scores, values, mask in zip(
-        *map(batch.unpadded, ("token_level_scores", "values", "response_mask")), strict=True
-    ):
+    with reading():
+        columns = [batch.unpadded(name) for name in ("token_level_scores", "values", "response_mask")]
+    for scores, values, mask in zip(*columns, strict=True):
         kept = [t for t in range(len(mask)) if mask[t]]
         following, advantage, row = 0.0, 0.0, [0.0] * len(mask)
         for t in reversed(kept):
