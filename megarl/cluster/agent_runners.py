@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from megarl.agents.endpoint.server import make_token
-from megarl.agents.runner import AgentRunner
-from megarl.agents.trajectories import PackedSamples
 from megarl.agents.types import ConversationGroup, FinishedSample, SampleId, StoredTurn
 from megarl.base.child_process import ChildEnvironment
 from megarl.base.errors import StepImpossible, WorkerError
-from megarl.base.user_code import import_user_modules
 from megarl.cluster.adapters import ReplicaProcess
+from megarl.cluster.agent_runner_worker import AgentRunnerWorker, RunnerReport
 from megarl.cluster.calls import RankHandle
 from megarl.cluster.failures import WorkerCall, WorkerFailed, WorkerSilent, first_ready, gather
 from megarl.cluster.resources import PlacedPool
@@ -33,7 +31,6 @@ from megarl.rollout.interface import NO_VERSION
 from megarl.rollout.router import NoReplicaLeft, Replica
 from megarl.rollout.router_stats import RouterStats
 from megarl.tracing import TRACER
-from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,142 +49,6 @@ ROLE = "agents"
 
 class RunnersLost(WorkerError, StepImpossible):
     """Too many agent runners were lost."""
-
-
-@dataclass(frozen=True)
-class RunnerReport:
-    """Report of an agent runner: finished samples, progress, warnings, failure.
-
-    Attributes:
-        samples: samples that have ended.
-        progress: generated turns and scored samples so far.
-        warnings: warnings for the user, in the runner's log too.
-        rewards: retries and replaced processes since the last report.
-        failure: error that ended all of its conversations; None = no failure.
-    """
-
-    samples: PackedSamples
-    progress: int
-    warnings: list[str]
-    rewards: RunCounts
-    failure: Exception | None = None
-
-
-class AgentRunnerWorker:
-    """An agent runner as a worker; see :class:`megarl.agents.runner.AgentRunner`.
-
-    Args:
-        place: rank of the runner.
-        config: complete configuration of the job.
-        tokenizer: of the policy.
-        token: bearer token of the chat endpoint.
-        scorers: reward functions by name.
-        environment: of the driver, for reward functions.
-    """
-
-    def __init__(
-        self,
-        place: WorkerPlace,
-        *,
-        config: GenerationJobConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        token: str,
-        scorers: Mapping[str, ScorerSpec],
-        environment: ChildEnvironment,
-    ) -> None:
-        import_user_modules(*config.actor_rollout_ref.model.user_modules)
-        self._runner = AgentRunner(config, tokenizer, place.rank, place.world_size, token, scorers, environment)
-        self._warnings = WarningList()
-        logging.getLogger("megarl").addHandler(self._warnings)
-
-    @verb(Dispatch.ALL)
-    def open(self, replicas: Mapping[int, Replica], client: str) -> None:
-        """Connect the runner to these replicas, under a new client name."""
-        self._runner.open(replicas, client)
-
-    @verb(Dispatch.ALL)
-    def set_replicas(self, replicas: Mapping[int, Replica]) -> None:
-        """Replace the replicas; conversations go on."""
-        self._runner.set_replicas(replicas)
-
-    @verb(Dispatch.ALL)
-    def start(self, groups: Sequence[ConversationGroup]) -> None:
-        """Start conversations."""
-        self._runner.submit(groups)
-
-    @verb(Dispatch.RANK)
-    def finished(self, wait_s: float) -> RunnerReport:
-        """Report finished samples."""
-        samples: list[FinishedSample] = []
-        failure = None
-        try:
-            samples = self._runner.finished(wait_s)
-        except Exception as error:
-            failure = error
-        rewards = self._runner.take_reward_counts()
-        return RunnerReport(PackedSamples(samples), self._runner.progress, self._warnings.take(), rewards, failure)
-
-    @verb(Dispatch.ALL)
-    def abort(self, names: Sequence[SampleId]) -> None:
-        """Abort conversations."""
-        self._runner.abort(names)
-
-    @verb(Dispatch.RANK)
-    def take_stats(self) -> RouterStats:
-        """Return the router's statistics since the last call."""
-        return self._runner.take_stats()
-
-    @verb(Dispatch.ALL)
-    def stored_turns(self) -> dict[SampleId, list[StoredTurn]]:
-        """Return the turns of unfinished conversations."""
-        return self._runner.stored_turns()
-
-    @verb(Dispatch.ALL)
-    def set_version(self, version: int) -> None:
-        """Announce the weight version of the replicas."""
-        self._runner.set_version(version)
-
-    @verb(Dispatch.ALL)
-    def waits_for_weights(self) -> bool:
-        """Return whether every conversation with recorded spans waits for a later weight version."""
-        return self._runner.waits_for_weights()
-
-    @verb(Dispatch.ALL)
-    def close(self) -> RouterStats:
-        """Abort the remaining conversations; return the router's statistics."""
-        return self._runner.close()
-
-    @verb(Dispatch.ALL)
-    def endpoint_metrics(self) -> dict[str, float]:
-        """Return the metrics of external requests."""
-        return self._runner.endpoint_metrics()
-
-    @verb(Dispatch.ALL)
-    def describe(self) -> str:
-        """Describe the chat endpoint in one line; empty without one."""
-        return self._runner.endpoint.describe() if self._runner.endpoint else ""
-
-    @verb(Dispatch.ALL)
-    def end(self) -> None:
-        """Close the chat endpoint, and end the reward processes."""
-        self._runner.shutdown()
-
-
-class WarningList(logging.Handler):
-    """Collects the texts of warnings."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self._texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Record the text of a warning."""
-        self._texts.append(record.getMessage())
-
-    def take(self) -> list[str]:
-        """Return and clear the warnings since the last call."""
-        texts, self._texts = self._texts, []
-        return texts
 
 
 @dataclass
@@ -255,7 +116,7 @@ class AgentRunners:
             "environment": ChildEnvironment.here(),
         }
         layout = ParallelLayout(dp=rollout.agent.num_workers)
-        worker = f"{__name__}:{AgentRunnerWorker.__name__}"
+        worker = f"{AgentRunnerWorker.__module__}:{AgentRunnerWorker.__name__}"
         self._group = WorkerGroup(ROLE, worker, kwargs, layout, pool, threads=2, on_device=False)
         self._runners: dict[int, _Runner] = {}
         self._replicas: Mapping[int, Replica] = {}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster import role_groups
-from megarl.cluster.agent_runners import AgentRunnerWorker
+from megarl.cluster.agent_runner_worker import AgentRunnerWorker
 from megarl.workers.dispatch import Dispatch, read_marks
 
 ROOT = Path(__file__).parents[2]
