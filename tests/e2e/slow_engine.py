@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.rollout.embedded.generation import ContinuousBatcher
 
-STEP_S = 0.01
+STEP_S = 0.005
 advance = ContinuousBatcher.advance
 
 

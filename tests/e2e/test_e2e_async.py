@@ -66,7 +66,7 @@ def partial(small: list[str], mixture: Path, start: Callable[..., CliRun]) -> Ru
         *("--config-name", "quickstart_async", *small, "trainer.experiment_name=partial"),
         *(f"actor_rollout_ref.model.path={mixture}", "actor_rollout_ref.actor.router_replay.mode=R3"),
         f"trainer.callbacks=[{Path(__file__).with_name('route_recorder.py')}:RouteRecorder]",
-        *("data.max_response_length=40", "actor_rollout_ref.rollout.max_num_seqs=4", "sync.verify_freq=1"),
+        *("data.max_response_length=40", "actor_rollout_ref.rollout.max_num_seqs=2", "sync.verify_freq=1"),
         *("async_training.max_staleness=2", "actor_rollout_ref.actor.optim.lr=2e-2"),
         # Responses are in flight at each sync, however slow the trainer is on a loaded machine.
         f"actor_rollout_ref.model.external_lib=[{Path(__file__).with_name('slow_engine.py')}]",
