@@ -8,6 +8,7 @@ import pickle
 import socket
 import struct
 import threading
+import time
 from dataclasses import replace
 from multiprocessing.connection import Client
 from types import SimpleNamespace
@@ -543,6 +544,24 @@ class TestCommandChannel:
         assert not late.is_alive() and rank.is_alive()
         assert channel.exchange([pickle.dumps(("echo", (5,)))], CallWatch("x", 30.0)) == [Reply(5)]
         channel.close()
+
+    def test_closing_does_not_wait_for_a_thread_that_accepts_nothing_more(self, monkeypatch):
+        at_work = threading.Event()
+
+        def take(channel, connection):
+            at_work.set()
+            while not channel._closed:
+                time.sleep(0.01)
+            connection.close()
+
+        monkeypatch.setattr(CommandChannel, "_take", take)
+        channel = CommandChannel()
+        with Client(tuple(channel.to["address"]), authkey=bytes.fromhex(channel.to["key"])):
+            assert at_work.wait(10)
+            closing = threading.Thread(target=channel.close, daemon=True)
+            closing.start()
+            closing.join(10)
+            assert not closing.is_alive()
 
     def test_a_rank_that_does_not_reply_is_sent_away(self, monkeypatch):
         resumed = threading.Event()

@@ -149,8 +149,8 @@ class CommandChannel:
         self.hang_up()
         if not self._closed:
             self._closed = True
-            # A last connection wakes the thread.
-            with contextlib.suppress(*LOST), Client(self._listener.address, authkey=self._key):
+            # A last connection wakes the thread. It sends nothing: a thread that has ended meanwhile answers nothing.
+            with contextlib.suppress(OSError), socket.create_connection(self._listener.address[:2]):
                 pass
             self._listener.close()
 
