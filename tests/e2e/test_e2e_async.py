@@ -133,6 +133,8 @@ def test_colocated_training_begins_when_a_batch_is_complete(
     """Responses pause and continue. A run that resumes with the order of this one repeats its tokens and versions."""
     arguments = [
         *("--config-name", "quickstart_grpo", *small, *dense_reward, "trainer.experiment_name=colocated"),
+        # Responses are in flight when a batch is complete, however late the driver learns of it on a loaded machine.
+        f"actor_rollout_ref.model.external_lib=[{Path(__file__).with_name('slow_engine.py')}]",
         *("async_training.mode=colocated", "async_training.max_staleness=1", "sync.verify_freq=1"),
         *("algorithm.rollout_correction.rollout_is=token", "actor_rollout_ref.rollout.max_num_seqs=4"),
         *("data.max_response_length=40", f"trainer.total_training_steps={STEPS}", "trainer.save_freq=2"),
