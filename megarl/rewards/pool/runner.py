@@ -8,7 +8,7 @@ from typing import Protocol
 
 from megarl.rewards.calling import LoadedFunction, exception_outcome
 from megarl.rewards.outcome import INFRASTRUCTURE, Outcome
-from megarl.rewards.pool.jobs import RewardJob, RewardStream, RunCounts
+from megarl.rewards.pool.jobs import RewardJob, RunCounts
 from megarl.rewards.registry import FunctionTraits
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.2, 5.0
@@ -27,9 +27,6 @@ class Runner(Protocol):
         Raises:
             RewardError: no process can be started.
         """
-
-    def stream(self) -> RewardStream | None:
-        """Start to run jobs as they arrive, in parallel with the caller; None if this runner cannot."""
 
     def start(self) -> None:
         """Start processes without waiting for them; otherwise the first run starts them."""
@@ -58,10 +55,6 @@ class InDriverRunner:
     def traits(self) -> Sequence[FunctionTraits]:
         """Calling convention of each function."""
         return [function.traits for function in self.functions]
-
-    def stream(self) -> None:
-        """Return None: nothing scores in parallel with this process."""
-        return
 
     def start(self) -> None:
         """Do nothing: there is no process to start."""

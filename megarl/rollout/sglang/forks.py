@@ -68,9 +68,9 @@ def fork_processes(module: Any) -> None:
 
 
 def prepare_server() -> None:
-    """Import SGLang in the fork server, which ends with its parent and tells it that a fork has failed."""
+    """Import SGLang in the fork server, which ends with its parent and forwards the signal of a failed fork to it."""
     die_with_parent(os.getppid())
-    signal.signal(signal.SIGQUIT, _tell_parent)
+    signal.signal(signal.SIGQUIT, _forward_to_parent)
     gc.disable()
     logging.disable(logging.WARNING)  # SGLang's list of models that need a GPU
     for name in SERVER_MODULES:
@@ -86,6 +86,6 @@ def prepare_server() -> None:
     gc.freeze()  # collections of the forks would copy the memory of all modules
 
 
-def _tell_parent(number: int, frame: FrameType | None) -> None:
+def _forward_to_parent(number: int, frame: FrameType | None) -> None:
     """Forward SGLang's signal for a failure, which a fork sends to its parent process: this one."""
     os.kill(os.getppid(), number)
