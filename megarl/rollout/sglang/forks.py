@@ -68,7 +68,7 @@ def fork_processes(module: Any) -> None:
 
 
 def prepare_server() -> None:
-    """Import SGLang in the fork server, which ends with its parent and forwards the signal of a failed fork to it."""
+    """Import SGLang in the fork server, which ends with its parent and forwards the signal of a failed fork."""
     die_with_parent(os.getppid())
     signal.signal(signal.SIGQUIT, _forward_to_parent)
     gc.disable()
