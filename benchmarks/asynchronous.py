@@ -46,7 +46,7 @@ from machine import processor
 from megarl.agents.loop import Transcript
 from megarl.agents.single_turn import SingleTurnLoop
 from megarl.agents.types import Conversation, Generate, Trajectory
-from megarl.base.table import table_lines
+from megarl.base.formatting import table_lines
 from megarl.ops.plan.asynchronous import SimulatedBatch, SimulatedMode, SimulatedRates, simulate
 from megarl.ops.plan.lengths import Quantiles
 from megarl.tracking import read_metrics

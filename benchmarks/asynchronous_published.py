@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 
-from megarl.base.table import table_lines
+from megarl.base.formatting import table_lines
 from megarl.ops.plan.asynchronous import (
     SimulatedBatch,
     SimulatedMode,

@@ -31,7 +31,7 @@ from data_plane import batch_of, samples_rows
 from machine import processor
 from torch import Tensor
 
-from megarl.base.table import table_lines
+from megarl.base.formatting import table_lines
 from megarl.cluster import PlacedPool, RaySession, ResourcePool, WorkerGroup, wait_ready
 from megarl.cluster.split import plan_rows
 from megarl.data import DataProto

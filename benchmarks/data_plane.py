@@ -27,7 +27,7 @@ import torch
 
 from megarl.agents.trajectories import PackedSamples, trajectories_to_batch
 from megarl.agents.types import FinishedSample, SampleId, Trajectory
-from megarl.base.allocator import keep_freed_memory
+from megarl.base.allocators import keep_freed_memory
 from megarl.cluster import RaySession, ResourcePool, WorkerGroup, stored_chunks, wait_ready
 from megarl.config.schema.algorithm import AlgorithmConfig
 from megarl.data import DataProto, token_counts

@@ -42,7 +42,7 @@ from megarl.megatron import (
     shutdown_runtime,
 )
 from megarl.models import ParallelLayout, WeightMap, read_model_config
-from megarl.models.fp8 import dequantize_blocks, quantize_blocks
+from megarl.models.number_formats import dequantize_blocks, quantize_blocks
 
 SHAPE = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6,
          "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.05,

@@ -43,7 +43,7 @@ CPU_POLL_S = 0.5  # reading the processes takes CPU time from them
 def import_seconds(modules: Sequence[str]) -> list[float]:
     """CPU seconds of each import in a fresh process, in order; the first includes the interpreter."""
     lines = ["import gc, resource, warnings", "warnings.simplefilter('ignore')", "seconds = []"]
-    lines.append("gc.disable()")  # as megarl.base.imports
+    lines.append("gc.disable()")  # as megarl.base.packages
     for module in modules:
         package, _, name = module.rpartition(".")
         lines.append(f"from {package} import {name}" if name[:1].isupper() else f"import {module}")

@@ -18,14 +18,14 @@ from omegaconf import DictConfig, OmegaConf
 import megarl
 from megarl.base.errors import ConfigError, DataError, MegarlError, ModelError
 from megarl.base.files import private_files
-from megarl.base.imports import import_large
+from megarl.base.formatting import table_lines
 from megarl.base.logs import LOGS_FOLDER, driver_log, steady_output
+from megarl.base.packages import import_large
 from megarl.base.provenance import run_facts
 from megarl.base.redaction import redact, redact_text
 from megarl.base.run_clock import start_run_clock
 from megarl.base.run_writer import RUN_WRITER
 from megarl.base.signals import signals_exit_at_once, signals_exit_in_order
-from megarl.base.table import table_lines
 from megarl.cluster.fork_server import fork_server
 from megarl.config import (
     EvaluateConfig,
@@ -57,8 +57,8 @@ from megarl.config.stored import remember_references
 from megarl.config.sweeps import SweepFolder
 from megarl.config.verl.table import table_of
 from megarl.models import read_model_config
-from megarl.trainer.jobs.folder_locks import locked_output_folders
 from megarl.trainer.jobs.hub_files import with_hub_files
+from megarl.trainer.jobs.output_folders import locked_output_folders
 from megarl.workers.settings import check_role
 
 if TYPE_CHECKING:

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING
 
 from megarl.agents.build import build_agent_loops, conversation_limits
 from megarl.agents.endpoint.endpoint import EndpointAddress, build_endpoint
-from megarl.agents.event_loop import EventLoopThread
+from megarl.agents.event_loop import EventLoopThread, monitored_loop
 from megarl.agents.loop import AgentLoop
-from megarl.agents.loop_monitor import monitored_loop
 from megarl.agents.routes import GenerateWithRoutes, RouteRecord
 from megarl.agents.scoring import SampleScorer
 from megarl.agents.turns import TurnRecord, VersionGate, context_digest

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from megarl.base.errors import ConfigError
 from megarl.base.json_text import parse_json
-from megarl.base.kernel_files import boot_id, process_fields, process_namespace
+from megarl.base.processes import boot_id, process_fields, process_namespace
 
 HEARTBEAT_S = 5.0
 SILENT_S = 60.0

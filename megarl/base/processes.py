@@ -1,4 +1,4 @@
-"""Reads of the process table that succeed while processes end and signals arrive.
+"""Reads of the process table and of ``/proc`` that succeed while processes end and signals arrive.
 
 The kernel may give an empty record: of a process that is being reaped, and of a live one to a thread that a signal
 interrupts. ``psutil`` raises IndexError for it, also from calls that read the records of all processes. So a record is
@@ -12,16 +12,19 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import psutil
-
-from megarl.base.kernel_files import ATTEMPTS, PAUSE_S
 
 READ_ERRORS = (psutil.Error, IndexError, FileNotFoundError)
 """Errors of reads of a process that ends meanwhile, or that another user owns."""
 
 _T = TypeVar("_T")
+ATTEMPTS = 10
+PAUSE_S = 0.01
+"""Number of reads of a file that is empty, and the seconds between them."""
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def has_ended(process: psutil.Process) -> bool:
@@ -105,3 +108,53 @@ def _repeated(read: Callable[[], _T]) -> _T:
             return read()
         time.sleep(PAUSE_S)
     return read()
+
+
+def read_kernel_file(path: str) -> str:
+    """Read a file below ``/proc`` as text; empty if it does not exist or may not be read.
+
+    A thread that a signal interrupts can read zero bytes of a complete file, so an empty file is read again.
+    """
+    try:
+        for _ in range(ATTEMPTS):
+            text = Path(path).read_text(errors="replace")
+            if text:
+                return text
+            time.sleep(PAUSE_S)
+    except OSError:
+        pass
+    return ""
+
+
+def boot_id() -> str:
+    """Return the ID of the kernel's last boot, different on every machine; empty if the system has none."""
+    return read_kernel_file("/proc/sys/kernel/random/boot_id").strip()
+
+
+def process_namespace() -> str:
+    """Return the namespace of process IDs, different in two containers of a host; empty if the system has none."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def process_fields(pid: int) -> list[str]:
+    """Return the fields of ``/proc/<pid>/stat`` from the state on, the third; empty for a process that has ended."""
+    return read_kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()
+
+
+def child_pids(pid: int) -> list[int]:
+    """Return the child processes of a process; none if it has ended."""
+    children: list[int] = []
+    with contextlib.suppress(OSError):  # the process has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):  # the thread has ended
+                children += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    return children
+
+
+def resident_bytes(pid: int | str = "self") -> int:
+    """Return the resident memory of a process; 0 if it has ended, or the system does not report it."""
+    numbers = read_kernel_file(f"/proc/{pid}/statm").split()
+    return int(numbers[1]) * _PAGE_BYTES if numbers else 0

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megarl.base.atomic_write import atomic_write
-from megarl.base.units import count_noun
+from megarl.base.formatting import count_noun
 
 WAITING_BYTES = 64 << 20
 

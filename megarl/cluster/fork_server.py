@@ -34,8 +34,7 @@ from typing import Any
 
 from megarl.base.child_process import die_with_parent, parent_death_hook
 from megarl.base.errors import ConfigError
-from megarl.base.imports import without_garbage_collection
-from megarl.base.packages import is_installed
+from megarl.base.packages import is_installed, without_garbage_collection
 from megarl.cluster import fork_client
 
 ENVIRONMENT = fork_client.ADDRESS

@@ -1,4 +1,4 @@
-"""Local Ray with as few processes as a run needs, on loopback and protected by a token."""
+"""A local Ray with as few processes as a run needs, on loopback, protected by a token and watched."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray._private import node, parameter, ray_constants, services, utils
 from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled: its stub lacks the class
 
 from megarl.base.environment import environment_variables
-from megarl.base.signals import ENDING_SIGNALS
+from megarl.base.processes import has_ended, process_name
+from megarl.base.signals import ENDING_SIGNALS, request_interrupt, withdraw_interrupt
 from megarl.base.timeouts import RAY_SILENCE
 from megarl.cluster import fork_client, node_agents
 from megarl.cluster.fork_server import fork_address
@@ -42,6 +45,9 @@ _REGISTRATION_S, _POLL_S = 5.0, 0.02
 _DASHBOARD_AGENT = "--dashboard_agent_command"
 _AGENT_PORTS = {_DASHBOARD_AGENT: "grpc-port", "--runtime_env_agent_command": "runtime-env-agent-port"}
 """Options of Ray's node process with the command lines of its agents, and the agents' options of their ports."""
+GCS, RAYLET = "Ray's control process (GCS)", "Ray's node process (raylet)"
+_NAMES = {"gcs_server": GCS, "raylet": RAYLET}
+_TICK_S = 0.5
 
 
 def start_local_ray(
@@ -169,3 +175,50 @@ def _replaced(module: Any, name: str, value: object) -> Iterator[None]:
         yield
     finally:
         setattr(module, name, previous)
+
+
+class RayWatch:
+    """A thread that interrupts the main thread soon after the GCS or the raylet has died.
+
+    Ray itself notices a dead raylet by errors of all workers, and for a dead GCS aborts this process after a minute.
+
+    Args:
+        processes: of a local Ray.
+
+    Attributes:
+        finished: the work is complete.
+    """
+
+    def __init__(self, processes: Sequence[psutil.Process]) -> None:
+        self.finished = False
+        self._watched = [(name, process) for process in processes if (name := _NAMES.get(process_name(process)))]
+        self._closed = threading.Event()
+        self._lock = threading.Lock()  # no interrupt is requested once the watch is finished or closed
+        if self._watched and threading.current_thread() is threading.main_thread():
+            threading.Thread(target=self._watch, name="ray watch", daemon=True).start()
+
+    def lost(self) -> str | None:
+        """Return :data:`GCS` or :data:`RAYLET` if that process has died, else None."""
+        for name, process in self._watched:
+            if has_ended(process):
+                return name
+        return None
+
+    def finish(self) -> None:
+        """Mark the work as complete: a death interrupts nothing any more."""
+        with self._lock:
+            self.finished = True
+        withdraw_interrupt()
+
+    def close(self) -> None:
+        """End the watch, before Ray is shut down."""
+        with self._lock:
+            self._closed.set()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(_TICK_S):
+            if self.lost() is not None:
+                with self._lock:
+                    if not self.finished and not self._closed.is_set():
+                        request_interrupt()
+                return

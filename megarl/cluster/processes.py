@@ -16,7 +16,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.base.errors import WorkerError
-from megarl.base.kernel_files import child_pids
+from megarl.base.processes import child_pids
 from megarl.cluster.worker_process import WorkerInfo
 from megarl.tracing import Event, ProfileOptions, TracingOptions
 from megarl.tracing.board import BOARD, find_file

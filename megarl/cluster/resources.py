@@ -13,9 +13,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from megarl.base.errors import ResourceError
+from megarl.base.formatting import count_noun
 from megarl.base.logs import ProcessLogs
 from megarl.base.signals import sleep
-from megarl.base.units import count_noun
 from megarl.cluster.processes import RunProcesses
 
 RESOURCE_NAMES = {"cpu": "CPU", "cuda": "GPU"}

@@ -21,6 +21,7 @@ from ray._common.utils import get_default_ray_temp_dir
 from ray.exceptions import AuthenticationError
 
 from megarl.base.errors import RayLost, ResourceError
+from megarl.base.formatting import GIB
 from megarl.base.logs import ProcessLogs
 from megarl.base.processes import READ_ERRORS, child_processes, descendants, process_group, wait_for_ends
 from megarl.base.signals import (
@@ -31,11 +32,9 @@ from megarl.base.signals import (
     signals_held,
     signals_ignored,
 )
-from megarl.base.units import GIB
 from megarl.cluster.availability import available_cpus, check_cluster_answers, not_joined, unreachable
-from megarl.cluster.local_ray import start_local_ray
+from megarl.cluster.local_ray import GCS, RayWatch, start_local_ray
 from megarl.cluster.ray_token import ClusterToken, delete_stale_tokens, read_authentication
-from megarl.cluster.ray_watch import GCS, RayWatch
 from megarl.cluster.reaper import Reaper, end_ray, processes_of
 from megarl.cluster.resources import PlacedPool, ResourcePool, place_pools
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import ray
 
 from megarl.base.errors import ExportError, WorkerLost
-from megarl.base.imports import import_large
 from megarl.base.logs import ProcessLogs, output_log, redirect_output, tail
+from megarl.base.packages import import_large
 from megarl.base.ports import collective_interfaces, reserve_port
 from megarl.tracing import TRACER, Event, TracingOptions, span, watch_collectives, watch_process
 from megarl.tracing.profilers import ProfiledProcess

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from megarl.base.table import table_lines
-from megarl.base.units import count_noun
+from megarl.base.formatting import count_noun, table_lines
 from megarl.config.problems import InvalidConfigError, Problem
 from megarl.config.schema.async_training import SYNC
 from megarl.config.schema.jobs import ScoredJobConfig, SupervisedConfig, TrainConfig

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from megarl.base.errors import CheckpointError, MegarlError
-from megarl.base.table import table_lines
+from megarl.base.formatting import table_lines
 from megarl.base.user_code import import_user_modules
 from megarl.convert.comparison import compare, describe
 from megarl.convert.conversion import ConversionOptions, convert

@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl.convert.source import whole_view
 from megarl.convert.stored import Files, Scratch, StoredTensor, TensorView
 from megarl.models.expert_files import StackedPart, file_shapes
-from megarl.models.mxfp4 import dequantize_mxfp4
+from megarl.models.number_formats import dequantize_mxfp4
 
 _Value = TypeVar("_Value")
 

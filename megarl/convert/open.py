@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from megarl.base.checkpoint_index import INDEX, read_index
-from megarl.base.checkpoint_names import HF_FOLDER, POINTER
+from megarl.base.checkpoint_files import HF_FOLDER, INDEX, POINTER, read_index
 from megarl.base.errors import CheckpointError, ModelError
 from megarl.base.json_text import parse_json
 from megarl.convert.adapters import base_of_role, options_of_folder, options_of_role, read_document, with_base

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import megarl
-from megarl.base.checkpoint_index import INDEX
+from megarl.base.checkpoint_files import INDEX
 from megarl.base.errors import CheckpointError
 from megarl.convert.experts import by_file, stacked_views
 from megarl.convert.source import (

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megarl.base.checkpoint_index import INDEX
+from megarl.base.checkpoint_files import INDEX
 from megarl.base.errors import CheckpointError
 from megarl.convert.stored import Chunk, StoredTensor, TensorView, ViewRegion
 from megarl.models import ModelConfig, hf_folder

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from megarl.base.checkpoint_index import read_index
+from megarl.base.checkpoint_files import read_index
 from megarl.base.errors import CheckpointError
 from megarl.convert.source import TORCH_DIST, CheckpointSource, stored_tensors, without_head_bias
 from megarl.convert.stored import StoredTensor, TensorView, ViewRegion

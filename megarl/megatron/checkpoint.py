@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.base.checkpoint_index import read_index
-from megarl.base.checkpoint_names import HF_FOLDER
+from megarl.base.checkpoint_files import HF_FOLDER, read_index
 from megarl.base.errors import CheckpointError
 from megarl.megatron import cuda_on_cpu
 from megarl.megatron.checkpoint_format import Item, ItemWriter, blocks_of_range, items_of, read_items, tensor_shapes

@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from megarl.base.checkpoint_index import INDEX
+from megarl.base.checkpoint_files import INDEX
 from megarl.base.errors import CheckpointError
 from megarl.megatron.host_memory import TensorMemory
 from megarl.megatron.runtime import Runtime, all_ranks_or_raise, gather_apply_scatter
@@ -150,7 +150,7 @@ def read_items(runtime: Runtime, folder: Path, metadata: Metadata, items: Sequen
     Args:
         runtime: this rank's process groups.
         folder: the checkpoint.
-        metadata: its index, from :func:`megarl.base.checkpoint_index.read_index`.
+        metadata: its index, from :func:`megarl.base.checkpoint_files.read_index`.
         items: this rank's items, each in one piece; may be cut differently from the saved ones.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.base.checkpoint_names import HF_FOLDER
+from megarl.base.checkpoint_files import HF_FOLDER
 from megarl.base.errors import CheckpointError
 from megarl.base.files import FileEntry, read_entry
 from megarl.megatron.checkpoint_format import INDEX, Item, ItemWriter

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
-from megarl.base.cuda_memory import return_cached_memory
+from megarl.base.allocators import return_cached_memory
 from megarl.base.errors import MegarlError
 from megarl.megatron.runtime import Runtime
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from megarl.base.allocator import keep_freed_memory
+from megarl.base.allocators import keep_freed_memory
 from megarl.base.errors import CheckpointError, ConfigError, ResourceError
 from megarl.base.rendezvous import join_rendezvous
 from megarl.megatron import cuda_on_cpu

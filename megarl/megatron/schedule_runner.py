@@ -1,12 +1,16 @@
-"""Passes of a model through Megatron's pipeline schedule, over packed micro-batches, and the schedule's hooks."""
+"""Passes of a model through Megatron's pipeline schedule, over packed micro-batches, and the schedule's hooks.
+
+The next micro-batch is prepared on the host while the device computes the current one.
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -19,7 +23,7 @@ from torch import Tensor
 from megarl.base.errors import ConfigError
 from megarl.megatron import cuda_on_cpu
 from megarl.megatron.context_parallel import MicroBatchPart, context_parallel_part, part_tokens
-from megarl.megatron.loading import LoadedMicroBatch, MicroBatchLoader
+from megarl.megatron.layers import PackedSequences
 from megarl.megatron.model import StageModel
 from megarl.megatron.moe import drop_autograd_graphs
 from megarl.megatron.offload import PARAM, OffloadManager
@@ -28,7 +32,7 @@ from megarl.megatron.options import OverlapOptions
 from megarl.megatron.packed import PackedMicroBatch
 from megarl.megatron.pass_guard import PassGuard
 from megarl.megatron.pipeline_schedule import StageExchange, schedule_timers
-from megarl.megatron.routing import INFERENCE, Routing, RoutingPass
+from megarl.megatron.routing import INFERENCE, RoutedTokens, Routing, RoutingPass
 from megarl.megatron.runtime import Runtime
 
 
@@ -228,3 +232,48 @@ class ScheduleRunner:
         whole = micro_batch.to(device) if has_outputs else None
         routed = None if self._routing is None else self._routing.load(micro_batch)
         return LoadedMicroBatch(part, self._stage.sequences(part), whole, routed)
+
+
+class LoadedMicroBatch(NamedTuple):
+    """A micro-batch on the device, complete before its forward pass.
+
+    Attributes:
+        part: this rank's part.
+        sequences: its sequence boundaries and rotations, computed once for all layers.
+        whole: the whole micro-batch, to compute its outputs and loss; None for a chunk of layers without outputs.
+        routed: this rank's tokens as its routers see them; None for a dense model.
+    """
+
+    part: MicroBatchPart
+    sequences: PackedSequences
+    whole: PackedMicroBatch | None
+    routed: RoutedTokens | None = None
+
+
+class MicroBatchLoader:
+    """Iterator over micro-batches that can load one ahead.
+
+    Args:
+        micro_batches: on the host.
+        load: copies one to the device without waiting.
+    """
+
+    def __init__(
+        self, micro_batches: Sequence[PackedMicroBatch], load: Callable[[PackedMicroBatch], LoadedMicroBatch]
+    ) -> None:
+        self._waiting = iter(micro_batches)
+        self._load = load
+        self._loaded: deque[LoadedMicroBatch] = deque()
+
+    def __iter__(self) -> MicroBatchLoader:
+        return self
+
+    def __next__(self) -> LoadedMicroBatch:
+        """Return the next micro-batch; load it if :meth:`load_next` did not."""
+        return self._loaded.popleft() if self._loaded else self._load(next(self._waiting))
+
+    def load_next(self) -> None:
+        """Load the next micro-batch, if there is one."""
+        for micro_batch in self._waiting:
+            self._loaded.append(self._load(micro_batch))
+            break

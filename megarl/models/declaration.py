@@ -14,7 +14,7 @@ from typing import NamedTuple
 from megarl.models.model_config import ModelConfig
 
 FP8_BLOCK = 128
-"""Rows and columns of a block of weights that share a scale in blockwise FP8 (:mod:`megarl.models.fp8`)."""
+"""Rows and columns of a block of weights that share a scale in blockwise FP8 (:mod:`megarl.models.number_formats`)."""
 
 _UNQUANTIZED_ROWS = frozenset({"experts", "one", "linear_ba", "linear_b", "linear_a"})
 """Rows of small matrices that stay in the engine's dtype: routers, gates of shared experts, decays of delta nets."""

@@ -1,4 +1,7 @@
-"""Registry of model families by Hugging Face architecture name, and helpers that read their ``config.json``."""
+"""Registry of model families by Hugging Face architecture name, and helpers that read their ``config.json``.
+
+Published architectures that megarl cannot compute are listed with the parts that it lacks.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,36 @@ from typing import Any, Protocol
 from megarl.base.errors import ModelError
 from megarl.base.registry import Registry
 from megarl.models.declaration import Declaration
-from megarl.models.missing_parts import missing_parts
 from megarl.models.model_config import Traits
+
+MULTIMODAL_FIELDS = ("vision_config", "audio_config", "thinker_config", "visual")
+"""Fields of ``config.json`` that only models with images or sound have."""
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+"""Kinds of attention in ``layer_types`` and ``rope_parameters`` of ``config.json``."""
+FAMILIES: Registry[Family] = Registry("architectures", defaults="megarl.models.families", error=ModelError)
+_MAMBA = "Mamba (state-space) layers"
+_INDEXER = "sparse attention with an indexer"
+MISSING_PARTS: Mapping[str, str] = {
+    "Cohere": "LayerNorm with attention and MLP in parallel",
+    "Cohere2": "LayerNorm with attention and MLP in parallel",
+    "DeepseekV32": _INDEXER,
+    "DeepseekV4": _INDEXER,
+    "FalconH1": _MAMBA,
+    "Gemma2": "soft caps on attention scores and logits",
+    "Gemma3n": "per-layer embeddings",
+    "Glm4": "rotary embeddings of adjacent elements in plain attention",
+    "GlmMoeDsa": _INDEXER,
+    "Jamba": _MAMBA,
+    "KimiLinear": "Kimi delta attention (linear attention)",
+    "Llama4": "chunked attention, and layers without rotary embeddings",
+    "Mamba2": _MAMBA,
+    "MiniMax": "lightning attention (linear attention)",
+    "NemotronH": _MAMBA,
+    "OlmoHybrid": "gated delta net layers with learning rates up to 2, and norms after attention",
+    "Phi3": "fused projections in the checkpoint (qkv_proj, gate_up_proj)",
+    "SmolLM3": "layers without rotary embeddings",
+}
+"""Parts by the architecture's name without its head; a family in ``external_lib`` takes precedence."""
 
 
 class Family(Protocol):
@@ -25,15 +56,6 @@ class Family(Protocol):
         Raises:
             ModelError: the file requests a variant that has no weight map.
         """
-
-
-MULTIMODAL_FIELDS = ("vision_config", "audio_config", "thinker_config", "visual")
-"""Fields of ``config.json`` that only models with images or sound have."""
-
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-"""Kinds of attention in ``layer_types`` and ``rope_parameters`` of ``config.json``."""
-
-FAMILIES: Registry[Family] = Registry("architectures", defaults="megarl.models.families", error=ModelError)
 
 
 def register_family(*architectures: str) -> Callable[[type], type]:
@@ -251,3 +273,12 @@ def refuse_sliding_window(raw: Mapping[str, Any], default: int | None = None) ->
             f"{raw['max_position_embeddings']}, and sliding-window attention is not supported; if no sequence is "
             f"longer than {window!r}, set max_position_embeddings to it: the model then computes the same"
         )
+
+
+def missing_parts(architecture: str) -> str:
+    """Return the parts of an architecture that megarl lacks; empty if it is not listed.
+
+    Args:
+        architecture: name from ``architectures``, with any head or without one.
+    """
+    return MISSING_PARTS.get(architecture.partition("For")[0].removesuffix("Model"), "")

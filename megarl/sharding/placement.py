@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megarl.base.errors import ConfigError
-from megarl.base.kernel_files import boot_id, process_namespace
+from megarl.base.processes import boot_id, process_namespace
 
 AUTO, INLINE, SHARED_MEMORY, GLOO, CUDA_IPC, NCCL = "auto", "inline", "shared_memory", "gloo", "cuda_ipc", "nccl"
 TRANSPORTS = (INLINE, SHARED_MEMORY, GLOO, CUDA_IPC, NCCL)

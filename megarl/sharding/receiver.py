@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megarl.base.cuda_memory import return_cached_memory
+from megarl.base.allocators import return_cached_memory
 from megarl.base.errors import WeightSyncError
 from megarl.sharding.delta import DeltaDecoder
 from megarl.sharding.placement import Routes

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from megarl.base.kernel_files import child_pids, process_fields, read_kernel_file
+from megarl.base.processes import child_pids, process_fields, read_kernel_file
 from megarl.tracing.board import STACKS, BoardContent, find_file, read_board
 from megarl.tracing.tracer import TRACER
 

@@ -17,8 +17,8 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from megarl.base.kernel_files import resident_bytes
-from megarl.base.units import MIB
+from megarl.base.formatting import MIB
+from megarl.base.processes import resident_bytes
 from megarl.tracing.board import Board
 
 PHASE = "phase"

@@ -19,8 +19,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megarl.base.formatting import clock_duration
 from megarl.base.processes import READ_ERRORS, descendants
-from megarl.base.units import clock_duration
 from megarl.tracking.console_tables import MetricColumn
 from megarl.tracking.run_summary import sparkline
 

@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from megarl.base.units import duration
+from megarl.base.formatting import duration
 
 REPORT_FILE = "report.html"
 VALIDATION_PREFIX = "val-core/"

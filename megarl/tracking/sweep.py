@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megarl.base.errors import ConfigError
+from megarl.base.formatting import table_lines
 from megarl.base.json_text import parse_json
 from megarl.base.run_writer import RUN_WRITER
-from megarl.base.table import table_lines
 from megarl.tracking.jsonl_files import METRICS_FILE, MetricsRow, read_metrics
 
 RESULT_FILE, SWEEP_FILE, TABLE_FILE = "result.json", "sweep.json", "sweep.csv"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megarl.base.errors import ConfigError
-from megarl.base.units import DTYPE_BYTES, count_noun
+from megarl.base.formatting import DTYPE_BYTES, count_noun
 from megarl.config import AdapterKeys, MegatronConfig, OptimConfig, RolloutConfig, TrainConfig
 from megarl.config.batch import token_store_bytes
 from megarl.config.checks.transformer_field_table import BALANCE_RATES

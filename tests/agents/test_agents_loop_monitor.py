@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from megarl.agents.loop_monitor import monitored_loop
+from megarl.agents.event_loop import monitored_loop
 
 
 async def careless_tool(seconds: float) -> None:

@@ -9,7 +9,7 @@ import pytest
 # In a process of its own: what the allocator was told cannot be taken back.
 SCRIPT = """
 import resource, torch
-from megarl.base.allocator import keep_freed_memory
+from megarl.base.allocators import keep_freed_memory
 
 def new_pages():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megarl.base.checkpoint_index import INDEX, read_index
+from megarl.base.checkpoint_files import INDEX, read_index
 from megarl.base.errors import CheckpointError
 
 

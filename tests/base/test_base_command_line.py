@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from megarl.base.command_line import command_with
+from megarl.base.provenance import command_with
 
 
 @pytest.mark.parametrize(

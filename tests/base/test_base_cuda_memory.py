@@ -3,7 +3,7 @@ import os
 import torch
 
 from megarl.base import cuda_memory
-from megarl.base.cuda_memory import ipc_memory, return_cached_memory, without_expandable_segments
+from megarl.base.allocators import ipc_memory, return_cached_memory, without_expandable_segments
 
 
 def test_other_settings_of_the_allocator_stay():

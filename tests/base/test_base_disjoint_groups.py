@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.base.disjoint_groups import disjoint_groups
+from megarl.trainer.phases.model_passes import disjoint_groups
 
 
 @pytest.mark.parametrize(

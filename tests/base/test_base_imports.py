@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.base.imports import import_large, without_garbage_collection
+from megarl.base.packages import import_large, without_garbage_collection
 
 
 def test_collection_is_off_during_the_import_and_on_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

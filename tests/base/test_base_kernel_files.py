@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.base.kernel_files import PAUSE_S, child_pids, process_fields, read_kernel_file, resident_bytes
+from megarl.base.processes import PAUSE_S, child_pids, process_fields, read_kernel_file, resident_bytes
 
 
 def test_file_of_a_process() -> None:

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from megarl.base.child_process import kill_process_tree
-from megarl.base.kernel_files import PAUSE_S
 from megarl.base.processes import (
+    PAUSE_S,
     all_processes,
     child_processes,
     command_line,

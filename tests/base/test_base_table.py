@@ -1,4 +1,4 @@
-from megarl.base.table import table_lines
+from megarl.base.formatting import table_lines
 
 
 def test_columns_are_aligned():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.base.units import (
+from megarl.base.formatting import (
     GIB,
     MIB,
     clock_duration,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import psutil
 from cli_runs import CliRun
 
-from megarl.base.checkpoint_names import POINTER
+from megarl.base.checkpoint_files import POINTER
 from megarl.base.processes import READ_ERRORS
 from megarl.trainer.state.checkpoint_store import CheckpointStore
 

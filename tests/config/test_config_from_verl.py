@@ -130,13 +130,13 @@ def test_every_key_of_verl_has_a_rule() -> None:
     same = {f"{section}.{name}" for section, names in TABLE.same_names() for name in names}
     keys = {*FACTS["defaults"], *map(key_of, FACTS["overrides"])}
     undecided = [key for key in keys - same if not key.startswith(FREE) and TABLE.rule_for(key) is None]
-    assert not undecided, f"neither in megarl.config.verl.table.py nor in a rule: {sorted(undecided)}"
+    assert not undecided, f"neither in megarl/config/verl/table.py nor in a rule: {sorted(undecided)}"
 
 
 def test_shared_keys_are_listed() -> None:
     same = {f"{section}.{name}" for section, names in TABLE.same_names() for name in names}
     both = {key for key in FACTS["defaults"] if key in KNOWN and KNOWN[key].section is None}
-    assert both <= same, f"add to megarl.config.verl.table.py and run from_verl: {sorted(both - same)}"
+    assert both <= same, f"add to megarl/config/verl/table.py and run from_verl: {sorted(both - same)}"
 
 
 def test_shared_names_are_keys_of_megarl() -> None:

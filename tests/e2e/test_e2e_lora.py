@@ -10,7 +10,7 @@ import pytest
 from cli_runs import CliRun, RunFiles, assert_finite, reproducible
 from safetensors import safe_open
 
-from megarl.base.checkpoint_index import read_index
+from megarl.base.checkpoint_files import read_index
 from megarl.convert.command import main
 
 STEPS = 3

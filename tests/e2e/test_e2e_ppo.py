@@ -28,7 +28,7 @@ from reward_functions import FULL_FOLDER, FULL_FROM, FULL_UNTIL, PAUSE_AT, PAUSE
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megarl.base.checkpoint_names import POINTER
+from megarl.base.checkpoint_files import POINTER
 from megarl.cluster.fork_server import ENVIRONMENT
 from megarl.ops.report.balance import balance_maps
 from megarl.ops.report.run_files import read_run

@@ -17,7 +17,7 @@ import pytest
 import torch
 from distributed import Place, ProcessPool
 
-from megarl.base.checkpoint_index import read_index
+from megarl.base.checkpoint_files import read_index
 from megarl.base.errors import CheckpointError
 from megarl.megatron import (
     MegatronEngine,

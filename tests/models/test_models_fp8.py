@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
-from megarl.models.fp8 import FP8_DTYPE, BlockwiseFP8, dequantize_blocks, quantize_blocks, scales_shape
+from megarl.models.number_formats import FP8_DTYPE, BlockwiseFP8, dequantize_blocks, quantize_blocks, scales_shape
 
 HF_QUANTIZER = types.SimpleNamespace(
     quantization_config=types.SimpleNamespace(weight_block_size=(128, 128), scale_fmt="float")
@@ -83,7 +83,7 @@ def test_quantization_and_its_inverse_equal_those_of_transformers_bit_for_bit(dt
 def test_large_matrices_are_quantized_in_strips_with_the_same_result(monkeypatch):
     weights = matrix(700, 300)
     whole = quantize_blocks(weights)
-    monkeypatch.setattr("megarl.models.fp8._STRIP_ELEMENTS", 2 * 128 * 300)
+    monkeypatch.setattr("megarl.models.number_formats._STRIP_ELEMENTS", 2 * 128 * 300)
     strips = quantize_blocks(weights)
     assert torch.equal(strips.codes.float(), whole.codes.float()) and torch.equal(strips.scales, whole.scales)
     dequantize_blocks(strips, one := torch.empty_like(weights))

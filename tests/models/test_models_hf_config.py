@@ -7,9 +7,8 @@ from reference_weights import tiny_config
 
 from megarl.base.errors import ConfigError, ModelError
 from megarl.models import ParallelLayout, check_layout, known_architectures, parse_model_config, read_model_config
-from megarl.models.missing_parts import MISSING_PARTS
 from megarl.models.model_config import Experts, Latent, SlidingWindow, Traits
-from megarl.models.registry import family_of
+from megarl.models.registry import MISSING_PARTS, family_of
 
 QWEN25 = {  # Qwen2.5-0.5B as published, the fields that matter
     "architectures": ["Qwen2ForCausalLM"],

@@ -12,7 +12,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from megarl.base.errors import ModelError
 from megarl.models import ParallelLayout, WeightMap, read_model_config
 from megarl.models.hf_checkpoint import HFReader, load_local
-from megarl.models.mxfp4 import dequantize_mxfp4
+from megarl.models.number_formats import dequantize_mxfp4
 
 
 @pytest.fixture(scope="module")

@@ -14,14 +14,13 @@ from weight_syncs import WeightSync, rank_params
 
 from megarl.base.errors import ConfigError, ModelError, WeightSyncError
 from megarl.models import ParallelLayout, WeightMap, parse_model_config
-from megarl.models.fp8 import FP8_DTYPE, BlockwiseFP8, dequantize_blocks
+from megarl.models.number_formats import FP8_DTYPE, BlockwiseFP8, dequantize_blocks
 from megarl.rollout import EngineOptions, Request, check_engine_model, create_engine
 from megarl.rollout.interface import SamplingParams
 from megarl.rollout.quantization import IncomingMatrices
 from megarl.rollout.registry import ENGINES, EngineEntry
-from megarl.rollout.sglang.fp8 import check_quantization
 from megarl.rollout.sglang.options import quantization_args
-from megarl.rollout.sglang.shards import SGLangShard
+from megarl.rollout.sglang.shards import SGLangShard, check_quantization
 from megarl.rollout.weight_checks import ShardWeights
 from megarl.sharding import RolloutLayout, build_plan
 from megarl.sharding.sender import source_slice

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.base.checkpoint_names import POINTER
+from megarl.base.checkpoint_files import POINTER
 from megarl.base.errors import CheckpointError
 from megarl.cluster import PlacedPool, RaySession, ResourcePool, WorkerFailed, WorkerGroup, wait_ready
 from megarl.config.schema.model import CheckpointConfig

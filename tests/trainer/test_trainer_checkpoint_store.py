@@ -17,7 +17,7 @@ import pytest
 from dying import run_and_die
 
 from megarl.base import atomic_write as replacing
-from megarl.base.checkpoint_names import POINTER
+from megarl.base.checkpoint_files import POINTER
 from megarl.base.errors import CheckpointError, ConfigError
 from megarl.base.files import FileEntry
 from megarl.trainer.state.checkpoint_manifest import MANIFEST, BestBy, Retention, Score

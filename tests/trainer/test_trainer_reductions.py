@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from documented_metrics import undocumented
 
-from megarl.trainer.records.reductions import combine_metrics
+from megarl.trainer.records.metrics import combine_metrics
 
 
 @pytest.mark.parametrize(

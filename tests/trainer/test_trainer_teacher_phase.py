@@ -10,7 +10,7 @@ from megarl.base.errors import DataError
 from megarl.cluster.calls import PendingCall, completed_call
 from megarl.data import DataProto
 from megarl.models import ParallelLayout
-from megarl.trainer.phases.teacher_phase import TeacherPhase
+from megarl.trainer.phases.model_passes import TeacherPhase
 
 
 class Grader:

@@ -43,7 +43,7 @@ from megarl.config.schema.distillation import DistillationLossConfig
 from megarl.data import DataProto
 from megarl.megatron.outputs import TopOptions
 from megarl.models import ParallelLayout
-from megarl.trainer.phases.teacher_phase import TeacherPhase
+from megarl.trainer.phases.model_passes import TeacherPhase
 from megarl.workers.actor import ActorWorker
 from megarl.workers.settings import HiddenForm, TeacherHead
 from megarl.workers.teacher import TeacherWorker, hidden_columns

@@ -19,7 +19,6 @@ from megarl.config.checks import (
     learning,
     run,
     scoring,
-    stale_data,
     time_limits,
 )
 from megarl.config.problems import Problem
@@ -81,7 +80,7 @@ _TRAIN: tuple[Check, ...] = (
     asynchronous.hybrid_rollout,
     asynchronous.async_sizes,
     asynchronous.async_algorithm,
-    stale_data.stale_data,
+    asynchronous.stale_data,
     scoring.reward_model,
     run.profilers,
     learning.optimizers,

@@ -11,9 +11,8 @@ from typing import Any
 
 from megarl.base.atomic_write import atomic_write_text
 from megarl.base.errors import DataError
+from megarl.base.formatting import count_noun, duration, table_lines
 from megarl.base.json_text import parse_json
-from megarl.base.table import table_lines
-from megarl.base.units import count_noun, duration
 
 
 class Verdict(StrEnum):

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.agents import check_agent_loops
 from megarl.agents.build import default_agent_loop
 from megarl.agents.endpoint import check_endpoint
-from megarl.base.units import DTYPE_BYTES, count_noun, gib
+from megarl.base.formatting import DTYPE_BYTES, count_noun, gib
 from megarl.config import TrainConfig
 from megarl.data import DataProto, StatefulLoader
 from megarl.models import WeightMap, read_model_config

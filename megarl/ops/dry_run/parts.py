@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from megarl.base.errors import CheckpointError, ConfigError, MegarlError
-from megarl.base.units import count_noun, gib
+from megarl.base.formatting import count_noun, gib
 from megarl.config import SupervisedConfig, TrainConfig
 from megarl.config.batch import BatchPlan, plan_batches, render_plan
 from megarl.config.keys import value_at

@@ -19,7 +19,7 @@ from types import FrameType
 import yaml
 
 from megarl.base.errors import ConfigError, ModelError, ResourceError
-from megarl.base.units import GIB, MIB, count_noun
+from megarl.base.formatting import GIB, MIB, count_noun
 from megarl.cli import EXIT_BAD_CONFIG, EXIT_INTERRUPTED, EXIT_RUN_FAILED
 from megarl.cli import main as run_here
 from megarl.ops.launch import remote, schedulers

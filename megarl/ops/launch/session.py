@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from megarl.base.errors import ResourceError
-from megarl.base.units import count_noun
+from megarl.base.formatting import count_noun
 from megarl.ops.launch import checks
 from megarl.ops.launch.agent import ORPHAN_GRACE_S, RAY_FOLDER, TOKEN_FILE
 from megarl.ops.launch.protocol import (

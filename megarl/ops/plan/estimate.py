@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
-from megarl.base.units import GIB
+from megarl.base.formatting import GIB
 from megarl.config import MegatronConfig, SupervisedConfig, TrainConfig
 from megarl.config.checks import check
 from megarl.config.derived import with_derived

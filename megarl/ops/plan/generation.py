@@ -13,7 +13,7 @@ import heapq
 from collections import deque
 from typing import NamedTuple
 
-from megarl.base.units import DTYPE_BYTES
+from megarl.base.formatting import DTYPE_BYTES
 from megarl.models import ModelConfig
 from megarl.models.sequence_cost import sequence_cost
 from megarl.ops.plan.flops import FlopCount, expert_flops, layers_elements

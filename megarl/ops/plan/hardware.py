@@ -15,7 +15,7 @@ from typing import Any, cast
 import yaml
 
 from megarl.base.errors import ConfigError
-from megarl.base.units import GIB
+from megarl.base.formatting import GIB
 from megarl.config import SupervisedConfig, TrainConfig
 from megarl.config.build import read
 from megarl.config.compose import HARDWARE, REPOSITORY_CONFIGS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from megarl.base.units import DTYPE_BYTES
+from megarl.base.formatting import DTYPE_BYTES
 from megarl.config import MegatronConfig, TrainConfig
 from megarl.config.batch import BatchPlan
 from megarl.config.schema.jobs import ROLLOUT, TEACHERS, SupervisedConfig

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.base.algorithm_names import FULL_KL
-from megarl.base.units import DTYPE_BYTES
+from megarl.base.formatting import DTYPE_BYTES
 from megarl.config import AdapterKeys, MegatronConfig, TrainConfig
 from megarl.config.batch import BatchPlan, MicroBatches, PhasePlan, plan_batches, teacher_phase
 from megarl.config.schema.jobs import PreferenceConfig, SupervisedConfig, own_pools

@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megarl.base.table import table_lines
-from megarl.base.units import GIB, count_noun, gib, gigabytes, metric_count, rough
+from megarl.base.formatting import GIB, count_noun, gib, gigabytes, metric_count, rough, table_lines
 from megarl.config.batch import render_plan
 from megarl.config.schema.jobs import POOL_OWNERS
 from megarl.ops.plan.asynchronous import ModeComparison, SimulatedRun

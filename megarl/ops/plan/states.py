@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from megarl.base.units import DTYPE_BYTES
+from megarl.base.formatting import DTYPE_BYTES
 from megarl.models import LocalParam, ModelConfig, ParallelLayout, WeightMap
 from megarl.models.adapters import AdapterMap
 from megarl.models.declaration import FP8_BLOCK

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.base.units import gigabytes
+from megarl.base.formatting import gigabytes
 from megarl.ops.report.page import write_page
 from megarl.ops.report.run_files import NoRunError, find_runs, read_run
 from megarl.tracking.run_summary import REPORT_FILE

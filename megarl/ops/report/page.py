@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.base.atomic_write import atomic_write
-from megarl.base.units import duration
+from megarl.base.formatting import duration
 from megarl.ops.report.balance import balance_maps
 from megarl.ops.report.charts import chart_groups, metric_curves, training_seconds
 from megarl.ops.report.findings import failure_counts, final_metrics, run_findings, run_verdict

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.base.errors import ConfigError
-from megarl.base.table import table_lines
+from megarl.base.formatting import table_lines
 from megarl.tracing.trace_file import MAIN_LANE, read_trace
 from megarl.tracing.tracer import MISSING_EVENTS, PHASE
 

@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from megarl.base.kernel_files import child_pids, resident_bytes
+from megarl.base.processes import child_pids, resident_bytes
 
 _PSS = re.compile(rb"^Pss:\s+(\d+) kB", re.MULTILINE)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megarl.base.errors import WeightSyncError
 from megarl.models import LocalParam
-from megarl.models.fp8 import dequantize_blocks, quantize_blocks
+from megarl.models.number_formats import dequantize_blocks, quantize_blocks
 from megarl.rollout.quantization import IncomingMatrices, MatrixId
 from megarl.rollout.weight_checks import ShardWeights
 

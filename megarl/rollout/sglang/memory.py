@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megarl.base.errors import ConfigError
-from megarl.base.units import GIB, MIB
+from megarl.base.formatting import GIB, MIB
 
 FRACTION = "mem_fraction_static"
 KEY = f"actor_rollout_ref.rollout.engine_kwargs.sglang.server_args.{FRACTION}"

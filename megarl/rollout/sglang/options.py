@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.base.cuda_memory import without_expandable_segments
+from megarl.base.allocators import without_expandable_segments
 from megarl.base.errors import ConfigError
 from megarl.base.packages import is_installed
 from megarl.base.ports import collective_interfaces

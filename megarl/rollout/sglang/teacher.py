@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from megarl.base.errors import TeacherError
-from megarl.base.units import count_noun
+from megarl.base.formatting import count_noun
 from megarl.config.schema.distillation import TeacherServerConfig
 from megarl.rollout.interface import EngineLost
 from megarl.rollout.sglang.backend import RequestLoop

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megarl.base.cuda_memory import ipc_memory
+from megarl.base.allocators import ipc_memory
 from megarl.base.errors import WeightSyncError
 from megarl.sharding.transports.interface import Buffer, MemoryKind
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from megarl.base.errors import ConfigError, ResourceError
-from megarl.base.units import count_noun
+from megarl.base.formatting import count_noun
 from megarl.cluster import PlacedPool, RaySession, ResourcePool, check_resources
 from megarl.cluster.availability import NO_GPU_REMEDY, check_cluster_answers, local_node
 from megarl.cluster.local_ray import dashboard_error

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megarl.base.errors import StepImpossible, WorkerError
+from megarl.base.formatting import count_noun
 from megarl.base.signals import sleep
-from megarl.base.units import count_noun
 from megarl.cluster.calls import gather_results
 from megarl.cluster.failures import WorkerCall, all_ended
 from megarl.cluster.rank_starter import StartingRank

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from megarl.base.checkpoint_names import HF_FOLDER, POINTER
+from megarl.base.checkpoint_files import HF_FOLDER, POINTER
 from megarl.base.errors import CheckpointError, MegarlError
 from megarl.cluster import PlacedPool, wait_ready
 from megarl.cluster.adapters import replica_processes

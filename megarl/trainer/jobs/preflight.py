@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.agents import check_agent_loops
 from megarl.algorithms import load_advantage, load_policy_loss, load_schedule, warmup_steps
 from megarl.base.errors import ConfigError
-from megarl.base.units import count_noun
+from megarl.base.formatting import count_noun
 from megarl.config import EvaluateConfig, GenerateConfig, OptimConfig, TrainConfig
 from megarl.config.batch import BatchPlan
 from megarl.config.problems import InvalidConfigError, Problem, format_value
@@ -28,8 +28,13 @@ from megarl.rollout.sglang.teacher import TeacherServers
 from megarl.trainer.callbacks import load_callbacks
 from megarl.trainer.jobs.early_checks import check_prompt_rows
 from megarl.trainer.jobs.role_builder import run_updates
-from megarl.trainer.phases.data_classes import collate_function, reads_its_files, user_sampler
-from megarl.trainer.phases.data_loading import load_tokenizer, mixture_weights
+from megarl.trainer.phases.data_loading import (
+    collate_function,
+    load_tokenizer,
+    mixture_weights,
+    reads_its_files,
+    user_sampler,
+)
 from megarl.trainer.phases.reward_functions import check_rewards
 from megarl.workers.settings import schedule_steps
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megarl.algorithms import Truncation
-from megarl.base.units import DTYPE_BYTES
+from megarl.base.formatting import DTYPE_BYTES
 from megarl.cluster import PerRank, wait_all, wait_ready
 from megarl.cluster.adapters import GroupSource, GroupTarget
 from megarl.cluster.role_groups import (

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.agents.endpoint import check_endpoint
-from megarl.base.allocator import keep_freed_memory
+from megarl.base.allocators import keep_freed_memory
 from megarl.cluster.agent_runners import AgentRunners
 from megarl.cluster.calls import completed_call
 from megarl.config.batch import plan_batches, render_plan
@@ -31,12 +31,11 @@ from megarl.trainer.phases.correction_phase import (
     TruncatedResponsesPhase,
 )
 from megarl.trainer.phases.data_loading import load_tokenizer, prompt_loader, validation_loader
-from megarl.trainer.phases.model_passes import ROW_VERB, ModelPass, simultaneous_passes, verb_pass
+from megarl.trainer.phases.model_passes import ROW_VERB, ModelPass, TeacherPhase, simultaneous_passes, verb_pass
 from megarl.trainer.phases.reference_phase import AlignmentPhase, BatchPhase
 from megarl.trainer.phases.reward_functions import runner_scorers, val_reward_config
 from megarl.trainer.phases.reward_phase import RewardModelScorer, RewardPhase, SequenceReader, reward_manager
 from megarl.trainer.phases.rollout_phase import RolloutPhase
-from megarl.trainer.phases.teacher_phase import TeacherPhase
 from megarl.trainer.phases.validation import Validator
 from megarl.trainer.ppo_trainer import PPOTrainer, StepPhases
 from megarl.trainer.records.recorders import build_recorders

@@ -1,33 +1,30 @@
-"""Tokenizer, datasets and loaders of a job, built from the configuration."""
+"""Tokenizer, datasets and loaders of a job, built from the configuration and from classes of the user."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+from omegaconf import DictConfig, OmegaConf
+from torch.utils.data import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megarl.agents import check_agent_names
 from megarl.agents.tools import load_tools
 from megarl.base.errors import ConfigError, DataError, ModelError
-from megarl.config.schema.data import CustomDatasetConfig, DataConfig, DataSourceConfig, PromptsConfig
+from megarl.base.user_code import import_spec, load_user_class, load_user_function
+from megarl.config.schema.data import CustomDatasetConfig, DataConfig, DataSourceConfig, PromptsConfig, SamplerConfig
 from megarl.config.schema.jobs import GenerationJobConfig, TrainConfig
 from megarl.data import DataProto, RLHFDataset, StatefulLoader
-from megarl.data.custom_prompts import CustomCollate, CustomPrompts
+from megarl.data.custom_prompts import CustomCollate, CustomPrompts, takes_verls_arguments
 from megarl.data.dataset import RowDataset, pad_id
 from megarl.data.order import EpochOrder, MixedSet, MixtureOrder, MixtureSchedule, RowOrder, SamplerOrder
 from megarl.data.rows import expand_files
 from megarl.data.tokenization import PromptEncoder, PromptReader
-from megarl.trainer.phases.data_classes import (
-    collate_function,
-    dataset_class,
-    reads_its_files,
-    user_sampler,
-    verls_section,
-)
+from megarl.trainer.phases.model_passes import check_teacher_keys
 from megarl.trainer.phases.rollout_phase import AGENT_NAME
-from megarl.trainer.phases.teacher_phase import check_teacher_keys
 
 Prompts: TypeAlias = RLHFDataset | CustomPrompts
 
@@ -258,3 +255,55 @@ def _tool_schemas(config: GenerationJobConfig) -> dict[str, Mapping[str, Any]]:
     path = config.actor_rollout_ref.rollout.multi_turn.tool_config_path
     tools = load_tools(path) if path else {}
     return {name: equipped.tool.declaration for name, equipped in tools.items()}
+
+
+def user_sampler(keys: SamplerConfig) -> Any:
+    """Import the user's sampler class; None if none is configured.
+
+    Raises:
+        ConfigError: the class cannot be imported.
+    """
+    if keys.class_path is None:
+        return None
+    module, name = import_spec(_spec(keys.class_path, keys.class_name), "data.sampler", "class")
+    sampler = getattr(module, name, None)
+    if not isinstance(sampler, type):
+        raise ConfigError(f"data.sampler: {keys.class_path} has no class {name!r}")
+    return sampler
+
+
+def dataset_class(keys: CustomDatasetConfig) -> type[Dataset[Any]]:
+    """Import the user's data set class; :class:`RLHFDataset` if none is configured.
+
+    Raises:
+        ConfigError: the class cannot be imported, or derives neither from :class:`RLHFDataset` nor from torch's
+            ``Dataset``.
+    """
+    if keys.path is None:
+        return RLHFDataset
+    return load_user_class(_spec(keys.path, keys.name), Dataset, "data.custom_cls")
+
+
+def reads_its_files(keys: CustomDatasetConfig) -> bool:
+    """Return whether the user's data set class has verl's constructor, and so reads files of any kind itself."""
+    kind = dataset_class(keys)
+    return not issubclass(kind, RLHFDataset) or takes_verls_arguments(kind)
+
+
+def collate_function(data: DataConfig) -> Callable[..., Any] | None:
+    """Import the user's collate function; None if none is configured.
+
+    Raises:
+        ConfigError: it cannot be imported, or does not take one argument.
+    """
+    return None if data.collate_fn is None else load_user_function(data.collate_fn, "data.collate_fn", arguments=1)
+
+
+def verls_section(data: PromptsConfig) -> DictConfig:
+    """Return the section ``data`` as verl's classes expect it: keys as attributes, as items, and by ``get``."""
+    return OmegaConf.create(dataclasses.asdict(data))
+
+
+def _spec(path: str, name: str | None) -> str:
+    path = path.removeprefix("pkg://")
+    return f"{path}:{name}" if path.endswith(".py") else f"{path}.{name}"

@@ -12,8 +12,7 @@ from megarl.algorithms.selection import best_of_groups, varied_groups
 from megarl.base.errors import DataError, StepImpossible
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data import DataProto, sequence_lengths
-from megarl.trainer.records.metrics import GENERATED_TOKENS, Metrics
-from megarl.trainer.records.reductions import combine_metrics
+from megarl.trainer.records.metrics import GENERATED_TOKENS, Metrics, combine_metrics
 from megarl.workers.row_math import counted_rows, generated_tokens, row_sums, trained_tokens
 
 SCORES = ("score", "seq_reward")

@@ -1,18 +1,23 @@
-"""Model passes of a step (log-probs, values, updates): one role each, at the same time on separate devices."""
+"""Model passes of a step (log-probs, values, teachers, updates): one role each, parallel on separate devices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
-from megarl.base.disjoint_groups import disjoint_groups
+import numpy as np
+
+from megarl.base.errors import DataError
 from megarl.cluster import PlacedPool, WorkerGroup
-from megarl.cluster.calls import PendingCall
+from megarl.cluster.calls import PendingCall, completed_call
 from megarl.data import DataProto
+from megarl.models import ParallelLayout
 from megarl.trainer.records.metrics import Metrics
 
 ROW_VERB = "compute_log_prob"
 """Verb of the actor whose rows on each process are also those of the row functions of a step."""
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
@@ -40,3 +45,98 @@ def verb_pass(name: str, group: WorkerGroup, verb: str, first_step: int = 1) -> 
 def simultaneous_passes(passes: Iterable[ModelPass]) -> list[list[ModelPass]]:
     """Group independent passes: those of a group can run at the same time, because no two share devices."""
     return disjoint_groups(passes, lambda one: one.devices)
+
+
+def disjoint_groups(items: Iterable[_Item], resources: Callable[[_Item], Iterable[Hashable]]) -> list[list[_Item]]:
+    """Group items so that no two of a group share a resource; each is in the first possible group.
+
+    Items with a common resource keep their order: a later one is in a later group.
+
+    Args:
+        items: in order.
+        resources: of an item.
+    """
+    groups: list[list[_Item]] = []
+    used: list[set[Hashable]] = []
+    for item in items:
+        needed = set(resources(item))
+        number = max((index + 1 for index, taken in enumerate(used) if needed & taken), default=0)
+        if number == len(groups):
+            groups.append([])
+            used.append(set())
+        groups[number].append(item)
+        used[number] |= needed
+    return groups
+
+
+class TeacherWorkers(Protocol):
+    """The part of a teacher's worker group that the phase uses."""
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """Parallel sizes."""
+
+    def submit(self, verb: str, batch: DataProto) -> PendingCall:
+        """Start a verb on all rows."""
+
+
+class TeacherPhase:
+    """Adds the log-probs of each row's teacher.
+
+    Args:
+        teachers: worker groups by the value that selects them.
+        teacher_key: column with that value; not read with one teacher.
+    """
+
+    def __init__(self, teachers: Mapping[str, TeacherWorkers], teacher_key: str) -> None:
+        self.teachers = teachers
+        self.teacher_key = teacher_key
+
+    def submit(self, batch: DataProto, metrics: Metrics) -> PendingCall:
+        """Start the pass; its result is the columns of the teachers, in the order of the rows.
+
+        Several teachers share devices: they compute one after the other, and the call is complete.
+
+        Raises:
+            DataError: no teacher has the value of a row.
+        """
+        if len(self.teachers) == 1:
+            (teacher,) = self.teachers.values()
+            return _graded(teacher, batch)
+        rows_of = self._routes(batch)
+        metrics |= {f"distillation/rows/{key}": float(len(rows)) for key, rows in rows_of.items()}
+        order = np.concatenate(list(rows_of.values())).argsort()
+        parts = [_graded(self.teachers[key], batch[rows]).result() for key, rows in rows_of.items() if len(rows)]
+        return completed_call(DataProto.concat(parts).reorder(order.tolist()))
+
+    def _routes(self, batch: DataProto) -> dict[str, np.ndarray]:
+        """Find the rows of each teacher."""
+        values = batch.non_tensor_batch.get(self.teacher_key)
+        check_teacher_keys(None if values is None else values.tolist(), list(self.teachers), self.teacher_key)
+        assert values is not None
+        return {key: np.flatnonzero(values == key) for key in self.teachers}
+
+
+def check_teacher_keys(values: list[object] | None, valid: list[str], teacher_key: str) -> None:
+    """Check that each row selects a teacher.
+
+    Args:
+        values: of the rows' column; None = the data have no such column.
+        valid: values that select a teacher.
+        teacher_key: name of the column.
+
+    Raises:
+        DataError: names the values without a teacher.
+    """
+    field, text = f"distillation.teacher_key={teacher_key}", f"teachers have the keys {', '.join(valid)}"
+    if values is None:
+        raise DataError(f"{field}: the data have no such column; {text}")
+    unknown = sorted({repr(value) for value in values if value not in valid})
+    if unknown:
+        raise DataError(f"{field}: no teacher for the rows with {', '.join(unknown[:5])}; {text}")
+
+
+def _graded(teacher: TeacherWorkers, rows: DataProto) -> PendingCall:
+    """Start to compute the teacher's columns; rows are padded to a multiple of its data-parallel ranks."""
+    padded, added = rows.pad_to_divisor(teacher.layout.row_divisor)
+    return teacher.submit("compute_teacher_log_prob", padded).then(lambda columns: columns.unpad(added))

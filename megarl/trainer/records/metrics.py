@@ -1,8 +1,9 @@
-"""Step metrics that the driver computes from a batch, under verl's names."""
+"""Step metrics that the driver computes from a batch, under verl's names, and their reduction over parts of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from types import MappingProxyType
 
 import numpy as np
@@ -27,6 +28,24 @@ GENERATED_TOKENS = "generated_tokens"
 
 OUT_OF_MEMORY = "out_of_memory"
 """Metric of a role: out-of-memory errors after which a pass was repeated."""
+SUMMED = (
+    "*/out_of_memory",
+    "*/skipped_steps",
+    "agent/failed",
+    "best_of_n/masked",
+    "distillation/rows/*",
+    "distillation/retries/*",
+    *(f"endpoint/{name}" for name in ("requests", "refused", "unserved", "cut_off", "tokens")),
+    *(f"reward/{name}" for name in ("failed", "bad_samples", "timeouts", "infrastructure_failures", "retries")),
+    *("reward/processes_replaced", "reward/rm_truncated", "reward_baselines/failed"),
+    *(f"rollout/{name}" for name in ("replicas_lost", "runners_lost", "requests_moved", "idle_while_waiting_s")),
+    "fully_async/partial/total_partial_num",
+    "state_tokens/total",
+)
+"""Patterns of counts and seconds, which add up over the parts."""
+LARGEST = ("*/max", "*/max_partial_span", "*_max", "*_worst", "*/max_memory_allocated_gb")
+SMALLEST = ("*/min", "*_min", "*_micro_batch_limit")
+"""Patterns of extremes. All other metrics are means over rows."""
 
 
 def summary(prefix: str, values: torch.Tensor) -> Metrics:
@@ -194,3 +213,23 @@ def rank_balance(batch: DataProto, learners: Iterable[WorkerGroup], verbs: Conta
             lists |= {f"{role}/{TOKENS}": tokens, f"{role}/{WORK}": work}
         lists |= {f"{role}/{verb}{SECONDS_SUFFIX}": seconds for verb, seconds in group.take_busy().items()}
     return lists
+
+
+def combine_metrics(parts: Sequence[tuple[Metrics, int]]) -> Metrics:
+    """Combine the metrics of the parts of a step: sums, extremes, else means weighted by rows.
+
+    Args:
+        parts: metrics and number of rows of each part; a part without a metric does not count in it.
+    """
+    if len(parts) == 1:
+        return dict(parts[0][0])
+    names = dict.fromkeys(name for metrics, _ in parts for name in metrics)
+    return {name: _reduced(name, [(part[name], rows) for part, rows in parts if name in part]) for name in names}
+
+
+def _reduced(name: str, weighted: Sequence[tuple[float, int]]) -> float:
+    values = [value for value, _ in weighted]
+    for reduce, patterns in ((sum, SUMMED), (max, LARGEST), (min, SMALLEST)):
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            return reduce(values)
+    return sum(value * rows for value, rows in weighted) / max(sum(rows for _, rows in weighted), 1)

@@ -13,8 +13,7 @@ from megarl.trainer.jobs.roles import Roles
 from megarl.trainer.phases.dynamic_sampling import SampleCollector, join
 from megarl.trainer.phases.reward_phase import RewardPhase
 from megarl.trainer.phases.rollout_phase import RolloutPhase, check_weight_versions
-from megarl.trainer.records.metrics import GENERATED_TOKENS, Metrics
-from megarl.trainer.records.reductions import combine_metrics
+from megarl.trainer.records.metrics import GENERATED_TOKENS, Metrics, combine_metrics
 
 TimedPhase = Callable[[str], AbstractContextManager[object]]
 """Times a phase of the step under its name."""

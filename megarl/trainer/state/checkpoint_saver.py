@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.base.atomic_write import replace_folder
-from megarl.base.checkpoint_names import HF_FOLDER
+from megarl.base.checkpoint_files import HF_FOLDER
 from megarl.base.errors import CheckpointError, MegarlError
 from megarl.base.files import FileEntry
-from megarl.base.units import duration
+from megarl.base.formatting import duration
 from megarl.cluster import PendingCall, WorkerGroup, wait_all
 from megarl.config.schema.model import HF_MODEL, CheckpointConfig
 from megarl.convert.conversion import ConversionOptions, convert

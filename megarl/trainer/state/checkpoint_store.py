@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megarl.base.atomic_write import atomic_write, replace_folder, restore_replaced_folder
-from megarl.base.checkpoint_names import POINTER
+from megarl.base.checkpoint_files import POINTER
 from megarl.base.errors import CheckpointError, ConfigError
 from megarl.base.files import FileEntry
 from megarl.trainer.state.checkpoint_manifest import (

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.algorithms import KLController
-from megarl.base.command_line import command_with
 from megarl.base.errors import CheckpointError, ConfigError, StepImpossible
+from megarl.base.provenance import command_with
 from megarl.cluster import WorkerGroup, wait_all
 from megarl.config.compose import to_yaml
 from megarl.config.schema.async_training import SYNC

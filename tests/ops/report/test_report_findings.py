@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from report_runs import MakeRun
 
-from megarl.ops.report.findings import failure_counts, final_metrics, run_findings, run_verdict
-from megarl.ops.report.rules import RULES
+from megarl.ops.report.findings import RULES, failure_counts, final_metrics, run_findings, run_verdict
 from megarl.ops.report.run_files import RunRecord, read_run
 
 

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
+from megarl.base.formatting import MIB
 from megarl.base.ports import free_port
-from megarl.base.units import MIB
 from megarl.ops.doctor.node.needs import Needs
 from megarl.ops.doctor.node.results import CheckResult, Status
 

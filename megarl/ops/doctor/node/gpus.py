@@ -8,7 +8,7 @@ import xml.etree.ElementTree as xml
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megarl.base.units import GIB, MIB
+from megarl.base.formatting import GIB, MIB
 from megarl.cluster.availability import NO_GPU_REMEDY
 from megarl.ops.doctor.node.needs import Needs
 from megarl.ops.doctor.node.results import CheckResult, Status

@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 
 from megarl.base.errors import ModelError
-from megarl.base.units import GIB, MIB
+from megarl.base.formatting import GIB, MIB
 from megarl.config import GenerateConfig, ScoredJobConfig, TrainConfig
 from megarl.config.schema.jobs import CRITIC, JobConfig, RewardTrainingConfig, SupervisedConfig, own_pools
 from megarl.config.schema.model import MegatronConfig

@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from megarl.base.formatting import count_noun, table_lines
 from megarl.base.json_text import parse_json
-from megarl.base.table import table_lines
-from megarl.base.units import count_noun
 
 MUST_AGREE = ("python", "torch", "megatron-core", "ray", "transformers", "sglang", "NCCL", "driver", "CUDA", "GPUs")
 """Facts that must be the same on all nodes: Ray refuses another version of itself or of Python, NCCL hangs."""

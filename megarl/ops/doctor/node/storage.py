@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megarl.base.files import WRITABLE, nearest_folder, write_error
-from megarl.base.units import GIB, MIB
+from megarl.base.formatting import GIB, MIB
 from megarl.ops.doctor.node.needs import Needs
 from megarl.ops.doctor.node.results import CheckResult, Status
 

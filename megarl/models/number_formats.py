@@ -1,7 +1,8 @@
-"""Blockwise FP8 of matrices: e4m3 codes, and one float32 scale per block of 128 x 128 weights.
+"""Number formats of published weights: blockwise FP8 (DeepSeek-V3) and MXFP4 (gpt-oss).
 
-This is the format of DeepSeek-V3's folders (``weight`` and ``weight_scale_inv``): a weight is its code times the scale
-of its block. The blocks at the lower and right edges may be smaller.
+Blockwise FP8 has e4m3 codes and one float32 scale per block of 128 x 128 weights (``weight`` and
+``weight_scale_inv``): a weight is its code times the scale of its block. The blocks at the lower and right edges may be
+smaller.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ SMALLEST = 2.0**-100
 
 _STRIP_ELEMENTS = 2**22
 """Weights that are converted to float32 at a time."""
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class BlockwiseFP8(NamedTuple):
@@ -90,3 +92,19 @@ def _strips(shape: torch.Size | tuple[int, ...]) -> list[tuple[slice, slice]]:
         (slice(first * FP8_BLOCK, min(rows, (first + blocks) * FP8_BLOCK)), slice(first, first + blocks))
         for first in firsts
     ]
+
+
+def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Compute the bfloat16 values of MXFP4 blocks (https://arxiv.org/abs/2310.10537), as transformers does.
+
+    Args:
+        blocks: ``[..., blocks, 16]`` uint8, two numbers of four bits (E2M1) each, the lower half first.
+        scales: ``[..., blocks]`` uint8, the exponent of each block's power of two plus 127.
+
+    Returns:
+        ``[..., 32 * blocks]``.
+    """
+    table = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], dtype=torch.bfloat16, device=blocks.device)
+    halves = torch.stack([blocks & 0x0F, blocks >> 4], dim=-1).flatten(-2)
+    exponents = scales.to(torch.int32)[..., None] - 127
+    return torch.ldexp(table[halves.to(torch.int32)], exponents).flatten(-2)

@@ -1,7 +1,7 @@
-"""The index of a torch distributed checkpoint (``.metadata``): a pickle, read without executing code of the file.
+"""Files of a folder of checkpoints: their names, and the index of a torch distributed checkpoint (``.metadata``).
 
 The index lists the tensors of a checkpoint and the file of each block. It serves megarl's checkpoints and the
-checkpoints of Megatron-Core.
+checkpoints of Megatron-Core. It is a pickle, read without executing code of the file.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ _CLASSES = {
     "collections": {"OrderedDict"},
 }  # fmt: skip
 _FOREIGN = "megatron.core.dist_checkpointing."
+POINTER = "latest_checkpointed_iteration.txt"
+"""File next to the checkpoints with the step of the newest one, as in Megatron-LM."""
+HF_FOLDER = "huggingface"
+"""Folder of a role with the model's Hugging Face config, tokenizer and, if exported, weights."""
 
 
 def read_index(folder: Path) -> Metadata:

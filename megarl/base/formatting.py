@@ -1,10 +1,17 @@
-"""Formatting of numbers with their units, for people: counts, bytes, parameters, durations."""
+"""Formatting of text for people: counts, bytes, parameters and durations with their units, and aligned tables.
+
+Tables on a terminal are rich's. The lines of :func:`table_lines` have no width limit, so that a long path or message
+stays on one line and can be copied and searched.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 
 MIB, GIB = 2**20, 2**30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes per element of weights and activations."""
+GAP = "  "
 
 
 def count_noun(number: int, noun: str, grouping: bool = True) -> str:
@@ -63,3 +70,23 @@ def clock_duration(seconds: float) -> str:
     if hours >= 48:
         return f"{hours // 24} days {hours % 24} h"
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def table_lines(rows: Iterable[Sequence[str]], align: str = "", indent: str = "", gap: str = GAP) -> list[str]:
+    """Align the cells of each column; returns one line per row.
+
+    Args:
+        rows: cells; a row may be shorter than the others.
+        align: one character per column, ``<`` left or ``>`` right; columns beyond its end are left-aligned.
+        indent: start of each line.
+        gap: text between two columns.
+    """
+    cells = [list(row) for row in rows]
+    columns = max(map(len, cells), default=0)
+    widths = [max(len(row[column]) for row in cells if column < len(row)) for column in range(columns)]
+    sides = align.ljust(columns, "<")
+    lines = []
+    for row in cells:
+        padded = (f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=False))
+        lines.append((indent + gap.join(padded)).rstrip())
+    return lines
