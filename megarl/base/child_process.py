@@ -22,7 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import IO, Any
@@ -211,3 +211,22 @@ def parent_death_hook(parent: int, number: int = signal.SIGKILL) -> Callable[[],
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent dies (Linux)."""
     parent_death_hook(parent)()
+
+
+@contextlib.contextmanager
+def environment_variables(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Set environment variables in this block, for this process and those started in it; None removes a variable."""
+    previous = {name: os.environ.get(name) for name in variables}
+    _apply(variables)
+    try:
+        yield
+    finally:
+        _apply(previous)
+
+
+def _apply(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

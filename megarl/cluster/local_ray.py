@@ -19,7 +19,7 @@ import ray
 from ray._private import node, parameter, ray_constants, services, utils
 from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled: its stub lacks the class
 
-from megarl.base.environment import environment_variables
+from megarl.base.child_process import environment_variables
 from megarl.base.processes import has_ended, process_name
 from megarl.base.signals import ENDING_SIGNALS, request_interrupt, withdraw_interrupt
 from megarl.base.timeouts import RAY_SILENCE

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+from pathlib import Path
 
 import pytest
 
 from megarl.base.errors import ConfigError
-from megarl.base.packages import is_installed, require_sglang
+from megarl.base.packages import import_large, is_installed, require_sglang, without_garbage_collection
 
 
 def test_packages_are_found_without_an_import() -> None:
@@ -22,3 +24,29 @@ def test_missing_sglang_is_an_error_with_the_key_and_the_installation(monkeypatc
         ConfigError, match=r"rollout\.name=sglang needs the package sglang .*ensure_gpu_environment sglang.*embedded"
     ):
         require_sglang()
+
+
+def test_collection_is_off_during_the_import_and_on_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "imaginary_large.py").write_text("import gc\nenabled = gc.isenabled()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not import_large("imaginary_large").enabled
+    assert gc.isenabled()
+    frozen = gc.get_freeze_count()
+    assert import_large("imaginary_large") is sys.modules.pop("imaginary_large")
+    assert gc.get_freeze_count() <= frozen, "a module that is loaded freezes nothing"
+
+
+def test_collection_is_on_after_a_failed_import() -> None:
+    with pytest.raises(ModuleNotFoundError):
+        import_large("no_such_module")
+    assert gc.isenabled()
+
+
+def test_block_leaves_collection_off_if_it_was_off() -> None:
+    gc.disable()
+    try:
+        with without_garbage_collection():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

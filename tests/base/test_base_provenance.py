@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from megarl.base import provenance
-from megarl.base.provenance import git_state, run_facts
+from megarl.base.provenance import command_with, git_state, run_facts
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -50,3 +51,26 @@ def test_run_facts_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     facts = run_facts()
     assert facts["versions"]["torch"] and facts["machine"]["cpus"] and facts["started"].endswith("+00:00")
     assert facts["git"]["working folder"]["branch"] == "custom", "custom reward functions have a source, too"
+
+
+@pytest.mark.parametrize(
+    ("argv", "command"),
+    [
+        (["/v/bin/python3", "-m", "megarl.train", "a=[1, 2]"], "python3 -m megarl.train 'a=[1, 2]' k=v"),
+        (["/v/bin/python", "-u", "-m", "megarl.sft"], "python -u -m megarl.sft k=v"),
+        (["/v/bin/python", "/v/bin/megarl", "train", "-cn", "ppo"], "megarl train -cn ppo k=v"),
+        (["/v/bin/python", "/v/bin/megarl", "train", "-m", "seed=1,2"], "the same command with k=v"),
+        (["/v/bin/python", "/v/bin/pytest", "megarl"], "the same command with k=v"),
+        (["/v/bin/python"], "the same command with k=v"),
+    ],
+)
+def test_the_command_of_a_job_with_more_overrides(argv, command, monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", argv)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert command_with(["k=v"]) == command
+
+
+def test_a_job_of_a_launcher_names_no_command(monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "megarl.train"])
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert command_with([]) == "the same command"

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from megarl.rewards.calling import InfrastructureFailure
-from megarl.rewards.sandbox import LocalSandbox, SandboxLimits, cgroup, isolation_problem, local, protections
-from megarl.rewards.sandbox.cgroup import find_memory_parent, memory_parent
+from megarl.rewards.sandbox import LocalSandbox, SandboxLimits, isolation_problem, local, memory, protections
+from megarl.rewards.sandbox.memory import find_memory_parent, memory_parent
 from megarl.rewards.sandbox.system_calls import SystemCallFilter
 
 LIMITS = SandboxLimits(timeout_s=4, memory_mb=256, max_processes=8, disk_mb=4, output_mb=1)
@@ -326,7 +326,7 @@ def fake_cgroup(folder, controllers="cpu memory"):
 
 
 def test_cgroup_gets_limits_and_the_launcher_and_its_events_decide(tmp_path, monkeypatch):
-    monkeypatch.setattr(cgroup, "memory_parent", lambda: fake_cgroup(tmp_path))
+    monkeypatch.setattr(memory, "memory_parent", lambda: fake_cgroup(tmp_path))
     sandbox = LocalSandbox(SandboxLimits(timeout_s=20, memory_mb=256, disk_mb=4))
     assert sandbox.run("print(6 * 7)", "1234").stdout == "42\n"
     (made,) = tmp_path.glob("megarl-sandbox-*")
@@ -348,7 +348,7 @@ def test_cgroup_gets_limits_and_the_launcher_and_its_events_decide(tmp_path, mon
 
 
 def test_a_cgroup_that_cannot_be_used_leaves_the_supervisor(tmp_path, monkeypatch):
-    monkeypatch.setattr(cgroup, "memory_parent", lambda: tmp_path / "removed")
+    monkeypatch.setattr(memory, "memory_parent", lambda: tmp_path / "removed")
     assert LocalSandbox(LIMITS).run(HOARD).status == "memory_limit"
 
 
@@ -381,7 +381,7 @@ def test_cgroups_of_killed_processes_are_removed(tmp_path):
     for creator in (ended.pid, os.getpid()):
         (tmp_path / f"megarl-sandbox-{creator}-0").mkdir()
     (tmp_path / "user.slice").mkdir()
-    cgroup._remove_stale(tmp_path)
+    memory._remove_stale(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {f"megarl-sandbox-{os.getpid()}-0", "user.slice"}
 
 

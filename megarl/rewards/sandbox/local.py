@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megarl.rewards.calling import InfrastructureFailure
-from megarl.rewards.sandbox.cgroup import MemoryCgroup, cgroup_problem, open_memory_cgroup
 from megarl.rewards.sandbox.jail import HOME
-from megarl.rewards.sandbox.memory import exceeds_memory
+from megarl.rewards.sandbox.memory import MemoryCgroup, cgroup_problem, exceeds_memory, open_memory_cgroup
 from megarl.rewards.sandbox.system_calls import system_call_filter
 
 FINISHED, TIMEOUT, OUTPUT_LIMIT, MEMORY_LIMIT = "finished", "timeout", "output_limit", "memory_limit"

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from megarl.base.environment import environment_variables
+from megarl.base.child_process import environment_variables
 from megarl.base.processes import READ_ERRORS, command_line, descendants, has_ended, wait_for_ends
 from megarl.rollout.interface import RolloutError
 from megarl.rollout.sglang.backend import CONTROL_CALLS, ControlResult

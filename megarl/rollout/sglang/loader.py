@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.base.environment import environment_variables
+from megarl.base.child_process import environment_variables
 from megarl.base.errors import WeightSyncError
 from megarl.base.ports import interface_of
 from megarl.models.checksum import ParamRectangle, tensor_checksum

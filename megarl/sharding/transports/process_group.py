@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DistStoreError, PrefixStore, ProcessGroupGloo, TCPStore
 
-from megarl.base.environment import environment_variables
+from megarl.base.child_process import environment_variables
 from megarl.base.errors import WeightSyncError
 from megarl.base.rendezvous import STORE_TIMEOUT
 from megarl.sharding.transports.interface import (

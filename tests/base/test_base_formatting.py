@@ -13,6 +13,7 @@ from megarl.base.formatting import (
     metric_count,
     rough,
     seconds_digits,
+    table_lines,
 )
 
 
@@ -53,3 +54,16 @@ def test_estimates_have_two_digits() -> None:
         "990",
         "12,000",
     ]
+
+
+def test_columns_are_aligned():
+    rows = [["name", "s", "note"], ["generation", "1.5", ""], ["sync", "12.25", "slow"]]
+    assert table_lines(rows, "<>", indent="  ") == [
+        "  name            s  note",
+        "  generation    1.5",
+        "  sync        12.25  slow",
+    ]
+
+
+def test_short_rows_and_empty_tables():
+    assert table_lines([["a"], ["bb", "c"]]) == ["a", "bb  c"] and table_lines([]) == []
