@@ -15,7 +15,7 @@
 set -euo pipefail
 trap 'exit 130' INT  # pytest ends with a code of its own, after which the next stage would begin
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-source "$MEGARL_ROOT/launch/lanes.sh"
+source "$MEGARL_ROOT/launch/background_stage.sh"
 select=()
 if [ "${1:-}" = --fast ]; then
   shift
@@ -42,7 +42,7 @@ if [ "$sglang" = only ]; then
   test_sglang || status=$?
   exit "$status"
 fi
-if [ "$sglang" = 1 ]; then start_lane test_sglang; fi
+if [ "$sglang" = 1 ]; then start_stage test_sglang; fi
 
 mypy &  # takes as long as the other checks together
 types=$!
@@ -69,6 +69,6 @@ python -m pytest -n 3 --dist loadfile --no-loadscope-reorder ${select[@]+"${sele
 if [ -n "$missing" ]; then echo "$missing" >&2; fi
 if [ "$sglang" = 1 ]; then
   echo "== The tests with SGLang, in its environment"
-  finish_lane || status=$?
+  finish_stage || status=$?
 fi
 exit "$status"

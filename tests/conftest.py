@@ -50,7 +50,7 @@ SLOW = (
     "tracking/test_tracking_backends.py",
     "tracking/test_tracking_subprocess_tracker.py",
     "test_distributed_pool.py",
-    "test_launch_lanes.py",
+    "test_launch_background_stage.py",
 )
 """Folders and files below tests/ that start processes or take seconds per test."""
 LONGEST = (
@@ -93,7 +93,7 @@ LONGEST = (
     "e2e/test_e2e_wheel.py",
     "ops/doctor/test_doctor_kernels.py",
 )
-"""Files that take more than 17 s, about by decreasing time: they run first, so that no lane ends with one of them."""
+"""Files that take more than 17 s, about by decreasing time: they run first, so that no process ends with one."""
 
 
 # Collections would visit the objects of all imported modules again and again.
@@ -119,7 +119,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_configure_node(node: Any) -> None:
-    """Start what the lanes of a run of all tests share; other runs start it if a test needs it."""
+    """Start what the processes of a run of all tests share; other runs start it if a test needs it."""
     config = node.config
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS and "not slow" not in config.option.markexpr:
         share_servers(node)

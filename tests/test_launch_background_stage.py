@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from interrupts import restore_interrupts
 
-SCRIPT = Path(__file__).resolve().parents[1] / "launch" / "lanes.sh"
+SCRIPT = Path(__file__).resolve().parents[1] / "launch" / "background_stage.sh"
 
 
 def start(code: str, folder: Path) -> subprocess.Popen[str]:
@@ -47,27 +47,27 @@ def wait_for(path: Path) -> int:
 def test_the_output_is_printed_whole_and_after_that_of_the_other_stages(
     tmp_path: Path, seconds: float, code: int
 ) -> None:
-    """The status of the lane reaches the script, also if another stage failed before."""
+    """The status of the stage reaches the script, also if another stage failed before."""
     stage = f"stage() {{ echo one; sleep {seconds}; echo two >&2; return {code}; }}"
-    run = start(f"{stage}\nstart_lane stage\nsleep 0.5; false || echo other\nfinish_lane || echo status $?", tmp_path)
+    run = start(f"{stage}\nstart_stage stage\nsleep 0.5; false || echo other\nfinish_stage || echo status $?", tmp_path)
     output, _ = run.communicate(timeout=30)
     assert output.split("\n") == ["other", "one", "two", *([f"status {code}"] if code else []), ""]
     assert run.returncode == 0 and not list(tmp_path.glob("tmp.*"))
 
 
-def test_a_script_that_fails_ends_its_lane(tmp_path: Path) -> None:
-    run = start("start_lane bash -c 'echo $$ >pid; sleep 60'\nwhile [ ! -s pid ]; do sleep 0.1; done; false", tmp_path)
+def test_a_script_that_fails_ends_its_stage(tmp_path: Path) -> None:
+    run = start("start_stage bash -c 'echo $$ >pid; sleep 60'\nwhile [ ! -s pid ]; do sleep 0.1; done; false", tmp_path)
     assert run.wait(timeout=30) == 1
     assert has_ended(wait_for(tmp_path / "pid"))
 
 
 @pytest.mark.parametrize("moment", ["during another stage", "while its output is printed"])
-def test_ctrl_c_ends_the_lane_and_its_later_commands(tmp_path: Path, moment: str) -> None:
+def test_ctrl_c_ends_the_stage_and_its_later_commands(tmp_path: Path, moment: str) -> None:
     """The stage has its time to clean up, and no stage follows. Another stage may end with a code of its own."""
     wait = "while :; do sleep 0.1; done"
     stage = f"bash -c 'echo $$ >pid; trap \"echo >cleaned; exit 2\" INT; {wait}'; echo >next"
     other = f"bash -c 'trap \"exit 2\" INT; {wait}' || true" if "other" in moment else "true"
-    run = start(f"stage() {{ {stage}; }}\nstart_lane stage\n{other}\nfinish_lane\necho later", tmp_path)
+    run = start(f"stage() {{ {stage}; }}\nstart_stage stage\n{other}\nfinish_stage\necho later", tmp_path)
     pid = wait_for(tmp_path / "pid")
     time.sleep(0.5)  # the other stage, or tail, has started
     os.killpg(run.pid, signal.SIGINT)
