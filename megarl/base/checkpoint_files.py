@@ -9,11 +9,12 @@ from __future__ import annotations
 import pickle
 from enum import Enum
 from pathlib import Path
-from typing import Any
-
-from torch.distributed.checkpoint.metadata import Metadata
+from typing import TYPE_CHECKING, Any
 
 from megarl.base.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 INDEX = ".metadata"
 
@@ -50,6 +51,8 @@ def read_index(folder: Path) -> Metadata:
     Raises:
         CheckpointError: the index is missing or malformed, or names a class outside the allow-list.
     """
+    from torch.distributed.checkpoint.metadata import Metadata  # most readers of the names need no torch
+
     path = folder / INDEX
     try:
         with open(path, "rb") as file:

@@ -14,7 +14,7 @@ from megarl.data import DataProto
 from megarl.models import ParallelLayout
 from megarl.trainer.jobs.devices import JobPools
 from megarl.trainer.jobs.worker_groups import pending_device_bytes
-from megarl.trainer.phases.model_passes import ModelPass, TeacherPhase, disjoint_groups, simultaneous_passes, verb_pass
+from megarl.trainer.phases.model_passes import ModelPass, TeacherPhase, simultaneous_passes, verb_pass
 
 
 class Group:
@@ -67,22 +67,6 @@ def test_processes_of_all_pools_are_watched_together() -> None:
     pools = JobPools(trainer, {"critic": critic})  # type: ignore[arg-type, dict-item]
     assert pools.of("critic") is critic and pools.of("reward_model") is trainer
     assert critic.processes is trainer.processes
-
-
-@pytest.mark.parametrize(
-    ("resources", "expected"),
-    [
-        ({}, []),
-        ({"a": "x", "b": "x", "c": "x"}, [["a"], ["b"], ["c"]]),
-        ({"a": "x", "b": "y", "c": "z"}, [["a", "b", "c"]]),
-        ({"a": "x", "b": "y", "c": "x"}, [["a", "b"], ["c"]]),
-        ({"a": "x", "b": "x", "c": "y"}, [["a", "c"], ["b"]]),
-        ({"a": "x", "b": "xy", "c": "y"}, [["a"], ["b"], ["c"]]),
-        ({"a": "", "b": "x", "c": ""}, [["a", "b", "c"]]),
-    ],
-)
-def test_no_two_items_of_a_group_share_a_resource(resources: dict[str, str], expected: list[list[str]]) -> None:
-    assert disjoint_groups(resources, resources.__getitem__) == expected
 
 
 class Grader:

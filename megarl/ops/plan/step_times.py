@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megarl.base.disjoint_groups import disjoint_groups
 from megarl.config import TrainConfig
 from megarl.config.batch import MicroBatches
 from megarl.config.schema.async_training import COLOCATED, SYNC
@@ -23,7 +24,6 @@ from megarl.ops.plan.lengths import Lengths
 from megarl.ops.plan.pass_times import PassTime, PassTimer, TimeBreakdown, weights_copy_s
 from megarl.sharding.placement import Placement, RolloutLayout
 from megarl.sharding.plan import build_plan
-from megarl.trainer.phases.model_passes import disjoint_groups
 
 _BATCHES = {
     "reward": "reward_model",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 
+from megarl.base.disjoint_groups import disjoint_groups
 from megarl.base.errors import DataError
 from megarl.cluster import PlacedPool, WorkerGroup
 from megarl.cluster.calls import PendingCall, completed_call
@@ -17,7 +18,6 @@ from megarl.trainer.records.metrics import Metrics
 
 ROW_VERB = "compute_log_prob"
 """Verb of the actor whose rows on each process are also those of the row functions of a step."""
-_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
@@ -45,28 +45,6 @@ def verb_pass(name: str, group: WorkerGroup, verb: str, first_step: int = 1) -> 
 def simultaneous_passes(passes: Iterable[ModelPass]) -> list[list[ModelPass]]:
     """Group independent passes: those of a group can run at the same time, because no two share devices."""
     return disjoint_groups(passes, lambda one: one.devices)
-
-
-def disjoint_groups(items: Iterable[_Item], resources: Callable[[_Item], Iterable[Hashable]]) -> list[list[_Item]]:
-    """Group items so that no two of a group share a resource; each is in the first possible group.
-
-    Items with a common resource keep their order: a later one is in a later group.
-
-    Args:
-        items: in order.
-        resources: of an item.
-    """
-    groups: list[list[_Item]] = []
-    used: list[set[Hashable]] = []
-    for item in items:
-        needed = set(resources(item))
-        number = max((index + 1 for index, taken in enumerate(used) if needed & taken), default=0)
-        if number == len(groups):
-            groups.append([])
-            used.append(set())
-        groups[number].append(item)
-        used[number] |= needed
-    return groups
 
 
 class TeacherWorkers(Protocol):
