@@ -237,6 +237,7 @@ def _main() -> None:
     for name in MODULES:
         importlib.import_module(name)
     _compose_once()
+    importlib.import_module("megarl.ops.report.page")._plotly()  # compressed, for the report at the end of a job
     gc.freeze()
     gc.enable()
     request = _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import ray
@@ -13,6 +14,14 @@ from megarl.cluster.fork_server import fork_address
 from megarl.cluster.processes import nsight_options
 from megarl.cluster.resources import PlacedPool
 from megarl.cluster.worker_process import ASIDE, ServingWorkerProcess, WorkerProcess
+
+
+@cache
+def _process_class(threads: int) -> Any:
+    """Return Ray's class of processes; each new one would be sent to the cluster once more, 20 ms per process."""
+    if threads:
+        return ray.remote(concurrency_groups={ASIDE: threads})(ServingWorkerProcess)
+    return ray.remote(WorkerProcess)
 
 
 @dataclass(frozen=True)
@@ -102,10 +111,7 @@ class RankStarter:
         if self.env and fork_address() is not None:
             # A process with a runtime environment is no fork, which would have imported torch before it sees them.
             options = {"runtime_env": {"env_vars": dict(self.env)}} | options
-        process = ray.remote(WorkerProcess)
-        if self.threads:
-            process = ray.remote(concurrency_groups={ASIDE: self.threads})(ServingWorkerProcess)
-        host = process.options(**options)
+        host = _process_class(self.threads).options(**options)
         return host.remote(self.role, rank, self.world_size, self._environment(rank), tracing, self.pool.logs)
 
     def _environment(self, rank: int) -> dict[str, str]:
