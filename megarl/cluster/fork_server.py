@@ -1,7 +1,8 @@
 """Fork server: worker processes of a CPU run start as copies of one process that has imported torch and Megatron.
 
 Importing torch and Megatron-Core takes a process about three seconds of CPU time. On a laptop with two cores, a job
-with five workers would spend most of its start on it. The server imports once, and forks in milliseconds.
+with five workers would spend most of its start on it. The server imports once, and forks in milliseconds. Ray, which
+reads its environment at import, is imported by a fork of the server for all workers of a node.
 
 Ray starts a worker by a script that sets up its environment. A local Ray gets :mod:`~megarl.cluster.fork_client` as
 that script; it asks the server for a fork with its arguments, environment and standard streams. The worker is then
@@ -26,15 +27,17 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 from megarl.base.child_process import die_with_parent, parent_death_hook
 from megarl.base.errors import ConfigError
 from megarl.base.packages import is_installed, without_garbage_collection
+from megarl.base.processes import child_pids
 from megarl.cluster import fork_client
 
 ENVIRONMENT = fork_client.ADDRESS
@@ -63,12 +66,25 @@ WORKER_MODULES = (
     "logging.handlers",
     "tracemalloc",
 )
-"""Imported before the first fork. Ray is not: it reads each worker's environment when it is imported."""
-IF_INSTALLED = ("pydantic.main", "pydantic.v1", "starlette.datastructures", "wcwidth")
+"""Imported before the first fork. Ray follows once the environment of a node's workers is known, which it reads."""
+IF_INSTALLED = (
+    *("pydantic.main", "pydantic.types", "pydantic.fields", "pydantic.deprecated.class_validators", "pydantic.v1"),
+    *("starlette.datastructures", "wcwidth"),
+)
 """Imported too, if they are there: Ray's serialization and its tables look for them in every worker."""
+NODE_MODULES = (
+    "megarl.cluster.worker_process",
+    "megarl.cluster.agent_runner_worker",
+    "ray._private.arrow_serialization",
+)
+"""Imported by the process that forks the workers of a node, with Ray."""
 
+_RAYLET = "RAY_RAYLET_PID"
+"""Environment variable of Ray's workers: the node process that starts them."""
 _LOG_BYTES = 2000
+_PAUSE_S = 0.5
 _address: str | None = None
+_Closeable: TypeAlias = socket.socket | selectors.BaseSelector
 logger = logging.getLogger(__name__)
 
 
@@ -143,7 +159,10 @@ def fork_address() -> str | None:
 
 
 def serve(listener: socket.socket, modules: Sequence[str]) -> None:
-    """Import the modules, then fork a process per request until standard input ends."""
+    """Import the modules, then fork a process per request until standard input ends.
+
+    Ray's workers are forks of a second process per node and environment, which has imported Ray as well.
+    """
     _end_during_imports(listener)
     with without_garbage_collection():
         for module in modules:
@@ -151,6 +170,7 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> None:
                 importlib.import_module(module)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
     server = os.getpid()
+    nodes: dict[str, socket.socket] = {}  # channels to the second processes, by environment
     selector = selectors.DefaultSelector()
     selector.register(sys.stdin, selectors.EVENT_READ)
     selector.register(listener, selectors.EVENT_READ)
@@ -159,19 +179,92 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> None:
         if sys.stdin in ready:  # the driver ended without closing the server
             _delete_folder(listener)
             return
+        for name, channel in list(nodes.items()):
+            if channel in ready:  # its process has ended with the node
+                selector.unregister(channel)
+                nodes.pop(name).close()
+        if listener not in ready:
+            continue
         connection, _ = listener.accept()
-        request, streams = _receive(connection)
-        if request and not os.fork():
-            for inherited in (selector, listener, connection):
-                inherited.close()
-            _run_script(request, streams, server)
-            return
-        if request:
-            with contextlib.suppress(OSError):  # the client may have been killed
-                connection.sendall(b"1")
+        request, descriptors = _receive(connection, 3)
+        inherited: list[_Closeable] = [selector, listener, *nodes.values()]
+        if request and _RAYLET not in request["env"]:
+            if _is_fork(inherited):
+                connection.close()
+                _run_script(request, descriptors, server)
+                return
+            _answer(connection.fileno())
+        elif request:
+            name = json.dumps(request["env"], sort_keys=True)
+            if name not in nodes:
+                nodes[name], channel = socket.socketpair()
+                if _is_fork([*inherited, connection, nodes[name]], descriptors):
+                    _serve_node(channel, request["env"], server)
+                    return
+                channel.close()
+                selector.register(nodes[name], selectors.EVENT_READ)
+            _forward(nodes[name], request, [*descriptors, connection.fileno()])
         connection.close()
-        for stream in streams:
-            os.close(stream)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _serve_node(channel: socket.socket, environment: Mapping[str, str], server: int) -> None:
+    """Import Ray in the environment of a node's workers, then fork them until the node ends.
+
+    Ray reads hundreds of variables when it is imported, the node's among them.
+    """
+    die_with_parent(server)
+    os.environ.clear()
+    os.environ.update(environment)
+    with without_garbage_collection():
+        for module in filter(is_installed, NODE_MODULES):
+            importlib.import_module(module)
+    by_import = {name: value for name, value in os.environ.items() if environment.get(name) != value}
+    try:
+        raylet = os.pidfd_open(int(environment[_RAYLET]))
+    except ProcessLookupError:
+        return
+    node, selector = os.getpid(), selectors.DefaultSelector()
+    selector.register(channel, selectors.EVENT_READ)
+    selector.register(raylet, selectors.EVENT_READ)
+    while raylet not in [key.fileobj for key, _ in selector.select()]:
+        request, descriptors = _receive(channel, 4)
+        if not request:  # the server has ended
+            return
+        *streams, client = descriptors
+        if _is_fork([selector, channel], [raylet, client]):
+            _run_script({**request, "env": {**request["env"], **by_import}}, streams, node)
+            return
+        _answer(client)
+        for descriptor in descriptors:
+            os.close(descriptor)
+    while child_pids(node):  # they end by themselves when they miss their node
+        time.sleep(_PAUSE_S)
+
+
+def _is_fork(inherited: Sequence[_Closeable], descriptors: Sequence[int] = ()) -> bool:
+    """Fork this process; return True in the fork, which closes sockets and descriptors of this process."""
+    if os.fork():
+        return False
+    for resource in inherited:
+        resource.close()
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return True
+
+
+def _answer(connection: int) -> None:
+    """Tell a client that its worker has started."""
+    with contextlib.suppress(OSError):  # it may have been killed
+        os.write(connection, b"1")
+
+
+def _forward(channel: socket.socket, request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+    body = json.dumps(request).encode()
+    with contextlib.suppress(OSError):  # its process has just ended; the client starts the worker by itself
+        socket.send_fds(channel, [len(body).to_bytes(fork_client.HEADER_BYTES, "big")], descriptors)
+        channel.sendall(body)
 
 
 def _end_during_imports(listener: socket.socket) -> None:
@@ -189,13 +282,13 @@ def _delete_folder(listener: socket.socket) -> None:
     shutil.rmtree(Path(listener.getsockname()).parent, ignore_errors=True)
 
 
-def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Read a client's request and its three standard streams; an empty request if the client is gone."""
-    header, streams, _, _ = socket.recv_fds(connection, fork_client.HEADER_BYTES, 3)
-    with connection.makefile("rb") as file:
-        size = int.from_bytes(header, "big")
-        body = file.read(size)
-    return (json.loads(body) if len(streams) == 3 and len(body) == size else {}), streams
+def _receive(connection: socket.socket, descriptors: int) -> tuple[dict[str, Any], list[int]]:
+    """Read a request and its descriptors, first the three standard streams; it is empty if the sender is gone."""
+    header, received, _, _ = socket.recv_fds(connection, fork_client.HEADER_BYTES, descriptors)
+    size, body = int.from_bytes(header, "big"), bytearray()
+    while len(body) < size and (part := connection.recv(size - len(body))):
+        body += part
+    return (json.loads(body) if size and len(received) == descriptors and len(body) == size else {}), received
 
 
 def _run_script(request: dict[str, Any], streams: Sequence[int], server: int) -> None:

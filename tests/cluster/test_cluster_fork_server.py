@@ -177,6 +177,45 @@ def test_workers_of_a_local_ray_are_forks_but_those_with_variables(
         assert fresh.call("loaded", "imaginary_module") == [False, False]
 
 
+NODE_SCRIPT = """
+import json, os, sys
+loaded = [name for name in ("imaginary_module", "ray") if name in sys.modules]
+print(json.dumps({"parent": os.getppid(), "loaded": loaded, "job": os.environ["RAY_JOB_ID"]}), flush=True)
+if sys.argv[1:]:
+    input()
+"""
+
+
+def test_workers_of_a_node_are_forks_of_a_process_that_has_read_their_environment_and_ends_with_the_node(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(NODE_SCRIPT)
+    with subprocess.Popen(["sleep", "600"]) as raylet:
+        env = {"HOME": str(tmp_path), "RAY_RAYLET_PID": str(raylet.pid), "PYTHONPATH": os.pathsep.join(sys.path)}
+        jobs = [json.loads(run_client(server.address, script, env={**env, "RAY_JOB_ID": job}).stdout) for job in "112"]
+        assert all(values["loaded"] == ["imaginary_module", "ray"] for values in jobs)
+        assert [values["job"] for values in jobs] == ["1", "1", "2"]
+        first, second, third = (values["parent"] for values in jobs)
+        assert first == second != third, "Ray reads the job at its import"
+        assert {psutil.Process(pid).ppid() for pid in (first, third)} == {server._process.pid}
+        processes = [psutil.Process(pid) for pid in (first, third)]
+
+        command = [sys.executable, "-S", fork_client.__file__, str(script), "wait"]
+        variables = {**env, "RAY_JOB_ID": "1", fork_client.ADDRESS: server.address}
+        client = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables)
+        assert client.stdin is not None and client.stdout is not None
+        assert json.loads(client.stdout.readline())["parent"] == first
+        raylet.kill()
+        assert wait_for_ends([processes[1]], 30) == []
+        assert processes[0].is_running(), "a worker that goes on keeps its parent"
+        client.stdin.close()
+        assert wait_for_ends([processes[0]], 30) == []
+        client.wait()
+    done = run_client(server.address, script, env={**env, "RAY_JOB_ID": "1"})
+    assert "setup_worker.py" in done.stderr and not done.stdout, "without the node there is no fork"
+
+
 def test_jobs_can_share_a_server(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_server_module, "_address", None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
