@@ -16,16 +16,10 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
+from megarl.base.child_process import environment_variables
 from megarl.base.ports import free_port
 
-PRELOADED = [
-    "megarl.workers.actor",
-    "megarl.workers.critic",
-    "megarl.sharding.manager",
-    "transformers",
-    "torch._dynamo",  # the first optimizer of a process imports it
-]
-"""Imported before the first fork: garbage collections of the processes do not visit their objects."""
+PRELOADED = "pool_imports"
 
 
 class Place(NamedTuple):
@@ -76,11 +70,13 @@ class ProcessPool:
 
     def _grow(self, count: int) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context.set_forkserver_preload([PRELOADED])
+        paths = os.pathsep.join(sys.path)  # Python 3.11 does not pass them to the server
         while len(self._workers) < count:
             parent_end, child_end = context.Pipe()
             process = context.Process(target=_serve, args=(child_end,), daemon=True)
-            process.start()
+            with environment_variables({"PYTHONPATH": paths}):
+                process.start()
             child_end.close()
             self._workers.append((process, parent_end))
 
@@ -125,7 +121,7 @@ def _serve(connection: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
-    modules = 0
+    modules = len(sys.modules) if PRELOADED in sys.modules else 0  # the server has frozen its modules
     while True:
         try:
             function, args = connection.recv()
