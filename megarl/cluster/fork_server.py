@@ -161,7 +161,7 @@ def fork_address() -> str | None:
 def serve(listener: socket.socket, modules: Sequence[str]) -> None:
     """Import the modules, then fork a process per request until standard input ends.
 
-    Ray's workers are forks of a second process per node and environment, which has imported Ray as well.
+    Workers of Ray are forks of a second process, one per node and environment, which has imported Ray as well.
     """
     _end_during_imports(listener)
     with without_garbage_collection():
@@ -215,6 +215,7 @@ def _serve_node(channel: socket.socket, environment: Mapping[str, str], server: 
     Ray reads hundreds of variables when it is imported, the node's among them.
     """
     die_with_parent(server)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(environment)
     with without_garbage_collection():
