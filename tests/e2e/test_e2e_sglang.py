@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from cli_runs import START_S, CliRun, RunFiles, assert_finite
 from listeners import assert_on_loopback, listening_processes
 from make_arithmetic import build_model, build_tokenizer
+from pausing_callback import INSPECTED, PAUSED
 from ray_nodes import TwoNodes
 from route_recorder import assert_first_experts
 from safetensors import safe_open
@@ -52,11 +52,19 @@ def test_sglang_and_actor_log_probs_agree_before_and_after_an_update(
     ranks: int, layout: list[str], arguments: list[str], task: Path, start: Callable[..., CliRun]
 ) -> None:
     """Each rank receives its shard and nothing else."""
-    run = start(*arguments, *layout, f"actor_rollout_ref.rollout.tensor_model_parallel_size={ranks}")
-    listeners, deadline = set(), time.monotonic() + 2 * START_S  # SGLang starts two more processes
-    while run.process.poll() is None and time.monotonic() < deadline:
-        listeners |= listening_processes(run.processes())
-        time.sleep(1.0)
+    run = start(
+        *(*arguments, *layout, f"actor_rollout_ref.rollout.tensor_model_parallel_size={ranks}"),
+        f"trainer.callbacks=[{Path(__file__).with_name('pausing_callback.py')}:PauseAfterStep]",
+    )
+    run.wait_until((run.folder / PAUSED).exists, 2 * START_S)  # SGLang starts two more processes
+    listeners: set[tuple[str, str]] = set()
+
+    def has_seen_scheduler() -> bool:
+        listeners.update(listening_processes(run.processes()))
+        return any("sglang::scheduler" in command for command, _ in listeners)
+
+    run.wait_until(has_seen_scheduler)  # the kernel's tables can change while they are read
+    (run.folder / INSPECTED).touch()
     assert_on_loopback(listeners, "gcs_server", "ray::WorkerProcess", "sglang::scheduler")
     assert run.wait() == 0, run.output
     assert run.remaining() == []
