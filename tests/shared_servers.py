@@ -1,4 +1,4 @@
-"""Servers whose forks are the drivers and workers of jobs, one of each for all lanes of a parallel test run."""
+"""Servers whose forks are the drivers and workers of jobs, one of each for all processes of a parallel test run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DRIVERS, _WORKERS = "drivers_socket", "workers_socket"
 
 
 def share_servers(node: Any) -> None:
-    """Give a lane (a node of pytest-xdist) the sockets of the servers, which start with the first lane."""
+    """Give a node of pytest-xdist the sockets of the servers, which start with the first node."""
     if _SERVERS not in node.config.stash:
         servers = DriverServer(), ForkServer()
         node.config.stash[_SERVERS] = servers
@@ -28,7 +28,7 @@ def share_servers(node: Any) -> None:
 
 @contextmanager
 def open_drivers(config: pytest.Config) -> Iterator[Drivers]:
-    """Use the shared server of drivers, or one of this process if it is no lane."""
+    """Use the shared server of drivers, or one of this process if it is no node of pytest-xdist."""
     shared = getattr(config, "workerinput", {})
     if _DRIVERS in shared:
         yield Drivers(shared[_DRIVERS])

@@ -34,15 +34,21 @@ def worker_arguments(arguments: list[str]) -> list[str] | None:
 
 def request_worker(address: str, arguments: list[str]) -> bool:
     """Ask the server to fork a process that runs ``arguments`` as a Python script; False if it did not."""
-    body = json.dumps({"argv": arguments, "env": dict(os.environ), "cwd": os.getcwd()}).encode()
+    request: dict[str, object] = {"argv": arguments, "env": dict(os.environ), "cwd": os.getcwd()}
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
             connection.connect(address)
-            socket.send_fds(connection, [len(body).to_bytes(HEADER_BYTES, "big")], [0, 1, 2])
-            connection.sendall(body)
+            send_request(connection, request, [0, 1, 2])
             return bool(connection.recv(1))
         except OSError:
             return False
+
+
+def send_request(connection: socket.socket, request: dict[str, object], descriptors: list[int]) -> None:
+    """Send a request and its file descriptors, first the three standard streams."""
+    body = json.dumps(request).encode()
+    socket.send_fds(connection, [len(body).to_bytes(HEADER_BYTES, "big")], descriptors)
+    connection.sendall(body)
 
 
 def setup_script(arguments: list[str]) -> str:

@@ -203,7 +203,8 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> None:
                     return
                 channel.close()
                 selector.register(nodes[name], selectors.EVENT_READ)
-            _forward(nodes[name], request, [*descriptors, connection.fileno()])
+            with contextlib.suppress(OSError):  # its process has just ended; the client starts the worker by itself
+                fork_client.send_request(nodes[name], request, [*descriptors, connection.fileno()])
         connection.close()
         for descriptor in descriptors:
             os.close(descriptor)
@@ -259,13 +260,6 @@ def _answer(connection: int) -> None:
     """Tell a client that its worker has started."""
     with contextlib.suppress(OSError):  # it may have been killed
         os.write(connection, b"1")
-
-
-def _forward(channel: socket.socket, request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-    body = json.dumps(request).encode()
-    with contextlib.suppress(OSError):  # its process has just ended; the client starts the worker by itself
-        socket.send_fds(channel, [len(body).to_bytes(fork_client.HEADER_BYTES, "big")], descriptors)
-        channel.sendall(body)
 
 
 def _end_during_imports(listener: socket.socket) -> None:
