@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -15,7 +16,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.base.ports import free_port
 from megarl.base.processes import READ_ERRORS, all_processes, has_ended
 from megarl.ops.launch.settings import PORTS_PER_NODE
 
@@ -48,9 +48,14 @@ def fake_commands(tmp_path):
 
 @pytest.fixture
 def first_port() -> int:
-    """First of a range of free ports, large enough for two nodes on one machine."""
+    """First of a range of free ports, large enough for two nodes on one machine.
+
+    Other tests' ports, Ray's workers' and outgoing connections' are above, and each test process has a range of its
+    own, so that the ports stay free until the launcher binds them.
+    """
+    process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
-        first = free_port()
+        first = 2000 + 500 * (process % 16) + random.randrange(500 - 2 * PORTS_PER_NODE)
         with contextlib.ExitStack() as held, contextlib.suppress(OSError):
             for port in range(first, first + 2 * PORTS_PER_NODE):
                 held.enter_context(socket.socket()).bind(("", port))
