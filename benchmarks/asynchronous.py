@@ -38,7 +38,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from machine import processor
@@ -154,16 +154,41 @@ APART = (
     "actor_rollout_ref.rollout.n_gpus_per_node=1",
 )
 STALE = ("async_training.max_staleness=1", "algorithm.rollout_correction.rollout_is=token")
+FOUR_SYNCS = "async_training.sync_interval=4"
+
+
+class Mode(NamedTuple):
+    """A mode as a job runs it, and as the plan simulates it.
+
+    Attributes:
+        overrides: of the job's configuration.
+        simulation: the same mode on two devices.
+    """
+
+    overrides: Sequence[str]
+    simulation: SimulatedMode
+
+
 MODES = {
-    "sync": SHARED,
-    "colocated": (*SHARED, *STALE, "async_training.mode=colocated"),
-    "colocated, staleness 2": (*SHARED, *STALE, "async_training.mode=colocated", "async_training.max_staleness=2"),
-    "disaggregated, hybrid": (*APART, *STALE, "async_training.sync_interval=4", "async_training.hybrid_rollout=true"),
-    "one step off": (*APART, *STALE, "async_training.sync_interval=4", "async_training.partial_rollout=false"),
-    "disaggregated": (*APART, *STALE, "async_training.sync_interval=4"),
-    "disaggregated, staleness 2": (
-        *(*APART, *STALE, "async_training.sync_interval=4"),
-        "async_training.max_staleness=2",
+    "sync": Mode(SHARED, SimulatedMode("sync", 2, 2, shares_devices=True)),
+    "colocated": Mode(
+        (*SHARED, *STALE, "async_training.mode=colocated"), SimulatedMode("colocated", 2, 2, 1, shares_devices=True)
+    ),
+    "colocated, staleness 2": Mode(
+        (*SHARED, *STALE, "async_training.mode=colocated", "async_training.max_staleness=2"),
+        SimulatedMode("colocated", 2, 2, 2, shares_devices=True),
+    ),
+    "disaggregated, hybrid": Mode(
+        (*APART, *STALE, FOUR_SYNCS, "async_training.hybrid_rollout=true"),
+        SimulatedMode("disaggregated", 1, 1, 1, 4, hybrid=1),
+    ),
+    "one step off": Mode(
+        (*APART, *STALE, FOUR_SYNCS, "async_training.partial_rollout=false"),
+        SimulatedMode("disaggregated", 1, 1, 1, 4, drains=True),
+    ),
+    "disaggregated": Mode((*APART, *STALE, FOUR_SYNCS), SimulatedMode("disaggregated", 1, 1, 1, 4)),
+    "disaggregated, staleness 2": Mode(
+        (*APART, *STALE, FOUR_SYNCS, "async_training.max_staleness=2"), SimulatedMode("disaggregated", 1, 1, 2, 4)
     ),
 }
 
@@ -220,13 +245,16 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         sys.exit(f"{' '.join(command)}\nfailed:\n{done.stdout}\n{done.stderr}")
 
 
-def run_job(task: Path, work: Workload, mode: Sequence[str]) -> Measured:
+def run_job(task: Path, work: Workload, mode: Mode) -> Measured:
     """Run a job, and return the means of its steps after the warm-up."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", LENGTHS: f"{work.median},{work.sigma},{work.tool_s}"}
     environment[PACE] = ",".join(map(str, work.pace or ()))
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(ROOT)])
     with tempfile.TemporaryDirectory() as folder:
-        run(["-m", "megarl.train", "--config-name", "grpo", *overrides(task, Path(folder), work, mode)], environment)
+        run(
+            ["-m", "megarl.train", "--config-name", "grpo", *overrides(task, Path(folder), work, mode.overrides)],
+            environment,
+        )
         rows = [row for row in read_metrics(Path(folder) / "metrics.jsonl") if "timing_s/step" in row]
     assert len(rows) == work.steps, f"{len(rows)} steps instead of {work.steps}"
 
@@ -262,7 +290,7 @@ def calibrated(work: Workload, sync: Measured, equal: Measured) -> tuple[Simulat
     token_s = 2 * training / (work.prompts * work.samples * work.mean_tokens)
     if work.pace is not None:
         return SimulatedRates(work.pace[0], 0.0, work.slots, token_s, sync_s=sync.sync), batches[0]
-    shared = SimulatedMode("sync", 2, 2, shares_devices=True)
+    shared = MODES["sync"].simulation
     units = (SimulatedRates(1.0, 0.0, work.slots), SimulatedRates(0.0, 1.0, work.slots))
     counts = np.array([[simulate(shared, unit, batch, 32).step_s for unit in units] for batch in batches])
     decode_s, sequence_s = np.linalg.solve(counts, [sync.gen, equal.gen]).tolist()
@@ -271,18 +299,9 @@ def calibrated(work: Workload, sync: Measured, equal: Measured) -> tuple[Simulat
 
 def simulated(measured: Mapping[str, Measured], rates: SimulatedRates, batch: SimulatedBatch) -> list[list[str]]:
     """Simulate the modes; return the rows of a table."""
-    modes = {
-        "sync": SimulatedMode("sync", 2, 2, shares_devices=True),
-        "colocated": SimulatedMode("colocated", 2, 2, 1, shares_devices=True),
-        "colocated, staleness 2": SimulatedMode("colocated", 2, 2, 2, shares_devices=True),
-        "one step off": SimulatedMode("disaggregated", 1, 1, 1, 4, drains=True),
-        "disaggregated": SimulatedMode("disaggregated", 1, 1, 1, 4),
-        "disaggregated, hybrid": SimulatedMode("disaggregated", 1, 1, 1, 4, hybrid=1),
-        "disaggregated, staleness 2": SimulatedMode("disaggregated", 1, 1, 2, 4),
-    }
     rows = []
     for name, real in measured.items():
-        run = simulate(modes[name], rates, batch, 32)
+        run = simulate(MODES[name].simulation, rates, batch, 32)
         times = [f"{real.step:.2f}", f"{run.step_s:.2f}", f"{run.step_s / real.step:.2f}"]
         rows.append([name, *times, f"{real.staleness:.2f}", f"{run.mean_staleness:.2f}"])
     return rows
@@ -326,7 +345,7 @@ def main() -> None:
         task = Path(folder)
         make_task(task, work)
         equal = run_job(task, replace(work, median=work.mean_tokens, sigma=0.0, tool_s=0.0), MODES["sync"])
-        measured = {name: run_job(task, work, MODES[name]) for name in MODES if name in {"sync", *args.modes}}
+        measured = {name: run_job(task, work, mode) for name, mode in MODES.items() if name in {"sync", *args.modes}}
     sync = measured["sync"]
     shared, apart = bounds(sync, equal)
     head = ["mode", "s/step", "samples/s", "speed-up", "bound", "trainer waits", "replica busy", "staleness", "partial"]
