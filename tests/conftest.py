@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,6 +124,17 @@ def pytest_configure_node(node: Any) -> None:
     config = node.config
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS and "not slow" not in config.option.markexpr:
         share_servers(node)
+
+
+@pytest.fixture(autouse=True)
+def root_log_handlers() -> Iterator[None]:
+    """Removes the log handlers of a test that runs a command, whose output closes with the test."""
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    yield
+    for added in set(root.handlers).difference(before):
+        root.removeHandler(added)
+    root.setLevel(level)
 
 
 @pytest.fixture(scope="session")
