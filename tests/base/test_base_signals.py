@@ -151,6 +151,23 @@ def test_requests_of_watches_can_be_withdrawn_and_signals_cannot() -> None:
         withdraw_interrupt()  # and no wait follows: the end of the scope raises
 
 
+def test_a_scope_that_ends_while_it_is_interrupted_ends_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default action of a late SIGUSR1, after the end of the scope, would be the end of the process."""
+    kill, is_late, has_ended = signal.pthread_kill, threading.Event(), threading.Event()
+
+    def kill_late(thread: int, number: int) -> None:
+        is_late.set()
+        time.sleep(0.2)
+        kill(thread, number)
+        has_ended.set()
+
+    monkeypatch.setattr(signal, "pthread_kill", kill_late)
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        request_interrupt()
+        assert is_late.wait(60)
+    assert has_ended.is_set()
+
+
 def test_waits_of_other_threads_are_not_interrupted() -> None:
     ended = threading.Event()
 

@@ -10,6 +10,7 @@ import time
 
 import psutil
 import pytest
+from held_ports import held_port
 
 from megarl.base.processes import wait_for_ends
 from megarl.ops.launch.protocol import (
@@ -45,7 +46,7 @@ def agent():
     agent.events = events
     assert wait_for(agent, AGENT_STARTED).facts["addresses"]["lo"] == "127.0.0.1"
     yield agent
-    assert agent.close(30)
+    assert agent.close(60)
 
 
 def wait_for(agent, kind, name=None):
@@ -117,13 +118,12 @@ def test_used_port_is_reported_before_the_command_starts(agent):
 
 
 def test_listening_server_is_reported(agent):
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    code = f"import socket, time; time.sleep(0.5); s = socket.create_server(('127.0.0.1', {port})); time.sleep(600)"
-    began = time.monotonic()
-    python(agent, code, address="127.0.0.1", ports=[port], listen_port=port)
-    wait_for(agent, LISTENING, "x")
-    assert time.monotonic() - began >= 0.5
+    with held_port("127.0.0.1") as port:
+        code = f"import socket, time; time.sleep(0.5); s = socket.create_server(('127.0.0.1', {port})); time.sleep(600)"
+        began = time.monotonic()
+        python(agent, code, address="127.0.0.1", ports=[port], listen_port=port)
+        wait_for(agent, LISTENING, "x")
+        assert time.monotonic() - began >= 0.5
 
 
 def test_disconnect_is_reported_with_the_last_output():
@@ -131,4 +131,4 @@ def test_disconnect_is_reported_with_the_last_output():
     agent = RemoteAgent("far", ["sh", "-c", "echo no route to host >&2; exit 255"], events)
     event = events.get(timeout=60)
     assert (event.kind, event.host, event.facts) == (DISCONNECTED, "far", {"code": 255, "reason": "no route to host"})
-    assert agent.close(10)
+    assert agent.close(60)
