@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -184,8 +185,10 @@ def test_killed_driver_leaves_no_process(script):
     assert sessions(process.pid) == before, "only its own session folder is deleted"
 
 
-def test_files_of_a_killed_driver_are_deleted_at_the_next_start(tmp_path):
+def test_files_of_a_killed_driver_are_deleted_at_the_next_start(tmp_path, monkeypatch):
     """If its reaper was killed as well, nothing else deletes the token and Ray's session folder."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))  # where no other run finds the token as well
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
