@@ -88,7 +88,7 @@ def test_place_pools_raises_on_missing_and_busy_devices():
         with pytest.raises(ResourceError, match=r"pool 'main' were not free within 0.5 s.*free now: 1 CPU"):
             session.place([ResourcePool("main", "cpu", [2])], timeout_s=0.5)
         held.close()
-        placed = session.place([ResourcePool("main", "cpu", [2])], timeout_s=30)["main"]
+        placed = session.place([ResourcePool("main", "cpu", [2])], timeout_s=120)["main"]
         assert [placed.device_of(rank) for rank in range(4)] == [0, 1, 0, 1]
         assert [placed.local_rank(rank) for rank in range(4)] == [0, 1, 2, 3]
         own = ray.get_runtime_context().get_node_id()

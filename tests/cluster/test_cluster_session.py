@@ -133,7 +133,7 @@ def test_signal_during_a_verb_leaves_no_process(script, number, returncode):
     run.until_printed("busy")
     assert len(marked_processes(mark)) > 3, "the check itself must see Ray's processes"
     run.process.send_signal(number)
-    assert run.process.wait(60) == returncode
+    assert run.process.wait(120) == returncode
     assert marked_processes(mark) == []
 
 

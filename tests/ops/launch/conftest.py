@@ -83,7 +83,7 @@ def start_launcher(tmp_path, fake_commands):
     yield start
     for launched in started:
         launched.process.terminate()
-        launched.process.wait(90)
+        launched.process.wait(180)
         survivors = launched.survivors()
         for process in survivors:
             process.kill()

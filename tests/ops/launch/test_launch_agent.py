@@ -51,7 +51,7 @@ def agent():
 
 def wait_for(agent, kind, name=None):
     while True:
-        event = agent.events.get(timeout=60)
+        event = agent.events.get(timeout=180)
         if event.kind == kind and name in (None, event.name):
             return event
 
@@ -64,7 +64,7 @@ def test_command_output_and_exit_code(agent):
     code = "import os, sys; print('é' + os.environ['A']); print(2, file=sys.stderr); sys.exit(7)"
     python(agent, code, env={"A": "b"})
     output = {"stdout": "", "stderr": ""}
-    while (event := agent.events.get(timeout=60)).kind == OUTPUT:
+    while (event := agent.events.get(timeout=180)).kind == OUTPUT:
         output[event.facts["stream"]] += event.facts["text"]
     assert output == {"stdout": "éb\n", "stderr": "2\n"}
     assert (event.kind, event.facts["code"]) == (COMMAND_ENDED, 7)
@@ -129,6 +129,6 @@ def test_listening_server_is_reported(agent):
 def test_disconnect_is_reported_with_the_last_output():
     events = queue.SimpleQueue()
     agent = RemoteAgent("far", ["sh", "-c", "echo no route to host >&2; exit 255"], events)
-    event = events.get(timeout=60)
+    event = events.get(timeout=180)
     assert (event.kind, event.host, event.facts) == (DISCONNECTED, "far", {"code": 255, "reason": "no route to host"})
     assert agent.close(60)
