@@ -96,8 +96,11 @@ class CliRun:
     def wait_until(self, condition: Callable[[], bool], timeout_s: float = START_S) -> None:
         """Wait until a condition holds; fail if the run ends first."""
         deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert self.process.poll() is None, f"the run ended with {self.process.returncode}:\n{self.output}"
+        while True:
+            code = self.process.poll()  # first: a run may fulfil the condition and end at once
+            if condition():
+                return
+            assert code is None, f"the run ended with {code}:\n{self.output}"
             assert time.monotonic() < deadline, f"not within {timeout_s:g} s:\n{self.output}"
             time.sleep(0.05)
 

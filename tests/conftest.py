@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 from distributed import ProcessPool
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from shared_servers import open_drivers, open_workers, share_servers
 from warm_drivers import Drivers
 
 from megarl.cluster.fork_server import fork_server
 
-# By default hypothesis fails an example of more than 0.2 s; a busy machine needs more.
-settings.register_profile("untimed", deadline=None)
+# By default hypothesis fails an example of more than 0.2 s, or a slow generation; a busy machine needs more.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
+from held_ports import held_port
+
 from megarl.base.child_process import environment_variables
-from megarl.base.ports import free_port
 
 PRELOADED = "pool_imports"
 
@@ -49,15 +50,15 @@ class ProcessPool:
         """Call ``function(place, *args)`` in ``world_size`` processes at once; return the results by rank."""
         assert 1 <= world_size <= self.size, f"{world_size} processes requested, the pool has {self.size}"
         self._grow(world_size)
-        port = free_port()
         connections = [connection for _, connection in self._workers[:world_size]]
-        try:
-            for rank, connection in enumerate(connections):
-                connection.send((function, (Place(rank, world_size, port), *args)))
-            return self._collect(connections, timeout)
-        except BaseException:
-            self.close()
-            raise
+        with held_port() as port:
+            try:
+                for rank, connection in enumerate(connections):
+                    connection.send((function, (Place(rank, world_size, port), *args)))
+                return self._collect(connections, timeout)
+            except BaseException:
+                self.close()
+                raise
 
     def close(self) -> None:
         """Kill all processes."""

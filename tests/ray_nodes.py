@@ -55,7 +55,7 @@ class TwoNodes:
 
     def __exit__(self, *error: object) -> None:
         """End all nodes."""
-        self._process.communicate(timeout=60)
+        self._process.communicate(timeout=180)
 
     def send(self, change: str) -> None:
         """Remove the second node, or add it."""

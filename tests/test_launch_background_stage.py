@@ -6,11 +6,15 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from interrupts import restore_interrupts
 
+from megarl.base.processes import child_pids, process_fields, read_kernel_file
+
+LIMIT_S = 120.0
 SCRIPT = Path(__file__).resolve().parents[1] / "launch" / "background_stage.sh"
 
 
@@ -23,23 +27,21 @@ def start(code: str, folder: Path) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def has_ended(pid: int, within_s: float = 10.0) -> bool:
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        stat = Path(f"/proc/{pid}/stat")
-        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
-            return True
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.05)
-    return False
+
+
+def wait_for_end(pid: int) -> None:
+    wait_until(lambda: process_fields(pid)[:1] in ([], ["Z"], ["X"]))
 
 
 def wait_for(path: Path) -> int:
     """Return the number in a file that a process writes."""
-    for _ in range(200):
-        if path.exists() and path.read_text().strip():
-            return int(path.read_text())
-        time.sleep(0.05)
-    raise AssertionError(f"{path} was not written")
+    wait_until(lambda: path.exists() and bool(path.read_text().strip()))
+    return int(path.read_text())
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["ends first", "ends last"])
@@ -50,28 +52,32 @@ def test_the_output_is_printed_whole_and_after_that_of_the_other_stages(
     """The status of the stage reaches the script, also if another stage failed before."""
     stage = f"stage() {{ echo one; sleep {seconds}; echo two >&2; return {code}; }}"
     run = start(f"{stage}\nstart_stage stage\nsleep 0.5; false || echo other\nfinish_stage || echo status $?", tmp_path)
-    output, _ = run.communicate(timeout=30)
+    output, _ = run.communicate(timeout=LIMIT_S)
     assert output.split("\n") == ["other", "one", "two", *([f"status {code}"] if code else []), ""]
     assert run.returncode == 0 and not list(tmp_path.glob("tmp.*"))
 
 
 def test_a_script_that_fails_ends_its_stage(tmp_path: Path) -> None:
     run = start("start_stage bash -c 'echo $$ >pid; sleep 60'\nwhile [ ! -s pid ]; do sleep 0.1; done; false", tmp_path)
-    assert run.wait(timeout=30) == 1
-    assert has_ended(wait_for(tmp_path / "pid"))
+    assert run.wait(timeout=LIMIT_S) == 1
+    wait_for_end(wait_for(tmp_path / "pid"))
 
 
 @pytest.mark.parametrize("moment", ["during another stage", "while its output is printed"])
 def test_ctrl_c_ends_the_stage_and_its_later_commands(tmp_path: Path, moment: str) -> None:
     """The stage has its time to clean up, and no stage follows. Another stage may end with a code of its own."""
     wait = "while :; do sleep 0.1; done"
-    stage = f"bash -c 'echo $$ >pid; trap \"echo >cleaned; exit 2\" INT; {wait}'; echo >next"
-    other = f"bash -c 'trap \"exit 2\" INT; {wait}' || true" if "other" in moment else "true"
+    stage = f"bash -c 'trap \"echo >cleaned; exit 2\" INT; echo $$ >pid; {wait}'; echo >next"
+    other = f"bash -c 'trap \"exit 2\" INT; echo $$ >other; {wait}' || true" if "other" in moment else "true"
     run = start(f"stage() {{ {stage}; }}\nstart_stage stage\n{other}\nfinish_stage\necho later", tmp_path)
     pid = wait_for(tmp_path / "pid")
-    time.sleep(0.5)  # the other stage, or tail, has started
+    if "other" in moment:
+        wait_for(tmp_path / "other")
+    else:
+        wait_until(lambda: "tail\n" in [read_kernel_file(f"/proc/{child}/comm") for child in child_pids(run.pid)])
     os.killpg(run.pid, signal.SIGINT)
-    output, _ = run.communicate(timeout=30)
+    output, _ = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 130 and "later" not in output
-    assert has_ended(pid) and (tmp_path / "cleaned").exists() and not (tmp_path / "next").exists()
+    wait_for_end(pid)
+    assert (tmp_path / "cleaned").exists() and not (tmp_path / "next").exists()
     assert not list(tmp_path.glob("tmp.*"))

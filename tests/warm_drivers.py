@@ -111,7 +111,8 @@ class WarmDriver:
     def send_signal(self, number: int) -> None:
         """Send a signal, unless the job has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Kill the job, unless it has ended."""
@@ -186,9 +187,16 @@ def _serve(listener: socket.socket) -> dict[str, object]:
                     connection.sendall(f"{code}\n".encode())
                 continue
             connection, _ = listener.accept()
-            header, streams, _, _ = socket.recv_fds(connection, _HEADER_BYTES, 3)
-            with connection.makefile("rb") as file:
-                request: dict[str, object] = json.loads(file.read(int.from_bytes(header, "big")))
+            streams: list[int] = []
+            try:
+                header, streams, _, _ = socket.recv_fds(connection, _HEADER_BYTES, 3)
+                with connection.makefile("rb") as file:
+                    request: dict[str, object] = json.loads(file.read(int.from_bytes(header, "big")))
+            except (OSError, ValueError):  # the client was killed in the middle
+                connection.close()
+                for stream in streams:
+                    os.close(stream)
+                continue
             pid = os.fork()
             if not pid:
                 os.setsid()

@@ -15,7 +15,9 @@ _PORTS: Sequence[int] = range(20000, 32768)
 
 
 def reserve_port(host: str) -> socket.socket:
-    """Bind a socket to a free port of an address, without listening.
+    """Bind a socket to a free port of an address, without listening; searches skip the port while it is open.
+
+    One server with ``SO_REUSEADDR``, such as a rendezvous store, can listen there meanwhile.
 
     Raises:
         OSError: no free port was found.
@@ -27,6 +29,7 @@ def reserve_port(host: str) -> socket.socket:
         except OSError:
             candidate.close()
             continue
+        candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after the bind, which had to be exclusive
         return candidate
     raise OSError(f"none of 50 ports tried in {_PORTS} is free on {host}")
 

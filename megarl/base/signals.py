@@ -41,10 +41,12 @@ class _Interrupt:
         error: the exception of the last attempt.
         depth: number of open scopes.
         held: number of open scopes of :func:`signals_ignored`.
+        insists: a SIGUSR1 of :func:`_insist` is on its way.
     """
 
     def __init__(self) -> None:
         self.depth = self.held = 0
+        self.insists = False
         self.reset()
 
     def reset(self) -> None:
@@ -190,7 +192,8 @@ def interruptible() -> Iterator[None]:
     previous = signal.getsignal(signal.SIGUSR1)
 
     def insist(number: int, frame: FrameType | None) -> None:
-        if _INTERRUPT.is_pending:
+        is_own, _INTERRUPT.insists = _INTERRUPT.insists, False
+        if is_own or _INTERRUPT.is_pending:
             _INTERRUPT.raise_()
         elif callable(previous):
             previous(number, frame)
@@ -198,10 +201,11 @@ def interruptible() -> Iterator[None]:
             signal.signal(number, previous)
             os.kill(os.getpid(), number)
 
-    closed = threading.Event()
+    closed, thread = threading.Event(), None
     with _handled(insist, (signal.SIGUSR1,)):
         if not _INTERRUPT.depth:
-            threading.Thread(target=_insist, args=(closed,), name="interrupts", daemon=True).start()
+            thread = threading.Thread(target=_insist, args=(closed,), name="interrupts", daemon=True)
+            thread.start()
         _INTERRUPT.depth += 1
         try:
             yield
@@ -209,6 +213,10 @@ def interruptible() -> Iterator[None]:
                 check_interrupt()
         finally:
             closed.set()
+            if thread is not None:
+                _INTERRUPT.held += 1
+                thread.join()  # a SIGUSR1 after the end of the handler would end this process
+                _INTERRUPT.held -= 1
             _INTERRUPT.depth -= 1
             if not _INTERRUPT.depth:
                 _INTERRUPT.reset()
@@ -286,6 +294,7 @@ def _insist(closed: threading.Event) -> None:
     while not closed.wait(POLL_S):
         if _INTERRUPT.is_pending and time.monotonic() - _INTERRUPT.requested > PATIENCE_S:
             _INTERRUPT.requested = time.monotonic()
+            _INTERRUPT.insists = True
             signal.pthread_kill(main, signal.SIGUSR1)
 
 

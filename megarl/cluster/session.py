@@ -45,6 +45,8 @@ STORE_SHARE, SHARED_MEMORY_SHARE = 0.3, 0.9
 RAY_LOGS = "ray"
 """Folder for Ray's own logs in the log folder of a run that failed."""
 _EXIT_GRACE_S = 3.0
+_KILL_S = 30.0
+"""Seconds for killed processes to end, which takes long on a machine under load."""
 
 logger = logging.getLogger(__name__)
 
@@ -310,4 +312,4 @@ def _end_processes(processes: list[psutil.Process], grace_s: float) -> None:
     for process in alive:
         with contextlib.suppress(*READ_ERRORS):
             process.kill()
-    wait_for_ends(alive, _EXIT_GRACE_S)
+    wait_for_ends(alive, _KILL_S)

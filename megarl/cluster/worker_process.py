@@ -183,9 +183,9 @@ class WorkerProcess:
             os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
             for name, value in collective_interfaces(ray.util.get_node_ip_address()).items():
                 os.environ.setdefault(name, value)
+            self._worker = self._worker_cls(WorkerPlace(self._rank, self._world_size, host, port), **kwargs)
             if self._reserved is not None:
                 self._reserved.close()
-            self._worker = self._worker_cls(WorkerPlace(self._rank, self._world_size, host, port), **kwargs)
             return WorkerInfo(**{**vars(self.describe()), "marks": read_marks(self._worker_cls)})
 
     def call(self, verb: str, keep: bool, kwargs: Mapping[str, Any], *args: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -225,22 +226,29 @@ def test_agent_errors_fail_their_conversation_only(endpoint, tokenizer):
         lead(endpoint, Scripted(tokenizer, []), lambda task: None)
 
 
-def test_asynchronous_agent_may_block_and_is_cancelled(endpoint, tokenizer):
-    ended = threading.Event()
+def test_asynchronous_agent_may_block_and_is_cancelled(tokenizer, monkeypatch):
+    """The clock of the conversations passes the limit of time once the slow agent sleeps."""
+    ended, other_ended = threading.Event(), threading.Event()
 
     async def agent(task):
         complete(task, task.messages)  # a blocking client in a coroutine does not delay other conversations
-        if task.facts["slow"]:
-            try:
-                await asyncio.sleep(60)
-            finally:
-                ended.set()
-        return 1
+        if not task.facts["slow"]:
+            other_ended.set()
+            return 1
+        assert other_ended.wait(60)
+        try:
+            monkeypatch.setattr(endpoint.loop.loop, "time", lambda: time.monotonic() + 600)
+            endpoint.loop.loop.call_soon_threadsafe(lambda: None)  # ends the loop's wait by the old clock
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
 
-    pair = [talk(f"{slow}", facts={"slow": slow}, limits=ConversationLimits(seconds=1.5)) for slow in (False, True)]
-    trajectories = lead(endpoint, Scripted(tokenizer, ["a<|im_end|>"]), agent, pair)
-    assert trajectories[0].fields == {"agent_result": {"score": 1.0}} and "longer than 1.5 s" in trajectories[1].error
-    assert ended.wait(30)
+    limits = {False: ConversationLimits(), True: ConversationLimits(seconds=500)}
+    pair = [talk(f"{slow}", facts={"slow": slow}, limits=limits[slow]) for slow in (False, True)]
+    with listening(tokenizer) as endpoint:
+        trajectories = lead(endpoint, Scripted(tokenizer, ["a<|im_end|>"]), agent, pair)
+    assert trajectories[0].fields == {"agent_result": {"score": 1.0}} and "longer than 500 s" in trajectories[1].error
+    assert ended.wait(60)
 
 
 def test_requests_after_the_end_are_refused(endpoint, tokenizer):
@@ -273,7 +281,7 @@ def test_requests_after_the_end_are_refused(endpoint, tokenizer):
 
     (trajectory,) = lead(endpoint, Slow(tokenizer, ["a<|im_end|>"]), agent)
     assert trajectory.error is None and trajectory.metrics["requests_cut_off"] == 1
-    threads[0].join(30)
+    threads[0].join(60)
     assert statuses == [(410, "session_closed")] * 2
 
 

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 from megarl.agents.event_loop import monitored_loop
 
 
-async def careless_tool(seconds: float) -> None:
-    time.sleep(seconds)  # the fault under test
+async def careless_tool(reported: threading.Event) -> None:
+    reported.wait(60)  # the fault under test
+    time.sleep(0.5)  # long enough for a second report
 
 
 def test_a_blocked_loop_is_reported_once_with_its_stack() -> None:
     reports: list[str] = []
+    reported = threading.Event()
+
+    def report(text: str) -> None:
+        reports.append(text)
+        reported.set()
 
     async def conversations() -> None:
-        async with monitored_loop(reports.append, blocked_s=0.2):
+        async with monitored_loop(report, blocked_s=0.3), asyncio.timeout(120):
             await asyncio.sleep(0.1)
-            await careless_tool(0.8)
-            await asyncio.sleep(0.3)
+            await careless_tool(reported)
+            while len(reports) < 2:
+                await asyncio.sleep(0.02)
 
     asyncio.run(conversations())
     blocked, resumed = reports
-    assert (
-        "has been blocked for 0.2 s" in blocked and "in careless_tool" in blocked and "time.sleep(seconds)" in blocked
-    )
+    assert "has been blocked for 0.3 s" in blocked and "in careless_tool" in blocked and "reported.wait(60)" in blocked
     assert resumed.startswith("the event loop of the conversations runs again, after")
 
 

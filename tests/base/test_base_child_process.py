@@ -14,7 +14,7 @@ from megarl.base.child_process import (
     kill_process_tree,
     open_connection,
 )
-from megarl.base.processes import child_processes, has_ended
+from megarl.base.processes import child_processes, process_fields
 
 
 def echo_child(handle: int, prefix: str, seconds: float = 0.0) -> None:
@@ -55,8 +55,8 @@ def start(*arguments: object) -> ChildProcess:
 
 
 def wait_until_gone(pid: int) -> None:
-    deadline = time.monotonic() + 30
-    while psutil.pid_exists(pid) and not has_ended(psutil.Process(pid)):
+    deadline = time.monotonic() + 60
+    while process_fields(pid)[:1] not in ([], ["Z"], ["X"]):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

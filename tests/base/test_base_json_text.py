@@ -128,7 +128,7 @@ def test_a_nested_answer_of_a_service_is_a_failure_of_the_service(deep):
         url = f"http://127.0.0.1:{runner.addresses[0][1]}/retrieve"
         try:
             with pytest.raises(InfrastructureFailure, match="answered no JSON"):
-                await post_json(url, {}, timeout_s=10)
+                await post_json(url, {}, timeout_s=60)
             with pytest.raises(RetrievalError, match="is not JSON"):
                 await RetrievalClient(RetrievalOptions(url, retries=0)).retrieve(["query"])
         finally:

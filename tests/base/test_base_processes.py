@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from megarl.base import processes as module
 from megarl.base.child_process import kill_process_tree
 from megarl.base.processes import (
-    PAUSE_S,
     all_processes,
     child_pids,
     child_processes,
@@ -86,29 +88,37 @@ def test_process_whose_record_stays_empty_has_ended(empty_record) -> None:
     assert has_ended(empty_record) and list(all_processes()) == []
 
 
-def test_empty_record_is_read_again(empty_record, tmp_path) -> None:
+@pytest.fixture
+def in_pause(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], object]], None]:
+    """``in_pause(number, act)``: acts in a later pause between two reads, the first, second, ..."""
+
+    def plan(number: int, act: Callable[[], object]) -> None:
+        pauses = iter(range(1, number + 1))
+        clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: next(pauses, 0) == number and act())
+        monkeypatch.setattr(module, "time", clock)
+
+    return plan
+
+
+def test_empty_record_is_read_again(empty_record, in_pause, tmp_path) -> None:
     """A thread that a signal interrupts reads the record of a live process at the second attempt."""
     file, name = tmp_path / str(os.getpid()) / "stat", Path("/proc/self/comm").read_text().strip()
     for read, expected in ((has_ended, False), (process_name, name), (descendants, [])):
         file.write_text("")
-        later = threading.Timer(PAUSE_S, lambda: file.write_text(Path("/proc/self/stat").read_text()))
-        later.start()
+        in_pause(1, lambda: file.write_text(Path("/proc/self/stat").read_text()))
         assert read(empty_record) == expected
-        later.join()
 
 
 def test_file_of_a_process() -> None:
     assert read_kernel_file("/proc/self/stat").startswith(f"{os.getpid()} (")
 
 
-def test_empty_file_is_read_again_and_stays_empty_in_the_end(tmp_path: Path) -> None:
+def test_empty_file_is_read_again_and_stays_empty_in_the_end(in_pause, tmp_path: Path) -> None:
     file = tmp_path / "stat"
     file.write_text("")
     assert read_kernel_file(str(file)) == ""
-    later = threading.Timer(2 * PAUSE_S, file.write_text, ("1 (init)",))
-    later.start()
+    in_pause(2, lambda: file.write_text("1 (init)"))
     assert read_kernel_file(str(file)) == "1 (init)"
-    later.join()
 
 
 def test_missing_or_unreadable_file_is_empty(tmp_path: Path) -> None:
@@ -122,7 +132,10 @@ def test_fields_of_a_process_equal_psutils() -> None:
         process.stdout.readline()
         assert process.pid in child_pids(os.getpid()) and child_pids(process.pid) == []
         assert int(process_fields(process.pid)[1]) == os.getpid(), "the parent"
+        process.send_signal(signal.SIGSTOP)  # else its memory changes between two reads
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
         assert resident_bytes(process.pid) == psutil.Process(process.pid).memory_info().rss
+        process.send_signal(signal.SIGCONT)
         process.stdin.close()
         process.wait()
         assert process_fields(process.pid) == child_pids(process.pid) == [] and resident_bytes(process.pid) == 0

@@ -8,9 +8,9 @@ from datetime import timedelta
 
 import psutil
 import pytest
+from held_ports import held_port
 
 from megarl.base.errors import ResourceError
-from megarl.base.ports import free_port
 from megarl.base.rendezvous import host_store, join_rendezvous
 
 LIMIT = timedelta(seconds=30)
@@ -34,8 +34,7 @@ def test_store_listens_on_its_address_only_and_ends_with_the_object(host: str) -
 
 
 def test_ranks_meet_at_rank_0() -> None:
-    port = free_port("127.0.0.1")
-    with ThreadPoolExecutor(2) as threads:
+    with held_port("127.0.0.1") as port, ThreadPoolExecutor(2) as threads:
         stores = list(threads.map(lambda rank: join_rendezvous("127.0.0.1", port, rank, 2, LIMIT), (0, 1)))
     stores[1].set("from 1", "here")
     assert stores[0].get("from 1") == b"here"

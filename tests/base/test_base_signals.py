@@ -106,8 +106,8 @@ def test_an_exception_that_python_ignored_is_raised_again(recwarn: pytest.Warnin
 def test_the_cleanup_after_an_interrupt_is_not_interrupted() -> None:
     cleaned = False
     with contextlib.suppress(KeyboardInterrupt), signals_exit_in_order():
-        os.kill(os.getpid(), signal.SIGINT)
         try:
+            os.kill(os.getpid(), signal.SIGINT)
             sleep(LONG_S)
         finally:
             try:
@@ -118,7 +118,8 @@ def test_the_cleanup_after_an_interrupt_is_not_interrupted() -> None:
     assert cleaned
 
 
-def test_a_second_signal_does_not_wait() -> None:
+def test_a_second_signal_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "PATIENCE_S", LONG_S)
     with pytest.raises(KeyboardInterrupt), signals_exit_in_order():
         os.kill(os.getpid(), signal.SIGINT)
         begin = time.monotonic()
@@ -126,7 +127,7 @@ def test_a_second_signal_does_not_wait() -> None:
             os.kill(os.getpid(), signal.SIGINT)
             busy()
         finally:
-            assert time.monotonic() - begin < PATIENCE_S
+            assert time.monotonic() - begin < LONG_S / 2
 
 
 def test_a_shutdown_is_not_disturbed_by_an_earlier_request() -> None:
@@ -148,6 +149,23 @@ def test_requests_of_watches_can_be_withdrawn_and_signals_cannot() -> None:
     with pytest.raises(KeyboardInterrupt), signals_exit_in_order():
         signal.raise_signal(signal.SIGINT)
         withdraw_interrupt()  # and no wait follows: the end of the scope raises
+
+
+def test_a_scope_that_ends_while_it_is_interrupted_ends_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default action of a late SIGUSR1, after the end of the scope, would be the end of the process."""
+    kill, is_late, has_ended = signal.pthread_kill, threading.Event(), threading.Event()
+
+    def kill_late(thread: int, number: int) -> None:
+        is_late.set()
+        time.sleep(0.2)
+        kill(thread, number)
+        has_ended.set()
+
+    monkeypatch.setattr(signal, "pthread_kill", kill_late)
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        request_interrupt()
+        assert is_late.wait(60)
+    assert has_ended.is_set()
 
 
 def test_waits_of_other_threads_are_not_interrupted() -> None:
@@ -192,7 +210,10 @@ def test_work_runs_while_the_main_thread_waits() -> None:
         thread.start()
         thread.join()
         assert calls == []
-        sleep(10 * POLL_S)
+        for _ in range(100):
+            sleep(10 * POLL_S)
+            if calls:  # on a busy machine a wait may be a single slice, after which nothing runs
+                break
         assert 1 <= len(calls) <= 4
     made = len(calls)
     sleep(5 * POLL_S)

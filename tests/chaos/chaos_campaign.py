@@ -33,6 +33,8 @@ END_S = 90.0
 GONE_S, GONE_WITHOUT_REAPER_S = 30.0, 100.0
 """Seconds within which the processes of an ended run are gone. Without the reaper, Ray's agents take up to 90."""
 WATCHDOG_S = 15
+PATIENT_WATCHDOG_S = 60
+"""For faults without a frozen process: a process of a busy machine may be silent for ten seconds."""
 DISK_MB = 64
 """File system of a journey: several times of what it writes."""
 OWN_SERVER = {ENVIRONMENT: "1"}
@@ -273,8 +275,9 @@ def make_task(folder: Path) -> list[str]:
     ]
 
 
-def arguments_of(config_name: str, task: Sequence[str], steps: int) -> list[str]:
+def arguments_of(config_name: str, task: Sequence[str], steps: int, watchdog_s: int = WATCHDOG_S) -> list[str]:
     """Return the arguments of a small job that saves after each step."""
+    answer_s = watchdog_s * 2 // 3
     return [
         *("--config-name", config_name, *task, f"trainer.experiment_name={NAME}"),
         *(
@@ -285,12 +288,12 @@ def arguments_of(config_name: str, task: Sequence[str], steps: int) -> list[str]
         *(f"trainer.total_training_steps={steps}", "trainer.save_freq=1", "trainer.resume_mode=auto"),
         *("trainer.test_freq=2", "trainer.hf_export_dir=export"),
         *("trainer.max_actor_ckpt_to_keep=3", "trainer.max_critic_ckpt_to_keep=3"),
-        *(f"trainer.watchdog.timeout_s={WATCHDOG_S}", "trainer.watchdog.action=end"),
+        *(f"trainer.watchdog.timeout_s={watchdog_s}", "trainer.watchdog.action=end"),
         "+trainer.watchdog.phases.start_workers=60",
         # In the order of docs/debugging.md#time-limits: a frozen replica is replaced, a frozen actor ends the run.
         *(
-            "actor_rollout_ref.rollout.health.timeout_s=10",
-            "sync.timeout_s=10",
-            f"trainer.nccl_timeout={WATCHDOG_S + 60}",
+            f"actor_rollout_ref.rollout.health.timeout_s={answer_s}",
+            f"sync.timeout_s={answer_s}",
+            f"trainer.nccl_timeout={watchdog_s + 60}",
         ),
     ]

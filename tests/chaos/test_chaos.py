@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from chaos_campaign import Campaign, arguments_of, make_task
+from chaos_campaign import PATIENT_WATCHDOG_S, WATCHDOG_S, Campaign, arguments_of, make_task
 from chaos_faults import FAULTS, NO_FORK_SERVER
 from warm_drivers import Drivers
 
@@ -39,7 +39,8 @@ def test_a_run_through_faults_equals_an_undisturbed_run(
     tmp_path: Path, drivers: Drivers, shared_server: dict[str, str]
 ) -> None:
     steps, faults = (8, 5) if MINUTES else (5, 3)
-    arguments = arguments_of(CONFIG or "quickstart_grpo", make_task(tmp_path / "task"), steps)
+    watchdog_s = WATCHDOG_S if MINUTES else PATIENT_WATCHDOG_S
+    arguments = arguments_of(CONFIG or "quickstart_grpo", make_task(tmp_path / "task"), steps, watchdog_s)
     campaign = Campaign(tmp_path, [*arguments, *(() if CONFIG else ONE_DEVICE)], steps, Random(SEED))
     if not MINUTES:
         campaign.faults = [fault for fault in FAULTS if fault.name in SHORT]

@@ -26,6 +26,11 @@ class Sleeper:
         time.sleep(seconds)
 
     @verb(Dispatch.ALL)
+    def wait_for(self, file):
+        while not os.path.exists(file):
+            time.sleep(0.01)
+
+    @verb(Dispatch.ALL)
     def pid(self):
         return os.getpid()
 
@@ -201,7 +206,7 @@ class TimedEngine:
     """An engine whose requests take a while; the tokens depend on prompt and seed only."""
 
     def __init__(self, seconds):
-        self.seconds, self.running = seconds, {}
+        self.seconds, self.running, self.held = seconds, {}, False
 
     def interrupt_poll(self):
         pass
@@ -222,7 +227,7 @@ class TimedEngine:
         time.sleep(0.005)
         now, done = time.monotonic(), []
         for name, (request, ends) in list(self.running.items()):
-            if now >= ends:
+            if now >= ends and not (self.held and request):
                 del self.running[name]
                 tokens = [] if request is None else timed_tokens(request.prompt_ids, request.seed)
                 done.append(Completion(name, tokens, [-1.0] * len(tokens), "stop" if tokens else "abort", 1))
@@ -253,6 +258,11 @@ class TimedReplica:
     @verb(Dispatch.RANK)
     def forget(self, client):
         self.server.forget(client)
+
+    @verb(Dispatch.ALL)
+    def hold(self, held):
+        """Let no request end, or let them end as usual."""
+        self.engine.held = held
 
     @verb(Dispatch.ALL)
     def state(self):

@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import ray
 from light_workers import timed_tokens
 from task_configs import arithmetic, train_config  # noqa: F401
 
@@ -51,8 +53,8 @@ def runners(
 ) -> Iterator[Callable[..., AgentRunners]]:
     started: list[AgentRunners] = []
 
-    def start(count: int, timeout_s: float = 6.0) -> AgentRunners:
-        keys = {"agent.num_workers": count, "health.timeout_s": timeout_s}
+    def start(count: int) -> AgentRunners:
+        keys = {"agent.num_workers": count, "health.timeout_s": 60.0}
         config = train_config({f"actor_rollout_ref.rollout.{name}": value for name, value in keys.items()})
         started.append(AgentRunners(config, load_tokenizer(str(arithmetic / "model")), pool))
         assert started[-1].wait_ready() == ""
@@ -104,12 +106,25 @@ def expected(count: int) -> dict[SampleId, list[int]]:
     }
 
 
+def wait_for_weights(service: AgentRunners) -> None:
+    """Wait until all conversations wait for other weights; none ends meanwhile."""
+    deadline = time.monotonic() + 60
+    while True:
+        assert service.finished(0.5) == []
+        if service.waits_for_weights():
+            return
+        assert time.monotonic() < deadline
+
+
 def signal_runner(service: AgentRunners, rank: int, number: int) -> None:
     os.kill(service._group.processes[rank].pid, number)
 
 
 def test_other_runners_repeat_the_conversations_of_a_lost_one(
-    runners: Callable[..., AgentRunners], replica: WorkerGroup, caplog: pytest.LogCaptureFixture
+    runners: Callable[..., AgentRunners],
+    replica: WorkerGroup,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     service, replicas = runners(2), replica_processes(replica)
     first = [service._group.processes[rank].pid for rank in range(2)]
@@ -124,8 +139,10 @@ def test_other_runners_repeat_the_conversations_of_a_lost_one(
     assert service._group.processes[0].pid != first[0], "it was replaced"
 
     caplog.clear()
+    monkeypatch.setattr(service, "_timeout_s", 6.0)
     frozen = lead(service, replicas, 12, [lambda: signal_runner(service, 1, signal.SIGSTOP)])
     assert frozen == (expected(12), 1) and "no answer within 6 s" in caplog.text
+    monkeypatch.undo()
 
     # Both are lost, one after the other: the last one is replaced at once.
     strikes = [lambda: signal_runner(service, 1, signal.SIGKILL), lambda: signal_runner(service, 0, signal.SIGKILL)]
@@ -161,12 +178,16 @@ def test_turns_of_unfinished_conversations_are_stored(
     service = runners(2)
     service.open(replica_processes(replica))
     groups = [replace(group, with_turns=True) for group in groups_of(6)]
-    service.submit(groups)
-    assert service.stored_turns() == {name: [] for group in groups for name in group.ids}
+    replica.call("hold", True)
+    try:
+        service.submit(groups)
+        assert service.stored_turns() == {name: [] for group in groups for name in group.ids}
+        signal_runner(service, 0, signal.SIGKILL)
+        lost = service._runners[0].running
+        assert lost and all(service.stored_turns()[name] == () for name in lost)
+    finally:
+        replica.call("hold", False)
     ended: dict[SampleId, Trajectory] = {}
-    signal_runner(service, 0, signal.SIGKILL)
-    lost = service._runners[0].running
-    assert lost and all(service.stored_turns()[name] == () for name in lost)
     while len(ended) < 12:
         ended |= dict(service.finished(1.0))
     assert service.stored_turns() == {}
@@ -180,11 +201,11 @@ def test_turns_of_unfinished_conversations_are_stored(
         for sample, context, turn in zip(groups[0].samples, contexts, (whole, part), strict=True)
     ]
     service.submit([replace(groups[0], number=9, samples=planned)])
-    assert service.finished(1.0) == [] and service.waits_for_weights()
+    wait_for_weights(service)
     service.set_version(5)
-    samples = {name: trajectory.response_ids.tolist() for name, trajectory in service.finished(5.0)}
+    samples = {name: trajectory.response_ids.tolist() for name, trajectory in service.finished(60.0)}
     assert samples == {(9, 0): [9, 9, 9]}, "it needs no engine"
-    assert service.finished(1.0) == [] and service.waits_for_weights(), "its two tokens of version 5 exist already"
+    wait_for_weights(service)  # the other one: its two tokens of version 5 exist already
     service.set_version(6)
     while len(samples) < 2:
         samples |= {name: trajectory.response_ids.tolist() for name, trajectory in service.finished(1.0)}
@@ -193,14 +214,19 @@ def test_turns_of_unfinished_conversations_are_stored(
 
 
 def test_reports_that_wait_for_the_driver_are_no_silence(
-    runners: Callable[..., AgentRunners], replica: WorkerGroup, caplog: pytest.LogCaptureFixture
+    runners: Callable[..., AgentRunners],
+    replica: WorkerGroup,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both reports are ready after a pause that is longer than the limit, such as an update; one is read first."""
-    service = runners(2, timeout_s := 2.0)
+    service = runners(2)
     service.open(replica_processes(replica))
     service.submit(groups_of(6))
     assert service.finished(0.0) == [], "the reports are requested"
-    time.sleep(agent_runners.REPORT_S + timeout_s + 1.0)
+    reports = [runner.report[0].ref for runner in service._runners.values()]
+    assert len(ray.wait(reports, num_returns=2, timeout=60)[0]) == 2
+    monkeypatch.setattr(agent_runners, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 600))
     responses: dict[SampleId, list[int]] = {}
     while len(responses) < 12:
         responses |= {name: trajectory.response_ids.tolist() for name, trajectory in service.finished(1.0)}

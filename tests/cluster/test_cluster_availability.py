@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 from ray._private.accelerators import NvidiaGPUAcceleratorManager
@@ -30,47 +33,64 @@ def test_gpus_of_this_machine_are_those_that_ray_would_have(
     assert local_node() == {"CPU": float(len(os.sched_getaffinity(0))), "GPU": float(gpus)}
 
 
-def serve(reply: bytes | None) -> str:
-    """Start a server of one connection; it sends the reply, or with None is silent. Returns its address."""
-    server = socket.create_server(("127.0.0.1", 0))
+@pytest.fixture
+def serve() -> Iterator[Callable[[bytes], str]]:
+    """``serve(reply)``: a server that sends a reply to each connection, or with b"" is silent; returns its address."""
+    servers: list[socket.socket] = []
 
-    def answer() -> None:
-        connection, _ = server.accept()
-        received = connection.recv(100)
-        assert received.startswith(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
-        connection.sendall(reply or b"")
-        time.sleep(0 if reply else 2.0)
-        connection.close()
+    def answer(server: socket.socket, reply: bytes) -> None:
+        with contextlib.suppress(OSError):  # the end of the server
+            while True:
+                connection, _ = server.accept()
+                with connection, contextlib.suppress(ConnectionError):
+                    received = connection.recv(100)
+                    assert received.startswith(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+                    connection.sendall(reply)
+                    connection.recv(1)  # until the client ends
+
+    def start(reply: bytes) -> str:
+        servers.append(socket.create_server(("127.0.0.1", 0)))
+        threading.Thread(target=answer, args=(servers[-1], reply), daemon=True).start()
+        return f"127.0.0.1:{servers[-1].getsockname()[1]}"
+
+    yield start
+    for server in servers:
+        server.shutdown(socket.SHUT_RDWR)
         server.close()
 
-    threading.Thread(target=answer, daemon=True).start()
-    return f"127.0.0.1:{server.getsockname()[1]}"
+
+def test_a_grpc_server_passes(serve: Callable[[bytes], str]) -> None:
+    check_cluster_answers(serve(SETTINGS_FRAME), timeout_s=60)
+    check_cluster_answers(f"ray://{serve(SETTINGS_FRAME)}", timeout_s=60)
 
 
-def test_a_grpc_server_passes() -> None:
-    check_cluster_answers(serve(SETTINGS_FRAME))
-    check_cluster_answers(f"ray://{serve(SETTINGS_FRAME)}")
-
-
-@pytest.mark.parametrize(
-    ("reply", "problem"),
-    [(None, "no answer"), (b"HTTP/1.1 400 Bad Request\r\n\r\n", "no gRPC server answers there|Connection refused")],
-    ids=["hung", "web server"],
-)
-def test_another_server_is_no_cluster(reply: bytes | None, problem: str) -> None:
-    address, begin = serve(reply), time.monotonic()
-    with pytest.raises(ResourceError, match=rf"no Ray cluster answers at {address}: .*({problem}).*unset RAY_ADDRESS"):
+def test_a_hung_server_is_no_cluster(serve: Callable[[bytes], str]) -> None:
+    address, begin = serve(b""), time.monotonic()
+    with pytest.raises(ResourceError, match=rf"no Ray cluster answers at {address}: no answer.*unset RAY_ADDRESS"):
         check_cluster_answers(address, timeout_s=0.6)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 30
+
+
+def test_a_web_server_is_no_cluster(serve: Callable[[bytes], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pauses between the attempts take no time, so the server has a minute for each answer."""
+    pauses: list[float] = []
+    monkeypatch.setattr(availability, "_RETRY_S", 25.0)
+    monkeypatch.setattr(availability, "sleep", pauses.append)
+    monkeypatch.setattr(availability, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + sum(pauses)))
+    address = serve(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+    problem = "no gRPC server answers there, tried for 60 s"
+    with pytest.raises(ResourceError, match=rf"no Ray cluster answers at {address}: .*{problem}.*unset RAY_ADDRESS"):
+        check_cluster_answers(address, timeout_s=60)
+    assert len(pauses) == 3
 
 
 def test_a_dead_address_fails_after_the_time_of_the_probe() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-    begin = time.monotonic()
-    with pytest.raises(ResourceError, match=r"Connection refused, tried for 0\.5 s"):
-        check_cluster_answers(address, timeout_s=0.5)
-    assert 0.4 < time.monotonic() - begin < 10
+    with socket.socket() as held:  # does not listen, so connections are refused
+        held.bind(("127.0.0.1", 0))
+        begin = time.monotonic()
+        with pytest.raises(ResourceError, match=r"Connection refused, tried for 0\.5 s"):
+            check_cluster_answers(f"127.0.0.1:{held.getsockname()[1]}", timeout_s=0.5)
+        assert 0.4 < time.monotonic() - begin < 30
 
 
 def test_a_cluster_that_starts_during_the_probe_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def run_client(address: str, script: Path, *arguments: str, env: dict[str, str])
     """Run the client as Ray does, and read until its standard streams are closed by the fork."""
     command = [sys.executable, "-S", fork_client.__file__, str(script), *arguments]
     variables = {**env, fork_client.ADDRESS: address}
-    return subprocess.run(command, capture_output=True, text=True, env=variables, cwd=script.parent, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, env=variables, cwd=script.parent, timeout=300)
 
 
 def test_fork_has_the_clients_arguments_environment_folder_and_streams(server: ForkServer, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_worker_with_a_runtime_environment_is_no_fork(server: ForkServer, tmp_pa
 
 def test_early_end_of_the_server_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     server = ForkServer(["no_such_module"])
-    server._process.wait(60)
+    server._process.wait(300)
     server.close()
     assert "No module named 'no_such_module'" in caplog.text
     assert not server.folder.exists()
@@ -138,14 +138,14 @@ def test_forks_end_with_the_server(tmp_path: Path) -> None:
         assert client.stdout is not None
         fork = psutil.Process(int(client.stdout.readline()))
         running.close()
-        assert wait_for_ends([fork], 30) == []
+        assert wait_for_ends([fork], 120) == []
 
 
 def test_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     code = "from megarl.cluster.fork_server import ForkServer; s = ForkServer([]); print(s._process.pid, s.folder)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     pid, folder = done.stdout.split()
-    for _ in range(600):
+    for _ in range(1800):
         if not Path(f"/proc/{pid}").exists():
             assert not Path(folder).exists()
             return
@@ -207,10 +207,10 @@ def test_workers_of_a_node_are_forks_of_a_process_that_has_read_their_environmen
         assert client.stdin is not None and client.stdout is not None
         assert json.loads(client.stdout.readline())["parent"] == first
         raylet.kill()
-        assert wait_for_ends([processes[1]], 30) == []
+        assert wait_for_ends([processes[1]], 120) == []
         assert processes[0].is_running(), "a worker that goes on keeps its parent"
         client.stdin.close()
-        assert wait_for_ends([processes[0]], 30) == []
+        assert wait_for_ends([processes[0]], 120) == []
         client.wait()
     done = run_client(server.address, script, env={**env, "RAY_JOB_ID": "1"})
     assert "setup_worker.py" in done.stderr and not done.stdout, "without the node there is no fork"

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 import ray
 
@@ -79,10 +81,14 @@ def test_place_pools_raises_on_missing_and_busy_devices():
         with pytest.raises(ResourceError, match="not enough CPU slots: 3 needed, 2 available"):
             session.place([ResourcePool("main", "cpu", [3])])
         held = session.place([ResourcePool("other job", "cpu", [1])])["other job"]
+        deadline = time.monotonic() + 60
+        while ray.available_resources()["CPU"] != 1:  # the node reports it a moment later
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
         with pytest.raises(ResourceError, match=r"pool 'main' were not free within 0.5 s.*free now: 1 CPU"):
             session.place([ResourcePool("main", "cpu", [2])], timeout_s=0.5)
         held.close()
-        placed = session.place([ResourcePool("main", "cpu", [2])], timeout_s=30)["main"]
+        placed = session.place([ResourcePool("main", "cpu", [2])], timeout_s=120)["main"]
         assert [placed.device_of(rank) for rank in range(4)] == [0, 1, 0, 1]
         assert [placed.local_rank(rank) for rank in range(4)] == [0, 1, 2, 3]
         own = ray.get_runtime_context().get_node_id()

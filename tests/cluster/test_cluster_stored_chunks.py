@@ -204,7 +204,7 @@ def test_a_failing_row_function_is_named(pool):
 
 def wait_until(condition):
     """Wait for Ray, which frees objects in the background."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 90
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert condition()

@@ -10,7 +10,7 @@ from plain_workers import megarl_frames
 
 from megarl.base.errors import DataError, ResourceError, WorkerError
 from megarl.base.logs import ProcessLogs
-from megarl.cluster import PerRank, RaySession, ResourcePool, WorkerFailed, WorkerGroup, wait_all, wait_ready
+from megarl.cluster import PerRank, RaySession, ResourcePool, WorkerFailed, WorkerGroup, failures, wait_all, wait_ready
 from megarl.cluster.calls import completed_call
 from megarl.data import DataProto
 from megarl.models import ParallelLayout, WeightMap, parse_model_config
@@ -197,11 +197,13 @@ def test_two_frames_of_the_group_submit_a_verb(echo, monkeypatch):
     assert stacks[0] == stacks[-1] == ["call", "submit"]
 
 
-def test_submit_does_not_wait(sleeper):
+def test_submit_does_not_wait(sleeper, tmp_path):
     sleeper.pid()
-    pending = sleeper.submit("sleep", 2.0)
-    with pytest.raises(WorkerError, match=r"no answer within 0\.1 s in sleep from: sleeper rank 0, sleeper rank 1"):
+    file = tmp_path / "end"
+    pending = sleeper.submit("wait_for", str(file))
+    with pytest.raises(WorkerError, match=r"no answer within 0\.1 s in wait_for from: sleeper rank 0, sleeper rank 1"):
         pending.result(timeout_s=0.1)
+    file.touch()
     assert pending.result(timeout_s=120) == [None, None]
 
 
@@ -239,7 +241,8 @@ def test_killed_process_is_named(sleeper):
         pending.result(timeout_s=120)
 
 
-def test_death_takes_precedence_over_the_errors_that_it_causes(sleeper):
+def test_death_takes_precedence_over_the_errors_that_it_causes(sleeper, monkeypatch):
+    monkeypatch.setattr(failures, "_ECHO_S", 60.0)  # Ray reports a death late on a busy machine
     victim = sleeper.pid()[1]
     pending = sleeper.submit("lose_peer", victim)
     time.sleep(0.2)
@@ -249,13 +252,19 @@ def test_death_takes_precedence_over_the_errors_that_it_causes(sleeper):
     assert (caught.value.rank, caught.value.died) == (1, True)
 
 
-def test_wait_all_ends_at_the_first_failure(pool, sleeper):
+def test_wait_all_ends_at_the_first_failure(pool, sleeper, tmp_path):
     other = WorkerGroup("other", "tests.cluster.light_workers.Sleeper", {}, ParallelLayout(), pool)
     first, *_ = wait_all([sleeper.submit("pid"), other.submit("sleep", 0.0)])
     assert first == sleeper.pid()
-    ends = []
-    calls = [sleeper.submit("sleep", 1.0), other.submit("sleep", 0.0).then(lambda results: len(results))]
-    assert wait_all([*calls, completed_call("here")], on_end=ends.append) == [[None, None], 1, "here"]
+    ends, file = [], tmp_path / "other has ended"
+
+    def on_end(number):
+        ends.append(number)
+        if number == 1:
+            file.touch()
+
+    calls = [sleeper.submit("wait_for", str(file)), other.submit("sleep", 0.0).then(lambda results: len(results))]
+    assert wait_all([*calls, completed_call("here")], 120, on_end) == [[None, None], 1, "here"]
     assert ends == [2, 1, 0], "as soon as each ends"
     calls = [sleeper.submit("sleep", 600), other.submit("leave")]
     with pytest.raises(WorkerFailed, match=r"other rank 0 .*died in leave"):

@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.base.ports import free_port
+from megarl.base.ports import reserve_port
 from megarl.cluster.session import RaySession
 from megarl.ops.doctor.node import CheckResult, Needs, NodeReport, Status, check_node
 from megarl.ops.doctor.node.collective import Bandwidth, bandwidth_result, failed_result, run_ranks, slowest
@@ -33,9 +33,10 @@ class NodeDoctor:
         """Return the node's time, in seconds since the epoch."""
         return time.time()
 
-    def free_port(self) -> int:
-        """Return a port that is free on the node."""
-        return free_port()
+    def reserve_port(self) -> int:
+        """Return a port that is free on the node, and reserved until the end of this actor."""
+        self._reserved = reserve_port("")
+        return int(self._reserved.getsockname()[1])
 
     def all_reduce(self, ranks: range, world: int, host: str, port: int, backend: str) -> Bandwidth:
         """Run the node's ranks of an all-reduce.
@@ -138,7 +139,7 @@ def _measure_clock(doctor: Any) -> ClockOffset:
 
 def _all_reduce(doctors: Sequence[Any], counts: Sequence[int], host: str, backend: str) -> CheckResult:
     """Run one all-reduce over all nodes, with ``counts[i]`` ranks on node ``i``."""
-    world, port = sum(counts), ray.get(doctors[0].free_port.remote())
+    world, port = sum(counts), ray.get(doctors[0].reserve_port.remote())
     starts = [sum(counts[:index]) for index in range(len(counts))]
     calls = [
         doctor.all_reduce.remote(range(start, start + count), world, host, port, backend)

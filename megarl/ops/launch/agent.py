@@ -52,6 +52,8 @@ TOKEN_FILE = "token"
 OTHER_CLUSTER_VARIABLES = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 """Variables of the user's shell that point to another cluster; commands do not inherit them."""
 _POLL_S = 0.1
+_PIPE_S = 3.0
+"""Seconds for the last output of a command that has ended; a descendant may hold its pipe for longer."""
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 _KILL_ROUNDS = 5
 
@@ -160,7 +162,7 @@ class Agent:
             time.sleep(_POLL_S)
         code = process.wait()
         for pump in pumps:
-            pump.join(1.0)  # a descendant of the command may still hold the pipe
+            pump.join(_PIPE_S)
         self.send_event(COMMAND_ENDED, request.name, code=code)
 
     def _keep_logs(self, folder: Path) -> None:

@@ -22,7 +22,7 @@ from megarl.base.child_process import kill_process_tree
 from megarl.base.errors import ConfigError
 from megarl.base.json_text import parse_json
 from megarl.base.logs import output_log
-from megarl.base.ports import free_port
+from megarl.base.ports import reserve_port
 from megarl.base.processes import READ_ERRORS, descendants
 from megarl.rollout.interface import EngineLost, RolloutError
 from megarl.rollout.sglang.backend import CLOSE_S, CONTROL_CALLS, ControlResult, RequestLoop
@@ -212,9 +212,13 @@ def start_server(folder: str, max_model_len: int, options: SGLangOptions, loop: 
         RolloutError: it does not get ready; the message has the end of its output.
     """
     api_key = options.api_key or secrets.token_hex(32)
-    options = dataclasses.replace(options, api_key=api_key, port=options.port or free_port(options.host))
-    job = {"folder": os.path.abspath(folder), "max_model_len": max_model_len, "options": _plain(options)}
-    with _output() as log:
+    with contextlib.ExitStack() as stack:
+        port = options.port
+        if not port:  # reserved until the server listens, whose libraries take seconds to import
+            port = stack.enter_context(reserve_port(options.host)).getsockname()[1]
+        options = dataclasses.replace(options, api_key=api_key, port=port)
+        job = {"folder": os.path.abspath(folder), "max_model_len": max_model_len, "options": _plain(options)}
+        log = stack.enter_context(_output())
         start = log.seek(0, os.SEEK_END)
         process = subprocess.Popen(
             [sys.executable, "-m", "megarl.rollout.sglang.serve"],

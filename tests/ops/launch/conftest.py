@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -82,7 +83,7 @@ def start_launcher(tmp_path, fake_commands):
     yield start
     for launched in started:
         launched.process.terminate()
-        launched.process.wait(90)
+        launched.process.wait(180)
         survivors = launched.survivors()
         for process in survivors:
             process.kill()
@@ -101,10 +102,13 @@ class Launched:
     def text(self) -> str:
         return self.output.read_text()
 
-    def until(self, text: str) -> None:
-        """Wait until the output contains a text."""
-        while text not in self.text():
-            assert self.process.poll() is None, self.text()
+    def until(self, pattern: str) -> re.Match[str]:
+        """Wait until the output contains a match of a regular expression, and return it."""
+        while True:
+            code = self.process.poll()  # first: the launcher may print the text and end at once
+            if match := re.search(pattern, self.text()):
+                return match
+            assert code is None, self.text()
             time.sleep(0.1)
 
     def code(self) -> int:

@@ -10,6 +10,7 @@ import time
 
 import psutil
 import pytest
+from held_ports import held_port
 
 from megarl.base.processes import wait_for_ends
 from megarl.ops.launch.protocol import (
@@ -45,12 +46,12 @@ def agent():
     agent.events = events
     assert wait_for(agent, AGENT_STARTED).facts["addresses"]["lo"] == "127.0.0.1"
     yield agent
-    assert agent.close(30)
+    assert agent.close(60)
 
 
 def wait_for(agent, kind, name=None):
     while True:
-        event = agent.events.get(timeout=60)
+        event = agent.events.get(timeout=180)
         if event.kind == kind and name in (None, event.name):
             return event
 
@@ -63,7 +64,7 @@ def test_command_output_and_exit_code(agent):
     code = "import os, sys; print('é' + os.environ['A']); print(2, file=sys.stderr); sys.exit(7)"
     python(agent, code, env={"A": "b"})
     output = {"stdout": "", "stderr": ""}
-    while (event := agent.events.get(timeout=60)).kind == OUTPUT:
+    while (event := agent.events.get(timeout=180)).kind == OUTPUT:
         output[event.facts["stream"]] += event.facts["text"]
     assert output == {"stdout": "éb\n", "stderr": "2\n"}
     assert (event.kind, event.facts["code"]) == (COMMAND_ENDED, 7)
@@ -117,18 +118,17 @@ def test_used_port_is_reported_before_the_command_starts(agent):
 
 
 def test_listening_server_is_reported(agent):
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    code = f"import socket, time; time.sleep(0.5); s = socket.create_server(('127.0.0.1', {port})); time.sleep(600)"
-    began = time.monotonic()
-    python(agent, code, address="127.0.0.1", ports=[port], listen_port=port)
-    wait_for(agent, LISTENING, "x")
-    assert time.monotonic() - began >= 0.5
+    with held_port("127.0.0.1") as port:
+        code = f"import socket, time; time.sleep(0.5); s = socket.create_server(('127.0.0.1', {port})); time.sleep(600)"
+        began = time.monotonic()
+        python(agent, code, address="127.0.0.1", ports=[port], listen_port=port)
+        wait_for(agent, LISTENING, "x")
+        assert time.monotonic() - began >= 0.5
 
 
 def test_disconnect_is_reported_with_the_last_output():
     events = queue.SimpleQueue()
     agent = RemoteAgent("far", ["sh", "-c", "echo no route to host >&2; exit 255"], events)
-    event = events.get(timeout=60)
+    event = events.get(timeout=180)
     assert (event.kind, event.host, event.facts) == (DISCONNECTED, "far", {"code": 255, "reason": "no route to host"})
-    assert agent.close(10)
+    assert agent.close(60)
