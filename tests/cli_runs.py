@@ -108,7 +108,7 @@ class CliRun:
         """Signal the whole process group, like a terminal."""
         os.killpg(self.process.pid, number)
 
-    def remaining(self, timeout_s: float = 20.0) -> list[str]:
+    def remaining(self, timeout_s: float = 60.0) -> list[str]:
         """Kill processes that are still alive after some seconds; return their command lines."""
         deadline = time.monotonic() + timeout_s
         while (alive := self.processes()) and time.monotonic() < deadline:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         fixtures = set(getattr(item, "fixturenames", ()))
         if fixtures & SLOW_FIXTURES or any(path == entry or path.startswith(f"{entry}/") for entry in SLOW):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures of modules
+def pytest_runtest_setup() -> None:
+    """Seed torch, so that the numbers of a test do not depend on the tests before it in this process."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist

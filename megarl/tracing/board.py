@@ -8,6 +8,7 @@ slot during a write.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
@@ -120,12 +121,11 @@ class Board:
 def find_file(pid: int, name: str) -> Path | None:
     """Find a process's anonymous file by its name before a colon; None if there is none."""
     prefixes = (f"/memfd:{name} ", f"/memfd:{name}:")
-    try:
+    with contextlib.suppress(OSError):  # it has ended, or is another user's
         for entry in Path(f"/proc/{pid}/fd").iterdir():
-            if os.readlink(entry).startswith(prefixes):
-                return entry
-    except OSError:
-        pass
+            with contextlib.suppress(OSError):  # closed since it was listed
+                if os.readlink(entry).startswith(prefixes):
+                    return entry
     return None
 
 

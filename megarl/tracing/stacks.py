@@ -162,8 +162,17 @@ def _main_thread(pid: int) -> int:
 
 def _read_stacks(files: Mapping[int, Path]) -> dict[int, str]:
     """Read the stacks of processes by process ID; empty for a process that did not write in time."""
+    texts, waiting = dict.fromkeys(files, ""), dict(files)
     deadline = time.monotonic() + LONGEST_ANSWER_S
-    return {pid: _settled_text(file, deadline) for pid, file in files.items()}
+    while waiting:
+        is_last = time.monotonic() >= deadline
+        for pid, file in list(waiting.items()):
+            if _is_complete(file, texts, pid):
+                del waiting[pid]
+        if is_last:
+            break
+        time.sleep(_SETTLED_S)
+    return texts
 
 
 def _send_signal(pid: int) -> bool:
@@ -207,19 +216,14 @@ def _child(pid: int) -> ProcessReport:
     return ProcessReport(pid, process_state(pid), taken_ns=time.monotonic_ns(), command=_command(pid))
 
 
-def _settled_text(file: Path, deadline: float) -> str:
-    """Read a file once its content is complete."""
-    text = ""
-    while time.monotonic() < deadline:
-        try:
-            now = file.read_text(errors="replace")
-        except OSError:
-            return text
-        if now and now == text:
-            return now
-        text = now
-        time.sleep(_SETTLED_S)
-    return text
+def _is_complete(file: Path, texts: dict[int, str], pid: int) -> bool:
+    """Read the stacks of a process into ``texts``; return whether they are as before, or the process has ended."""
+    before = texts[pid]
+    try:
+        texts[pid] = file.read_text(errors="replace")
+    except OSError:
+        return True
+    return texts[pid] == before != ""
 
 
 def _catches(pid: int) -> bool:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import time
+from pathlib import Path
 from urllib.request import Request, urlopen
 
 
@@ -14,7 +16,13 @@ def chat(base_url, api_key, messages, **options):
 
 
 def two_turns(task):
-    """Lead two turns, and write the tokens and log-probs of every response to ``MEGARL_E2E_TURNS``."""
+    """Lead two turns, and write the tokens and log-probs of every response to ``MEGARL_E2E_TURNS``.
+
+    The first turn waits until the test's client has its response, for which the file ``MEGARL_E2E_ANSWERED`` is made.
+    """
+    answered, deadline = Path(os.environ["MEGARL_E2E_ANSWERED"]), time.monotonic() + 120
+    while not answered.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
     terms = task.facts["extra_info"]["terms"]
     if terms[0] % 5 == 0:
         raise ValueError("simulated agent failure")

@@ -48,7 +48,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A fresh clone with an installed environment."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in FOLDERS:
-        shutil.copytree(ROOT / name, folder / name)
+        # Other tests write compiled modules of the checkout meanwhile.
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.py", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)
     environment = folder / ".venv"

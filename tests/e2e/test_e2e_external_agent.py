@@ -36,7 +36,8 @@ def run(
     client_responses: list[dict[str, Any]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> RunFiles:
-    turns = tmp_path_factory.mktemp("turns") / "turns.jsonl"
+    folder = tmp_path_factory.mktemp("turns")
+    turns, answered = folder / "turns.jsonl", folder / "answered"
     rollout = "actor_rollout_ref.rollout"
     run = start(
         *("--config-name", "quickstart_grpo", *small, "trainer.experiment_name=external"),
@@ -44,7 +45,7 @@ def run(
         *("reward_model.name=agent_score", "data.max_response_length=120", "trainer.rollout_data_dir=rollouts"),
         *(f"{rollout}.calculate_log_probs=true", "trainer.test_freq=-1", "trainer.val_before_train=false"),
         *(f"actor_rollout_ref.model.path={mixture}", "actor_rollout_ref.actor.router_replay.mode=R3"),
-        env={"MEGARL_E2E_TURNS": str(turns)},
+        env={"MEGARL_E2E_TURNS": str(turns), "MEGARL_E2E_ANSWERED": str(answered)},
         warm=True,
     )
     access = run.folder / "outputs" / "external" / "endpoint.json"
@@ -54,6 +55,7 @@ def run(
     endpoint = json.loads(access.read_text())
     message = {"role": "user", "content": "1+1"}
     client_responses.append(chat(endpoint["base_url"], endpoint["api_key"], [message], max_tokens=4))
+    answered.touch()
     assert run.wait() == 0, run.output
     assert not access.exists() and endpoint["api_key"] not in run.output
     for file in (run.folder / "outputs").rglob("*"):

@@ -410,7 +410,7 @@ def test_killed_run_resumes_bit_exact(
     assert_on_loopback(listening_processes(killed.processes()), *commands)
     killed.signal_group(signal.SIGKILL)
     assert killed.wait() == -signal.SIGKILL
-    assert killed.remaining(30.0) == []
+    assert killed.remaining() == []
     assert list(RunFiles(tmp_path, "ppo").steps) == list(range(1, KILLED_IN_STEP))
 
     resumed = start(*arguments, folder=tmp_path)

@@ -47,7 +47,7 @@ def train_while_saving(place: Place, layout: ParallelLayout, folder: str) -> dic
         snapshot, may_write = HostSnapshot(torch.device("cpu"), 2**16), threading.Event()
         with pytest.MonkeyPatch.context() as patch:
             real = ItemWriter.write
-            patch.setattr(ItemWriter, "write", lambda writer: (may_write.wait(60), real(writer))[1])
+            patch.setattr(ItemWriter, "write", lambda writer: (may_write.wait(300), real(writer))[1])
             step(engine, 0)
             first = begin_save(engine, f"{folder}/1", snapshot=snapshot)
             size = snapshot.nbytes

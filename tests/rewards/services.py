@@ -59,12 +59,12 @@ def serving(answer: Callable[[int, Any], Any]) -> Iterator[Service]:
     task = loop.create_task(run())
     thread = threading.Thread(target=_until_done, args=(loop, task))
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait(120)
     try:
         yield service
     finally:
         loop.call_soon_threadsafe(task.cancel)
-        thread.join(30)
+        thread.join(120)
         loop.close()
 
 

@@ -16,7 +16,7 @@ GOOD = "Here:\n```python\nprint(sum(map(int, input().split())))\n```\nDone."
 
 
 def score(text, truth, **kwargs):
-    return asyncio.run(code_tests("apps", text, truth, {}, **{"timeout_s": 10.0, **kwargs}))
+    return asyncio.run(code_tests("apps", text, truth, {}, **{"timeout_s": 60.0, **kwargs}))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_remote_sandbox_equals_local_sandbox():
         assert score("while True: pass", SUMS, url=url, timeout_s=1.0)["status"] == "timeout"
     body = service.bodies[0]
     assert body["stdin"] == "1 2\n" and body["language"] == "python" and body["memory_limit_MB"] == 512
-    assert body["run_timeout"] == body["compile_timeout"] == 10.0
+    assert body["run_timeout"] == body["compile_timeout"] == 60.0
 
 
 @pytest.mark.parametrize(

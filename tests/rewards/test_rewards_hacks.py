@@ -15,7 +15,7 @@ TRUTH = {"assert_case": [f"assert f(30) == {SECRET}"]}
 def score(program, truth=TRUTH, **limits):
     assert isolation_problem() is None
     text = f"```python\n{program}\n```"
-    return asyncio.run(code_tests("apps", text, truth, {}, **{"timeout_s": 10.0, **limits}))
+    return asyncio.run(code_tests("apps", text, truth, {}, **{"timeout_s": 60.0, **limits}))
 
 
 # Reads the own source, all files, argv, environment and /proc for a literal of seven digits, and returns it.

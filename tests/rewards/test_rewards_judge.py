@@ -18,7 +18,7 @@ def completion(text):
 
 
 def ask(url, **kwargs):
-    options = {"base_url": f"{url}/v1/", "model": "grader", "timeout_s": 5.0, **kwargs}
+    options = {"base_url": f"{url}/v1/", "model": "grader", "timeout_s": 60.0, **kwargs}
     return asyncio.run(judge("d", "It is {prompt}.", "Paris", {}, "Capital of France?", **options))
 
 
@@ -51,14 +51,14 @@ def test_score_is_the_judges_number(monkeypatch):
 )
 def test_failed_service_is_distinguished_from_bad_sample(answer, kind, message):
     with serving(answer) as service, pytest.raises(kind, match=message):
-        ask(service.url, timeout_s=0.5 if "within" in message else 5.0)
+        ask(service.url, timeout_s=0.5 if "within" in message else 60.0)
 
 
 def test_unreachable_endpoint_is_an_infrastructure_failure():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    with pytest.raises(InfrastructureFailure, match="did not answer"):
-        ask(f"http://127.0.0.1:{port}")
+    with socket.socket() as holder:  # bound, so that no other process listens there
+        holder.bind(("127.0.0.1", 0))
+        with pytest.raises(InfrastructureFailure, match="did not answer"):
+            ask(f"http://127.0.0.1:{holder.getsockname()[1]}")
 
 
 def test_transient_failures_are_retried():
@@ -76,8 +76,8 @@ def test_transient_failures_are_retried():
     attempts: dict[str, int] = {}
     texts = [*(f"answer {number}" for number in range(20)), "never", "nonsense"]
     with serving(answer) as service:
-        kwargs = {"base_url": service.url, "model": "m", "template": "{response}", "timeout_s": 5.0}
-        spec = FunctionSpec("judge", kwargs, 30.0, 10)
+        kwargs = {"base_url": service.url, "model": "m", "template": "{response}", "timeout_s": 60.0}
+        spec = FunctionSpec("judge", kwargs, 120.0, 10)
         with RewardPool([spec], [spec.load().traits], processes=2, max_retries=2) as pool:
             outcomes, counts = pool.run([RewardJob(0, RewardTask("d", text, "t", {}, "p")) for text in texts])
     assert [outcome.score for outcome in outcomes[:20]] == [1.0] * 20

@@ -54,7 +54,7 @@ def main() -> None:
         reports.append({**receiver.recv(), "is_starter": os.getpid()})
         process.join()
         assert process.exitcode == 0
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not signals and time.monotonic() < deadline:
             time.sleep(0.01)
         reports[-1]["signals"] = signals.copy()

@@ -5,6 +5,7 @@ import random
 from itertools import pairwise
 
 import pytest
+from engine_stops import Stops
 
 from megarl.base.errors import WeightSyncError
 from megarl.rollout import Completion, EngineOptions, Request, RolloutError, SamplingParams, create_engine
@@ -60,7 +61,7 @@ def no_rest(monkeypatch):
     monkeypatch.setattr(router_module, "WAIT_S", 0.0)
 
 
-def ask_all(replicas, prompts, capacity=4, timeout_s=5.0):
+def ask_all(replicas, prompts, capacity=4, timeout_s=60.0):
     async def run():
         async with Router(dict(enumerate(replicas)), capacity, timeout_s) as router:
             answers = await asyncio.gather(
@@ -105,10 +106,11 @@ def test_skewed_lengths_leave_no_replica_idle():
 @pytest.mark.parametrize("how", ["dies_after", "hangs_after"])
 def test_requests_of_a_lost_replica_are_answered_once_by_others(how):
     replicas, prompts = [Scripted(), Scripted(**{how: 3}), Scripted()], prompts_of(40)
-    answers, stats = ask_all(replicas, prompts, timeout_s=0.2)
+    # A replica that works must answer in time, too.
+    answers, stats = ask_all(replicas, prompts, timeout_s=1.0 if how == "hangs_after" else 60.0)
     assert [answer.token_ids for answer in answers] == prompts
     assert list(stats.lost) == [1] and stats.moved == len(replicas[1].under_way) > 0
-    assert ("killed" if how == "dies_after" else "no answer within 0.2 s") in stats.lost[1]
+    assert ("killed" if how == "dies_after" else "no answer within 1 s") in stats.lost[1]
 
 
 def test_every_request_fails_if_all_replicas_are_lost():
@@ -148,18 +150,21 @@ def engine(make_folder):
     engine.shutdown()
 
 
-def test_interrupted_requests_go_on_after_their_tokens(engine):
+def test_interrupted_requests_go_on_after_their_tokens(engine, monkeypatch):
     """Three requests run, a fourth waits, one is cancelled during an interruption: no token changes."""
     prompts, params = [[3, 11, n] for n in range(4)], SamplingParams(200, ignore_eos=True)
     whole = [engine.generate([Request("r", prompt, params, n)])[0] for n, prompt in enumerate(prompts)]
 
+    replica = EngineReplica(engine)
+    stops = Stops(monkeypatch, 12, 12, lambda: replica._server._aborted)
+
     async def run():
-        async with Router({0: EngineReplica(engine)}, 3, 60.0) as router:
+        async with Router({0: replica}, 3, 60.0) as router:
             callers = [asyncio.create_task(router.generate(p, params, seed=n)) for n, p in enumerate(prompts)]
             cancelled = asyncio.create_task(router.generate([5], params, seed=9))
             found = []
             for turn in range(12):
-                await asyncio.sleep(0.02)
+                await asyncio.to_thread(stops.wait)
                 async with router.interrupted() as requests:
                     lengths = {request.seed: len(request.prior_ids) for request in requests}
                     found.append(lengths)
@@ -185,7 +190,7 @@ def test_an_interruption_survives_the_loss_of_a_replica():
     replicas = [Scripted(), Scripted(dies_after=2)]
 
     async def run():
-        async with Router(dict(enumerate(replicas)), 4, 5.0) as router:
+        async with Router(dict(enumerate(replicas)), 4, 60.0) as router:
             callers = [asyncio.create_task(router.generate([30, n], PARAMS, seed=n)) for n in range(6)]
             await asyncio.sleep(0)
             async with router.interrupted() as requests:
@@ -196,11 +201,12 @@ def test_an_interruption_survives_the_loss_of_a_replica():
     assert answers == [[30, n] for n in range(6)] and list(stats.lost) in ([], [1])
 
 
-def test_requests_go_on_while_replicas_join_and_leave(engine):
+def test_requests_go_on_while_replicas_join_and_leave(engine, monkeypatch):
     """Both numbers are one engine, so that a moved request must continue after its tokens to be the same."""
     prompts, params = [[3, 11, n] for n in range(4)], SamplingParams(300, ignore_eos=True)
     whole = [engine.generate([Request("r", prompt, params, n)])[0] for n, prompt in enumerate(prompts)]
     server = EngineReplica(engine)
+    stops = Stops(monkeypatch, 20, 1, lambda: server._server._aborted)
 
     class Counted:
         """The same engine, with its requests."""
@@ -219,7 +225,7 @@ def test_requests_go_on_while_replicas_join_and_leave(engine):
         first, second = Counted(), Counted()
         async with Router({0: first}, 4, 60.0) as router:
             callers = [asyncio.create_task(router.generate(p, params, seed=n)) for n, p in enumerate(prompts)]
-            await asyncio.sleep(0.05)
+            await asyncio.to_thread(stops.wait)
             await router.set_replicas({0: first, 5: second})
             assert router._board.replicas == (0, 5) and not second.priors
             await router.set_replicas({5: second})
@@ -240,12 +246,12 @@ def test_another_process_takes_the_place_of_the_only_replica():
     old, new = Scripted(), Scripted()
 
     async def run():
-        async with Router({0: old}, 4, 5.0) as router:
+        async with Router({0: old}, 4, 60.0) as router:
             callers = [asyncio.create_task(router.generate([10**6, n], PARAMS, seed=n)) for n in range(2)]
             short = asyncio.create_task(router.generate([5, 7], PARAMS, seed=9))
             await asyncio.sleep(0)
             await router.set_replicas({0: new})
-            answer = await asyncio.wait_for(short, 5.0)
+            answer = await asyncio.wait_for(short, 60.0)
             for caller in callers:
                 caller.cancel()
         return answer.token_ids, router.stats
@@ -260,7 +266,7 @@ def test_requests_wait_for_another_replica_if_the_caller_replaces_the_last_one()
     new = Scripted()
 
     async def run():
-        async with Router({0: Scripted(dies_after=1)}, 4, 5.0, waits_for_replicas=True) as router:
+        async with Router({0: Scripted(dies_after=1)}, 4, 60.0, waits_for_replicas=True) as router:
             callers = [asyncio.create_task(router.generate([5, n], PARAMS, seed=n)) for n in range(3)]
             while router.no_replica is None:
                 await asyncio.sleep(0)
@@ -270,7 +276,7 @@ def test_requests_wait_for_another_replica_if_the_caller_replaces_the_last_one()
             await router.set_replicas({0: new})
             return [answer.token_ids for answer in await asyncio.gather(*callers)], router
 
-    answers, router = asyncio.run(asyncio.wait_for(run(), 10.0))
+    answers, router = asyncio.run(asyncio.wait_for(run(), 60.0))
     assert answers == [[5, n] for n in range(4)] and len(new.seen) == 4
     assert router.no_replica is None and router.stats.handled == {0}
 
@@ -279,10 +285,10 @@ def test_a_replica_that_dies_while_it_leaves_loses_no_request():
     replicas = {0: Scripted(), 1: Scripted(dies_after=2)}
 
     async def run():
-        async with Router(replicas, 4, 5.0) as router:
+        async with Router(replicas, 4, 60.0) as router:
             callers = [asyncio.create_task(router.generate([30, n], PARAMS, seed=n)) for n in range(6)]
             await asyncio.sleep(0)
-            await asyncio.wait_for(router.set_replicas({0: replicas[0]}), 5.0)
+            await asyncio.wait_for(router.set_replicas({0: replicas[0]}), 60.0)
             return [answer.token_ids for answer in await asyncio.gather(*callers)], router.stats
 
     answers, stats = asyncio.run(run())
@@ -293,13 +299,14 @@ def test_cancelling_a_caller_aborts_its_request():
     replica = Scripted()
 
     async def run():
-        async with Router({0: replica}, 1, 5.0) as router:
+        async with Router({0: replica}, 1, 60.0) as router:
             running = asyncio.create_task(router.generate([10**6, 1], PARAMS, seed=0))
             waiting = asyncio.create_task(router.generate([10**6, 2], PARAMS, seed=0))
-            await asyncio.sleep(0.02)
+            while not replica.seen:
+                await asyncio.sleep(0)
             running.cancel()
             waiting.cancel()
-            answer = await asyncio.wait_for(router.generate([3, 3], PARAMS, seed=0), 5.0)
+            answer = await asyncio.wait_for(router.generate([3, 3], PARAMS, seed=0), 60.0)
             return answer.token_ids
 
     assert asyncio.run(run()) == [3, 3]
@@ -312,9 +319,10 @@ def test_replicas_have_no_running_requests_after_the_last_caller():
     replicas = [Scripted(), Scripted()]
 
     async def run():
-        async with Router(dict(enumerate(replicas)), 2, 5.0) as router:
+        async with Router(dict(enumerate(replicas)), 2, 60.0) as router:
             callers = [asyncio.create_task(router.generate([10**6, n], PARAMS, seed=0)) for n in range(6)]
-            await asyncio.sleep(0.02)
+            while not all(replica.under_way for replica in replicas):
+                await asyncio.sleep(0)
             for caller in callers:
                 caller.cancel()
         return router.stats
@@ -333,4 +341,4 @@ def test_losing_a_replica_while_aborting_does_not_block():
             await asyncio.sleep(0.02)
             caller.cancel()
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    asyncio.run(asyncio.wait_for(run(), 60))

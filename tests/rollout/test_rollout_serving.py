@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from engine_stops import Stops
 
 from megarl.base.errors import WeightSyncError
 from megarl.rollout import Completion, EngineOptions, Request, RolloutError, SamplingParams, create_engine
@@ -121,25 +122,23 @@ def test_a_hanging_engine_reports_nothing():
     time.sleep(0.3)
     assert reports == []
     engine.released.set()
-    thread.join(10)
+    thread.join(60)
     assert reports == [[answer]]
 
 
-def test_paused_requests_continue_with_the_next_weights(make_folder):
+def test_paused_requests_continue_with_the_next_weights(make_folder, monkeypatch):
     """Each part of a response is that of its weights; a request that came during the pause has the new ones only."""
     old, new = (make_folder(seed=seed, max_position_embeddings=4096) for seed in (0, 1))
     engine = create_engine("embedded", str(old), EngineOptions(max_num_seqs=4))
     engine.load_hf(str(old), 3)
     whole = {seed: engine.generate([request("r", 200, seed)])[0].token_ids for seed in range(6)}
     server = EngineServer(engine)
+    stops = Stops(monkeypatch, 20, 1, lambda: server._paused)
     server.accept("a", [request(f"a{seed}", 200, seed) for seed in range(6)])  # two of them wait for a slot
     server.accept("b", [request("b", LONG, 9)])
-    pause_s = 0.005
-    while not (held := server.pause()).requests:  # none has a first token yet
-        server.resume()
-        time.sleep(pause_s)
-        pause_s *= 2
-    assert held.requests <= 4 and held.tokens > 3 * held.requests
+    stops.wait()
+    held = server.pause()
+    assert 0 < held.requests <= 4 and held.tokens > 3 * held.requests
     assert server.completions("b", 0.0) == [], "a pause is no hang"
     server.accept("b", [], ["b"])
     server.accept("a", [request("late", 10)])
@@ -173,7 +172,7 @@ def test_a_request_that_the_engine_cannot_continue_begins_again(engine, monkeypa
     assert done["new"].token_ids == whole.token_ids and done["kept"].token_ids[:10] == [5] * 10
 
 
-def test_pauses_change_no_response_of_the_same_weights(engine):
+def test_pauses_change_no_response_of_the_same_weights(engine, monkeypatch):
     """Stop strings, penalties, random numbers and limits do not see the interruptions."""
     params = [
         SamplingParams(300, ignore_eos=True),
@@ -183,14 +182,15 @@ def test_pauses_change_no_response_of_the_same_weights(engine):
     requests = [Request(str(n), [3, 11, n], one, n) for n, one in enumerate(params)]
     whole = {done.request_id: done for done in engine.generate(requests)}
     server = EngineServer(engine)
+    stops = Stops(monkeypatch, 13, 20, lambda: server._paused)
     server.accept("a", requests)
     interrupted = 0
     for _ in range(20):
-        time.sleep(0.01)
+        stops.wait()
         interrupted += server.pause().requests
         server.resume()
     done = fetch(server, "a", 3)
-    assert interrupted > 3
+    assert interrupted >= 20
     for name, expected in whole.items():
         assert done[name].token_ids == expected.token_ids and done[name].finish_reason == expected.finish_reason
         assert done[name].log_probs == pytest.approx(expected.log_probs, abs=1e-5)

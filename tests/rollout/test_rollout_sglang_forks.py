@@ -29,4 +29,4 @@ def test_forks_end_with_a_killed_engine():
         pids = json.loads(parent.stdout.readline())
         family = [psutil.Process(pid) for pid in (pids["pid"], pids["server"])]
         os.kill(parent.pid, signal.SIGKILL)
-        assert not wait_for_ends(family, 30)
+        assert not wait_for_ends(family, 60)

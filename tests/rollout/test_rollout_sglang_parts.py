@@ -454,7 +454,7 @@ class TestLoader:
         ask.model, ask.shard = model, shard
         yield ask
         channel.close()
-        rank.join(10)
+        rank.join(60)
         assert not rank.is_alive()
 
     def test_a_sync_reaches_the_parameters(self, ask, make_folder):
@@ -517,32 +517,32 @@ class TestCommandChannel:
     def test_replies_have_the_order_of_the_ranks(self, monkeypatch):
         monkeypatch.setattr(loader, "_LOADER", SimpleNamespace(echo=lambda model, value: Reply(value, b"data")))
         channel, ranks = channel_to_ranks(3)
-        watch = CallWatch("echo", 30.0)
+        watch = CallWatch("echo", 120.0)
         for turn in range(2):
             replies = channel.exchange([pickle.dumps(("echo", (10 * turn + rank,))) for rank in range(3)], watch)
             assert replies == [Reply(10 * turn + rank, b"data") for rank in range(3)]
         channel.close()
         for rank in ranks:
-            rank.join(10)
+            rank.join(60)
             assert not rank.is_alive()
 
     def test_ranks_of_an_earlier_call_are_not_taken_for_those_of_the_next_one(self, monkeypatch):
         monkeypatch.setattr(loader, "_LOADER", SimpleNamespace(echo=lambda model, value: Reply(value)))
         channel, (early,) = channel_to_ranks(1)
         invitations = channel.invite(1)
-        early.join(10)
+        early.join(60)
         assert not early.is_alive() and not channel.is_open
         (rank,) = start_ranks(invitations)
-        channel.accept(1, CallWatch("x", 30.0).check)
+        channel.accept(1, CallWatch("x", 120.0).check)
         ((text, empty),) = pickle.loads(invitations[0])
         call = json.loads(text)
         late = threading.Thread(
             target=loader.load, args=(None, [(json.dumps(call | {"call_id": call["call_id"] - 1}), empty)])
         )
         late.start()
-        late.join(10)
+        late.join(60)
         assert not late.is_alive() and rank.is_alive()
-        assert channel.exchange([pickle.dumps(("echo", (5,)))], CallWatch("x", 30.0)) == [Reply(5)]
+        assert channel.exchange([pickle.dumps(("echo", (5,)))], CallWatch("x", 120.0)) == [Reply(5)]
         channel.close()
 
     def test_closing_does_not_wait_for_a_thread_that_accepts_nothing_more(self, monkeypatch):
@@ -557,10 +557,10 @@ class TestCommandChannel:
         monkeypatch.setattr(CommandChannel, "_take", take)
         channel = CommandChannel()
         with Client(tuple(channel.to["address"]), authkey=bytes.fromhex(channel.to["key"])):
-            assert at_work.wait(10)
+            assert at_work.wait(60)
             closing = threading.Thread(target=channel.close, daemon=True)
             closing.start()
-            closing.join(10)
+            closing.join(60)
             assert not closing.is_alive()
 
     def test_a_rank_that_does_not_reply_is_sent_away(self, monkeypatch):
@@ -571,7 +571,7 @@ class TestCommandChannel:
             channel.exchange([pickle.dumps(("wait", ()))], CallWatch("wait", 0.2))
         channel.hang_up()
         resumed.set()
-        rank.join(10)
+        rank.join(60)
         assert not rank.is_alive() and not channel.is_open
         channel.close()
 
@@ -582,9 +582,9 @@ class TestCommandChannel:
         call = json.loads(text)
         with Client(tuple(call["address"]), authkey=bytes.fromhex(call["key"])) as rank:
             rank.send_bytes(json.dumps({"call_id": call["call_id"], "rank": 0}).encode())
-            channel.accept(1, CallWatch("x", 30.0).check)
+            channel.accept(1, CallWatch("x", 120.0).check)
             with pytest.raises(OSError, match="temporarily unavailable"):
-                channel.exchange([bytes(2**26)], CallWatch("x", 30.0))
+                channel.exchange([bytes(2**26)], CallWatch("x", 120.0))
         channel.close()
 
     def test_a_rank_takes_no_commands_from_an_engine_without_the_key(self, monkeypatch):
@@ -599,7 +599,7 @@ class TestCommandChannel:
         with pytest.raises(EngineLost):
             channel.accept(1, CallWatch("x", 0.0).check)
         start_ranks([invitation])  # the channel still accepts the real rank
-        channel.accept(1, CallWatch("x", 30.0).check)
+        channel.accept(1, CallWatch("x", 120.0).check)
         channel.close()
         loader.load(None, [(text, empty)])  # nobody listens any more
         assert not ran
@@ -618,7 +618,7 @@ def start_ranks(invitations, model=None):
 def channel_to_ranks(count, model=None):
     channel = CommandChannel()
     ranks = start_ranks(channel.invite(count), model)
-    channel.accept(count, CallWatch("x", 30.0).check)
+    channel.accept(count, CallWatch("x", 120.0).check)
     return channel, ranks
 
 

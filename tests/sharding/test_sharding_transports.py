@@ -40,7 +40,7 @@ buffer = SharedHostBuffer(4000)
 buffer.data.view(torch.float32).fill_(1)
 handle = create_transport("shared_memory").send(BufferSlice(buffer, 0, 4000), 0, 0)
 sys.stdout.buffer.write(pickle.dumps(handle)); sys.stdout.flush()
-time.sleep(60)
+time.sleep(600)
 """
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -64,3 +65,20 @@ def test_overflow_is_dropped_and_long_names_are_cut(board: Board) -> None:
 def test_process_without_a_board() -> None:
     assert read_board(os.getpid()) is None
     assert find_file(2**22 + 1, BOARD) is None
+
+
+def test_a_board_is_found_while_descriptors_are_closed(board: Board) -> None:
+    """One is closed between the listing and the look at it."""
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    readlink = os.readlink
+
+    def close_and_read(path: Path) -> str:
+        if path.name == str(descriptor):
+            os.close(descriptor)
+        return readlink(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "readlink", close_and_read)
+        patch.setattr(Path, "iterdir", lambda folder: (folder / str(number) for number in (descriptor, board._fd)))
+        found = find_file(os.getpid(), BOARD)
+    assert found is not None and found.name == str(board._fd)

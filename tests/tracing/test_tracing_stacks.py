@@ -8,9 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from megarl.tracing import stacks
 from megarl.tracing.stacks import process_state, take_reports
 
 SERVES = "from megarl.tracing.stacks import serve_stacks; serve_stacks()\n"
@@ -47,6 +49,13 @@ def start() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
         process.communicate()
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives processes that can write their stacks the time for it on a loaded machine."""
+    monkeypatch.setattr(stacks, "LONGEST_ANSWER_S", 120.0)
+
+
+@pytest.mark.usefixtures("patient")
 def test_running_threads_survive_an_observation(start) -> None:
     """A dump without Python's lock ends such a process at the first attempt or soon after it."""
     process = start(SERVES + BUSY + WAIT)
@@ -60,7 +69,8 @@ def test_running_threads_survive_an_observation(start) -> None:
 def test_process_that_holds_the_gil_is_read_by_signal(start) -> None:
     process = start(SERVES + LOCKED)
     (report,) = take_reports([process.pid])
-    while "[MainThread]" in report.stacks:  # its thread wrote them: it does not hold the GIL yet
+    # Its thread wrote them: it does not hold the GIL yet. Or it had no CPU time to write any.
+    while "[MainThread]" in report.stacks or not report.stacks:
         (report,) = take_reports([process.pid])
     # CPython's matching of expressions never gives the lock up.
     assert [frame.function for frame in report.frames][-2:] == ["hang", "<module>"] and process.poll() is None
@@ -70,12 +80,13 @@ def test_main_thread_is_found_if_another_thread_takes_the_signal(start) -> None:
     """``faulthandler`` calls the thread that takes the signal the current one."""
     process = start(SERVES + MASKED + LOCKS_LATER + WAIT)
     (report,) = take_reports([process.pid])
-    while "[MainThread]" in report.stacks:  # no thread holds the GIL yet
+    while "[MainThread]" in report.stacks or not report.stacks:  # no thread holds the GIL yet, or had CPU time
         (report,) = take_reports([process.pid])
     assert [frame.function for frame in report.frames] == ["idle", "<module>"]
     assert "_answer" in report.stacks.partition("Current thread")[2].splitlines()[1]
 
 
+@pytest.mark.usefixtures("patient")
 def test_stopped_process_is_not_signaled(start) -> None:
     process = start(SERVES + WAIT)
     os.kill(process.pid, signal.SIGSTOP)
@@ -97,6 +108,7 @@ def test_process_without_served_stacks_is_not_signaled(start) -> None:
     assert second.state == "dead"
 
 
+@pytest.mark.usefixtures("patient")
 def test_several_processes_are_observed_at_once(start) -> None:
     from megarl.tracing.stacks import serve_stacks
 
@@ -106,3 +118,13 @@ def test_several_processes_are_observed_at_once(start) -> None:
     functions = {frame.function for frame in reports[0].frames}
     assert "test_several_processes_are_observed_at_once" in functions
     assert [report.frames[0].function for report in reports[1:]] == ["idle", "idle"]
+
+
+def test_a_process_that_does_not_answer_takes_no_time_from_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "LONGEST_ANSWER_S", 0.1)
+    for name, text in (("silent", ""), ("written", "Thread")):
+        (tmp_path / name).write_text(text)
+    files = {1: tmp_path / "silent", 2: tmp_path / "written", 3: tmp_path / "gone"}
+    assert stacks._read_stacks(files) == {1: "", 2: "Thread", 3: ""}

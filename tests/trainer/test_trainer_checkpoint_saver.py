@@ -7,6 +7,8 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -121,18 +123,29 @@ def test_a_storage_slower_than_the_save_frequency_delays_training_and_is_reporte
     run: Run, actor: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Saves neither pile up nor get lost: each waits for the one before."""
-    monkeypatch.setattr(checkpoint_saver, "LATE_S", 0.1)
+    now, submit = 0.0, WorkerGroup.submit
+
+    def submit_and_write(group: WorkerGroup, verb: str, *arguments: Any) -> Any:
+        """Let the workers write when the saver waits for them, and some seconds pass on its clock."""
+        nonlocal now
+        if verb == "finish_checkpoint" and not now:
+            now = 7.0
+            run.set(go=True)
+        return submit(group, verb, *arguments)
+
+    monkeypatch.setattr(WorkerGroup, "submit", submit_and_write)
+    monkeypatch.setattr(checkpoint_saver, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(checkpoint_saver, "LATE_S", 5.0)
     run.set(go=False)
     run.begin(1, actor)
-    threading.Timer(0.3, lambda: run.set(go=True)).start()
     run.begin(2, actor)
     assert run.store.steps() == [1] and len(run.hidden) == 1, "one save is pending"
     run.begin(3, actor)
     run.saver.wait()
     assert run.store.steps() == [1, 2, 3]
-    assert run.saver.take_metrics()["checkpoint/waited_s"] > 0.25
+    assert run.saver.take_metrics()["checkpoint/waited_s"] == 7.0
     (message,) = run.messages
-    assert message.startswith("the checkpoint of step 1 was still being written at step 2: training waited 0.")
+    assert message.startswith("the checkpoint of step 1 was still being written at step 2: training waited 7")
     assert "raise trainer.save_freq" in message
 
 

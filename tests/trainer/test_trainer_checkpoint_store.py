@@ -389,7 +389,7 @@ try:
 except CheckpointError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert "saving the checkpoint of step 2" in done.stdout, done.stderr
     assert "File too large" in done.stdout
     assert sorted(os.listdir(tmp_path)) == ["global_step_1", POINTER]
@@ -404,7 +404,7 @@ with open(folder / "weights", "wb") as file:
     file.write(b"half")
     file.flush()
     print("writing", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
     store = CheckpointStore(tmp_path)
     save(store, 1)

@@ -18,17 +18,19 @@ from megarl.models import ParallelLayout
 from megarl.trainer.jobs.elastic_replicas import MOST_FAILURES, ElasticReplicas, ReplicasMissing
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 class Engine:
-    """A replica without an engine; its model cannot be built while a file exists."""
+    """A replica without an engine; its model cannot be built while a file exists, and is not while another one does."""
 
     def __init__(self, place: WorkerPlace, *, broken: Path) -> None:
         self.replica, self.broken = place.rank, broken
 
     @verb(Dispatch.ALL)
     def init_model(self) -> None:
+        while self.broken.with_name("held").exists():
+            time.sleep(0.05)
         if self.broken.exists():
             raise MegarlError("no memory for the weights")
 
@@ -136,7 +138,9 @@ def test_the_number_of_replicas_follows_the_file(
     wait_until(lambda: ray.available_resources().get("CPU") == 1.0)
     request.write_text("2")
     wait_until(elastic.admit)
-    assert numbers(group) == [0, 1] and "CPU" not in ray.available_resources()
+    assert numbers(group) == [0, 1]
+    wait_until(lambda: "CPU" not in ray.available_resources())
+    (tmp_path / "held").touch()
     elastic.lose([1])
     assert elastic.admit() == [] and not elastic.leaving()
     request.write_text("1")

@@ -395,12 +395,23 @@ def test_a_run_whose_replicas_are_lost_saves_its_work_in_flight(
     def lost(wait_s: float) -> None:
         raise NoReplicaLeft("the only replica is lost")
 
-    advance = ContinuousBatcher.advance
-    monkeypatch.setattr(ContinuousBatcher, "advance", lambda batcher: time.sleep(0.005) or advance(batcher))
+    advance, advances = ContinuousBatcher.advance, list[None]()
+
+    def advance_slowly(batcher: ContinuousBatcher) -> Any:
+        time.sleep(0.005)  # the responses that are left take seconds
+        advances.append(None)
+        return advance(batcher)
+
+    monkeypatch.setattr(ContinuousBatcher, "advance", advance_slowly)
     service = make(2, tokens=100, partial=True, folder="first")
     engine.sync_weights()
     list(steps_of(service, last=1))
-    time.sleep(0.2)  # responses take half a second: some are in flight, with tokens
+    wanted = len(advances) + 20
+    for _ in wait_slices(60.0):
+        if len(advances) >= wanted:
+            break
+        time.sleep(0.01)
+    assert len(advances) >= wanted, "some responses are in flight, with tokens"
     state = saved(service, tmp_path)
     monkeypatch.setattr(service.traffic.runners, "finished", lost)
     assert service.state_dict()["turns"] == [] and not service.traffic.is_open
@@ -491,7 +502,10 @@ def test_an_error_while_the_trainer_trains_is_raised_by_the_next_call(
     with pytest.raises(ConnectionError, match="all engines"):
         for _, _, _ in steps_of(service, 1, 1):
             monkeypatch.setattr(service.traffic.runners, "finished", lose)
-            sleep(1.0)
+            for _ in wait_slices(60.0):
+                if not service.traffic.is_open:
+                    break
+                time.sleep(0.01)
             assert not service.traffic.is_open
     assert service.state_dict()["ledger"]["trained"] == 8  # raised once
 

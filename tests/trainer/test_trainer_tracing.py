@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
 
 from megarl.cluster import PlacedPool, RaySession, ResourcePool, WorkerGroup, processes, wait_ready
 from megarl.config.schema.run import TimelineConfig
@@ -51,17 +52,19 @@ def recorded(folder: Path) -> tuple[Summary, dict[str, int]]:
 def test_an_unresponsive_process_is_named_and_the_others_are_recorded(
     pool: PlacedPool, group: WorkerGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "_COLLECT_S", 2.0)
+    monkeypatch.setattr(processes, "_COLLECT_S", 1.0)
     messages: list[str] = []
     timeline = Timeline(TimelineConfig(enable=True), tmp_path, messages.append)
     timeline.begin_step(pool.processes, 0)
     stopped, _ = group.pid()
     os.kill(stopped, signal.SIGSTOP)  # the first one in the queue, so the other one is collected after the time limit
     timeline.begin_step(pool.processes, 1)
+    others = [ref for member, ref in timeline._pending if member.pid != stopped]
+    assert ray.wait(others, num_returns=len(others), timeout=120)[1] == []  # they have answered by then
     timeline.begin_step(pool.processes, 2)
     host = next(member.host for member in pool.processes.members())
     assert messages == [
-        f"timeline: no events of sleeper rank 0 (pid {stopped} on {host}): it did not answer within 2 s; the timeline "
+        f"timeline: no events of sleeper rank 0 (pid {stopped} on {host}): it did not answer within 1 s; the timeline "
         "lacks them"
     ]
     os.kill(stopped, signal.SIGCONT)
@@ -72,7 +75,7 @@ def test_an_unresponsive_process_is_named_and_the_others_are_recorded(
     assert calls == {"driver": 0, "sleeper rank 0": 0, "sleeper rank 1": 1}
     (lacks,) = summary.left_out
     assert lacks.startswith("sleeper rank 0, until ") and lacks.endswith(
-        "events left out: it did not answer within 2 s"
+        "events left out: it did not answer within 1 s"
     )
 
 

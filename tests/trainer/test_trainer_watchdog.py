@@ -6,9 +6,11 @@ import asyncio
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -25,13 +27,16 @@ from megarl.rewards.pool.jobs import RewardJob
 from megarl.rewards.registry import FunctionTraits
 from megarl.rollout.interface import Completion, Request, SamplingParams
 from megarl.rollout.router import Router
-from megarl.tracing import PHASE, TracingOptions, span, unwatch_process, watch_process
+from megarl.tracing import PHASE, TracingOptions, span, tracer, unwatch_process, watch_process
+from megarl.tracing.stacks import STOPPED, process_state
 from megarl.tracing.stall import explain_stall
 from megarl.trainer.records import watchdog
 from megarl.trainer.records.watchdog import RECOVERY_S, LaterLimits, PhaseLimits, Watchdog
 
 RANKS = 3
 HANGING = "tests.cluster.hanging_workers.Hanging"
+LIMIT_S = 600
+"""Longer than any phase of these tests: they put the clock forward."""
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +53,42 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     watch_process(TracingOptions(watched=True))
     yield
     unwatch_process()
+
+
+class Clock:
+    """The clock of the watchdog and the tracer."""
+
+    def __init__(self) -> None:
+        self.ahead_ns = self.looks = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+    def monotonic_ns(self) -> int:
+        self.looks += threading.current_thread().name == "watchdog"
+        return time.monotonic_ns() + self.ahead_ns
+
+    def put_forward(self, seconds: int) -> None:
+        self.ahead_ns += seconds * 10**9
+
+    def put_forward_when(self, condition: Callable[[], object], seconds: int) -> None:
+        """Put the clock forward once a condition holds, while the caller waits for something else."""
+        threading.Thread(target=lambda: (wait_until(condition), self.put_forward(seconds)), daemon=True).start()
+
+    def wait_for_watchdog(self) -> None:
+        """Wait until the watchdog has checked the phase."""
+        seen = self.looks + 2  # the check of the first look may be under way
+        wait_until(lambda: self.looks >= seen)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """A clock that is put forward; for the watchdog the machine never sleeps meanwhile."""
+    clock = Clock()
+    for module in (watchdog, tracer):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(watchdog, "ASLEEP_S", 1e6)
+    return clock
 
 
 @pytest.fixture
@@ -67,8 +108,8 @@ def start(pool: PlacedPool) -> Iterator[Callable[[str], WorkerGroup]]:
     pool.processes.groups.clear()
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -90,24 +131,27 @@ def stall_of(folder: Path) -> tuple[str, dict[str, str]]:
     ],
 )
 def test_the_stalled_rank_is_named_and_the_run_ends(
-    start: Callable[[str], WorkerGroup], pool: PlacedPool, tmp_path: Path, how: str, words: str
+    start: Callable[[str], WorkerGroup], pool: PlacedPool, tmp_path: Path, clock: Clock, how: str, words: str
 ) -> None:
     group = start("actor")
     pids = {member.rank: member.pid for member in pool.processes.members()}
-    keys = WatchdogConfig(timeout_s=None, phases={"update_actor": 3}, action="end")
+    keys = WatchdogConfig(timeout_s=None, phases={"update_actor": LIMIT_S}, action="end")
+    line = rf"  actor rank 1 {words}; actor ranks 0, 2 wait for it in all_reduce #3 of all ranks \[0, 1, 2\]"
     with (
         pytest.raises(StallError) as error,
         Watchdog(keys, tmp_path, pool.processes, lambda text: None),
         span("step", PHASE),
         span("update_actor", PHASE),
     ):
+        clock.put_forward_when(
+            lambda: re.match(line, f"  {explain_stall(collect_stacks(pool.processes))}"), LIMIT_S + 1
+        )
         group.update(2, 1, how)
     summary, stacks = stall_of(tmp_path)
     assert summary.strip() == str(error.value)
     lines = summary.splitlines()
-    assert re.match(r"update_actor has taken \d+ s, its limit is 3 s", lines[0])
-    waiting = r"; actor ranks 0, 2 wait for it in all_reduce #3 of all ranks \[0, 1, 2\]"
-    assert re.fullmatch(rf"  actor rank 1 {words}{waiting}", lines[1])
+    assert re.match(r"update_actor has taken \d+ s, its limit is 600 s", lines[0])
+    assert re.fullmatch(line, lines[1])
     assert set(stacks) == {"driver-0.txt", *(f"actor-{rank}.txt" for rank in range(RANKS))}
     assert "all_reduce #3 of all ranks [0, 1, 2]" in stacks["actor-0.txt"] and "in update" in stacks["actor-0.txt"]
     assert "test_trainer_watchdog.py" in stacks["driver-0.txt"]
@@ -116,29 +160,32 @@ def test_the_stalled_rank_is_named_and_the_run_ends(
 
 
 def test_action_report_lets_the_run_continue(
-    start: Callable[[str], WorkerGroup], pool: PlacedPool, tmp_path: Path
+    start: Callable[[str], WorkerGroup], pool: PlacedPool, tmp_path: Path, clock: Clock
 ) -> None:
     group, messages = start("critic"), []
     stopped = next(member.pid for member in pool.processes.members() if member.rank == 2)
-    with Watchdog(WatchdogConfig(timeout_s=1.5), tmp_path, pool.processes, messages.append):
+    with Watchdog(WatchdogConfig(timeout_s=LIMIT_S), tmp_path, pool.processes, messages.append):
         os.kill(stopped, signal.SIGSTOP)
+        wait_until(lambda: process_state(stopped) == STOPPED)
         pending = group.submit("update", 1)
         with span("update_critic", PHASE):
+            clock.put_forward(LIMIT_S + 1)
             wait_until(lambda: bool(messages))
             os.kill(stopped, signal.SIGCONT)
             assert pending.result() == [None] * RANKS
         # Three times as long as the limit, and yet no phase is.
-        for _ in range(15):
+        for _ in range(8):
             with span("update_actor", PHASE):
                 group.update(3)
-                time.sleep(0.3)
+                clock.put_forward(LIMIT_S * 3 // 8)
+                clock.wait_for_watchdog()
     assert len(messages) == 1 and f"critic rank 2 (pid {stopped} on" in messages[0]
 
 
-def test_a_stalled_reward_function_is_named(pool: PlacedPool, tmp_path: Path) -> None:
+def test_a_stalled_reward_function_is_named(pool: PlacedPool, tmp_path: Path, clock: Clock) -> None:
     (tmp_path / "mine.py").write_text("import time\ndef score(*a, **k):\n    while True:\n        time.sleep(1)\n")
     spec = FunctionSpec(f"{tmp_path}/mine.py:score")
-    keys = WatchdogConfig(timeout_s=None, phases={"reward": 3}, action="end")
+    keys = WatchdogConfig(timeout_s=None, phases={"reward": LIMIT_S}, action="end")
     with RewardPool([spec], [FunctionTraits()], 1, 0) as rewards:
         with (
             pytest.raises(
@@ -147,13 +194,16 @@ def test_a_stalled_reward_function_is_named(pool: PlacedPool, tmp_path: Path) ->
             Watchdog(keys, tmp_path, pool.processes, lambda text: None),
             span("reward", PHASE),
         ):
+            clock.put_forward_when(lambda: "at score" in explain_stall(collect_stacks(pool.processes)), LIMIT_S + 1)
             rewards.run([RewardJob(0, RewardTask("a", "b", "c", {}))])
         assert rewards.pids == []
 
 
-def test_a_stalled_engine_is_named(start: Callable[[str], WorkerGroup], pool: PlacedPool, tmp_path: Path) -> None:
+def test_a_stalled_engine_is_named(
+    start: Callable[[str], WorkerGroup], pool: PlacedPool, tmp_path: Path, clock: Clock
+) -> None:
     group = start("rollout")
-    keys = WatchdogConfig(timeout_s=None, phases={"gen": 2}, action="end")
+    keys = WatchdogConfig(timeout_s=None, phases={"gen": LIMIT_S}, action="end")
 
     async def ask() -> None:
         async with Router({1: replica_processes(group)[1]}, 1, timeout_s=600) as router:
@@ -164,6 +214,7 @@ def test_a_stalled_engine_is_named(start: Callable[[str], WorkerGroup], pool: Pl
         Watchdog(keys, tmp_path, pool.processes, lambda text: None),
         span("gen", PHASE),
     ):
+        clock.put_forward_when(lambda: "at hang" in explain_stall(collect_stacks(pool.processes)), LIMIT_S + 1)
         asyncio.run(ask())
     assert "idle: rollout rank 0, rollout rank 2" in str(error.value)
 
@@ -186,6 +237,8 @@ def test_time_of_a_stopped_process_does_not_count(
     with Watchdog(keys, tmp_path, pool.processes, messages.append), span("gen", PHASE):
         pid = os.fork()
         if pid == 0:  # continues its parent after a while, as a user's `fg` does
+            while process_state(os.getppid()) != STOPPED:
+                time.sleep(0.01)
             time.sleep(4)
             os.kill(os.getppid(), signal.SIGCONT)
             os._exit(0)
@@ -196,36 +249,38 @@ def test_time_of_a_stopped_process_does_not_count(
 
 
 def test_a_phase_that_has_not_completed_yet_is_reported_at_once_and_ends_the_run_before_the_collective_fails(
-    pool: PlacedPool, tmp_path: Path
+    pool: PlacedPool, tmp_path: Path, clock: Clock
 ) -> None:
     """The first pass may compile; the second is known to be short."""
     messages: list[str] = []
-    later = LaterLimits(collective_s=watchdog.REPORT_S + 4)
-    keys = WatchdogConfig(timeout_s=1.5, action="end")
+    later = LaterLimits(collective_s=watchdog.REPORT_S + 4 * LIMIT_S)
+    keys = WatchdogConfig(timeout_s=LIMIT_S, action="end")
     with Watchdog(keys, tmp_path, pool.processes, messages.append, later), span("step", PHASE):
         with span("update_actor", PHASE):
-            time.sleep(2.5)
-        assert len(messages) == 1 and "the run ends after 4 s, unless update_actor goes on before" in messages[0]
+            clock.put_forward(LIMIT_S + 1)
+            wait_until(lambda: messages)
+            clock.wait_for_watchdog()
+        assert len(messages) == 1 and "the run ends after 2400 s, unless update_actor goes on before" in messages[0]
     with (
-        pytest.raises(StallError, match=r"values has taken \d+ s, its limit is 4 s"),
+        pytest.raises(StallError, match=r"values has taken \d+ s, its limit is 2400 s"),
         Watchdog(keys, tmp_path, pool.processes, messages.append, later),
         span("values", PHASE),
     ):
-        time.sleep(30)
+        clock.put_forward(4 * LIMIT_S + 1)
+        time.sleep(120)
     # A phase of normal length that stalls later does not wait that long.
-    began = time.monotonic()
     with (
-        pytest.raises(StallError, match=r"adv has taken \d+ s, its limit is 1\.5 s"),
+        pytest.raises(StallError, match=r"adv has taken 6\d\d s, its limit is 600 s"),
         Watchdog(keys, tmp_path, pool.processes, messages.append, later),
     ):
         with span("adv", PHASE):
             pass
         with span("adv", PHASE):
-            time.sleep(30)
-    assert time.monotonic() - began < 15
+            clock.put_forward(LIMIT_S + 1)
+            time.sleep(120)
 
 
-def test_finished_requests_are_progress(pool: PlacedPool, tmp_path: Path) -> None:
+def test_finished_requests_are_progress(pool: PlacedPool, tmp_path: Path, clock: Clock) -> None:
     class Slow:
         def __init__(self) -> None:
             self.requests: list[Request] = []
@@ -234,7 +289,8 @@ def test_finished_requests_are_progress(pool: PlacedPool, tmp_path: Path) -> Non
             self.requests = list(requests)
 
         async def completions(self, client: str, wait_s: float) -> list[Completion]:
-            await asyncio.sleep(0.5)
+            clock.put_forward(LIMIT_S // 2)
+            await asyncio.to_thread(clock.wait_for_watchdog)
             return [Completion(request.request_id, [1], [0.0], "stop", 1) for request in self.requests]
 
     async def ask() -> None:
@@ -243,7 +299,7 @@ def test_finished_requests_are_progress(pool: PlacedPool, tmp_path: Path) -> Non
                 *(router.generate([1], SamplingParams(max_new_tokens=1), seed=seed) for seed in range(7))
             )
 
-    keys, messages = WatchdogConfig(timeout_s=2), list[str]()
+    keys, messages = WatchdogConfig(timeout_s=LIMIT_S), list[str]()
     with Watchdog(keys, tmp_path, pool.processes, messages.append), span("gen", PHASE):
         asyncio.run(ask())
     assert messages == []
@@ -286,11 +342,12 @@ def test_the_run_ends_after_first_passes_and_after_the_recovery_of_replicas() ->
     assert (limits.of("update_actor"), limits.end_of("update_actor", True)) == (480, 240), "reports delay no end"
 
 
-def test_the_time_of_a_finished_phase_is_observed(pool: PlacedPool, tmp_path: Path) -> None:
-    keys = WatchdogConfig(timeout_s=1)
+def test_the_time_of_a_finished_phase_is_observed(pool: PlacedPool, tmp_path: Path, clock: Clock) -> None:
+    keys = WatchdogConfig(timeout_s=LIMIT_S)
     with Watchdog(keys, tmp_path, pool.processes, lambda text: None) as guard:
         with span("old_log_prob", PHASE):
-            time.sleep(0.9)
-        time.sleep(0.5)
+            clock.put_forward(400)
+            clock.wait_for_watchdog()
+        clock.wait_for_watchdog()
     limit = guard.limits.of("old_log_prob")
-    assert limit is not None and 1.2 <= limit <= 2.6
+    assert limit is not None and 800 <= limit <= 1000

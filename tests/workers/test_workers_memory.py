@@ -29,10 +29,10 @@ FITS = LONGEST + 3
 MEMORY_METRICS = ("out_of_memory", "update_micro_batch_limit", "forward_micro_batch_limit")
 
 
-def limit_memory(place: Place, tokens: int, ranks: Sequence[int], during: str) -> None:
+def limit_memory(place: Place, tokens: int, ranks: Sequence[int], during: str, peers_wait_s: float = 120.0) -> None:
     """Let the last layer run out of memory for micro-batches of more tokens, after it used the random generator."""
     engine = role_processes._held[0].engine
-    engine._guard._peers_wait_s = 1.0
+    engine._guard._peers_wait_s = peers_wait_s
     if place.rank not in ranks:
         return
     cp = engine.runtime.layout.cp
@@ -166,7 +166,7 @@ def test_results_equal_those_of_the_smaller_budget(role_pool: ProcessPool, model
 def test_error_names_the_budget_where_peers_wait_in_a_collective(role_pool: ProcessPool, models: Models) -> None:
     role = role_of(role_pool, models, "actor", "tp2", LARGE)
     role.call("init_model")
-    role._run(limit_memory, FITS, [1], "forward")
+    role._run(limit_memory, FITS, [1], "forward", 1.0)
     with pytest.raises(RemoteError) as raised:  # which ends the processes: one of them waits
         role.map("compute_log_prob", models.batch)
     text = str(raised.value)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import time
+import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -414,9 +415,15 @@ def test_a_replica_generates_while_another_one_receives_the_weights(
             pass
         return ended[0]
 
-    # Slow steps, so that the response is in flight at the sync of either replica.
-    advance = ContinuousBatcher.advance
-    monkeypatch.setattr(ContinuousBatcher, "advance", lambda batch: (time.sleep(0.01), advance(batch))[1])
+    # Slow steps, so that the response is in flight at the sync of either replica, however late that is.
+    advance, advances, synced = ContinuousBatcher.advance, Counter[int](), threading.Event()
+
+    def advance_slowly(batch: ContinuousBatcher) -> Any:
+        advances[id(batch)] += 1
+        synced.wait(0.01 if advances[id(batch)] < 40 else 1.0)
+        return advance(batch)
+
+    monkeypatch.setattr(ContinuousBatcher, "advance", advance_slowly)
     versions: dict[int, set[int]] = {}
     for rank, worker in enumerate(ends.workers):
         other, first = ends.workers[1 - rank], plan.imported_by(rank).start
@@ -432,6 +439,7 @@ def test_a_replica_generates_while_another_one_receives_the_weights(
         worker.import_bucket = ask_the_other
         worker.accept("long", [Request("long", [1, 2, 3], long, seed=rank)], ())
     metrics, paused = manager.sync_weights_in_flight()
+    synced.set()
     assert versions == {0: {1}, 1: {2}}
     assert metrics["weight_sync/verified"] == 1 and len(paused) == 2
     for worker in ends.workers:

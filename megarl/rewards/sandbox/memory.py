@@ -58,9 +58,10 @@ def _anonymous_files(pids: list[int]) -> int:
     for pid in pids:
         with contextlib.suppress(OSError):  # another user's process, or it has ended
             for entry in os.scandir(f"/proc/{pid}/fd"):
-                if os.readlink(entry.path).startswith("/memfd:"):
-                    status = os.stat(entry.path)
-                    sizes[status.st_ino] = status.st_blocks * 512
+                with contextlib.suppress(OSError):  # closed since it was listed
+                    if os.readlink(entry.path).startswith("/memfd:"):
+                        status = os.stat(entry.path)
+                        sizes[status.st_ino] = status.st_blocks * 512
     return sum(sizes.values())
 
 
