@@ -1,4 +1,4 @@
-"""Process pool for the tests of several rooms, and the selection of ``launch/test.sh --fast``."""
+"""Hooks and fixtures of all tests: seeds, log handlers, servers, processes; and the selection of ``test.sh --fast``."""
 
 from __future__ import annotations
 

@@ -16,9 +16,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
-from held_ports import held_port
-
 from megarl.base.child_process import environment_variables
+from megarl.base.ports import held_port
 
 PRELOADED = "pool_imports"
 

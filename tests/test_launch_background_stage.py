@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from interrupts import restore_interrupts
+from waits import LIMIT_S, wait_for_end, wait_until
 
-from megarl.base.processes import child_pids, process_fields, read_kernel_file
+from megarl.base.processes import child_pids, read_kernel_file
 
-LIMIT_S = 120.0
 SCRIPT = Path(__file__).resolve().parents[1] / "launch" / "background_stage.sh"
 
 
@@ -25,17 +23,6 @@ def start(code: str, folder: Path) -> subprocess.Popen[str]:
         cwd=folder, env={**os.environ, "TMPDIR": str(folder)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, preexec_fn=restore_interrupts, start_new_session=True,
     )  # fmt: skip
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def wait_for_end(pid: int) -> None:
-    wait_until(lambda: process_fields(pid)[:1] in ([], ["Z"], ["X"]))
 
 
 def wait_for(path: Path) -> int:

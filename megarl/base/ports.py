@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import random
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import psutil
 
@@ -34,14 +35,31 @@ def reserve_port(host: str) -> socket.socket:
     raise OSError(f"none of 50 ports tried in {_PORTS} is free on {host}")
 
 
-def free_port(host: str = "") -> int:
-    """Return a free port of an address; "" = all addresses of this machine.
+@contextlib.contextmanager
+def held_port(host: str = "") -> Iterator[int]:
+    """Reserve a free port within the block, in which a server starts to listen; see :func:`reserve_port`.
+
+    Args:
+        host: address; "" = all addresses of this machine.
 
     Raises:
         OSError: no free port was found.
     """
     with reserve_port(host) as reserved:
-        return int(reserved.getsockname()[1])
+        yield int(reserved.getsockname()[1])
+
+
+def free_port(host: str = "") -> int:
+    """Return a port that is free now, for a user that cannot share it with :func:`held_port`.
+
+    Args:
+        host: address; "" = all addresses of this machine.
+
+    Raises:
+        OSError: no free port was found.
+    """
+    with held_port(host) as port:
+        return port
 
 
 def interface_of(address: str) -> str | None:

@@ -154,6 +154,18 @@ def child_pids(pid: int) -> list[int]:
     return children
 
 
+def open_files(pid: int) -> Iterator[tuple[str, str]]:
+    """Yield the path under ``/proc`` and the target of each open file of a process.
+
+    There are none if the process has ended or is another user's; a file that is closed meanwhile is left out.
+    """
+    with contextlib.suppress(OSError):
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            path = f"/proc/{pid}/fd/{descriptor}"
+            with contextlib.suppress(OSError):
+                yield path, os.readlink(path)
+
+
 def resident_bytes(pid: int | str = "self") -> int:
     """Return the resident memory of a process; 0 if it has ended, or the system does not report it."""
     numbers = read_kernel_file(f"/proc/{pid}/statm").split()

@@ -213,13 +213,15 @@ def interruptible() -> Iterator[None]:
                 check_interrupt()
         finally:
             closed.set()
-            if thread is not None:
-                _INTERRUPT.held += 1
-                thread.join()  # a SIGUSR1 after the end of the handler would end this process
+            _INTERRUPT.held += 1
+            try:
+                if thread is not None:
+                    thread.join()  # a SIGUSR1 after the end of the handler would end this process
+            finally:
                 _INTERRUPT.held -= 1
-            _INTERRUPT.depth -= 1
-            if not _INTERRUPT.depth:
-                _INTERRUPT.reset()
+                _INTERRUPT.depth -= 1
+                if not _INTERRUPT.depth:
+                    _INTERRUPT.reset()
 
 
 @contextlib.contextmanager

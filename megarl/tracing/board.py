@@ -8,7 +8,6 @@ slot during a write.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import struct
@@ -16,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+
+from megarl.base.processes import open_files
 
 BOARD, STACKS = "megarl-board", "megarl-stacks"
 """Names of the anonymous files of a process."""
@@ -121,12 +122,7 @@ class Board:
 def find_file(pid: int, name: str) -> Path | None:
     """Find a process's anonymous file by its name before a colon; None if there is none."""
     prefixes = (f"/memfd:{name} ", f"/memfd:{name}:")
-    with contextlib.suppress(OSError):  # it has ended, or is another user's
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):  # closed since it was listed
-                if os.readlink(entry).startswith(prefixes):
-                    return entry
-    return None
+    return next((Path(path) for path, target in open_files(pid) if target.startswith(prefixes)), None)
 
 
 def read_board(pid: int) -> BoardContent | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from megarl.base.ports import reserve_port
+from megarl.base.ports import held_port
 from megarl.base.user_code import import_user_modules
 from megarl.config import RolloutConfig
 from megarl.config.schema.rollout import TrainingRolloutConfig
@@ -57,8 +57,8 @@ class RolloutWorker:
         from megarl.base.rendezvous import host_store
 
         host = hosts[self.replica]
-        with reserve_port(host) as reserved:
-            self._store = host_store(host, reserved.getsockname()[1])
+        with held_port(host) as port:
+            self._store = host_store(host, port)
         return int(self._store.port)
 
     @verb(Dispatch.ALL)

@@ -6,6 +6,7 @@ import time
 
 import psutil
 import pytest
+from waits import wait_for_end
 
 from megarl.base.child_process import (
     ChildProcess,
@@ -14,7 +15,7 @@ from megarl.base.child_process import (
     kill_process_tree,
     open_connection,
 )
-from megarl.base.processes import child_processes, process_fields
+from megarl.base.processes import child_processes
 
 
 def echo_child(handle: int, prefix: str, seconds: float = 0.0) -> None:
@@ -54,13 +55,6 @@ def start(*arguments: object) -> ChildProcess:
     return ChildProcess("test_base_child_process:echo_child", *arguments)
 
 
-def wait_until_gone(pid: int) -> None:
-    deadline = time.monotonic() + 60
-    while process_fields(pid)[:1] not in ([], ["Z"], ["X"]):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_requests_are_answered_in_order():
     child = start("reply")
     try:
@@ -89,7 +83,7 @@ def test_descendants_in_sessions_of_their_own_are_killed():
     child = start("reply")
     _, grandchild = child.request("spawn", 60)
     child.kill()
-    wait_until_gone(grandchild)
+    wait_for_end(grandchild)
 
 
 def test_the_process_tree_of_a_command_is_killed():
@@ -99,7 +93,7 @@ def test_the_process_tree_of_a_command_is_killed():
     kill_process_tree(process, 30.0)
     assert process.returncode == -signal.SIGKILL
     for child in children:
-        wait_until_gone(child.pid)
+        wait_for_end(child.pid)
     kill_process_tree(process)
 
 
@@ -107,7 +101,7 @@ def test_a_child_dies_with_its_parent():
     parent = ChildProcess("test_base_child_process:parent_of_a_child")
     pid = parent.connection.recv()
     parent.connection.send("die")
-    wait_until_gone(pid)
+    wait_for_end(pid)
     assert parent.kill(5.0) == "died of SIGKILL"
 
 

@@ -22,8 +22,8 @@ def test_free_port_can_be_bound_and_reserved_port_cannot(host: str) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_a_server_listens_on_its_reserved_port(host: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with ports.reserve_port(host) as reserved:
-        address = host, reserved.getsockname()[1]
+    with ports.held_port(host) as port:
+        address = host, port
         with socket.create_server(address, family=family) as server, socket.create_connection(address) as client:
             assert server.accept()[1] == client.getsockname()
             with pytest.raises(OSError, match="in use"):

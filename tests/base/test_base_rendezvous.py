@@ -8,9 +8,9 @@ from datetime import timedelta
 
 import psutil
 import pytest
-from held_ports import held_port
 
 from megarl.base.errors import ResourceError
+from megarl.base.ports import held_port
 from megarl.base.rendezvous import host_store, join_rendezvous
 
 LIMIT = timedelta(seconds=30)

@@ -14,6 +14,7 @@ import pytest
 from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
 from megarl.base.errors import ResourceError
+from megarl.base.ports import held_port
 from megarl.cluster import availability
 from megarl.cluster.availability import check_cluster_answers, local_node
 
@@ -85,11 +86,10 @@ def test_a_web_server_is_no_cluster(serve: Callable[[bytes], str], monkeypatch: 
 
 
 def test_a_dead_address_fails_after_the_time_of_the_probe() -> None:
-    with socket.socket() as held:  # does not listen, so connections are refused
-        held.bind(("127.0.0.1", 0))
+    with held_port("127.0.0.1") as port:  # nobody listens there
         begin = time.monotonic()
         with pytest.raises(ResourceError, match=r"Connection refused, tried for 0\.5 s"):
-            check_cluster_answers(f"127.0.0.1:{held.getsockname()[1]}", timeout_s=0.5)
+            check_cluster_answers(f"127.0.0.1:{port}", timeout_s=0.5)
         assert 0.4 < time.monotonic() - begin < 30
 
 

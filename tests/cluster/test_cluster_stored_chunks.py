@@ -1,6 +1,5 @@
 import gc
 import os
-import time
 
 import numpy as np
 import pytest
@@ -8,6 +7,7 @@ import ray
 import torch
 from ray._private.internal_api import node_stats
 from ray._private.worker import global_worker
+from waits import wait_until
 
 from megarl.base.errors import WorkerError
 from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup, wait_ready
@@ -200,14 +200,6 @@ def test_a_failing_row_function_is_named(pool):
     with pytest.raises(WorkerFailed, match=r"(?s)math rank 0 failed in failing_rows.*2 rows, columns .*'responses'"):
         group.row_map("add_up", least_tokens=0)(plain_workers.failing_rows, READ, samples([3, 2]))
     group.shutdown()
-
-
-def wait_until(condition):
-    """Wait for Ray, which frees objects in the background."""
-    deadline = time.monotonic() + 90
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert condition()
 
 
 def test_ray_keeps_no_reference_of_a_call(group):

@@ -1,11 +1,11 @@
 """The judge reward with an endpoint that answers, fails, hangs or returns garbage."""
 
 import asyncio
-import socket
 
 import pytest
 from services import serving
 
+from megarl.base.ports import held_port
 from megarl.rewards.calling import FunctionSpec, InfrastructureFailure, RewardTask
 from megarl.rewards.outcome import BAD_SAMPLE, INFRASTRUCTURE
 from megarl.rewards.pool import InDriverRunner, RewardJob, RewardPool
@@ -55,10 +55,8 @@ def test_failed_service_is_distinguished_from_bad_sample(answer, kind, message):
 
 
 def test_unreachable_endpoint_is_an_infrastructure_failure():
-    with socket.socket() as holder:  # bound, so that no other process listens there
-        holder.bind(("127.0.0.1", 0))
-        with pytest.raises(InfrastructureFailure, match="did not answer"):
-            ask(f"http://127.0.0.1:{holder.getsockname()[1]}")
+    with held_port("127.0.0.1") as port, pytest.raises(InfrastructureFailure, match="did not answer"):
+        ask(f"http://127.0.0.1:{port}")
 
 
 def test_transient_failures_are_retried():

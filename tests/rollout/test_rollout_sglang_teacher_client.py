@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 
 from megarl.base.errors import TeacherError
+from megarl.base.ports import held_port
 from megarl.config.schema.distillation import TeacherServerConfig
 from megarl.rollout.sglang import teacher
 from megarl.rollout.sglang.teacher import TeacherServers, TokenRow
@@ -141,9 +141,8 @@ def test_failed_requests_are_repeated(start: Any) -> None:
 
 
 def test_a_dead_server_is_passed_over(start: Any) -> None:
-    with socket.socket() as holder:  # bound, so that no other process listens there
-        holder.bind(("127.0.0.1", 0))
-        servers = client([f"http://127.0.0.1:{holder.getsockname()[1]}", start([]).url])
+    with held_port("127.0.0.1") as port:  # nobody listens there
+        servers = client([f"http://127.0.0.1:{port}", start([]).url])
         assert_graded(servers)
     assert servers.retries >= 1
 

@@ -72,13 +72,13 @@ def test_a_board_is_found_while_descriptors_are_closed(board: Board) -> None:
     descriptor = os.open(os.devnull, os.O_RDONLY)
     readlink = os.readlink
 
-    def close_and_read(path: Path) -> str:
-        if path.name == str(descriptor):
+    def close_and_read(path: str) -> str:
+        if Path(path).name == str(descriptor):
             os.close(descriptor)
         return readlink(path)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "readlink", close_and_read)
-        patch.setattr(Path, "iterdir", lambda folder: (folder / str(number) for number in (descriptor, board._fd)))
+        patch.setattr(os, "listdir", lambda folder: [str(descriptor), str(board._fd)])
         found = find_file(os.getpid(), BOARD)
     assert found is not None and found.name == str(board._fd)

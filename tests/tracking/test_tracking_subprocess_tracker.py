@@ -10,13 +10,14 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 
 import psutil
 import pytest
 from subprocess_trackers import CannotBeImported, FileTracker, WithoutLogin
+from waits import wait_until
 
 from megarl.base.errors import ConfigError
+from megarl.base.ports import held_port
 from megarl.tracking import RunInfo, check_trackers, open_trackers
 from megarl.tracking.subprocess_tracker import RetryPolicy, SubprocessTracker, TrackerProcess
 
@@ -44,13 +45,6 @@ def log(tracker, steps):
         tracker.log({"a": float(step)}, step)
 
 
-def wait_for(condition):
-    deadline = time.monotonic() + 180
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def arrived(folder):
     lines = [json.loads(line) for line in (folder / "records").read_text().splitlines()]
     return [line if line == "finish" else line[0] for line in lines]
@@ -67,7 +61,7 @@ def test_records_arrive_in_order_without_messages(start, tmp_path):
 def test_refused_record_is_dropped_and_counted(start, tmp_path):
     tracker, messages = start({"2": "refuse"})
     log(tracker, range(1, 5))
-    wait_for(lambda: tracker.delivered == 3)
+    wait_until(lambda: tracker.delivered == 3)
     tracker.finish()
     assert arrived(tmp_path) == [1, 3, 4, "finish"]
     assert "ValueError: not a number" in messages[0] and "logs/tracker-FileTracker.log" in messages[0]
@@ -88,7 +82,7 @@ def test_new_process_retries_the_record_after_a_death_or_a_hang(start, tmp_path,
     monkeypatch.setattr(TrackerProcess, "call", call_within_limit)
     tracker, messages = start({"2": behaviour})
     log(tracker, range(1, 5))
-    wait_for(lambda: tracker.delivered == 4)
+    wait_until(lambda: tracker.delivered == 4)
     tracker.finish()
     assert arrived(tmp_path) == [1, 2, 3, 4, "finish"]
     reason = "its process ended (3)" if behaviour == "die once" else "no reply to log within 1 s"
@@ -98,10 +92,10 @@ def test_new_process_retries_the_record_after_a_death_or_a_hang(start, tmp_path,
 def test_queued_records_arrive_later_up_to_the_capacity(start, tmp_path):
     tracker, messages = start({"closed": str(tmp_path / "listens")}, policy=RetryPolicy(3, 3, 0.05, 0.1))
     log(tracker, [1])
-    wait_for(lambda: messages)
+    wait_until(lambda: messages)
     log(tracker, range(2, 9))
     (tmp_path / "listens").touch()
-    wait_for(lambda: tracker.delivered == 4)
+    wait_until(lambda: tracker.delivered == 4)
     tracker.finish()
     assert arrived(tmp_path) == [1, 6, 7, 8, "finish"], "the current record and the newest three"
     assert "ConnectionError: nobody listens" in messages[0] and "works again" in messages[1]
@@ -111,7 +105,7 @@ def test_queued_records_arrive_later_up_to_the_capacity(start, tmp_path):
 def test_unreachable_tracker_does_not_delay_the_end(start, tmp_path):
     tracker, messages = start({"closed": str(tmp_path / "never")})
     log(tracker, range(1, 5))
-    wait_for(lambda: messages)
+    wait_until(lambda: messages)
     tracker.finish()
     assert len(messages) == 2 and "4 of 4 records did not arrive (ConnectionError: nobody listens)" in messages[1]
 
@@ -119,7 +113,7 @@ def test_unreachable_tracker_does_not_delay_the_end(start, tmp_path):
 def test_hanging_finish_is_killed_and_reported(start, tmp_path):
     tracker, messages = start({"finish": "hang"})
     log(tracker, [1])
-    wait_for(lambda: tracker.delivered == 1)
+    wait_until(lambda: tracker.delivered == 1)
     tracker.run = dataclasses.replace(tracker.run, timeout_s=2.0)  # the start of the process may take longer
     pid = tracker._process.child.pid
     tracker.finish()
@@ -132,9 +126,9 @@ def test_hanging_finish_is_killed_and_reported(start, tmp_path):
 def test_tracker_finishes_if_the_driver_is_gone(start, tmp_path):
     tracker, _ = start()
     log(tracker, [1])
-    wait_for(lambda: tracker.delivered == 1)
+    wait_until(lambda: tracker.delivered == 1)
     tracker._process.child.connection.close()
-    wait_for(lambda: "finish" in arrived(tmp_path))
+    wait_until(lambda: "finish" in arrived(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -169,9 +163,8 @@ def silent_server():
 @pytest.fixture
 def closed_port():
     """A port that refuses connections."""
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        yield holder.getsockname()[1]
+    with held_port("127.0.0.1") as port:
+        yield port
 
 
 def real_trackers(port, tmp_path, monkeypatch):
@@ -199,8 +192,8 @@ def test_real_packages_without_servers_do_not_block(request, silent_server, clos
         trackers.log({"critic/score/mean": 0.5}, step)
     trackers.log_samples([{"input": "q", "output": "a"}], 3)
     if kind == "silent":
-        wait_for(lambda: len(silent_server[1]) >= 3)
-    wait_for(lambda: len({line.split()[1] for line in messages}) == 3)
+        wait_until(lambda: len(silent_server[1]) >= 3)
+    wait_until(lambda: len({line.split()[1] for line in messages}) == 3)
     trackers.finish()
     print("\n".join(messages))
     for name in ("wandb", "swanlab", "mlflow"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import ray
+from waits import wait_until
 
 from megarl.base.errors import MegarlError
 from megarl.cluster import RaySession, ResourcePool, wait_ready
@@ -71,13 +72,6 @@ def make(pool: PlacedPool, tmp_path: Path) -> Iterator[Callable[..., tuple[Rollo
 
 def numbers(group: RolloutGroup) -> Any:
     return group.call("number")
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_a_lost_replica_leaves_at_once_and_joins_again(make: Callable[..., Any]) -> None:

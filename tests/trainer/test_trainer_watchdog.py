@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from waits import wait_until
 
 from megarl.base.errors import StallError
 from megarl.cluster import PlacedPool, RaySession, ResourcePool, WorkerGroup, wait_ready
@@ -106,13 +107,6 @@ def start(pool: PlacedPool) -> Iterator[Callable[[str], WorkerGroup]]:
     for group in groups:
         group.shutdown()
     pool.processes.groups.clear()
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def stall_of(folder: Path) -> tuple[str, dict[str, str]]:

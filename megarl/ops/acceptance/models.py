@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megarl.base.json_text import parse_json
-from megarl.base.ports import reserve_port
+from megarl.base.ports import held_port
 from megarl.megatron import MegatronEngine, MegatronOptions, init_runtime, shutdown_runtime
 from megarl.models import ParallelLayout, parse_model_config
 
@@ -138,8 +138,7 @@ class SingleRankEngine:
     def __enter__(self) -> MegatronEngine:
         layout, source = ParallelLayout(), self._source
         fields = parse_json((source / "config.json").read_text()) if isinstance(source, Path) else dict(source)
-        with reserve_port("127.0.0.1") as reserved:
-            port = reserved.getsockname()[1]
+        with held_port("127.0.0.1") as port:
             runtime = init_runtime(layout, 0, 1, "127.0.0.1", port, device=self._device.type)
         try:
             engine = MegatronEngine(parse_model_config(fields), layout, runtime, self._options)

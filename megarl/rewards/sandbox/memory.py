@@ -19,7 +19,7 @@ from types import TracebackType
 
 import psutil
 
-from megarl.base.processes import child_pids, resident_bytes
+from megarl.base.processes import child_pids, open_files, resident_bytes
 
 _PSS = re.compile(rb"^Pss:\s+(\d+) kB", re.MULTILINE)
 _PREFIX = "megarl-sandbox-"
@@ -56,12 +56,11 @@ def _anonymous_files(pids: list[int]) -> int:
     """Return the bytes of the open memory files of processes, each file once."""
     sizes: dict[int, int] = {}
     for pid in pids:
-        with contextlib.suppress(OSError):  # another user's process, or it has ended
-            for entry in os.scandir(f"/proc/{pid}/fd"):
+        for path, target in open_files(pid):
+            if target.startswith("/memfd:"):
                 with contextlib.suppress(OSError):  # closed since it was listed
-                    if os.readlink(entry.path).startswith("/memfd:"):
-                        status = os.stat(entry.path)
-                        sizes[status.st_ino] = status.st_blocks * 512
+                    status = os.stat(path)
+                    sizes[status.st_ino] = status.st_blocks * 512
     return sum(sizes.values())
 
 

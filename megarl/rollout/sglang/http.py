@@ -22,7 +22,7 @@ from megarl.base.child_process import kill_process_tree
 from megarl.base.errors import ConfigError
 from megarl.base.json_text import parse_json
 from megarl.base.logs import output_log
-from megarl.base.ports import reserve_port
+from megarl.base.ports import held_port
 from megarl.base.processes import READ_ERRORS, descendants
 from megarl.rollout.interface import EngineLost, RolloutError
 from megarl.rollout.sglang.backend import CLOSE_S, CONTROL_CALLS, ControlResult, RequestLoop
@@ -213,9 +213,8 @@ def start_server(folder: str, max_model_len: int, options: SGLangOptions, loop: 
     """
     api_key = options.api_key or secrets.token_hex(32)
     with contextlib.ExitStack() as stack:
-        port = options.port
-        if not port:  # reserved until the server listens, whose libraries take seconds to import
-            port = stack.enter_context(reserve_port(options.host)).getsockname()[1]
+        # Held until the server listens, whose libraries take seconds to import.
+        port = options.port or stack.enter_context(held_port(options.host))
         options = dataclasses.replace(options, api_key=api_key, port=port)
         job = {"folder": os.path.abspath(folder), "max_model_len": max_model_len, "options": _plain(options)}
         log = stack.enter_context(_output())

@@ -10,8 +10,8 @@ import time
 
 import psutil
 import pytest
-from held_ports import held_port
 
+from megarl.base.ports import held_port
 from megarl.base.processes import wait_for_ends
 from megarl.ops.launch.protocol import (
     AGENT_STARTED,

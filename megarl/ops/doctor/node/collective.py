@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 from megarl.base.formatting import MIB
-from megarl.base.ports import reserve_port
+from megarl.base.ports import held_port
 from megarl.ops.doctor.node.needs import Needs
 from megarl.ops.doctor.node.results import CheckResult, Status
 
@@ -140,8 +140,8 @@ def local_all_reduce(backend: str, world: int) -> Bandwidth:
     Raises:
         RuntimeError: a process failed; with the last line of its output.
     """
-    with reserve_port("127.0.0.1") as reserved:  # while the processes start
-        return run_ranks(range(world), world, "127.0.0.1", reserved.getsockname()[1], backend)
+    with held_port("127.0.0.1") as port:  # while the processes start
+        return run_ranks(range(world), world, "127.0.0.1", port, backend)
 
 
 def run_ranks(ranks: range, world: int, host: str, port: int, backend: str) -> Bandwidth:
