@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from megarl.agents.types import AgentError, FinishedSample, Integers, Trajectory
+from megarl.base.reductions import Largest, Smallest, Total
 from megarl.data import DataProto
 from megarl.data.column_store import ragged_columns
 from megarl.data.ragged import Rows
@@ -189,7 +190,7 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         trajectories: result of agent loops.
     """
     succeeded = [trajectory for trajectory in trajectories if trajectory.error is None]
-    metrics = {"agent/failed": float(len(trajectories) - len(succeeded))}
+    metrics: dict[str, float] = {"agent/failed": Total(len(trajectories) - len(succeeded))}
     metrics |= _mean_max_min("num_turns", [float(trajectory.num_turns) for trajectory in succeeded])
     names = dict.fromkeys(name for trajectory in succeeded for name in trajectory.metrics)
     for name in names:
@@ -204,13 +205,17 @@ _Rows = Sequence[Mapping[str, float]]
 def _state_tokens(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     generated = sum(int(np.sum(trajectory.response_mask, dtype=np.int64)) for trajectory in trajectories)
     total = sum(len(trajectory.response_mask) for trajectory in trajectories)
-    return {"state_tokens/total": float(generated), "state_tokens/coverage": generated / total} if total else {}
+    return {"state_tokens/total": Total(generated), "state_tokens/coverage": generated / total} if total else {}
 
 
 def _mean_max_min(name: str, values: Sequence[float]) -> dict[str, float]:
     if not values:
         return {}
-    return {f"{name}/mean": float(np.mean(values)), f"{name}/max": max(values), f"{name}/min": min(values)}
+    return {
+        f"{name}/mean": float(np.mean(values)),
+        f"{name}/max": Largest(max(values)),
+        f"{name}/min": Smallest(min(values)),
+    }
 
 
 def _values(rows: _Rows, name: str) -> list[float]:

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from megarl.base.reductions import Smallest, Total
 from megarl.rollout.load_board import LoadBoard
 from megarl.tracing import TRACER, counter, past_span
 
@@ -70,15 +71,15 @@ class RouterStats:
         Without time or replicas there is no utilization.
         """
         shares = [self.busy_s[replica] / seconds for replica, seconds in self.served_s.items() if seconds > 0]
-        metrics = {
-            "rollout/idle_while_waiting_s": self.idle_while_waiting_s,
-            "rollout/replicas_lost": float(len(self.lost)),
-            "rollout/requests_moved": float(self.moved),
-            "rollout/runners_lost": float(self.runners_lost),
+        metrics: dict[str, float] = {
+            "rollout/idle_while_waiting_s": Total(self.idle_while_waiting_s),
+            "rollout/replicas_lost": Total(len(self.lost)),
+            "rollout/requests_moved": Total(self.moved),
+            "rollout/runners_lost": Total(self.runners_lost),
         }
         if shares:
             metrics["rollout/replica_utilization/mean"] = sum(shares) / len(shares)
-            metrics["rollout/replica_utilization/min"] = min(shares)
+            metrics["rollout/replica_utilization/min"] = Smallest(min(shares))
         return metrics
 
 

@@ -119,13 +119,13 @@ class PPOTrainer:
                     for updates in phases.updates:
                         for update_metrics in self.run_passes(updates, trained, step, metrics):
                             metrics |= update_metrics
-                    trained_on.add(batch, metrics)
-                batch, metrics = trained_on.joined()
+                    trained_on.add(batch, trained, metrics)
+                batch, trained, metrics = trained_on.joined()
                 # 7. Actor workers send their weights to the rollout replicas.
                 with self.phase("update_weights"):
                     metrics |= self.sync_weights()
             # 8. Driver: metrics, samples, validation (testing), callbacks, checkpoint (save_checkpoint).
-            self.finish_step(batch, metrics)
+            self.finish_step(batch, trained, metrics)
         return self.close()
 
     def run_passes(self, passes: Sequence[ModelPass], batch: DataProto, step: int, metrics: Metrics) -> list[Any]:
@@ -199,13 +199,15 @@ class PPOTrainer:
             stratified_minibatch_order(token_counts(batch), mini_batches, self.config.samples_per_prompt)
         )
 
-    def finish_step(self, batch: DataProto, metrics: Metrics) -> None:
+    def finish_step(self, batch: DataProto, trained: DataProto, metrics: Metrics) -> None:
         """Call the recorders of the step; each sees the metrics of the recorders before it."""
-        view = self.view(metrics, batch)
+        view = self.view(metrics, batch, trained)
         for recorder in self.recorders:
             metrics |= recorder.on_step_end(view) or {}
 
-    def view(self, metrics: Metrics | None = None, batch: DataProto | None = None) -> TrainerView:
+    def view(
+        self, metrics: Metrics | None = None, batch: DataProto | None = None, trained: DataProto | None = None
+    ) -> TrainerView:
         """Build the read-only view of the run for recorders and callbacks."""
         return TrainerView(
             config=self.config,
@@ -217,6 +219,7 @@ class PPOTrainer:
             seconds=MappingProxyType(dict(self.reporter.seconds)),
             hidden=MappingProxyType(dict(self.reporter.hidden)),
             batch=batch,
+            trained=trained,
         )
 
     def close(self) -> RunSummary:

@@ -19,6 +19,7 @@ from torch import Tensor
 from megarl.algorithms import LearningRateSchedule, LossCounts, loss_counts, token_weights
 from megarl.algorithms.masked import sequence_sums
 from megarl.base.errors import MegarlError
+from megarl.base.reductions import Largest, Total
 from megarl.base.user_code import import_user_modules
 from megarl.config import MegatronConfig, OptimConfig
 from megarl.data import DataProto
@@ -229,7 +230,7 @@ class MegatronWorker(SavingWorker):
                     totals[name] += value
                 steps += 1
         means = {f"{self.prefix}/{name}": value / steps for name, value in totals.items()}
-        means[f"{self.prefix}/skipped_steps"] = totals["skipped_steps"]
+        means[f"{self.prefix}/skipped_steps"] = Total(totals["skipped_steps"])
         return means | self.memory.take_metrics() | self.end_phase()
 
     def _pack_mini_batch(
@@ -327,7 +328,7 @@ class MegatronWorker(SavingWorker):
             return {}
         maxima = self.engine.max_over_ranks(torch.tensor(list(gigabytes.values()), dtype=torch.float64)).tolist()
         names = [f"perf/{name}" if self.prefix != "critic" else f"perf/critic/{name}" for name in gigabytes]
-        return dict(zip(names, maxima, strict=True))
+        return dict(zip(names, map(Largest, maxima), strict=True))
 
     def _log_device_memory(self, when: str) -> None:
         """Log the memory of this process, whose part outside of torch `megarl plan` assumes as ``reserved_gib``."""

@@ -92,7 +92,7 @@ def trainer_of(config: TrainConfig, recorders: list[Callback], folder: Path) -> 
 def test_a_callback_sees_and_adds_metrics(train_config: Callable[..., TrainConfig], tmp_path: Path) -> None:
     first, second, metrics = Recorded(), Recorded(), {"critic/score/mean": 0.5}
     batch = DataProto.from_dict({}, {"uid": ["a"]})
-    trainer_of(train_config(), [first, second], tmp_path).finish_step(batch, metrics)
+    trainer_of(train_config(), [first, second], tmp_path).finish_step(batch, batch, metrics)
     assert metrics == {"critic/score/mean": 0.5, "custom/metric": 2.0}, "the second sees the metric of the first"
     (_, view), *_ = first.calls
     assert (view.step, view.total_steps, view.epoch, view.folder) == (3, 10, 1, tmp_path)

@@ -16,6 +16,7 @@ from megarl.agents.endpoint.chat_format import AssistantTurn, ChatCompletion, Ch
 from megarl.agents.endpoint.request import ApiError, ChatRequest
 from megarl.agents.types import Generate
 from megarl.base.errors import MegarlError
+from megarl.base.reductions import Total
 from megarl.rollout.interface import SamplingParams
 
 _RETRY_S = 30
@@ -93,7 +94,7 @@ class ExternalRequests:
         """
         counts, self._counts = self._counts, _Counts()
         names = ("requests", "refused", "unserved", "cut_off", "tokens")
-        metrics = {f"endpoint/{name}": float(getattr(counts, name)) for name in names}
+        metrics = {f"endpoint/{name}": Total(getattr(counts, name)) for name in names}
         return metrics | {"endpoint/waited_s/mean": counts.waited_s / max(counts.requests, 1)}
 
     def count(self, error: ApiError) -> None:

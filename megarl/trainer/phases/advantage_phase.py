@@ -22,6 +22,7 @@ from megarl.algorithms import (
     warmup_steps,
 )
 from megarl.base.errors import DataError
+from megarl.base.reductions import Total
 from megarl.config.schema.algorithm import AlgorithmConfig, ScheduledWeightConfig
 from megarl.data import DataProto
 from megarl.data.row_map import RowMap, map_in_process, with_tokens
@@ -106,7 +107,7 @@ def _quality_metrics(facts: Mapping[str, Tensor], weight: float) -> Metrics:
     invalid = quality.isnan().nonzero()
     if len(invalid):
         raise DataError(f"ref_log_prob of row {int(invalid[0])} is not a number: ref_quality_score cannot blend it")
-    metrics = {"ref_quality/weight": weight, "ref_quality/left_out": float((~counted).sum())}
+    metrics = {"ref_quality/weight": weight, "ref_quality/left_out": Total((~counted).sum())}
     metrics |= summary("ref_quality/quality", quality[counted])
     return metrics | summary("ref_quality/reward_change", facts["quality_change"][counted])
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.base.errors import ConfigError, RewardError
 from megarl.base.logs import ProcessLogs
+from megarl.base.reductions import Total
 from megarl.cluster.role_groups import RewardModelGroup
 from megarl.config.schema.jobs import ScoredJobConfig
 from megarl.config.schema.rewards import RewardModelConfig
@@ -21,7 +22,7 @@ from megarl.data.tokenization import Prompt, PromptEncoder
 from megarl.rewards.manager import NullReward, Scored, with_scores
 from megarl.trainer.phases.data_loading import load_tokenizer
 from megarl.trainer.phases.reward_functions import function_manager
-from megarl.trainer.records.metrics import summary
+from megarl.trainer.records.metrics import Metrics, summary
 from megarl.workers.row_math import row_sums
 
 logger = logging.getLogger(__name__)
@@ -81,8 +82,7 @@ class RewardPhase:
     """Scores batches of samples, in training and in validation.
 
     ``score = function_weight * function's score + model_weight * reward model's score``, at the last response token.
-    Scores that a function manager gives to other tokens stay there, weighted. A row whose function failed stays masked,
-    whatever the reward model's score.
+    A row whose function failed stays masked, whatever the reward model's score.
 
     Args:
         functions: manager of the reward functions; its processes are started.
@@ -128,7 +128,7 @@ class RewardPhase:
         parts = {RM_SCORE: model.scores} | ({FUNCTION_SCORE: functions} if weight else {})
         extras = {f"{EXTRA}{name}": _object_column(values, kept) for name, values in parts.items()}
         extras["reward_failed"] = failed.numpy().astype(object)
-        metrics = {"reward/failed": float(failed.sum()), "reward/rm_truncated": float(model.truncated)}
+        metrics: Metrics = {"reward/failed": Total(failed.sum()), "reward/rm_truncated": Total(model.truncated)}
         for name, values in parts.items():
             metrics |= summary(f"reward/{name}", values[kept])
         scores = weight * functions + self.keys.model_weight * model.scores

@@ -58,8 +58,8 @@ class StepMetrics(Callback):
 
     def on_step_end(self, view: TrainerView) -> Metrics:
         """Return the metrics, and update the prompt queue with the scores of its prompts."""
-        batch, data = view.batch, view.config.data
-        assert batch is not None
+        batch, trained, data = view.batch, view.trained, view.config.data
+        assert batch is not None and trained is not None
         metrics = {"training/global_step": float(view.step), "training/epoch": float(view.epoch)}
         self.state.prompts.update(batch)
         metrics |= self.state.prompts.metrics()
@@ -70,11 +70,11 @@ class StepMetrics(Callback):
             self.actor.row_map(ROW_VERB),
             compare_log_probs=self.compare_log_probs,
         )
-        metrics |= throughput_metrics(batch, view.seconds, view.config.num_devices, view.hidden)
-        lengths = token_counts(batch)
+        metrics |= throughput_metrics(batch, trained, view.seconds, view.config.num_devices, view.hidden)
+        lengths = token_counts(trained)
         costs = self.actor.budgets["update_actor"].cost.of(lengths)
-        rows = batch.meta_info["actor_mini_batch_rows"]
-        metrics |= seqlen_metrics(lengths, costs, self.actor.plan("update_actor", batch), rows)
+        rows = trained.meta_info["actor_mini_batch_rows"]
+        metrics |= seqlen_metrics(lengths, costs, self.actor.plan("update_actor", trained), rows)
         for group in self.frozen:
             metrics |= group.pass_metrics()
         return metrics
@@ -89,8 +89,8 @@ class BalanceRecorder(Callback):
 
     def on_step_end(self, view: TrainerView) -> None:
         """Append the ranks' lists of the step."""
-        assert view.batch is not None
-        self.reporter.keep_balance(view.step, rank_balance(view.batch, self.learners, view.seconds))
+        assert view.trained is not None
+        self.reporter.keep_balance(view.step, rank_balance(view.trained, self.learners, view.seconds))
 
 
 class SampleRecorder(Callback):
@@ -178,7 +178,7 @@ class MetricsLogger(Callback):
         """Log the metrics of all recorders before this one, and those of finished saves."""
         assert view.batch is not None
         metrics = {**view.metrics, **self.state.saver.take_metrics()}
-        self.reporter.log_step(view.step, metrics, phase_tokens(view.batch, view.seconds))
+        self.reporter.log_step(view.step, metrics, phase_tokens(view.batch, view.seconds, view.trained))
 
 
 class CheckpointRecorder(Callback):
