@@ -59,7 +59,9 @@ def test_zero_variance_groups_are_replaced(collector: Callable[..., SampleCollec
     steps, metrics = collector(), {}
     # Two of four groups have varied scores; a group with a single score does not.
     first = samples({"a": [1, 0], "b": [1, 1], "c": [None, 1.0], "d": [0, 1]})
-    assert steps.add(first, {"reward/failed": Total(1), "x/mean": 1.0}) == 4  # half of the prompts are kept, two are missing
+    assert (
+        steps.add(first, {"reward/failed": Total(1), "x/mean": 1.0}) == 4
+    )  # half of the prompts are kept, two are missing
     assert steps.rounds == 1
     second = samples({"e": [0, 0], "f": [0, 1], "g": [1, 0], "h": [0.5, 0]})
     assert steps.add(second, {"reward/failed": Total(2), "x/mean": 2.0}) == 0
