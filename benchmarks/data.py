@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from machine import processor
+from machine import benchmark_parser, parse_sizes, processor
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCH, TAKEN, SEED = 1024, 20_000, 1
@@ -120,10 +120,10 @@ def measure(kind: str, path: Path, cache: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse_sizes(parser, rows=BATCH)
     if options.child:
         kind, path, cache = options.child
         print(json.dumps(megarl_loader(path, cache) if kind in ("cold", "warm") else peer(kind, path)))

@@ -14,7 +14,6 @@ as the embedded engine does with rollout.quantization=fp8.
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.multiprocessing as mp
-from machine import processor
+from machine import benchmark_parser, parse_sizes, processor
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -311,10 +310,10 @@ def print_fp8(path: Path, data: Data) -> None:
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps of a run")
     parser.add_argument("--only", choices=("layouts", "ablations"), help="one part")
-    options = parser.parse_args()
+    options = parse_sizes(parser, steps=1)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     transformers_logging.disable_progress_bar()

@@ -56,7 +56,7 @@ def test_table_in_the_documentation() -> None:
         assert [f"{share:.3f}" for share in shares] == cells
 
 
-def test_config_lists_the_same_rejections() -> None:
+def test_config_lists_the_same_schedules() -> None:
     assert set(WEIGHT_SCHEDULES) == set(SCHEDULES)
 
 
@@ -84,7 +84,7 @@ def test_schedules_never_fall_and_end_at_the_maximum(
 
 
 @given(st.sampled_from(RISING), st.integers(1, 400))
-def test_learning_rate_of_neighbouring_steps(name: str, warmup: int) -> None:
+def test_weights_of_neighbouring_steps(name: str, warmup: int) -> None:
     schedule = WeightSchedule(1.0, warmup, load_schedule(name), stairs=7)
     weights = [schedule.weight(step) for step in range(warmup + 1)]
     assert weights == sorted(weights) and (weights[0], weights[-1]) == (0, 1)
