@@ -539,7 +539,7 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", choices=list(MIXES), default=list(MIXES))
     parser.add_argument("--recompute", action="store_true", help="add megarl with a pass for old log-probs")
     parser.add_argument("--steps", type=int, default=6, help="number of steps; the first does not count")
-    args = parse_sizes(parser, steps=2, lengths=["log-normal"], recompute=True)
+    args = parse_sizes(parser, steps=2, lengths=["log-normal"])
     with tempfile.TemporaryDirectory() as name:
         parameters = build_model(Path(name))
         versions = ", ".join(f"{n} {importlib.metadata.version(n)}" for n in ("torch", "transformers", "megatron-core"))
