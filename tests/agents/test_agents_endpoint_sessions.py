@@ -176,6 +176,21 @@ def test_conversation_at_a_limit_ends_normally(endpoint, tokenizer, limits, code
     assert trajectory.metrics["ended_at_limit"] == 1 and trajectory.fields == {"agent_result": {}}
 
 
+def test_a_limit_counts_for_the_branch_that_it_ended(endpoint, tokenizer):
+    """The agent goes on after the refusal with a shorter history, and ends by itself."""
+
+    def agent(task):
+        history = continued(task.messages, complete(task, task.messages), "a long message")
+        with pytest.raises(Refused, match="context_length_exceeded"):
+            complete(task, history)
+        complete(task, [{"role": "user", "content": "shorter"}])
+
+    script = Scripted(tokenizer, ["one<|im_end|>", "answered<|im_end|>"])
+    (trajectory,) = lead(endpoint, script, agent, [talk(limits=ConversationLimits(response_tokens=20))])
+    assert tokenizer.decode(trajectory.response_ids) == "answered<|im_end|>"
+    assert (trajectory.finish_reason, trajectory.metrics["ended_at_limit"]) == ("stop", 1)
+
+
 def test_max_tokens_of_a_turn(endpoint, tokenizer):
     def agent(task):
         body = complete(task, task.messages, max_completion_tokens=4)

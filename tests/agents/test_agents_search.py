@@ -14,6 +14,7 @@ from megarl.agents.retrieval_client import Hit, RetrievalClient, RetrievalOption
 from megarl.agents.search_agent import Action, SearchLoop, format_hits, information_turn, read_action
 from megarl.agents.trajectories import trajectories_to_batch
 from megarl.algorithms import anchor_groups, observations, turn_numbers
+from megarl.workers.row_math import truncated_rows
 
 CORPUS = [Document("1", "Zora\nZora keeps 7 keys"), Document("2", "Yann\nYann keeps <answer>9</answer> keys<|im_end|>")]
 USER = [{"role": "user", "content": "How many keys?"}]
@@ -119,6 +120,10 @@ def test_long_observation_is_truncated_inside_its_tags(tokenizer, url):
 def test_observation_without_room_is_not_appended(tokenizer, url):
     trajectory, _ = run_search(tokenizer, url, ["<search>Zora</search>", "<answer>7</answer>"], ConversationLimits(80))
     assert (trajectory.finish_reason, len(trajectory.response_ids)) == ("length", len("<search>Zora</search>"))
+    answered, _ = run_search(tokenizer, url, ["<answer>7</answer>"])
+    batch = trajectories_to_batch([answered, trajectory, trajectory.failed("broken")], 0)
+    assert batch.non_tensor_batch["finish_reason"].tolist() == ["stop", "length", "error"]
+    assert truncated_rows(batch).tolist() == [False, True, False]
 
 
 def test_retrieval_failure_fails_the_conversation(tokenizer, url):

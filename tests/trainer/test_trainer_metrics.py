@@ -40,7 +40,9 @@ def batch(**more: torch.Tensor) -> DataProto:
 
 
 def test_batch_metrics() -> None:
-    metrics = batch_metrics(batch(), max_prompt_length=3, max_response_length=3)
+    """A limit ended one response; another one has the maximum length."""
+    scored = batch().with_columns({}, {"finish_reason": ["stop", "turns", "error"]})
+    metrics = batch_metrics(scored, max_prompt_length=3, max_response_length=3)
     assert metrics == pytest.approx(
         {
             "critic/score/mean": 0.75,
@@ -63,6 +65,7 @@ def test_batch_metrics() -> None:
             "response_length/max": 3.0,
             "response_length/min": 1.0,
             "response_length/clip_ratio": 1 / 3,
+            "response/truncated_ratio": 1 / 3,
         }
     )
 
@@ -190,6 +193,7 @@ def test_conversation_metrics_are_averaged_by_rows() -> None:
         ("reward/failed", 8.0),
         ("rollout/requests_moved", 8.0),
         ("actor/skipped_steps", 8.0),
+        ("actor/empty_steps", 8.0),
         ("state_tokens/total", 8.0),
         ("endpoint/requests", 8.0),
     ],

@@ -45,6 +45,26 @@ def test_console_tells_of_repeated_passes(reporter: Callable[..., RunReporter]) 
     assert "step 1: actor ran out of device memory 2 times" in text and "update 8,192, forward 16,384" in text
 
 
+@pytest.mark.parametrize(
+    ("metrics", "named"),
+    [
+        ({"actor/empty_steps": 2.0, "actor/truncated_masked_fraction": 1.0}, "mask_truncated_completions"),
+        ({"critic/empty_steps": 1.0, "rollout_corr/rollout_rs_masked_fraction": 1.0}, "rollout_rs"),
+        ({"actor/empty_steps": 1.0, "agent/failed": 3.0, "reward/failed": 1.0}, "3 conversations failed; 1 rewards"),
+        ({"actor/grad_norm": 0.0, "critic/score/zero_variance_fraction": 1.0}, "score the same"),
+        ({"actor/grad_norm": 0.5, "actor/empty_steps": 0.0, "actor/truncated_masked_fraction": 0.9}, None),
+    ],
+)
+def test_console_warns_of_a_step_that_trains_nothing(
+    reporter: Callable[..., RunReporter], metrics: dict[str, float], named: str | None
+) -> None:
+    run = reporter()
+    step(run, 4, {"step": 1.0}, **metrics)
+    _, *warnings = run.console.output.file.getvalue().split("step 4: ")
+    assert len(warnings) == (named is not None)
+    assert named is None or named in " ".join(warnings[0].split())
+
+
 def test_the_summary_totals_the_steps(reporter: Callable[..., RunReporter], tmp_path: Path) -> None:
     run = reporter()
     run.timer.seconds = {"testing": 9.0}

@@ -181,12 +181,13 @@ def steps_of(source: Any, first: int = 1, last: int = STEPS) -> Iterator[tuple[i
         source.sync_weights()
 
 
-def rows(batch: DataProto) -> list[tuple[str, str, float]]:
+def rows(batch: DataProto) -> list[tuple[str, str, tuple[int, float, str]]]:
     columns = batch.non_tensor_batch
     lengths = batch.tensors["attention_mask"].sum(-1).tolist()
     scores = batch.tensors["token_level_scores"].sum(-1).tolist()
     truths = [model["ground_truth"] for model in columns["reward_model"]]
-    return list(zip(columns["uid"].tolist(), truths, zip(lengths, scores, strict=True), strict=True))
+    results = zip(lengths, scores, columns["finish_reason"].tolist(), strict=True)
+    return list(zip(columns["uid"].tolist(), truths, results, strict=True))
 
 
 def test_staleness_0_gives_the_samples_of_synchronous_training(make: Callable[..., Any], engine: OneEngine) -> None:

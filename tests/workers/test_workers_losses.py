@@ -98,7 +98,8 @@ def test_updates(
 def check(actor: Role, models: Models, expected: Trained, folder: Path, plan: Any) -> None:
     results = actor.split("update_actor", models.batch, MINI_BATCH_ROWS, plan=plan)
     expected_metrics = {f"actor/{name}": value for name, value in expected.metrics.items()} | {
-        "actor/skipped_steps": 0.0
+        "actor/skipped_steps": 0.0,
+        "actor/empty_steps": 0.0,
     }
     for metrics in results:
         assert metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-6)

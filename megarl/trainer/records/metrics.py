@@ -16,10 +16,12 @@ from megarl.data.row_map import RowMap, map_in_process
 from megarl.tracking.jsonl_files import SECONDS_SUFFIX, TOKENS, WORK, RankLists
 from megarl.tracking.phase_timer import unhidden_seconds
 from megarl.workers.row_math import (
+    FINISH_REASON,
     MISMATCH_COLUMNS,
     STATISTIC_COLUMNS,
     generated_tokens,
     statistics_of_rows,
+    truncated_rows,
 )
 
 Metrics = dict[str, float]
@@ -28,9 +30,23 @@ GENERATED_TOKENS = "generated_tokens"
 
 OUT_OF_MEMORY = "out_of_memory"
 """Metric of a role: out-of-memory errors after which a pass was repeated."""
+EMPTY_STEPS = "empty_steps"
+"""Metric of a role: optimizer steps without a token to train on."""
+_CAUSES = {
+    "actor/truncated_masked_fraction": "algorithm.mask_truncated_completions leaves out {:.0%} of the samples, which a "
+    "limit of tokens or turns ended",
+    "rollout_corr/rollout_rs_masked_fraction": "algorithm.rollout_correction.rollout_rs rejects {:.0%} of the tokens",
+    "best_of_n/masked": "algorithm.best_of_n.min_score leaves out {:.0f} samples",
+    "agent/failed": "{:.0f} conversations failed",
+    "reward/failed": "{:.0f} rewards failed",
+    "critic/score/zero_variance_fraction": "the samples of {:.0%} of the prompts score the same, so that their "
+    "advantages are 0",
+}
+"""Reasons why a step may train nothing, by the metric that measures each."""
 SUMMED = (
     "*/out_of_memory",
     "*/skipped_steps",
+    "*/empty_steps",
     "agent/failed",
     "best_of_n/masked",
     "distillation/rows/*",
@@ -104,7 +120,9 @@ def batch_metrics(
         ("response_length", response_lengths, max_response_length),
     ):
         metrics |= summary(name, lengths)
-        metrics[f"{name}/clip_ratio"] = (lengths >= limit).double().mean().item()
+        metrics[f"{name}/clip_ratio"] = (lengths >= limit).double().mean().item()  # verl's: the length alone counts
+    if FINISH_REASON in batch.non_tensor_batch:
+        metrics["response/truncated_ratio"] = truncated_rows(batch).double().mean().item()
     return metrics
 
 
@@ -191,6 +209,25 @@ def memory_warnings(metrics: Mapping[str, float]) -> list[str]:
                 f"micro-batches and the same result. Limits per micro-batch from now on: {', '.join(limits)}. "
                 "A smaller budget in the configuration saves the repeated work."
             )
+    return sentences
+
+
+def empty_step_warnings(metrics: Mapping[str, float]) -> list[str]:
+    """Describe updates that trained nothing, and their causes, one sentence per role.
+
+    They had no token to train on, or all gradients of the step are 0. Momentum and weight decay still change weights.
+    """
+    causes = [text.format(metrics[name]) for name, text in _CAUSES.items() if metrics.get(name, 0.0) > 0]
+    sentences = []
+    for name, value in metrics.items():
+        role, _, quantity = name.partition("/")
+        if quantity == EMPTY_STEPS and value > 0:
+            found = f"{value:.0f} optimizer steps of the {role} have no token to train on"
+        elif quantity == "grad_norm" and value == 0 and not metrics.get(f"{role}/{EMPTY_STEPS}"):
+            found = f"the gradient of the {role} is 0, so that the step trains nothing"
+        else:
+            continue
+        sentences.append(f"{found}: {'; '.join(causes) or 'all tokens are masked or have a loss without a gradient'}")
     return sentences
 
 
