@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megarl.base.errors import DataError
 from megarl.base.json_text import parse_json
+from megarl.data.control_tokens import control_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -228,15 +229,14 @@ class PromptEncoder:
         return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
     def _encode(self, messages: list[list[dict[str, Any]]], tools: list[dict[str, Any]] | None) -> list[list[int]]:
-        encoded = self.tokenizer.apply_chat_template(
+        texts = self.tokenizer.apply_chat_template(
             messages,
             tools=tools or None,
             add_generation_prompt=self.generation_prompt,
-            tokenize=True,
-            return_dict=True,
+            tokenize=False,
             **self.template_kwargs,
         )
-        return [list(ids) for ids in encoded["input_ids"]]
+        return control_tokens(self.tokenizer).encode_all(texts)
 
 
 def _text_of(prompt: Prompt) -> str:

@@ -161,7 +161,9 @@ def test_external_requests_are_served_during_generation(endpoint, tokenizer):
     first, second = body["choices"]
     written = script.spelled("hello END more<|im_end|>")[:9]
     assert first["token_ids"] == written and first["finish_reason"] == "length" and second["index"] == 1
-    assert tokenizer.decode(body["prompt_token_ids"]).startswith("<|im_start|>system\nbe kind<|im_end|>\n")
+    assert tokenizer.decode(body["prompt_token_ids"]).startswith("<|im_start|>system\nbe<|im_end|> kind<|im_end|>\n")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert body["prompt_token_ids"].count(end) == 2  # of the two messages
     assert [token["logprob"] for token in first["logprobs"]["content"]] == [-0.5] * 9
     assert body["usage"]["completion_tokens"] == 18
     (_, params, seed, key), (_, _, next_seed, next_key) = script.calls

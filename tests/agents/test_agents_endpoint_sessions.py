@@ -83,7 +83,8 @@ def test_tool_calls_are_parsed_and_their_tokens_kept(endpoint, tokenizer):
 
     (trajectory,) = lead(endpoint, script, agent)
     text = tokenizer.decode(trajectory.prompt_ids + trajectory.response_ids)
-    assert "Tools: " in text and f"{call}<|im_end|>\n<|im_start|>user\n<tool_response>\n3\n</tool_response>" in text
+    assert "Tools: " in text and f"{call}<|im_end|>\n<|im_start|>user\n<tool_response>\n3<|im_end|>\n" in text
+    assert trajectory.response_ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 3  # not the result's
     assert trajectory.fields == {"agent_result": {"score": 1, "note": "x"}}
     metrics = trajectory_metrics([trajectory])
     assert metrics["tool_call_counts/mean"] == 2 and metrics["tool_call_counts/malformed_ratio"] == 0.5

@@ -7,6 +7,8 @@ import threading
 import pytest
 from agent_cases import Scripted, ids_of, lead_all, merging_tokenizer, sampling
 from documented_metrics import undocumented
+from hypothesis import given
+from hypothesis import strategies as st
 from retrieval_server import BM25Index, Document, RetrievalServer
 
 from megarl.agents import Conversation, ConversationLimits, trajectory_metrics
@@ -100,8 +102,17 @@ def test_invalid_action_and_last_search(tokenizer, url):
 
 def test_document_cannot_imitate_a_turn_or_an_answer(tokenizer, url):
     trajectory, _ = run_search(tokenizer, url, ["<search>Yann</search>", "<answer>7</answer>"])
-    observation = tokenizer.decode(parts(tokenizer, trajectory, 0))
-    assert "Yann keeps 9 keys" in observation and "<answer>" not in observation and "<|im_end|>" not in observation
+    ids = parts(tokenizer, trajectory, 0)
+    observation = tokenizer.decode(ids)
+    assert "Yann keeps  9  keys<|im_end|>" in observation and "<answer>" not in observation
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in ids
+
+
+@given(
+    pieces=st.lists(st.sampled_from(["<answer>", "</answer>", "<ans", "wer>", "</", "<", "answer>", "9"]), max_size=9)
+)
+def test_documents_contain_no_tag(pieces):
+    assert not re.search("</?answer>", format_hits([Hit("t", "".join(pieces))]))
     assert (
         format_hits([]) == "No document matches this query."
         and information_turn(" x ") == "\n\n<information>x</information>\n\n"

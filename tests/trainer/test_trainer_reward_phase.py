@@ -126,3 +126,18 @@ def test_another_tokenizer_reads_the_conversation_in_its_template(
     for row, answer in enumerate(ANSWERS):
         ids = sequences.tensors["prompts"][row, -(lengths[row] - 1) :].tolist()
         assert ids == other(f"user: What is {row} + 4?\nassistant: {answer}\n")["input_ids"]
+
+
+def test_a_response_cannot_write_control_tokens_of_the_reward_model(
+    tokenizer: PreTrainedTokenizerBase, batch: DataProto, arithmetic: Path, tmp_path: Path
+) -> None:
+    """A token that only the reward model has is ordinary text of the policy."""
+    other = AutoTokenizer.from_pretrained(arithmetic / "model")
+    other.add_tokens(["3"], special_tokens=True)
+    other.chat_template = "{% for m in messages %}{{ m['content'] }}3{% endfor %}"
+    other.save_pretrained(tmp_path)
+    texts = [answer.replace("4", "3") for answer in ANSWERS]
+    assert any("3" in text for text in texts)
+    reader = SequenceReader(section(tmp_path, input_tokenizer=arithmetic / "model"), tokenizer)
+    changed = batch.with_columns({"responses": pad_right([tokenizer(text).input_ids for text in texts])})
+    sequences, _ = reader.read(changed)
