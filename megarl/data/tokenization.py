@@ -118,14 +118,14 @@ class PromptReader:
                 names = sorted(self.schemas) or "none, set actor_rollout_ref.rollout.multi_turn.tool_config_path"
                 raise DataError(f"{location}: column {TOOLS_COLUMN!r} names the tool {tool!r}; known tools: {names}")
             return dict(self.schemas[tool])
-        schema = _without_nulls(_parse_tools(tool, location) if isinstance(tool, str) else tool)
+        schema = _parse_tools(tool, location) if isinstance(tool, str) else tool
         function = schema.get("function") if isinstance(schema, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise DataError(
                 f"{location}: column {TOOLS_COLUMN!r} has {tool!r:.120}; a tool is its name, or its schema "
                 '{"type": "function", "function": {"name", "description", "parameters"}}'
             )
-        return {"type": "function", **schema}
+        return {"type": "function", **clean_messages([schema])[0]}
 
 
 class PromptEncoder:
@@ -249,7 +249,10 @@ def _user_message(text: str) -> dict[str, Any]:
 
 
 def clean_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Drop null fields of messages, which columnar files add if other rows have the field."""
+    """Drop null fields of messages or tools, which columnar files add if other rows have the field.
+
+    Nulls further inside stay: JSON has them, and the rows of columnar files have lost them already.
+    """
     return [{name: value for name, value in message.items() if value is not None} for message in messages]
 
 
@@ -278,13 +281,6 @@ def _parse_tools(text: str, location: str) -> Any:
         return parse_json(text)
     except ValueError as error:
         raise DataError(f"{location}: column {TOOLS_COLUMN!r} is text but not JSON ({error})") from error
-
-
-def _without_nulls(value: Any) -> Any:
-    """Drop nulls from a value; columnar files fill structs with them."""
-    if isinstance(value, Mapping):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 class EncodedResponse(NamedTuple):

@@ -131,13 +131,11 @@ def test_another_tokenizer_reads_the_conversation_in_its_template(
 def test_a_response_cannot_write_control_tokens_of_the_reward_model(
     tokenizer: PreTrainedTokenizerBase, batch: DataProto, arithmetic: Path, tmp_path: Path
 ) -> None:
-    """A token that only the reward model has is ordinary text of the policy."""
     other = AutoTokenizer.from_pretrained(arithmetic / "model")
-    other.add_tokens(["3"], special_tokens=True)
-    other.chat_template = "{% for m in messages %}{{ m['content'] }}3{% endfor %}"
+    other.add_tokens(["12"], special_tokens=True)
+    other.chat_template = "{% for m in messages %}{{ m['content'] }}12{% endfor %}"
     other.save_pretrained(tmp_path)
-    texts = [answer.replace("4", "3") for answer in ANSWERS]
-    assert any("3" in text for text in texts)
-    reader = SequenceReader(section(tmp_path, input_tokenizer=arithmetic / "model"), tokenizer)
-    changed = batch.with_columns({"responses": pad_right([tokenizer(text).input_ids for text in texts])})
-    sequences, _ = reader.read(changed)
+    sequences, _ = SequenceReader(section(tmp_path, input_tokenizer=arithmetic / "model"), tokenizer).read(batch)
+    end, one, two = other.convert_tokens_to_ids(["12", "1", "2"])
+    assert ANSWERS[0] == "12" and sequences.tensors["prompts"][0].tolist()[-3:] == [end, one, two]
+    assert sequences.tensors["responses"][0].tolist() == [end]
