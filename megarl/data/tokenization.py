@@ -168,7 +168,7 @@ class PromptEncoder:
         """
         try:
             if prompt.text is not None:
-                return list(self.tokenizer(prompt.text)["input_ids"])
+                return self._encode_text(prompt.text)
             return self._encode([prompt.messages], prompt.tools)[0]
         except Exception as error:  # a template is a program and may raise any error
             roles = [message.get("role") for message in prompt.messages]
@@ -227,6 +227,12 @@ class PromptEncoder:
         parts = [vocabulary, str(self.tokenizer.chat_template), json.dumps(self.template_kwargs, default=str)]
         parts.append(str(self.generation_prompt))
         return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+
+    def _encode_text(self, text: str) -> list[int]:
+        """Tokenize a text with the tokenizer's first token (BOS), unless the text begins with it, as rendered ones."""
+        ids, plain = (list(self.tokenizer(text, add_special_tokens=added)["input_ids"]) for added in (True, False))
+        first = next((n for n in range(len(ids)) if ids[n : n + len(plain)] == plain), 0)
+        return ids[first:] if first and plain[:first] == ids[:first] else ids
 
     def _encode(self, messages: list[list[dict[str, Any]]], tools: list[dict[str, Any]] | None) -> list[list[int]]:
         texts = self.tokenizer.apply_chat_template(

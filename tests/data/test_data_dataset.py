@@ -5,6 +5,7 @@ import logging
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from megarl.base.errors import DataError
@@ -99,6 +100,25 @@ def test_text_prompt_without_the_chat_template_is_its_tokens(write, question_row
     source = [row | {"response": "4"} for row in with_texts(question_rows(2))]
     trained = SFTDataset(write(source, "sft.parquet"), tokenizer, 9, apply_chat_template=False)
     assert tokenizer.decode(trained[1]["prompt_ids"] + trained[1]["response_ids"]) == "xx4<|end|>"
+
+
+@pytest.mark.parametrize("first", [["<bos>"], ["<mask>", "<sop>"]])
+def test_a_rendered_text_has_its_first_tokens_once(write, question_rows, tokenizer, first):
+    """The tokenizer writes them before every text, one as Llama's, two as GLM's."""
+    own = copy.deepcopy(tokenizer)
+    own.add_special_tokens({"additional_special_tokens": first})
+    ids = own.convert_tokens_to_ids(first)
+    single = " ".join([*first, "$A"])
+    own.backend_tokenizer.post_processor = TemplateProcessing(
+        single=single, special_tokens=list(zip(first, ids, strict=True))
+    )
+    rows = with_texts(question_rows(2))
+    rows[1]["prompt"] = "".join(first) + rows[1]["prompt"]
+    dataset = RLHFDataset(write(rows), own, 9, apply_chat_template=False)
+    assert [dataset[row]["prompt_ids"] for row in range(2)] == [
+        ids + own.convert_tokens_to_ids(["x"]),
+        ids + own.convert_tokens_to_ids(["x", "x"]),
+    ]
 
 
 def test_messages_are_rendered_without_the_chat_template_of_texts(tmp_path, question_rows, tokenizer):
