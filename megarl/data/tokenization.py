@@ -6,7 +6,8 @@ import codecs
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -166,16 +167,19 @@ class PromptEncoder:
         Raises:
             DataError: the template or the tokenizer rejects the prompt.
         """
-        try:
+        with _named(prompt, location):
             if prompt.text is not None:
                 return self._encode_text(prompt.text)
-            return self._encode([prompt.messages], prompt.tools)[0]
-        except Exception as error:  # a template is a program and may raise any error
-            roles = [message.get("role") for message in prompt.messages]
-            raise DataError(
-                f"{location}: the chat template rejects a prompt with roles {roles}: {error}; "
-                "change the messages to a form that the model's template accepts"
-            ) from error
+            return self.encode_rendered(self._render([prompt.messages], prompt.tools)[0])
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Tokenize a rendered text, which has its special tokens."""
+        return control_tokens(self.tokenizer).encode(text)
+
+    def render(self, prompt: Prompt, location: str) -> str:
+        """Render the messages of a prompt with the chat template; errors as in :meth:`encode`."""
+        with _named(prompt, location):
+            return self._render([prompt.messages], prompt.tools)[0]
 
     def encode_all(self, prompts: Sequence[Prompt], locations: Sequence[str]) -> list[list[int]]:
         """Tokenize many prompts, with one tokenizer call for all prompts with the same tools.
@@ -192,7 +196,8 @@ class PromptEncoder:
             by_tools.setdefault("" if prompt.tools is None else json.dumps(prompt.tools), []).append(index)
         for group in by_tools.values():
             try:
-                encoded = self._encode([prompts[index].messages for index in group], prompts[group[0]].tools)
+                texts = self._render([prompts[index].messages for index in group], prompts[group[0]].tools)
+                encoded = control_tokens(self.tokenizer).encode_all(texts)
             except Exception:  # repeat row by row, to name the row
                 encoded = [self.encode(prompts[index], locations[index]) for index in group]
             for index, prompt_ids in zip(group, encoded, strict=True):
@@ -234,15 +239,28 @@ class PromptEncoder:
         first = next((n for n in range(len(ids)) if ids[n : n + len(plain)] == plain), 0)
         return ids[first:] if first and plain[:first] == ids[:first] else ids
 
-    def _encode(self, messages: list[list[dict[str, Any]]], tools: list[dict[str, Any]] | None) -> list[list[int]]:
-        texts = self.tokenizer.apply_chat_template(
+    def _render(self, messages: list[list[dict[str, Any]]], tools: list[dict[str, Any]] | None) -> list[str]:
+        texts: list[str] = self.tokenizer.apply_chat_template(
             messages,
             tools=tools or None,
             add_generation_prompt=self.generation_prompt,
             tokenize=False,
             **self.template_kwargs,
         )
-        return control_tokens(self.tokenizer).encode_all(texts)
+        return texts
+
+
+@contextmanager
+def _named(prompt: Prompt, location: str) -> Iterator[None]:
+    """Name the row in errors of the template and the tokenizer."""
+    try:
+        yield
+    except Exception as error:  # a template is a program and may raise any error
+        roles = [message.get("role") for message in prompt.messages]
+        raise DataError(
+            f"{location}: the chat template rejects a prompt with roles {roles}: {error}; "
+            "change the messages to a form that the model's template accepts"
+        ) from error
 
 
 def _text_of(prompt: Prompt) -> str:

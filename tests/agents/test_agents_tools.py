@@ -75,6 +75,8 @@ def test_hermes_parser():
     assert good == [ToolCall("add", {"a": 1, "b": 2}), ToolCall("mul", {"x": [1, {"y": 2}]})]
     assert parse("no calls { } here") == []
     (broken, nameless, fine) = parse(f'<tool_call>{{"name": "a",</tool_call><tool_call>[1]</tool_call>{hermes("add")}')
+    for nothing in ("null", '""', '"null"', "{}"):
+        assert parse(f'<tool_call>{{"name": "add", "arguments": {nothing}}}</tool_call>') == [ToolCall("add", {})]
     assert "not valid JSON" in broken.problem and '"name"' in nameless.problem and fine == ToolCall("add", {})
     (unclosed,) = parse('<tool_call>{"name": "add", "arguments": {"a": 1}}<|im_end|>')
     assert "not valid JSON" in unclosed.problem
@@ -86,6 +88,12 @@ def test_llama_parser():
     assert parse(f"{one}<|eot_id|>") == [ToolCall("add", {"a": 1})]
     assert parse(f"<|python_tag|>{one}; {one}<|eom_id|>") == [ToolCall("add", {"a": 1})] * 2
     assert parse("The answer is {5}.") == [] and parse('{"answer": 5}') == []
+    assert (
+        parse('{"name": "Paris", "population": 2}<|eot_id|>') == [] and parse('{"name": "Paris"}; {"name": "B"}') == []
+    )
+    assert (
+        parse('{"name": "now", "parameters": null}') == [ToolCall("now", {})] == parse('<|python_tag|>{"name": "now"}')
+    )
     (broken,) = parse("<|python_tag|>add(1, 2)<|eom_id|>")
     assert "not valid JSON" in broken.problem
     assert parse('{"name": "add", "parameters": "{\\"a\\": 1}"}') == [ToolCall("add", {"a": 1})]
