@@ -13,6 +13,7 @@ from check_structure import (
     long_first_sentences,
     module_paths,
     public_names,
+    reads_in_locale,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,6 +61,17 @@ def test_files_named_in_the_docs_exist() -> None:
     for page in pages:
         for path, link in named.findall(page.read_text()):
             assert (ROOT / path if path else page.parent / link).exists(), f"{page.name}: {path or link}"
+
+
+def test_text_files_name_their_encoding(tmp_path: Path) -> None:
+    """A text file is UTF-8, whatever the locale."""
+    folders = ("megarl", "tools", "tests", "benchmarks", "examples")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    assert {str(path): lines for path in files if (lines := reads_in_locale(path))} == {}
+    calls = ("p.read_text()", "p.write_text(x)", "open(p)", "open(p, 'w')", "p.open('a')", "open(p, mode='r+')")
+    named = ("p.read_text('utf-8')", "open(p, 'rb')", "service.open(replicas)", "open(p, encoding='utf-8')", "f(**o)")
+    (tmp_path / "calls.py").write_text("\n".join((*calls, *named)), encoding="utf-8")
+    assert reads_in_locale(tmp_path / "calls.py") == list(range(1, len(calls) + 1))
 
 
 def test_package_has_no_import_cycles() -> None:

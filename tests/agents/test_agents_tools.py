@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from agent_cases import Scripted, ids_of, lead_all, merging_tokenizer, sampling
@@ -244,4 +247,23 @@ def test_tool_file(tmp_path):
             load_tools(str(file))
     file.write_text(json.dumps({"tools": [entry, entry]}))
     with pytest.raises(ConfigError, match="two tools called 'add'"):
+        load_tools(str(file))
+
+
+def test_tool_file_is_utf_8_in_every_locale(tmp_path):
+    code = tmp_path / "mine.py"
+    lines = ("from megarl.agents.tools import Tool", "class Mine(Tool):", "    async def call(self, a, b): ...")
+    code.write_text("\n".join(lines), encoding="utf-8")
+    schema = {"type": "function", "function": {"name": "add", "description": "additionne, c'est tout à fait ça"}}
+    file = tmp_path / "tools.yaml"
+    entry = {"class_name": f"{code}:Mine", "tool_schema": schema}
+    file.write_text(json.dumps({"tools": [entry]}, ensure_ascii=False), encoding="utf-8")
+    loaded = f"load_tools({str(file)!r})['add'].tool.declaration['function']['description']"
+    program = f"from megarl.agents.tools import load_tools\nprint(ascii({loaded}))"
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env={**os.environ, **locale}, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ascii(schema["function"]["description"])
+    file.write_bytes("tools: [{name: ç}]".encode("iso-8859-1"))
+    with pytest.raises(ConfigError, match="is no YAML file"):
         load_tools(str(file))

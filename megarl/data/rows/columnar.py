@@ -168,7 +168,7 @@ def saved_dataset_files(folder: str) -> list[str]:
         DataError: the folder's description is malformed, or lists no file.
     """
     try:
-        state = parse_json((Path(folder) / HF_STATE).read_text())
+        state = parse_json((Path(folder) / HF_STATE).read_text(encoding="utf-8"))
         files = [str(Path(folder) / file["filename"]) for file in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{folder}/{HF_STATE}: is not a file of datasets.save_to_disk ({error!r})") from error
