@@ -23,7 +23,7 @@ PACKAGE = ROOT / "megarl"
 def imported(path: Path) -> set[str]:
     """Full dotted names of all imports of a file."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -59,7 +59,7 @@ def test_files_named_in_the_docs_exist() -> None:
     rooms = "megarl|tests|tools|benchmarks|configs|launch"
     named = re.compile(rf"`((?:{rooms})/[\w/.]+)`|\]\((?!http)([\w/.]+)(?:#[\w-]+)?\)")
     for page in pages:
-        for path, link in named.findall(page.read_text()):
+        for path, link in named.findall(page.read_text(encoding="utf-8")):
             assert (ROOT / path if path else page.parent / link).exists(), f"{page.name}: {path or link}"
 
 
@@ -91,7 +91,11 @@ def test_public_names_are_unique() -> None:
 
 
 def test_first_sentences_of_docstrings_are_short() -> None:
-    long = [line for name, path in module_paths().items() for line in long_first_sentences(name, path.read_text())]
+    long = [
+        line
+        for name, path in module_paths().items()
+        for line in long_first_sentences(name, path.read_text(encoding="utf-8"))
+    ]
     assert not long, "\n".join(long)
 
 

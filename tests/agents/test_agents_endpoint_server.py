@@ -250,11 +250,11 @@ def test_endpoint_listens_on_loopback_only(endpoint):
 def test_access_file_is_private(tokenizer, tmp_path, monkeypatch):
     file = tmp_path / "new" / "endpoint.json"
     file.parent.mkdir()
-    file.write_text("another user's")
+    file.write_text("another user's", encoding="utf-8")
     file.chmod(0o666)
     reader = file.open()
     with listening(tokenizer, address=EndpointAddress(access_file=file)) as endpoint:
-        content = json.loads(file.read_text())
+        content = json.loads(file.read_text(encoding="utf-8"))
         assert content == {"base_url": endpoint.base_url, "api_key": endpoint.api_key, "model": "policy"}
         assert stat.S_IMODE(file.stat().st_mode) == 0o600 and len(endpoint.api_key) >= 43
         assert reader.read() == "another user's" and endpoint.api_key not in endpoint.describe()

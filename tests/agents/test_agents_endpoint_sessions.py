@@ -341,7 +341,7 @@ def test_concurrent_conversations_equal_single_ones_with_a_real_engine(endpoint,
 
 def test_load_agent_checks_the_function(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text("def lead(task): ...\ndef other(): ...\n")
+    file.write_text("def lead(task): ...\ndef other(): ...\n", encoding="utf-8")
     assert load_agent(f"{file}:lead").__name__ == "lead"
     for name, message in (
         (f"{file}", "names no function"),

@@ -226,11 +226,12 @@ def test_tool_file(tmp_path):
     code = tmp_path / "mine.py"
     code.write_text(
         "from megarl.agents.tools import Tool\nclass Mine(Tool):\n"
-        "    async def call(self, arguments, conversation):\n        return str(self.config['factor'])\n"
+        "    async def call(self, arguments, conversation):\n        return str(self.config['factor'])\n",
+        encoding="utf-8",
     )
     file = tmp_path / "tools.yaml"
     entry = {"class_name": f"{code}:Mine", "config": {"factor": 7}, "tool_schema": ADD, "timeout_s": 2, "retries": 0}
-    file.write_text(json.dumps({"tools": [entry]}))
+    file.write_text(json.dumps({"tools": [entry]}), encoding="utf-8")
     (tool,) = load_tools(str(file)).values()
     assert (tool.tool.name, tool.timeout_s, tool.retries) == ("add", 2, 0)
     answer = asyncio.run(answer_call(ToolCall("add", {"a": 1, "b": 2}), {"add": tool}, TALK))
@@ -242,10 +243,10 @@ def test_tool_file(tmp_path):
         ({"timeout_s": 0}, "timeout_s=0"),
         ({"class_name": "mine"}, "class_name='mine' is unknown"),
     ):
-        file.write_text(json.dumps({"tools": [entry | change]}))
+        file.write_text(json.dumps({"tools": [entry | change]}), encoding="utf-8")
         with pytest.raises(ConfigError, match=message):
             load_tools(str(file))
-    file.write_text(json.dumps({"tools": [entry, entry]}))
+    file.write_text(json.dumps({"tools": [entry, entry]}), encoding="utf-8")
     with pytest.raises(ConfigError, match="two tools called 'add'"):
         load_tools(str(file))
 

@@ -123,7 +123,7 @@ def test_a_rendered_text_has_its_first_tokens_once(write, question_rows, tokeniz
 
 def test_messages_are_rendered_without_the_chat_template_of_texts(tmp_path, question_rows, tokenizer):
     rows = [*with_texts(question_rows(1)), question_rows(2)[1]]
-    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     dataset = RLHFDataset(str(tmp_path / "mixed.jsonl"), tokenizer, 9, apply_chat_template=False)
     shown = [tokenizer.decode(dataset[row]["prompt_ids"]) for row in range(2)]
     assert shown == ["x", "<|user|>xx<|end|><|assistant|>"]

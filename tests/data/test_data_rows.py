@@ -129,7 +129,7 @@ def test_data_that_a_text_model_does_not_read_is_refused(write, question_rows, t
 
 def test_missing_and_malformed_parquet_files(tmp_path, write, question_rows):
     text = tmp_path / "rows.parquet"
-    text.write_text("question,answer\n1,2\n")
+    text.write_text("question,answer\n1,2\n", encoding="utf-8")
     truncated = tmp_path / "cut.parquet"
     whole = write(question_rows(3))
     with open(whole, "rb") as file:

@@ -81,8 +81,8 @@ def test_the_summary_totals_the_steps(reporter: Callable[..., RunReporter], tmp_
     assert summary.update_tokens_per_s == pytest.approx(600 / 5)
     assert 0 < summary.wall_seconds < 60
 
-    written = json.loads((tmp_path / "outputs" / "run" / "summary.json").read_text())
-    assert written == json.loads((tmp_path / "outputs" / "summary.json").read_text())
+    written = json.loads((tmp_path / "outputs" / "run" / "summary.json").read_text(encoding="utf-8"))
+    assert written == json.loads((tmp_path / "outputs" / "summary.json").read_text(encoding="utf-8"))
     assert written["steps"] == 3 and written["report"] == str(run.folder / "report.html")
     # The metrics file is written although only the console tracker is configured.
     metrics = read_metrics(run.metrics_file)
@@ -154,7 +154,7 @@ def test_a_resumed_run_has_the_accuracy_before_its_first_part(
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
     rows = [{"step": 0, "val-core/a/reward/mean@1": 0.25}, {"step": 1, "val-core/a/reward/mean@1": 0.5}]
-    (checkpoint / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (checkpoint / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     run = reporter("second", (checkpoint, 1))
     step(run, 2, {"step": 1.0}, **{"val-core/a/reward/mean@1": 0.75})
     summary = run.finish(None)
@@ -170,6 +170,6 @@ def test_the_whole_run_counts_from_the_command(reporter: Callable[..., RunReport
 def test_the_summary_names_the_reason_of_an_early_end(reporter: Callable[..., RunReporter]) -> None:
     run = reporter(run_id="abc")
     run.finish(None, stopped="Ctrl-C")
-    assert json.loads((run.folder / "summary.json").read_text())["stopped"] == "Ctrl-C"
+    assert json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))["stopped"] == "Ctrl-C"
     assert f"{run.config.experiment_name}: ended early (Ctrl-C)" in run.console.output.file.getvalue()
-    assert (run.folder / "run_id").read_text() == "abc"
+    assert (run.folder / "run_id").read_text(encoding="utf-8") == "abc"

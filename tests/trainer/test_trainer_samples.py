@@ -63,7 +63,7 @@ def test_describe_samples_of_a_scored_batch(arithmetic: Path, tmp_path: Path) ->
         },
     ]  # fmt: skip
     dump_samples(tmp_path / "new" / "folder", 7, samples)
-    lines = (tmp_path / "new" / "folder" / "7.jsonl").read_text().splitlines()
+    lines = (tmp_path / "new" / "folder" / "7.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == samples
 
 

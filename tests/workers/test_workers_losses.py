@@ -120,7 +120,8 @@ def test_user_defined_policy_loss(
         "from megarl.algorithms import TokenLoss\n\n\n"
         "def plain(inputs):\n"
         "    kl = (inputs.old_log_prob - inputs.log_prob).detach()\n"
-        '    return TokenLoss(-inputs.advantages * inputs.log_prob, {"ppo_kl": kl})\n'
+        '    return TokenLoss(-inputs.advantages * inputs.log_prob, {"ppo_kl": kl})\n',
+        encoding="utf-8",
     )
     config = dataclasses.replace(configured("reinforce"), policy_loss=PolicyLossConfig(loss_mode=f"{file}:plain"))
     arguments = actor_arguments(models.policy_path, LAYOUTS["tp1"]) | {"config": config}

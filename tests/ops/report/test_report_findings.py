@@ -147,7 +147,7 @@ def test_failures_are_summed() -> None:
 
 def test_damaged_file_is_a_finding(make_run: MakeRun) -> None:
     folder = make_run()
-    (folder / "config.yaml").write_text("a: [")
+    (folder / "config.yaml").write_text("a: [", encoding="utf-8")
     (first, *_) = run_findings(read_run(folder))
     assert first.level == "bad" and "config.yaml cannot be read" in first.text
 
