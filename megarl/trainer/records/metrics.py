@@ -32,6 +32,7 @@ OUT_OF_MEMORY = "out_of_memory"
 """Metric of a role: out-of-memory errors after which a pass was repeated."""
 EMPTY_STEPS = "empty_steps"
 """Metric of a role: optimizer steps without a token to train on."""
+_ZERO_VARIANCE = "critic/score/zero_variance_fraction"
 _CAUSES = {
     "actor/truncated_masked_fraction": "algorithm.mask_truncated_completions leaves out {:.0%} of the samples, which a "
     "limit of tokens or turns ended",
@@ -39,8 +40,7 @@ _CAUSES = {
     "best_of_n/masked": "algorithm.best_of_n.min_score leaves out {:.0f} samples",
     "agent/failed": "{:.0f} conversations failed",
     "reward/failed": "{:.0f} rewards failed",
-    "critic/score/zero_variance_fraction": "the samples of {:.0%} of the prompts score the same, so that their "
-    "advantages are 0",
+    _ZERO_VARIANCE: "the samples of {:.0%} of the prompts score the same, so that their advantages are 0",
 }
 """Reasons why a step may train nothing, by the metric that measures each."""
 SUMMED = (
@@ -217,17 +217,18 @@ def empty_step_warnings(metrics: Mapping[str, float]) -> list[str]:
 
     They had no token to train on, or all gradients of the step are 0. Momentum and weight decay still change weights.
     """
-    causes = [text.format(metrics[name]) for name, text in _CAUSES.items() if metrics.get(name, 0.0) > 0]
+    causes = {name: text.format(metrics[name]) for name, text in _CAUSES.items() if metrics.get(name, 0.0) > 0}
+    masks = {name: text for name, text in causes.items() if name != _ZERO_VARIANCE}
     sentences = []
     for name, value in metrics.items():
         role, _, quantity = name.partition("/")
         if quantity == EMPTY_STEPS and value > 0:
-            found = f"{value:.0f} optimizer steps of the {role} have no token to train on"
+            found, reasons = f"the {role} had no token to train on in optimizer steps: {value:.0f}", masks
         elif quantity == "grad_norm" and value == 0 and not metrics.get(f"{role}/{EMPTY_STEPS}"):
-            found = f"the gradient of the {role} is 0, so that the step trains nothing"
+            found, reasons = f"the gradient of the {role} is 0, so that the step trains nothing", causes
         else:
             continue
-        sentences.append(f"{found}: {'; '.join(causes) or 'all tokens are masked or have a loss without a gradient'}")
+        sentences.append(f"{found}. {'; '.join(reasons.values()) or 'No metric names the cause'}")
     return sentences
 
 
