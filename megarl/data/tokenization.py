@@ -27,6 +27,8 @@ TRAINED_ROLE = "assistant"
 """Role of the response pieces that supervised fine-tuning trains on."""
 MAX_PREFIX_TOKENS = 512
 """Longest response for which characters per token are found by decoding every prefix, at quadratic cost."""
+_ENCODING = 2
+"""Version of the encoding, for cached lengths: it changes with the tokens of a prompt."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SENTENCEPIECE_SPACE = "\u2581"
 
@@ -230,7 +232,7 @@ class PromptEncoder:
         core = getattr(self.tokenizer, "backend_tokenizer", None)
         vocabulary = core.to_str() if core is not None else json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
         parts = [vocabulary, str(self.tokenizer.chat_template), json.dumps(self.template_kwargs, default=str)]
-        parts.append(str(self.generation_prompt))
+        parts.append(f"{self.generation_prompt} {_ENCODING}")
         return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
     def _encode_text(self, text: str) -> list[int]:

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megarl.agents.endpoint.chat_format import ChatFormat
-from megarl.agents.endpoint.request import parse_request
+from megarl.agents.endpoint.request import ApiError, ChatRequest, parse_request
 from megarl.agents.frames import turn_frame
 from megarl.agents.tools import find_parser
 from megarl.data.control_tokens import MARK, ControlTokens, control_tokens
@@ -95,6 +95,19 @@ def test_a_request_adds_no_control_token(tokenizer: Any, texts: list[str]) -> No
         return chat.prompt_ids(parse_request(json.dumps(request).encode()))
 
     assert controls(tokenizer, ids_of(*texts), SPECIAL) == controls(tokenizer, ids_of(*"ndpac"), SPECIAL)
+
+
+@pytest.mark.parametrize("depth", [100, 400, 900])
+def test_deep_tools_are_encoded_or_refused(tokenizer: Any, depth: int) -> None:
+    parameters: Any = {}
+    for _ in range(depth):
+        parameters = {"a": parameters}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    request = ChatRequest([{"role": "user", "content": "?"}], tools)
+    try:
+        assert ChatFormat(tokenizer, find_parser("hermes")).prompt_ids(request)
+    except ApiError as error:
+        assert error.status == 400 and depth > 100
 
 
 def test_harmless_text_has_its_usual_tokens(tokenizer: Any) -> None:

@@ -123,10 +123,10 @@ class ChatFormat:
         Raises:
             ApiError: the chat template refuses the messages.
         """
-        messages, tools = self._control.hide_messages(request.messages), self._control.hide_all(request.tools)
         try:
+            messages, tools = self._control.hide_messages(request.messages), self._control.hide_all(request.tools)
             ids = encode_prompt(self.tokenizer, messages, tools, self._template_kwargs)
-        except (AgentError, TypeError, ValueError) as error:
+        except (AgentError, TypeError, ValueError, RecursionError) as error:
             raise ApiError(400, f"messages: {error}", param="messages") from error
         if not ids:
             raise ApiError(400, "messages: the chat template makes no token of them", param="messages")
@@ -141,7 +141,7 @@ class ChatFormat:
         last_token = last.token_ids[-1] if last.token_ids else None
         try:
             return turn_frame(self.tokenizer, messages, last_token, self._template_kwargs)
-        except (AgentError, TypeError, ValueError) as error:
+        except (AgentError, TypeError, ValueError, RecursionError) as error:
             raise ApiError(400, f"messages: {error}", param="messages") from error
 
     def turn(self, completion: Completion, request: ChatRequest) -> AssistantTurn:
