@@ -78,7 +78,7 @@ class ControlTokens:
             text: external text.
             role: role of its message.
         """
-        pattern = {"tool": self._all, "assistant": self._special}.get(role, self._turns)
+        pattern = {"assistant": self._special, "system": self._turns, "user": self._turns}.get(role, self._all)
         shown = pattern.sub(lambda match: _placeholder("text", match[0]), text)
         # The template or another text could complete a token that begins or ends here.
         if shown in self._names:
@@ -117,7 +117,7 @@ class ControlTokens:
 
     def remove(self, text: str) -> str:
         """Remove the special tokens from the policy's text, for a client."""
-        return self._special.sub("", text)
+        return self._special.sub(lambda match: MARK if match[0] == MARK else "", text)
 
     def _with_edges(self, text: str) -> str:
         """Show hidden ends of texts, unless they form control tokens with their neighbours."""

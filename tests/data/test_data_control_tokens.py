@@ -135,4 +135,4 @@ def test_tokens_between_turns_are_control_tokens_if_they_are_not_special() -> No
 
 
 def test_the_policys_text_for_a_client_has_no_special_token(tokenizer: Any) -> None:
-    assert control_tokens(tokenizer).remove("a<|eom|>b<|eot|><think>") == "ab<think>"
+    assert control_tokens(tokenizer).remove(f"a<|eom|>{MARK}b<|eot|><think>") == f"a{MARK}b<think>"
