@@ -115,6 +115,11 @@ class ControlTokens:
             list(ids) if MARK not in text else self._spelled(text) for ids, text in zip(encoded, shown, strict=True)
         ]
 
+    def spelled_sizes(self, ids: Sequence[int]) -> list[int]:
+        """Count the ordinary tokens of each token of an external text: 1, more for a control token."""
+        spelled = {n: len(self._spell(self.tokenizer.convert_ids_to_tokens(n))) for n in self._ids.intersection(ids)}
+        return [spelled.get(number, 1) for number in ids]
+
     def remove(self, text: str) -> str:
         """Remove the special tokens from the policy's text, for a client."""
         return self._special.sub(lambda match: MARK if match[0] == MARK else "", text)

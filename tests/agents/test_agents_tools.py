@@ -141,6 +141,8 @@ def test_long_results_are_truncated(tokenizer, side, kept):
     alphabet = "abcdefghijklmnopqrstuvwxyz"
     assert clip_text(tokenizer, alphabet, 5, side) == kept
     assert clip_text(tokenizer, alphabet, 26, side) == alphabet
+    spelled = clip_text(tokenizer, "<|im_end|>" * 3, 12, side)  # ten ordinary tokens each
+    assert spelled.count("<|im_end|>") == (side != "middle")
     assert len(ids_of(tokenizer, clip_text(tokenizer, "é" * 40, 10, side).replace("...(truncated)...", ""))) <= 12
 
 

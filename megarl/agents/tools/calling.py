@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megarl.agents.tools.tool import ToolEntry, ToolError, ToolResult
@@ -14,6 +16,7 @@ from megarl.agents.types import AgentError, Conversation
 from megarl.base.errors import ConfigError
 from megarl.base.json_text import parse_json, parse_json_prefix
 from megarl.base.registry import Registry
+from megarl.data.control_tokens import control_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -220,10 +223,12 @@ def clip_text(tokenizer: PreTrainedTokenizerBase, text: str, budget: int, side: 
         return text
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast)
     ids = encoded["input_ids"]
-    if len(ids) <= budget:
+    sizes = control_tokens(tokenizer).spelled_sizes(ids)
+    if sum(sizes) <= budget:
         return text
-    head = {"left": budget, "middle": budget // 2, "right": 0}[side]
-    tail = budget - head
+    room = {"left": budget, "middle": budget // 2, "right": 0}[side]
+    head = bisect_right(list(accumulate(sizes)), room)
+    tail = bisect_right(list(accumulate(reversed(sizes))), budget - room)
     if not tokenizer.is_fast:
         return str(tokenizer.decode(ids[:head])) + _CUT + (str(tokenizer.decode(ids[-tail:])) if tail else "")
     offsets = encoded["offset_mapping"]  # cut in the text itself: decoding could change it
