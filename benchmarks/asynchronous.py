@@ -233,7 +233,10 @@ def make_task(folder: Path, work: Workload) -> None:
     """Make the arithmetic task, with a model whose positions suffice for the longest response."""
     run(["tools/make_arithmetic.py", "--out", str(folder), "--hidden", str(work.hidden)], os.environ)
     path = folder / "model" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": 64 + work.longest}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text(encoding="utf-8")), "max_position_embeddings": 64 + work.longest}),
+        encoding="utf-8",
+    )
 
 
 def run(arguments: Sequence[str], environment: Mapping[str, str]) -> None:

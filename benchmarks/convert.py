@@ -60,7 +60,7 @@ def write_model(folder: Path, shape: dict[str, Any], layers: int) -> int:
     """Write a model folder of random bytes with one shard per 5 GB; return the size of its largest tensor."""
     raw = {**shape, "num_hidden_layers": layers}
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(raw))
+    (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     for name, shape in WeightMap(parse_model_config(raw)).hf_shapes().items():
         if sum(2 * math.prod(s) for s in shards[-1].values()) + 2 * math.prod(shape) > 5e9:
@@ -71,7 +71,9 @@ def write_model(folder: Path, shape: dict[str, Any], layers: int) -> int:
         file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
         placed |= dict.fromkeys(shard, file)
         write_shard(folder / file, shard)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": placed}), encoding="utf-8"
+    )
     return max(2 * math.prod(shape) for shard in shards for shape in shard.values())
 
 

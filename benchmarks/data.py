@@ -33,7 +33,7 @@ FILLER = "Think about it step by step and write the answer down. " * 4
 def make(folder: Path, rows: int) -> None:
     """Write the same rows as parquet and as JSONL."""
     size = 10_000
-    with open(folder / "rows.jsonl", "w") as lines:
+    with open(folder / "rows.jsonl", "w", encoding="utf-8") as lines:
         writer = None
         for start in range(0, rows, size):
             part = [row(number) for number in range(start, min(start + size, rows))]
@@ -58,7 +58,7 @@ def row(number: int) -> dict:
 
 def memory() -> dict[str, int]:
     """Return this process's memory in MiB: current private and mapped memory, and the peak of both."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines())
     names = {"own_mib": "RssAnon", "mapped_mib": "RssFile", "peak_mib": "VmHWM"}
     return {name: int(status[key].split()[0]) >> 10 for name, key in names.items()}
 

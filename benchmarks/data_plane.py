@@ -202,7 +202,7 @@ class Meter:
 
 def anonymous_bytes() -> int:
     """Memory of this process without files and shared memory."""
-    with open("/proc/self/status") as lines:
+    with open("/proc/self/status", encoding="utf-8") as lines:
         return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
 
 

@@ -99,7 +99,9 @@ def run_job(steps: int, overrides: Sequence[str], scratch: Path, limit_s: float 
                 read_memory(mark, done, readings)
             time.sleep(POLL_S)
     if process.returncode not in (0, 128 + signal.SIGTERM if math.isfinite(limit_s) else 0):
-        raise SystemExit(f"the job failed ({process.returncode}):\n{(scratch / 'output.txt').read_text()[-4000:]}")
+        raise SystemExit(
+            f"the job failed ({process.returncode}):\n{(scratch / 'output.txt').read_text(encoding='utf-8')[-4000:]}"
+        )
     return readings
 
 

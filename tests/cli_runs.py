@@ -58,7 +58,7 @@ class CliRun:
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **(env or {}), MARK: self.mark}
         self.process: subprocess.Popen[bytes] | WarmDriver
         # The driver begins a session: a signal to its process group acts like Ctrl-C in a terminal.
-        with open(self.output_file, "w") as output:
+        with open(self.output_file, "w", encoding="utf-8") as output:
             if server is not None:
                 self.process = server.start(command, folder, variables, output.fileno())
                 return
@@ -76,7 +76,7 @@ class CliRun:
     @property
     def output(self) -> str:
         """Standard output and error so far."""
-        return self.output_file.read_text(errors="replace")
+        return self.output_file.read_text(errors="replace", encoding="utf-8")
 
     def processes(self) -> list[psutil.Process]:
         """All live processes of the run."""
@@ -161,13 +161,13 @@ class RunFiles:
     @property
     def summary(self) -> dict[str, Any]:
         """``summary.json`` of the run; must equal the copy at the stable path."""
-        text = (self.newest / "summary.json").read_text()
-        assert (self.root / "summary.json").read_text() == text
+        text = (self.newest / "summary.json").read_text(encoding="utf-8")
+        assert (self.root / "summary.json").read_text(encoding="utf-8") == text
         return json.loads(text)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().split("\n") if line]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def reproducible(row: Mapping[str, float]) -> dict[str, float]:

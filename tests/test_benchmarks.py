@@ -20,7 +20,9 @@ LIMIT_S = 240.0
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_task(tmp_path_factory.mktemp("task"), "--layers", "2", "--largest", "9", "--num-test", "20", "--lessons", "60", "60")
+    return make_task(
+        tmp_path_factory.mktemp("task"), "--layers", "2", "--largest", "9", "--num-test", "20", "--lessons", "60", "60"
+    )
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)

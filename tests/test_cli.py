@@ -46,7 +46,7 @@ class FakeJob:
             raise self.failures.pop(0)
         if self.scores:
             row = {"step": 1, "critic/score/mean": self.scores.pop(0)}
-            (output_dir / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+            (output_dir / "metrics.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
 
 
 @pytest.fixture
@@ -73,9 +73,9 @@ def test_job_gets_a_typed_config_and_a_new_output_folder(job: FakeJob, tmp_path:
     assert isinstance(config, TrainConfig) and config.trainer.seed == 7
     assert folder.parent == tmp_path / "outputs" / "quickstart"
     assert config.trainer.default_local_dir == "outputs/quickstart/checkpoints"
-    assert yaml.safe_load((folder / "config.yaml").read_text())["data"]["seed"] == 7
-    assert (folder / ".hydra" / "overrides.yaml").read_text() == "- trainer.seed=7\n"
-    provenance = json.loads((folder / "run.json").read_text())
+    assert yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["data"]["seed"] == 7
+    assert (folder / ".hydra" / "overrides.yaml").read_text(encoding="utf-8") == "- trainer.seed=7\n"
+    provenance = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     assert (provenance["job"], provenance["config_name"], provenance["overrides"]) == (
         "train",
         "quickstart",
@@ -133,7 +133,7 @@ def test_sweep_table_lists_scores_and_failures(job: FakeJob, capsys: pytest.Capt
     ]
     folder = job.calls[0][1].parent
     assert lines[-1] == f"sweep: {folder.relative_to(Path.cwd())}/comparison.html"
-    assert json.loads((folder / "sweep.json").read_text())["runs"][0]["value"] is None
+    assert json.loads((folder / "sweep.json").read_text(encoding="utf-8"))["runs"][0]["value"] is None
 
 
 @pytest.mark.parametrize(
@@ -172,8 +172,8 @@ def test_a_sweep_survives_a_full_disk_under_its_folder(
     present = [name for name in [*early, *late] if (folder / name).exists()]
     if full_until == 2:
         assert present == [*early, *late]
-        assert json.loads((folder / "sweep.json").read_text())["best"] == "1"
-        assert json.loads((folder / "0" / "result.json").read_text())["value"] == 0.25
+        assert json.loads((folder / "sweep.json").read_text(encoding="utf-8"))["best"] == "1"
+        assert json.loads((folder / "0" / "result.json").read_text(encoding="utf-8"))["value"] == 0.25
     else:
         assert present == (early if full_from else [])
         assert "files of the run stay incomplete" in printed and f"{folder.name}/sweep.json" in printed
@@ -185,7 +185,7 @@ def test_optuna_ignores_failed_trials(job: FakeJob, capsys: pytest.CaptureFixtur
     job.failures = [DataError("column prompt is missing")]
     optuna = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1")
     assert cli.run_job("train", quickstart("-m", *optuna, "trainer.seed=range(1,99)")) == cli.EXIT_RUN_FAILED
-    best = yaml.safe_load((job.calls[0][1].parent / "optimization_results.yaml").read_text())
+    best = yaml.safe_load((job.calls[0][1].parent / "optimization_results.yaml").read_text(encoding="utf-8"))
     assert best["best_value"] == -2.0 and len(job.calls) == 3
 
 
@@ -246,7 +246,7 @@ def model_folder(folder: Path, **changes: Any) -> str:
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
     }
-    (folder / "config.json").write_text(json.dumps({**shape, **changes}))
+    (folder / "config.json").write_text(json.dumps({**shape, **changes}), encoding="utf-8")
     return str(folder)
 
 
@@ -340,7 +340,7 @@ def test_report_write_error_does_not_fail_a_finished_run(
     def raise_no_space(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    (tmp_path / cli.SUMMARY_FILE).write_text("{}")
+    (tmp_path / cli.SUMMARY_FILE).write_text("{}", encoding="utf-8")
     monkeypatch.setattr("megarl.ops.report.report_run", raise_no_space)
     cli._write_report(tmp_path)
     message = capsys.readouterr().err
@@ -358,7 +358,7 @@ def test_two_concurrent_runs_share_no_folder(
 
     def run_second(config: Any, output_dir: Path) -> None:
         begin(config, output_dir)
-        (output_dir / ID_FILE).write_text("id-of-the-first")  # as a job does
+        (output_dir / ID_FILE).write_text("id-of-the-first", encoding="utf-8")  # as a job does
         before = {path: path.read_bytes() for path in output_dir.rglob("*.json")}
         name = "trainer.experiment_name=second"
         codes.append(cli.main(["train", *quickstart(*arguments, name)]))
@@ -398,8 +398,8 @@ def test_no_file_of_a_run_has_a_secret_or_is_readable_by_others(
         record(config, output_dir)
         logging.getLogger("megarl").info("the judge answered 401 to kwargs-key-1 and env-secret-99")
         reporter = RunReporter(config.trainer, dataclasses.asdict(config), output_dir, Console(quiet=True))
-        (output_dir / "tracker_config.json").write_text(json.dumps(reporter.resolved))
-        (output_dir / "checkpoint_config.yaml").write_text(to_yaml(config))
+        (output_dir / "tracker_config.json").write_text(json.dumps(reporter.resolved), encoding="utf-8")
+        (output_dir / "checkpoint_config.yaml").write_text(to_yaml(config), encoding="utf-8")
 
     sys.modules["megarl_fake_job"].run = run  # type: ignore[attr-defined]
     assert cli.main(["train", *quickstart(*secret_overrides())]) == 0
@@ -408,9 +408,14 @@ def test_no_file_of_a_run_has_a_secret_or_is_readable_by_others(
     assert (kwargs["api_key"], kwargs["password"]) == ("kwargs-key-1", "env-secret-99")
     files = [path for path in (tmp_path / "outputs").rglob("*") if path.is_file()]
     assert {"config.yaml", "run.json", "driver.log", "overrides.yaml", "hydra.yaml"} <= {path.name for path in files}
-    leaks = [(path, secret) for path in files for secret in SECRETS if secret in path.read_text(errors="replace")]
+    leaks = [
+        (path, secret)
+        for path in files
+        for secret in SECRETS
+        if secret in path.read_text(errors="replace", encoding="utf-8")
+    ]
     assert leaks == []
-    stored = yaml.safe_load((folder / "config.yaml").read_text())
+    stored = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     assert stored["custom_reward_function"]["reward_kwargs"]["password"] == "${oc.env:MEGARL_TEST_SECRET}"
     assert stored["retriever"]["url"] == "http://<redacted>@127.0.0.1:8000/retrieve"
     modes = {oct(path.stat().st_mode & 0o777) for path in files}

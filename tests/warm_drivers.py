@@ -59,7 +59,7 @@ def write_interpreter(path: Path, address: str, module: str = "megarl.cli") -> P
         module: starts further jobs by ``sys.executable``; it and its submodules see the program as their interpreter.
     """
     values = {"module": module, "variable": _INTERPRETER, "address": address, "client": __file__}
-    path.write_text(_SCRIPT.format(python=sys.executable, **values))
+    path.write_text(_SCRIPT.format(python=sys.executable, **values), encoding="utf-8")
     path.chmod(0o755)
     return path
 
@@ -131,7 +131,7 @@ class Drivers:
 
     def start(self, command: Sequence[str], cwd: Path, env: dict[str, str], output: int) -> WarmDriver:
         """Run a module with arguments; standard output and error go to a file descriptor."""
-        with open(os.devnull) as nothing:
+        with open(os.devnull, encoding="utf-8") as nothing:
             streams = [nothing.fileno(), output, output]
             return WarmDriver(self.address, command[0], list(command[1:]), str(cwd), env, streams)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from megarl.agents.frames import encode_prompt, strip_special_tokens, turn_frame
+from megarl.agents.frames import encode_prompt, turn_frame
 from megarl.agents.loop import AgentLoop, Transcript, register_agent_loop
 from megarl.agents.tools.calling import (
     ToolCall,
@@ -144,7 +144,7 @@ class ToolLoop(AgentLoop):
             counts.update(answer.metrics)
             text = clip_text(
                 self.tokenizer,
-                strip_special_tokens(self.tokenizer, answer.text),
+                answer.text,
                 options.max_tool_response_length,
                 options.tool_response_truncate_side,
             )

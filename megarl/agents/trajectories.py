@@ -106,8 +106,8 @@ def trajectories_to_batch(
         ``prompts [b, P]``, ``responses``, ``response_mask``, ``generated_mask``, ``rollout_log_probs`` (0.0 for the
         environment's tokens) ``[b, R]``, ``attention_mask [b, P+R]`` and ``prompt_digests [b]``; with ``with_versions``
         also ``weight_versions [b, R]``; with ``with_routes`` also ``routed_experts [b, P+R, expert layers, per
-        token]``; the columns ``num_turns``, ``weight_version``, ``agent_error`` (None: no failure) and one column per
-        name in ``fields``; :data:`OUTCOME` if a trajectory has an outcome.
+        token]``; the columns ``num_turns``, ``weight_version``, ``finish_reason``, ``agent_error`` (None: no failure)
+        and one column per name in ``fields``; :data:`OUTCOME` if a trajectory has an outcome.
     """
     prompts = [_nonempty(trajectory.prompt_ids, pad_token_id) for trajectory in trajectories]
     responses = [_nonempty(trajectory.response_ids, pad_token_id) for trajectory in trajectories]
@@ -130,6 +130,7 @@ def trajectories_to_batch(
     columns = {name: [trajectory.fields.get(name) for trajectory in trajectories] for name in names}
     columns["num_turns"] = [trajectory.num_turns for trajectory in trajectories]
     columns["weight_version"] = [trajectory.weight_version for trajectory in trajectories]
+    columns["finish_reason"] = [trajectory.finish_reason for trajectory in trajectories]
     columns["agent_error"] = [trajectory.error for trajectory in trajectories]
     if any(trajectory.outcome is not None for trajectory in trajectories):
         columns[OUTCOME] = [trajectory.outcome for trajectory in trajectories]

@@ -31,9 +31,9 @@ class ClusterToken:
         self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX))  # mode 0700
         self.file = self._folder / "token"
         self.file.touch(0o600)
-        self.file.write_text(secrets.token_hex(32))
+        self.file.write_text(secrets.token_hex(32), encoding="utf-8")
         draft = self._folder / "draft"
-        draft.write_text(json.dumps([sessions, os.getpid()]))
+        draft.write_text(json.dumps([sessions, os.getpid()]), encoding="utf-8")
         self._lock = _lock(draft)  # until this process ends, see delete_stale_tokens
         draft.rename(owner_file(self.file))
 

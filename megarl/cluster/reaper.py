@@ -106,7 +106,7 @@ def owner_file(token_file: Path) -> Path:
 def session_folders(token_file: Path) -> list[Path]:
     """List the session folders of the local Ray with a token; those older than the token are of another process."""
     try:
-        sessions, driver = json.loads(owner_file(token_file).read_text())
+        sessions, driver = json.loads(owner_file(token_file).read_text(encoding="utf-8"))
         since = token_file.stat().st_mtime
         return [path for path in sorted(Path(sessions).glob(f"session_*_{int(driver)}")) if _modified(path) >= since]
     except (OSError, ValueError, TypeError):

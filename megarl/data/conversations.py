@@ -23,8 +23,9 @@ class EncodedConversation(NamedTuple):
 class ConversationEncoder:
     """Tokenizes conversations by the chat template; trains on assistant messages with their closing tokens.
 
-    The tokens before an assistant message are those of a generation prompt, and are not trained. Each turn must be
-    rendered in the same way whether or not others follow; a template that changes earlier turns is an error.
+    The tokens before an assistant message are those of a generation prompt, and are not trained. No token extends
+    over the end of one: a message that begins with a line break is encoded as the policy would write it. Each turn must
+    be rendered in the same way whether or not others follow; a template that changes earlier turns is an error.
 
     Args:
         tokenizer: Hugging Face tokenizer with a chat template.
@@ -63,17 +64,20 @@ class ConversationEncoder:
             raise DataError(
                 f"{location}: a conversation needs an {TRAINED_ROLE} message after its prompt; roles {roles}"
             )
-        ids, mask, first = list[int](), list[int](), 0
+        ids, mask, first, written = list[int](), list[int](), 0, ""
         for turn in trained:
             for encoder, end, is_trained in ((self.before, turn, 0), (self.complete, turn + 1, 1)):
-                rendered = encoder.encode(Prompt(prompt.messages[:end], prompt.tools), location)
-                if rendered[: len(ids)] != ids:
+                text = encoder.render(Prompt(prompt.messages[:end], prompt.tools), location)
+                if not text.startswith(written):
                     raise DataError(
                         f"{location}: the chat template renders the turns before message {end - 1} differently once it "
                         "follows (as templates do that remove thinking); make one row per assistant message"
                     )
+                rendered = encoder.encode_rendered(text)
+                if rendered[: len(ids)] != ids:  # a token would extend over the border, as two line breaks
+                    rendered = ids + encoder.encode_rendered(text.removeprefix(written))
                 mask += [is_trained] * (len(rendered) - len(ids))
-                ids = rendered
+                ids, written = rendered, text
                 first = first or len(rendered)
         return EncodedConversation(ids[:first], EncodedResponse(ids[first:], mask[first:]))
 

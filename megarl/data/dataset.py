@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 Sample = dict[str, Any]
 
 _OPTIONAL = ("ability", "extra_info", "agent_name")
-RESERVED = ("uid", "index", "raw_prompt", "num_turns", "agent_error", "weight_version")
+RESERVED = ("uid", "index", "raw_prompt", "num_turns", "agent_error", "finish_reason", "weight_version")
 """Columns that megarl adds to a batch; a file must not contain them."""
 
 

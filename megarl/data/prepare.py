@@ -123,9 +123,9 @@ def file_entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         raise DataError(f"{path}: there is no such file")
     if path.suffix == ".parquet":
         return _numbered(path, pq.read_table(path).to_pylist())
-    with open(path, encoding="utf-8") as file:
-        is_list = file.read(256).lstrip().startswith("[")
-    return _numbered(path, _parse_json(path, path.read_text())) if is_list else _lines(path)
+    with open(path, "rb") as file:
+        is_list = file.read(256).lstrip().startswith(b"[")
+    return _numbered(path, _parse_json(path, path.read_bytes())) if is_list else _lines(path)
 
 
 def math_entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -134,7 +134,7 @@ def math_entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield from file_entries(path)
         return
     for file in sorted(path.glob("*/*.json"), key=lambda file: (file.parent.name, int(file.stem), file.name)):
-        yield str(file), _parse_json(file, file.read_text())
+        yield str(file), _parse_json(file, file.read_bytes())
 
 
 def _numbered(path: Path, entries: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -143,14 +143,14 @@ def _numbered(path: Path, entries: Any) -> Iterator[tuple[str, Mapping[str, Any]
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 location = f"{path}, line {number}"
                 yield location, _parse_json(location, line)
 
 
-def _parse_json(location: Path | str, text: str) -> Any:
+def _parse_json(location: Path | str, text: bytes) -> Any:
     try:
         return parse_json(text)
     except ValueError as error:

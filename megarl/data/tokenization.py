@@ -6,7 +6,8 @@ import codecs
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megarl.base.errors import DataError
 from megarl.base.json_text import parse_json
+from megarl.data.control_tokens import control_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,6 +27,8 @@ TRAINED_ROLE = "assistant"
 """Role of the response pieces that supervised fine-tuning trains on."""
 MAX_PREFIX_TOKENS = 512
 """Longest response for which characters per token are found by decoding every prefix, at quadratic cost."""
+_ENCODING = 2
+"""Version of the encoding, for cached lengths: it changes with the tokens of a prompt."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SENTENCEPIECE_SPACE = "\u2581"
 
@@ -117,14 +121,14 @@ class PromptReader:
                 names = sorted(self.schemas) or "none, set actor_rollout_ref.rollout.multi_turn.tool_config_path"
                 raise DataError(f"{location}: column {TOOLS_COLUMN!r} names the tool {tool!r}; known tools: {names}")
             return dict(self.schemas[tool])
-        schema = _without_nulls(_parse_tools(tool, location) if isinstance(tool, str) else tool)
+        schema = _parse_tools(tool, location) if isinstance(tool, str) else tool
         function = schema.get("function") if isinstance(schema, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise DataError(
                 f"{location}: column {TOOLS_COLUMN!r} has {tool!r:.120}; a tool is its name, or its schema "
                 '{"type": "function", "function": {"name", "description", "parameters"}}'
             )
-        return {"type": "function", **schema}
+        return {"type": "function", **clean_messages([schema])[0]}
 
 
 class PromptEncoder:
@@ -165,16 +169,19 @@ class PromptEncoder:
         Raises:
             DataError: the template or the tokenizer rejects the prompt.
         """
-        try:
+        with _named(prompt, location):
             if prompt.text is not None:
-                return list(self.tokenizer(prompt.text)["input_ids"])
-            return self._encode([prompt.messages], prompt.tools)[0]
-        except Exception as error:  # a template is a program and may raise any error
-            roles = [message.get("role") for message in prompt.messages]
-            raise DataError(
-                f"{location}: the chat template rejects a prompt with roles {roles}: {error}; "
-                "change the messages to a form that the model's template accepts"
-            ) from error
+                return self._encode_text(prompt.text)
+            return self.encode_rendered(self._render([prompt.messages], prompt.tools)[0])
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Tokenize a rendered text, which has its special tokens."""
+        return control_tokens(self.tokenizer).encode(text)
+
+    def render(self, prompt: Prompt, location: str) -> str:
+        """Render the messages of a prompt with the chat template; errors as in :meth:`encode`."""
+        with _named(prompt, location):
+            return self._render([prompt.messages], prompt.tools)[0]
 
     def encode_all(self, prompts: Sequence[Prompt], locations: Sequence[str]) -> list[list[int]]:
         """Tokenize many prompts, with one tokenizer call for all prompts with the same tools.
@@ -191,7 +198,8 @@ class PromptEncoder:
             by_tools.setdefault("" if prompt.tools is None else json.dumps(prompt.tools), []).append(index)
         for group in by_tools.values():
             try:
-                encoded = self._encode([prompts[index].messages for index in group], prompts[group[0]].tools)
+                texts = self._render([prompts[index].messages for index in group], prompts[group[0]].tools)
+                encoded = control_tokens(self.tokenizer).encode_all(texts)
             except Exception:  # repeat row by row, to name the row
                 encoded = [self.encode(prompts[index], locations[index]) for index in group]
             for index, prompt_ids in zip(group, encoded, strict=True):
@@ -224,19 +232,37 @@ class PromptEncoder:
         core = getattr(self.tokenizer, "backend_tokenizer", None)
         vocabulary = core.to_str() if core is not None else json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
         parts = [vocabulary, str(self.tokenizer.chat_template), json.dumps(self.template_kwargs, default=str)]
-        parts.append(str(self.generation_prompt))
+        parts.append(f"{self.generation_prompt} {_ENCODING}")
         return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
-    def _encode(self, messages: list[list[dict[str, Any]]], tools: list[dict[str, Any]] | None) -> list[list[int]]:
-        encoded = self.tokenizer.apply_chat_template(
+    def _encode_text(self, text: str) -> list[int]:
+        """Tokenize a text with the tokenizer's first token (BOS), unless the text begins with it, as rendered ones."""
+        ids, plain = (list(self.tokenizer(text, add_special_tokens=added)["input_ids"]) for added in (True, False))
+        first = next((n for n in range(len(ids)) if ids[n : n + len(plain)] == plain), 0)
+        return ids[first:] if first and plain[:first] == ids[:first] else ids
+
+    def _render(self, messages: list[list[dict[str, Any]]], tools: list[dict[str, Any]] | None) -> list[str]:
+        texts: list[str] = self.tokenizer.apply_chat_template(
             messages,
             tools=tools or None,
             add_generation_prompt=self.generation_prompt,
-            tokenize=True,
-            return_dict=True,
+            tokenize=False,
             **self.template_kwargs,
         )
-        return [list(ids) for ids in encoded["input_ids"]]
+        return texts
+
+
+@contextmanager
+def _named(prompt: Prompt, location: str) -> Iterator[None]:
+    """Name the row in errors of the template and the tokenizer."""
+    try:
+        yield
+    except Exception as error:  # a template is a program and may raise any error
+        roles = [message.get("role") for message in prompt.messages]
+        raise DataError(
+            f"{location}: the chat template rejects a prompt with roles {roles}: {error}; "
+            "change the messages to a form that the model's template accepts"
+        ) from error
 
 
 def _text_of(prompt: Prompt) -> str:
@@ -249,7 +275,10 @@ def _user_message(text: str) -> dict[str, Any]:
 
 
 def clean_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Drop null fields of messages, which columnar files add if other rows have the field."""
+    """Drop null fields of messages or tools, which columnar files add if other rows have the field.
+
+    Nulls further inside stay: JSON has them, and the rows of columnar files have lost them already.
+    """
     return [{name: value for name, value in message.items() if value is not None} for message in messages]
 
 
@@ -278,13 +307,6 @@ def _parse_tools(text: str, location: str) -> Any:
         return parse_json(text)
     except ValueError as error:
         raise DataError(f"{location}: column {TOOLS_COLUMN!r} is text but not JSON ({error})") from error
-
-
-def _without_nulls(value: Any) -> Any:
-    """Drop nulls from a value; columnar files fill structs with them."""
-    if isinstance(value, Mapping):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 class EncodedResponse(NamedTuple):

@@ -206,7 +206,8 @@ class MegatronWorker(SavingWorker):
             extra_columns: computes further columns before each mini-batch's step; may communicate.
 
         Returns:
-            Metrics under the role's prefix, averaged over the optimizer steps; equal on all ranks.
+            Metrics under the role's prefix, averaged over the optimizer steps; equal on all ranks. ``skipped_steps``
+            and ``empty_steps``, those without a trained token, are counts.
         """
         rows = self.packed_rows(batch, plan.budget)
         share = plan.mini_batch_rows // self.settings.layout.dp
@@ -217,8 +218,9 @@ class MegatronWorker(SavingWorker):
         def compute_gradient(
             mini_batch: range, groups: Sequence[Sequence[int]]
         ) -> tuple[dict[str, float], Sequence[Sequence[int]]]:
-            packed, sequences = self._pack_mini_batch(rows, mini_batch, groups, plan, columns, extra_columns)
-            return self.engine.forward_backward(packed, partial(weighted_sums, loss, sequences), outputs), groups
+            packed, counts = self._pack_mini_batch(rows, mini_batch, groups, plan, columns, extra_columns)
+            sums = self.engine.forward_backward(packed, partial(weighted_sums, loss, counts.sequences), outputs)
+            return sums | {"empty_steps": float(not counts.tokens)}, groups
 
         for _ in range(plan.epochs):
             for start, stop in pairwise(accumulate(sizes, initial=0)):
@@ -230,7 +232,7 @@ class MegatronWorker(SavingWorker):
                     totals[name] += value
                 steps += 1
         means = {f"{self.prefix}/{name}": value / steps for name, value in totals.items()}
-        means[f"{self.prefix}/skipped_steps"] = Total(totals["skipped_steps"])
+        means |= {f"{self.prefix}/{name}": Total(totals[name]) for name in ("skipped_steps", "empty_steps")}
         return means | self.memory.take_metrics() | self.end_phase()
 
     def _pack_mini_batch(
@@ -241,8 +243,8 @@ class MegatronWorker(SavingWorker):
         plan: UpdatePlan,
         names: Sequence[str],
         extra_columns: ColumnFunction,
-    ) -> tuple[list[PackedMicroBatch], int]:
-        """Pack the micro-batches with the loss's columns and weights; also the mini-batch's global sequence count."""
+    ) -> tuple[list[PackedMicroBatch], LossCounts]:
+        """Pack the micro-batches with the loss's columns and weights; also the mini-batch's global counts."""
         lengths = torch.tensor([rows.response_lengths[row] for row in mini_batch])
         mask = rows.column("response_mask", mini_batch)
         counts = self._global_counts(loss_counts(mask, lengths))
@@ -261,7 +263,7 @@ class MegatronWorker(SavingWorker):
             )
             for group in groups
         ]
-        return micro_batches, counts.sequences
+        return micro_batches, counts
 
     def step_metrics(
         self, result: StepResult, rows: PackedRows, groups: Sequence[Sequence[int]], sequences_per_row: int = 1

@@ -161,7 +161,9 @@ def test_external_requests_are_served_during_generation(endpoint, tokenizer):
     first, second = body["choices"]
     written = script.spelled("hello END more<|im_end|>")[:9]
     assert first["token_ids"] == written and first["finish_reason"] == "length" and second["index"] == 1
-    assert tokenizer.decode(body["prompt_token_ids"]).startswith("<|im_start|>system\nbe kind<|im_end|>\n")
+    assert tokenizer.decode(body["prompt_token_ids"]).startswith("<|im_start|>system\nbe<|im_end|> kind<|im_end|>\n")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert body["prompt_token_ids"].count(end) == 2  # of the two messages
     assert [token["logprob"] for token in first["logprobs"]["content"]] == [-0.5] * 9
     assert body["usage"]["completion_tokens"] == 18
     (_, params, seed, key), (_, _, next_seed, next_key) = script.calls
@@ -248,11 +250,11 @@ def test_endpoint_listens_on_loopback_only(endpoint):
 def test_access_file_is_private(tokenizer, tmp_path, monkeypatch):
     file = tmp_path / "new" / "endpoint.json"
     file.parent.mkdir()
-    file.write_text("another user's")
+    file.write_text("another user's", encoding="utf-8")
     file.chmod(0o666)
     reader = file.open()
     with listening(tokenizer, address=EndpointAddress(access_file=file)) as endpoint:
-        content = json.loads(file.read_text())
+        content = json.loads(file.read_text(encoding="utf-8"))
         assert content == {"base_url": endpoint.base_url, "api_key": endpoint.api_key, "model": "policy"}
         assert stat.S_IMODE(file.stat().st_mode) == 0o600 and len(endpoint.api_key) >= 43
         assert reader.read() == "another user's" and endpoint.api_key not in endpoint.describe()

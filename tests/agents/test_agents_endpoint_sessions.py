@@ -83,7 +83,8 @@ def test_tool_calls_are_parsed_and_their_tokens_kept(endpoint, tokenizer):
 
     (trajectory,) = lead(endpoint, script, agent)
     text = tokenizer.decode(trajectory.prompt_ids + trajectory.response_ids)
-    assert "Tools: " in text and f"{call}<|im_end|>\n<|im_start|>user\n<tool_response>\n3\n</tool_response>" in text
+    assert "Tools: " in text and f"{call}<|im_end|>\n<|im_start|>user\n<tool_response>\n3<|im_end|>\n" in text
+    assert trajectory.response_ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 3  # not the result's
     assert trajectory.fields == {"agent_result": {"score": 1, "note": "x"}}
     metrics = trajectory_metrics([trajectory])
     assert metrics["tool_call_counts/mean"] == 2 and metrics["tool_call_counts/malformed_ratio"] == 0.5
@@ -174,6 +175,21 @@ def test_conversation_at_a_limit_ends_normally(endpoint, tokenizer, limits, code
         and tokenizer.decode(trajectory.response_ids) == "one<|im_end|>"
     )
     assert trajectory.metrics["ended_at_limit"] == 1 and trajectory.fields == {"agent_result": {}}
+
+
+def test_a_limit_counts_for_the_branch_that_it_ended(endpoint, tokenizer):
+    """The agent goes on after the refusal with a shorter history, and ends by itself."""
+
+    def agent(task):
+        history = continued(task.messages, complete(task, task.messages), "a long message")
+        with pytest.raises(Refused, match="context_length_exceeded"):
+            complete(task, history)
+        complete(task, [{"role": "user", "content": "shorter"}])
+
+    script = Scripted(tokenizer, ["one<|im_end|>", "answered<|im_end|>"])
+    (trajectory,) = lead(endpoint, script, agent, [talk(limits=ConversationLimits(response_tokens=20))])
+    assert tokenizer.decode(trajectory.response_ids) == "answered<|im_end|>"
+    assert (trajectory.finish_reason, trajectory.metrics["ended_at_limit"]) == ("stop", 1)
 
 
 def test_max_tokens_of_a_turn(endpoint, tokenizer):
@@ -325,7 +341,7 @@ def test_concurrent_conversations_equal_single_ones_with_a_real_engine(endpoint,
 
 def test_load_agent_checks_the_function(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text("def lead(task): ...\ndef other(): ...\n")
+    file.write_text("def lead(task): ...\ndef other(): ...\n", encoding="utf-8")
     assert load_agent(f"{file}:lead").__name__ == "lead"
     for name, message in (
         (f"{file}", "names no function"),

@@ -207,7 +207,10 @@ def test_find_loop_by_name_and_file(tmp_path):
     names = ("tool_agent", "search_agent", "external_agent")
     assert [find_agent_loop(name).__name__ for name in names] == ["ToolLoop", "SearchLoop", "ExternalAgent"]
     file = tmp_path / "mine.py"
-    file.write_text("from megarl.agents import AgentLoop\nclass Mine(AgentLoop):\n    async def run(self, c, g): ...\n")
+    file.write_text(
+        "from megarl.agents import AgentLoop\nclass Mine(AgentLoop):\n    async def run(self, c, g): ...\n",
+        encoding="utf-8",
+    )
     assert find_agent_loop(f"{file}:Mine").__name__ == "Mine"
     for name, message in (
         ("singel_turn", "known ones: external_agent, search_agent"),

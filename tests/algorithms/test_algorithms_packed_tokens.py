@@ -29,7 +29,7 @@ from megarl.algorithms import (
     turn_numbers,
 )
 from megarl.algorithms.masked import have_tokens, sequence_counts, sequence_maxima, sequence_means, sequence_sums
-from megarl.algorithms.reward_shaping import add_at_last, blend_quality, missing_eos, sequence_quality
+from megarl.algorithms.reward_shaping import add_at_last, blend_quality, sequence_quality
 
 
 @st.composite
@@ -137,8 +137,6 @@ def test_reward_shaping_and_kl(case: tuple[torch.Tensor, ...]) -> None:
     for padded, tokens in cases:
         torch.testing.assert_close(tokens, padded[real])
     torch.testing.assert_close(sequence_quality(scores[real], mask[real], lengths), sequence_quality(scores, mask))
-    ids = (numbers(real, 2) * 2).long()
-    assert torch.equal(missing_eos(ids[real], last, [1, -1], lengths), missing_eos(ids, last, [1, -1]))
     kl = numbers(real, 3)
     rewards, means = apply_kl_penalty(scores, kl, mask, 0.5)
     packed_rewards, packed_means = apply_kl_penalty(scores[real], kl[real], mask[real], 0.5, lengths)

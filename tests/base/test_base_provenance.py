@@ -21,13 +21,13 @@ def git(folder: Path, *arguments: str) -> str:
 def test_checkout_has_commit_and_changed_files(tmp_path: Path) -> None:
     git(tmp_path, "init", "-q", "-b", "work")
     assert git_state(tmp_path) is None, "no commit yet"
-    (tmp_path / "a b.py").write_text("1")
+    (tmp_path / "a b.py").write_text("1", encoding="utf-8")
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-qm", "first")
     head = git(tmp_path, "rev-parse", "HEAD")
     assert git_state(tmp_path) == {"commit": head, "branch": "work", "changed": []}
-    (tmp_path / "a b.py").write_text("2")
-    (tmp_path / "new.py").write_text("not known to git")
+    (tmp_path / "a b.py").write_text("2", encoding="utf-8")
+    (tmp_path / "new.py").write_text("not known to git", encoding="utf-8")
     state = git_state(tmp_path)
     assert state is not None and state["changed"] == ['"a b.py"']
     installed = tmp_path / "venv" / "megarl"

@@ -214,7 +214,10 @@ DAMAGES: Sequence[Damage] = (
     Damage("file of the newest checkpoint truncated", _truncate, complete=2),
     Damage("file of the newest checkpoint removed", lambda root, random: _some_file(root, random).unlink(), complete=2),
     Damage("foreign files in the newest checkpoint", _foreign_files),
-    Damage("pointer empty", lambda root, random: (root / POINTER).write_text("") and None),
+    Damage("pointer empty", lambda root, random: (root / POINTER).write_text("", encoding="utf-8") and None),
     Damage("pointer removed", lambda root, random: (root / POINTER).unlink()),
-    Damage("pointer to a missing step", lambda root, random: (root / POINTER).write_text("999\n") and None),
+    Damage(
+        "pointer to a missing step",
+        lambda root, random: (root / POINTER).write_text("999\n", encoding="utf-8") and None,
+    ),
 )

@@ -80,15 +80,19 @@ class Script:
     def __init__(self, drivers, folder, code, arguments, env):
         name = uuid.uuid4().hex
         file, self.stdout, self.stderr = (folder / f"{name}.{suffix}" for suffix in ("py", "out", "err"))
-        file.write_text(code)
-        with open(os.devnull) as nothing, self.stdout.open("w") as out, self.stderr.open("w") as err:
+        file.write_text(code, encoding="utf-8")
+        with (
+            open(os.devnull, encoding="utf-8") as nothing,
+            self.stdout.open("w", encoding="utf-8") as out,
+            self.stderr.open("w", encoding="utf-8") as err,
+        ):
             streams = [nothing.fileno(), out.fileno(), err.fileno()]
             env = {**env, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
             self.process = WarmDriver(drivers.address, str(file), list(arguments), str(ROOT), env, streams)
 
     @property
     def output(self):
-        return self.stdout.read_text() + self.stderr.read_text()
+        return self.stdout.read_text(encoding="utf-8") + self.stderr.read_text(encoding="utf-8")
 
     def until(self, condition):
         """Wait until a condition holds, which is before the end of the script."""
@@ -101,7 +105,7 @@ class Script:
             time.sleep(0.02)
 
     def until_printed(self, line):
-        self.until(lambda: line in self.stdout.read_text().splitlines())
+        self.until(lambda: line in self.stdout.read_text(encoding="utf-8").splitlines())
 
 
 @pytest.fixture
@@ -214,7 +218,7 @@ def test_copied_logs_of_ray_are_private_and_without_empty_folders(tmp_path, ever
     logs = tmp_path / "session_today_1" / "logs"
     (logs / "nsight").mkdir(parents=True)
     (logs / "nsight").chmod(0o777)  # as Ray makes it
-    (logs / "raylet.out").write_text("line")
+    (logs / "raylet.out").write_text("line", encoding="utf-8")
     (logs / "raylet.out").chmod(0o644)
     target = tmp_path / "run" / "logs" / "ray"
     with private_files():
@@ -269,7 +273,9 @@ def test_death_of_a_process_of_ray_is_one_sentence_and_no_failure_of_finished_wo
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     run = Script(drivers, tmp_path, LOSS, [daemon, moment], env)
     assert run.process.wait(180) == code, run.output
-    assert message in run.output and len(run.output.splitlines()) == 1 and not run.stdout.read_text(), run.output
+    assert message in run.output and len(run.output.splitlines()) == 1 and not run.stdout.read_text(encoding="utf-8"), (
+        run.output
+    )
 
 
 JOINING = """

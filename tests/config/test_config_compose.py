@@ -33,7 +33,7 @@ def composed(*overrides: str, name: str = "ppo", **request: Any) -> TrainConfig:
 def write(folder: Path, name: str, content: dict[str, Any]) -> None:
     file = folder / f"{name}.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(yaml.safe_dump(content))
+    file.write_text(yaml.safe_dump(content), encoding="utf-8")
 
 
 SHIPPED = sorted(file.stem for file in REPOSITORY_CONFIGS.glob("*.yaml"))
@@ -154,7 +154,7 @@ def test_missing_config_dir() -> None:
 
 
 def test_malformed_yaml_names_file_and_line(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("data:\n  train_files: [a\n")
+    (tmp_path / "mine.yaml").write_text("data:\n  train_files: [a\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"(?s)mine.*line 2"):
         composed(name="mine", config_dir=str(tmp_path))
 
@@ -180,7 +180,7 @@ def test_sweep_with_one_wrong_run_names_it() -> None:
 
 def test_printed_config_composes_to_itself(tmp_path: Path) -> None:
     config = composed("actor_rollout_ref.actor.clip_ratio=0.3")
-    (tmp_path / "again.yaml").write_text(to_yaml(config))
+    (tmp_path / "again.yaml").write_text(to_yaml(config), encoding="utf-8")
     assert compose(ConfigRequest(TrainConfig, "again", config_dir=str(tmp_path))) == config
 
 
@@ -200,7 +200,7 @@ def test_origins_of_values() -> None:
 
 
 def test_values_of_a_file_have_its_origin(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("defaults: [quickstart, _self_]\ntrainer: {seed: 9}\n")
+    (tmp_path / "mine.yaml").write_text("defaults: [quickstart, _self_]\ntrainer: {seed: 9}\n", encoding="utf-8")
     config = compose(ConfigRequest(TrainConfig, "mine", (), str(tmp_path)))
     file = {"algorithm": {"use_kl_in_reward": True}, "trainer": {"seed": 9}}
     changed = {item.key: item.origin for item in changed_keys(config, file, ["trainer.note"])}

@@ -103,7 +103,7 @@ def read_by_peft(folder: Path) -> Any:
     import peft
     import transformers
 
-    config = json.loads((folder / "adapter_config.json").read_text())
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     base = transformers.AutoModelForCausalLM.from_pretrained(config["base_model_name_or_path"], dtype=torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # peft warns of tensors that are missing
@@ -177,7 +177,9 @@ def test_base_model_elsewhere_is_identified(trained: tuple[Path, Tensor], tmp_pa
     with pytest.raises(CheckpointError, match="its weights differ"):
         open_source(folder / "checkpoint", other_weights(folder / "base", tmp_path / "other"))
     gone = shutil.copytree(folder / "peft", tmp_path / "peft")
-    config = json.loads((gone / "adapter_config.json").read_text())
-    (gone / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "/nowhere"}))
+    config = json.loads((gone / "adapter_config.json").read_text(encoding="utf-8"))
+    (gone / "adapter_config.json").write_text(
+        json.dumps({**config, "base_model_name_or_path": "/nowhere"}), encoding="utf-8"
+    )
     with pytest.raises(CheckpointError, match="pass its folder: --model"):
         open_source(gone)

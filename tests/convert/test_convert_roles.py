@@ -114,8 +114,8 @@ def test_a_folder_without_head_can_be_inspected_but_not_converted(
     del tensors[head]
     save_file(tensors, folder / "model.safetensors")
     if is_base_model:
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen2Model"]}))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen2Model"]}), encoding="utf-8")
         head = "lm_head.weight"  # the head of the corresponding full model
     run("inspect", folder)
     assert f"none: {head} absent" in capsys.readouterr().out

@@ -5,6 +5,7 @@ import logging
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from megarl.base.errors import DataError
@@ -54,6 +55,29 @@ def test_template_arguments_and_null_fields(write, question_rows, tokenizer):
     assert dataset[1]["raw_prompt"] == [{"role": "user", "content": "xx"}]
 
 
+def call(arguments):
+    call_ = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [{"role": "assistant", "content": "", "tool_calls": [call_]}, {"role": "user", "content": "go"}]
+
+
+def test_arguments_of_calls_have_no_nulls_of_other_rows(write, question_rows, tokenizer, monkeypatch, tmp_path):
+    """A struct of a parquet file has the fields of all rows; a null in JSON lines is a value."""
+    template = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template + "{% endfor %}")
+    rows = question_rows(2)
+    rows[0]["prompt"] += call({"x": 1, "deep": [{"a": 1}]})
+    rows[1]["prompt"] += call({"y": 2, "deep": [{"b": 2}]})
+    rows[1]["extra_info"]["own"] = None
+    dataset = RLHFDataset(write(rows), tokenizer, 90)
+    assert tokenizer.decode(dataset[0]["prompt_ids"]) == '{"x": 1, "deep": [{"a": 1}]}'
+    assert dataset[1]["raw_prompt"][1:] == call({"deep": [{"b": 2}], "y": 2})
+    assert dataset[0]["extra_info"] == {"split": "train", "index": 0, "own": None}  # as verl passes it to rewards
+    rows[0]["prompt"] = rows[0]["prompt"][:1] + call({"x": None})
+    lines = tmp_path / "rows.jsonl"
+    lines.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    assert tokenizer.decode(RLHFDataset(str(lines), tokenizer, 90)[0]["prompt_ids"]) == '{"x": null}'
+
+
 def with_texts(rows):
     return [row | {"prompt": row["prompt"][0]["content"]} for row in rows]
 
@@ -78,9 +102,28 @@ def test_text_prompt_without_the_chat_template_is_its_tokens(write, question_row
     assert tokenizer.decode(trained[1]["prompt_ids"] + trained[1]["response_ids"]) == "xx4<|end|>"
 
 
+@pytest.mark.parametrize("first", [["<bos>"], ["<mask>", "<sop>"]])
+def test_a_rendered_text_has_its_first_tokens_once(write, question_rows, tokenizer, first):
+    """The tokenizer writes them before every text, one as Llama's, two as GLM's."""
+    own = copy.deepcopy(tokenizer)
+    own.add_special_tokens({"additional_special_tokens": first})
+    ids = own.convert_tokens_to_ids(first)
+    single = " ".join([*first, "$A"])
+    own.backend_tokenizer.post_processor = TemplateProcessing(
+        single=single, special_tokens=list(zip(first, ids, strict=True))
+    )
+    rows = with_texts(question_rows(2))
+    rows[1]["prompt"] = "".join(first) + rows[1]["prompt"]
+    dataset = RLHFDataset(write(rows), own, 9, apply_chat_template=False)
+    assert [dataset[row]["prompt_ids"] for row in range(2)] == [
+        ids + own.convert_tokens_to_ids(["x"]),
+        ids + own.convert_tokens_to_ids(["x", "x"]),
+    ]
+
+
 def test_messages_are_rendered_without_the_chat_template_of_texts(tmp_path, question_rows, tokenizer):
     rows = [*with_texts(question_rows(1)), question_rows(2)[1]]
-    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     dataset = RLHFDataset(str(tmp_path / "mixed.jsonl"), tokenizer, 9, apply_chat_template=False)
     shown = [tokenizer.decode(dataset[row]["prompt_ids"]) for row in range(2)]
     assert shown == ["x", "<|user|>xx<|end|><|assistant|>"]
@@ -299,6 +342,18 @@ def test_tools_of_a_row(write, question_rows, tokenizer, monkeypatch, as_text):
     assert batch.non_tensor_batch["tools"].tolist() == [[TOOL], None, [TOOL]]
     with pytest.raises(DataError, match="row 2: the prompt has 9 tokens, at most 8"):  # 3 of the tools are counted
         RLHFDataset(write(rows), tokenizer, 8, tool_schemas={"add": TOOL})
+
+
+def test_nulls_of_a_schema_stay_if_they_are_json(write, question_rows, tokenizer):
+    def tool(**properties):
+        return {"type": "function", "function": {"name": "add", "parameters": {"properties": properties}}}
+
+    rows = question_rows(3)
+    rows[0]["tools"], rows[1]["tools"] = [tool(a={"type": "string"})], [tool(b={"enum": ["c"]})]
+    dataset = RLHFDataset(write(rows), tokenizer, 90)
+    assert [dataset[row]["tools"] for row in range(3)] == [rows[0]["tools"], rows[1]["tools"], None]
+    rows[0]["tools"], rows[1]["tools"] = json.dumps([tool(a={"default": None})]), json.dumps([tool()])
+    assert RLHFDataset(write(rows), tokenizer, 90)[0]["tools"] == [tool(a={"default": None})]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from megarl.base.errors import DataError
 from megarl.data import LabelledResponses, PairDataset, SFTDataset
@@ -158,6 +160,22 @@ def test_malformed_conversation_is_named(
 ) -> None:
     with pytest.raises(DataError, match=message):
         SFTDataset(write([{"messages": messages}]), tokenizer, 30, messages_key="messages")
+
+
+def test_a_message_may_begin_with_a_line_break(write: Callable[..., str]) -> None:
+    """A merge of two line breaks would extend over the generation prompt, after which the policy writes only one."""
+    core = Tokenizer(models.BPE({text: n for n, text in enumerate(["\n", "\n\n", *"aeu:"])}, [("\n", "\n")]))
+    merging = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="e")
+    merging.chat_template = (
+        "{% for m in messages %}{{ m['role'][0] }}:\n{{ m['content'] }}e{% endfor %}"
+        "{% if add_generation_prompt %}a:\n{% endif %}"
+    )
+    talk = [{"role": role, "content": "\nu"} for role in ("user", "assistant", "user", "assistant")]
+    row = SFTDataset(write([{"messages": talk}]), merging, 30, messages_key="messages")[0]
+    tokens = merging.convert_ids_to_tokens(row["prompt_ids"] + row["response_ids"])
+    user, assistant = ["u", ":", "\n\n", "u", "e"], ["a", ":", "\n", "\n", "u", "e"]
+    assert tokens == (user + assistant) * 2
+    assert row["response_mask"] == [1] * 3 + [0] * 8 + [1] * 3
 
 
 def test_template_that_changes_earlier_turns_is_an_error(tokenizer: Any, write: Callable[..., str]) -> None:

@@ -42,9 +42,12 @@ def family(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("family")
     shutil.copytree(task / "model", folder / "model")
     config = folder / "model" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "architectures": ["OursForCausalLM"]}))
-    (folder / "ours.py").write_text(FAMILY)
-    (folder / "memory.py").write_text(OUT_OF_MEMORY)
+    config.write_text(
+        json.dumps({**json.loads(config.read_text(encoding="utf-8")), "architectures": ["OursForCausalLM"]}),
+        encoding="utf-8",
+    )
+    (folder / "ours.py").write_text(FAMILY, encoding="utf-8")
+    (folder / "memory.py").write_text(OUT_OF_MEMORY, encoding="utf-8")
     return folder
 
 
@@ -66,7 +69,9 @@ def test_unknown_family_is_refused(keys: list[str], capsys: pytest.CaptureFixtur
 def test_every_process_imports_external_lib(keys: list[str], family: Path, start: Callable[..., CliRun]) -> None:
     run = start(*keys, f"actor_rollout_ref.model.external_lib=[{family}/ours.py,{family}/memory.py]")
     assert run.wait() == 0, run.output
-    assert json.loads((run.folder / "export" / "config.json").read_text())["architectures"] == ["OursForCausalLM"]
+    assert json.loads((run.folder / "export" / "config.json").read_text(encoding="utf-8"))["architectures"] == [
+        "OursForCausalLM"
+    ]
     # The second file lets large micro-batches run out of memory, also where tensor-parallel ranks share a layer.
     (row,) = RunFiles(run.folder, "ours").steps.values()
     for role in ("actor", "critic"):
@@ -83,7 +88,7 @@ def test_convert_imports_external_lib(family: Path, capsys: pytest.CaptureFixtur
 
 
 def test_import_error_names_the_config_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "broken.py").write_text("import missing_module")
+    (tmp_path / "broken.py").write_text("import missing_module", encoding="utf-8")
     key = "actor_rollout_ref.model.external_lib"
     code = cli.run_job("train", ["--config-name", "quickstart", f"{key}=[{tmp_path}/broken.py,no.such.module]"])
     error = capsys.readouterr().err

@@ -62,7 +62,7 @@ def in_third_step(run: CliRun) -> bool:
 def pid_of_actor(run: CliRun) -> int:
     """Process ID of the actor's rank 0."""
     (log,) = (RunFiles(run.folder, "endless").newest / "logs").glob("actor*0.log")
-    return int(re.findall(r"begins, pid (\d+)", log.read_text())[-1])
+    return int(re.findall(r"begins, pid (\d+)", log.read_text(encoding="utf-8"))[-1])
 
 
 def test_ctrl_c_ends_a_run_and_all_its_processes(endless: list[str], start: Callable[..., CliRun]) -> None:

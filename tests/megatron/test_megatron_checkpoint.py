@@ -472,13 +472,13 @@ def no_state(folder: Path) -> str:
 
 
 def odd_state(folder: Path) -> str:
-    state = json.loads((folder / "state.json").read_text())
-    (folder / "state.json").write_text(json.dumps({**state, "layout": {"tp": 2, "sideways": 3}}))
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    (folder / "state.json").write_text(json.dumps({**state, "layout": {"tp": 2, "sideways": 3}}), encoding="utf-8")
     return "state.json is malformed"
 
 
 def future_state(folder: Path) -> str:
-    (folder / "state.json").write_text('{"format": 7}')
+    (folder / "state.json").write_text('{"format": 7}', encoding="utf-8")
     return "format=7, this megarl reads 1"
 
 

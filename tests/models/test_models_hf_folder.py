@@ -24,7 +24,9 @@ def make_sharded(folder):
         file = f"model-{shard:05d}-of-00002.safetensors"
         save_file({n: tensors[n] for n in mine}, folder / file)
         placed |= dict.fromkeys(mine, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": placed}), encoding="utf-8"
+    )
     return placed
 
 
@@ -95,14 +97,16 @@ def test_non_safetensors_file_is_named(folder, header):
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
 def test_malformed_index_is_named(folder, content):
-    (folder / "model.safetensors.index.json").write_text(content)
+    (folder / "model.safetensors.index.json").write_text(content, encoding="utf-8")
     with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json"):
         check_model_folder(folder)
 
 
 def as_reward_model(folder, labels, *, bias=False):
-    raw = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**raw, "architectures": ["Qwen2ForSequenceClassification"]}))
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(
+        json.dumps({**raw, "architectures": ["Qwen2ForSequenceClassification"]}), encoding="utf-8"
+    )
 
     def change(tensors):
         del tensors["lm_head.weight"]
@@ -127,6 +131,8 @@ def test_head_bias_without_architecture_is_rejected(folder):
     as_reward_model(folder, 1, bias=True)
     with pytest.raises(ModelError, match=r"'score.bias' would be dropped.*Qwen2ForTokenClassification"):
         check_model_folder(folder)
-    raw = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**raw, "architectures": ["Qwen2ForTokenClassification"]}))
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(
+        json.dumps({**raw, "architectures": ["Qwen2ForTokenClassification"]}), encoding="utf-8"
+    )
     assert check_model_folder(folder).config.has_head_bias

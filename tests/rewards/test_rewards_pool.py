@@ -158,7 +158,7 @@ def test_child_of_a_function_ends_with_its_process():
 
 def test_missing_file_in_a_process_is_reported(tmp_path):
     file = tmp_path / "missing.py"
-    file.write_text("def f(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n")
+    file.write_text("def f(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n", encoding="utf-8")
     spec = FunctionSpec(f"{file}:f")
     traits = spec.load().traits
     file.unlink()
@@ -279,9 +279,10 @@ def test_processes_have_the_environment_of_the_driver(tmp_path):
     (tmp_path / "near.py").write_text(
         "import os\n"
         "def score(**arguments):\n"
-        "    return {'score': float(open('weight').read()), 'key': os.environ['K']}\n"
+        "    return {'score': float(open('weight').read()), 'key': os.environ['K']}\n",
+        encoding="utf-8",
     )
-    (tmp_path / "weight").write_text("2.5")
+    (tmp_path / "weight").write_text("2.5", encoding="utf-8")
     spec = FunctionSpec("near.score", {}, 60.0)
     environment = ChildEnvironment(str(tmp_path), {**os.environ, "K": "value"}, [str(tmp_path), *sys.path])
     with RewardPool([spec], [FunctionTraits()], 1, environment=environment) as pool:

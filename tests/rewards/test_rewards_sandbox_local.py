@@ -235,10 +235,10 @@ print(os.path.exists(OUTSIDE), os.environ.get("MEGARL_SECRET"), [n for n in os.l
 def test_outside_files_are_not_accessible(run, tmp_path, monkeypatch):
     monkeypatch.setenv("MEGARL_SECRET", "key")
     secret = tmp_path / "secret"
-    secret.write_text("untouched")
+    secret.write_text("untouched", encoding="utf-8")
     execution = run(FILES.replace("OUTSIDE", repr(str(secret))))
     assert execution.stdout.splitlines() == ["[]", "False None ['main.py']"], execution
-    assert secret.read_text() == "untouched"
+    assert secret.read_text(encoding="utf-8") == "untouched"
 
 
 @pytest.mark.parametrize(
@@ -322,8 +322,8 @@ def test_a_program_is_limited_by_the_kernel_where_memory_is_delegated(monkeypatc
 
 def fake_cgroup(folder, controllers="cpu memory"):
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "cgroup.subtree_control").write_text(controllers + "\n")
-    (folder / "cgroup.procs").write_text("")
+    (folder / "cgroup.subtree_control").write_text(controllers + "\n", encoding="utf-8")
+    (folder / "cgroup.procs").write_text("", encoding="utf-8")
     return folder
 
 
@@ -332,16 +332,23 @@ def test_cgroup_gets_limits_and_the_launcher_and_its_events_decide(tmp_path, mon
     sandbox = LocalSandbox(SandboxLimits(timeout_s=60, memory_mb=256, disk_mb=4))
     assert sandbox.run("print(6 * 7)", "1234").stdout == "42\n"
     (made,) = tmp_path.glob("megarl-sandbox-*")
-    assert (made / "memory.max").read_text() == str((256 + 4 + 64) * 2**20 + 16)
-    assert (made / "memory.swap.max").read_text() == "0" and (made / "memory.oom.group").read_text() == "1"
-    assert int((made / "cgroup.procs").read_text()) > 1 and (made / "cgroup.kill").read_text() == "1"
+    assert (made / "memory.max").read_text(encoding="utf-8") == str((256 + 4 + 64) * 2**20 + 16)
+    assert (made / "memory.swap.max").read_text(encoding="utf-8") == "0" and (made / "memory.oom.group").read_text(
+        encoding="utf-8"
+    ) == "1"
+    assert (
+        int((made / "cgroup.procs").read_text(encoding="utf-8")) > 1
+        and (made / "cgroup.kill").read_text(encoding="utf-8") == "1"
+    )
     number = int(made.name.rpartition("-")[2]) + 1
     following = tmp_path / f"megarl-sandbox-{os.getpid()}-{number}"
 
     def kill_at_the_limit():
         while not (following / "cgroup.procs").exists():
             time.sleep(0.01)
-        (following / "memory.events").write_text("low 0\nhigh 0\nmax 3\noom 1\noom_kill 2\noom_group_kill 1\n")
+        (following / "memory.events").write_text(
+            "low 0\nhigh 0\nmax 3\noom 1\noom_kill 2\noom_group_kill 1\n", encoding="utf-8"
+        )
 
     kernel = threading.Thread(target=kill_at_the_limit)
     kernel.start()
@@ -371,7 +378,7 @@ def test_cgroup_is_found_where_memory_is_delegated(tmp_path):
         user = 1000
     assert find_memory_parent(of_scope, mounts, user=user) == session
     for path in (session, tmp_path):
-        (path / "cgroup.subtree_control").write_text("cpu\n")
+        (path / "cgroup.subtree_control").write_text("cpu\n", encoding="utf-8")
     assert find_memory_parent(of_scope, mounts, user=user).startswith(f"{scope}: no memory in cgroup.subtree_control")
     assert find_memory_parent("4:memory:/other\n", mounts) == "cgroup v2 is not mounted"
     assert find_memory_parent("0::/\n", "tmpfs /sys tmpfs rw 0 0\n") == "cgroup v2 is not mounted"

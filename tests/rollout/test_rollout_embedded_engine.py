@@ -139,7 +139,7 @@ def test_bfloat16(make_folder, reference_for, family):
 class TestEndOfSequence:
     def folder_with(self, make_folder, tmp_path, eos):
         shutil.copytree(make_folder(), tmp_path / "model")
-        (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+        (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}), encoding="utf-8")
         return str(tmp_path / "model")
 
     def first_token(self, engine, folder):

@@ -689,7 +689,7 @@ def test_missing_and_impossible_routes_are_errors(routes, message):
 
 
 def test_a_version_without_routes_is_refused(monkeypatch, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
     fields = {"enable_return_routed_experts"}
     monkeypatch.setattr(options, "server_arg_names", lambda: frozenset(fields))
     recording = SGLangOptions(return_routes=True)
@@ -789,7 +789,7 @@ def test_cuda_graphs_sleep_with_the_kv_cache():
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="reads SGLang's argument names")
 @pytest.mark.sglang
 def test_sampling_needs_no_compiler_on_a_node_without_nvcc(monkeypatch, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
     monkeypatch.setattr(options.shutil, "which", lambda name: None)
     assert server_args(str(tmp_path), 64, SGLangOptions(device="cuda"))["sampling_backend"] == "pytorch"
     monkeypatch.setattr(options.shutil, "which", lambda name: name if name == "/opt/cuda/bin/nvcc" else None)

@@ -172,7 +172,9 @@ def test_callbacks_run_before_metrics_are_logged(train_config: Callable[..., Tra
 
 def test_callbacks_are_loaded_by_file_and_by_dotted_path(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
-    file.write_text("from megarl.trainer.callbacks import Callback\n\nclass Mine(Callback):\n    pass\n")
+    file.write_text(
+        "from megarl.trainer.callbacks import Callback\n\nclass Mine(Callback):\n    pass\n", encoding="utf-8"
+    )
     first, second = load_callbacks([f"{file}:Mine", "megarl.trainer.callbacks.Callback"])
     assert type(first).__name__ == "Mine" and type(second) is Callback
 

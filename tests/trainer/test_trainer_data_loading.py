@@ -101,12 +101,14 @@ def test_code_in_a_model_folder_is_not_run_even_if_the_user_would_agree(
     """On a terminal, transformers asks whether to run the code of a tokenizer that is no class of its own."""
     folder = tmp_path / "model"
     shutil.copytree(arithmetic / "model", folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    config = json.loads((folder / "config.json").read_text()) | {"model_type": "unheard_of"}
-    (folder / "config.json").write_text(json.dumps(config))
-    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"model_type": "unheard_of"}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     tokenizer |= {"tokenizer_class": "EvilTokenizer", "auto_map": {"AutoTokenizer": ["evil.EvilTokenizer", None]}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    (folder / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\nclass EvilTokenizer: ...\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    (folder / "evil.py").write_text(
+        f"open({str(tmp_path / 'executed')!r}, 'w')\nclass EvilTokenizer: ...\n", encoding="utf-8"
+    )
     monkeypatch.setattr("builtins.input", lambda *question: "y")
     with contextlib.suppress(ModelError):  # it may fall back on the generic class of tokenizer.json
         load_tokenizer(str(folder))
@@ -190,7 +192,7 @@ def test_curriculum_order(train_config: Callable[..., TrainConfig], tokenizer: P
 def test_user_dataset_and_sampler_classes(
     train_config: Callable[..., TrainConfig], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
     own = {
         "data.sampler": {"class_path": f"{tmp_path}/own.py", "class_name": "Backwards"},
         "data.custom_cls": {"path": f"{tmp_path}/own.py", "name": "Shouting"},
@@ -213,7 +215,7 @@ def test_user_dataset_and_sampler_classes(
 def test_verls_dataset_sampler_and_collate_function(
     train_config: Callable[..., TrainConfig], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    (tmp_path / "verls.py").write_text(VERLS)
+    (tmp_path / "verls.py").write_text(VERLS, encoding="utf-8")
     verls = {
         "data.custom_cls": {"path": f"{tmp_path}/verls.py", "name": "Prompts"},
         "data.sampler": {"class_path": f"{tmp_path}/verls.py", "class_name": "Strided"},
@@ -241,7 +243,7 @@ def test_verls_dataset_sampler_and_collate_function(
 def test_files_of_a_custom_dataset_are_its_own(
     train_config: Callable[..., TrainConfig], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    (tmp_path / "verls.py").write_text(VERLS)
+    (tmp_path / "verls.py").write_text(VERLS, encoding="utf-8")
     keys = {"data.custom_cls": {"path": f"{tmp_path}/verls.py", "name": "Prompts"}, "data.train_files": "nowhere.bin"}
     check_train(train_config(keys))
     with pytest.raises(ConfigError, match=r"Prompts\(data_files, tokenizer, config, processor\) failed: FileNotFound"):

@@ -43,7 +43,9 @@ def batch(**more: torch.Tensor) -> DataProto:
 
 
 def test_batch_metrics() -> None:
-    metrics = batch_metrics(batch(), max_prompt_length=3, max_response_length=3)
+    """A limit ended one response; another one has the maximum length."""
+    scored = batch().with_columns({}, {"finish_reason": ["stop", "turns", "error"]})
+    metrics = batch_metrics(scored, max_prompt_length=3, max_response_length=3)
     assert metrics == pytest.approx(
         {
             "critic/score/mean": 0.75,
@@ -66,6 +68,7 @@ def test_batch_metrics() -> None:
             "response_length/max": 3.0,
             "response_length/min": 1.0,
             "response_length/clip_ratio": 1 / 3,
+            "response/truncated_ratio": 1 / 3,
         }
     )
 

@@ -248,10 +248,10 @@ def test_a_teacher_needs_the_policys_vocabulary(
     }
     check_train(train_config(keys))
     file = teacher / "tokenizer.json"
-    tokenizer = json.loads(file.read_text())
+    tokenizer = json.loads(file.read_text(encoding="utf-8"))
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["3"], vocabulary["7"] = three, seven = vocabulary["7"], vocabulary["3"]
-    file.write_text(json.dumps(tokenizer))
+    file.write_text(json.dumps(tokenizer), encoding="utf-8")
     with pytest.raises(ConfigError) as error:
         check_train(train_config(keys))
     assert str(error.value).startswith(f"distillation.teacher_models.big.model_path={teacher}: its tokenizer differs")

@@ -184,7 +184,7 @@ def test_teacher_and_losses(
             folder = tmp_path / name.replace(" ", "_")
             actor.call("export_hf", str(folder))
             ours = {f"actor/{key}": value for key, value in expected[name].metrics.items()}
-            extra = {"actor/skipped_steps": 0.0, "actor/kl_coef": 0.2}
+            extra = {"actor/skipped_steps": 0.0, "actor/empty_steps": 0.0, "actor/kl_coef": 0.2}
             assert metrics == pytest.approx(ours | extra, rel=1e-5, abs=1e-6), name
             (file,) = folder.glob("*.safetensors")
             weights = load_file(file)
@@ -235,7 +235,9 @@ def test_exact_kl_to_a_teacher_of_another_shape_and_layout(
         actor.call("export_hf", str(tmp_path / "hf"))
     ours = {f"actor/{key}": value for key, value in expected.metrics.items()}
     assert ours["actor/distillation/loss"] > 1
-    assert metrics == pytest.approx(ours | {"actor/skipped_steps": 0.0, "actor/kl_coef": 0.2}, rel=1e-5, abs=1e-6)
+    assert metrics == pytest.approx(
+        ours | {"actor/skipped_steps": 0.0, "actor/empty_steps": 0.0, "actor/kl_coef": 0.2}, rel=1e-5, abs=1e-6
+    )
     (file,) = (tmp_path / "hf").glob("*.safetensors")
     weights = load_file(file)
     for key, theirs in expected.weights.items():
@@ -295,7 +297,9 @@ def test_exact_kl_of_each_row_to_its_own_teacher(
         actor.call("export_hf", str(tmp_path / "hf"))
     metrics = {name: value for name, value in metrics.items() if name.startswith("actor/")}
     ours = {f"actor/{key}": value for key, value in expected.metrics.items()}
-    assert metrics == pytest.approx(ours | {"actor/skipped_steps": 0.0, "actor/kl_coef": 0.2}, rel=1e-5, abs=1e-6)
+    assert metrics == pytest.approx(
+        ours | {"actor/skipped_steps": 0.0, "actor/empty_steps": 0.0, "actor/kl_coef": 0.2}, rel=1e-5, abs=1e-6
+    )
     (file,) = (tmp_path / "hf").glob("*.safetensors")
     weights = load_file(file)
     for key, theirs in expected.weights.items():

@@ -15,9 +15,10 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.agents.endpoint.request import MODEL, ApiError, ChatRequest
-from megarl.agents.frames import encode_prompt, strip_special_tokens, turn_frame
+from megarl.agents.frames import encode_prompt, turn_frame
 from megarl.agents.tools.calling import Parser, ToolCall
 from megarl.agents.types import AgentError, Message
+from megarl.data.control_tokens import control_tokens
 from megarl.rollout.interface import Completion
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ class ChatFormat:
         stop_strings: bool = True,
     ) -> None:
         self.tokenizer = tokenizer
+        self._control = control_tokens(tokenizer)
         self._parse = parse
         self._template_kwargs = dict(template_kwargs or {})
         self._stop_strings = stop_strings
@@ -122,8 +124,9 @@ class ChatFormat:
             ApiError: the chat template refuses the messages.
         """
         try:
-            ids = encode_prompt(self.tokenizer, self._plain(request.messages), request.tools, self._template_kwargs)
-        except (AgentError, TypeError, ValueError) as error:
+            messages, tools = self._control.hide_messages(request.messages), self._control.hide_all(request.tools)
+            ids = encode_prompt(self.tokenizer, messages, tools, self._template_kwargs)
+        except (AgentError, TypeError, ValueError, RecursionError) as error:
             raise ApiError(400, f"messages: {error}", param="messages") from error
         if not ids:
             raise ApiError(400, "messages: the chat template makes no token of them", param="messages")
@@ -137,8 +140,8 @@ class ChatFormat:
         """
         last_token = last.token_ids[-1] if last.token_ids else None
         try:
-            return turn_frame(self.tokenizer, self._plain(messages), last_token, self._template_kwargs)
-        except (AgentError, TypeError, ValueError) as error:
+            return turn_frame(self.tokenizer, messages, last_token, self._template_kwargs)
+        except (AgentError, TypeError, ValueError, RecursionError) as error:
             raise ApiError(400, f"messages: {error}", param="messages") from error
 
     def turn(self, completion: Completion, request: ChatRequest) -> AssistantTurn:
@@ -150,19 +153,13 @@ class ChatFormat:
         good = [call for call in calls if call.problem is None]
         for start, end in sorted({call.span for call in good if call.span is not None}, reverse=True):
             text = text[:start] + text[end:]
-        content = strip_special_tokens(self.tokenizer, text)
+        content = self._control.remove(text)
         if good:
             content = content.strip()
         reason: Literal["stop", "length", "tool_calls"] = "length" if completion.finish_reason == "length" else "stop"
         if good and reason == "stop":
             reason = "tool_calls"
         return AssistantTurn(content, good, len(calls) - len(good), reason, completion)
-
-    def _plain(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Remove special tokens, so that no text can imitate a turn."""
-        return [
-            {**message, "content": strip_special_tokens(self.tokenizer, message["content"])} for message in messages
-        ]
 
 
 def initial_digest(tools: Sequence[Mapping[str, Any]]) -> HistoryDigest:

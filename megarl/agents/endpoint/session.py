@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -42,6 +42,7 @@ class _Turn:
         completion: generated tokens.
         number: number of turns completed earlier.
         has_child: whether another turn continues this one.
+        refused: limit for which the last request after this turn was refused.
     """
 
     parent: _Turn | None
@@ -49,6 +50,7 @@ class _Turn:
     completion: Completion
     number: int
     has_child: bool = False
+    refused: TrajectoryEnd | None = None
 
     def path(self) -> list[_Turn]:
         """Return the turns from the start of the branch to this one."""
@@ -67,7 +69,7 @@ class _Counts:
     calls: int = 0
     malformed: int = 0
     cut_off: int = 0
-    limits: list[TrajectoryEnd] = field(default_factory=list)
+    met_limit: bool = False
 
 
 class Session:
@@ -110,7 +112,7 @@ class Session:
     @property
     def met_limit(self) -> bool:
         """Whether a request was refused because of the conversation's limit of tokens or turns."""
-        return bool(self._counts.limits)
+        return self._counts.met_limit
 
     async def complete(self, request: ChatRequest) -> ChatCompletion:
         """Generate the policy's next turn, or ``n`` choices of it.
@@ -149,8 +151,7 @@ class Session:
         }
         if counts.with_tools:
             metrics |= {"tool_call_counts": counts.calls, "malformed_calls": counts.malformed}
-        reason = counts.limits[-1] if counts.limits else finish
-        return self._replay(path).end(reason, {name: float(value) for name, value in metrics.items()})
+        return self._replay(path).end(leaf.refused or finish, {name: float(value) for name, value in metrics.items()})
 
     def _match(self, request: ChatRequest) -> tuple[_Turn | None, list[int]]:
         """Return the turn that a request continues and its further token ids; None and a prompt otherwise."""
@@ -181,23 +182,25 @@ class Session:
             try:
                 Transcript(self._conversation, ids)
             except AgentError as error:
-                raise self._limit_error("length", str(error)) from error
+                raise self._limit_error("length", str(error), parent) from error
             return
         transcript = self._replay(parent.path())
         if limits.assistant_turns is not None and transcript.assistant_turns >= limits.assistant_turns:
-            raise self._limit_error("turns", f"max_assistant_turns={limits.assistant_turns} turns were taken")
+            raise self._limit_error("turns", f"max_assistant_turns={limits.assistant_turns} turns were taken", parent)
         if limits.user_turns is not None and transcript.user_turns >= limits.user_turns:
-            raise self._limit_error("turns", f"max_user_turns={limits.user_turns} turns were taken")
+            raise self._limit_error("turns", f"max_user_turns={limits.user_turns} turns were taken", parent)
         room = transcript.room
         if not transcript.observe(ids):
             text = (
                 f"of this conversation's {self._conversation.response_tokens} tokens after the prompt {room} are left, "
                 f"and the new messages have {len(ids)}"
             )
-            raise self._limit_error("length", text)
+            raise self._limit_error("length", text, parent)
 
-    def _limit_error(self, reason: TrajectoryEnd, message: str) -> ApiError:
-        self._counts.limits.append(reason)
+    def _limit_error(self, reason: TrajectoryEnd, message: str, parent: _Turn | None) -> ApiError:
+        self._counts.met_limit = True
+        if parent is not None:
+            parent.refused = reason
         code = "context_length_exceeded" if reason == "length" else "max_turns_exceeded"
         return ApiError(400, message, code=code, param="messages")
 

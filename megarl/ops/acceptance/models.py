@@ -137,7 +137,11 @@ class SingleRankEngine:
 
     def __enter__(self) -> MegatronEngine:
         layout, source = ParallelLayout(), self._source
-        fields = parse_json((source / "config.json").read_text()) if isinstance(source, Path) else dict(source)
+        fields = (
+            parse_json((source / "config.json").read_text(encoding="utf-8"))
+            if isinstance(source, Path)
+            else dict(source)
+        )
         with held_port("127.0.0.1") as port:
             runtime = init_runtime(layout, 0, 1, "127.0.0.1", port, device=self._device.type)
         try:

@@ -91,7 +91,7 @@ class Agent:
         if isinstance(request, SetToken):
             file = self.folder / TOKEN_FILE
             file.touch(0o600)
-            file.write_text(request.token)
+            file.write_text(request.token, encoding="utf-8")
         elif isinstance(request, SendSignal):
             self._signal(request.name, request.number)
         elif isinstance(request, StartCommand):

@@ -74,7 +74,7 @@ def parse_hosts(text: str) -> list[str]:
     """
     path = Path(text).expanduser()
     if ("/" in text or path.suffix) and path.is_file():
-        lines = [line.split("#")[0].split() for line in path.read_text().splitlines()]
+        lines = [line.split("#")[0].split() for line in path.read_text("utf-8", "replace").splitlines()]
         hosts = [words[0] for words in lines if words]
     elif "/" in text or path.suffix == ".txt":
         raise ConfigError(f"--hosts={text}: there is no such file; give a file with a host per line, or host1,host2")

@@ -301,8 +301,8 @@ RULES = (
         below=0.2,
     ),
     MetricRule(
-        "truncated answers", "response_length/clip_ratio",
-        "{value:.0%} of the latest answers reach the length limit and are cut (data.max_response_length).",
+        "truncated answers", "response/truncated_ratio",
+        "A limit of tokens or turns cuts {value:.0%} of the latest answers (data.max_response_length).",
         "A cut answer is usually scored as wrong whatever it contains; raise the limit, or set "
         "algorithm.mask_truncated_completions.",
         above=0.1,

@@ -166,7 +166,7 @@ def main(handle: int, parent: int, log: tuple[str, str] | None = None) -> None:
         redirect_output(Path(log[0]), log[1])
     watch_process(TracingOptions(watched=True))  # stall reports show the call that hangs
     with contextlib.suppress(OSError):  # if memory runs out, the kernel kills this process before its owner
-        Path("/proc/self/oom_score_adj").write_text("1000")
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
     with open_connection(handle) as connection, contextlib.suppress(EOFError, ConnectionError):
         server = FunctionServer(connection, connection.recv())
         try:

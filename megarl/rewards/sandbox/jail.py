@@ -173,7 +173,7 @@ def _bind_read_only(path: str, target: str) -> None:
         os.makedirs(target, exist_ok=True)
     else:
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        open(target, "a").close()
+        open(target, "a", encoding="utf-8").close()
     _mount(path, target, None, _MS_BIND | _MS_REC)
     _set_read_only(target, _AT_RECURSIVE)
 

@@ -15,7 +15,6 @@ from megarl.config.batch import plan_batches, render_plan
 from megarl.config.schema.async_training import SYNC
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data.loader import PromptQueue
-from megarl.models.hf_folder import all_eos_token_ids
 from megarl.trainer.callbacks import load_callbacks
 from megarl.trainer.jobs.devices import JobPools
 from megarl.trainer.jobs.output_folders import check_output_folders, claim_response_folders
@@ -122,7 +121,7 @@ class TrainerBuilder:
         """
         session, config, console = self.session, self.session.config, self.session.console
         console.set_total_steps(self.total_steps)
-        advantage = AdvantagePhase(config.algorithm, all_eos_token_ids(config.actor_rollout_ref.model.path))
+        advantage = AdvantagePhase(config.algorithm)
         state = RunState(
             config,
             self.prompts,
@@ -215,7 +214,7 @@ class TrainerBuilder:
         )
         update: list[BatchPhase] = [correction]
         if algorithm.mask_truncated_completions:
-            update.append(TruncatedResponsesPhase(all_eos_token_ids(config.actor_rollout_ref.model.path), rows))
+            update.append(TruncatedResponsesPhase(rows))
         if algorithm.use_pf_ppo:
             update.append(PreferencePhase(algorithm.pf_ppo, config.trainer.seed, rows))
         return StepPhases(

@@ -18,6 +18,7 @@ from megarl.cluster.role_groups import RewardModelGroup
 from megarl.config.schema.jobs import ScoredJobConfig
 from megarl.config.schema.rewards import RewardModelConfig
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right, sequence_lengths
+from megarl.data.control_tokens import control_tokens
 from megarl.data.tokenization import Prompt, PromptEncoder
 from megarl.rewards.manager import NullReward, Scored, with_scores
 from megarl.trainer.phases.data_loading import load_tokenizer
@@ -207,9 +208,10 @@ class SequenceReader:
         prompts = batch.non_tensor_batch.get("raw_prompt")
         if prompts is None:
             raise RewardError("the reward model has its own tokenizer and needs the column 'raw_prompt'")
-        sequences = []
+        sequences, control = [], control_tokens(self._encoder.tokenizer)
         for row, (messages, ids) in enumerate(zip(prompts, batch.unpadded("responses"), strict=True)):
-            response = decoder.decode(ids.tolist(), skip_special_tokens=True)
+            # The policy could write the reward model's control tokens as text.
+            response = control.hide(decoder.decode(ids.tolist(), skip_special_tokens=True), "user")
             conversation = [*messages, {"role": "assistant", "content": response}]
             sequences.append(self._encoder.encode(Prompt(conversation), f"row {row} for the reward model"))
         return sequences

@@ -16,10 +16,12 @@ from megarl.data.row_map import RowMap, map_in_process
 from megarl.tracking.jsonl_files import SECONDS_SUFFIX, TOKENS, WORK, RankLists
 from megarl.tracking.phase_timer import unhidden_seconds
 from megarl.workers.row_math import (
+    FINISH_REASON,
     MISMATCH_COLUMNS,
     STATISTIC_COLUMNS,
     generated_tokens,
     statistics_of_rows,
+    truncated_rows,
 )
 
 Metrics = dict[str, float]
@@ -29,6 +31,19 @@ GENERATED_TOKENS = "generated_tokens"
 UPDATES = ("update_actor", "update_critic")
 OUT_OF_MEMORY = "out_of_memory"
 """Metric of a role: out-of-memory errors after which a pass was repeated."""
+EMPTY_STEPS = "empty_steps"
+"""Metric of a role: optimizer steps without a token to train on."""
+_ZERO_VARIANCE = "critic/score/zero_variance_fraction"
+_CAUSES = {
+    "actor/truncated_masked_fraction": "algorithm.mask_truncated_completions leaves out {:.0%} of the samples, which a "
+    "limit of tokens or turns ended",
+    "rollout_corr/rollout_rs_masked_fraction": "algorithm.rollout_correction.rollout_rs rejects {:.0%} of the tokens",
+    "best_of_n/masked": "algorithm.best_of_n.min_score leaves out {:.0f} samples",
+    "agent/failed": "{:.0f} conversations failed",
+    "reward/failed": "{:.0f} rewards failed",
+    _ZERO_VARIANCE: "the samples of {:.0%} of the prompts score the same, so that their advantages are 0",
+}
+"""Reasons why a step may train nothing, by the metric that measures each."""
 
 
 def summary(prefix: str, values: torch.Tensor) -> Metrics:
@@ -91,7 +106,9 @@ def batch_metrics(
         ("response_length", response_lengths, max_response_length),
     ):
         metrics |= summary(name, lengths)
-        metrics[f"{name}/clip_ratio"] = (lengths >= limit).double().mean().item()
+        metrics[f"{name}/clip_ratio"] = (lengths >= limit).double().mean().item()  # verl's: the length alone counts
+    if FINISH_REASON in batch.non_tensor_batch:
+        metrics["response/truncated_ratio"] = truncated_rows(batch).double().mean().item()
     return metrics
 
 
@@ -187,6 +204,26 @@ def memory_warnings(metrics: Mapping[str, float]) -> list[str]:
                 f"micro-batches and the same result. Limits per micro-batch from now on: {', '.join(limits)}. "
                 "A smaller budget in the configuration saves the repeated work."
             )
+    return sentences
+
+
+def empty_step_warnings(metrics: Mapping[str, float]) -> list[str]:
+    """Describe updates that trained nothing, and their causes, one sentence per role.
+
+    They had no token to train on, or all gradients of the step are 0. Momentum and weight decay still change weights.
+    """
+    causes = {name: text.format(metrics[name]) for name, text in _CAUSES.items() if metrics.get(name, 0.0) > 0}
+    masks = {name: text for name, text in causes.items() if name != _ZERO_VARIANCE}
+    sentences = []
+    for name, value in metrics.items():
+        role, _, quantity = name.partition("/")
+        if quantity == EMPTY_STEPS and value > 0:
+            found, reasons = f"the {role} had no token to train on in optimizer steps: {value:.0f}", masks
+        elif quantity == "grad_norm" and value == 0 and not metrics.get(f"{role}/{EMPTY_STEPS}"):
+            found, reasons = f"the gradient of the {role} is 0, so that the step trains nothing", causes
+        else:
+            continue
+        sentences.append(f"{found}. {'; '.join(reasons.values()) or 'No metric names the cause'}")
     return sentences
 
 

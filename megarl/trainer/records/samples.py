@@ -17,7 +17,7 @@ from megarl.data.rollout_dump import DumpMetadata, RolloutDump
 from megarl.data.tokenization import characters_per_token
 from megarl.tracking.sample_files import write_samples
 from megarl.tracking.token_columns import TokenValues
-from megarl.workers.row_math import generated_tokens, row_sums, trained_tokens
+from megarl.workers.row_math import FINISH_REASON, generated_tokens, row_sums, trained_tokens
 
 Sample = dict[str, Any]
 Item = TypeVar("Item")
@@ -38,15 +38,15 @@ _TOKEN_COLUMNS: dict[str, tuple[tuple[str, ...], Callable[..., Tensor]]] = {
 def describe_samples(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> list[Sample]:
     """Decode each scored row to a record with the fields ``input, output, gts, score, step``.
 
-    A record also has the extra numbers of the reward function, ``data_source`` if the row has one, and
-    ``response_length`` in tokens. ``score`` is None if the reward failed. ``masked`` lists the characters of ``output``
-    that a tool or a search wrote, as ``[begin, end]`` pairs. ``advantage`` is the mean over the trained tokens. A
-    failed conversation has ``agent_error``.
+    A record also has the extra numbers of the reward function, ``data_source`` if the row has one,
+    ``response_length`` in tokens, and ``finish_reason``. ``score`` is None if the reward failed. ``masked`` lists the
+    characters of ``output`` that a tool or a search wrote, as ``[begin, end]`` pairs. ``advantage`` is the mean over
+    the trained tokens. A failed conversation has ``agent_error``.
     """
     scores = row_sums(batch, "token_level_scores").tolist()
     failed = batch.non_tensor_batch["reward_failed"]
     extras = [name for name in batch.non_tensor_batch if name.startswith("reward_extra_")]
-    sources = batch.non_tensor_batch.get("data_source")
+    sources, reasons = (batch.non_tensor_batch.get(name) for name in ("data_source", FINISH_REASON))
     advantages = _mean_advantages(batch)
     masks = batch.unpadded("generated_mask") if "generated_mask" in batch.tensors else None
     samples = []
@@ -61,6 +61,7 @@ def describe_samples(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step:
                 "step": step,
                 **({"data_source": str(sources[row])} if sources is not None else {}),
                 "response_length": len(ids),
+                **({"finish_reason": reasons[row]} if reasons is not None else {}),
                 **({"advantage": advantages[row]} if advantages is not None else {}),
                 **{name.removeprefix("reward_extra_"): batch.non_tensor_batch[name][row] for name in extras},
                 **_conversation_fields(batch, tokenizer, row, ids, generated),

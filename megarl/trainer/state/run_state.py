@@ -291,7 +291,7 @@ class RunState:
                 model=fingerprints(self.config),
                 contents={role: saved.save_contents for role, saved in role_contents(self.config).items()},
             ).write(folder)
-            (folder / CONFIG_FILE).write_text(to_yaml(self.config))
+            (folder / CONFIG_FILE).write_text(to_yaml(self.config), encoding="utf-8")
             for file in files:
                 if file.exists():
                     shutil.copyfile(file, folder / file.name)

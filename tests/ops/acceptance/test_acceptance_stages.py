@@ -31,7 +31,7 @@ def check(
 
 
 def rows(folder: Path, stage: str) -> dict[str, dict[str, Any]]:
-    report = json.loads((folder / f"{stage}.json").read_text())
+    report = json.loads((folder / f"{stage}.json").read_text(encoding="utf-8"))
     assert report["is_complete"]
     return {row["check"]: row for row in report["results"]}
 
@@ -69,7 +69,7 @@ def test_stage_runs_on_a_cpu(accepted: tuple[Path, str], stage: str) -> None:
 def test_table_has_a_row_per_check(accepted: tuple[Path, str]) -> None:
     folder, _ = accepted
     count = sum(len(rows(folder, stage)) for stage in STAGES)
-    assert (folder / "results.md").read_text().count("\n| ") == count + len(STAGES)
+    assert (folder / "results.md").read_text(encoding="utf-8").count("\n| ") == count + len(STAGES)
 
 
 EXPECTED_MISSING = {

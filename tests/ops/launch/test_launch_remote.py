@@ -28,7 +28,7 @@ def test_srun_starts_the_agent_with_all_cpus_of_the_node():
 def test_hosts_from_a_list_or_a_file(tmp_path):
     assert parse_hosts("a,b, c") == ["a", "b", "c"]
     file = tmp_path / "hosts.txt"
-    file.write_text("# the head\nnode1 slots=8\n\nnode2  # the other\n")
+    file.write_text("# the head\nnode1 slots=8\n\nnode2  # the other\n", encoding="utf-8")
     assert parse_hosts(str(file)) == ["node1", "node2"]
 
 
