@@ -138,7 +138,7 @@ def main() -> None:
             measure(kind, folder / "rows.parquet", folder / "cache")
         for kind in ("cold", "warm"):
             measure(kind, folder / "rows.jsonl", folder / "cache")
-        print(json.dumps({"cache_mib": sum(file.stat().st_size for file in (folder / "cache").iterdir()) >> 20}))
+        print(json.dumps({"cache_mib": sum(file.stat().st_size for file in (folder / "cache").rglob("*")) >> 20}))
 
 
 if __name__ == "__main__":

@@ -472,7 +472,7 @@ def main() -> None:
     parser.add_argument("--bucket-megabytes", type=int, default=64)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=6)
-    options = parse_sizes(parser, engines=["embedded"], transports=["auto"], bucket_megabytes=1, layers=1, rounds=1)
+    options = parse_sizes(parser, engines=["embedded"], transports=["auto"], bucket_megabytes=64, layers=2, rounds=1)
     bucket = options.bucket_megabytes * 2**20
     print(f"{processor()}, {os.cpu_count()} cores; {TRAIN.describe()}, buckets of {options.bucket_megabytes} MiB")
     print(

@@ -231,7 +231,8 @@ def _become(request: dict[str, object]) -> str:
     sys.executable = os.environ.pop(_INTERPRETER, sys.executable)
     sys.argv = [module, *arguments]
     sys.orig_argv = [sys.executable, *([] if is_script else ["-m"]), *sys.argv]
-    sys.path[0] = os.path.dirname(os.path.abspath(module)) if is_script else os.getcwd()
+    first = os.path.dirname(os.path.abspath(module)) if is_script else os.getcwd()
+    sys.path[:1] = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return module
 
 
