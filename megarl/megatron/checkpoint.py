@@ -125,7 +125,7 @@ def begin_save(
         items = all_ranks_or_raise(runtime, lambda: list(_saved_items(engine, has_optimizer)), doing)
         if snapshot is not None:
             items = all_ranks_or_raise(runtime, lambda: snapshot.take(items), doing)
-        writer = ItemWriter(runtime, folder, items)
+        writer = ItemWriter(runtime, folder, items, _stored_shapes(engine, has_optimizer))
         writer.plan()
     pending = PendingSave(runtime, folder, writer, files, in_background=snapshot is not None)
     engine.offload_manager.lend(lambda: not pending.is_written)
@@ -216,9 +216,7 @@ def _saved_items(engine: MegatronEngine, with_optimizer: bool) -> Iterator[Item]
     """This rank's contribution, wherever it is: each element of each tensor comes from one rank."""
     contributions = engine.trained_map.contributions(engine.runtime.layout, engine.runtime.rank)
     state, memory = _StoredState(engine, with_optimizer), engine.offload_manager.memory
-    for number, (param, replica, replicas) in enumerate(contributions):
-        # Replicas take turns, so that each writes its share.
-        is_writer = number % replicas == replica
+    for param, _, is_writer in contributions:
         for kind, start, stop, tensor in state.tensors(param.name):
             if is_writer or (kind != WEIGHT and state.is_sharded):
                 yield from items_of(kind, blocks_of_range(param, start, stop), state.shapes, memory(tensor))
@@ -237,6 +235,16 @@ def _wanted_items(engine: MegatronEngine, with_optimizer: bool) -> Iterator[Item
                 blocks = blocks_of_range(param, start, start + len(piece.zero_()))
                 yield from items_of(kind, blocks, state.shapes, whole._replace(pieces=(piece,)))
                 start += len(piece)
+
+
+def _stored_shapes(engine: MegatronEngine, with_optimizer: bool) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Shapes of all tensors of a checkpoint by kind and Hugging Face name."""
+    shapes = {WEIGHT: engine.trained_map.hf_shapes()}
+    if with_optimizer:
+        trained = {n: shape for n, shape in shapes[WEIGHT].items() if not engine.trained_map.is_float32(n)}
+        kinds = [*MOMENTS] if engine.options.dtype is torch.float32 else [*MOMENTS, MASTER]
+        shapes |= dict.fromkeys(kinds, trained)
+    return shapes
 
 
 class _StoredState:
@@ -280,18 +288,12 @@ def _check_fits(
     with_optimizer: bool,
 ) -> None:
     """Reject a checkpoint of another model or another number format."""
-    kinds = [WEIGHT]
     if state.dtype != _dtype_name(engine):
         raise CheckpointError(
             f"checkpoint {folder} has dtype={state.dtype}, this run dtype={_dtype_name(engine)}: they must agree"
         )
     _check_adapters(engine, folder, state)
-    if with_optimizer:
-        kinds += [*MOMENTS] if engine.options.dtype is torch.float32 else [*MOMENTS, MASTER]
-    whole = engine.trained_map.hf_shapes()
-    trained = {name: shape for name, shape in whole.items() if not engine.trained_map.is_float32(name)}
-    for kind in kinds:
-        expected = whole if kind == WEIGHT else trained
+    for kind, expected in _stored_shapes(engine, with_optimizer).items():
         shapes = saved_shapes.get(kind, {})
         for name in sorted(expected.keys() | shapes.keys()):
             if expected.get(name) != shapes.get(name):
