@@ -15,7 +15,8 @@ layout it has the same weights and state, and fresh random generators.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from megarl.megatron.checkpoint_state import (
     write_state,
 )
 from megarl.megatron.engine import MegatronEngine
+from megarl.megatron.host_memory import TensorMemory
 from megarl.megatron.offload import OPTIMIZER, PARAM
 from megarl.megatron.optimizer import (
     MASTER,
@@ -53,6 +55,7 @@ from megarl.megatron.optimizer import (
 )
 from megarl.megatron.runtime import all_ranks_or_raise
 from megarl.models.hf_writer import write_companions
+from megarl.models.weight_map import Contribution
 
 WEIGHT = "weight"
 
@@ -213,9 +216,21 @@ def _restore_random(engine: MegatronEngine, folder: Path, state: RoleState) -> N
 
 
 def _saved_items(engine: MegatronEngine, with_optimizer: bool) -> Iterator[Item]:
-    """This rank's contribution, wherever it is: each element of each tensor comes from one rank."""
+    """This rank's contribution, wherever it is."""
     contributions = engine.trained_map.contributions(engine.runtime.layout, engine.runtime.rank)
-    state, memory = _StoredState(engine, with_optimizer), engine.offload_manager.memory
+    return saved_items(contributions, _stored_state(engine, with_optimizer), engine.offload_manager.memory)
+
+
+def saved_items(
+    contributions: Iterable[Contribution], state: StoredState, memory: Callable[[Tensor], TensorMemory]
+) -> Iterator[Item]:
+    """Select the blocks that one rank writes: over all ranks each element of each tensor once.
+
+    Args:
+        contributions: of the rank.
+        state: weights and optimizer state of the rank.
+        memory: returns the memory of a tensor.
+    """
     for param, _, is_writer in contributions:
         for kind, start, stop, tensor in state.tensors(param.name):
             if is_writer or (kind != WEIGHT and state.is_sharded):
@@ -227,7 +242,7 @@ def _wanted_items(engine: MegatronEngine, with_optimizer: bool) -> Iterator[Item
 
     An item is in one piece of memory.
     """
-    state, memory = _StoredState(engine, with_optimizer), engine.offload_manager.memory
+    state, memory = _stored_state(engine, with_optimizer), engine.offload_manager.memory
     for param in engine.trained_map.megatron_params(engine.runtime.layout, engine.runtime.rank):
         for kind, start, _, tensor in state.tensors(param.name):
             whole = memory(tensor)
@@ -247,25 +262,37 @@ def _stored_shapes(engine: MegatronEngine, with_optimizer: bool) -> dict[str, di
     return shapes
 
 
-class _StoredState:
-    """Weights and optimizer state of this rank by parameter, on the device or offloaded."""
+@dataclass(frozen=True)
+class StoredState:
+    """Weights and optimizer state of one rank by parameter, on the device or offloaded.
 
-    def __init__(self, engine: MegatronEngine, with_optimizer: bool) -> None:
-        self.shapes = engine.trained_map.hf_shapes()
-        self._params = engine.weights.stored()
-        self._shards: Mapping[str, StateShard] = {}
-        self.is_sharded = False
-        if with_optimizer and engine.optimizer is not None:
-            self._shards = state_shards(engine.optimizer, self._params, engine.offload_manager.optimizer_zeros_like)
-            self.is_sharded = is_sharded(engine.optimizer)
+    Attributes:
+        shapes: of the Hugging Face tensors.
+        params: the parameters.
+        shards: their optimizer state; empty without an optimizer.
+        is_sharded: data-parallel ranks hold parts of the optimizer state; otherwise each holds all of it.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    params: Mapping[str, Tensor]
+    shards: Mapping[str, StateShard]
+    is_sharded: bool
 
     def tensors(self, name: str) -> Iterator[tuple[str, int, int, Tensor]]:
         """Kind, range of the flattened parameter, and values, for each tensor of a parameter."""
-        param, shard = self._params[name], self._shards.get(name)
+        param, shard = self.params[name], self.shards.get(name)
         yield WEIGHT, 0, param.numel(), param
         if shard is not None:
             for kind, tensor in shard.tensors.items():
                 yield kind, shard.start, shard.stop, tensor
+
+
+def _stored_state(engine: MegatronEngine, with_optimizer: bool) -> StoredState:
+    shapes, params, optimizer = engine.trained_map.hf_shapes(), engine.weights.stored(), engine.optimizer
+    if not with_optimizer or optimizer is None:
+        return StoredState(shapes, params, {}, False)
+    shards = state_shards(optimizer, params, engine.offload_manager.optimizer_zeros_like)
+    return StoredState(shapes, params, shards, is_sharded(optimizer))
 
 
 def _check_contents(folder: Path, state: RoleState, requested: Collection[str]) -> None:

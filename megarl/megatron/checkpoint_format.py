@@ -3,8 +3,9 @@
 Everything is addressed by Hugging Face tensor and rectangle, so that a file depends on no layout: neither the tensor-
 and pipeline-parallel split, nor the data-parallel cuts of the optimizer's state, nor vocabulary padding. Each rank
 writes the blocks that it contributes and reads those it needs. Before a byte is written, rank 0 checks in the merged
-index that every element of every tensor comes once, and before the index is written, that every block is in a file. The
-files hold tensors, read with ``weights_only``; the index ``.metadata`` is a pickle restricted to a few harmless classes.
+index that every element of every tensor occurs once, and before the index is written, that every block is in a file.
+The files hold tensors, read with ``weights_only``; the index ``.metadata`` is a pickle restricted to a few harmless
+classes.
 """
 
 from __future__ import annotations
@@ -53,7 +54,6 @@ from megarl.megatron.host_memory import TensorMemory
 from megarl.megatron.runtime import Runtime, all_ranks_or_raise, gather_apply_scatter
 from megarl.models import LocalParam
 from megarl.models.coverage import Coverage
-
 
 Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 """Shapes of tensors by kind (weights, or a kind of optimizer state) and Hugging Face name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import pickle
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from distributed import Place, ProcessPool
+from valid_layouts import paired_layouts
 
 from megarl.base.checkpoint_files import read_index
 from megarl.base.errors import CheckpointError
@@ -302,38 +304,31 @@ def test_resume_is_bit_exact_in_fresh_processes(saved: tuple[Path, list[dict[str
     assert_same_bits(resumed, uninterrupted)
 
 
+OPTIONS: list[dict[str, Any]] = [
+    {"overlap": True},
+    {"value_head": True},
+    {"dtype": "bfloat16", "tied": False},
+    {"distributed": False},
+    {"tied": False},
+    {"dtype": "bfloat16", "distributed": False},
+]
+
+
 @pytest.mark.parametrize(
     ("layout", "options"),
-    [
-        (ParallelLayout(dp=2), {"tied": False}),
-        (ParallelLayout(dp=2), {"distributed": False}),
-        (ParallelLayout(pp=2), {"value_head": True}),
-        (ParallelLayout(tp=2, dp=2), {"dtype": "bfloat16", "tied": False}),
-        (ParallelLayout(dp=2), {"dtype": "bfloat16", "distributed": False}),
-        (ParallelLayout(pp=2, dp=2), {}),
-        (ParallelLayout(cp=2, dp=2), {}),
-        (ParallelLayout(pp=2, dp=2, vpp=2), {"layers": 4, "overlap": True}),
-    ],
-    ids=str,
+    zip(paired_layouts(model_config(layers=4), 4), itertools.cycle(OPTIONS), strict=False),
+    ids=lambda value: value.describe() if isinstance(value, ParallelLayout) else " ".join(value),
 )
 def test_resume_is_bit_exact(
     layout: ParallelLayout, options: dict[str, Any], pool: ProcessPool, tmp_path: Path
 ) -> None:
-    folder = str(tmp_path / "role")
+    folder, options = str(tmp_path / "role"), {"layers": 4, **options}
     uninterrupted = pool.run(train_and_save, layout.world_size, layout, folder, options)
     assert_same_bits(pool.run(load_and_train, layout.world_size, layout, folder, options), uninterrupted)
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [
-        ParallelLayout(),
-        ParallelLayout(tp=2),
-        ParallelLayout(dp=2),
-        ParallelLayout(pp=2, dp=2),
-        ParallelLayout(tp=2, cp=2),
-    ],
-    ids=ParallelLayout.describe,
+    "layout", [ParallelLayout(), *paired_layouts(model_config(layers=2), 4)], ids=ParallelLayout.describe
 )
 def test_checkpoint_resumes_in_another_layout(
     layout: ParallelLayout, saved: tuple[Path, list[dict[str, Any]]], pool: ProcessPool

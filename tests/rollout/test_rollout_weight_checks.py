@@ -1,10 +1,5 @@
-import math
-from itertools import pairwise
-
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megarl.base.errors import WeightSyncError
 from megarl.models.coverage import Coverage
