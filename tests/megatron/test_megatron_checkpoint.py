@@ -31,7 +31,7 @@ from megarl.megatron import (
     init_runtime,
     shutdown_runtime,
 )
-from megarl.megatron.checkpoint import load_sharded, save_sharded
+from megarl.megatron.checkpoint import load_sharded, save_sharded, saved_items
 from megarl.megatron.checkpoint_format import tensor_shapes
 from megarl.megatron.optimizer import state_shards
 from megarl.models import ParallelLayout, WeightMap, parse_model_config
@@ -546,6 +546,28 @@ def test_failed_save_raises_on_every_rank(how: str, expected: str, pool: Process
         assert ["rank 3" in messages[0], "rank 2" in messages[1]] == [True, True], messages
     resumed = pool.run(load_and_train, 1, ParallelLayout(), str(tmp_path / "fine"), {})
     assert resumed[0]["padding"]
+
+
+def test_save_that_misses_a_block_raises_on_every_rank(pool: ProcessPool, tmp_path: Path) -> None:
+    for message in pool.run(save_without_a_block, 2, ParallelLayout(tp=2), str(tmp_path / "role")):
+        assert "'weight/model.norm.weight'" in message
+    assert not list(tmp_path.rglob("*.distcp")) and not list(tmp_path.rglob(".metadata"))
+
+
+def save_without_a_block(place: Place, layout: ParallelLayout, folder: str) -> str:
+    """The message of a save in which no rank contributes the last norm."""
+
+    def incomplete(*args: Any) -> list[Any]:
+        return [item for item in saved_items(*args) if item.key != "weight/model.norm.weight"]
+
+    try:
+        engine = build(place, layout, {})
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as caught:
+            patch.setattr("megarl.megatron.checkpoint.saved_items", incomplete)
+            save_sharded(engine, folder)
+        return str(caught.value)
+    finally:
+        shutdown_runtime()
 
 
 def test_nonempty_folder_raises(saved: tuple[Path, list[dict[str, Any]]], pool: ProcessPool) -> None:
