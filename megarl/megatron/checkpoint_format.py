@@ -174,7 +174,7 @@ def read_items(runtime: Runtime, folder: Path, metadata: Metadata, items: Sequen
         raise CheckpointError(f"checkpoint {folder} cannot be loaded: {_reasons(error)}") from error
 
 
-def check_coverage(index: Metadata, shapes: Shapes) -> None:
+def check_index(index: Metadata, shapes: Shapes) -> None:
     """Check that an index lists every element of every tensor exactly once, and no other tensor.
 
     Args:
@@ -255,10 +255,10 @@ class SavePlanner(DefaultSavePlanner):
         """Merge the plans of all ranks; torch would drop a repeated block, and miss a tensor that no rank plans.
 
         Raises:
-            CheckpointError: see :func:`check_coverage`.
+            CheckpointError: see :func:`check_index`.
         """
         plans, index = create_default_global_save_plan(all_plans)
-        check_coverage(index, self._shapes)
+        check_index(index, self._shapes)
         return plans, index
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:

@@ -22,7 +22,7 @@ from valid_layouts import valid_layouts
 
 from megarl.base.errors import CheckpointError, ConfigError
 from megarl.megatron.checkpoint import StoredState, saved_items
-from megarl.megatron.checkpoint_format import SavePlanner, check_coverage, check_written
+from megarl.megatron.checkpoint_format import SavePlanner, check_index, check_written
 from megarl.megatron.host_memory import TensorMemory
 from megarl.megatron.optimizer import StateShard
 from megarl.models import ModelConfig, ParallelLayout, WeightMap
@@ -47,32 +47,24 @@ def layouts_of(name: str, ranks: int) -> list[ParallelLayout]:
     return valid_layouts(config_of(name), ranks)
 
 
-def optimizer_shards(trained: Any, layout: ParallelLayout, rank: int, params: dict[str, Tensor]) -> dict[str, Any]:
-    """Random cuts of each parameter's state over its replicas; a replica may have none."""
+def optimizer_shards(
+    trained: Any, layout: ParallelLayout, rank: int, params: dict[str, Tensor], is_sharded: bool
+) -> dict[str, StateShard]:
+    """Each parameter's state: random cuts over its replicas, of which some have none, or the whole on every replica."""
     coordinate, expert = layout.coordinate(rank), layout.expert_coordinate(rank)
     shards = {}
     for param in trained.megatron_params(layout, rank):
         if any(trained.is_float32(piece.hf_name) for piece in param.pieces):
             continue
-        among_experts = ".local_experts." in param.name
-        replicas = layout.expert_dp if among_experts else layout.dp * layout.cp
-        replica = expert.edp if among_experts else coordinate.dp * layout.cp + coordinate.cp
-        size = params[param.name].numel()
-        draw = random.Random(param.name)  # the same cuts on every replica
+        replica, replicas = coordinate.dp * layout.cp + coordinate.cp, layout.dp * layout.cp
+        if ".local_experts." in param.name:
+            replica, replicas = expert.edp, layout.expert_dp
+        size, draw = params[param.name].numel(), random.Random(param.name)  # the same cuts on every replica
         cuts = [0, *sorted(draw.randint(0, size) for _ in range(replicas - 1)), size]
-        start, stop = cuts[replica], cuts[replica + 1]
+        start, stop = (cuts[replica], cuts[replica + 1]) if is_sharded else (0, size)
         if start < stop:
             shards[param.name] = StateShard(start, stop, {"exp_avg": torch.empty(stop - start)})
     return shards
-
-
-def shards_of_all(trained: Any, layout: ParallelLayout, rank: int, params: dict[str, Tensor]) -> dict[str, Any]:
-    """The whole state on every replica."""
-    return {
-        param.name: StateShard(0, params[param.name].numel(), {"exp_avg": torch.empty(params[param.name].numel())})
-        for param in trained.megatron_params(layout, rank)
-        if not any(trained.is_float32(piece.hf_name) for piece in param.pieces)
-    }
 
 
 def shapes_of(trained: Any) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -85,7 +77,7 @@ def planned(trained: Any, layout: ParallelLayout, is_sharded: bool) -> Metadata:
     shapes, plans = shapes_of(trained), []
     for rank in range(layout.world_size):
         params = {param.name: torch.empty(param.shape) for param in trained.megatron_params(layout, rank)}
-        shards = (optimizer_shards if is_sharded else shards_of_all)(trained, layout, rank, params)
+        shards = optimizer_shards(trained, layout, rank, params, is_sharded)
         state = StoredState(shapes["weight"], params, shards, is_sharded)
         items = saved_items(
             trained.contributions(layout, rank), state, lambda tensor: TensorMemory((tensor.view(-1),), False)
@@ -149,7 +141,7 @@ def test_a_changed_block_is_refused(data: st.DataObject, change: Callable[[list[
     chunks = index.state_dict_metadata[key].chunks
     change(chunks, data.draw(st.integers(0, len(chunks) - 1)))
     with pytest.raises(CheckpointError, match=f"'{key}'"):
-        check_coverage(index, shapes_of(trained))
+        check_index(index, shapes_of(trained))
 
 
 def test_an_absent_unknown_or_reshaped_tensor_is_refused() -> None:
@@ -160,7 +152,7 @@ def test_an_absent_unknown_or_reshaped_tensor_is_refused() -> None:
         others = {name: shape for name, shape in shapes["weight"].items() if name != key}
         index = planned(trained, ParallelLayout(tp=2, etp=1), is_sharded=False)
         with pytest.raises(CheckpointError, match=r"'weight/(model\.norm\.weight|another)'"):
-            check_coverage(index, {**shapes, "weight": others | expected})
+            check_index(index, {**shapes, "weight": others | expected})
 
 
 def blocks_of(index: Metadata) -> Iterator[tuple[str, ChunkStorageMetadata]]:
