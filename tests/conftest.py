@@ -75,6 +75,7 @@ LONGEST = (
     "cluster/test_cluster_agent_runners.py",
     "sharding/test_sharding_manager.py",
     "megatron/test_megatron_checkpoint.py",
+    "megatron/test_megatron_expert_state.py",
     "megatron/test_megatron_lora.py",
     "e2e/test_e2e_pools.py",
     "workers/test_workers_losses.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -18,8 +19,10 @@ from megarl.models.weight_map import WeightMap
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 HEAD, SCORE, SCORE_BIAS = "lm_head.weight", "score.weight", "score.bias"
+EMBEDDING = "model.embed_tokens.weight"
 HEADS = (HEAD, SCORE, SCORE_BIAS)
 """Tensors after the last norm, over all kinds of models."""
+_COMPARED_BYTES = 2**24
 _HEAD_ALIASES = {"classifier.weight": SCORE, "classifier.bias": SCORE_BIAS}
 """Alternative names of the scalar head in checkpoints, with the names of the weight map."""
 
@@ -57,14 +60,15 @@ class ModelFolder:
 def check_model_folder(path: str | Path, *, may_lack_head: bool = False) -> ModelFolder:
     """Check that a folder contains a complete model: config, every shard, every tensor of the right shape.
 
-    It reads JSON headers only, which is fast for any model size.
+    It reads JSON headers only, which is fast for any model size; and a stored output layer that is tied.
 
     Args:
         path: the folder.
         may_lack_head: the output layer, or the scalar head of a value model, may be absent.
 
     Raises:
-        ModelError: a file or tensor is missing, truncated or of the wrong shape; names it.
+        ModelError: a file or tensor is missing, truncated or of the wrong shape, or a tied output layer is not the
+            embedding; names it.
     """
     folder = Path(path)
     config = read_model_config(folder, may_be_bare=may_lack_head)
@@ -78,7 +82,40 @@ def check_model_folder(path: str | Path, *, may_lack_head: bool = False) -> Mode
             _check_shape(tensors[name], name, shape)
     if SCORE in tensors:
         _check_scalar_head(tensors, config)
+    if config.tie_word_embeddings and HEAD in tensors and not equal_values(tensors[HEAD], tensors[EMBEDDING]):
+        raise ModelError(
+            f"{tensors[HEAD].file}: tensor '{HEAD}' differs from '{EMBEDDING}', but {folder / 'config.json'} has "
+            f"tie_word_embeddings=true, with which '{HEAD}' has no effect; set tie_word_embeddings=false there to use "
+            "it, as transformers does, or remove the tensor"
+        )
     return ModelFolder(folder, config, tensors)
+
+
+def equal_values(first: TensorEntry, second: TensorEntry) -> bool:
+    """Return whether two stored tensors have the same shape and elements; formats up to 32 bits may differ."""
+    if first.shape != second.shape:
+        return False
+    read = (lambda values, _: values) if first.dtype == second.dtype else _as_float32
+    with first.file.open("rb") as file, second.file.open("rb") as other:
+        file.seek(first.offset)
+        other.seek(second.offset)
+        count = max(1, math.prod(first.shape))
+        widths = first.nbytes // count, second.nbytes // count
+        for start in range(0, count, _COMPARED_BYTES):
+            size = min(_COMPARED_BYTES, count - start)
+            values, others = file.read(size * widths[0]), other.read(size * widths[1])
+            if read(values, first.dtype) != read(others, second.dtype):
+                return False
+    return True
+
+
+def _as_float32(values: bytes, dtype: str) -> bytes:
+    """Convert elements to float32; those of other formats than float16, bfloat16 and float32 are returned unchanged."""
+    import numpy as np  # most readers of headers need none
+
+    if dtype == "BF16":
+        return (np.frombuffer(values, "<u2").astype("<u4") << 16).tobytes()
+    return np.frombuffer(values, "<f2").astype("<f4").tobytes() if dtype == "F16" else values
 
 
 def _known_heads(tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:

@@ -7,13 +7,14 @@ Speculative decoding uses these layers. DeepSeek-V3 and GLM-4.5 have them after 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megarl.base.errors import ModelError
-from megarl.models.hf_folder import SCORE, TensorEntry, tensor_entries
+from megarl.models.hf_folder import HEAD, SCORE, SCORE_BIAS, ModelFolder, TensorEntry, tensor_entries
 from megarl.models.model_config import ModelConfig
+from megarl.models.weight_map import WeightMap
 
 _AFTER_LAST, _SEPARATE = "num_nextn_predict_layers", "mtp_num_hidden_layers"
 """Fields of ``config.json`` with the number of layers: after the last decoder layer, or under ``mtp``."""
@@ -27,6 +28,34 @@ def is_multi_token(config: ModelConfig, name: str) -> bool:
         return True
     first, count = config.num_layers, _count(config.raw, _AFTER_LAST)
     return any(name.startswith(f"model.layers.{layer}.") for layer in range(first, first + count))
+
+
+def unused_tensors(folder: ModelFolder) -> list[str]:
+    """Return the tensors of a model folder that no load reads: not the model's, nor multi-token prediction layers'.
+
+    A tied output layer, which has been compared with the embedding, and a scalar head are not among them.
+    """
+    config = folder.config
+    known = {*WeightMap(config, value_head=config.is_value_model).hf_shapes(), SCORE, SCORE_BIAS}
+    if config.tie_word_embeddings:
+        known.add(HEAD)
+    return sorted(name for name in folder.tensors.keys() - known if not is_multi_token(config, name))
+
+
+def warn_of_unused(folder: str | Path, names: Sequence[str]) -> None:
+    """Warn of the tensors in a folder that nothing loads; no names, no warning.
+
+    Args:
+        folder: the model folder.
+        names: see :func:`unused_tensors`.
+    """
+    if names:
+        logger.warning(
+            "%s has %d tensors that are not part of the model by its config.json and are not loaded: %s",
+            folder,
+            len(names),
+            ", ".join(names[:5]) + (" ..." if len(names) > 5 else ""),
+        )
 
 
 def carried_tensors(folder: Path | None, config: ModelConfig, exported: Collection[str]) -> dict[str, TensorEntry]:

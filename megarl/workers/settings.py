@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.base.errors import ConfigError
@@ -251,7 +252,13 @@ def lora_options(model: AdapterKeys, seed: int) -> LoraOptions | None:
 
 
 def check_adapters(
-    model: ModelConfig, keys: AdapterKeys, megatron: MegatronConfig, field: str, *, value_head: bool = False
+    model: ModelConfig,
+    keys: AdapterKeys,
+    megatron: MegatronConfig,
+    field: str,
+    *,
+    value_head: bool = False,
+    base: str | Path | None = None,
 ) -> None:
     """Check that a role's adapters fit its model and layout, and the folder that they continue from.
 
@@ -261,6 +268,7 @@ def check_adapters(
         megatron: the role's configuration with complete parallel sizes.
         field: the section's key, such as ``actor_rollout_ref.model``.
         value_head: the role has a scalar head.
+        base: folder of the model, with which copies of its weights in that folder are compared; None compares none.
 
     Raises:
         ConfigError: names the key, its value and the valid choices.
@@ -273,7 +281,10 @@ def check_adapters(
         adapters = AdapterMap(WeightMap(model, value_head), options)
         adapters.check_layout(layout_of(megatron))
         if keys.lora_adapter_path is not None:
-            AdapterFolder(keys.lora_adapter_path).check(adapters)
+            folder = AdapterFolder(keys.lora_adapter_path)
+            folder.check(adapters)
+            if base is not None:
+                folder.check_base(base)
     except ConfigError as error:
         raise ConfigError(f"{field}.{error}") from error
 

@@ -75,15 +75,29 @@ def continued_log_probs(place: Place, folder: Path, setup: Setup) -> Any:
         return outputs, reference, changed
 
 
-@pytest.mark.parametrize(("rank_stabilized", "kind"), [(False, "lora"), (True, "lora"), (False, "dora")])
+@pytest.mark.parametrize(
+    ("rank_stabilized", "kind", "targets"),
+    [
+        (False, "lora", ["all-linear"]),
+        (True, "lora", ["all-linear"]),
+        (False, "dora", ["all-linear"]),
+        (False, "lora", ["q_proj", "lm_head"]),  # peft adds a copy of the output layer's weight to the file
+    ],
+)
 def test_folder_of_peft_is_read(
-    pool: ProcessPool, trained: tuple[Path, Tensor], tmp_path: Path, rank_stabilized: bool, kind: str
+    pool: ProcessPool,
+    trained: tuple[Path, Tensor],
+    tmp_path: Path,
+    rank_stabilized: bool,
+    kind: str,
+    targets: list[str],
 ) -> None:
     """Adapters that peft has saved train in the engine at TP=2, and convert to peft's merged weights."""
     folder, _ = trained
-    lora = LoraOptions(rank=3, alpha=4.0, rank_stabilized=rank_stabilized, kind=kind)
+    lora = LoraOptions(rank=3, alpha=4.0, rank_stabilized=rank_stabilized, kind=kind, targets=tuple(targets))
     torch.manual_seed(7)
-    theirs = peft_model(folder / "base", lora, "all-linear", init_lora_weights=False)
+    peft_targets = targets[0] if targets == ["all-linear"] else targets
+    theirs = peft_model(folder / "base", lora, peft_targets, init_lora_weights=False)
     theirs.save_pretrained(tmp_path / "peft")
     setup = Setup(ParallelLayout(tp=2), optimizer=ADAM, lora=lora)
     outputs = pool.run(imported_log_probs, 2, folder / "base", tmp_path / "peft", setup)[0]

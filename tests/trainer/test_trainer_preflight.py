@@ -13,8 +13,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from arithmetic_task import RUN
 from dotted_keys import set_keys
+from safetensors.torch import load_file, save_file
 
 from megarl.base.errors import ConfigError, DataError, MegarlError, ModelError, RewardError
 from megarl.base.packages import require_sglang
@@ -213,6 +215,19 @@ def test_a_missing_shard(train_config: Callable[..., TrainConfig], arithmetic: P
     (tmp_path / "model" / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"model\.safetensors"):
         check_early(train_config({f"{POLICY}.model.path": str(tmp_path / "model")}))
+
+
+def test_tensors_that_nothing_loads_are_named_before_the_start(
+    train_config: Callable[..., TrainConfig], arithmetic: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = shutil.copytree(arithmetic / "model", tmp_path / "model")
+    check_early(train_config({f"{POLICY}.model.path": str(folder)}))
+    assert not caplog.messages
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "model.layers.0.mlp.up_proj.bias": torch.ones(4)}, folder / "model.safetensors")
+    check_early(train_config({f"{POLICY}.model.path": str(folder)}))
+    (message,) = caplog.messages
+    assert str(folder) in message and "model.layers.0.mlp.up_proj.bias" in message
 
 
 @pytest.mark.parametrize("response", [7, None])

@@ -25,6 +25,7 @@ from megarl.convert.open import open_source
 from megarl.convert.source import HUGGING_FACE, CheckpointSource
 from megarl.models import ModelConfig
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE
+from megarl.models.multi_token import warn_of_unused
 from megarl.tracking import Console
 from megarl.trainer.jobs.worker_groups import Progress, build_engines, restart_replicas, rollout_group
 from megarl.trainer.phases.data_loading import load_tokenizer
@@ -107,6 +108,7 @@ def find_model(path: str) -> EvaluatedModel:
             source = open_source(exported)
     except MegarlError as error:
         raise CheckpointError(f"{KEY}={path}: {error}") from error
+    warn_of_unused(source.path, source.left_out)
     if source.has_value_head or source.config.is_value_model:
         raise CheckpointError(f"{KEY}={path}: {source.path} is a critic, which generates no text; name an actor")
     steps = _STEP.findall("/".join(source.path.absolute().parts[-4:]))
