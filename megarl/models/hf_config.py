@@ -11,7 +11,6 @@ from megarl.base.json_text import parse_json
 from megarl.models.layout import ParallelLayout, check_pipeline
 from megarl.models.model_config import Experts, ModelConfig, SlidingWindow, Traits
 from megarl.models.registry import (
-    FULL,
     Family,
     count,
     family_of,
@@ -20,6 +19,7 @@ from megarl.models.registry import (
     refuse_other_kinds,
     rope_section,
     rotary_factor,
+    under_all_names,
 )
 
 QUANTIZATION = "quantization_config"
@@ -65,7 +65,7 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
     architecture = causal if is_bare else architectures[0]
     refuse_other_kinds(architecture, raw)
     family = family_of(architecture)
-    traits = family.traits(raw)
+    traits = family.traits(under_all_names(raw))
     _check_combination(traits)
     quantized = _quantization(raw, family)
     heads = count(raw, "num_attention_heads")
@@ -83,7 +83,7 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
         max_position_embeddings=count(raw, "max_position_embeddings"),
         rope_theta=theta,
         rope_scaling=scaling,
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=float(raw.get("rms_norm_eps", traits.rms_norm_eps)),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", traits.tie_word_embeddings)),
         qkv_bias=traits.qkv_bias,
         qk_norm=traits.qk_norm,
@@ -329,11 +329,17 @@ def _rope(raw: Mapping[str, Any], traits: Traits) -> tuple[float, dict[str, Any]
 
     transformers 5 has a section per kind of layers for models with sliding-window attention.
     """
-    parameters = dict(rope_section(raw, FULL))
+    by_kind = traits.window is not None and traits.window.rope_theta is not None
+    parameters = dict(rope_section(raw, by_kind=by_kind))
     theta = parameters.pop("rope_theta", None)
     theta = raw.get("rope_theta", traits.rope_theta) if theta is None else theta
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
+    if not by_kind:
+        _check_one_section(raw, {**parameters, "rope_theta": theta, "partial_rotary_factor": traits.rotary_factor}, kind)
+    elif parameters.get("truncate") is False:
+        raise ModelError("config.json: truncate=False is not supported in a section of rope_parameters, transformers "
+                         "reads it only beside them")
     if kind not in ROPE_TYPES:
         raise ModelError(f"config.json: rope_type={kind!r} is not supported, only {', '.join(ROPE_TYPES)}")
     parameters.pop("partial_rotary_factor", None)
@@ -346,8 +352,36 @@ def _rope(raw: Mapping[str, Any], traits: Traits) -> tuple[float, dict[str, Any]
     if kind == "default":
         return float(theta), None
     if kind != "linear":
-        # a top-level original length takes precedence, as in transformers
-        length = raw.get("original_max_position_embeddings")
+        # a top-level original length takes precedence over a single section, as in transformers
+        length = None if by_kind else raw.get("original_max_position_embeddings")
         if length is not None or parameters.get("original_max_position_embeddings") is None:
             parameters["original_max_position_embeddings"] = length or raw.get("max_position_embeddings")
     return float(theta), {"rope_type": kind, **parameters}
+
+
+def _check_one_section(raw: Mapping[str, Any], effective: Mapping[str, Any], kind: str) -> None:
+    """Refuse rotary parameters that transformers ignores: sections per kind of layers, and what a second one says.
+
+    Args:
+        raw: the complete ``config.json``.
+        effective: the rotary parameters without their kind.
+        kind: the effective ``rope_type``.
+    """
+    new = raw.get("rope_parameters") or {}
+    sections = sorted(name for name, value in new.items() if isinstance(value, Mapping))
+    if sections:
+        raise ModelError(
+            f"config.json: rope_parameters has a section {sections[0]!r}, but all layers of this architecture have the "
+            "same rotary embeddings; write its fields into rope_parameters itself"
+        )
+    if not raw.get("rope_scaling"):
+        return
+    first = {"rope_type": new.get("rope_type") or new.get("type"), **new}
+    first.pop("type", None)
+    second = {**effective, "rope_type": kind}
+    lost = [f"{n}={v!r}" for n, v in first.items() if v not in (None, second.get(n)) and (n, v) != ("rope_type", "default")]
+    if lost:
+        raise ModelError(
+            f"config.json has rope_parameters and rope_scaling, of which transformers reads rope_scaling only, without "
+            f"{', '.join(lost)}; write all fields into rope_parameters, and remove rope_scaling"
+        )
