@@ -33,7 +33,7 @@ def step(
         return outputs.log_probs, grads, micro_batches[0].num_tokens
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama_yarn", "deepseek_dense"])
+@pytest.mark.parametrize("family", ["qwen3", "llama_yarn", "glm4_moe", "deepseek_dense"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_shared_prompts_equal_repeated_ones_and_hugging_face(
     pool: ProcessPool, tmp_path: Path, family: str, tp: int
