@@ -336,10 +336,14 @@ def _rope(raw: Mapping[str, Any], traits: Traits) -> tuple[float, dict[str, Any]
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
     if not by_kind:
-        _check_one_section(raw, {**parameters, "rope_theta": theta, "partial_rotary_factor": traits.rotary_factor}, kind)
+        _check_one_section(
+            raw, {**parameters, "rope_theta": theta, "partial_rotary_factor": traits.rotary_factor}, kind
+        )
     elif parameters.get("truncate") is False:
-        raise ModelError("config.json: truncate=False is not supported in a section of rope_parameters, transformers "
-                         "reads it only beside them")
+        raise ModelError(
+            "config.json: truncate=False is not supported in a section of rope_parameters, transformers "
+            "reads it only beside them"
+        )
     if kind not in ROPE_TYPES:
         raise ModelError(f"config.json: rope_type={kind!r} is not supported, only {', '.join(ROPE_TYPES)}")
     parameters.pop("partial_rotary_factor", None)
@@ -379,7 +383,9 @@ def _check_one_section(raw: Mapping[str, Any], effective: Mapping[str, Any], kin
     first = {"rope_type": new.get("rope_type") or new.get("type"), **new}
     first.pop("type", None)
     second = {**effective, "rope_type": kind}
-    lost = [f"{n}={v!r}" for n, v in first.items() if v not in (None, second.get(n)) and (n, v) != ("rope_type", "default")]
+    lost = [
+        f"{n}={v!r}" for n, v in first.items() if v not in (None, second.get(n)) and (n, v) != ("rope_type", "default")
+    ]
     if lost:
         raise ModelError(
             f"config.json has rope_parameters and rope_scaling, of which transformers reads rope_scaling only, without "

@@ -157,7 +157,9 @@ def under_all_names(raw: Mapping[str, Any]) -> dict[str, Any]:
         values = {name: raw[name] for name in names if raw.get(name) is not None}
         if any(value != next(iter(values.values())) for value in values.values()):
             text = " and ".join(f"{name}={value!r}" for name, value in values.items())
-            raise ModelError(f"config.json: {text} are names of one setting with different values; remove the wrong one")
+            raise ModelError(
+                f"config.json: {text} are names of one setting with different values; remove the wrong one"
+            )
         if values:
             fields |= dict.fromkeys(names, next(iter(values.values())))
     return fields

@@ -46,7 +46,9 @@ def explained_by_rounding(config: TrainConfig, model: ModelConfig) -> float:
     if rollout.repetition_penalty != 1:
         return math.inf
     chosen = rollout.engine_kwargs.sglang.server_args.values()
-    narrow = rollout.quantization or rollout.server_urls or any("fp" in value for value in chosen if isinstance(value, str))
+    narrow = (
+        rollout.quantization or rollout.server_urls or any("fp" in value for value in chosen if isinstance(value, str))
+    )
     bound = QUANTIZED if narrow else max(ROUNDING[actor.dtype], ROUNDING[rollout.dtype])
     return bound * (1 if model.experts is None else ROUTED) * max(1.0, 1 / rollout.temperature)
 
@@ -55,7 +57,7 @@ def mismatch_excess(differences: Moments, explained: float) -> float:
     """Return the mean difference, less three standard errors, over the explained one.
 
     Args:
-        differences: of ``abs(log p_engine - log p_actor)`` over tokens that the policy sampled with its present weights.
+        differences: of ``abs(log p_engine - log p_actor)`` over tokens that the current weights sampled.
         explained: see :func:`explained_by_rounding`.
     """
     error = math.sqrt(differences.sample_variance / max(1, differences.count))
