@@ -335,15 +335,8 @@ def _rope(raw: Mapping[str, Any], traits: Traits) -> tuple[float, dict[str, Any]
     theta = raw.get("rope_theta", traits.rope_theta) if theta is None else theta
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
-    if not by_kind:
-        _check_one_section(
-            raw, {**parameters, "rope_theta": theta, "partial_rotary_factor": traits.rotary_factor}, kind
-        )
-    elif parameters.get("truncate") is False:
-        raise ModelError(
-            "config.json: truncate=False is not supported in a section of rope_parameters, transformers "
-            "reads it only beside them"
-        )
+    effective = {**parameters, "rope_type": kind, "rope_theta": theta, "partial_rotary_factor": traits.rotary_factor}
+    _check_sections(raw, effective, by_kind)
     if kind not in ROPE_TYPES:
         raise ModelError(f"config.json: rope_type={kind!r} is not supported, only {', '.join(ROPE_TYPES)}")
     parameters.pop("partial_rotary_factor", None)
@@ -363,31 +356,33 @@ def _rope(raw: Mapping[str, Any], traits: Traits) -> tuple[float, dict[str, Any]
     return float(theta), {"rope_type": kind, **parameters}
 
 
-def _check_one_section(raw: Mapping[str, Any], effective: Mapping[str, Any], kind: str) -> None:
-    """Refuse rotary parameters that transformers ignores: sections per kind of layers, and what a second one says.
+def _check_sections(raw: Mapping[str, Any], effective: Mapping[str, Any], by_kind: bool) -> None:
+    """Refuse rotary parameters in ``rope_parameters`` that transformers ignores.
 
     Args:
         raw: the complete ``config.json``.
-        effective: the rotary parameters without their kind.
-        kind: the effective ``rope_type``.
+        effective: the rotary parameters as transformers reads them.
+        by_kind: the architecture has a section for each kind of layers.
     """
     new = raw.get("rope_parameters") or {}
-    sections = sorted(name for name, value in new.items() if isinstance(value, Mapping))
+    if by_kind:
+        if False in (new.get("truncate"), effective.get("truncate")):
+            raise ModelError("config.json: truncate=False is not supported with rope_parameters per kind of layers")
+        return
+    sections = [name for name, value in new.items() if isinstance(value, Mapping)]
     if sections:
         raise ModelError(
             f"config.json: rope_parameters has a section {sections[0]!r}, but all layers of this architecture have the "
             "same rotary embeddings; write its fields into rope_parameters itself"
         )
-    if not raw.get("rope_scaling"):
-        return
-    first = {"rope_type": new.get("rope_type") or new.get("type"), **new}
-    first.pop("type", None)
-    second = {**effective, "rope_type": kind}
-    lost = [
-        f"{n}={v!r}" for n, v in first.items() if v not in (None, second.get(n)) and (n, v) != ("rope_type", "default")
-    ]
-    if lost:
+    ignored = {
+        name: value for name, value in new.items() if name != "type" and value not in (None, effective.get(name))
+    }
+    if ignored.get("rope_type") == "default":
+        del ignored["rope_type"]  # the plain kind says nothing that a scaling beside it contradicts
+    if raw.get("rope_scaling") and ignored:
         raise ModelError(
-            f"config.json has rope_parameters and rope_scaling, of which transformers reads rope_scaling only, without "
-            f"{', '.join(lost)}; write all fields into rope_parameters, and remove rope_scaling"
+            "config.json has rope_parameters and rope_scaling, of which transformers reads rope_scaling only, without "
+            f"{', '.join(f'{name}={value!r}' for name, value in ignored.items())}; write all fields into "
+            "rope_parameters, and remove rope_scaling"
         )

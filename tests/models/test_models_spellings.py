@@ -78,6 +78,11 @@ def test_a_scaling_beside_sections_belongs_to_full_attention():
             {"rope_parameters": {"full_attention": {**YARN, "truncate": False}, "sliding_attention": PLAIN}},
             "truncate=False",
         ),
+        (
+            "olmo3",
+            {"rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN, "truncate": False}},
+            "truncate=False",
+        ),
         ("mixtral", {"num_local_experts": 4, "num_experts": 8}, "num_experts=8 and num_local_experts=4"),
         ("glm4_moe", {**SIGMOID, "num_local_experts": 4}, "num_local_experts=4"),
         ("deepseek_v3", {"num_nextn_predict_layers": 1, "num_mtp_layers": 2}, "num_mtp_layers=2"),
