@@ -65,6 +65,7 @@ LONGEST = (
     "tracking/test_tracking_subprocess_tracker.py",
     "ops/launch/test_launch_train.py",
     "megatron/test_megatron_families.py",
+    "megatron/test_megatron_random_models.py",
     "e2e/test_e2e_ppo.py",
     "test_cli.py",
     "workers/test_workers_kto.py",

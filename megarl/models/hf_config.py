@@ -11,7 +11,6 @@ from megarl.base.json_text import parse_json
 from megarl.models.layout import ParallelLayout, check_pipeline
 from megarl.models.model_config import Experts, ModelConfig, SlidingWindow, Traits
 from megarl.models.registry import (
-    FULL,
     Family,
     count,
     family_of,
@@ -20,6 +19,7 @@ from megarl.models.registry import (
     refuse_other_kinds,
     rope_section,
     rotary_factor,
+    under_all_names,
 )
 
 QUANTIZATION = "quantization_config"
@@ -65,7 +65,7 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
     architecture = causal if is_bare else architectures[0]
     refuse_other_kinds(architecture, raw)
     family = family_of(architecture)
-    traits = family.traits(raw)
+    traits = family.traits(under_all_names(raw))
     _check_combination(traits)
     quantized = _quantization(raw, family)
     heads = count(raw, "num_attention_heads")
@@ -83,7 +83,7 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
         max_position_embeddings=count(raw, "max_position_embeddings"),
         rope_theta=theta,
         rope_scaling=scaling,
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=float(raw.get("rms_norm_eps", traits.rms_norm_eps)),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", traits.tie_word_embeddings)),
         qkv_bias=traits.qkv_bias,
         qk_norm=traits.qk_norm,
@@ -329,11 +329,14 @@ def _rope(raw: Mapping[str, Any], traits: Traits) -> tuple[float, dict[str, Any]
 
     transformers 5 has a section per kind of layers for models with sliding-window attention.
     """
-    parameters = dict(rope_section(raw, FULL))
+    by_kind = traits.window is not None and traits.window.rope_theta is not None
+    parameters = dict(rope_section(raw, by_kind=by_kind))
     theta = parameters.pop("rope_theta", None)
     theta = raw.get("rope_theta", traits.rope_theta) if theta is None else theta
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
+    effective = {**parameters, "rope_type": kind, "rope_theta": theta, "partial_rotary_factor": traits.rotary_factor}
+    _check_sections(raw, effective, by_kind)
     if kind not in ROPE_TYPES:
         raise ModelError(f"config.json: rope_type={kind!r} is not supported, only {', '.join(ROPE_TYPES)}")
     parameters.pop("partial_rotary_factor", None)
@@ -346,8 +349,40 @@ def _rope(raw: Mapping[str, Any], traits: Traits) -> tuple[float, dict[str, Any]
     if kind == "default":
         return float(theta), None
     if kind != "linear":
-        # a top-level original length takes precedence, as in transformers
-        length = raw.get("original_max_position_embeddings")
+        # a top-level original length takes precedence over a single section, as in transformers
+        length = None if by_kind else raw.get("original_max_position_embeddings")
         if length is not None or parameters.get("original_max_position_embeddings") is None:
             parameters["original_max_position_embeddings"] = length or raw.get("max_position_embeddings")
     return float(theta), {"rope_type": kind, **parameters}
+
+
+def _check_sections(raw: Mapping[str, Any], effective: Mapping[str, Any], by_kind: bool) -> None:
+    """Refuse rotary parameters in ``rope_parameters`` that transformers ignores.
+
+    Args:
+        raw: the complete ``config.json``.
+        effective: the rotary parameters as transformers reads them.
+        by_kind: the architecture has a section for each kind of layers.
+    """
+    new = raw.get("rope_parameters") or {}
+    if by_kind:
+        if False in (new.get("truncate"), effective.get("truncate")):
+            raise ModelError("config.json: truncate=False is not supported with rope_parameters per kind of layers")
+        return
+    sections = [name for name, value in new.items() if isinstance(value, Mapping)]
+    if sections:
+        raise ModelError(
+            f"config.json: rope_parameters has a section {sections[0]!r}, but all layers of this architecture have the "
+            "same rotary embeddings; write its fields into rope_parameters itself"
+        )
+    ignored = {
+        name: value for name, value in new.items() if name != "type" and value not in (None, effective.get(name))
+    }
+    if ignored.get("rope_type") == "default":
+        del ignored["rope_type"]  # the plain kind says nothing that a scaling beside it contradicts
+    if raw.get("rope_scaling") and ignored:
+        raise ModelError(
+            "config.json has rope_parameters and rope_scaling, of which transformers reads rope_scaling only, without "
+            f"{', '.join(f'{name}={value!r}' for name, value in ignored.items())}; write all fields into "
+            "rope_parameters, and remove rope_scaling"
+        )

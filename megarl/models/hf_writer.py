@@ -110,8 +110,8 @@ def exported_config(config: ModelConfig, tensors: Collection[str], dtype: torch.
             raw["architectures"] = [_with_scalar_head(config)]
         raw["id2label"], raw["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
     # transformers 4 reads torch_dtype, transformers 5 either.
-    raw["dtype" if "dtype" in raw else "torch_dtype"] = str(dtype).removeprefix("torch.")
-    return raw
+    names = [name for name in ("dtype", "torch_dtype") if name in raw] or ["torch_dtype"]
+    return raw | dict.fromkeys(names, str(dtype).removeprefix("torch."))
 
 
 def needs_head_bias(exported: dict[str, Any]) -> bool:

@@ -161,6 +161,8 @@ class Traits:
     """Addition to the names of transformers' other classes than the language model, such as ``Text``."""
     rope_theta: float = 10000.0
     """Rotary base of a file without one."""
+    rms_norm_eps: float = 1e-6
+    """Value of a file without the field."""
     rotary_factor: float = 1.0
     """Share of a head's dimensions, from the first on, that rotary embeddings rotate; not for latent attention."""
     window: SlidingWindow | None = None

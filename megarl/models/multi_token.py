@@ -16,8 +16,8 @@ from megarl.models.hf_folder import HEAD, SCORE, SCORE_BIAS, ModelFolder, Tensor
 from megarl.models.model_config import ModelConfig
 from megarl.models.weight_map import WeightMap
 
-_AFTER_LAST, _SEPARATE = "num_nextn_predict_layers", "mtp_num_hidden_layers"
-"""Fields of ``config.json`` with the number of layers: after the last decoder layer, or under ``mtp``."""
+_AFTER_LAST, _SEPARATE = ("num_nextn_predict_layers", "num_mtp_layers"), "mtp_num_hidden_layers"
+"""Fields of ``config.json`` with the number of layers: after the last decoder layer (two names), or under ``mtp``."""
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ def is_multi_token(config: ModelConfig, name: str) -> bool:
     """Return whether a Hugging Face tensor belongs to a multi-token prediction layer."""
     if name.startswith("mtp."):
         return True
-    first, count = config.num_layers, _count(config.raw, _AFTER_LAST)
+    first, count = config.num_layers, max(_count(config.raw, field) for field in _AFTER_LAST)
     return any(name.startswith(f"model.layers.{layer}.") for layer in range(first, first + count))
 
 
@@ -109,12 +109,12 @@ def with_multi_token_layers(raw: Mapping[str, Any], config: ModelConfig, exporte
     """
     if any(is_multi_token(config, name) for name in exported):
         return dict(raw)
-    return {key: 0 if key in (_AFTER_LAST, _SEPARATE) else value for key, value in raw.items()}
+    return {key: 0 if key in (*_AFTER_LAST, _SEPARATE) else value for key, value in raw.items()}
 
 
 def announced_layers(config: ModelConfig) -> str:
     """Return the field of ``config.json`` that announces multi-token prediction layers, with its value; or ''."""
-    fields = [f"{field}={count}" for field in (_AFTER_LAST, _SEPARATE) if (count := _count(config.raw, field))]
+    fields = [f"{field}={count}" for field in (*_AFTER_LAST, _SEPARATE) if (count := _count(config.raw, field))]
     return ", ".join(fields)
 
 

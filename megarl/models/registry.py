@@ -18,6 +18,8 @@ MULTIMODAL_FIELDS = ("vision_config", "audio_config", "thinker_config", "visual"
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 """Kinds of attention in ``layer_types`` and ``rope_parameters`` of ``config.json``."""
 FAMILIES: Registry[Family] = Registry("architectures", defaults="megarl.models.families", error=ModelError)
+SYNONYMS = (("num_experts", "num_local_experts", "n_routed_experts"), ("num_nextn_predict_layers", "num_mtp_layers"))
+"""Names of one setting in releases of transformers and in families."""
 _MAMBA = "Mamba (state-space) layers"
 _INDEXER = "sparse attention with an indexer"
 MISSING_PARTS: Mapping[str, str] = {
@@ -144,6 +146,25 @@ def refuse_settings(raw: Mapping[str, Any], **supported: Any) -> None:
             raise ModelError(f"config.json: {field}={raw[field]!r} is not supported, only {value!r}")
 
 
+def under_all_names(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of ``config.json`` with each of :data:`SYNONYMS` under all its names.
+
+    Raises:
+        ModelError: two names of one setting have different values.
+    """
+    fields = dict(raw)
+    for names in SYNONYMS:
+        values = {name: raw[name] for name in names if raw.get(name) is not None}
+        if any(value != next(iter(values.values())) for value in values.values()):
+            text = " and ".join(f"{name}={value!r}" for name, value in values.items())
+            raise ModelError(
+                f"config.json: {text} are names of one setting with different values; remove the wrong one"
+            )
+        if values:
+            fields |= dict.fromkeys(names, next(iter(values.values())))
+    return fields
+
+
 def count(raw: Mapping[str, Any], name: str, default: int | None = None, *, least: int = 1) -> int:
     """Read an integer from ``config.json``.
 
@@ -165,16 +186,20 @@ def count(raw: Mapping[str, Any], name: str, default: int | None = None, *, leas
     return value
 
 
-def rope_section(raw: Mapping[str, Any], layers: str) -> Mapping[str, Any]:
-    """Return the rotary parameters of ``config.json``; empty if it has none.
+def rope_section(raw: Mapping[str, Any], *, by_kind: bool = False) -> Mapping[str, Any]:
+    """Return the rotary parameters of the layers with full attention; empty if ``config.json`` has none.
+
+    transformers 5 writes ``rope_parameters``, earlier versions ``rope_scaling``. In a file with both, transformers
+    reads ``rope_scaling`` only, or updates the section of full attention with it.
 
     Args:
         raw: the complete ``config.json``.
-        layers: kind of layers, such as ``full_attention``, if the file has a section for each kind.
+        by_kind: ``rope_parameters`` has a section for each kind of layers.
     """
-    parameters: Mapping[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    section: Any = parameters.get(layers)
-    return section if isinstance(section, Mapping) else parameters
+    new, old = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
+    if by_kind:
+        return {**(new.get(FULL) or {}), **old}
+    return old or new
 
 
 def window_layers(raw: Mapping[str, Any], every: int) -> tuple[bool, ...]:
@@ -235,7 +260,7 @@ def window_theta(raw: Mapping[str, Any], default: float) -> float:
         return float(default)
     if FULL not in parameters or SLIDING not in parameters:
         raise ModelError(f"config.json: rope_parameters needs the sections {FULL!r} and {SLIDING!r}")
-    section = rope_section(raw, SLIDING)
+    section = parameters[SLIDING]
     kind = section.get("rope_type", "default")
     if kind != "default":
         raise ModelError(f"config.json: rope_type={kind!r} of {SLIDING!r} is not supported, only 'default'")
@@ -251,7 +276,7 @@ def rotary_factor(raw: Mapping[str, Any], default: float = 1.0) -> float:
         raw: the complete ``config.json``.
         default: value of an absent or null field.
     """
-    sections = (rope_section(raw, FULL), raw)
+    sections = (rope_section(raw), raw)
     values = (section.get("partial_rotary_factor") for section in sections)
     return float(next((value for value in values if value is not None), default))
 

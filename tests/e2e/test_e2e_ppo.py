@@ -213,6 +213,9 @@ def test_engine_generates_with_the_weights_of_each_step(whole: RunFiles) -> None
     for row in whole.steps.values():
         assert row["training/rollout_probs_diff_max"] < 1e-5
         assert row["weight_sync/bytes"] > 0
+    first, *later = whole.steps.values()
+    assert first["training/rollout_mismatch_excess"] < 0.01
+    assert not any("training/rollout_mismatch_excess" in row for row in later)
 
 
 def test_rank_balance_is_recorded_and_reported(whole: RunFiles) -> None:

@@ -210,7 +210,7 @@ def test_layouts_that_do_not_fit_the_experts_are_rejected(model, layout, parts):
         ("mixtral", {"num_local_experts": 0}, ["num_local_experts=0"]),
         ("mixtral", {"num_experts_per_tok": 9}, ["num_experts_per_tok=9", "8 experts"]),
         ("mixtral", {"sliding_window": 32}, ["sliding_window=32", "max_position_embeddings=64"]),
-        ("qwen3_moe", {"num_experts": None}, ["num_local_experts=None"]),
+        ("qwen3_moe", {"num_experts": None}, ["num_experts=None"]),
         ("deepseek_v3", {"n_group": 3}, ["n_group=3"]),
         ("deepseek_v3", {"topk_group": 3}, ["topk_group=3"]),
         ("deepseek_v3", {"n_group": 8, "num_experts_per_tok": 1}, ["n_group=8", "groups of 1", "2 best"]),

@@ -174,8 +174,8 @@ def test_a_tied_output_layer_that_is_not_the_embedding_is_refused(tied, load):
     assert torch.equal(theirs.lm_head.weight, stored["lm_head.weight"]), "transformers uses the stored output layer"
     with pytest.raises(ModelError, match=r"model\.safetensors.*'lm_head\.weight'.*tie_word_embeddings=false"):
         load(tied)
-    raw = json.loads((tied / "config.json").read_text())
-    (tied / "config.json").write_text(json.dumps({**raw, "tie_word_embeddings": False}))
+    raw = json.loads((tied / "config.json").read_text(encoding="utf-8"))
+    (tied / "config.json").write_text(json.dumps({**raw, "tie_word_embeddings": False}), encoding="utf-8")
     load(tied)
 
 

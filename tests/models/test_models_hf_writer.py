@@ -1,5 +1,6 @@
 import json
 import resource
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from megarl.base.errors import CheckpointError, ExportError
 from megarl.models import LocalParam, ParallelLayout, Piece, WeightMap, read_model_config
 from megarl.models.hf_checkpoint import HFReader, load_local
-from megarl.models.hf_writer import HFWriter
+from megarl.models.hf_writer import HFWriter, exported_config
 
 
 def export(source, target, layout, dtype=torch.float32, order=None, **options):
@@ -122,6 +123,14 @@ def test_config_and_tokenizer_files_are_copied(real_model_folder, tmp_path):
     assert names == {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"}
     written = json.loads((tmp_path / "out/config.json").read_text(encoding="utf-8"))
     assert written == {**config.raw, "torch_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("names", [["dtype"], ["torch_dtype"], ["dtype", "torch_dtype"]])
+def test_every_name_of_the_dtype_has_the_exported_one(names):
+    config = tiny_config()
+    config = replace(config, raw=config.raw | dict.fromkeys(names, "float32"))
+    raw = exported_config(config, list(WeightMap(config).hf_shapes()), torch.bfloat16)
+    assert {name: value for name, value in raw.items() if name.endswith("dtype")} == dict.fromkeys(names, "bfloat16")
 
 
 @pytest.fixture()

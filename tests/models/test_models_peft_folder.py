@@ -72,8 +72,8 @@ def plain(saved: Folder) -> Path:
 
 def with_settings(folder: Path, copy: Path, **settings: Any) -> Path:
     shutil.copytree(folder, copy)
-    config = json.loads((copy / "adapter_config.json").read_text())
-    (copy / "adapter_config.json").write_text(json.dumps(config | settings))
+    config = json.loads((copy / "adapter_config.json").read_text(encoding="utf-8"))
+    (copy / "adapter_config.json").write_text(json.dumps(config | settings), encoding="utf-8")
     return copy
 
 
@@ -88,7 +88,7 @@ def check_for_training(folder: Path, base: Path, targets: tuple[str, ...] = ("q_
 def test_settings_of_the_installed_peft_are_known(plain: Path, real_model_folder: Folder, tmp_path: Path) -> None:
     import peft
 
-    written = json.loads((plain / "adapter_config.json").read_text())
+    written = json.loads((plain / "adapter_config.json").read_text(encoding="utf-8"))
     assert len(written) > 20
     # Settings that peft does not write, and null in each that has no meaning without a value.
     names = {field.name for field in dataclasses.fields(peft.LoraConfig)} - written.keys()

@@ -41,6 +41,7 @@ class Glm4Moe:
         return Traits(
             qkv_bias=bool(raw.get("attention_bias", False)),
             qk_norm=bool(raw.get("use_qk_norm", False)),
+            rms_norm_eps=1e-5,
             rotary_factor=rotary_factor(raw, default=0.5),
-            experts=sigmoid_experts(raw, scaling=1.0, groups=1, groups_per_token=1),
+            experts=sigmoid_experts(raw, dense=1, scaling=1.0, groups=1, groups_per_token=1),
         )

@@ -74,9 +74,8 @@ def qwen_experts(
         **shared: fields of the shared expert.
     """
     step, dense = count(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
-    number = "num_experts" if raw.get("num_experts") is not None else "num_local_experts"
     return Experts(
-        count=count(raw, number),
+        count=count(raw, "num_experts"),
         per_token=count(raw, "num_experts_per_tok", default_per_token),
         ffn_hidden_size=count(raw, "moe_intermediate_size", default_ffn),
         layers=tuple((n + 1) % step == 0 and n not in dense for n in range(count(raw, "num_hidden_layers"))),

@@ -308,6 +308,13 @@ RULES = (
         above=0.1,
     ),
     MetricRule(
+        "different models", "training/rollout_mismatch_excess",
+        "In the first step the log-probs of engine and actor differ by {value:.1f} times what rounding explains.",
+        "They compute different models, or sample otherwise: the policy trains on samples of another one. "
+        "megarl doctor logprobs finds the cause.",
+        above=1.0,
+    ),
+    MetricRule(
         "rollout mismatch", "training/rollout_probs_diff_mean",
         "Engine and actor give sampled tokens probabilities that differ by {value:.3g} on average; "
         "megarl doctor logprobs finds the cause.",

@@ -15,6 +15,7 @@ from megarl.data import DataProto, sequence_lengths, token_counts
 from megarl.data.row_map import RowMap, map_in_process
 from megarl.tracking.jsonl_files import SECONDS_SUFFIX, TOKENS, WORK, RankLists
 from megarl.tracking.phase_timer import unhidden_seconds
+from megarl.trainer.records.engine_mismatch import EXCESS, mismatch_excess
 from megarl.workers.row_math import (
     FINISH_REASON,
     MISMATCH_COLUMNS,
@@ -76,6 +77,7 @@ def batch_metrics(
     rows: RowMap = map_in_process,
     *,
     compare_log_probs: bool = False,
+    explained: float | None = None,
 ) -> Metrics:
     """Summarize scores, rewards, advantages, returns, values and lengths of a step's batch.
 
@@ -87,6 +89,8 @@ def batch_metrics(
         max_response_length: limit in tokens.
         rows: computes the sums of each row and the moments of tokens.
         compare_log_probs: add :func:`mismatch_metrics`, if the batch has the engine's log-probs.
+        explained: compare the difference of the log-probs with this one, that rounding explains
+            (:mod:`megarl.trainer.records.engine_mismatch`); None = do not.
     """
     columns = dict.fromkeys((*STATISTIC_COLUMNS, *(MISMATCH_COLUMNS if compare_log_probs else ())))
     sums, parts = rows(statistics_of_rows, list(columns), batch)
@@ -99,7 +103,10 @@ def batch_metrics(
     for name in parts[0].trained:
         metrics |= moments_summary(f"critic/{name}", Moments.merged([part.trained[name] for part in parts]))
     if compared := [part.mismatch for part in parts if part.mismatch is not None]:
-        metrics |= mismatch_metrics(RatioMoments.merged(compared))
+        moments = RatioMoments.merged(compared)
+        metrics |= mismatch_metrics(moments)
+        if explained is not None and moments.log_distance.count:
+            metrics[EXCESS] = mismatch_excess(moments.log_distance, explained)
     prompt_lengths, response_lengths = sequence_lengths(batch)
     for name, lengths, limit in (
         ("prompt_length", prompt_lengths, max_prompt_length),

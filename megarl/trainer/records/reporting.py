@@ -21,6 +21,7 @@ from megarl.tracking import Console, PhaseTimer, RunInfo, Trackers, open_tracker
 from megarl.tracking.jsonl_files import BALANCE_FILE, METRICS_FILE, BalanceFile, RankLists
 from megarl.tracking.run_summary import REPORT_FILE
 from megarl.tracking.sample_files import SampleFiles, begin_samples
+from megarl.trainer.records.engine_mismatch import mismatch_warnings
 from megarl.trainer.records.metrics import Metrics, empty_step_warnings, memory_warnings
 from megarl.trainer.records.samples import Sample
 from megarl.trainer.rollout_service.replay_order import REPLAY_FILE
@@ -184,14 +185,16 @@ class RunReporter:
         return self.timer.hidden
 
     def log_step(self, step: int, metrics: Metrics, tokens: Mapping[str, int]) -> None:
-        """Log the metrics of a step with its timings; warn on the console of repeated passes and empty updates.
+        """Log the metrics of a step with its timings.
+
+        Warns on the console of repeated passes, empty updates and a rollout mismatch.
 
         Args:
             step: global step.
             metrics: without timings.
             tokens: number of tokens that each phase processed.
         """
-        for sentence in (*memory_warnings(metrics), *empty_step_warnings(metrics)):
+        for sentence in (*memory_warnings(metrics), *empty_step_warnings(metrics), *mismatch_warnings(metrics)):
             self.console.warn(f"step {step}: {sentence}")
         seconds = self.seconds
         self._totals["steps"] += 1

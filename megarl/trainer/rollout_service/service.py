@@ -64,7 +64,8 @@ class RolloutService:
     while the trainer trains. A batch leaves as soon as its groups are complete. The next sync interrupts the responses
     in flight and continues them with the new weights (``partial_rollout``), or waits for their ends. In colocated mode
     they pause from the end of the batch on. With staleness 0 and one batch per sync, none is in flight: the samples,
-    their order and their seeds are those of synchronous training.
+    their order and their seeds are those of synchronous training. Their tokens are, too, if all requests fit
+    ``max_num_seqs``; otherwise timing decides which requests an engine computes together, in each mode.
 
     Args:
         config: complete.

@@ -56,6 +56,8 @@ def test_verdict_of_a_run(make_run: MakeRun) -> None:
         ({"actor/entropy": [1.0, *[0.01] * 4]}, []),  # too short
         ({"actor/entropy": [-1.0, *[-2.0] * 9]}, []),  # of a start below zero there is no share
         ({"response/truncated_ratio": [0.0, *[0.2] * 9]}, [("warn", "response/truncated_ratio")]),
+        ({"training/rollout_mismatch_excess": [1.2]}, [("warn", "training/rollout_mismatch_excess")]),
+        ({"training/rollout_mismatch_excess": [0.8]}, []),
         ({"training/rollout_probs_diff_mean": [0.03] * 5}, [("warn", "training/rollout_probs_diff_mean")]),
         ({"global_seqlen/balanced_imbalance": [1.3] * 5}, [("warn", "global_seqlen/balanced_imbalance")]),
         ({"critic/vf_explained_var": [-0.5] * 20}, [("warn", "critic/vf_explained_var")]),
