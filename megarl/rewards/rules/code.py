@@ -19,8 +19,12 @@ from megarl.rewards.sandbox.assertions import judge_assertions
 from megarl.rewards.sandbox.local import TIMEOUT, Execution, LocalSandbox, SandboxLimits
 from megarl.rewards.sandbox.remote import RemoteSandbox
 
-_THOUGHTS = re.compile(r"<think>.*?</think>", re.DOTALL | re.IGNORECASE)
-_FENCE = re.compile(r"```([\w+-]*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_THOUGHTS = re.compile(r"\A(?:(?!<think>).)*</think>|<think>.*?</think>", re.DOTALL | re.IGNORECASE)
+_FENCE = re.compile(
+    r"(^[ \t]+)?(?P<fence>```|~~~)[ \t]*([\w+-]*)[^\n`]*\n(.*?)(?:^[ \t]*(?P=fence)|(?P=fence)[ \t]*$|\Z)",
+    re.DOTALL | re.MULTILINE,
+)
+_PYTHON = ("python", "python3", "py", "py3")
 _CALL = """
 import json as _json, sys as _sys
 _arguments = _json.loads(_sys.stdin.read())
@@ -105,12 +109,17 @@ def _failure_status(execution: Execution) -> str:
 def extract_code(response: str) -> str:
     """Extract the program of a response: the last fenced Python block, else the last fenced block, else everything.
 
-    ``<think>`` blocks are ignored; an unclosed block ends with the response.
+    Reasoning is ignored: ``<think>`` blocks, and text before ``</think>``. An unclosed block ends with the response. A
+    block in a list loses the indentation of its fence.
     """
-    text = _THOUGHTS.sub("", response)
-    blocks: list[tuple[str, str]] = _FENCE.findall(text)
-    python = [code for language, code in blocks if language.lower() in ("python", "python3", "py")]
+    text = _THOUGHTS.sub("", response.replace("\r\n", "\n"))
+    blocks = [(language.lower(), _outdented(code, len(indent))) for indent, _, language, code in _FENCE.findall(text)]
+    python = [code for language, code in blocks if language in _PYTHON]
     return (python or [code for _, code in blocks] or [text])[-1]
+
+
+def _outdented(code: str, width: int) -> str:
+    return re.sub(rf"^[ \t]{{1,{width}}}", "", code, flags=re.MULTILINE) if width else code
 
 
 class Trial(NamedTuple):
