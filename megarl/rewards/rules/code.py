@@ -46,6 +46,7 @@ async def code_tests(
     disk_mb: int = 16,
     max_cases: int | None = 10,
     continuous: bool = True,
+    allow_unfiltered: bool = False,
 ) -> dict[str, float | str]:
     """Score the share of passed test cases, or whether all pass.
 
@@ -63,6 +64,7 @@ async def code_tests(
         disk_mb: disk limit of the local sandbox, in MiB.
         max_cases: number of cases to run, from the first; None = all.
         continuous: score the share; False: 1.0 if all pass, else 0.0.
+        allow_unfiltered: use the local sandbox also where it has no filter of system calls.
 
     Returns:
         ``score``; ``acc``: 1.0 if all cases pass; ``pass_rate``; ``status``: ``passed``, or the result of the first
@@ -74,7 +76,8 @@ async def code_tests(
     """
     cases, program = read_cases(ground_truth), extract_code(solution_str)
     limits = SandboxLimits(timeout_s, memory_limit_mb, max_processes, disk_mb)
-    remote, local = (RemoteSandbox(url, timeout_s, memory_limit_mb) if url else None), LocalSandbox(limits)
+    remote = RemoteSandbox(url, timeout_s, memory_limit_mb) if url else None
+    local = LocalSandbox(limits, allow_unfiltered)
 
     async def run(source: str, stdin: str) -> Execution:
         return await (remote.run(source, stdin) if remote else asyncio.to_thread(local.run, source, stdin))
