@@ -160,9 +160,9 @@ def check_rewards(config: ScoredJobConfig) -> None:
                 f"reward function {spec.spec!r} executes text of the policy, and reward_model.num_workers=0 would "
                 "execute it in the driver; set at least 1"
             )
-        if spec.spec == "code" and keys.sandbox_fusion.url is None:
-            if problem := isolation_problem(keys.sandbox.allow_unfiltered):
-                raise RewardError(f"reward function 'code': {problem}")
+        is_local = spec.spec == "code" and keys.sandbox_fusion.url is None
+        if is_local and (problem := isolation_problem(keys.sandbox.allow_unfiltered)):
+            raise RewardError(f"reward function 'code': {problem}")
         if spec.spec == "judge" and keys.judge.api_key_env and keys.judge.api_key_env not in os.environ:
             raise RewardError(
                 f"reward_model.judge.api_key_env={keys.judge.api_key_env}: the environment variable is not set"
