@@ -228,8 +228,8 @@ def _checked(request: Any) -> dict[str, Any]:
         ValueError: it has another form than :func:`fork_client.request_worker` sends.
     """
     argv, env, cwd = (request.get(name) if isinstance(request, dict) else None for name in ("argv", "env", "cwd"))
-    valid = isinstance(argv, list) and argv and isinstance(env, dict) and isinstance(cwd, str)
-    if not valid or not all(isinstance(text, str) for text in (*argv, *env.values())):
+    texts = [cwd, *argv, *env.values()] if isinstance(argv, list) and argv and isinstance(env, dict) else []
+    if not texts or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"no request for a worker: {request!r:.200}")
     return {"argv": argv, "env": env, "cwd": cwd}
 

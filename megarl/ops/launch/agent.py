@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import ctypes
+import io
 import os
 import queue
 import shutil
@@ -312,6 +313,7 @@ def main() -> int:
 def _read_stdin() -> queue.SimpleQueue[str]:
     """Read the lines of stdin in a thread; an empty line marks the end."""
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    assert isinstance(sys.stdin, io.TextIOWrapper)
     sys.stdin.reconfigure(encoding="utf-8", errors="replace")  # other bytes are no request, and end nothing
 
     def read() -> None:

@@ -119,14 +119,15 @@ def decode_request(line: str) -> AgentRequest:
     """
     try:
         values = parse_json(line)
-        request: AgentRequest = _checked(_REQUESTS[values.pop("do")](**values))
+        request: AgentRequest = _REQUESTS[values.pop("do")](**values)
+        _check_types(request)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a request: {line.strip()[:200]!r} ({error})") from error
     return request
 
 
-def _checked(message: Any) -> Any:
-    """Return a message from JSON.
+def _check_types(message: AgentRequest | AgentEvent) -> None:
+    """Check a message from JSON.
 
     Raises:
         ValueError: a field has another type than declared.
@@ -134,7 +135,6 @@ def _checked(message: Any) -> Any:
     for name, kind in get_type_hints(type(message)).items():
         if not _has_type(value := getattr(message, name), kind):
             raise ValueError(f"{name} is {value!r:.100}")
-    return message
 
 
 def _has_type(value: Any, kind: Any) -> bool:
@@ -163,6 +163,8 @@ def decode_event(line: str, host: str) -> AgentEvent | None:
     if not line.startswith(_MARK):
         return None
     try:
-        return _checked(AgentEvent(host=host, **parse_json(line.removeprefix(_MARK))))
+        event = AgentEvent(host=host, **parse_json(line.removeprefix(_MARK)))
+        _check_types(event)
     except (ValueError, TypeError):
         return None
+    return event
