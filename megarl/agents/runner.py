@@ -7,6 +7,7 @@ usable from a test or a script. A training job starts it in processes (:mod:`meg
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import threading
 import time
@@ -288,13 +289,13 @@ class AgentRunner:
             generate = turns.generate
         routes = RouteRecord(generate) if group.with_routes else None
         conversation = Conversation(
-            messages=group.messages,
+            messages=copy.deepcopy(group.messages),  # an agent may change them, and the samples of a group share them
             params=sample.params,
             prompt_ids=group.prompt_ids.tolist(),
             seed=sample.seed,
             key=group.key,
             agent_name=group.agent_name,
-            facts=group.facts,
+            facts=copy.deepcopy(group.facts),
             limits=self._limits,
         )
         try:

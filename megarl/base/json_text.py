@@ -1,8 +1,10 @@
-"""Parsing of JSON from outside: a text nested too deeply is invalid like any other malformed text."""
+"""Strict JSON: a text nested too deeply is invalid like any other malformed text, and no NaN is written."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from typing import Any
 
 _DECODER = json.JSONDecoder()
@@ -35,3 +37,21 @@ def parse_json_prefix(text: str, start: int) -> tuple[Any, int]:
         return _DECODER.raw_decode(text, start)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
+
+
+def format_json(value: Any, **options: Any) -> str:
+    """Format JSON that every parser reads: numbers that JSON lacks become the texts NaN, Infinity and -Infinity.
+
+    Args:
+        value: a JSON value, or others with the option ``default``.
+        options: arguments of ``json.dumps``.
+    """
+    return json.dumps(_finite(value), allow_nan=False, **options)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    return [_finite(entry) for entry in value] if isinstance(value, list | tuple) else value

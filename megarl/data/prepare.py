@@ -20,6 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megarl.base.boxes import last_box
 from megarl.base.errors import DataError, MegarlError
 from megarl.base.json_text import parse_json
 
@@ -182,23 +183,15 @@ def math_entry(entry: Mapping[str, Any]) -> Row:
 
 
 def boxed_ground_truth(solution: str) -> str:
-    """Extract the content of the last ``\\boxed`` or ``\\fbox`` of a solution, with matched braces.
+    """Return the content of the last box of a solution.
 
     Raises:
         ValueError: the solution has no box, or its braces do not match.
     """
-    start = max(solution.rfind(r"\boxed"), solution.rfind(r"\fbox"))
-    if start < 0:
-        raise ValueError(r"its solution has no \boxed answer")
-    rest = solution[start:].removeprefix(r"\boxed").removeprefix(r"\fbox").lstrip()
-    if not rest.startswith("{"):
-        return rest.split("$")[0].strip()
-    depth = 0
-    for index, letter in enumerate(rest):
-        depth += (letter == "{") - (letter == "}")
-        if not depth:
-            return rest[1:index]
-    raise ValueError(r"the braces of its \boxed answer do not match")
+    answer = last_box(solution)
+    if answer is None:
+        raise ValueError(r"its solution has no \boxed answer with matching braces")
+    return answer
 
 
 def question_entry(entry: Mapping[str, Any]) -> Row:

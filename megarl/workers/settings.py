@@ -123,12 +123,14 @@ class LogProbSettings:
         temperature: sampling temperature, applied to the logits.
         full_kl: for a reference, also compute the exact KL to it.
         sum_pi_squared: also compute the sum of the squared probabilities of each token's distribution.
+        vocab_size: distributions are over the tokens with smaller ids; None = the model's vocabulary.
     """
 
     budget: MicroBatchBudget
     temperature: float
     full_kl: bool = False
     sum_pi_squared: bool = False
+    vocab_size: int | None = None
 
 
 class TeacherHead(NamedTuple):

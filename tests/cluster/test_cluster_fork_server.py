@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -90,6 +91,61 @@ def test_client_that_is_killed_leaves_the_server_running(server: ForkServer, tmp
     script = tmp_path / "fine.py"
     script.write_text("print('fine')", encoding="utf-8")
     assert run_client(server.address, script, env={}).stdout == "fine\n"
+
+
+def message(body: bytes, size: int | None = None) -> bytes:
+    return (len(body) if size is None else size).to_bytes(fork_client.HEADER_BYTES, "big") + body
+
+
+REQUEST = {"argv": ["worker.py"], "env": {}, "cwd": "/"}
+MALFORMED = [
+    b"no JSON",
+    b"[" * 100_000,
+    b"5",
+    b"null",
+    b"[]",
+    b"{}",
+    b"\xff",
+    *(json.dumps({**REQUEST, name: value}).encode() for name in REQUEST for value in (None, 5, [5], {"a": 5})),
+]
+
+
+def test_client_with_a_malformed_request_ends_nothing(server: ForkServer, tmp_path: Path) -> None:
+    no_pid = json.dumps({**REQUEST, "env": {"RAY_RAYLET_PID": "x"}}).encode()
+    http = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for text in [*map(message, MALFORMED), message(no_pid), message(b"{}", 2**62), message(b"{}", 0), http]:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.connect(server.address)
+            socket.send_fds(connection, [text], [0, 1, 2])
+            connection.settimeout(300)
+            with contextlib.suppress(ConnectionResetError):
+                assert connection.recv(1) == b"", text
+    script = tmp_path / "fine.py"
+    script.write_text("print('fine')", encoding="utf-8")
+    assert run_client(server.address, script, env={}).stdout == "fine\n"
+    assert server._process.poll() is None
+
+
+def test_client_that_stands_still_blocks_no_other(server: ForkServer, tmp_path: Path) -> None:
+    script = tmp_path / "fine.py"
+    script.write_text("print('fine')", encoding="utf-8")
+    with contextlib.ExitStack() as still:
+        for sent in (b"", b"\0\0", message(b"{", 100)):
+            connection = still.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            connection.connect(server.address)
+            if sent:
+                socket.send_fds(connection, [sent], [0, 1, 2])
+            assert run_client(server.address, script, env={}).stdout == "fine\n"
+
+
+def test_server_without_further_processes_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise BlockingIOError("as beyond the limit of processes")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    with socket.socket() as inherited:
+        assert fork_server_module._is_fork([inherited]) is None
+        assert inherited.fileno() >= 0
 
 
 RAY_SETUP = "import sys; print('set up by Ray', sys.argv[1:])"

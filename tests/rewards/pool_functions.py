@@ -84,6 +84,14 @@ def echo(data_source, solution_str, ground_truth, extra_info, prompt_str):
     return {"score": 0, "arguments": [data_source, solution_str, ground_truth, extra_info, prompt_str]}
 
 
+def consuming(data_source, solution_str, ground_truth, extra_info):
+    """Scores the unused hints and answers, and uses them up."""
+    score = len(extra_info["hints"]) + 10 * len(ground_truth["answers"])
+    extra_info["hints"].clear()
+    ground_truth["answers"].clear()
+    return score
+
+
 LEAKED: list[bytearray] = []
 LEAK_BYTES = 16 << 20
 

@@ -545,6 +545,21 @@ class TestCommandChannel:
         assert channel.exchange([pickle.dumps(("echo", (5,)))], CallWatch("x", 120.0)) == [Reply(5)]
         channel.close()
 
+    def test_a_client_that_stands_still_or_sends_nonsense_keeps_no_rank_out(self, monkeypatch):
+        monkeypatch.setattr(loader, "_LOADER", SimpleNamespace(echo=lambda model, value: Reply(value)))
+        channel = CommandChannel()
+        address, key = tuple(channel.to["address"]), bytes.fromhex(channel.to["key"])
+        invitations = channel.invite(1)
+        with socket.create_connection(address), socket.create_connection(address) as other:
+            other.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            for head in (b"[]", b"{}", b"?"):
+                with Client(address, authkey=key) as client:
+                    client.send_bytes(head)
+            start_ranks(invitations)
+            channel.accept(1, CallWatch("x", 120.0).check)
+            assert channel.exchange([pickle.dumps(("echo", (5,)))], CallWatch("x", 120.0)) == [Reply(5)]
+        channel.close()
+
     def test_closing_does_not_wait_for_a_thread_that_accepts_nothing_more(self, monkeypatch):
         at_work = threading.Event()
 

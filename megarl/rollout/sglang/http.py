@@ -154,7 +154,7 @@ class HttpBackend:
         try:
             headers = self._authorization if headers is None else headers
             async with self._client.request(verb, self.url + path, json=fields, headers=headers) as response:
-                text = await response.text()
+                text = (await response.read()).decode(errors="replace")
                 return response.status, _parsed(text)
         except aiohttp.ClientError as error:
             self._lost = f"the server at {self.url} does not answer: {type(error).__name__}: {error}"

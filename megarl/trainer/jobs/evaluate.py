@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from megarl.agents.endpoint import check_endpoint
 from megarl.algorithms.selection import best_of_groups
 from megarl.base.atomic_write import atomic_write
 from megarl.base.errors import DataError
+from megarl.base.json_text import format_json
 from megarl.base.run_writer import RUN_WRITER
 from megarl.cluster.agent_runners import AgentRunners
 from megarl.config.schema.jobs import REWARD_MODEL, BestAnswersConfig, EvaluateConfig
@@ -98,7 +98,7 @@ def _record(config: EvaluateConfig, step: int, metrics: Metrics, samples: list[S
     trainer = config.trainer
     answers = Path(trainer.validation_data_dir or reporter.folder / ANSWERS)
     dump_samples(answers, step, samples)
-    RUN_WRITER.replace(reporter.folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
+    RUN_WRITER.replace(reporter.folder / METRICS_FILE, format_json(metrics, indent=2) + "\n")
     reporter.keep_samples(step, evenly_spaced(samples, SAMPLES_IN_REPORT), "validation")
     reporter.log_samples(step, evenly_spaced(samples, trainer.log_val_generations))
     reporter.log_validation(step, metrics)

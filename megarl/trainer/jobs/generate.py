@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.agents.endpoint import check_endpoint
 from megarl.base.atomic_write import atomic_write
 from megarl.base.errors import DataError
+from megarl.base.json_text import format_json
 from megarl.cluster.agent_runners import AgentRunners
 from megarl.config import GenerateConfig
 from megarl.config.schema.jobs import STANDARD_INPUT
@@ -135,5 +136,5 @@ def write_answers(target: Path, rows: list[dict[str, Any]]) -> None:
         if target.suffix == ".parquet":
             pq.write_table(pa.Table.from_pylist(rows), unfinished)
         else:
-            lines = (json.dumps(row, ensure_ascii=False, default=str) for row in rows)
+            lines = (format_json(row, ensure_ascii=False, default=str) for row in rows)
             unfinished.write_text("\n".join(lines) + "\n", encoding="utf-8")

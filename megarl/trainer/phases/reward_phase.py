@@ -21,6 +21,7 @@ from megarl.data import DataProto, attention_mask_of, pad_left, pad_right, seque
 from megarl.data.control_tokens import control_tokens
 from megarl.data.tokenization import Prompt, PromptEncoder
 from megarl.rewards.manager import NullReward, Scored, with_scores
+from megarl.rewards.outcome import EXTRA
 from megarl.trainer.phases.data_loading import load_tokenizer
 from megarl.trainer.phases.reward_functions import function_manager
 from megarl.trainer.records.metrics import Metrics, summary
@@ -29,8 +30,6 @@ from megarl.workers.row_math import row_sums
 logger = logging.getLogger(__name__)
 
 RM_SCORE, FUNCTION_SCORE = "rm_score", "function_score"
-EXTRA = "reward_extra_"
-"""Prefix of the columns with extra numbers of the reward, which dumps and validation report."""
 SEQUENCES = ["prompts", "responses", "attention_mask"]
 
 

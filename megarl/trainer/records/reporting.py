@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.base.json_text import format_json
 from megarl.base.logs import LOGS_FOLDER
 from megarl.base.run_writer import RUN_WRITER
 from megarl.config.schema.run import RunConfig, TrainingRunConfig
@@ -251,7 +251,7 @@ class RunReporter:
         if RUN_WRITER.refused_output:
             values["refused_output"] = RUN_WRITER.refused_output
         for folder in (self.folder, self.folder.parent):
-            RUN_WRITER.replace(folder / "summary.json", json.dumps(values, indent=2) + "\n")
+            RUN_WRITER.replace(folder / "summary.json", format_json(values, indent=2) + "\n")
         RUN_WRITER.close()
         self.console.summary(values, self.config.experiment_name)
 
