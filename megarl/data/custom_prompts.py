@@ -87,6 +87,9 @@ class CustomPrompts(torch.utils.data.Dataset[Sample]):
         self.max_prompt_length = max_prompt_length
         self.truncation = truncation
         self.reward_fn_key = reward_fn_key
+        if encoder.vocabulary.limit is not None:  # a row may have a token that the model lacks
+            for item in range(len(self)):
+                self[item]
 
     def __len__(self) -> int:
         return len(self.source)

@@ -149,7 +149,7 @@ class RLHFDataset(RowDataset):
     """Prompts with the data for their reward functions.
 
     With ``truncation="error"`` or with filtering, the data set measures every prompt when it is built, so that a prompt
-    that is too long stops the run at its start.
+    that is too long stops the run at its start. So it does if the tokenizer has tokens that the model lacks.
 
     Args:
         files: paths or patterns (see :class:`megarl.data.rows.Rows`).
@@ -167,6 +167,7 @@ class RLHFDataset(RowDataset):
         sample_seed: seed of the draw.
         workers: processes that measure lengths; None = a number that suits the data set.
         cache_dir: folder for converted files and lengths.
+        vocab_size: tokens of the model; None = unknown.
 
     Attributes:
         dropped: number of prompts that were filtered out.
@@ -195,6 +196,7 @@ class RLHFDataset(RowDataset):
         sample_seed: int | None = None,
         workers: int | None = None,
         cache_dir: str | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         check_truncation(truncation)
         self.reward_fn_key = reward_fn_key
@@ -202,13 +204,13 @@ class RLHFDataset(RowDataset):
         source = Rows(files, prompt_key, required, (), _OPTIONAL, reward_fn_key, cache_dir)
         super().__init__(source, max_samples, sample_seed)
         self.reader = PromptReader(prompt_key, system_prompt, tool_schemas or {}, apply_chat_template)
-        self.encoder = PromptEncoder(tokenizer, apply_chat_template_kwargs)
+        self.encoder = PromptEncoder(tokenizer, apply_chat_template_kwargs, vocab_size=vocab_size)
         self.max_prompt_length = max_prompt_length
         self.truncation = truncation
         self.dropped = 0
         self._passed_columns = self._select_columns()
         self.check_vocabulary(self.encoder, self.reader)
-        if filter_overlong_prompts or truncation == "error":
+        if filter_overlong_prompts or truncation == "error" or self.encoder.vocabulary.limit is not None:
             self._check_lengths(filter_overlong_prompts, workers)
 
     def __getitem__(self, item: int) -> Sample:
@@ -242,7 +244,7 @@ class RLHFDataset(RowDataset):
         all_lengths = measure_lengths(self.source, PromptLengths(self.encoder, self.reader), workers)[:, 0]
         lengths = all_lengths[self._rows]
         too_long = lengths > self.max_prompt_length
-        if not too_long.any():
+        if not too_long.any() or not (drop or self.truncation == "error"):
             return
         if not drop:
             row = int(self._rows[too_long.argmax()])

@@ -23,6 +23,7 @@ def engine_options(
     pending_bytes: int | None = None,
     *,
     return_routes: bool = False,
+    eos_token_ids: tuple[int, ...] | None = None,
     nodes: EngineNodes | None = None,
 ) -> EngineOptions:
     """Return the options of the engine ``rollout.name``.
@@ -33,7 +34,8 @@ def engine_options(
         replica: number of the replica; selects its server if the config has ``urls``.
         pending_bytes: device bytes that training roles on the replica's GPUs have yet to allocate, from which SGLang's
             share of the free memory follows; None = no training role.
-        return_routes: see :class:`~megarl.rollout.interface.EngineOptions`.
+        return_routes: see :class:`~megarl.rollout.interface.EngineOptions`; also for the next one.
+        eos_token_ids: tokens that end every sequence.
         nodes: nodes of the replica's ranks; None = one node.
 
     Raises:
@@ -44,6 +46,7 @@ def engine_options(
         device=device,
         tensor_parallel_size=rollout.tensor_model_parallel_size,
         max_num_seqs=rollout.max_num_seqs,
+        eos_token_ids=eos_token_ids,
         return_routes=return_routes,
         quantization=rollout.quantization if isinstance(rollout, TrainingRolloutConfig) else None,
     )

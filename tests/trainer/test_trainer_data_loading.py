@@ -17,10 +17,11 @@ from transformers import PreTrainedTokenizerBase
 from megarl.base.errors import ConfigError, DataError, ModelError
 from megarl.config import SFTConfig, TrainConfig
 from megarl.config.problems import InvalidConfigError
+from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.trainer.jobs.early_checks import check_rows
 from megarl.trainer.jobs.preflight import check_train
 from megarl.trainer.jobs.sft import FineTuning
-from megarl.trainer.phases.data_loading import load_tokenizer, prompt_loader, validation_loader
+from megarl.trainer.phases.data_loading import prompt_loader, validation_loader
 
 OWN = """
 import json

@@ -194,12 +194,9 @@ class DryRun(ABC):
         model: ModelPathConfig = value_at(self.config, self.model_key)
         self._tokenizer = self.load_tokenizer()
         words, rows = len(self._tokenizer), read_model_config(model.path).vocab_size
-        if words > rows:
-            raise ConfigError(
-                f"{self.model_key}.tokenizer_path={model.tokenizer_path} has {words} tokens, the model's vocabulary "
-                f"{rows}: name the model's own tokenizer"
-            )
         yield f"{words} tokens of {model.tokenizer_path}; the model has room for {rows}"
+        if words > rows:
+            yield f"{WARNING}a row with one of the other {words - rows} tokens is refused: is it the model's tokenizer?"
 
     def data(self) -> Iterator[str]:
         """Read the files and tokenize the first batches, as the run does."""

@@ -23,11 +23,11 @@ from megarl.config.schema.jobs import EvaluateConfig, GenerateConfig
 from megarl.convert.conversion import ConversionOptions, convert
 from megarl.convert.open import open_source
 from megarl.convert.source import HUGGING_FACE, CheckpointSource
+from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.models import ModelConfig
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE
 from megarl.tracking import Console
 from megarl.trainer.jobs.worker_groups import Progress, build_engines, restart_replicas, rollout_group
-from megarl.trainer.phases.data_loading import load_tokenizer
 from megarl.trainer.phases.rollout_phase import RolloutPhase
 from megarl.trainer.rollout_service.traffic import RolloutTraffic
 from megarl.trainer.state.checkpoint_manifest import MANIFEST, is_whole
@@ -205,14 +205,21 @@ class FrozenReplicas:
         config: complete; its model path is a Hugging Face folder.
         pool: devices of the replicas.
         progress: shows the start of the processes.
+        eos_token_ids: tokens that end every sequence.
 
     Raises:
         WorkerError: a process failed.
     """
 
-    def __init__(self, config: EvaluateConfig | GenerateConfig, pool: PlacedPool, progress: Progress) -> None:
+    def __init__(
+        self,
+        config: EvaluateConfig | GenerateConfig,
+        pool: PlacedPool,
+        progress: Progress,
+        eos_token_ids: tuple[int, ...] | None = None,
+    ) -> None:
         self.config = config
-        self.group: RolloutGroup = rollout_group(config.actor_rollout_ref, pool)
+        self.group: RolloutGroup = rollout_group(config.actor_rollout_ref, pool, eos_token_ids=eos_token_ids)
         wait_ready([self.group], progress=progress)
         build_engines(self.group, range(self.group.world_size))
         self.group.load_hf()

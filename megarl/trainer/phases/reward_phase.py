@@ -18,8 +18,8 @@ from megarl.config.schema.jobs import ScoredJobConfig
 from megarl.config.schema.rewards import RewardModelConfig
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right, sequence_lengths
 from megarl.data.tokenization import Prompt, PromptEncoder
+from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.rewards.manager import NullReward, Scored, with_scores
-from megarl.trainer.phases.data_loading import load_tokenizer
 from megarl.trainer.phases.reward_functions import function_manager
 from megarl.trainer.records.metrics import summary
 from megarl.workers.row_math import row_sums
