@@ -329,7 +329,7 @@ def _rope(raw: Mapping[str, Any], traits: Traits) -> tuple[float, dict[str, Any]
     transformers 5 has a section per kind of layers for models with sliding-window attention.
     """
     parameters = dict(rope_section(raw, FULL))
-    theta = number(parameters if parameters.get("rope_theta") is not None else raw, "rope_theta", traits.rope_theta)
+    theta = number(parameters if parameters.get("rope_theta") is not None else raw, "rope_theta", traits.rope_theta, above=1)
     parameters.pop("rope_theta", None)
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
@@ -354,7 +354,10 @@ def _rope(raw: Mapping[str, Any], traits: Traits) -> tuple[float, dict[str, Any]
 
 def _check_rope_numbers(parameters: Mapping[str, Any]) -> None:
     """Check the types of the rotary parameters that are present; null is absent."""
-    for name in (*_ROPE_NUMBERS, *_ROPE_STRENGTHS):
+    for name in _ROPE_NUMBERS:
         if parameters.get(name) is not None:
-            number(parameters, name, zero=name in _ROPE_STRENGTHS)
+            number(parameters, name)
+    for name in _ROPE_STRENGTHS:
+        if parameters.get(name) not in (None, 0):
+            number(parameters, name)
     flag(parameters, "truncate")

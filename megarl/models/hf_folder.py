@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -170,7 +171,7 @@ def _tensor_entries(folder: Path) -> dict[str, TensorEntry]:
     file_of = _read_index(index)
     shards: dict[str, dict[str, TensorEntry]] = {}
     for file in dict.fromkeys(file_of.values()):
-        if not (folder / file).is_file():
+        if not os.path.isfile(folder / file):  # also for a name that no file can have
             raise ModelError(f"model folder {folder} lacks shard '{file}', which {INDEX_FILE} names")
         shards[file] = read_header(folder / file)
     for name, file in file_of.items():
@@ -214,6 +215,7 @@ def _header_entry(file: Path, name: str, entry: Any, first: int) -> TensorEntry:
     dtype, shape, offsets = (fields.get(field, ()) for field in ("dtype", "shape", "data_offsets"))
     if not (
         isinstance(dtype, str)
+        and dtype.isascii()
         and all(
             isinstance(numbers, list) and all(type(n) is int and n >= 0 for n in numbers)
             for numbers in (shape, offsets)

@@ -5,7 +5,6 @@ Published architectures that megarl cannot compute are listed with the parts tha
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
@@ -174,16 +173,16 @@ def number(
     name: str,
     default: float | None = None,
     *,
-    zero: bool = False,
+    above: float = 0.0,
     file: str = _CONFIG,
 ) -> float:
-    """Read a finite positive number.
+    """Read a number.
 
     Args:
         raw: the complete file, or a section of it.
         name: the field.
         default: value of an absent field; None = the field is required. Null is an error, as in transformers.
-        zero: 0 is allowed.
+        above: the number is larger, and at most 1e30.
         file: name of the file, for the error.
 
     Raises:
@@ -191,8 +190,8 @@ def number(
     """
     value = raw.get(name, default)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not (value >= 0 if zero else value > 0) or not value <= sys.float_info.max:
-        raise _wrong(file, name, value, f"a number {'>=' if zero else '>'} 0")
+    if not is_number or not above < value <= 1e30:
+        raise _wrong(file, name, value, f"a number > {above:g}")
     return float(value)
 
 
@@ -315,7 +314,7 @@ def window_theta(raw: Mapping[str, Any], default: float) -> float:
     kind = window.get("rope_type", "default")
     if kind != "default":
         raise ModelError(f"config.json: rope_type={kind!r} of {SLIDING!r} is not supported, only 'default'")
-    return number(window, "rope_theta", default)
+    return number(window, "rope_theta", default, above=1)
 
 
 def rotary_factor(raw: Mapping[str, Any], default: float = 1.0) -> float:
