@@ -86,6 +86,20 @@ def test_the_quickstart_task_passes(
             ConfigError,
             f"{POLICY}.rollout.tensor_model_parallel_size=3 must divide",
         ),
+        (
+            {"data.max_prompt_length": 500, "data.max_response_length": 13},
+            ConfigError,
+            "data.max_prompt_length=500 and data.max_response_length=13 exceed max_position_embeddings .*=512; lower",
+        ),
+        (
+            {
+                "data.max_response_length": 69,
+                f"{POLICY}.rollout.name": "sglang",
+                f"{POLICY}.rollout.engine_kwargs.sglang.server_args": {"max_total_tokens": 100},
+            },
+            ConfigError,
+            "data.max_prompt_length=32 and data.max_response_length=69 exceed .*server_args.max_total_tokens=100",
+        ),
         ({"algorithm.adv_estimator": "/no.py:mine"}, ConfigError, "algorithm.adv_estimator.*/no.py"),
         ({f"{POLICY}.actor.policy_loss.loss_mode": "no.such.loss"}, ConfigError, "loss_mode.*no.such"),
         ({"data.train_files": ["/no.parquet"]}, DataError, "data.train_files: /no.parquet"),
