@@ -329,9 +329,8 @@ def _rope(raw: Mapping[str, Any], traits: Traits) -> tuple[float, dict[str, Any]
     transformers 5 has a section per kind of layers for models with sliding-window attention.
     """
     parameters = dict(rope_section(raw, FULL))
-    theta = number(
-        parameters if parameters.get("rope_theta") is not None else raw, "rope_theta", traits.rope_theta, above=1
-    )
+    source = raw if parameters.get("rope_theta") is None else parameters
+    theta = number(source, "rope_theta", traits.rope_theta, above=1)
     parameters.pop("rope_theta", None)
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)

@@ -257,7 +257,8 @@ def test_a_token_that_the_model_lacks_is_named_at_the_start(
     tokenizer: Any, write: Callable[..., str], column: str
 ) -> None:
     size = tokenizer.convert_tokens_to_ids("Z")
-    row = {"prompt": QUESTION, "response": "a", "chosen": "b", "rejected": "c", "messages": [*QUESTION, answer("d")]}
+    question = [{"role": "user", "content": "e"}]
+    row = {"prompt": question, "response": "a", "chosen": "b", "rejected": "c", "messages": [*question, answer("d")]}
     made: list[Any] = [row, copy.deepcopy(row)]
 
     def build(options: dict[str, Any]) -> None:
