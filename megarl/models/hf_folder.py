@@ -188,17 +188,23 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """Read the header of a safetensors file: its length in eight little-endian bytes, then JSON, then the data."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 2 <= length <= size - 8:
-            raise ModelError(f"{file} is truncated or not a safetensors file ({size} bytes)")
-        try:
+    """Read the header of a safetensors file: its length in eight little-endian bytes, then JSON, then the data.
+
+    Raises:
+        ModelError: the file cannot be read, is truncated, or is no safetensors file.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            if not 2 <= length <= size - 8:
+                raise ModelError(f"{file} is truncated or not a safetensors file ({size} bytes)")
             header = parse_json(stream.read(length))
-        except ValueError as error:
-            raise ModelError(f"{file} is not a safetensors file: {error}") from None
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ModelError(f"{file} is not a safetensors file: {error}") from None
     if not isinstance(header, dict):
         raise ModelError(f"{file} is not a safetensors file: its header holds a {type(header).__name__}")
     header.pop("__metadata__", None)

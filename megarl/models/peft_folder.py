@@ -49,7 +49,7 @@ class AdapterFolder:
         try:
             self.config = _read_config(self.path / CONFIG_FILE)
             stored = read_header(self.path / WEIGHTS_FILE)
-        except (OSError, ModelError) as error:
+        except ModelError as error:
             raise ConfigError(f"{_KEY}={path}: {error}") from None
         self.tensors: dict[str, TensorEntry] = {
             name.removeprefix(PREFIX): entry._replace(stored_as=name) for name, entry in stored.items()
