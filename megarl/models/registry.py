@@ -213,7 +213,7 @@ def flag(raw: Mapping[str, Any], name: str, default: bool = False, *, file: str 
     return bool(value)
 
 
-def section(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def json_object(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Read an object from ``config.json``; an absent or null one is empty.
 
     Raises:
@@ -248,8 +248,8 @@ def rope_section(raw: Mapping[str, Any], layers: str) -> Mapping[str, Any]:
         raw: the complete ``config.json``.
         layers: kind of layers, such as ``full_attention``, if the file has a section for each kind.
     """
-    parameters = section(raw, "rope_parameters") or section(raw, "rope_scaling")
-    return section(parameters, layers) if layers in parameters else parameters
+    parameters = json_object(raw, "rope_parameters") or json_object(raw, "rope_scaling")
+    return json_object(parameters, layers) if layers in parameters else parameters
 
 
 def window_layers(raw: Mapping[str, Any], every: int) -> tuple[bool, ...]:
@@ -305,12 +305,12 @@ def window_theta(raw: Mapping[str, Any], default: float) -> float:
     Raises:
         ModelError: these layers have a rotary scaling, or the file has one section for all layers.
     """
-    parameters = section(raw, "rope_parameters")
+    parameters = json_object(raw, "rope_parameters")
     if not parameters:
         return default
     if FULL not in parameters or SLIDING not in parameters:
         raise ModelError(f"config.json: rope_parameters needs the sections {FULL!r} and {SLIDING!r}")
-    window = section(parameters, SLIDING)
+    window = json_object(parameters, SLIDING)
     kind = window.get("rope_type", "default")
     if kind != "default":
         raise ModelError(f"config.json: rope_type={kind!r} of {SLIDING!r} is not supported, only 'default'")
