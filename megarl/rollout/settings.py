@@ -11,9 +11,10 @@ import torch
 from megarl.base.errors import ConfigError
 from megarl.config import RolloutConfig
 from megarl.config.schema.rollout import SGLangConfig, TrainingRolloutConfig
+from megarl.models import ModelConfig
 from megarl.rollout.interface import EngineOptions
 from megarl.rollout.sglang.memory import FRACTION, FreeMemory, fraction_beside_training
-from megarl.rollout.sglang.options import EngineNodes, SGLangOptions
+from megarl.rollout.sglang.options import CACHE_TOKENS, EngineNodes, SGLangOptions
 
 
 def engine_options(
@@ -77,6 +78,13 @@ def engine_options(
         keeps_memory=not rollout.free_cache_engine,
     )
     return replace(options, server_args={FRACTION: fraction, **sglang.server_args})
+
+
+def context_tokens(rollout: RolloutConfig, model: ModelConfig) -> int:
+    """Return the maximum tokens of prompt and response: the model's context, or SGLang's cache if it is smaller."""
+    arguments = rollout.engine_kwargs.sglang.server_args if rollout.name == "sglang" else {}
+    cache = arguments.get(CACHE_TOKENS)
+    return min(model.max_position_embeddings, cache) if isinstance(cache, int) else model.max_position_embeddings
 
 
 def _server_key(sglang: SGLangConfig) -> str:

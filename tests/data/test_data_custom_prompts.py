@@ -106,6 +106,13 @@ def test_a_token_that_the_model_lacks_is_named_at_the_start(write, question_rows
         built(LikeVerl, write(rows), tokenizer, encoder=encoder)
 
 
+def test_a_prompt_that_leaves_no_room_for_a_response_is_named_at_the_start(write, question_rows, tokenizer):
+    path = write(question_rows(3))
+    assert len(built(LikeVerl, path, tokenizer, prompt_room=6)) == 3
+    with pytest.raises(DataError, match=r"LikeVerl, row 2: the prompt has 6 tokens, .* leaves room for 5 "):
+        built(LikeVerl, path, tokenizer, prompt_room=5)
+
+
 def test_constructors_are_told_apart():
     assert takes_verls_arguments(LikeVerl) and takes_verls_arguments(OlderVersion)
     assert not takes_verls_arguments(RLHFDataset)

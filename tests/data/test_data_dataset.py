@@ -167,6 +167,20 @@ def test_rows_are_not_measured_again_for_a_tokenizer_within_the_vocabulary(write
         RLHFDataset(write(rows), tokenizer, 20, truncation="left", vocab_size=size - 1)
 
 
+@pytest.mark.parametrize(("truncation", "longest"), [("error", 6), ("left", 6), ("left", 20)])
+def test_a_prompt_that_leaves_no_room_for_a_response_is_named_at_the_start(
+    write, question_rows, tokenizer, truncation, longest
+):
+    path = write(question_rows(3))  # of 4, 5 and 6 tokens
+    make = partial(RLHFDataset, path, tokenizer, longest, truncation=truncation)
+    assert len(make(prompt_room=6)) == 3
+    with pytest.raises(DataError, match=r"train\.parquet, row 2: the prompt has 6 tokens, .* leaves room for 5 "):
+        make(prompt_room=5)
+    assert len(RLHFDataset(path, tokenizer, 5, truncation="left", prompt_room=5)) == 3
+    dropped = RLHFDataset(path, tokenizer, 5, filter_overlong_prompts=True, prompt_room=5)
+    assert len(dropped) == 2 and dropped.dropped == 1
+
+
 def test_prompt_rejected_by_the_template(write, question_rows, tokenizer):
     rows = question_rows(3)
     rows[1]["prompt"][0]["role"] = "tool"

@@ -169,6 +169,11 @@ class FrozenPolicy(Generic[_Config]):
         from_model = keys.tokenizer_path == keys.path
         return load_tokenizer(str(self.model.tokenizer_folder if from_model else keys.tokenizer_path))
 
+    @property
+    def with_model_folder(self) -> _Config:
+        """The configuration with a model path that has a ``config.json``, also before :meth:`convert`."""
+        return with_values(self.config, {KEY: str(self.model.source.companions)})
+
     def describe(self) -> str:
         """Describe model and sampling in one line."""
         sampling = self.config.actor_rollout_ref.rollout.val_kwargs

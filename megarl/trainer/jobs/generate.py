@@ -51,7 +51,7 @@ def run(config: GenerateConfig, output_dir: Path) -> Path:
     policy = FrozenPolicy(config, output_dir)
     check_generation(config, policy.model.config)
     files = [*config.data.val_files, *prompt_files(config.data.prompts, output_dir / PROMPTS_FILE)]
-    loader = generation_loader(config, files, policy.tokenizer)
+    loader = generation_loader(policy.with_model_folder, files, policy.tokenizer)
     target = Path(config.data.output_path or output_dir / ANSWERS_FILE)
     samples = config.actor_rollout_ref.rollout.val_kwargs.n
     with open_job(config, output_dir) as session:

@@ -23,7 +23,7 @@ from megarl.config.schema.jobs import SupervisedConfig
 from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.models import ModelConfig, ParallelLayout, check_layout, read_model_config
 from megarl.rollout import check_engine_model
-from megarl.rollout.settings import engine_options
+from megarl.rollout.settings import context_tokens, engine_options
 from megarl.rollout.sglang.options import CACHE_TOKENS
 from megarl.rollout.sglang.teacher import TeacherServers
 from megarl.trainer.callbacks import load_callbacks
@@ -182,23 +182,18 @@ def check_generation(config: TrainConfig | EvaluateConfig | GenerateConfig, mode
 
 
 def check_context(config: TrainConfig | EvaluateConfig | GenerateConfig, model: ModelConfig) -> None:
-    """Check that the longest prompt and response fit into the context of the model and of its engine.
+    """Check that the longest response leaves room for a prompt; prompts are compared when they are measured.
 
     Raises:
-        ConfigError: names the keys, their values, and the remedy.
+        ConfigError: names the key, its value, and the remedy.
     """
-    data, rollout = config.data, config.actor_rollout_ref.rollout
-    contexts = {f"max_position_embeddings of {config.actor_rollout_ref.model.path}": model.max_position_embeddings}
-    arguments = rollout.engine_kwargs.sglang.server_args if rollout.name == "sglang" else {}
-    if isinstance(cache := arguments.get(CACHE_TOKENS), int):
-        contexts[f"actor_rollout_ref.rollout.engine_kwargs.sglang.server_args.{CACHE_TOKENS}"] = cache
-    for name, tokens in contexts.items():
-        if data.max_prompt_length + data.max_response_length > tokens:
-            raise ConfigError(
-                f"data.max_prompt_length={data.max_prompt_length} and data.max_response_length="
-                f"{data.max_response_length} exceed {name}={tokens}; lower one of them, or raise that value if the "
-                "model works beyond it"
-            )
+    context = context_tokens(config.actor_rollout_ref.rollout, model)
+    if config.data.max_response_length >= context:
+        raise ConfigError(
+            f"data.max_response_length={config.data.max_response_length} leaves no room for a prompt in the context of "
+            f"{context} tokens (max_position_embeddings of {config.actor_rollout_ref.model.path}, or SGLang's "
+            f"{CACHE_TOKENS}); lower it"
+        )
 
 
 def check_engine(config: TrainConfig | EvaluateConfig | GenerateConfig, model: ModelConfig) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from omegaconf import DictConfig, OmegaConf
@@ -24,6 +23,7 @@ from megarl.data.order import EpochOrder, MixedSet, MixtureOrder, MixtureSchedul
 from megarl.data.rows import expand_files
 from megarl.data.tokenization import PromptEncoder, PromptReader
 from megarl.models import read_model_config
+from megarl.rollout.settings import context_tokens
 from megarl.trainer.phases.model_passes import check_teacher_keys
 from megarl.trainer.phases.rollout_phase import AGENT_NAME
 
@@ -183,6 +183,7 @@ def _prompts(
     kind = dataset_class(keys)
     if issubclass(kind, RLHFDataset) and not reads_its_files(keys):
         return _dataset(config, files, tokenizer, kind, **subset)
+    vocab_size, prompt_room = _model_limits(config)
     return CustomPrompts(
         kind,
         files,
@@ -190,7 +191,8 @@ def _prompts(
         verls_section(data),
         subset["max_samples"],
         reader=PromptReader(data.prompt_key, data.system_prompt, _tool_schemas(config), data.apply_chat_template),
-        encoder=PromptEncoder(tokenizer, data.apply_chat_template_kwargs, vocab_size=_vocab_size(config)),
+        encoder=PromptEncoder(tokenizer, data.apply_chat_template_kwargs, vocab_size=vocab_size),
+        prompt_room=prompt_room,
         max_prompt_length=data.max_prompt_length,
         truncation=data.truncation,
         reward_fn_key=data.reward_fn_key,
@@ -205,6 +207,7 @@ def _dataset(
     **sample: Any,
 ) -> RLHFDataset:
     data: PromptsConfig = config.data
+    vocab_size, prompt_room = _model_limits(config)
     dataset = kind(
         files,
         tokenizer,
@@ -219,17 +222,20 @@ def _dataset(
         tool_schemas=_tool_schemas(config),
         workers=data.filter_overlong_prompts_workers,
         cache_dir=data.cache_dir,
-        vocab_size=_vocab_size(config),
+        vocab_size=vocab_size,
+        prompt_room=prompt_room,
         **sample,
     )
     check_agent_names(config, dataset.source.first_rows(AGENT_NAME), dataset.source.location)
     return dataset
 
 
-def _vocab_size(config: GenerationJobConfig) -> int | None:
-    """Tokens of the policy; None if it is a checkpoint, which is converted later."""
-    path = config.actor_rollout_ref.model.path
-    return read_model_config(path).vocab_size if (Path(path) / "config.json").is_file() else None
+def _model_limits(config: GenerationJobConfig) -> tuple[int, int | None]:
+    """Return the policy's number of tokens, and the room of a prompt if ``data.max_prompt_length`` exceeds it."""
+    data, policy = config.data, config.actor_rollout_ref
+    model = read_model_config(policy.model.path)
+    room = context_tokens(policy.rollout, model) - data.max_response_length
+    return model.vocab_size, None if room >= data.max_prompt_length else room
 
 
 def _tool_schemas(config: GenerationJobConfig) -> dict[str, Mapping[str, Any]]:
