@@ -282,6 +282,6 @@ def no_room(prompt: str, tokens: int, room: int) -> str:
     """Describe a prompt after which the longest response exceeds the context, and the remedy."""
     return (
         f"{prompt} has {tokens} tokens, and data.max_response_length leaves room for {room} in the context of the "
-        "model (max_position_embeddings) or of its engine; lower data.max_response_length, or let data.max_prompt_length="
-        f"{room} and data.filter_overlong_prompts=true drop longer prompts"
+        "model (max_position_embeddings) or of its engine; lower data.max_response_length, or let "
+        f"data.max_prompt_length={room} and data.filter_overlong_prompts=true drop longer prompts"
     )
