@@ -26,6 +26,7 @@ import numpy as np
 from megarl.base.errors import MegarlError, ModelError, WeightSyncError, WorkerLost
 from megarl.config.schema.rollout import TrainingRolloutConfig, ValSamplingConfig
 from megarl.data.tokenizer_folder import end_token_of
+from megarl.models import read_model_config
 from megarl.models.end_tokens import read_end_tokens
 
 if TYPE_CHECKING:  # the planner, which must start in seconds, imports this package
@@ -256,7 +257,10 @@ class EngineOptions:
         """
         if self.eos_token_ids is not None:
             return self.eos_token_ids
-        return read_end_tokens(folder, end_token_of(folder)).ids
+        token = end_token_of(folder)
+        # transformers may give a tokenizer without one a default that the model lacks
+        has_token = token is not None and token < read_model_config(folder).vocab_size
+        return read_end_tokens(folder, token if has_token else None).ids
 
     def device_of(self, rank: int) -> str:
         """Return the device of a tensor-parallel rank: consecutive devices, starting with ``device``."""
