@@ -57,10 +57,10 @@ from megarl.cluster.adapters import ReplicaProcess, replica_processes  # noqa: E
 from megarl.cluster.agent_runners import AgentRunners  # noqa: E402
 from megarl.config import GenerateConfig  # noqa: E402
 from megarl.config.build import build  # noqa: E402
+from megarl.data.tokenizer_folder import load_tokenizer  # noqa: E402
 from megarl.models import ParallelLayout  # noqa: E402
 from megarl.rollout import Completion, Request, SamplingParams  # noqa: E402
 from megarl.rollout.serving import EngineServer  # noqa: E402
-from megarl.trainer.phases.data_loading import load_tokenizer  # noqa: E402
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb  # noqa: E402
 
 CONCURRENT, TURNS, ROUNDS = 256, 4, 3

@@ -31,6 +31,7 @@ class ConversationEncoder:
         tokenizer: Hugging Face tokenizer with a chat template.
         reader: reads the messages, system message and tools of a row.
         template_kwargs: extra arguments for the template.
+        vocab_size: tokens of the model; None = unknown.
     """
 
     def __init__(
@@ -38,10 +39,11 @@ class ConversationEncoder:
         tokenizer: PreTrainedTokenizerBase,
         reader: PromptReader,
         template_kwargs: Mapping[str, Any] | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         self.reader = reader
-        self.before = PromptEncoder(tokenizer, template_kwargs)
-        self.complete = PromptEncoder(tokenizer, template_kwargs, generation_prompt=False)
+        self.before = PromptEncoder(tokenizer, template_kwargs, vocab_size=vocab_size)
+        self.complete = PromptEncoder(tokenizer, template_kwargs, generation_prompt=False, vocab_size=vocab_size)
 
     @property
     def identity(self) -> str:

@@ -131,6 +131,39 @@ class PromptReader:
         return {"type": "function", **clean_messages([schema])[0]}
 
 
+class ModelVocabulary:
+    """The tokens of a model, of which a tokenizer may have more.
+
+    Such tokenizers exist (Gemma 3's has a token for images, which its text models lack), so rows are checked.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        vocab_size: tokens of the model; None = unknown.
+
+    Attributes:
+        limit: the number of tokens, if the tokenizer has one beyond; None = rows need no check.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None) -> None:
+        self.tokenizer = tokenizer
+        exceeds = vocab_size is not None and max(tokenizer.get_vocab().values(), default=-1) >= vocab_size
+        self.limit = vocab_size if exceeds else None
+
+    def check(self, ids: Sequence[int], location: str) -> None:
+        """Check the tokens of a row.
+
+        Raises:
+            DataError: the model lacks one; names the row.
+        """
+        largest = max(ids, default=-1)
+        if self.limit is not None and largest >= self.limit:
+            raise DataError(
+                f"{location}: token {largest} ({self.tokenizer.convert_ids_to_tokens(largest)!r}) is beyond the "
+                f"model's vocabulary of {self.limit} tokens; remove its text from the row, or set the model's "
+                "tokenizer_path to the tokenizer of the model"
+            )
+
+
 class PromptEncoder:
     """Tokenizes prompts: messages by the chat template up to the start of the response, texts as they are.
 
@@ -138,6 +171,7 @@ class PromptEncoder:
         tokenizer: a Hugging Face tokenizer with a chat template.
         template_kwargs: extra arguments for the template.
         generation_prompt: False renders complete conversations instead, including the last response.
+        vocab_size: tokens of the model; None = unknown.
 
     Raises:
         DataError: the tokenizer has no chat template.
@@ -149,6 +183,7 @@ class PromptEncoder:
         template_kwargs: Mapping[str, Any] | None = None,
         *,
         generation_prompt: bool = True,
+        vocab_size: int | None = None,
     ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise DataError(
@@ -158,6 +193,7 @@ class PromptEncoder:
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
         self.generation_prompt = generation_prompt
+        self.vocabulary = ModelVocabulary(tokenizer, vocab_size)
 
     def encode(self, prompt: Prompt, location: str) -> list[int]:
         """Tokenize one prompt.
@@ -167,12 +203,15 @@ class PromptEncoder:
             location: file and row, for the error.
 
         Raises:
-            DataError: the template or the tokenizer rejects the prompt.
+            DataError: the template or the tokenizer rejects the prompt, or the model lacks one of its tokens.
         """
         with _named(prompt, location):
             if prompt.text is not None:
-                return self._encode_text(prompt.text)
-            return self.encode_rendered(self._render([prompt.messages], prompt.tools)[0])
+                ids = self._encode_text(prompt.text)
+            else:
+                ids = self.encode_rendered(self._render([prompt.messages], prompt.tools)[0])
+        self.vocabulary.check(ids, location)
+        return ids
 
     def encode_rendered(self, text: str) -> list[int]:
         """Tokenize a rendered text, which has its special tokens."""
@@ -203,6 +242,7 @@ class PromptEncoder:
             except Exception:  # repeat row by row, to name the row
                 encoded = [self.encode(prompts[index], locations[index]) for index in group]
             for index, prompt_ids in zip(group, encoded, strict=True):
+                self.vocabulary.check(prompt_ids, locations[index])
                 ids[index] = prompt_ids
         return ids
 
@@ -232,7 +272,7 @@ class PromptEncoder:
         core = getattr(self.tokenizer, "backend_tokenizer", None)
         vocabulary = core.to_str() if core is not None else json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
         parts = [vocabulary, str(self.tokenizer.chat_template), json.dumps(self.template_kwargs, default=str)]
-        parts.append(f"{self.generation_prompt} {_ENCODING}")
+        parts.append(f"{self.generation_prompt} {_ENCODING}{self.vocabulary.limit or ''}")
         return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
     def _encode_text(self, text: str) -> list[int]:
@@ -322,29 +362,33 @@ class ResponseEncoder:
     Args:
         tokenizer: tokenizer with an end-of-sequence token.
         key: column of the response's text or pieces.
+        vocab_size: tokens of the model; None = unknown.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, key: str) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, key: str, vocab_size: int | None = None) -> None:
         self.tokenizer = tokenizer
         self.key = key
+        self.vocabulary = ModelVocabulary(tokenizer, vocab_size)
 
     def encode(self, rows: Sequence[Mapping[str, Any]], locations: Sequence[str]) -> list[EncodedResponse]:
         """Tokenize the responses of rows.
 
         Raises:
-            DataError: a response has no trained piece, or a piece is malformed; names its row.
+            DataError: a response has no trained piece, a piece is malformed, or the model lacks a token; names its row.
         """
         pieces = [self._pieces(row[self.key], location) for row, location in zip(rows, locations, strict=True)]
         texts = [piece["content"] for row in pieces for piece in row]
         encoded = iter(self.tokenizer(texts, add_special_tokens=False)["input_ids"])
         responses = []
-        for row in pieces:
+        for row, location in zip(pieces, locations, strict=True):
             ids, mask = [], []
             for piece in row:
                 piece_ids = next(encoded)
                 ids += piece_ids
                 mask += [int(piece["role"] == TRAINED_ROLE)] * len(piece_ids)
-            responses.append(EncodedResponse([*ids, self.tokenizer.eos_token_id], [*mask, 1]))
+            ids.append(self.tokenizer.eos_token_id)
+            self.vocabulary.check(ids, location)
+            responses.append(EncodedResponse(ids, [*mask, 1]))
         return responses
 
     @staticmethod

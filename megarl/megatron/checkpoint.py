@@ -54,7 +54,7 @@ from megarl.megatron.optimizer import (
     state_shards,
 )
 from megarl.megatron.runtime import all_ranks_or_raise
-from megarl.models.hf_writer import write_companions
+from megarl.models.hf_writer import NO_FILES, write_companions
 from megarl.models.weight_map import Contribution
 
 WEIGHT = "weight"
@@ -83,6 +83,7 @@ def begin_save(
     *,
     snapshot: HostSnapshot | None = None,
     copy_from: str | Path | None = None,
+    export_files: Mapping[str, str] = NO_FILES,
 ) -> PendingSave:
     """Begin a save, completed by :meth:`PendingSave.finish`; all ranks must call both, with no other save in between.
 
@@ -94,6 +95,7 @@ def begin_save(
         snapshot: host memory for a copy of the state, so that the engine may train while a thread writes; None writes
             immediately.
         copy_from: folder of the initial model, whose tokenizer the Hugging Face export gets.
+        export_files: text of files, by name, that replace those of ``copy_from``.
 
     Raises:
         CheckpointError: on every rank, if any of them cannot begin; names rank and reason. Written files remain.
@@ -120,9 +122,11 @@ def begin_save(
 
     all_ranks_or_raise(runtime, prepare, doing)
     all_ranks_or_raise(runtime, partial(_check_empty, folder), doing)
-    files = all_ranks_or_raise(runtime, partial(_write_local_files, engine, folder, state, copy_from), doing)
+    files = all_ranks_or_raise(
+        runtime, partial(_write_local_files, engine, folder, state, copy_from, export_files), doing
+    )
     if HF_MODEL in contents:
-        files |= export_beside(engine, folder, copy_from)
+        files |= export_beside(engine, folder, copy_from, export_files)
     writer = None
     if MODEL in contents:
         items = all_ranks_or_raise(runtime, lambda: list(_saved_items(engine, has_optimizer)), doing)
@@ -136,7 +140,11 @@ def begin_save(
 
 
 def _write_local_files(
-    engine: MegatronEngine, folder: Path, state: RoleState, copy_from: str | Path | None
+    engine: MegatronEngine,
+    folder: Path,
+    state: RoleState,
+    copy_from: str | Path | None,
+    export_files: Mapping[str, str],
 ) -> set[str]:
     """Write this rank's small files; returns their names."""
     runtime, names = engine.runtime, set()
@@ -147,7 +155,7 @@ def _write_local_files(
     if runtime.rank == 0:
         names.add(write_state(folder, state))
         if HF_MODEL not in state.contents:
-            names |= write_companions(folder / HF_FOLDER, engine.model.raw, copy_from)
+            names |= write_companions(folder / HF_FOLDER, engine.model.raw, copy_from, export_files)
     return names
 
 

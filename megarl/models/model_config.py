@@ -283,7 +283,7 @@ class ModelConfig:
     def pad_token_id(self) -> int | None:
         """The padding token of ``config.json``; None if it has none."""
         token = self.raw.get("pad_token_id")
-        return token if isinstance(token, int) and token >= 0 else None
+        return token if type(token) is int and token >= 0 else None
 
     def as_reward_model(self, pad_token_id: int | None = None) -> ModelConfig:
         """Return the same decoder with a scalar head, as transformers' sequence classification with one label.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.base.errors import ConfigError, ModelError
-from megarl.base.json_text import parse_json
+from megarl.base.json_text import read_json_object
 from megarl.models.adapters import DORA, LORA, AdapterMap
 from megarl.models.hf_folder import (
     EMBEDDING,
@@ -18,6 +18,7 @@ from megarl.models.hf_folder import (
     equal_values,
     read_header,
 )
+from megarl.models.registry import count, flag, number
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -66,14 +67,15 @@ class AdapterFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        for name in (CONFIG_FILE, WEIGHTS_FILE):
+            if not (self.path / name).is_file():
+                raise ConfigError(
+                    f"{_KEY}={path}: {self.path / name} is missing; expected {CONFIG_FILE} and {WEIGHTS_FILE}"
+                )
         try:
-            self.config: dict[str, Any] = parse_json((self.path / CONFIG_FILE).read_text(encoding="utf-8"))
+            self.config = _read_config(self.path / CONFIG_FILE)
             stored = read_header(self.path / WEIGHTS_FILE)
-        except FileNotFoundError as error:
-            raise ConfigError(
-                f"{_KEY}={path}: {error.filename} is missing; expected {CONFIG_FILE} and {WEIGHTS_FILE}"
-            ) from None
-        except (OSError, ValueError, RecursionError, ModelError) as error:
+        except ModelError as error:
             raise ConfigError(f"{_KEY}={path}: {error}") from None
         tensors = {name.removeprefix(PREFIX): entry._replace(stored_as=name) for name, entry in stored.items()}
         self.base_weights = {n.replace(_BASE_WEIGHT, "."): e for n, e in tensors.items() if _is_base_weight(n)}
@@ -164,6 +166,16 @@ class AdapterFolder:
 
 def _is_base_weight(name: str) -> bool:
     return _BASE_WEIGHT in name or name in (EMBEDDING, HEAD)
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    """Read ``adapter_config.json``, with the types of the fields that megarl computes with."""
+    config = read_json_object(file, ModelError)
+    config |= {name: flag(config, name, file=CONFIG_FILE) for name in ("use_dora", "use_rslora")}
+    if config.get("peft_type") == "LORA":  # others have other fields, and are refused by name
+        count(config, "r", file=CONFIG_FILE)
+        number(config, "lora_alpha", file=CONFIG_FILE)
+    return config
 
 
 def peft_config(adapters: AdapterMap, base: str | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Published architectures that megarl cannot compute are listed with the parts tha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from megarl.base.errors import ModelError
 from megarl.base.registry import Registry
@@ -15,6 +15,8 @@ from megarl.models.model_config import Traits
 
 MULTIMODAL_FIELDS = ("vision_config", "audio_config", "thinker_config", "visual")
 """Fields of ``config.json`` that only models with images or sound have."""
+_T = TypeVar("_T")
+_CONFIG = "config.json"
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 """Kinds of attention in ``layer_types`` and ``rope_parameters`` of ``config.json``."""
 FAMILIES: Registry[Family] = Registry("architectures", defaults="megarl.models.families", error=ModelError)
@@ -165,14 +167,15 @@ def under_all_names(raw: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def count(raw: Mapping[str, Any], name: str, default: int | None = None, *, least: int = 1) -> int:
-    """Read an integer from ``config.json``.
+def count(raw: Mapping[str, Any], name: str, default: int | None = None, *, least: int = 1, file: str = _CONFIG) -> int:
+    """Read an integer from ``config.json``, or from another file.
 
     Args:
         raw: the complete file.
         name: the field.
         default: value of an absent or null field; None = the field is required.
         least: smallest allowed value.
+        file: name of the file, for the error.
 
     Raises:
         ModelError: the field is missing, not an integer, or too small.
@@ -180,10 +183,83 @@ def count(raw: Mapping[str, Any], name: str, default: int | None = None, *, leas
     value = raw.get(name)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
         expected = "a positive integer" if least == 1 else f"an integer >= {least}"
-        raise ModelError(f"config.json: {name}={value!r}, expected {expected}")
+        raise _wrong(file, name, value, f"{expected}, less than 2**31" if isinstance(value, int) else expected)
     return value
+
+
+def number(
+    raw: Mapping[str, Any],
+    name: str,
+    default: float | None = None,
+    *,
+    above: float = 0.0,
+    file: str = _CONFIG,
+) -> float:
+    """Read a number.
+
+    Args:
+        raw: the complete file, or a section of it.
+        name: the field.
+        default: value of an absent field; None = the field is required. Null is an error, as in transformers.
+        above: the number is larger, and at most 1e30.
+        file: name of the file, for the error.
+
+    Raises:
+        ModelError: the field is missing, or is no such number.
+    """
+    value = raw.get(name, default)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not above < value <= 1e30:
+        raise _wrong(file, name, value, f"a number > {above:g}")
+    return float(value)
+
+
+def flag(raw: Mapping[str, Any], name: str, default: bool = False, *, file: str = _CONFIG) -> bool:
+    """Read true or false; null is false, as in transformers.
+
+    Args:
+        raw: the complete file, or a section of it.
+        name: the field.
+        default: value of an absent field.
+        file: name of the file, for the error.
+
+    Raises:
+        ModelError: the field has another value.
+    """
+    value = raw.get(name, default)
+    if value is not None and not isinstance(value, bool):
+        raise _wrong(file, name, value, "true or false")
+    return bool(value)
+
+
+def json_object(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Read an object from ``config.json``; an absent or null one is empty.
+
+    Raises:
+        ModelError: the field is no object.
+    """
+    value = raw.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise _wrong(_CONFIG, name, value, "an object")
+    return value or {}
+
+
+def entries(raw: Mapping[str, Any], name: str, kind: type[_T], file: str = _CONFIG) -> list[_T]:
+    """Read a list whose entries have one type; an absent or null one is empty.
+
+    Raises:
+        ModelError: the field is no list, or an entry has another type.
+    """
+    value = raw.get(name)
+    if value is not None and not (isinstance(value, list) and all(type(entry) is kind for entry in value)):
+        raise _wrong(file, name, value, f"a list of {kind.__name__}")
+    return value or []
+
+
+def _wrong(file: str, name: str, value: Any, expected: str) -> ModelError:
+    return ModelError(f"{file}: {name}={value!r:.80}, expected {expected}")
 
 
 def rope_section(raw: Mapping[str, Any], *, by_kind: bool = False) -> Mapping[str, Any]:
@@ -196,9 +272,9 @@ def rope_section(raw: Mapping[str, Any], *, by_kind: bool = False) -> Mapping[st
         raw: the complete ``config.json``.
         by_kind: ``rope_parameters`` has a section for each kind of layers.
     """
-    new, old = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
+    new, old = json_object(raw, "rope_parameters"), json_object(raw, "rope_scaling")
     if by_kind:
-        return {**(new.get(FULL) or {}), **old}
+        return {**json_object(new, FULL), **old}
     return old or new
 
 
@@ -236,8 +312,8 @@ def linear_layers(raw: Mapping[str, Any], every: int) -> tuple[bool, ...]:
 
 
 def _layers_of_kind(raw: Mapping[str, Any], special: str, every: int) -> tuple[bool, ...]:
-    kinds = raw.get("layer_types")
-    if kinds is None:
+    kinds = entries(raw, "layer_types", str)
+    if raw.get("layer_types") is None:
         return tuple((layer + 1) % every != 0 for layer in range(count(raw, "num_hidden_layers")))
     unknown = sorted(set(kinds) - {FULL, special})
     if unknown:
@@ -255,16 +331,16 @@ def window_theta(raw: Mapping[str, Any], default: float) -> float:
     Raises:
         ModelError: these layers have a rotary scaling, or the file has one section for all layers.
     """
-    parameters = raw.get("rope_parameters")
+    parameters = json_object(raw, "rope_parameters")
     if not parameters:
-        return float(default)
+        return default
     if FULL not in parameters or SLIDING not in parameters:
         raise ModelError(f"config.json: rope_parameters needs the sections {FULL!r} and {SLIDING!r}")
-    section = parameters[SLIDING]
-    kind = section.get("rope_type", "default")
+    window = json_object(parameters, SLIDING)
+    kind = window.get("rope_type", "default")
     if kind != "default":
         raise ModelError(f"config.json: rope_type={kind!r} of {SLIDING!r} is not supported, only 'default'")
-    return float(section.get("rope_theta") or default)
+    return number(window, "rope_theta", default, above=1)
 
 
 def rotary_factor(raw: Mapping[str, Any], default: float = 1.0) -> float:
@@ -277,8 +353,8 @@ def rotary_factor(raw: Mapping[str, Any], default: float = 1.0) -> float:
         default: value of an absent or null field.
     """
     sections = (rope_section(raw), raw)
-    values = (section.get("partial_rotary_factor") for section in sections)
-    return float(next((value for value in values if value is not None), default))
+    found = (number(s, "partial_rotary_factor") for s in sections if s.get("partial_rotary_factor") is not None)
+    return next(found, default)
 
 
 def refuse_sliding_window(raw: Mapping[str, Any], default: int | None = None) -> None:
@@ -291,12 +367,14 @@ def refuse_sliding_window(raw: Mapping[str, Any], default: int | None = None) ->
     Raises:
         ModelError: the window is shorter than ``max_position_embeddings``.
     """
-    window = raw.get("sliding_window", default)
-    if window is not None and window < raw.get("max_position_embeddings", 0):
+    if raw.get("sliding_window", default) is None:
+        return
+    window, longest = count(raw, "sliding_window", default), count(raw, "max_position_embeddings")
+    if window < longest:
         raise ModelError(
-            f"config.json: sliding_window={window!r} is less than max_position_embeddings="
-            f"{raw['max_position_embeddings']}, and sliding-window attention is not supported; if no sequence is "
-            f"longer than {window!r}, set max_position_embeddings to it: the model then computes the same"
+            f"config.json: sliding_window={window} is less than max_position_embeddings={longest}, and sliding-window "
+            "attention is not supported; if no sequence is "
+            f"longer than {window}, set max_position_embeddings to it: the model then computes the same"
         )
 
 

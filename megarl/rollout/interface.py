@@ -25,6 +25,9 @@ import numpy as np
 
 from megarl.base.errors import MegarlError, ModelError, WeightSyncError, WorkerLost
 from megarl.config.schema.rollout import TrainingRolloutConfig, ValSamplingConfig
+from megarl.data.tokenizer_folder import end_token_of
+from megarl.models import read_model_config
+from megarl.models.end_tokens import read_end_tokens
 
 if TYPE_CHECKING:  # the planner, which must start in seconds, imports this package
     from torch import Tensor
@@ -232,7 +235,7 @@ class EngineOptions:
         tensor_parallel_size: devices that hold one copy of the weights.
         max_num_seqs: maximum number of running sequences; further requests wait in a queue.
         max_model_len: maximum tokens of prompt and response; None = the model's ``max_position_embeddings``.
-        eos_token_ids: tokens that end every sequence; None = the model folder's.
+        eos_token_ids: tokens that end every sequence; None = those of the model folder and its tokenizer.
         return_routes: requests may have :attr:`Request.routes_from`; the engine then records experts.
         quantization: ``fp8`` = the engine holds linear layers in blockwise FP8; None = all weights are in ``dtype``.
     """
@@ -245,6 +248,19 @@ class EngineOptions:
     eos_token_ids: tuple[int, ...] | None = None
     return_routes: bool = False
     quantization: str | None = None
+
+    def end_tokens(self, folder: str) -> tuple[int, ...]:
+        """Return the tokens that end every sequence of the model in a folder.
+
+        Raises:
+            ModelError: a file of the folder is malformed.
+        """
+        if self.eos_token_ids is not None:
+            return self.eos_token_ids
+        token = end_token_of(folder)
+        # transformers may give a tokenizer without one a default that the model lacks
+        has_token = token is not None and token < read_model_config(folder).vocab_size
+        return read_end_tokens(folder, token if has_token else None).ids
 
     def device_of(self, rank: int) -> str:
         """Return the device of a tensor-parallel rank: consecutive devices, starting with ``device``."""

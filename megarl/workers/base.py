@@ -183,6 +183,7 @@ class MegatronWorker(SavingWorker):
             path: the folder.
             files: text of further files, by name.
         """
+        files = {**self.settings.export_files, **files}
         self.engine.export_hf(Path(path), source=Path(self.settings.model_path), overwrite=True, files=files)
 
     def update(

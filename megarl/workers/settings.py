@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,6 +77,7 @@ class RoleSettings:
         adapter_path: folder of adapters in peft's format to continue from.
         reference_adapter: the reference policy has those adapters; otherwise it is the model without adapters.
         has_own_devices: no other process uses the role's devices, so phases keep cached memory.
+        export_files: text of files, by name, that replace those of the initial folder in checkpoints and exports.
     """
 
     model_path: str
@@ -93,6 +94,7 @@ class RoleSettings:
     adapter_path: str | None = None
     reference_adapter: bool = False
     has_own_devices: bool = False
+    export_files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,7 @@ class RolloutSettings:
         return_routes: the engine returns the experts of tokens, for routing replay R3.
         first_hybrid: number of the first replica on the trainer's devices, besides replicas with devices of their own;
             None = there are none.
+        eos_token_ids: tokens that end every sequence; None = those of the model folder and its tokenizer.
     """
 
     model_path: str
@@ -218,6 +221,7 @@ class RolloutSettings:
     external_lib: tuple[str, ...] = ()
     return_routes: bool = False
     first_hybrid: int | None = None
+    eos_token_ids: tuple[int, ...] | None = None
 
 
 def layout_of(megatron: MegatronConfig) -> ParallelLayout:

@@ -1,6 +1,7 @@
 import copy
 import json
 import logging
+from functools import partial
 
 import numpy as np
 import pytest
@@ -187,6 +188,40 @@ def test_a_tokenizer_that_knows_nothing_of_the_prompts_is_rejected(write, questi
     rows = [{**row, "response": "x"} for row in question_rows(3)]
     with pytest.raises(DataError, match=r"train\.parquet, row 0: the tokenizer .* knows nothing of the first prompts"):
         kind(write(rows), stranger, 50)
+
+
+@pytest.mark.parametrize("truncation", ["error", "left"])
+def test_a_prompt_with_a_token_that_the_model_lacks_is_named_at_the_start(write, question_rows, tokenizer, truncation):
+    rows, size = question_rows(3), tokenizer.convert_tokens_to_ids("Z")  # the rows' "x" is before it
+    make = partial(RLHFDataset, tokenizer=tokenizer, max_prompt_length=20, truncation=truncation, vocab_size=size)
+    assert len(make(write(rows))[2]["prompt_ids"]) == 6
+    rows[1]["prompt"][0]["content"] = "aZ"
+    with pytest.raises(DataError, match=rf"train\.parquet, row 1: token {size} \('Z'\) .* vocabulary of {size} tokens"):
+        make(write(rows))
+    assert len(RLHFDataset(write(rows), tokenizer, 20, vocab_size=len(tokenizer))) == 3
+
+
+def test_rows_are_not_measured_again_for_a_tokenizer_within_the_vocabulary(write, question_rows, tokenizer):
+    rows = question_rows(3)
+    rows[1]["prompt"][0]["role"] = "tool"  # which the template refuses
+    size = max(tokenizer.get_vocab().values()) + 1
+    assert len(RLHFDataset(write(rows), tokenizer, 20, truncation="left", vocab_size=size)) == 3
+    with pytest.raises(DataError, match="no tools here"):
+        RLHFDataset(write(rows), tokenizer, 20, truncation="left", vocab_size=size - 1)
+
+
+@pytest.mark.parametrize(("truncation", "longest"), [("error", 6), ("left", 6), ("left", 20)])
+def test_a_prompt_that_leaves_no_room_for_a_response_is_named_at_the_start(
+    write, question_rows, tokenizer, truncation, longest
+):
+    path = write(question_rows(3))  # of 4, 5 and 6 tokens
+    make = partial(RLHFDataset, path, tokenizer, longest, truncation=truncation)
+    assert len(make(prompt_room=6)) == 3
+    with pytest.raises(DataError, match=r"train\.parquet, row 2: the prompt has 6 tokens, .* leaves room for 5 "):
+        make(prompt_room=5)
+    assert len(RLHFDataset(path, tokenizer, 5, truncation="left", prompt_room=5)) == 3
+    dropped = RLHFDataset(path, tokenizer, 5, filter_overlong_prompts=True, prompt_room=5)
+    assert len(dropped) == 2 and dropped.dropped == 1
 
 
 def test_prompt_rejected_by_the_template(write, question_rows, tokenizer):

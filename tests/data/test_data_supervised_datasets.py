@@ -268,3 +268,38 @@ def test_mismatch_shift_avoids_the_own_prompt() -> None:
     assert mismatch_shift([first, second, third]) == 1
     assert mismatch_shift([first, first, second, second, third, third]) == 2
     assert mismatch_shift([first, first, first, second]) == 1  # two rows keep their prompt with any shift
+
+
+@pytest.mark.parametrize("column", ["prompt", "response", "chosen", "rejected", "messages"])
+def test_a_token_that_the_model_lacks_is_named_at_the_start(
+    tokenizer: Any, write: Callable[..., str], column: str
+) -> None:
+    size = tokenizer.convert_tokens_to_ids("Z")
+    question = [{"role": "user", "content": "e"}]
+    row = {"prompt": question, "response": "a", "chosen": "b", "rejected": "c", "messages": [*question, answer("d")]}
+    made: list[Any] = [row, copy.deepcopy(row)]
+
+    def build(options: dict[str, Any]) -> None:
+        kind = PairDataset if column in ("chosen", "rejected") else SFTDataset
+        kind(write(made), tokenizer, 20, **options)
+
+    options = {"messages_key": "messages"} if column == "messages" else {}
+    build({**options, "vocab_size": size})
+    made[1][column] = "Z" if isinstance(row[column], str) else [*row[column][:-1], {**row[column][-1], "content": "Z"}]
+    build(options)
+    with pytest.raises(DataError, match=rf"row 1: token {size} \('Z'\)"):
+        build({**options, "vocab_size": size})
+
+
+def test_the_end_of_a_response_is_the_one_that_was_trained(tokenizer: Any, write: Callable[..., str]) -> None:
+    messages = [*QUESTION, answer("d")]
+    file = write([{"prompt": QUESTION, "response": "a", "chosen": "b", "rejected": "c", "messages": messages}])
+    other = copy.deepcopy(tokenizer)
+    other.eos_token = "<|pad|>"  # the template ends a turn with <|end|>
+    end, pad = (tokenizer.convert_tokens_to_ids(token) for token in ("<|end|>", "<|pad|>"))
+    assert SFTDataset(file, other, 20).end_token == PairDataset(file, other, 20).end_token == pad
+    assert SFTDataset(file, other, 20, messages_key="messages").end_token == end
+    other.chat_template = tokenizer.chat_template.replace("<|end|>{% endfor", "<|end|>  {% endfor")
+    assert SFTDataset(file, other, 20, messages_key="messages").end_token == end
+    other.chat_template = tokenizer.chat_template.replace("<|end|>{% endfor", "!{% endfor")
+    assert SFTDataset(file, other, 20, messages_key="messages").end_token is None

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from megarl.base.errors import ConfigError
 from megarl.models import read_model_config
@@ -13,6 +15,7 @@ from megarl.rollout import EngineOptions, Request, RolloutError, SamplingParams,
 from megarl.rollout.embedded import EmbeddedEngine, kv_cache
 from megarl.rollout.embedded.decoder import TransformerDecoder
 from megarl.rollout.embedded.engine import PROMPT_TOKENS
+from megarl.rollout.sglang.options import SGLangOptions
 
 
 def loaded(folder, options=None, **settings):
@@ -146,7 +149,27 @@ class TestEndOfSequence:
         engine.load_hf(folder)
         return engine.generate([Request("r", [1], SamplingParams(4, 0.0), 0)])[0]
 
-    def test_generation_config_overrides_config(self, make_folder, tmp_path, reference_for):
+    def test_the_token_of_the_config_ends_it_beside_those_of_the_generation_config(
+        self, make_folder, tmp_path, reference_for
+    ):
+        greedy = reference_for(make_folder()).greedy([1], 4)
+        folder = self.folder_with(make_folder, tmp_path, [49])
+        config = json.loads((tmp_path / "model" / "config.json").read_text(encoding="utf-8")) | {
+            "eos_token_id": greedy[0]
+        }
+        (tmp_path / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        assert self.first_token(create_engine("embedded", folder), folder).token_ids == greedy[:1]
+
+    def test_the_token_of_the_tokenizer_ends_it_in_both_engines(self, make_folder, tmp_path, reference_for):
+        greedy = reference_for(make_folder()).greedy([1], 4)
+        folder = self.folder_with(make_folder, tmp_path, [49])
+        core = Tokenizer(models.WordLevel({f"word{n}": n for n in range(50)}, unk_token="word0"))
+        PreTrainedTokenizerFast(tokenizer_object=core, eos_token=f"word{greedy[0]}").save_pretrained(folder)
+        assert self.first_token(create_engine("embedded", folder), folder).token_ids == greedy[:1]
+        assert SGLangOptions().end_tokens(folder) == EngineOptions().end_tokens(folder)
+        assert set(EngineOptions().end_tokens(folder)) == {greedy[0], 49, read_model_config(folder).raw["eos_token_id"]}
+
+    def test_the_generation_config_may_name_several(self, make_folder, tmp_path, reference_for):
         greedy = reference_for(make_folder()).greedy([1], 4)
         folder = self.folder_with(make_folder, tmp_path, [49, greedy[0]])
         assert self.first_token(create_engine("embedded", folder), folder).token_ids == greedy[:1]

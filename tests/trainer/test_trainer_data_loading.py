@@ -17,10 +17,11 @@ from transformers import PreTrainedTokenizerBase
 from megarl.base.errors import ConfigError, DataError, ModelError
 from megarl.config import SFTConfig, TrainConfig
 from megarl.config.problems import InvalidConfigError
+from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.trainer.jobs.early_checks import check_rows
 from megarl.trainer.jobs.preflight import check_train
 from megarl.trainer.jobs.sft import FineTuning
-from megarl.trainer.phases.data_loading import load_tokenizer, prompt_loader, validation_loader
+from megarl.trainer.phases.data_loading import prompt_loader, validation_loader
 
 OWN = """
 import json
@@ -256,3 +257,23 @@ def test_max_samples_limits_rows(train_config: Callable[..., TrainConfig], token
     config = train_config({"data.train_max_samples": 16, "data.val_max_samples": 3, "data.shuffle": False})
     assert [indices(batch) for batch in prompt_loader(config, tokenizer)] == [[*range(8)], [*range(8, 16)]]
     assert [len(batch) for batch in validation_loader(config, tokenizer)] == [3]
+
+
+def test_the_context_of_model_and_engine_limits_prompts(
+    train_config: Callable[..., TrainConfig], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    longest = max(len(row) for row in prompt_rows(train_config(), tokenizer))
+    room = 512 - longest  # of the 512 positions of the task's model
+    changes: dict[str, Any] = {"data.max_prompt_length": 500, "data.max_response_length": room}
+    assert prompt_rows(train_config(changes), tokenizer)
+    with pytest.raises(DataError, match=rf"the prompt has {longest} tokens, .* leaves room for {longest - 1} "):
+        prompt_loader(train_config(changes | {"data.max_response_length": room + 1}), tokenizer)
+    engine = {"name": "sglang", "engine_kwargs.sglang.server_args": {"max_total_tokens": longest + 5}}
+    changes = {"data.max_response_length": 6, **{f"actor_rollout_ref.rollout.{key}": engine[key] for key in engine}}
+    with pytest.raises(DataError, match=rf"leaves room for {longest - 1} "):
+        prompt_loader(train_config(changes), tokenizer)
+
+
+def prompt_rows(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    dataset = prompt_loader(config, tokenizer).dataset
+    return [dataset[item]["prompt_ids"] for item in range(len(dataset))]  # type: ignore[arg-type]

@@ -16,10 +16,10 @@ from megarl.base.errors import CheckpointError, ConfigError, DataError, MegarlEr
 from megarl.config import EvaluateConfig
 from megarl.config.schema.jobs import BestAnswersConfig
 from megarl.data import DataProto, SFTDataset, attention_mask_of, pad_left, pad_right
+from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.trainer.jobs.early_checks import check_early
 from megarl.trainer.jobs.evaluate import BestAnswers, run
 from megarl.trainer.jobs.frozen_policy import FrozenPolicy
-from megarl.trainer.phases.data_loading import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 

@@ -88,6 +88,20 @@ def test_the_quickstart_task_passes(
             ConfigError,
             f"{POLICY}.rollout.tensor_model_parallel_size=3 must divide",
         ),
+        (
+            {"data.max_response_length": 512},
+            ConfigError,
+            "data.max_response_length=512 leaves no room for a prompt in the context of 512 tokens .* lower it",
+        ),
+        (
+            {
+                "data.max_response_length": 100,
+                f"{POLICY}.rollout.name": "sglang",
+                f"{POLICY}.rollout.engine_kwargs.sglang.server_args": {"max_total_tokens": 100},
+            },
+            ConfigError,
+            "data.max_response_length=100 leaves no room for a prompt in the context of 100 tokens .*max_total_tokens",
+        ),
         ({"algorithm.adv_estimator": "/no.py:mine"}, ConfigError, "algorithm.adv_estimator.*/no.py"),
         ({f"{POLICY}.actor.policy_loss.loss_mode": "no.such.loss"}, ConfigError, "loss_mode.*no.such"),
         ({"data.train_files": ["/no.parquet"]}, DataError, "data.train_files: /no.parquet"),

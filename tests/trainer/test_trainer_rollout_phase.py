@@ -14,11 +14,12 @@ from megarl.agents.types import Trajectory
 from megarl.base.errors import RewardError, WeightSyncError
 from megarl.config import TrainConfig
 from megarl.data import DataProto
+from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.rewards import FailurePolicy, RewardManager, in_driver
 from megarl.rewards.outcome import OUTCOME
 from megarl.rollout.interface import NO_VERSION
 from megarl.rollout.router import EngineReplica
-from megarl.trainer.phases.data_loading import load_tokenizer, prompt_loader, validation_loader
+from megarl.trainer.phases.data_loading import prompt_loader, validation_loader
 from megarl.trainer.phases.reward_functions import function_manager, runner_scorers
 from megarl.trainer.phases.reward_phase import RewardPhase
 from megarl.trainer.phases.rollout_phase import LengthPredictor, RolloutPhase, check_weight_versions

@@ -22,12 +22,13 @@ from megarl.base.signals import sleep, wait_slices
 from megarl.config import RolloutConfig, TrainConfig
 from megarl.data import DataProto
 from megarl.data.loader import PromptQueue
+from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.rewards import RewardManager, in_driver
 from megarl.rollout.embedded.generation import ContinuousBatcher
 from megarl.rollout.interface import NO_VERSION, Completion, Request
 from megarl.rollout.router import NoReplicaLeft
 from megarl.rollout.serving import HeldRequests
-from megarl.trainer.phases.data_loading import load_tokenizer, prompt_loader
+from megarl.trainer.phases.data_loading import prompt_loader
 from megarl.trainer.phases.reward_functions import runner_scorers
 from megarl.trainer.phases.reward_phase import RewardPhase
 from megarl.trainer.phases.rollout_phase import RolloutPhase

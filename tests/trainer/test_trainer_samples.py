@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
+from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.tracking.token_columns import TokenValues
-from megarl.trainer.phases.data_loading import load_tokenizer
 from megarl.trainer.records.samples import (
     describe_samples,
     dump_samples,

@@ -8,7 +8,7 @@ from typing import Any
 from megarl.base.errors import ModelError
 from megarl.models import declaration as d
 from megarl.models.model_config import Experts, Latent, Traits
-from megarl.models.registry import count, refuse_settings, register_family
+from megarl.models.registry import count, flag, number, refuse_settings, register_family
 
 _LAYER = (
     d.INPUT_NORM,
@@ -40,7 +40,7 @@ class DeepseekV2:
             raw,
             dense=0,
             normalize=False,
-            scaling=float(raw.get("routed_scaling_factor", 1.0)),
+            scaling=number(raw, "routed_scaling_factor", 1.0),
             groups=count(raw, "n_group") if grouped else 1,
             groups_per_token=count(raw, "topk_group") if grouped else 1,
         )
@@ -62,7 +62,7 @@ class DeepseekV3:
         refuse_settings(raw, hidden_act="silu", attention_bias=False, scoring_func="sigmoid")
         refuse_settings(raw, topk_method="noaux_tc", moe_layer_freq=1)
         experts = sigmoid_experts(raw, dense=3, scaling=2.5, groups=8, groups_per_token=4)
-        return Traits(experts=experts, latent=_latent(raw, interleaved=bool(raw.get("rope_interleave", True))))
+        return Traits(experts=experts, latent=_latent(raw, interleaved=flag(raw, "rope_interleave", True)))
 
 
 def sigmoid_experts(
@@ -81,8 +81,8 @@ def sigmoid_experts(
         raw,
         dense,
         score="sigmoid",
-        normalize=bool(raw.get("norm_topk_prob", True)),
-        scaling=float(raw.get("routed_scaling_factor", scaling)),
+        normalize=flag(raw, "norm_topk_prob", True),
+        scaling=number(raw, "routed_scaling_factor", scaling),
         groups=count(raw, "n_group", groups),
         groups_per_token=count(raw, "topk_group", groups_per_token),
         group_best=2,

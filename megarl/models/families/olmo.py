@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.models import declaration as d
 from megarl.models.model_config import Experts, SlidingWindow, Traits
-from megarl.models.registry import count, refuse_settings, register_family, window_layers, window_theta
+from megarl.models.registry import count, flag, refuse_settings, register_family, window_layers, window_theta
 
 _LAYER = (
     d.ATTENTION_OUTPUT,
@@ -85,6 +85,6 @@ class Olmoe:
             per_token=count(raw, "num_experts_per_tok"),
             ffn_hidden_size=count(raw, "intermediate_size"),
             layers=(True,) * count(raw, "num_hidden_layers"),
-            normalize=bool(raw.get("norm_topk_prob", False)),
+            normalize=flag(raw, "norm_topk_prob"),
         )
         return Traits(qk_norm=True, qk_norm_over_heads=True, rms_norm_eps=1e-5, experts=experts)

@@ -15,8 +15,8 @@ from torch import Tensor
 from megarl.base.errors import ConfigError, ModelError, WeightSyncError
 from megarl.models import ModelConfig, WeightMap, read_model_config
 from megarl.models.checksum import ParamRectangle, tensor_checksum
+from megarl.models.end_tokens import eos_in
 from megarl.models.hf_checkpoint import HFReader, load_local
-from megarl.models.hf_folder import eos_in, eos_token_ids
 from megarl.rollout.embedded.decoder import TransformerDecoder
 from megarl.rollout.embedded.generation import ContinuousBatcher, FinishedRequest
 from megarl.rollout.embedded.kv_cache import KVCache
@@ -318,8 +318,7 @@ def check_model(config: ModelConfig) -> None:
 @register_engine("embedded", check=lambda config, options: check_model(config), returns_routes=True, quantizes=True)
 def create_embedded(model_path: str, options: EngineOptions) -> EmbeddedEngine:
     """Create the embedded engine for the model in a folder; see :func:`megarl.rollout.create_engine`."""
-    if options.eos_token_ids is None:
-        options = replace(options, eos_token_ids=eos_token_ids(model_path))
+    options = replace(options, eos_token_ids=options.end_tokens(model_path))
     return EmbeddedEngine(read_model_config(model_path), options, load_decode(model_path))
 
 

@@ -18,7 +18,6 @@ from megarl.base.packages import require_sglang
 from megarl.models import ModelConfig, WeightMap, read_model_config
 from megarl.models.checksum import ParamRectangle
 from megarl.models.hf_checkpoint import HFReader
-from megarl.models.hf_folder import all_eos_token_ids
 from megarl.rollout.interface import (
     NO_VERSION,
     TAGS,
@@ -100,7 +99,7 @@ class SGLangEngine(RolloutEngine):
         check_routes(config, options)
         _check_divides(config, options.tensor_parallel_size)
         self._max_length = options.max_model_len or config.max_position_embeddings
-        self._eos = all_eos_token_ids(folder) if options.eos_token_ids is None else frozenset(options.eos_token_ids)
+        self._eos = frozenset(options.end_tokens(folder))
         check_token_ids("eos_token_ids", self._eos, config.vocab_size)
         self._decodes = decodes(folder, options)
         self._asleep: set[Tag] = set()

@@ -26,6 +26,7 @@ from megarl.trainer.jobs.preflight import check_answers
 from megarl.trainer.jobs.session import open_job
 from megarl.trainer.jobs.worker_groups import ready_reward_model
 from megarl.trainer.phases.data_loading import validation_loader
+from megarl.trainer.phases.end_tokens import policy_end_tokens
 from megarl.trainer.phases.reward_functions import runner_scorers
 from megarl.trainer.phases.reward_phase import RewardModelScorer, RewardPhase, SequenceReader, reward_manager
 from megarl.trainer.phases.validation import Validator
@@ -61,11 +62,12 @@ def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
     check_answers(config, policy.model.config)
     tokenizer, step = policy.tokenizer, policy.model.step
     check_output_files(config, step)
-    loader = validation_loader(config, tokenizer)
+    loader = validation_loader(policy.with_model_folder, tokenizer)
     reader = SequenceReader(config.reward_model, tokenizer) if config.reward_model.enable else None
     with open_job(config, output_dir) as session:
         functions = reward_manager(config, tokenizer, session.logs)
         session.config = config = policy.convert(session.console)
+        end_tokens = policy_end_tokens(config.actor_rollout_ref.model.path, tokenizer, session.console.warn)
         # The table below replaces the console's tracker.
         trackers = [name for name in config.trainer.logger if name != "console"]
         logged = dataclasses.replace(config.trainer, logger=trackers)
@@ -75,7 +77,7 @@ def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
         with session.starting_workers() as progress:
             scorers = runner_scorers(config, session.logs, config.trainer.nnodes)
             runners = session.enter(AgentRunners(config, tokenizer, pool, scorers))
-            replicas = FrozenReplicas(config, pool, progress)
+            replicas = FrozenReplicas(config, pool, progress, end_tokens)
             runners.wait_ready()
             scorer = None
             if reader:

@@ -25,6 +25,7 @@ from megarl.trainer.jobs.frozen_policy import STREAM, FrozenPolicy, FrozenReplic
 from megarl.trainer.jobs.preflight import check_generation
 from megarl.trainer.jobs.session import open_job
 from megarl.trainer.phases.data_loading import generation_loader
+from megarl.trainer.phases.end_tokens import policy_end_tokens
 
 MESSAGES = "raw_prompt"
 PROMPTS_FILE, ANSWERS_FILE = "prompts.jsonl", "answers.jsonl"
@@ -51,17 +52,18 @@ def run(config: GenerateConfig, output_dir: Path) -> Path:
     policy = FrozenPolicy(config, output_dir)
     check_generation(config, policy.model.config)
     files = [*config.data.val_files, *prompt_files(config.data.prompts, output_dir / PROMPTS_FILE)]
-    loader = generation_loader(config, files, policy.tokenizer)
+    loader = generation_loader(policy.with_model_folder, files, policy.tokenizer)
     target = Path(config.data.output_path or output_dir / ANSWERS_FILE)
     samples = config.actor_rollout_ref.rollout.val_kwargs.n
     with open_job(config, output_dir) as session:
         console = session.console
         session.config = config = policy.convert(console)
+        end_tokens = policy_end_tokens(config.actor_rollout_ref.model.path, policy.tokenizer, console.warn)
         check_endpoint(config)
         pool = session.start()
         with session.starting_workers() as progress:
             runners = session.enter(AgentRunners(config, policy.tokenizer, pool))
-            replicas = FrozenReplicas(config, pool, progress)
+            replicas = FrozenReplicas(config, pool, progress, end_tokens)
             runners.wait_ready()
         session.tracing.begin_step(0)
         rollout = replicas.rollout_phase(policy.tokenizer, runners)

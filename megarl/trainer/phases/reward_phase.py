@@ -20,9 +20,9 @@ from megarl.config.schema.rewards import RewardModelConfig
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right, sequence_lengths
 from megarl.data.control_tokens import control_tokens
 from megarl.data.tokenization import Prompt, PromptEncoder
+from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.rewards.manager import NullReward, Scored, with_scores
 from megarl.rewards.outcome import EXTRA
-from megarl.trainer.phases.data_loading import load_tokenizer
 from megarl.trainer.phases.reward_functions import function_manager
 from megarl.trainer.records.metrics import Metrics, summary
 from megarl.workers.row_math import row_sums

@@ -325,4 +325,15 @@ def test_a_tokenizer_of_another_model_is_rejected(
     lines: list[str] = []
     with pytest.raises(ConfigError):
         check_parts(TrainDryRun(train_config({f"{POLICY}.model.path": str(other)})), lines.append)
-    assert any("the model's vocabulary 7: name the model's own tokenizer" in line for line in lines)
+    text = "\n".join(lines)
+    assert "warn  tokenizer" in text and "the model has room for 7" in text
+    assert "fail  data" in text and "is beyond the model's vocabulary of 7 tokens" in text
+
+
+def test_files_that_name_different_ends_of_a_sequence_warn(
+    train_config: Callable[..., TrainConfig], arithmetic: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(arithmetic / "model", tmp_path / "other")
+    (other / "generation_config.json").write_text('{"eos_token_id": [5, 6]}', encoding="utf-8")
+    text = "\n".join(report(train_config({f"{POLICY}.model.path": str(other)})))
+    assert "warn  tokenizer" in text and "generation_config.json: 5, 6" in text
