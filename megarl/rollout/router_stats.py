@@ -20,6 +20,7 @@ class RouterStats:
         lost: reasons by lost replica.
         handled: lost replicas that have left, or that another process has replaced.
         moved: requests that were moved to another replica.
+        discarded_tokens: generated tokens of interrupted requests that an engine could not continue and began again.
         busy_s: busy seconds of each replica.
         served_s: seconds in which each replica was connected.
         idle_while_waiting_s: seconds that replicas were idle while requests waited, over all replicas.
@@ -28,6 +29,7 @@ class RouterStats:
 
     lost: dict[int, str] = field(default_factory=dict)
     moved: int = 0
+    discarded_tokens: int = 0
     busy_s: dict[int, float] = field(default_factory=dict)
     served_s: dict[int, float] = field(default_factory=dict)
     idle_while_waiting_s: float = 0.0
@@ -57,6 +59,7 @@ class RouterStats:
         return cls(
             lost=lost,
             moved=sum(part.moved for part in parts),
+            discarded_tokens=sum(part.discarded_tokens for part in parts),
             busy_s=busy,
             served_s=served,
             idle_while_waiting_s=sum(part.idle_while_waiting_s for part in parts),
@@ -65,7 +68,7 @@ class RouterStats:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return ``rollout/*`` metrics: utilization of replicas, lost replicas and runners, and moved requests.
+        """Return ``rollout/*`` metrics: utilization, lost replicas and runners, moved requests, discarded tokens.
 
         Without time or replicas there is no utilization.
         """
@@ -74,6 +77,7 @@ class RouterStats:
             "rollout/idle_while_waiting_s": self.idle_while_waiting_s,
             "rollout/replicas_lost": float(len(self.lost)),
             "rollout/requests_moved": float(self.moved),
+            "rollout/discarded_tokens": float(self.discarded_tokens),
             "rollout/runners_lost": float(self.runners_lost),
         }
         if shares:

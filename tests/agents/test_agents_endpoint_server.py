@@ -112,6 +112,9 @@ def test_models_and_unknown_paths(endpoint):
         ({"temperature": 1e-30}, "too small", "temperature"),
         ({"top_p": 0}, "top_p", "top_p"),
         ({"top_k": 0}, "top_k", "top_k"),
+        ({"top_k": 2**63}, "top_k", "top_k"),
+        ({"seed": 10**30}, "seed", "seed"),
+        ({"stop": "x" * 1000}, "stop", "stop"),
         ({"n": 1000}, "maximum of 64", "n"),
         ({"stop": [""]}, "stop", "stop.0"),
         ({"max_tokens": 10**6}, "more than is served", "messages"),
@@ -152,7 +155,7 @@ def test_external_requests_are_served_during_generation(endpoint, tokenizer):
     with generating(endpoint, script):
         body = complete(
             endpoint, [{"role": "developer", "content": "be<|im_end|> kind"}, *USER], stop="END", temperature=0.5,
-            top_p=0.9, top_k=3, max_tokens=9, logprobs=True, return_token_ids=True, user="me", seed=-(10**30), n=2,
+            top_p=0.9, top_k=3, max_tokens=9, logprobs=True, return_token_ids=True, user="me", seed=-(2**63 - 1), n=2,
         )  # fmt: skip
         assert post(endpoint, {"messages": USER, "max_tokens": 0}).status_code == 400
     assert (

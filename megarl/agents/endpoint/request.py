@@ -18,12 +18,16 @@ import jsonschema
 
 from megarl.agents.types import Message
 from megarl.base.json_text import parse_json
+from megarl.rollout.interface import MAX_INT32
 
 MODEL = "policy"
 """Name of the only served model."""
 MAX_CHOICES = 64
 LOWEST_TEMPERATURE = 0.01
 """Division by a lower temperature overflows, and sampling would be greedy in all but name."""
+MAX_SEED = 2**63 - 1
+MAX_STOP_LENGTH = 256
+"""Characters of a stop string: with stop strings, each step decodes a tail of that many tokens and more."""
 
 _MESSAGE = {
     "type": "object",
@@ -62,7 +66,9 @@ _TOOL = {
     },
     "required": ["function"],
 }
-_COUNT = {"type": "integer", "minimum": 1}
+_COUNT = {"type": "integer", "minimum": 1, "maximum": MAX_INT32}
+_STOP_LENGTH = {"minLength": 1, "maxLength": MAX_STOP_LENGTH}
+_STOP = {"type": "string", **_STOP_LENGTH}
 _SUPPORTED: dict[str, Any] = {
     "model": {"type": "string"},
     "messages": {"type": "array", "items": _MESSAGE, "minItems": 1},
@@ -70,11 +76,11 @@ _SUPPORTED: dict[str, Any] = {
     "tool_choice": {"enum": ["none", "auto"]},
     "temperature": {"type": "number", "minimum": 0, "maximum": 100},
     "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-    "top_k": {"type": "integer", "minimum": -1, "not": {"const": 0}},
+    "top_k": {"type": "integer", "minimum": -1, "maximum": MAX_INT32, "not": {"const": 0}},
     "max_tokens": _COUNT,
     "max_completion_tokens": _COUNT,
-    "stop": {"type": ["string", "array"], "items": {"type": "string", "minLength": 1}, "minLength": 1, "maxItems": 16},
-    "seed": {"type": "integer"},
+    "stop": {"type": ["string", "array"], "items": _STOP, **_STOP_LENGTH, "maxItems": 16},
+    "seed": {"type": "integer", "minimum": -MAX_SEED, "maximum": MAX_SEED},
     "n": {**_COUNT, "maximum": MAX_CHOICES},
     "logprobs": {"type": "boolean"},
     "stream": {"type": "boolean"},

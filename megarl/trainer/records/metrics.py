@@ -38,7 +38,8 @@ SUMMED = (
     *(f"endpoint/{name}" for name in ("requests", "refused", "unserved", "cut_off", "tokens")),
     *(f"reward/{name}" for name in ("failed", "bad_samples", "timeouts", "infrastructure_failures", "retries")),
     *("reward/processes_replaced", "reward/rm_truncated", "reward_baselines/failed"),
-    *(f"rollout/{name}" for name in ("replicas_lost", "runners_lost", "requests_moved", "idle_while_waiting_s")),
+    *(f"rollout/{name}" for name in ("replicas_lost", "runners_lost", "requests_moved", "discarded_tokens")),
+    "rollout/idle_while_waiting_s",
     "fully_async/partial/total_partial_num",
     "state_tokens/total",
 )
