@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import httpx
 import psutil
 import pytest
-from agent_cases import Scripted, merging_tokenizer
+from agent_cases import Scripted, merging_tokenizer, tokenized
 from endpoint_cases import ADD, USER, Refused, client, complete, lead, listening, message_of, post
 
 from megarl.agents.endpoint import EndpointAddress
@@ -143,6 +143,41 @@ def test_large_body_and_unknown_model_are_refused(endpoint):
     with pytest.raises(Refused, match="served as 'policy'") as refused:
         complete(endpoint, USER, model="gpt-4o")
     assert refused.value.status == 404 and refused.value.error["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("change", [{}, {"tools": [{"function": {"name": "f", "parameters": {"x" * 10**7: 1}}}]}])
+def test_a_request_that_is_too_long_by_its_bytes_is_not_tokenized(endpoint, tokenizer, change):
+    """To tokenize 10 MB takes half a minute and gigabytes of memory."""
+    body = {"messages": [{"role": "user", "content": "hi" if change else "x" * 10**7}], **change}
+    with tokenized(tokenizer) as lengths, generating(endpoint, Scripted(tokenizer, lambda prompt, turn: "a<|im_end|>")):
+        answer = post(endpoint, body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert lengths == [] and message_of(complete(endpoint, USER))["content"] == "a"
+
+
+def test_many_messages_are_refused_before_they_are_checked_one_by_one(endpoint):
+    answer = post(endpoint, {"messages": [{"role": "god"}] * 20_000})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages"
+
+
+def test_other_requests_are_served_while_one_is_tokenized(endpoint, tokenizer, monkeypatch):
+    begun, goes_on, answers = threading.Event(), threading.Event(), []
+
+    def slow(tokenizer, messages, *args):
+        begun.set()
+        goes_on.wait(60)
+        return [5]
+
+    monkeypatch.setattr("megarl.agents.endpoint.chat_format.encode_prompt", slow)
+    with generating(endpoint, Scripted(tokenizer, lambda prompt, turn: "a<|im_end|>")):
+        waiting = threading.Thread(target=lambda: answers.append(complete(endpoint, USER)))
+        waiting.start()
+        assert begun.wait(60)
+        assert client(endpoint, timeout=30).get(root(endpoint) + "/health").status_code == 200
+        assert answers == []
+        goes_on.set()
+        waiting.join(60)
+    assert message_of(answers[0])["content"] == "a"
 
 
 def test_external_requests_are_served_during_generation(endpoint, tokenizer):

@@ -6,7 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from agent_cases import EngineGenerate, Scripted, ids_of, merging_tokenizer, sampling
+from agent_cases import EngineGenerate, Scripted, ids_of, merging_tokenizer, sampling, tokenized
 from endpoint_cases import ADD, USER, Refused, client, complete, lead, listening, message_of, talk
 
 from megarl.agents import AgentError, ConversationLimits, trajectory_metrics, turn_seed
@@ -174,6 +174,18 @@ def test_conversation_at_a_limit_ends_normally(endpoint, tokenizer, limits, code
         and tokenizer.decode(trajectory.response_ids) == "one<|im_end|>"
     )
     assert trajectory.metrics["ended_at_limit"] == 1 and trajectory.fields == {"agent_result": {}}
+
+
+def test_a_message_that_is_too_long_by_its_bytes_ends_the_conversation_at_its_length(endpoint, tokenizer):
+    def agent(task):
+        history = continued(task.messages, complete(task, task.messages), "x" * 10**6)
+        with tokenized(tokenizer) as lengths, pytest.raises(Refused, match="context_length_exceeded") as refused:
+            complete(task, history)
+        assert lengths == []
+        raise refused.value
+
+    (trajectory,) = lead(endpoint, Scripted(tokenizer, ["one<|im_end|>"]), agent)
+    assert trajectory.error is None and trajectory.finish_reason == "length"
 
 
 def test_max_tokens_of_a_turn(endpoint, tokenizer):

@@ -146,7 +146,7 @@ class Endpoint:
 
     async def _listen(self) -> None:
         self._external = ExternalRequests(self._chat, self._limits)
-        server = ChatServer(self._token, self._external, self._sessions, self._chat.tokenizer)
+        server = ChatServer(self._token, self._external, self._sessions, self._chat)
         # A disconnected client cancels its request. No access log: requests are private.
         self._runner = web.AppRunner(server.app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
@@ -166,6 +166,7 @@ class Endpoint:
     def _close(self) -> None:
         with contextlib.suppress(concurrent.futures.TimeoutError):
             self.loop.run(self._end(), _STOP_S)
+        self._chat.close()
 
 
 def _raise_open_file_limit() -> None:
@@ -202,16 +203,17 @@ def build_endpoint(
         return None
     endpoint: EndpointConfig = rollout.endpoint
     multi_turn: MultiTurnConfig = rollout.multi_turn
+    longest = read_model_config(policy.model.path).max_position_embeddings
+    tokens = min(data.max_prompt_length + data.max_response_length, longest)
     chat = ChatFormat(
         copy.deepcopy(tokenizer),  # requests come at any time, and tokenizers are not thread-safe
         find_parser(multi_turn.format),
         data.apply_chat_template_kwargs,
         stop_strings=_supports_stop_strings(rollout, policy.model.path),
+        max_tokens=tokens,
     )
     keys = rollout if isinstance(rollout, TrainingRolloutConfig) else rollout.val_kwargs
     sampling = SamplingParams.of(keys, data.max_response_length)
-    longest = read_model_config(policy.model.path).max_position_embeddings
-    tokens = min(data.max_prompt_length + data.max_response_length, longest)
     limits = ExternalRequestLimits(sampling, tokens, endpoint.wait_s)
     return Endpoint(chat, limits, address or endpoint_address(endpoint), loop, token)
 

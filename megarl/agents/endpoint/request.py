@@ -23,6 +23,9 @@ from megarl.rollout.interface import MAX_INT32
 MODEL = "policy"
 """Name of the only served model."""
 MAX_CHOICES = 64
+CONTEXT_LENGTH = "context_length_exceeded"
+"""OpenAI's code of a request that is too long."""
+_MOST_ENTRIES = {"messages": 10_000, "tools": 1_000, "stop": 16}
 LOWEST_TEMPERATURE = 0.01
 """Division by a lower temperature overflows, and sampling would be greedy in all but name."""
 MAX_SEED = 2**63 - 1
@@ -194,6 +197,9 @@ def parse_request(body: bytes) -> ChatRequest:
         raise ApiError(
             400, f"{unknown[0]} is not supported; supported are {', '.join(sorted(_SUPPORTED))}", param=unknown[0]
         )
+    for name, most in _MOST_ENTRIES.items():  # the schema would be checked for each entry
+        if isinstance(fields.get(name), list) and len(fields[name]) > most:
+            raise ApiError(400, f"{name} has {len(fields[name])} entries; at most {most} are served", param=name)
     problem = jsonschema.exceptions.best_match(_SCHEMA.iter_errors(fields))
     if problem is not None:
         path = ".".join(map(str, problem.path)) or None

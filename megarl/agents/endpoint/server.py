@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import logging
 import os
 import secrets
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from aiohttp import web
 
-from megarl.agents.endpoint.chat_format import ChatCompletion, completion_body, completion_events
+from megarl.agents.endpoint.chat_format import ChatCompletion, ChatFormat, completion_body, completion_events
 from megarl.agents.endpoint.external_requests import ExternalRequests
 from megarl.agents.endpoint.request import MODEL, ApiError, ChatRequest, parse_request
 from megarl.base.errors import ConfigError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ class ChatServer:
         token: bearer token.
         external: serves requests outside of conversations.
         sessions: open sessions by id, looked up at each request.
-        tokenizer: tokenizer of the policy.
+        chat: chat format of the policy.
     """
 
     def __init__(
@@ -55,9 +54,9 @@ class ChatServer:
         token: str,
         external: ExternalRequests,
         sessions: Mapping[str, Completer],
-        tokenizer: PreTrainedTokenizerBase,
+        chat: ChatFormat,
     ) -> None:
-        self._token, self._external, self._sessions, self._tokenizer = token, external, sessions, tokenizer
+        self._token, self._external, self._sessions, self._chat = token, external, sessions, chat
         self.app = web.Application(middlewares=[self._guard], client_max_size=LARGEST_BODY)
         for prefix in ("", "/sessions/{session}"):
             self.app.router.add_post(f"{prefix}/v1/chat/completions", self._complete)
@@ -87,8 +86,10 @@ class ChatServer:
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
         completer = self._completer(http)
-        request = parse_request(await http.read())
-        body = completion_body(await completer.complete(request), request, self._tokenizer)
+        content = await http.read()
+        request = await asyncio.to_thread(parse_request, content)
+        completion = await completer.complete(request)
+        body = await self._chat.in_thread(partial(completion_body, completion, request, self._chat.tokenizer))
         if not request.stream:
             return web.json_response(body)
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
