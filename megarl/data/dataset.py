@@ -250,8 +250,8 @@ class RLHFDataset(RowDataset):
             raise DataError(
                 f"{self.source.location(row)}: the prompt has {measure.describe(all_lengths[row])} tokens, at most "
                 f"{self.max_prompt_length} are allowed ({too_long.sum()} of {len(lengths)} prompts are too long, the "
-                f"longest has {measure.describe(lengths.max())}); raise data.max_prompt_length, set data.truncation=left, "
-                "right or middle, or data.filter_overlong_prompts=True"
+                f"longest has {measure.describe(lengths.max())}); raise data.max_prompt_length, set data.truncation="
+                "left, right or middle, or data.filter_overlong_prompts=True"
             )
         self._rows, self.dropped = self._rows[~too_long], int(too_long.sum())
         if not len(self):
