@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import importlib.util
 import json
+import socket
 import stat
 import threading
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from endpoint_cases import ADD, USER, Refused, client, complete, lead, listening
 from megarl.agents.endpoint import EndpointAddress
 from megarl.agents.endpoint.server import LARGEST_BODY, TOKEN_VARIABLE, make_token
 from megarl.base.errors import ConfigError
+from megarl.base.logs import LogFormatter
 from megarl.rollout import RolloutError
 
 HAS_OPENAI = importlib.util.find_spec("openai") is not None
@@ -136,6 +138,41 @@ def test_unsupported_fields_are_refused_by_name(endpoint, change, message, param
 def test_body_must_be_a_json_object(endpoint, body):
     answer = post(endpoint, body)
     assert answer.status_code == 400 and "JSON" in answer.json()["error"]["message"]
+
+
+POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        lambda token: b"GET /health HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer\r\n " + token + b"\r\n\r\n",
+        lambda token: b"garbage " + token + b"\r\n\r\n",
+        lambda token: b"GET /" + 500 * token + b" HTTP/1.1\r\n\r\n",
+        lambda token: b"GET http://[" + token + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        lambda token: POST + token + b"\r\nContent-Length: -5\r\n\r\n",
+        lambda token: POST + token + b"\r\nTransfer-Encoding: chunked\r\n\r\n" + token + b"\r\n",
+        lambda token: POST + token + b"\r\nContent-Encoding: gzip\r\nContent-Length: 4\r\n\r\nabcd",
+    ],
+)
+def test_malformed_requests_are_counted_and_neither_fill_the_log_nor_show_the_token(tokenizer, caplog, request_of):
+    with listening(tokenizer) as endpoint:
+        port = int(endpoint.base_url.split(":")[-1].split("/")[0])
+        for _ in range(5):
+            with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+                connection.sendall(request_of(endpoint.api_key.encode()))
+                assert connection.recv(4096).split()[1] == b"400"
+        assert client(endpoint).get(root(endpoint) + "/health").status_code == 200
+        assert endpoint.take_metrics()["endpoint/refused"] >= 5 or not caplog.records
+        lines = "\n".join(LogFormatter().format(record) for record in caplog.records)
+        assert len(caplog.records) <= 2 and endpoint.api_key not in lines and "Traceback" not in lines, lines
+
+
+def test_the_first_failure_of_each_kind_is_logged_with_its_traceback(tokenizer, caplog):
+    with listening(tokenizer) as endpoint, generating(endpoint, Scripted(tokenizer, lambda *_: KeyError("a bug"))):
+        for _ in range(3):
+            assert post(endpoint, {"messages": USER}).status_code == 500
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [KeyError]
 
 
 def test_large_body_and_unknown_model_are_refused(endpoint):

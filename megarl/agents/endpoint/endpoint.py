@@ -26,6 +26,7 @@ from megarl.agents.event_loop import EventLoopThread
 from megarl.agents.tools.calling import find_parser
 from megarl.agents.types import Conversation, Generate, SessionAccess
 from megarl.base.errors import ConfigError
+from megarl.base.redaction import remember_secret
 from megarl.config.schema.rollout import EndpointConfig, MultiTurnConfig, TrainingRolloutConfig
 from megarl.models import read_model_config
 from megarl.rollout.interface import SamplingParams
@@ -85,6 +86,7 @@ class Endpoint:
     ) -> None:
         self._chat, self._limits, self._address, self.loop = chat, limits, address, loop
         self._token = token or make_token()
+        remember_secret(self._token)
         self._sessions: dict[str, Session] = {}
         self._external: ExternalRequests
         self._runner: web.AppRunner
@@ -148,7 +150,9 @@ class Endpoint:
         self._external = ExternalRequests(self._chat, self._limits)
         server = ChatServer(self._token, self._external, self._sessions, self._chat)
         # A disconnected client cancels its request. No access log: requests are private.
-        self._runner = web.AppRunner(server.app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            server.app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, logger=server.log
+        )
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._address.host, self._address.port, backlog=4096)
         try:

@@ -8,12 +8,14 @@ import json
 import logging
 import os
 import secrets
+import traceback
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from megarl.agents.endpoint.chat_format import ChatCompletion, ChatFormat, completion_body, completion_events
 from megarl.agents.endpoint.external_requests import ExternalRequests
@@ -36,6 +38,36 @@ class Completer(Protocol):
         """Generate the response, or raise :class:`ApiError`."""
 
 
+class FirstOfEachKind(logging.Filter):
+    """Logs the first failure of each kind only, since clients could fill the disk.
+
+    A malformed request is logged without its text, which may contain the token, and counted.
+
+    Args:
+        external: counts malformed requests.
+    """
+
+    def __init__(self, external: ExternalRequests) -> None:
+        super().__init__()
+        self._external = external
+        self._seen: set[tuple[type[BaseException] | None, str]] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to log a record."""
+        kind, error, trace = record.exc_info or (None, None, None)
+        if kind is not None and issubclass(kind, HttpProcessingError | web.RequestPayloadError):
+            self._external.count(ApiError(400, "malformed"))
+            record.levelno, record.levelname = logging.WARNING, "WARNING"
+            record.msg, record.args = "a client sent a malformed request (%s); more are counted", (kind.__name__,)
+            record.exc_info = record.exc_text = trace = None
+        frames = traceback.extract_tb(trace)[-1:]
+        failure = kind, f"{frames[0].filename}:{frames[0].lineno}" if frames else ""
+        if error is not None and failure in self._seen:
+            return False
+        self._seen.add(failure)
+        return True
+
+
 class ChatServer:
     """The aiohttp application of the endpoint.
 
@@ -47,6 +79,9 @@ class ChatServer:
         external: serves requests outside of conversations.
         sessions: open sessions by id, looked up at each request.
         chat: chat format of the policy.
+
+    Attributes:
+        log: logger of failed requests.
     """
 
     def __init__(
@@ -57,6 +92,9 @@ class ChatServer:
         chat: ChatFormat,
     ) -> None:
         self._token, self._external, self._sessions, self._chat = token, external, sessions, chat
+        self.log = logging.Logger(f"{__name__}.requests")
+        self.log.parent = logger
+        self.log.addFilter(FirstOfEachKind(external))
         self.app = web.Application(middlewares=[self._guard], client_max_size=LARGEST_BODY)
         for prefix in ("", "/sessions/{session}"):
             self.app.router.add_post(f"{prefix}/v1/chat/completions", self._complete)
@@ -75,10 +113,12 @@ class ChatServer:
             failure = error
         except web.HTTPRequestEntityTooLarge:
             failure = ApiError(413, f"the body is longer than {LARGEST_BODY} bytes")
+        except web.RequestPayloadError as error:
+            failure = ApiError(400, f"the body cannot be read: {error}")
         except web.HTTPException as error:
             failure = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
         except Exception as error:
-            logger.exception("a request to the chat endpoint failed")
+            self.log.exception("a request to the chat endpoint failed")
             failure = ApiError(500, f"{type(error).__name__}: {error}")
         if "session" not in request.match_info:
             self._external.count(failure)
