@@ -263,6 +263,22 @@ def test_asynchronous_agent_may_block_and_is_cancelled(tokenizer, monkeypatch):
     assert ended.wait(60)
 
 
+def test_agents_reach_the_endpoint_past_a_proxy_of_the_environment(tokenizer, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nothing listens there
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "corp.example")
+    seen = {}
+    with listening(tokenizer) as endpoint:
+
+        def agent(task):
+            seen.update(task.env)
+            return complete(task, task.messages) and None
+
+        (trajectory,) = lead(endpoint, Scripted(tokenizer, ["a<|im_end|>"]), agent)
+    assert trajectory.error is None and {"corp.example", "127.0.0.1"} <= set(seen["NO_PROXY"].split(","))
+
+
 def test_requests_after_the_end_are_refused(endpoint, tokenizer):
     statuses, started = [], threading.Event()
 

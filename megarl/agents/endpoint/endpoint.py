@@ -26,6 +26,7 @@ from megarl.agents.event_loop import EventLoopThread
 from megarl.agents.tools.calling import find_parser
 from megarl.agents.types import Conversation, Generate, SessionAccess
 from megarl.base.errors import ConfigError
+from megarl.base.proxies import bypass_proxies
 from megarl.base.redaction import remember_secret
 from megarl.config.schema.rollout import EndpointConfig, MultiTurnConfig, TrainingRolloutConfig
 from megarl.models import read_model_config
@@ -161,6 +162,7 @@ class Endpoint:
             raise _no_address(self._address, error) from error
         host, port = self._runner.addresses[0][:2]
         host = _LOOPBACK.get(host, host)
+        bypass_proxies(host, self._address.host)
         self._root = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def _end(self) -> None:
