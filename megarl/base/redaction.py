@@ -130,7 +130,7 @@ def _redact_assignment(match: re.Match[str]) -> str:
 
 
 def _is_redacted(name: str, value: str) -> bool:
-    """Return whether a value in a text is a secret; the number of a token is none, that of a password is one."""
+    """Return whether a value in a text is a secret. Digits are a password, but the id of a token."""
     is_number = value.isdigit() and name.lower().endswith("token")
     return _holds_secret(value) and value != "null" and not is_number
 

@@ -212,8 +212,8 @@ class EngineServer:
             failure = error
         with self._changed:
             self._polls += 1
-            for client, requests, error in failed:
-                self._fail(client, [request.request_id for request in requests], error)
+            for client, requests, cause in failed:
+                self._fail(client, [request.request_id for request in requests], cause)
             for completion in ended:
                 self._hand_out(completion)
             if failure is not None:  # the engine has lost all requests that it had

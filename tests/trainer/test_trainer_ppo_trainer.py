@@ -25,15 +25,19 @@ def test_no_samples_are_received_after_a_failure():
 
     def balance(batch):
         sleep(3 * POLL_S)
-        raise ConnectionError
+        assert polls
+        polls.clear()
+        try:
+            raise ConnectionError
+        finally:
+            sleep(3 * POLL_S)  # as in the end of the other workers
 
     trainer = SimpleNamespace(start=lambda: [1], phase=lambda name: nullcontext(), balance=balance)
     trainer.phases = SimpleNamespace(samples=Source())
     trainer.batches = lambda step: PPOTrainer.batches(trainer, step)
     with pytest.raises(ConnectionError) as failure:
         PPOTrainer.fit(trainer)
-    assert polls and failure.traceback  # which holds the frames of the generators
-    polls.clear()
+    assert failure.traceback  # which holds the frames of the generators
     sleep(3 * POLL_S)
     assert polls == []
 
