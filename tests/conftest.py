@@ -31,6 +31,7 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 TESTS = Path(__file__).parent
 SLOW_FIXTURES = {"pool", "start", "task", "arithmetic", "engine_for", "new_engine"}
 SLOW = (
+    "agents/test_agents_runner.py",
     "chaos",
     "e2e",
     "examples",

@@ -80,6 +80,7 @@ class ConversationEncoder:
                     rendered = ids + encoder.encode_rendered(text.removeprefix(written))
                 mask += [is_trained] * (len(rendered) - len(ids))
                 ids, written = rendered, text
+                self.complete.vocabulary.check(ids, location)
                 first = first or len(rendered)
         return EncodedConversation(ids[:first], EncodedResponse(ids[first:], mask[first:]))
 

@@ -246,16 +246,17 @@ class RLHFDataset(RowDataset):
         return [name for name in self.source.columns if name not in (*used, *reserved)]
 
     def _check_lengths(self, drop: bool, workers: int | None) -> None:
-        all_lengths = measure_lengths(self.source, PromptLengths(self.encoder, self.reader), workers)[:, 0]
+        measure = PromptLengths(self.encoder, self.reader, self.max_prompt_length)
+        all_lengths = measure_lengths(self.source, measure, workers)[:, 0]
         lengths = all_lengths[self._rows]
         too_long = lengths > self.max_prompt_length
         if too_long.any() and not drop and self.truncation == "error":
             row = int(self._rows[too_long.argmax()])
             raise DataError(
-                f"{self.source.location(row)}: the prompt has {all_lengths[row]} tokens, at most "
+                f"{self.source.location(row)}: the prompt has {measure.describe(all_lengths[row])} tokens, at most "
                 f"{self.max_prompt_length} are allowed ({too_long.sum()} of {len(lengths)} prompts are too long, the "
-                f"longest has {lengths.max()}); raise data.max_prompt_length, set data.truncation=left, right or "
-                "middle, or data.filter_overlong_prompts=True"
+                f"longest has {measure.describe(lengths.max())}); raise data.max_prompt_length, set data.truncation="
+                "left, right or middle, or data.filter_overlong_prompts=True"
             )
         self._check_room(np.where(too_long, 0 if drop else self.max_prompt_length, lengths))
         if not drop or not too_long.any():

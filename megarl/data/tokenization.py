@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from megarl.base.errors import DataError
 from megarl.base.json_text import parse_json
@@ -29,8 +30,37 @@ MAX_PREFIX_TOKENS = 512
 """Longest response for which characters per token are found by decoding every prefix, at quadratic cost."""
 _ENCODING = 2
 """Version of the encoding, for cached lengths: it changes with the tokens of a prompt."""
+_SHOWN_CHARACTERS = 10_000
+"""Characters of a prompt in which a tokenizer must know something; to tokenize megabytes takes minutes."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SENTENCEPIECE_SPACE = "\u2581"
+
+
+_LONGEST: WeakKeyDictionary[PreTrainedTokenizerBase, int] = WeakKeyDictionary()
+
+
+def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return an upper bound of the bytes of one token: a text of more bytes has more tokens."""
+    if tokenizer not in _LONGEST:
+        _LONGEST[tokenizer] = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
+    return _LONGEST[tokenizer]
+
+
+def fewest_tokens(tokenizer: PreTrainedTokenizerBase, value: Any) -> int:
+    """Return a lower bound of the tokens of a text, or of all texts in nested values, without tokenizing them.
+
+    A text of 10 MB takes half a minute and gigabytes of memory to tokenize.
+    """
+    size, values = 0, [value]
+    while values:
+        inner = values.pop()
+        if isinstance(inner, str):
+            size += len(inner.encode(errors="surrogatepass"))
+        elif isinstance(inner, Mapping):
+            values += inner.values()
+        elif isinstance(inner, Sequence):
+            values += inner
+    return size // longest_token(tokenizer)
 
 
 class Prompt(NamedTuple):
@@ -256,7 +286,7 @@ class PromptEncoder:
         Raises:
             DataError: their text becomes no tokens, or unknown ones only.
         """
-        texts = [text for text in map(_text_of, prompts) if text.strip()]
+        texts = [text[:_SHOWN_CHARACTERS] for text in map(_text_of, prompts) if text[:_SHOWN_CHARACTERS].strip()]
         if not texts:
             return
         ids = {number for text in texts for number in self.tokenizer(text, add_special_tokens=False)["input_ids"]}
@@ -265,6 +295,12 @@ class PromptEncoder:
                 f"{location}: the tokenizer {self.tokenizer.name_or_path!r} knows nothing of the first prompts, such "
                 f"as {texts[0][:60]!r}; set the model's tokenizer_path to the tokenizer of the model"
             )
+
+    def fewest_tokens(self, prompt: Prompt) -> int:
+        """Return a lower bound of the tokens of a prompt, without tokenizing it."""
+        if prompt.text is not None:
+            return fewest_tokens(self.tokenizer, prompt.text)
+        return fewest_tokens(self.tokenizer, [prompt.messages, json.dumps(prompt.tools or "", ensure_ascii=False)])
 
     @property
     def identity(self) -> str:

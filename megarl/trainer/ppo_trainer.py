@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -93,9 +94,9 @@ class PPOTrainer:
         phases = self.phases
         for step in self.start():
             trained_on = TrainedBatches()
-            with self.phase("step"):
+            with self.phase("step"), contextlib.closing(self.batches(step)) as batches:
                 # 1. Rollout replicas generate (gen); reward processes and the reward model score (reward).
-                for batch, metrics in self.batches(step):
+                for batch, metrics in batches:
                     # 2. Driver: order the rows so that all mini-batches have equal work.
                     batch = self.balance(batch)
                     # 3. Actor, reference, teacher and critic workers: old_log_prob, ref, teacher and values.
@@ -150,26 +151,29 @@ class PPOTrainer:
             self.tracing.begin_step(step)
             yield step
 
-    def batches(self, step: int) -> Iterator[tuple[DataProto, Metrics]]:
+    def batches(self, step: int) -> Generator[tuple[DataProto, Metrics]]:
         """Yield the scored batches of a step with their metrics: one, or mini-batches in disaggregated mode.
+
+        Samples that end while the trainer trains are received until the generator is closed.
 
         Raises:
             StepImpossible: there is no batch to train on, for example because all rollout replicas are lost. The
                 finished steps are saved, unless the step has trained in part.
         """
-        source, trained = self.phases.samples.batches(step, self.phase), False
-        while True:
-            try:
-                item = next(source, None)
-            except StepImpossible as error:
-                if trained:
-                    raise self.state.stop_within_step(error) from error
-                self.state.undo_step()
-                raise self.state.save_and_stop(error, self.roles.learners(), self.reporter.lasting_files) from error
-            if item is None:
-                return
-            yield item
-            trained = True
+        trained = False
+        with contextlib.closing(self.phases.samples.batches(step, self.phase)) as source:
+            while True:
+                try:
+                    item = next(source, None)
+                except StepImpossible as error:
+                    if trained:
+                        raise self.state.stop_within_step(error) from error
+                    self.state.undo_step()
+                    raise self.state.save_and_stop(error, self.roles.learners(), self.reporter.lasting_files) from error
+                if item is None:
+                    return
+                yield item
+                trained = True
 
     def sync_weights(self) -> Metrics:
         """Send the actor's weights to the rollout replicas; see :meth:`SampleSource.sync_weights`.

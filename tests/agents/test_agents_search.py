@@ -5,7 +5,7 @@ import re
 import threading
 
 import pytest
-from agent_cases import Scripted, ids_of, lead_all, merging_tokenizer, sampling
+from agent_cases import Scripted, ids_of, lead_all, merging_tokenizer, sampling, tokenized
 from documented_metrics import undocumented
 from hypothesis import given
 from hypothesis import strategies as st
@@ -126,6 +126,17 @@ def test_long_observation_is_truncated_inside_its_tags(tokenizer, url):
     assert re.fullmatch(
         r"\n\n<information>Doc 1\(Title: Zora\) Zora keeps 7 k</information>\n\n", tokenizer.decode(observation)
     )
+
+
+def test_megabytes_of_documents_are_not_tokenized(tokenizer):
+    corpus = [Document("1", "Zora\n" + "Zora keeps 7 keys. " * 200_000)]
+    with RetrievalServer(BM25Index(corpus), port=0) as running, tokenized(tokenizer) as lengths:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        turns = ["<search>Zora</search>", "<answer>7</answer>"]
+        trajectory, _ = run_search(tokenizer, running.url, turns, max_obs_length=60)
+        running.shutdown()
+    observation = tokenizer.decode(parts(tokenizer, trajectory, 0))
+    assert "Doc 1(Title: Zora) Zora keeps 7 k" in observation and max(lengths) < 10_000
 
 
 def test_observation_without_room_is_not_appended(tokenizer, url):

@@ -5,9 +5,10 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
-from agent_cases import Scripted, ids_of, lead_all, merging_tokenizer, sampling
+from agent_cases import Scripted, ids_of, lead_all, merging_tokenizer, sampling, tokenized
 
 from megarl.agents import AgentError, Conversation, ConversationLimits, trajectory_metrics
 from megarl.agents.tool_agent import ToolLoop, ToolOptions
@@ -144,6 +145,24 @@ def test_long_results_are_truncated(tokenizer, side, kept):
     spelled = clip_text(tokenizer, "<|im_end|>" * 3, 12, side)  # ten ordinary tokens each
     assert spelled.count("<|im_end|>") == (side != "middle")
     assert len(ids_of(tokenizer, clip_text(tokenizer, "é" * 40, 10, side).replace("...(truncated)...", ""))) <= 12
+
+
+@pytest.mark.parametrize("side", ["left", "right", "middle"])
+def test_megabytes_of_a_result_are_not_tokenized(tokenizer, side):
+    """To tokenize 10 MB would stop all conversations for half a minute."""
+    text = "".join(f"{number:07d} " for number in range(400_000))
+    head, tail = {"left": (50, 0), "right": (0, 50), "middle": (25, 25)}[side]  # a character is a token
+    with tokenized(tokenizer) as lengths:
+        assert clip_text(tokenizer, text, 50, side) == text[:head] + "...(truncated)..." + text[len(text) - tail :]
+    assert max(lengths) < 10_000
+
+
+def test_a_prompt_that_is_too_long_by_its_bytes_is_not_tokenized(tokenizer):
+    talk = replace(TALK, messages=[{"role": "user", "content": "x" * 10**6}], agent_name="tool_agent")
+    talk = replace(talk, limits=ConversationLimits(prompt_tokens=300))
+    with tokenized(tokenizer) as lengths, pytest.raises(AgentError, match="max_prompt_length=300"):
+        asyncio.run(loop_of(tokenizer)["tool_agent"].run(talk, Scripted(tokenizer, ["a"])))
+    assert lengths == []
 
 
 def loop_of(tokenizer, **options):

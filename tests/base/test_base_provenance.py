@@ -59,6 +59,7 @@ def test_run_facts_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["/v/bin/python3", "-m", "megarl.train", "a=[1, 2]"], "python3 -m megarl.train 'a=[1, 2]' k=v"),
         (["/v/bin/python", "-u", "-m", "megarl.sft"], "python -u -m megarl.sft k=v"),
         (["/v/bin/python", "/v/bin/megarl", "train", "-cn", "ppo"], "megarl train -cn ppo k=v"),
+        (["/v/bin/python", "/v/bin/megarl", "train", "x.api_key=a b"], "megarl train 'x.api_key=<redacted>' k=v"),
         (["/v/bin/python", "/v/bin/megarl", "train", "-m", "seed=1,2"], "the same command with k=v"),
         (["/v/bin/python", "/v/bin/pytest", "megarl"], "the same command with k=v"),
         (["/v/bin/python"], "the same command with k=v"),

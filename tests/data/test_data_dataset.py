@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.base.errors import DataError
 from megarl.data import DataProto, RLHFDataset, SFTDataset, lengths, sequence_lengths
+from megarl.data.tokenization import PromptEncoder
 
 TEMPLATE_TOKENS = 3  # <|user|>, <|end|>, <|assistant|>
 
@@ -171,6 +172,29 @@ def test_filtering_counts_dropped_prompts(write, question_rows, tokenizer, trunc
     batch = collated(dataset)
     assert batch.non_tensor_batch["index"].tolist() == [3, 4, 5]
     assert [model["ground_truth"] for model in batch.non_tensor_batch["reward_model"]] == ["2", "1", "0"]
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_a_prompt_that_is_too_long_by_its_bytes_is_not_tokenized(write, question_rows, tokenizer, monkeypatch, as_text):
+    """To tokenize 30 MB takes minutes and gigabytes of memory."""
+    rows = question_rows(4)
+    rows[2]["prompt"][0]["content"] = "x" * 2_000_000
+    if as_text:
+        rows = with_texts(rows)
+    seen = []
+    encode_all = PromptEncoder.encode_all
+
+    def recording(self, prompts, locations):
+        seen.extend(len(prompt.messages[0]["content"]) for prompt in prompts)
+        return encode_all(self, prompts, locations)
+
+    monkeypatch.setattr(PromptEncoder, "encode_all", recording)
+    path = write(rows)
+    dataset = RLHFDataset(path, tokenizer, 6, apply_chat_template=not as_text, filter_overlong_prompts=True)
+    assert seen == [1, 2, 4] and [sample["index"] for sample in map(dataset.__getitem__, range(2))] == [0, 1]
+    assert dataset.dropped == (1 if as_text else 2)  # the template has three tokens
+    with pytest.raises(DataError, match=r"row 2: the prompt has at least \d+ tokens, at most 7 are allowed"):
+        RLHFDataset(path, tokenizer, 7, apply_chat_template=not as_text)
 
 
 def test_filtering_everything_is_an_error(write, question_rows, tokenizer):

@@ -149,7 +149,7 @@ def test_a_value_of_another_type_is_named(field: str, value: Any) -> None:
     raw = published("Olmo3ForCausalLM")
     del raw["rope_parameters"]
     with pytest.raises(ModelError) as caught:
-        parse_model_config({**raw, "rope_theta": 1e4, field: value})
+        parse_model_config({**raw, "rope_theta": 5e5, field: value})
     name, shown = (field, value) if not isinstance(value, dict) else ("factor", "4")
     assert f"config.json: {name}={shown!r:.80}" in str(caught.value)
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -128,6 +129,46 @@ def test_non_finite_log_probs_are_reported_and_the_cache_is_dropped(make_folder)
         engine.generate(requests)
     engine.load_hf(str(folder))
     assert engine.generate(requests) == before
+
+
+def test_an_engine_serves_again_after_an_exception_in_a_step(make_folder):
+    """The step fails after some slots and lanes were assigned."""
+
+    def decode(ids):
+        if ids:
+            raise OSError("the tokenizer's file is gone")
+        return ""
+
+    engine = loaded(make_folder(), EngineOptions(max_num_seqs=3), decode=decode)
+    requests = requests_of([[1, 2], [3], [4, 5]], max_new_tokens=30)
+    before = engine.generate(requests)
+    engine.submit([*requests, Request("bad", [6], SamplingParams(9, stop=("x",)), 0)])
+    with pytest.raises(RolloutError, match=r"the tokenizer's file is gone; [1-4] running requests are lost"):
+        for _ in range(4):
+            engine.poll(60.0)
+    assert engine.poll(0.0) == []
+    assert engine.generate(requests) == before
+
+
+def test_a_cache_that_cannot_grow_stays_as_it_is(make_folder, monkeypatch):
+    engine = loaded(make_folder(max_position_embeddings=4096))
+    running, longer = requests_of([[1, 2]], max_new_tokens=40), [Request("long", [3], SamplingParams(3000), 0)]
+    before = engine.generate(running)
+    engine.submit(running)
+    pads = []
+
+    def pad(cache, amount):
+        pads.append(amount)
+        if len(pads) == 3:  # the caches of some layers have grown
+            raise torch.OutOfMemoryError
+        return torch.nn.functional.pad(cache, amount)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_cache, "F", SimpleNamespace(pad=pad))
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.submit(longer)
+    assert engine.poll(60.0) == before
+    assert len(engine.generate([replace(longer[0], params=SamplingParams(3000, ignore_eos=True))])[0].token_ids) == 3000
 
 
 @pytest.mark.parametrize("family", ["qwen2", "deepseek_v3", "qwen3_5_text"])

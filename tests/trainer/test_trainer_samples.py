@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.base.redaction import remember_secrets
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
 from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.tracking.token_columns import TokenValues
@@ -71,6 +72,12 @@ def test_describe_samples_of_a_scored_batch(arithmetic: Path, tmp_path: Path) ->
             "data_source": "sums", "response_length": lengths[1][1], "finish_reason": "length", "parsed": None,
         },
     ]  # fmt: skip
+    remember_secrets({"judge": {"api_key": "6 or so"}})
+    try:
+        masked = describe_samples(batch, tokenizer, step=7)[1]
+    finally:
+        remember_secrets({})
+    assert (masked["input"], masked["output"]) == ("3 + 3", "*******"), "of equal length, since spans point into it"
     dump_samples(tmp_path / "new" / "folder", 7, samples)
     lines = (tmp_path / "new" / "folder" / "7.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == samples

@@ -23,7 +23,7 @@ from megarl.agents.endpoint.chat_format import (
     initial_digest,
     next_digest,
 )
-from megarl.agents.endpoint.request import ApiError, ChatRequest
+from megarl.agents.endpoint.request import CONTEXT_LENGTH, ApiError, ChatRequest
 from megarl.agents.loop import Transcript, turn_seed
 from megarl.agents.types import AgentError, Conversation, Generate, Trajectory, TrajectoryEnd
 from megarl.base.seeds import derive_seed
@@ -123,7 +123,9 @@ class Session:
         if self._closed:
             raise _closed_error()
         self._chat.check(request)
-        parent, ids = self._match(request)
+        parent, ids = await self._match(request)
+        if self._closed:  # meanwhile
+            raise _closed_error()
         params = self._sampling(request)
         context = self._context(parent, ids)
         choices = [self._take_turn(parent, ids, request, params, choice) for choice in range(request.n)]
@@ -153,27 +155,32 @@ class Session:
             metrics |= {"tool_call_counts": counts.calls, "malformed_calls": counts.malformed}
         return self._replay(path).end(leaf.refused or finish, {name: float(value) for name, value in metrics.items()})
 
-    def _match(self, request: ChatRequest) -> tuple[_Turn | None, list[int]]:
+    async def _match(self, request: ChatRequest) -> tuple[_Turn | None, list[int]]:
         """Return the turn that a request continues and its further token ids; None and a prompt otherwise."""
         digest, parent, matched = initial_digest(request.tools), None, 0
         for number, message in enumerate(request.messages, 1):
             digest = next_digest(digest, message)
             if digest in self._by_history:
                 parent, matched = self._by_history[digest], number
-        if parent is None:
-            ids = self._prompt_ids(request)
-        else:
-            ids = self._chat.frame_ids(request.messages[matched:], parent.completion)
+        try:
+            if parent is None:
+                ids = await self._prompt_ids(request)
+            else:
+                ids = await self._chat.frame_ids(request.messages[matched:], parent.completion)
+        except ApiError as error:
+            if error.code == CONTEXT_LENGTH:
+                self._note_limit("length", parent)
+            raise
         self._check_limits(parent, ids)
         return parent, ids
 
-    def _prompt_ids(self, request: ChatRequest) -> list[int]:
+    async def _prompt_ids(self, request: ChatRequest) -> list[int]:
         """Return the dataset's encoding if the request is the row's unchanged prompt; else encode the request."""
         conversation = self._conversation
         row = [{"role": m["role"], "content": m["content"]} for m in conversation.messages]
         if conversation.prompt_ids and not request.tools and row == list(request.messages):
             return list(conversation.prompt_ids)
-        return self._chat.prompt_ids(request)
+        return await self._chat.prompt_ids(request)
 
     def _check_limits(self, parent: _Turn | None, ids: Sequence[int]) -> None:
         """Apply the conversation's limits to a branch."""
@@ -198,11 +205,14 @@ class Session:
             raise self._limit_error("length", text, parent)
 
     def _limit_error(self, reason: TrajectoryEnd, message: str, parent: _Turn | None) -> ApiError:
+        self._note_limit(reason, parent)
+        code = CONTEXT_LENGTH if reason == "length" else "max_turns_exceeded"
+        return ApiError(400, message, code=code, param="messages")
+
+    def _note_limit(self, reason: TrajectoryEnd, parent: _Turn | None) -> None:
         self._counts.met_limit = True
         if parent is not None:
             parent.refused = reason
-        code = "context_length_exceeded" if reason == "length" else "max_turns_exceeded"
-        return ApiError(400, message, code=code, param="messages")
 
     def _sampling(self, request: ChatRequest) -> SamplingParams:
         """Return the conversation's parameters: log-probs of another temperature could not be compared in training."""

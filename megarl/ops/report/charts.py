@@ -220,6 +220,7 @@ FAILURES = {
     "agent/failed": "conversations that failed",
     "rollout/replicas_lost": "rollout replicas lost",
     "rollout/requests_moved": "requests moved to another replica",
+    "rollout/discarded_tokens": "tokens of interrupted responses thrown away",
     "rollout/runners_lost": "agent runners lost",
     "actor/skipped_steps": "actor updates skipped for a non-finite gradient",
     "critic/skipped_steps": "critic updates skipped for a non-finite gradient",

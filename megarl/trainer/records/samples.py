@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from megarl.algorithms import sequence_counts, sequence_sums
+from megarl.base.redaction import mask_known
 from megarl.base.run_writer import RUN_WRITER
 from megarl.config.schema.jobs import ActorRolloutRefConfig
 from megarl.data import DataProto, sequence_lengths
@@ -63,21 +64,21 @@ def describe_samples(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step:
     samples = []
     for row, (prompt, response) in enumerate(zip(batch.unpadded("prompts"), batch.unpadded("responses"), strict=True)):
         ids, generated = response.tolist(), [] if masks is None else masks[row].tolist()
-        samples.append(
-            {
-                "input": tokenizer.decode(prompt.tolist(), skip_special_tokens=True),
-                "output": tokenizer.decode(ids, skip_special_tokens=True),
-                "gts": batch.non_tensor_batch["reward_model"][row]["ground_truth"],
-                "score": None if failed[row] else scores[row],
-                "step": step,
-                **({"data_source": str(sources[row])} if sources is not None else {}),
-                "response_length": len(ids),
-                **({"finish_reason": reasons[row]} if reasons is not None else {}),
-                **({"advantage": advantages[row]} if advantages is not None else {}),
-                **{name: batch.non_tensor_batch[column][row] for name, column in extras.items()},
-                **_conversation_fields(batch, tokenizer, row, ids, generated),
-            }
-        )
+        sample = {
+            "input": tokenizer.decode(prompt.tolist(), skip_special_tokens=True),
+            "output": tokenizer.decode(ids, skip_special_tokens=True),
+            "gts": batch.non_tensor_batch["reward_model"][row]["ground_truth"],
+            "score": None if failed[row] else scores[row],
+            "step": step,
+            **({"data_source": str(sources[row])} if sources is not None else {}),
+            "response_length": len(ids),
+            **({"finish_reason": reasons[row]} if reasons is not None else {}),
+            **({"advantage": advantages[row]} if advantages is not None else {}),
+            **{name: batch.non_tensor_batch[column][row] for name, column in extras.items()},
+            **_conversation_fields(batch, tokenizer, row, ids, generated),
+        }
+        # A tool's result may show a key of the configuration.
+        samples.append({name: mask_known(value) if isinstance(value, str) else value for name, value in sample.items()})
     return samples
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -111,7 +111,7 @@ class RolloutService:
     def _is_colocated(self) -> bool:
         return self.keys.mode == COLOCATED
 
-    def batches(self, step: int, phase: TimedPhase) -> Iterator[tuple[DataProto, Metrics]]:
+    def batches(self, step: int, phase: TimedPhase) -> Generator[tuple[DataProto, Metrics]]:
         """Yield the batches of a step; see :meth:`SampleSource.batches`."""
         self._idle.start()
         holds = self.config.holds_proximal_policy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ TimedPhase = Callable[[str], AbstractContextManager[object]]
 class SampleSource(Protocol):
     """Source of the scored samples that a step trains on."""
 
-    def batches(self, step: int, phase: TimedPhase) -> Iterator[tuple[DataProto, Metrics]]:
+    def batches(self, step: int, phase: TimedPhase) -> Generator[tuple[DataProto, Metrics]]:
         """Yield the batches of a step as their groups are complete, each with its metrics of generation and scoring.
 
         Args:
@@ -74,7 +74,7 @@ class StepRounds:
         self.roles = roles
         self.collector = SampleCollector(config)
 
-    def batches(self, step: int, phase: TimedPhase) -> Iterator[tuple[DataProto, Metrics]]:
+    def batches(self, step: int, phase: TimedPhase) -> Generator[tuple[DataProto, Metrics]]:
         """Yield the one batch of the step; see :meth:`SampleSource.batches`."""
         collector, missing = self.collector, self.collector.round_size
         while missing:
