@@ -32,6 +32,7 @@ from megarl.base.signals import (
     signals_held,
     signals_ignored,
 )
+from megarl.cluster import RAYLET_PID
 from megarl.cluster.availability import available_cpus, check_cluster_answers, not_joined, unreachable
 from megarl.cluster.local_ray import GCS, RayWatch, start_local_ray
 from megarl.cluster.ray_token import ClusterToken, delete_stale_tokens, read_authentication
@@ -49,6 +50,9 @@ _KILL_S = 30.0
 """Seconds for killed processes to end, which takes long on a machine under load."""
 
 logger = logging.getLogger(__name__)
+
+if os.environ.get(RAYLET_PID) == str(os.getpid()):
+    del os.environ[RAYLET_PID]  # Ray has read it; it is not for the processes that start here
 
 
 def local_store_bytes(needed: int) -> int:

@@ -152,7 +152,7 @@ class JobSession(Generic[JobT]):
 
         Raises:
             KeyboardInterrupt: training was ended by Ctrl-C; the summary is written.
-            RayLost: the GCS or the raylet died.
+            RayLost: the GCS or the raylet died; the summary is written.
         """
         with ExitStack() as stack:
             if self._saves:
@@ -163,6 +163,7 @@ class JobSession(Generic[JobT]):
             except BaseException as error:
                 lost = None if isinstance(error, SystemExit) else self._ray.lost()
                 if lost is not None:
+                    reporter.finish(None, stopped=RAY_LOST)
                     raise RayLost(f"{lost} died. {state.describe_interruption(RAY_LOST)}") from error
                 if not isinstance(error, KeyboardInterrupt):
                     raise
