@@ -119,7 +119,7 @@ class _Scanner:
 
     def sequence(self, item: Callable[[], str], end: str) -> str:
         """Read items between commas up to the closing bracket, or the end of the text."""
-        items = []
+        items: list[str] = []
         while True:
             if not items and end and self._skip_space().startswith(end):
                 break

@@ -163,7 +163,8 @@ def test_a_text_of_the_command_line_keeps_its_characters(text: str) -> None:
 @pytest.mark.parametrize("text", ["2026_11_27", "1e3", "1.50", "yes", "0x10", "007", "12:30", "-5"])
 def test_a_text_of_a_yaml_file_keeps_its_characters(tmp_path: Path, text: str) -> None:
     (tmp_path / "mine.yaml").write_text(
-        f"trainer: {{experiment_name: {text}, seed: 1_0}}\ndata:\n  val_files: {text}\n  train_files:\n  - a\n  - {text}\n"
+        f"trainer: {{experiment_name: {text}, seed: 1_0}}\n"
+        f"data:\n  val_files: {text}\n  train_files:\n  - a\n  - {text}\n"
     )
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "other.yaml").write_text(f"prompt_key: {text}\n")

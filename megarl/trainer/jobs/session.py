@@ -24,7 +24,7 @@ from megarl.trainer.records.tracing import RunTracing, role_profiles
 from megarl.trainer.records.watchdog import LaterLimits
 from megarl.trainer.state.run_identity import identify_run
 from megarl.trainer.state.run_state import Resume, RunState, find_resume
-from megarl.trainer.state.stopping import CTRL_C, RAY_LOST, StopCondition, ends_on_signals, process_deadlines
+from megarl.trainer.state.stopping import CTRL_C, KILLED, RAY_LOST, StopCondition, ends_on_signals, process_deadlines
 from megarl.workers.settings import needed_store_bytes
 
 ContextT = TypeVar("ContextT", bound=AbstractContextManager[object])
@@ -154,6 +154,11 @@ class JobSession(Generic[JobT]):
             KeyboardInterrupt: training was ended by Ctrl-C; the summary is written.
             RayLost: the GCS or the raylet died; the summary is written.
         """
+
+        def leave_words() -> None:
+            self._ray.last_words(state.describe_interruption(KILLED), reporter.interrupted(KILLED))
+
+        state.on_step_begin = leave_words
         with ExitStack() as stack:
             if self._saves:
                 stack.enter_context(ends_on_signals(self.stop, self.console.warn))
