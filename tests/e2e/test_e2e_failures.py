@@ -18,6 +18,7 @@ from reward_functions import PAUSE_AT, PAUSED
 from megarl.cluster.fork_server import ENVIRONMENT
 from megarl.tracing.stacks import STOPPED, process_state
 from megarl.trainer.state.checkpoint_store import CheckpointStore
+from megarl.trainer.state.stopping import KILLED
 
 # Long enough for a slow machine, and shorter than every timeout of a minute or more.
 AT_ONCE_S = 50.0
@@ -173,6 +174,18 @@ def test_a_killed_process_of_ray_or_driver_leaves_one_sentence_a_summary_and_its
         (process,) = run.running(victim)
         process.kill()
     assert_says_how_it_ended(assert_ends(run, code), RunFiles(run.folder, "endless"))
+
+
+def test_a_killed_process_of_ray_before_the_first_step_leaves_a_sentence(
+    endless: list[str], one_device: list[str], start: Callable[..., CliRun]
+) -> None:
+    run = start(*endless, *one_device, env={})
+    run.wait_until(lambda: "start workers ..." in run.output)
+    (process,) = run.running("raylet/raylet")
+    process.kill()
+    output = assert_ends(run, 1)
+    assert output.count("died, so the run ends") + output.count(f"Ended before the first step ({KILLED})") == 1, output
+    assert "Traceback (most recent call last)" not in output
 
 
 def test_watchdog_names_a_stopped_process_and_ends_the_run_with_valid_checkpoints(

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from megarl.base.errors import RayLost
 from megarl.base.files import PRIVATE_UMASK
 from megarl.base.logs import LOGS_FOLDER, ProcessLogs
+from megarl.base.provenance import command_with
 from megarl.base.run_clock import run_started
 from megarl.cluster import PlacedPool, RaySession
 from megarl.cluster.session import local_store_bytes
@@ -118,6 +119,8 @@ class JobSession(Generic[JobT]):
         if ray.dashboard_url:
             self.console.message(f"Ray's dashboard: {ray.dashboard_url} (its token is in {ray.token_file})")
         self._ray = ray
+        go_on = f"go on from {self.resume.path}" if self.resume else "start again"
+        ray.last_words(f"Ended before the first step ({KILLED}). To {go_on}:\n  {command_with([])}")
         self.pools = reserve_pools(ray, run, own_pools(self.config))
         pool = self.pools.trainer
         self.config = config = with_values(self.config, {"trainer.device": pool.pool.device})
