@@ -20,12 +20,11 @@ if TYPE_CHECKING:
     from megarl.cluster.split import plan_split, rank_loads, row_costs, seqlen_metrics
     from megarl.cluster.worker_group import WorkerGroup, wait_ready
 
-RAYLET_PID = "RAY_RAYLET_PID"
-"""Environment variable of Ray's workers: the process without which they end."""
 if "ray" not in sys.modules:
-    # Ray reads it when it is imported. Without it, a driver whose parent is process 1, as in a container, takes the
-    # raylet for its parent: when the raylet dies, Ray ends the driver at once and without a word.
-    os.environ.setdefault(RAYLET_PID, str(os.getpid()))
+    # Ray's library ends this process when the named one is gone; it reads the variable when it is imported. Without
+    # it, a driver whose parent is process 1, as in a container, takes the raylet for its parent: when the raylet dies,
+    # Ray ends the driver at once and without a word.
+    os.environ.setdefault("RAY_RAYLET_PID", str(os.getpid()))
 
 _MODULE_OF = {
     "PendingCall": "calls",

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import secrets
+import stat
 import tempfile
 from pathlib import Path
 
@@ -72,12 +73,14 @@ def delete_stale_tokens() -> None:
 
 
 def _lock(file: Path) -> int | None:
-    """Lock a file; returns its descriptor, or None without the file or if another process has locked it."""
+    """Lock a file; returns its descriptor, or None without a regular file or if another process has locked it."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:
         return None
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(f"{file} is no file")
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)

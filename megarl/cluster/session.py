@@ -32,7 +32,6 @@ from megarl.base.signals import (
     signals_held,
     signals_ignored,
 )
-from megarl.cluster import RAYLET_PID
 from megarl.cluster.availability import available_cpus, check_cluster_answers, not_joined, unreachable
 from megarl.cluster.local_ray import GCS, RayWatch, start_local_ray
 from megarl.cluster.ray_token import ClusterToken, delete_stale_tokens, read_authentication
@@ -51,8 +50,8 @@ _KILL_S = 30.0
 
 logger = logging.getLogger(__name__)
 
-if os.environ.get(RAYLET_PID) == str(os.getpid()):
-    del os.environ[RAYLET_PID]  # Ray has read it; it is not for the processes that start here
+if os.environ.get("RAY_RAYLET_PID") == str(os.getpid()):  # see megarl.cluster
+    del os.environ["RAY_RAYLET_PID"]  # Ray has read it; it is not for the processes that start here
 
 
 def local_store_bytes(needed: int) -> int:

@@ -1,4 +1,4 @@
-"""Overrides of the command line in Hydra's syntax, and texts of YAML files: a text stays as the user wrote it.
+"""Overrides of the command line, and texts of YAML files: a text stays as the user wrote it.
 
 Hydra and YAML read ``2026_11_27`` as a number whatever its key is, and Hydra's syntax has no ``~``, ``#``, ``=`` or
 letters beyond ASCII. The schema says which keys hold texts, so their values are quoted before Hydra reads them.
