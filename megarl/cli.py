@@ -51,6 +51,7 @@ from megarl.config.compose import (
     run_sweep,
     to_yaml,
 )
+from megarl.config.overrides import restore_texts
 from megarl.config.problems import nearest_keys
 from megarl.config.schema.jobs import JobConfig
 from megarl.config.stored import remember_references
@@ -319,6 +320,7 @@ def _run(name: str, job: Job, request: ConfigRequest[Any], run: ComposedRun[Any]
         folder, sweeps = Path(hydra.runtime.output_dir), run is None
         metric, problem = None, None
         if sweeps:
+            restore_texts(values, hydra.overrides.task, job.schema)
             _store_sweep(folder, values)
         try:
             # runs of a sweep share a name, so files without an explicit path go to the folder of each run

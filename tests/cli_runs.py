@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from interrupts import restore_interrupts
 from warm_drivers import Drivers, WarmDriver
 
 from megarl.base.processes import READ_ERRORS, all_processes, command_line, has_ended
+from megarl.trainer.state.stopping import KILLED, RAY_LOST
 
 ROOT = Path(__file__).resolve().parents[1]
 REWARDS = ROOT / "tests" / "e2e" / "reward_functions.py"
@@ -180,3 +182,19 @@ def reproducible(row: Mapping[str, float]) -> dict[str, float]:
 
 def assert_finite(row: Mapping[str, float]) -> None:
     assert all(math.isfinite(value) for value in row.values()), row
+
+
+def assert_says_how_it_ended(output: str, files: RunFiles) -> None:
+    """Check a run whose driver or Ray was killed in training: one sentence, its last checkpoint, a summary.
+
+    Args:
+        output: on the console.
+        files: of the run, which has saved a checkpoint.
+    """
+    reason = files.summary["stopped"]
+    assert reason in (RAY_LOST, KILLED) and output.count(f" ({reason}), not saved") == 1, output
+    assert "Traceback (most recent call last)" not in output, output
+    checkpoint = re.search(
+        rf"To go on from {re.escape(str(files.root))}/checkpoints/global_step_[1-9]\d*:\n  .", output
+    )
+    assert checkpoint, output

@@ -108,6 +108,23 @@ def test_sweep_runs_have_separate_folders(job: FakeJob) -> None:
     assert len({folder for _, folder in job.calls}) == 2
 
 
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        (("trainer.experiment_name=2026_11_27,1e3",), ["2026_11_27", "1e3"]),
+        (("trainer.experiment_name=choice(2026_11_27,~/x)",), ["2026_11_27", "~/x"]),
+        (("trainer.experiment_name=1_0", "trainer.seed=1,2"), ["1_0", "1_0"]),
+        (("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "trainer.experiment_name=choice(1_0)"), ["1_0", "1_0"]),
+    ],
+)
+def test_texts_of_a_sweep_keep_their_characters(job: FakeJob, overrides: tuple[str, ...], names: list[str]) -> None:
+    job.scores = [1.0, 2.0]
+    assert cli.run_job("train", quickstart("--multirun", *overrides)) == 0
+    assert [config.trainer.experiment_name for config, _ in job.calls] == names
+    stored = [yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")) for _, folder in job.calls]
+    assert [config["trainer"]["experiment_name"] for config in stored] == names
+
+
 def test_sweep_with_a_wrong_value_starts_no_run(job: FakeJob, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run_job("train", quickstart("-m", "trainer.seed=1,x")) == cli.EXIT_BAD_CONFIG
     assert not job.calls and "trainer.seed=x" in capsys.readouterr().err

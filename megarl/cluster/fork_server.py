@@ -38,6 +38,7 @@ from megarl.base.child_process import die_with_parent, parent_death_hook
 from megarl.base.errors import ConfigError
 from megarl.base.json_text import parse_json
 from megarl.base.packages import is_installed, without_garbage_collection
+from megarl.base.private_folder import private_folder
 from megarl.base.processes import child_pids
 from megarl.cluster import fork_client
 
@@ -104,7 +105,7 @@ class ForkServer:
     """
 
     def __init__(self, modules: Sequence[str] = (*WORKER_MODULES, *IF_INSTALLED)) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="megarl-fork-"))  # mode 0700: the socket is for this user only
+        self.folder = Path(tempfile.mkdtemp(prefix="fork-", dir=private_folder()))
         self.address = str(self.folder / "socket")
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(self.address)

@@ -4,6 +4,8 @@ import io
 import re
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 from absl import logging as absl_logging
@@ -67,11 +69,11 @@ def test_resumed_process_appends(tmp_path):
 
 
 def test_unwritable_folder_is_replaced_and_noted(tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    (tmp_path / "tmp").mkdir()
+    folder = tempfile.mkdtemp(dir="/tmp")  # a longer path would not do for sockets
+    monkeypatch.setenv("TMPDIR", folder)
     (tmp_path / "file").touch()  # no user can create a folder below a file, not even root
     run(WRITES, tmp_path / "file" / "logs" / "actor-0.log", "INFO")
-    (file,) = (tmp_path / "tmp").rglob("actor-0.log")
+    (file,) = Path(folder).rglob("actor-0.log")
     assert f"because {tmp_path}/file/logs/actor-0.log is not writable" in file.read_text(encoding="utf-8")
 
 

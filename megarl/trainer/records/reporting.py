@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.base.json_text import format_json
 from megarl.base.logs import LOGS_FOLDER
 from megarl.base.run_writer import RUN_WRITER
 from megarl.config.schema.run import RunConfig, TrainingRunConfig
@@ -250,10 +249,18 @@ class RunReporter:
         values = {**summary, "report": str(self.report)}
         if RUN_WRITER.refused_output:
             values["refused_output"] = RUN_WRITER.refused_output
-        for folder in (self.folder, self.folder.parent):
-            RUN_WRITER.replace(folder / "summary.json", format_json(values, indent=2) + "\n")
+        for path, text in self._summary_files(values).items():
+            RUN_WRITER.replace(Path(path), text)
         RUN_WRITER.close()
         self.console.summary(values, self.config.experiment_name)
+
+    def interrupted(self, stopped: str) -> dict[str, str]:
+        """Return the summary files, by path, of a run that ends now without a word."""
+        return self._summary_files(dataclasses.asdict(self._summary(None, stopped)))
+
+    def _summary_files(self, values: Mapping[str, Any]) -> dict[str, str]:
+        text = format_json(values, indent=2) + "\n"
+        return {str(folder.resolve() / "summary.json"): text for folder in (self.folder, self.folder.parent)}
 
     @property
     def report(self) -> Path:

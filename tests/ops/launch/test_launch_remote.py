@@ -53,6 +53,20 @@ def test_hosts_of_a_slurm_allocation(fake_commands, monkeypatch):
         slurm_hosts({})
 
 
+def test_credentials_of_other_programs_stay_here():
+    forwarded = {
+        "DATA": "/data",
+        "MODEL": "/m",
+        "RETRIEVER": "http://r",
+        "TORCH_LOGS": "dynamo",
+        "TORCHINDUCTOR_X": "1",
+    }
+    private = ("DATABASE_URL", "DATADOG_API_KEY", "MODELS_TOKEN", "RETRIEVER_KEY", "TORCHSERVE_TOKEN", "AWS_SECRET")
+    environment = {**forwarded, **dict.fromkeys(private, "secret")}
+    assert forwarded_environment(environment, [], inherits=False) == forwarded
+    assert forwarded_environment(environment, ["DATABASE_URL"], inherits=False)["DATABASE_URL"] == "secret"
+
+
 def test_forwarded_environment():
     environment = {"NCCL_DEBUG": "INFO", "HOME": "/root", "HF_TOKEN": "s", "X": "1"}
     assert forwarded_environment(environment, ["X", "Y=a=b"], inherits=False) == {
