@@ -217,10 +217,10 @@ def quality_metrics(num_failed: int) -> dict[str, float]:
 def test_a_step_joins_its_scored_rows_and_its_trained_rows() -> None:
     """PF-PPO trains other rows of a batch than those that were scored; metrics of the updates count the former."""
     step = TrainedBatches()
-    for rows, metrics in (([0, 0, 2], {"actor/pg_loss": 1.0}), ([1, 1, 1], {"actor/pg_loss": 2.0})):
-        scored = batch()
-        scored.meta_info[GENERATED_TOKENS] = 6
+    for tokens, rows, loss in ((6, [0, 0, 2], 1.0), (7, [1, 1, 1], 2.0)):
+        scored, metrics = batch(), {"actor/pg_loss": loss}
+        scored.meta_info[GENERATED_TOKENS] = tokens
         step.add(scored, scored[rows], metrics)
     scored, trained, metrics = step.joined()
     assert token_counts(scored) == [5, 2, 5, 5, 2, 5] and token_counts(trained) == [5, 5, 5, 2, 2, 2]
-    assert metrics == {"actor/pg_loss": 1.5} and scored.meta_info[GENERATED_TOKENS] == 12
+    assert metrics == {"actor/pg_loss": 1.5} and scored.meta_info[GENERATED_TOKENS] == 13

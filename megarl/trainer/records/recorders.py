@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 from megarl.base.errors import StepImpossible
 from megarl.cluster import WorkerGroup, seqlen_metrics
 from megarl.cluster.role_groups import ActorGroup, MegatronGroup
-from megarl.config.schema.async_training import SYNC
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data import token_counts
 from megarl.models import read_model_config
@@ -55,7 +54,7 @@ class StepMetrics(Callback):
         frozen: worker groups with a model that is not trained.
         state: of the run.
         compare_log_probs: compare the log-probs of engine and actor in every step.
-        explained: in the first step, compare the difference with this one, see :func:`batch_metrics`; None = do not.
+        explained: in step 1, compare the difference with this one, see :func:`batch_metrics`; None = do not.
     """
 
     def __init__(
@@ -77,9 +76,8 @@ class StepMetrics(Callback):
         """Return the metrics, and update the prompt queue with the scores of its prompts."""
         batch, trained, data = view.batch, view.trained, view.config.data
         assert batch is not None and trained is not None
-        explained, self.explained = self.explained, None
-        if view.step > 1 and view.config.async_training.mode != SYNC:
-            explained = None  # a resumed run first trains on samples of older weights
+        # Not in the first step of a resumed run, whose metrics equal those of an undisturbed one.
+        explained = self.explained if view.step == 1 else None
         metrics = {"training/global_step": float(view.step), "training/epoch": float(view.epoch)}
         self.state.prompts.update(batch)
         metrics |= self.state.prompts.metrics()

@@ -124,6 +124,6 @@ class TrainedBatches:
     def joined(self) -> tuple[DataProto, DataProto, Metrics]:
         """Return the scored rows and the trained rows of the step, and its metrics; see :func:`combine_metrics`."""
         tokens = sum(batch.meta_info[GENERATED_TOKENS] for batch in self._batches)
-        for batch in self._batches:
+        for batch in (*self._batches, *self._trained):
             batch.meta_info[GENERATED_TOKENS] = tokens
         return join(self._batches), join(self._trained), combine_metrics(self._metrics)
