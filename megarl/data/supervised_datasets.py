@@ -17,7 +17,7 @@ from megarl.data.lengths import PairLengths, measure_lengths
 from megarl.data.protocol import DataProto
 from megarl.data.rows.reader import Rows
 from megarl.data.sequences import attention_mask_of, pad_left, pad_right
-from megarl.data.text_bounds import measured_tokens, shorten
+from megarl.data.text_bounds import cut_middle, measured_tokens
 from megarl.data.tokenization import (
     EncodedResponse,
     PromptEncoder,
@@ -308,7 +308,7 @@ class PairDataset(RowDataset):
         sequences = {}
         for name, key in zip(self.names, self.answer_keys, strict=True):
             prompt, response = self._parts(values, key, location)
-            response = shorten(tokenizer, response, measured_tokens(self.max_length))
+            response = cut_middle(tokenizer, response, measured_tokens(self.max_length))
             ids = tokenizer(response, add_special_tokens=False)["input_ids"]
             rendered = self.reader.read({**values, self.reader.key: prompt}, location)
             response_ids = [*ids, tokenizer.eos_token_id]

@@ -44,7 +44,7 @@ def measured_tokens(limit: int) -> int:
     return 4 << (limit - 1).bit_length()
 
 
-def shorten(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int) -> str:
+def cut_middle(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int) -> str:
     """Cut the middle out of a text that has more than ``tokens`` tokens by its length.
 
     The result still has ``tokens`` tokens or more, half of them before the cut and half after it. They equal those of

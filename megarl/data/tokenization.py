@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megarl.base.errors import DataError
 from megarl.base.json_text import parse_json
 from megarl.data.control_tokens import control_tokens
-from megarl.data.text_bounds import measured_tokens, shorten
+from megarl.data.text_bounds import cut_middle, measured_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -293,7 +293,7 @@ class PromptEncoder:
         return ids[first:] if first and plain[:first] == ids[:first] else ids
 
     def _shorten(self, text: str) -> str:
-        return text if self._measured is None else shorten(self.tokenizer, text, self._measured)
+        return text if self._measured is None else cut_middle(self.tokenizer, text, self._measured)
 
     def _render(self, messages: list[list[dict[str, Any]]], tools: list[dict[str, Any]] | None) -> list[str]:
         texts: list[str] = self.tokenizer.apply_chat_template(
@@ -393,7 +393,7 @@ class ResponseEncoder:
             DataError: a response has no trained piece, a piece is malformed, or the model lacks a token; names its row.
         """
         pieces = [self._pieces(row[self.key], location) for row, location in zip(rows, locations, strict=True)]
-        texts = [shorten(self.tokenizer, piece["content"], self._measured) for row in pieces for piece in row]
+        texts = [cut_middle(self.tokenizer, piece["content"], self._measured) for row in pieces for piece in row]
         encoded = iter(self.tokenizer(texts, add_special_tokens=False)["input_ids"])
         responses = []
         for row, location in zip(pieces, locations, strict=True):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_data_tokenization import CORPUS, TOKENIZERS
 
-from megarl.data.text_bounds import fewest_tokens, longest_token, measured_tokens, shorten
+from megarl.data.text_bounds import cut_middle, fewest_tokens, longest_token, measured_tokens
 from megarl.data.tokenization import truncate
 
 WORDS = sorted({word for text in CORPUS for word in text.split()})
@@ -18,7 +18,7 @@ WORDS = sorted({word for text in CORPUS for word in text.split()})
 @given(st.lists(st.sampled_from([*WORDS, "unknown", "ß", "\n"]), min_size=600, max_size=900), st.integers(1, 9))
 def test_both_ends_of_a_cut_text_have_the_tokens_of_the_whole(name: str, words: list[str], limit: int) -> None:
     tokenizer, text = TOKENIZERS[name], " ".join(words)
-    short = shorten(tokenizer, text, measured_tokens(limit))
+    short = cut_middle(tokenizer, text, measured_tokens(limit))
     ids, cut = tokenizer([text, short], add_special_tokens=False)["input_ids"]
     for side in ("left", "right", "middle"):
         assert truncate(cut, limit, side) == truncate(ids, limit, side)
@@ -30,5 +30,5 @@ def test_a_text_that_may_have_few_tokens_stays() -> None:
     tokenizer = TOKENIZERS["byte-level"]
     text = "x" * (32 * longest_token(tokenizer))
     assert measured_tokens(5) == measured_tokens(8) == 32
-    assert shorten(tokenizer, text, 32) == text
-    assert len(shorten(tokenizer, text + "x", 32)) == len(text)
+    assert cut_middle(tokenizer, text, 32) == text
+    assert len(cut_middle(tokenizer, text + "x", 32)) == len(text)
