@@ -22,6 +22,7 @@ from megarl.base.formatting import table_lines
 from megarl.base.logs import LOGS_FOLDER, driver_log, steady_output
 from megarl.base.packages import import_large
 from megarl.base.provenance import run_facts
+from megarl.base.proxies import bypass_proxies
 from megarl.base.redaction import redact, redact_text, redact_words
 from megarl.base.run_clock import start_run_clock
 from megarl.base.run_writer import RUN_WRITER
@@ -197,6 +198,7 @@ def run_job(name: str, argv: Sequence[str] | None = None) -> int:
         machine's devices, packages or logins are wrong; 130 after Ctrl-C. SIGTERM and SIGHUP raise
         :class:`SystemExit` with 143 and 129, or end the process with them at once while it imports.
     """
+    bypass_proxies()  # for user code in this process and its children, such as rewards and trackers
     job = JOBS[name]
     options = _parser(name, job).parse_intermixed_args(argv)
     request = _request(job, options)

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import types
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,18 @@ def test_job_gets_a_typed_config_and_a_new_output_folder(job: FakeJob, tmp_path:
     assert differences["trainer.n_gpus_per_node"]["origin"] == "file"
     assert differences["data.seed"]["origin"] == "derived"
     assert provenance["versions"]["torch"] and provenance["git"]["megarl"]["commit"]
+
+
+def test_user_code_of_the_driver_reaches_servers_of_this_machine_without_a_proxy(
+    job: FakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nothing listens there
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "corp.example")
+    assert cli.main(["train", *quickstart()]) == 0
+    assert urllib.request.proxy_bypass("127.0.0.1") and urllib.request.proxy_bypass("localhost")
+    assert urllib.request.proxy_bypass("corp.example") and not urllib.request.proxy_bypass("10.0.0.5")
 
 
 def test_sft_job_gets_its_config_class(job: FakeJob) -> None:

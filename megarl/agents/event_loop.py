@@ -17,6 +17,7 @@ import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from megarl.base.signals import wait_for
 
@@ -27,6 +28,20 @@ BLOCKED_S = 10.0
 """A loop that runs nothing new for this long is reported."""
 _TICKS = 10
 """Checks per :data:`BLOCKED_S`."""
+
+
+_TOKENIZERS: WeakKeyDictionary[asyncio.AbstractEventLoop, concurrent.futures.ThreadPoolExecutor] = WeakKeyDictionary()
+
+
+async def in_tokenizer_thread(work: Callable[[], _T]) -> _T:
+    """Do the tokenizer's work in a thread, so that the running event loop serves all conversations meanwhile.
+
+    A loop has one such thread, since tokenizers are not thread-safe.
+    """
+    loop = asyncio.get_running_loop()
+    if loop not in _TOKENIZERS:
+        _TOKENIZERS[loop] = concurrent.futures.ThreadPoolExecutor(1, "tokenizer")
+    return await loop.run_in_executor(_TOKENIZERS[loop], work)
 
 
 class EventLoopThread:

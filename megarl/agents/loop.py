@@ -10,13 +10,16 @@ import abc
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from megarl.agents.event_loop import in_tokenizer_thread
+from megarl.agents.frames import encode_prompt
 from megarl.agents.types import AgentError, Conversation, Generate, SessionProvider, Trajectory, TrajectoryEnd
 from megarl.base.registry import Registry
 from megarl.base.seeds import derive_seed
 from megarl.base.user_code import load_user_class
-from megarl.data.tokenization import fewest_tokens
+from megarl.data.text_bounds import fewest_tokens
 from megarl.rollout.interface import NO_VERSION, Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -106,22 +109,27 @@ def find_agent_loop(name: str) -> type[AgentLoop]:
     return AGENT_LOOPS.find(name)
 
 
-def check_prompt_size(
-    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, tools: Sequence[Mapping[str, Any]] = ()
-) -> None:
-    """Refuse a prompt whose bytes prove that it is too long, before it is tokenized in the event loop.
+async def encode_messages(
+    tokenizer: PreTrainedTokenizerBase,
+    conversation: Conversation,
+    tools: Sequence[Mapping[str, Any]] = (),
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Encode the messages of a conversation outside the event loop, unless their bytes prove that they are too long.
 
     Args:
         tokenizer: of the policy.
         conversation: the conversation.
         tools: schemas that the prompt declares.
+        template_kwargs: extra arguments of the chat template.
 
     Raises:
-        AgentError: the prompt is too long.
+        AgentError: the prompt is too long, or the template refuses it.
     """
     texts, longest = [conversation.messages, json.dumps(tools, ensure_ascii=False)], conversation.limits.prompt_tokens
     if longest is not None and (tokens := fewest_tokens(tokenizer, texts)) > longest:
         raise AgentError(f"the prompt has at least {tokens} tokens; data.max_prompt_length={longest} allows no more")
+    return await in_tokenizer_thread(partial(encode_prompt, tokenizer, conversation.messages, tools, template_kwargs))
 
 
 class Transcript:

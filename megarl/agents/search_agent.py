@@ -9,15 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
-from megarl.agents.frames import encode_prompt
-from megarl.agents.loop import AgentLoop, Transcript, check_prompt_size, register_agent_loop
+from megarl.agents.event_loop import in_tokenizer_thread
+from megarl.agents.loop import AgentLoop, Transcript, encode_messages, register_agent_loop
 from megarl.agents.retrieval_client import Hit, RetrievalClient, RetrievalOptions
 from megarl.agents.types import Conversation, Generate, Trajectory, TrajectoryEnd
 from megarl.base.errors import ConfigError
 from megarl.data.control_tokens import control_tokens
-from megarl.data.tokenization import longest_token
+from megarl.data.text_bounds import longest_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -101,10 +102,9 @@ class SearchLoop(AgentLoop):
 
     async def run(self, conversation: Conversation, generate: Generate) -> Trajectory:
         """Generate turns until the policy answers or a limit is reached."""
-        prompt_ids = conversation.prompt_ids
-        if not prompt_ids:
-            check_prompt_size(self.tokenizer, conversation)
-            prompt_ids = encode_prompt(self.tokenizer, conversation.messages, template_kwargs=self.template_kwargs)
+        prompt_ids = conversation.prompt_ids or await encode_messages(
+            self.tokenizer, conversation, template_kwargs=self.template_kwargs
+        )
         transcript = Transcript(conversation, prompt_ids)
         params = replace(conversation.params, stop=(*conversation.params.stop, *STOP))
         actions: list[Action] = []
@@ -125,8 +125,13 @@ class SearchLoop(AgentLoop):
     async def _observation(self, action: Action) -> list[int]:
         """Return the tokens of the environment's turn, tokenized separately."""
         if action.kind != "search":
-            return self._ids(INVALID)
-        text = format_hits(await self.client.search(action.text))
+            return await in_tokenizer_thread(partial(self._ids, INVALID))
+        hits = await self.client.search(action.text)
+        return await in_tokenizer_thread(partial(self._shown, hits))
+
+    def _shown(self, hits: Sequence[Hit]) -> list[int]:
+        """Encode documents, cut to the limit of an observation."""
+        text = format_hits(hits)
         text = text[: (self.max_obs_length + 1) * longest_token(self.tokenizer)]  # to tokenize megabytes takes minutes
         ids = self._information(text)
         if len(ids) <= self.max_obs_length:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
-from megarl.agents.frames import encode_prompt
-from megarl.agents.loop import AgentLoop, check_prompt_size, register_agent_loop
+from megarl.agents.loop import AgentLoop, encode_messages, register_agent_loop
 from megarl.agents.types import AgentError, Conversation, Generate, Trajectory
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ class SingleTurnLoop(AgentLoop):
 
     async def run(self, conversation: Conversation, generate: Generate) -> Trajectory:
         """Generate one turn; without a transcript, for speed at thousands of conversations per second."""
-        prompt_ids = conversation.prompt_ids or self._encode(conversation)
+        prompt_ids = conversation.prompt_ids or await self._encode(conversation)
         completion = await generate(prompt_ids, conversation.params, seed=conversation.seed, key=conversation.key)
         if completion.finish_reason == "abort":
             raise AgentError("the engine aborted the response")
@@ -52,8 +51,7 @@ class SingleTurnLoop(AgentLoop):
             weight_versions=completion.weight_versions,
         )
 
-    def _encode(self, conversation: Conversation) -> list[int]:
+    async def _encode(self, conversation: Conversation) -> list[int]:
         if self.tokenizer is None:
             raise AgentError("single_turn_agent got a prompt as messages and has no tokenizer to encode it with")
-        check_prompt_size(self.tokenizer, conversation)
-        return encode_prompt(self.tokenizer, conversation.messages, template_kwargs=self.template_kwargs)
+        return await encode_messages(self.tokenizer, conversation, template_kwargs=self.template_kwargs)

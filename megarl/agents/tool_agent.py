@@ -6,10 +6,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-from megarl.agents.frames import encode_prompt, turn_frame
-from megarl.agents.loop import AgentLoop, Transcript, check_prompt_size, register_agent_loop
+from megarl.agents.event_loop import in_tokenizer_thread
+from megarl.agents.frames import turn_frame
+from megarl.agents.loop import AgentLoop, Transcript, encode_messages, register_agent_loop
 from megarl.agents.tools.calling import (
     ToolCall,
     answer_call,
@@ -100,8 +102,7 @@ class ToolLoop(AgentLoop):
     async def run(self, conversation: Conversation, generate: Generate) -> Trajectory:
         """Generate turns until one has no tool call or a limit is reached."""
         schemas, tools = self._declared_tools(conversation)
-        check_prompt_size(self.tokenizer, conversation, schemas)
-        prompt_ids = encode_prompt(self.tokenizer, conversation.messages, schemas, self.template_kwargs)
+        prompt_ids = await encode_messages(self.tokenizer, conversation, schemas, self.template_kwargs)
         transcript = Transcript(conversation, prompt_ids)
         counts: Counter[str] = Counter(tool_call_counts=0, malformed_calls=0)
         reason = await self._turns(transcript, generate, tools, counts)
@@ -120,37 +121,36 @@ class ToolLoop(AgentLoop):
                 return "turns"
             if limits.user_turns is not None and transcript.user_turns >= limits.user_turns:
                 return "turns"
-            messages = await self._tool_messages(calls, tools, transcript.conversation, counts)
+            results = await self._tool_results(calls, tools, transcript.conversation, counts)
             last = turn.token_ids[-1] if turn.token_ids else None
-            if not transcript.observe(turn_frame(self.tokenizer, messages, last, self.template_kwargs)):
+            if not transcript.observe(await in_tokenizer_thread(partial(self._frame, results, last))):
                 return "length"
 
-    async def _tool_messages(
+    def _frame(self, results: Sequence[str], last_token: int | None) -> list[int]:
+        """Encode the results of a turn's calls, each cut to its limit."""
+        longest, side = self.options.max_tool_response_length, self.options.tool_response_truncate_side
+        texts = [clip_text(self.tokenizer, result, longest, side) for result in results]
+        messages = [{"role": "tool", "content": text} for text in texts]
+        return turn_frame(self.tokenizer, messages, last_token, self.template_kwargs)
+
+    async def _tool_results(
         self,
         calls: Sequence[ToolCall],
         tools: Mapping[str, ToolEntry],
         conversation: Conversation,
         counts: Counter[str],
-    ) -> list[dict[str, str]]:
-        """Run the calls of a turn; return one message per call, in their order."""
-        limit, options = self.options.max_parallel_calls, self.options
+    ) -> list[str]:
+        """Run the calls of a turn; return one text per call, in their order."""
+        limit = self.options.max_parallel_calls
         excess = ToolCall(problem=f"only {limit} calls are answered per turn; this call was not run")
         answers = await asyncio.gather(
             *(answer_call(call if number < limit else excess, tools, conversation) for number, call in enumerate(calls))
         )
         counts["tool_call_counts"] += len(calls)
-        messages = []
         for answer in answers:
             counts["malformed_calls"] += answer.malformed
             counts.update(answer.metrics)
-            text = clip_text(
-                self.tokenizer,
-                answer.text,
-                options.max_tool_response_length,
-                options.tool_response_truncate_side,
-            )
-            messages.append({"role": "tool", "content": text})
-        return messages
+        return [answer.text for answer in answers]
 
     def _declared_tools(
         self, conversation: Conversation

@@ -123,7 +123,7 @@ class WorkerProcess:
     ) -> None:
         self._role, self._rank, self._world_size = role, rank, world_size
         os.environ.update(env)
-        bypass_proxies()  # servers of SGLang call themselves
+        bypass_proxies()  # a worker may run where the driver's environment does not reach
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
         if logs is not None:
             if logs.umask is not None:

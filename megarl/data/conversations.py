@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megarl.base.errors import DataError
 from megarl.data.rows import Rows
+from megarl.data.text_bounds import fewest_tokens, measured_tokens
 from megarl.data.tokenization import TRAINED_ROLE, EncodedResponse, Prompt, PromptEncoder, PromptReader
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ class ConversationEncoder:
     Args:
         tokenizer: Hugging Face tokenizer with a chat template.
         reader: reads the messages, system message and tools of a row.
+        max_tokens: tokens of a conversation that are used, at most. A conversation that is several times longer by its
+            length is refused: to cut it, all of it would have to be tokenized.
         template_kwargs: extra arguments for the template.
         vocab_size: tokens of the model; None = unknown.
     """
@@ -38,10 +41,12 @@ class ConversationEncoder:
         self,
         tokenizer: PreTrainedTokenizerBase,
         reader: PromptReader,
+        max_tokens: int,
         template_kwargs: Mapping[str, Any] | None = None,
         vocab_size: int | None = None,
     ) -> None:
         self.reader = reader
+        self.max_tokens = max_tokens
         self.before = PromptEncoder(tokenizer, template_kwargs, vocab_size=vocab_size)
         self.complete = PromptEncoder(tokenizer, template_kwargs, generation_prompt=False, vocab_size=vocab_size)
 
@@ -54,12 +59,18 @@ class ConversationEncoder:
         """Tokenize the conversation of a row.
 
         Raises:
-            DataError: it is no list of messages, has no assistant message or starts with one, or the template rejects
-                it or renders earlier turns differently later on.
+            DataError: it is no list of messages, is far too long, has no assistant message or starts with one, or the
+                template rejects it or renders earlier turns differently later on.
         """
         if isinstance(values[self.reader.key], str):
             raise DataError(f"{location}: column {self.reader.key!r} holds a text, not the messages of a conversation")
         prompt = self.reader.read(values, location)
+        fewest = fewest_tokens(self.before.tokenizer, [prompt.messages, prompt.tools or ()])
+        if fewest > measured_tokens(self.max_tokens):
+            raise DataError(
+                f"{location}: the conversation has at least {fewest} tokens, data.max_length={self.max_tokens} allows "
+                "no more, and data.truncation cuts no conversation that is this long; shorten the row, or remove it"
+            )
         trained = [i for i, message in enumerate(prompt.messages) if message["role"] == TRAINED_ROLE]
         if not trained or trained[0] == 0:
             roles = [message["role"] for message in prompt.messages]

@@ -113,8 +113,9 @@ class CustomPrompts(torch.utils.data.Dataset[Sample]):
         ids = self.encoder.encode(prompt, location)
         if len(ids) > self.max_prompt_length and self.truncation == "error":
             raise DataError(
-                f"{location}: the prompt has {len(ids)} tokens, at most {self.max_prompt_length} are allowed; let the "
-                "class drop it, raise data.max_prompt_length, or set data.truncation=left, right or middle"
+                f"{location}: the prompt has {self.encoder.describe(len(ids))} tokens, at most "
+                f"{self.max_prompt_length} are allowed; let the class drop it, raise data.max_prompt_length, or set "
+                "data.truncation=left, right or middle"
             )
         dropped = (self.reader.key, SYSTEM_COLUMN, TOOLS_COLUMN, *RESERVED, *_PADDED)
         entries = {name: value for name, value in sample.items() if name not in dropped and name not in COLUMNS}

@@ -207,7 +207,9 @@ class RLHFDataset(RowDataset):
         source = Rows(files, prompt_key, required, (), _OPTIONAL, reward_fn_key, cache_dir)
         super().__init__(source, max_samples, sample_seed)
         self.reader = PromptReader(prompt_key, system_prompt, tool_schemas or {}, apply_chat_template)
-        self.encoder = PromptEncoder(tokenizer, apply_chat_template_kwargs, vocab_size=vocab_size)
+        self.encoder = PromptEncoder(
+            tokenizer, apply_chat_template_kwargs, vocab_size=vocab_size, max_tokens=max_prompt_length
+        )
         self.max_prompt_length = max_prompt_length
         self.truncation = truncation
         self.prompt_room = prompt_room
@@ -246,17 +248,17 @@ class RLHFDataset(RowDataset):
         return [name for name in self.source.columns if name not in (*used, *reserved)]
 
     def _check_lengths(self, drop: bool, workers: int | None) -> None:
-        measure = PromptLengths(self.encoder, self.reader, self.max_prompt_length)
-        all_lengths = measure_lengths(self.source, measure, workers)[:, 0]
+        all_lengths = measure_lengths(self.source, PromptLengths(self.encoder, self.reader), workers)[:, 0]
         lengths = all_lengths[self._rows]
         too_long = lengths > self.max_prompt_length
         if too_long.any() and not drop and self.truncation == "error":
             row = int(self._rows[too_long.argmax()])
+            tokens, longest = map(self.encoder.describe, (all_lengths[row], lengths.max()))
             raise DataError(
-                f"{self.source.location(row)}: the prompt has {measure.describe(all_lengths[row])} tokens, at most "
-                f"{self.max_prompt_length} are allowed ({too_long.sum()} of {len(lengths)} prompts are too long, the "
-                f"longest has {measure.describe(lengths.max())}); raise data.max_prompt_length, set data.truncation="
-                "left, right or middle, or data.filter_overlong_prompts=True"
+                f"{self.source.location(row)}: the prompt has {tokens} tokens, at most {self.max_prompt_length} are "
+                f"allowed ({too_long.sum()} of {len(lengths)} prompts are too long, the longest has {longest}); raise "
+                "data.max_prompt_length, set data.truncation=left, right or middle, or "
+                "data.filter_overlong_prompts=True"
             )
         self._check_room(np.where(too_long, 0 if drop else self.max_prompt_length, lengths))
         if not drop or not too_long.any():

@@ -17,6 +17,7 @@ from megarl.data.lengths import PairLengths, measure_lengths
 from megarl.data.protocol import DataProto
 from megarl.data.rows.reader import Rows
 from megarl.data.sequences import attention_mask_of, pad_left, pad_right
+from megarl.data.text_bounds import cut_middle, measured_tokens
 from megarl.data.tokenization import (
     EncodedResponse,
     PromptEncoder,
@@ -42,7 +43,7 @@ class SFTDataset(RowDataset):
     results) is a list of pieces ``{role, content}``, concatenated without a template. Pieces of the ``assistant`` are
     trained on, other pieces are context (``response_mask`` 0). Pieces are tokenized one by one, as in a rollout.
     Truncation cuts the complete sequence, at its left (the oldest part of the prompt) or its right (the end of the
-    response).
+    response). It refuses whole conversations that are several times too long by their length.
 
     Args:
         files: paths or patterns of files with chat messages and responses.
@@ -94,11 +95,13 @@ class SFTDataset(RowDataset):
         responses = () if messages_key else (response_key,)
         source = Rows(files, messages_key or prompt_key, text_columns=responses, cache_dir=cache_dir)
         super().__init__(source, max_samples, sample_seed)
-        self.encoder = PromptEncoder(tokenizer, apply_chat_template_kwargs, vocab_size=vocab_size)
+        self.encoder = PromptEncoder(
+            tokenizer, apply_chat_template_kwargs, vocab_size=vocab_size, max_tokens=max_length
+        )
         self.reader = PromptReader(messages_key or prompt_key, system_prompt, template_texts=apply_chat_template)
-        self.responses = ResponseEncoder(tokenizer, response_key, vocab_size)
+        self.responses = ResponseEncoder(tokenizer, response_key, vocab_size, max_length)
         self.conversations = (
-            ConversationEncoder(tokenizer, self.reader, apply_chat_template_kwargs, vocab_size)
+            ConversationEncoder(tokenizer, self.reader, max_length, apply_chat_template_kwargs, vocab_size)
             if messages_key
             else None
         )
@@ -174,7 +177,8 @@ class SFTDataset(RowDataset):
         too_long = self._rows[lengths[self._rows].sum(axis=1) > self.max_length]
         for row in too_long.tolist():
             prompt, response = lengths[row].tolist()
-            problem = f"{self.source.location(row)}: prompt and response have {prompt} + {response} tokens"
+            described = " + ".join(map(self.encoder.describe, (prompt, response)))
+            problem = f"{self.source.location(row)}: prompt and response have {described} tokens"
             if self.truncation == "error":
                 raise DataError(
                     f"{problem}, at most {self.max_length} together are allowed; raise data.max_length, or set "
@@ -252,7 +256,9 @@ class PairDataset(RowDataset):
         source = Rows(files, prompt_key or answer_keys[0], numbers, text_columns=answer_keys, cache_dir=cache_dir)
         super().__init__(source, max_samples, sample_seed)
         self.reader = PromptReader(prompt_key or answer_keys[0], system_prompt, template_texts=apply_chat_template)
-        self.encoder = PromptEncoder(tokenizer, apply_chat_template_kwargs, vocab_size=vocab_size)
+        self.encoder = PromptEncoder(
+            tokenizer, apply_chat_template_kwargs, vocab_size=vocab_size, max_tokens=max_length
+        )
         self.max_length = max_length
         self.prompt_key = prompt_key
         self.answer_keys = answer_keys
@@ -302,6 +308,7 @@ class PairDataset(RowDataset):
         sequences = {}
         for name, key in zip(self.names, self.answer_keys, strict=True):
             prompt, response = self._parts(values, key, location)
+            response = cut_middle(tokenizer, response, measured_tokens(self.max_length))
             ids = tokenizer(response, add_special_tokens=False)["input_ids"]
             rendered = self.reader.read({**values, self.reader.key: prompt}, location)
             response_ids = [*ids, tokenizer.eos_token_id]
@@ -342,7 +349,8 @@ class PairDataset(RowDataset):
         return min(prompt - cut, self.max_length)
 
     def _check_length(self, name: str, prompt: int, response: int, location: str) -> None:
-        problem = f"{location}: the {name} sequence has {prompt} + {response} tokens (prompt + response), at most "
+        described = " + ".join(map(self.encoder.describe, (prompt, response)))
+        problem = f"{location}: the {name} sequence has {described} tokens (prompt + response), at most "
         if prompt + response > self.max_length and self.truncation == "error":
             raise DataError(
                 f"{problem}{self.max_length} are allowed; raise data.max_length, or set data.truncation to left or "

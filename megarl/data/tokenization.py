@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 from megarl.base.errors import DataError
 from megarl.base.json_text import parse_json
 from megarl.data.control_tokens import control_tokens
+from megarl.data.text_bounds import cut_middle, measured_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,33 +34,6 @@ _SHOWN_CHARACTERS = 10_000
 """Characters of a prompt in which a tokenizer must know something; to tokenize megabytes takes minutes."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SENTENCEPIECE_SPACE = "\u2581"
-
-
-_LONGEST: WeakKeyDictionary[PreTrainedTokenizerBase, int] = WeakKeyDictionary()
-
-
-def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return an upper bound of the bytes of one token: a text of more bytes has more tokens."""
-    if tokenizer not in _LONGEST:
-        _LONGEST[tokenizer] = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
-    return _LONGEST[tokenizer]
-
-
-def fewest_tokens(tokenizer: PreTrainedTokenizerBase, value: Any) -> int:
-    """Return a lower bound of the tokens of a text, or of all texts in nested values, without tokenizing them.
-
-    A text of 10 MB takes half a minute and gigabytes of memory to tokenize.
-    """
-    size, values = 0, [value]
-    while values:
-        inner = values.pop()
-        if isinstance(inner, str):
-            size += len(inner.encode(errors="surrogatepass"))
-        elif isinstance(inner, Mapping):
-            values += inner.values()
-        elif isinstance(inner, Sequence):
-            values += inner
-    return size // longest_token(tokenizer)
 
 
 class Prompt(NamedTuple):
@@ -202,6 +175,8 @@ class PromptEncoder:
         template_kwargs: extra arguments for the template.
         generation_prompt: False renders complete conversations instead, including the last response.
         vocab_size: tokens of the model; None = unknown.
+        max_tokens: tokens of a prompt that are used, at most; a prompt that is several times longer by its length is
+            tokenized without its middle. None = all are used.
 
     Raises:
         DataError: the tokenizer has no chat template.
@@ -214,6 +189,7 @@ class PromptEncoder:
         *,
         generation_prompt: bool = True,
         vocab_size: int | None = None,
+        max_tokens: int | None = None,
     ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise DataError(
@@ -224,6 +200,7 @@ class PromptEncoder:
         self.template_kwargs = dict(template_kwargs or {})
         self.generation_prompt = generation_prompt
         self.vocabulary = ModelVocabulary(tokenizer, vocab_size)
+        self._measured = None if max_tokens is None else measured_tokens(max_tokens)
 
     def encode(self, prompt: Prompt, location: str) -> list[int]:
         """Tokenize one prompt.
@@ -237,9 +214,9 @@ class PromptEncoder:
         """
         with _named(prompt, location):
             if prompt.text is not None:
-                ids = self._encode_text(prompt.text)
+                ids = self._encode_text(self._shorten(prompt.text))
             else:
-                ids = self.encode_rendered(self._render([prompt.messages], prompt.tools)[0])
+                ids = self.encode_rendered(self._shorten(self._render([prompt.messages], prompt.tools)[0]))
         self.vocabulary.check(ids, location)
         return ids
 
@@ -268,7 +245,7 @@ class PromptEncoder:
         for group in by_tools.values():
             try:
                 texts = self._render([prompts[index].messages for index in group], prompts[group[0]].tools)
-                encoded = control_tokens(self.tokenizer).encode_all(texts)
+                encoded = control_tokens(self.tokenizer).encode_all([*map(self._shorten, texts)])
             except Exception:  # repeat row by row, to name the row
                 encoded = [self.encode(prompts[index], locations[index]) for index in group]
             for index, prompt_ids in zip(group, encoded, strict=True):
@@ -296,11 +273,9 @@ class PromptEncoder:
                 f"as {texts[0][:60]!r}; set the model's tokenizer_path to the tokenizer of the model"
             )
 
-    def fewest_tokens(self, prompt: Prompt) -> int:
-        """Return a lower bound of the tokens of a prompt, without tokenizing it."""
-        if prompt.text is not None:
-            return fewest_tokens(self.tokenizer, prompt.text)
-        return fewest_tokens(self.tokenizer, [prompt.messages, json.dumps(prompt.tools or "", ensure_ascii=False)])
+    def describe(self, tokens: int) -> str:
+        """Return the number of encoded tokens as text; a large one may be a lower bound."""
+        return str(tokens) if self._measured is None or tokens < self._measured else f"at least {tokens}"
 
     @property
     def identity(self) -> str:
@@ -308,7 +283,7 @@ class PromptEncoder:
         core = getattr(self.tokenizer, "backend_tokenizer", None)
         vocabulary = core.to_str() if core is not None else json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
         parts = [vocabulary, str(self.tokenizer.chat_template), json.dumps(self.template_kwargs, default=str)]
-        parts.append(f"{self.generation_prompt} {_ENCODING}{self.vocabulary.limit or ''}")
+        parts.append(f"{self.generation_prompt} {_ENCODING}{self.vocabulary.limit or ''} {self._measured}")
         return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
     def _encode_text(self, text: str) -> list[int]:
@@ -316,6 +291,9 @@ class PromptEncoder:
         ids, plain = (list(self.tokenizer(text, add_special_tokens=added)["input_ids"]) for added in (True, False))
         first = next((n for n in range(len(ids)) if ids[n : n + len(plain)] == plain), 0)
         return ids[first:] if first and plain[:first] == ids[:first] else ids
+
+    def _shorten(self, text: str) -> str:
+        return text if self._measured is None else cut_middle(self.tokenizer, text, self._measured)
 
     def _render(self, messages: list[list[dict[str, Any]]], tools: list[dict[str, Any]] | None) -> list[str]:
         texts: list[str] = self.tokenizer.apply_chat_template(
@@ -399,12 +377,14 @@ class ResponseEncoder:
         tokenizer: tokenizer with an end-of-sequence token.
         key: column of the response's text or pieces.
         vocab_size: tokens of the model; None = unknown.
+        max_tokens: tokens that are used, at most, as in :class:`PromptEncoder`, for each piece.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, key: str, vocab_size: int | None = None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, key: str, vocab_size: int | None, max_tokens: int) -> None:
         self.tokenizer = tokenizer
         self.key = key
         self.vocabulary = ModelVocabulary(tokenizer, vocab_size)
+        self._measured = measured_tokens(max_tokens)
 
     def encode(self, rows: Sequence[Mapping[str, Any]], locations: Sequence[str]) -> list[EncodedResponse]:
         """Tokenize the responses of rows.
@@ -413,7 +393,7 @@ class ResponseEncoder:
             DataError: a response has no trained piece, a piece is malformed, or the model lacks a token; names its row.
         """
         pieces = [self._pieces(row[self.key], location) for row, location in zip(rows, locations, strict=True)]
-        texts = [piece["content"] for row in pieces for piece in row]
+        texts = [cut_middle(self.tokenizer, piece["content"], self._measured) for row in pieces for piece in row]
         encoded = iter(self.tokenizer(texts, add_special_tokens=False)["input_ids"])
         responses = []
         for row, location in zip(pieces, locations, strict=True):

@@ -51,13 +51,15 @@ def merging_tokenizer():
 
 
 @contextmanager
-def tokenized(tokenizer):
-    """Yield the lengths of all texts that are tokenized within the block."""
-    kind, lengths = type(tokenizer), []
+def tokenized(tokenizer, threads=None):
+    """Yield the lengths of all texts that are tokenized within the block; add their threads to ``threads``."""
+    kind, lengths, threads = type(tokenizer), [], set() if threads is None else threads
     encode = kind.__call__
 
     def counting(self, text, *args, **kwargs):
-        lengths.append(len(text))
+        if self is tokenizer:
+            lengths.append(len(text))
+            threads.add(threading.get_ident())
         return encode(self, text, *args, **kwargs)
 
     kind.__call__ = counting

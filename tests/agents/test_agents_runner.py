@@ -12,9 +12,9 @@ from task_configs import arithmetic, train_config  # noqa: F401
 from megarl.agents.runner import AgentRunner
 from megarl.agents.types import ConversationGroup, PlannedSample
 from megarl.base.errors import RewardError
+from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.rollout import EngineOptions, SamplingParams, create_engine
 from megarl.rollout.router import EngineReplica
-from megarl.trainer.phases.data_loading import load_tokenizer
 
 LOOPS = Path(__file__).with_name("unruly_loops.py")
 UNRULY = {

@@ -128,6 +128,18 @@ def test_long_observation_is_truncated_inside_its_tags(tokenizer, url):
     )
 
 
+def test_nothing_is_tokenized_in_the_event_loop(tokenizer, url):
+    """The loop leads all conversations, and long documents take a second."""
+    client, threads = RetrievalClient(RetrievalOptions(url, topk=1, retries=0)), set()
+    loops = {"search_agent": SearchLoop(tokenizer, client)}
+    talk = Conversation(USER, sampling(), key="c", agent_name="search_agent", limits=ConversationLimits(3000))
+    script = Scripted(merging_tokenizer(), ["<search>Zora</search>", "nothing", "<answer>7</answer>"])
+    with tokenized(tokenizer, threads):
+        (trajectory,) = asyncio.run(lead_all([talk], loops, script))
+    assert trajectory.metrics["env/actions"] == 3
+    assert len(threads - {threading.get_ident()}) == len(threads) == 1
+
+
 def test_megabytes_of_documents_are_not_tokenized(tokenizer):
     corpus = [Document("1", "Zora\n" + "Zora keeps 7 keys. " * 200_000)]
     with RetrievalServer(BM25Index(corpus), port=0) as running, tokenized(tokenizer) as lengths:

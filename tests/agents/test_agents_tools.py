@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -185,6 +186,16 @@ def test_conversation_with_tool_calls(tokenizer):
     assert metrics["tool_call_counts/mean"] == 3 and metrics["tool_call_counts/malformed_ratio"] == pytest.approx(1 / 3)
     assert metrics["agent/sums/mean"] == 2 and trajectory.num_turns == 6 and trajectory.finish_reason == "stop"
     assert trajectory.weight_version == 0 and set(trajectory.weight_versions) == {0, 1, 2}
+
+
+def test_nothing_is_tokenized_in_the_event_loop(tokenizer):
+    """The loop leads all conversations, and a long prompt or result takes a second."""
+    threads = set()
+    script = Scripted(merging_tokenizer(), [hermes("add", a=2, b=3) + "<|im_end|>", "5<|im_end|>"])
+    loops = loop_of(tokenizer)
+    with tokenized(tokenizer, threads):
+        (trajectory,) = asyncio.run(lead_all([TALK], loops, script))
+    assert trajectory.num_turns == 4 and len(threads - {threading.get_ident()}) == len(threads) == 1
 
 
 def test_limits_on_turns_calls_and_tokens(tokenizer):

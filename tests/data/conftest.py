@@ -31,6 +31,20 @@ def tokenizer():
 
 
 @pytest.fixture
+def tokenized(tokenizer, monkeypatch):
+    """Lengths of all texts that are tokenized."""
+    kind, lengths = type(tokenizer), []
+    encode = kind.__call__
+
+    def counting(self, text, *args, **kwargs):
+        lengths.extend([len(text)] if isinstance(text, str) else map(len, text))
+        return encode(self, text, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "__call__", counting)
+    return lengths
+
+
+@pytest.fixture
 def question_rows():
     """Rows in verl's schema; the prompt of row i has ``i + 1`` characters in addition to the template's 3 tokens."""
 

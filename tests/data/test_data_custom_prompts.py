@@ -147,6 +147,16 @@ def test_long_prompt_is_cut_as_configured(write, question_rows, tokenizer):
     assert tokenizer.decode(dataset[0]["prompt_ids"]) == "yzxyzxyz"[1:] + "<|end|><|assistant|>"
 
 
+def test_megabytes_of_a_prompt_are_not_tokenized(write, question_rows, tokenizer, tokenized):
+    kind, path = with_entries(raw_prompt="0123456789" * 30_000), write(question_rows(1))
+    options = {"encoder": PromptEncoder(tokenizer, max_tokens=9)}
+    dataset = built(kind, path, tokenizer, truncation="left", **options)
+    assert tokenizer.decode(dataset[0]["prompt_ids"]) == "3456789<|end|><|assistant|>"
+    with pytest.raises(DataError, match=r"row 0: the prompt has at least \d+ tokens, at most 9"):
+        built(kind, path, tokenizer, **options)[0]
+    assert max(tokenized) < 20_000
+
+
 def test_collate_function_of_verl_changes_nothing(write, question_rows, tokenizer):
     for dataset in (
         RLHFDataset(write(question_rows(3)), tokenizer, 9),

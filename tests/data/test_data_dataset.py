@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.base.errors import DataError
 from megarl.data import DataProto, RLHFDataset, SFTDataset, lengths, sequence_lengths
-from megarl.data.tokenization import PromptEncoder
 
 TEMPLATE_TOKENS = 3  # <|user|>, <|end|>, <|assistant|>
 
@@ -174,27 +173,44 @@ def test_filtering_counts_dropped_prompts(write, question_rows, tokenizer, trunc
     assert [model["ground_truth"] for model in batch.non_tensor_batch["reward_model"]] == ["2", "1", "0"]
 
 
+DIGITS = "".join(f"{number:07d}" for number in range(50_000))
+"""350,000 characters, each a token; to tokenize megabytes takes minutes and gigabytes of memory."""
+
+
 @pytest.mark.parametrize("as_text", [False, True])
-def test_a_prompt_that_is_too_long_by_its_bytes_is_not_tokenized(write, question_rows, tokenizer, monkeypatch, as_text):
-    """To tokenize 30 MB takes minutes and gigabytes of memory."""
+def test_megabytes_of_a_prompt_are_not_tokenized(write, question_rows, tokenizer, tokenized, as_text):
     rows = question_rows(4)
-    rows[2]["prompt"][0]["content"] = "x" * 2_000_000
+    rows[2]["prompt"][0]["content"] = DIGITS
     if as_text:
         rows = with_texts(rows)
-    seen = []
-    encode_all = PromptEncoder.encode_all
-
-    def recording(self, prompts, locations):
-        seen.extend(len(prompt.messages[0]["content"]) for prompt in prompts)
-        return encode_all(self, prompts, locations)
-
-    monkeypatch.setattr(PromptEncoder, "encode_all", recording)
-    path = write(rows)
-    dataset = RLHFDataset(path, tokenizer, 6, apply_chat_template=not as_text, filter_overlong_prompts=True)
-    assert seen == [1, 2, 4] and [sample["index"] for sample in map(dataset.__getitem__, range(2))] == [0, 1]
+    path, template = write(rows), not as_text
+    dataset = RLHFDataset(path, tokenizer, 6, apply_chat_template=template, filter_overlong_prompts=True)
+    assert [sample["index"] for sample in map(dataset.__getitem__, range(2))] == [0, 1]
     assert dataset.dropped == (1 if as_text else 2)  # the template has three tokens
     with pytest.raises(DataError, match=r"row 2: the prompt has at least \d+ tokens, at most 7 are allowed"):
-        RLHFDataset(path, tokenizer, 7, apply_chat_template=not as_text)
+        RLHFDataset(path, tokenizer, 7, apply_chat_template=template)
+    assert max(tokenized) < 20_000
+
+
+@pytest.mark.parametrize(
+    ("truncation", "shown", "text"),
+    [
+        ("left", "9999<|end|><|assistant|>", "049999"),
+        ("right", "<|user|>00000", "000000"),
+        ("middle", "<|user|>009<|end|><|assistant|>", "000999"),
+    ],
+)
+def test_megabytes_are_cut_as_if_they_were_tokenized(
+    write, question_rows, tokenizer, tokenized, truncation, shown, text
+):
+    rows = question_rows(1)
+    rows[0]["prompt"][0]["content"] = DIGITS
+    cut = RLHFDataset(write(rows), tokenizer, 6, truncation=truncation)[0]
+    plain = RLHFDataset(
+        write(with_texts(rows), "texts.parquet"), tokenizer, 6, truncation=truncation, apply_chat_template=False
+    )[0]
+    assert [tokenizer.decode(sample["prompt_ids"]) for sample in (cut, plain)] == [shown, text]
+    assert max(tokenized) < 20_000
 
 
 def test_filtering_everything_is_an_error(write, question_rows, tokenizer):

@@ -119,6 +119,56 @@ def test_malformed_pair_is_named(
         PairDataset(write(made), tokenizer, 20, **options)
 
 
+LONG = "0123456789" * 30_000
+"""Each character is a token. To tokenize megabytes takes minutes and gigabytes of memory."""
+
+
+@pytest.mark.parametrize(
+    ("truncation", "prompt", "response", "kept"),
+    [
+        ("left", LONG, "no", ("56789<|end|><|assistant|>", "no<|end|>")),
+        ("right", "a?", LONG, ("<|user|>a?<|end|><|assistant|>", "01234")),
+    ],
+)
+def test_megabytes_are_cut_as_if_they_were_tokenized(
+    truncation: str,
+    prompt: str,
+    response: str,
+    kept: tuple[str, str],
+    tokenizer: Any,
+    write: Callable[..., str],
+    tokenized: list[int],
+) -> None:
+    row = {"prompt": prompt, "response": response, "chosen": response, "rejected": "no", "good": True}
+    file, options = write([row]), {"truncation": truncation}
+    sample = SFTDataset(file, tokenizer, 10, **options)[0]
+    assert tuple(tokenizer.decode(sample[name]) for name in ("prompt_ids", "response_ids")) == kept
+    pieces = write([row | {"response": [answer(response)]}], "pieces.parquet")
+    assert SFTDataset(pieces, tokenizer, 10, **options)[0] == sample
+    pair = PairDataset(file, tokenizer, 10, **options, with_prompt_tokens=True)[0]
+    tokens = pair["chosen_prompt_tokens"]
+    assert tuple(map(tokenizer.decode, (pair["chosen"][:tokens], pair["chosen"][tokens:]))) == kept
+    labelled = LabelledResponses(file, tokenizer, 10, answer_keys=("response",), label_key="good", **options)[0]
+    assert tuple(tokenizer.decode(labelled[name]) for name in ("prompt_ids", "response_ids")) == kept
+    assert max(tokenized) < 20_000
+
+
+@pytest.mark.parametrize("truncation", ["error", "left", "right"])
+def test_megabytes_that_cannot_be_cut_are_refused_without_tokenization(
+    truncation: str, tokenizer: Any, write: Callable[..., str], tokenized: list[int]
+) -> None:
+    row = {"prompt": LONG, "response": LONG, "chosen": LONG, "rejected": "no"}
+    file = write([row])
+    with pytest.raises(DataError, match=r"row 0: prompt and response have at least \d+ \+ at least \d+ tokens"):
+        SFTDataset(file, tokenizer, 10, truncation=truncation)
+    with pytest.raises(DataError, match=r"row 0: the chosen sequence has at least \d+ \+ at least \d+ tokens"):
+        PairDataset(file, tokenizer, 10, truncation=truncation, with_prompt_tokens=True)
+    talk = write([{"messages": [{"role": "user", "content": "a"}, answer(LONG)]}], "talk.parquet")
+    with pytest.raises(DataError, match=r"row 0: the conversation has at least \d+ tokens, data\.max_length=10"):
+        SFTDataset(talk, tokenizer, 10, messages_key="messages", truncation=truncation)
+    assert max(tokenized) < 20_000
+
+
 TALK = [
     {"role": "system", "content": "S"},
     {"role": "user", "content": "a"},

@@ -240,6 +240,20 @@ def test_long_ground_truths_are_truncated_and_counted(arithmetic: Path, tokenize
     assert reference.requests[0].tensors["attention_mask"][6:, -4:].sum(-1).tolist() == [1, 1, 1]
 
 
+def test_megabytes_of_a_ground_truth_are_not_tokenized(
+    arithmetic: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference, metrics, lengths = Reference(arithmetic / "model", ParallelLayout()), {}, list[int]()
+    long = batch().with_columns({}, {"reward_model": [{"ground_truth": "1 + 2 " * 50_000}] * 6})
+    head, encode = tokenizer.encode("1 + 2 1", add_special_tokens=False)[:3], tokenizer.encode
+    monkeypatch.setattr(
+        tokenizer, "encode", lambda text, **options: lengths.append(len(text)) or encode(text, **options)
+    )
+    alignment(reference, tokenizer, max_length=3).run(long, 5, metrics)
+    assert metrics["repr_align/cut_ground_truths"] == len(set(map(tuple, PROMPTS)))
+    assert reference.requests[0].tensors["responses"][6, :3].tolist() == head and max(lengths) < 20_000
+
+
 def test_without_ground_truths_the_reference_is_not_called(arithmetic: Path, tokenizer: Any) -> None:
     reference, metrics = Reference(arithmetic / "model", ParallelLayout()), {}
     empty = batch().with_columns({}, {"reward_model": [{"ground_truth": None}] * 6})

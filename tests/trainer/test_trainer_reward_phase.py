@@ -128,6 +128,34 @@ def test_another_tokenizer_reads_the_conversation_in_its_template(
         assert ids == other(f"user: What is {row} + 4?\nassistant: {answer}\n")["input_ids"]
 
 
+def test_megabytes_of_a_prompt_are_cut_before_the_reward_model_reads_them(
+    tokenizer: PreTrainedTokenizerBase,
+    batch: DataProto,
+    arithmetic: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A policy's prompt can be truncated; ``raw_prompt`` is not."""
+    other = AutoTokenizer.from_pretrained(arithmetic / "model")
+    other.add_tokens(["<judge>"])
+    other.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}<judge>"
+    other.save_pretrained(tmp_path)
+    text, lengths, kind = "1 + 2 " * 50_000, list[int](), type(other)
+    batch.non_tensor_batch["raw_prompt"][0] = [{"role": "user", "content": text}]
+    reader = SequenceReader(section(tmp_path, 12, input_tokenizer=arithmetic / "model"), tokenizer)
+    expected = other(f"{text} {ANSWERS[0]} <judge>", add_special_tokens=False)["input_ids"][-12:]
+    encode = kind.__call__
+
+    def counting(self: Any, text: Any, *args: Any, **kwargs: Any) -> Any:
+        lengths.extend([len(text)] if isinstance(text, str) else map(len, text))
+        return encode(self, text, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "__call__", counting)
+    sequences, cut = reader.read(batch)
+    assert [*sequences.tensors["prompts"][0].tolist(), *sequences.tensors["responses"][0].tolist()] == expected
+    assert cut >= 1 and max(lengths) < 20_000
+
+
 def test_a_response_cannot_write_control_tokens_of_the_reward_model(
     tokenizer: PreTrainedTokenizerBase, batch: DataProto, arithmetic: Path, tmp_path: Path
 ) -> None:

@@ -6,28 +6,26 @@ then a JSON body or server-sent events.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.agents.endpoint.request import CONTEXT_LENGTH, MODEL, ApiError, ChatRequest
+from megarl.agents.event_loop import in_tokenizer_thread
 from megarl.agents.frames import encode_prompt, turn_frame
 from megarl.agents.tools.calling import Parser, ToolCall
 from megarl.agents.types import AgentError, Message
 from megarl.data.control_tokens import control_tokens
-from megarl.data.tokenization import fewest_tokens
+from megarl.data.text_bounds import fewest_tokens
 from megarl.rollout.interface import Completion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_T = TypeVar("_T")
 HistoryDigest = bytes
 """Hash of a message history."""
 
@@ -112,19 +110,9 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self._control = control_tokens(tokenizer)
         self._max_tokens = max_tokens
-        # One thread, since tokenizers are not thread-safe; the event loop serves all conversations meanwhile.
-        self._thread = ThreadPoolExecutor(1, "chat-format")
         self._parse = parse
         self._template_kwargs = dict(template_kwargs or {})
         self._stop_strings = stop_strings
-
-    async def in_thread(self, work: Callable[[], _T]) -> _T:
-        """Do the tokenizer's work in its thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-    def close(self) -> None:
-        """End the tokenizer's thread after the work that it has begun."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def check(self, request: ChatRequest) -> None:
         """Refuse a request that the engine cannot serve.
@@ -171,7 +159,7 @@ class ChatFormat:
             text = f"the new messages have at least {fewest} tokens; the context has {self._max_tokens}"
             raise ApiError(400, text, code=CONTEXT_LENGTH, param="messages")
         try:
-            return await self.in_thread(encode)
+            return await in_tokenizer_thread(encode)
         except (AgentError, TypeError, ValueError, RecursionError) as error:
             raise ApiError(400, f"messages: {error}", param="messages") from error
 

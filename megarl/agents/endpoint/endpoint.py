@@ -172,7 +172,6 @@ class Endpoint:
     def _close(self) -> None:
         with contextlib.suppress(concurrent.futures.TimeoutError):
             self.loop.run(self._end(), _STOP_S)
-        self._chat.close()
 
 
 def _raise_open_file_limit() -> None:

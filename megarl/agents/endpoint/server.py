@@ -20,6 +20,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from megarl.agents.endpoint.chat_format import ChatCompletion, ChatFormat, completion_body, completion_events
 from megarl.agents.endpoint.external_requests import ExternalRequests
 from megarl.agents.endpoint.request import MODEL, ApiError, ChatRequest, parse_request
+from megarl.agents.event_loop import in_tokenizer_thread
 from megarl.base.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ class ChatServer:
         content = await http.read()
         request = await asyncio.to_thread(parse_request, content)
         completion = await completer.complete(request)
-        body = await self._chat.in_thread(partial(completion_body, completion, request, self._chat.tokenizer))
+        body = await in_tokenizer_thread(partial(completion_body, completion, request, self._chat.tokenizer))
         if not request.stream:
             return web.json_response(body)
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})

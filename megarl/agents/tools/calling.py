@@ -17,7 +17,7 @@ from megarl.base.errors import ConfigError
 from megarl.base.json_text import parse_json, parse_json_prefix
 from megarl.base.registry import Registry
 from megarl.data.control_tokens import control_tokens
-from megarl.data.tokenization import longest_token
+from megarl.data.text_bounds import cut_middle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -222,9 +222,7 @@ def clip_text(tokenizer: PreTrainedTokenizerBase, text: str, budget: int, side: 
     """
     if len(text.encode()) <= budget:  # a token has at least one byte
         return text
-    enough = (budget + 1) * longest_token(tokenizer)
-    if len(text) > 2 * enough:  # to tokenize megabytes would stop all conversations
-        text = text[:enough] + text[-enough:]
+    text = cut_middle(tokenizer, text, 2 * (budget + 1))
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast)
     ids = encoded["input_ids"]
     sizes = control_tokens(tokenizer).spelled_sizes(ids)

@@ -11,6 +11,7 @@ import os
 import sys
 
 from megarl.base.child_process import die_with_parent
+from megarl.base.proxies import bypass_proxies
 from megarl.rollout.sglang.options import RankRendezvous, SGLangOptions, server_args
 
 
@@ -19,6 +20,7 @@ def main() -> None:
     job = json.loads(sys.stdin.buffer.read())
     die_with_parent(os.getppid())
     options = SGLangOptions(**job["options"])
+    bypass_proxies(options.host)  # the server calls itself
     rendezvous = RankRendezvous(options)
     os.environ.update(rendezvous.variables)
     arguments = server_args(job["folder"], job["max_model_len"], options) | rendezvous.arguments

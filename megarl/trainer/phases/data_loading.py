@@ -191,7 +191,12 @@ def _prompts(
         verls_section(data),
         subset["max_samples"],
         reader=PromptReader(data.prompt_key, data.system_prompt, _tool_schemas(config), data.apply_chat_template),
-        encoder=PromptEncoder(tokenizer, data.apply_chat_template_kwargs, vocab_size=vocab_size),
+        encoder=PromptEncoder(
+            tokenizer,
+            data.apply_chat_template_kwargs,
+            vocab_size=vocab_size,
+            max_tokens=data.max_prompt_length,
+        ),
         prompt_room=prompt_room,
         max_prompt_length=data.max_prompt_length,
         truncation=data.truncation,

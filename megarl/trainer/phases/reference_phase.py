@@ -13,6 +13,7 @@ from megarl.algorithms import Moments, WeightSchedule, row_cosine_similarity
 from megarl.base.reductions import Total
 from megarl.data import DataProto, attention_mask_of, pad_right, sequence_lengths
 from megarl.data.row_map import RowMap, map_in_process
+from megarl.data.text_bounds import cut_middle, measured_tokens
 from megarl.models import ParallelLayout
 from megarl.trainer.records.metrics import Metrics, summary
 from megarl.workers.row_math import MASKS, counted_rows, entropy_of_rows
@@ -127,10 +128,10 @@ class AlignmentPhase:
     def _ground_truths(self, batch: DataProto) -> GroundTruths:
         prompts, models = batch.tensors["prompts"], batch.non_tensor_batch["reward_model"]
         prompt_lengths = sequence_lengths(batch)[0].tolist()
-        numbers: dict[tuple[bytes, str], int] = {}
+        numbers, enough = dict[tuple[bytes, str], int](), measured_tokens(self.max_response_length)
         of_row, first, tokens, num_truncated = np.full(len(batch), -1), [], [], 0
         for row, model in enumerate(models):
-            text = ground_truth_text(model["ground_truth"])
+            text = cut_middle(self.tokenizer, ground_truth_text(model["ground_truth"]), enough)
             ids = self.tokenizer.encode(text, add_special_tokens=False) if text else []
             if not ids:
                 continue

@@ -185,7 +185,7 @@ class SequenceReader:
                 f"reward_model.model.input_tokenizer={keys.model.input_tokenizer} has other tokens than the policy's "
                 f"tokenizer {policy_tokenizer.name_or_path}, whose responses it has to decode; name that one"
             )
-        self._encoder = PromptEncoder(model_tokenizer, generation_prompt=False)
+        self._encoder = PromptEncoder(model_tokenizer, generation_prompt=False, max_tokens=self.max_length)
 
     def read(self, batch: DataProto) -> tuple[DataProto, int]:
         """Build the reward model's batch, one row per sample; also return the number of truncated sequences.
