@@ -15,6 +15,7 @@ import sys
 import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
@@ -334,17 +335,23 @@ def test_wrong_key_in_a_subprocess() -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_report_write_error_does_not_fail_a_finished_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "error",
+    [OSError(28, "No space left on device"), ModuleNotFoundError("No module named 'plotly'"), KeyError("metrics")],
+    ids=lambda error: type(error).__name__,
+)
+def test_report_that_cannot_be_written_does_not_fail_a_finished_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
 ) -> None:
-    def raise_no_space(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
     (tmp_path / cli.SUMMARY_FILE).write_text("{}")
-    monkeypatch.setattr("megarl.ops.report.report_run", raise_no_space)
+    for page in ("report_run", "compare_runs"):
+        monkeypatch.setattr(f"megarl.ops.report.{page}", mock.Mock(side_effect=error))
     cli._write_report(tmp_path)
     message = capsys.readouterr().err
-    assert "No space left" in message and f"megarl report {tmp_path}" in message
+    assert str(error) in message and f"megarl report {tmp_path}" in message
+    assert cli._close_sweep(tmp_path, [], minimize=False) == []
+    message = capsys.readouterr().err
+    assert str(error) in message and f"megarl report {tmp_path}" in message
 
 
 @pytest.mark.parametrize("shared", ["hydra.run.dir", "trainer.default_local_dir", "trainer.hf_export_dir"])

@@ -38,7 +38,7 @@ PARAMS = {"src": torch.arange(12.0).reshape(4, 3)}
 
 
 def sender_of(plan, rank=0, params=PARAMS, dtype=torch.float32, transport="inline"):
-    return BucketSender(plan, rank, lambda: params, PeerTransports(dict.fromkeys(range(2), transport)), dtype)
+    return BucketSender(plan, rank, lambda: params, PeerTransports(dict.fromkeys(range(2), transport)), dtype, torch.device("cpu"))
 
 
 def values_of(message, ops, dtype=torch.float32, float32_params=frozenset()):
@@ -117,8 +117,8 @@ def way():
     weight_map, layout = weight_map_of(), ParallelLayout()
     plan = build_plan(weight_map, layout, RolloutLayout(), 400, 4)
     params = training_tensors(weight_map, layout, labelled_checkpoint(weight_map, torch.float32))[0]
-    sender = BucketSender(plan, 0, lambda: params, PeerTransports({0: "inline"}), torch.float32)
-    receiver = BucketReceiver(plan, 0, Engine(), PeerTransports({0: "inline"}), torch.float32)
+    sender = BucketSender(plan, 0, lambda: params, PeerTransports({0: "inline"}), torch.float32, torch.device("cpu"))
+    receiver = BucketReceiver(plan, 0, Engine(), PeerTransports({0: "inline"}), torch.float32, torch.device("cpu"))
     receiver.begin(1)
     return plan, sender, receiver
 

@@ -146,7 +146,7 @@ class _Trainer:
         self._params = WeightMap(model).export_params(ParallelLayout(), 0)
         self._tensors = _random(WeightMap(model).megatron_params(ParallelLayout(), 0), device)
         peers = PeerTransports.for_sender(routes, 0, destination_ranks(plan.sent_by(0)), device, None)
-        self._sender = BucketSender(plan, 0, lambda: self._tensors, peers, DTYPE)
+        self._sender = BucketSender(plan, 0, lambda: self._tensors, peers, DTYPE, device)
 
     def make_room(self) -> _Done:
         """Nothing to free."""

@@ -1,0 +1,20 @@
+"""The trainer's side of the sync stage packs on its own device."""
+
+from __future__ import annotations
+
+import torch
+
+from megarl.models import ParallelLayout, WeightMap, parse_model_config
+from megarl.ops.acceptance.models import SHAPES
+from megarl.ops.acceptance.sync import _Trainer
+from megarl.sharding import RolloutLayout, Routes, build_plan
+from megarl.sharding.placement import ProcessLocation
+
+
+def test_weights_for_cuda_ipc_are_packed_on_the_trainers_device() -> None:
+    model = parse_model_config(SHAPES["tiny"])
+    plan = build_plan(WeightMap(model), ParallelLayout(), RolloutLayout(1), 2**20, 2)
+    gpu = ProcessLocation("node", "GPU-1", ("GPU-1",))
+    trainer = _Trainer(model, plan, Routes([gpu], [gpu]), torch.device("meta"))
+    assert trainer._sender.pools.keys() == {"device"}
+    assert trainer._sender.pools["device"].take().data.device == torch.device("meta")
