@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import __version__ as megatron_version
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from megarl.base.compilers import fusion_error
 from megarl.megatron.transformer_engine import has_transformer_engine
+from megarl.models.torch_attention import dot_product_attention
 
 logger = logging.getLogger(__name__)
 
@@ -195,12 +195,8 @@ def causal_attention(
     Returns:
         ``[sequences, heads, tokens, value's last dimension]``.
     """
-    if lacks_grouped_kernel(query):
-        key, value = (heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1) for heads in (key, value))
     is_causal = mask is None and query.shape[2] == key.shape[2]
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=True
-    )
+    return dot_product_attention(query, key, value, mask=mask, is_causal=is_causal, scale=scale)
 
 
 def window_attention(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float | None = None) -> Tensor:
@@ -230,11 +226,3 @@ def window_attention(query: Tensor, key: Tensor, value: Tensor, window: int, sca
         keys, values = key[:, :, first:last], value[:, :, first:last]
         outputs.append(causal_attention(query[:, :, start:stop], keys, values, mask=mask, scale=scale))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-
-
-def lacks_grouped_kernel(query: Tensor) -> bool:
-    """Return whether torch computes grouped queries only with all scores in memory: in single precision on a GPU.
-
-    Flash attention has no single precision, and the memory-efficient kernel no grouped queries.
-    """
-    return query.is_cuda and query.dtype is torch.float32

@@ -234,29 +234,6 @@ def test_heads_without_flash_kernel_use_one_call_per_length() -> None:
     assert not kernels.fits_packed_attention(on_gpu, mock.Mock(shape=(17, 4, 32)))
 
 
-def test_single_precision_on_a_gpu_has_no_kernel_with_grouped_queries() -> None:
-    cases = ((True, torch.float32, True), (True, torch.bfloat16, False), (False, torch.float32, False))
-    for is_cuda, dtype, lacks in cases:
-        assert kernels.lacks_grouped_kernel(mock.Mock(is_cuda=is_cuda, dtype=dtype)) is lacks
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_repeated_key_value_heads_equal_grouped_queries(monkeypatch: pytest.MonkeyPatch, masked: bool) -> None:
-    query = torch.randn(2, 4, 5, 8, requires_grad=True)
-    key, value = (torch.randn(2, 2, 5, 8, requires_grad=True) for _ in range(2))
-    seed = torch.randn(2, 4, 5, 8)
-    mask = torch.ones(5, 5, dtype=torch.bool).tril(-1).logical_or(torch.eye(5).flip(0).bool()) if masked else None
-    grouped = kernels.causal_attention(query, key, value, mask=mask, scale=0.3)
-    expected = torch.autograd.grad(grouped, (query, key, value), seed)
-    plain = mock.Mock(side_effect=F.scaled_dot_product_attention)
-    monkeypatch.setattr(kernels, "lacks_grouped_kernel", lambda query: True)
-    monkeypatch.setattr(F, "scaled_dot_product_attention", plain)
-    repeated = kernels.causal_attention(query, key, value, mask=mask, scale=0.3)
-    assert [heads.shape[1] for heads in plain.call_args.args] == [4, 4, 4]
-    torch.testing.assert_close(repeated, grouped)
-    torch.testing.assert_close(torch.autograd.grad(repeated, (query, key, value), seed), expected)
-
-
 class FusionCase(NamedTuple):
     """Effect of a missing compiler on rank 1, on each rank: results of a compiled function, and the warnings."""
 
