@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""All but cuDNN's, which torch prefers on Hopper: it builds a plan for each new shape, and packed batches always have one."""
+"""All but cuDNN's, which torch prefers on Hopper: it prepares a plan for each shape, and batches differ in shape."""
 
 
 def dot_product_attention(

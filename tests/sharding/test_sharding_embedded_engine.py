@@ -101,7 +101,10 @@ def test_every_parameter_has_the_checksum_of_the_model_folder(folder, layout, dt
     def way(count):
         return PeerTransports(dict.fromkeys(range(count), "shared_memory"))
 
-    senders = [BucketSender(plan, rank, lambda rank=rank: ranks[rank], way(1), FLOAT32, torch.device("cpu")) for rank in range(len(ranks))]
+    senders = [
+        BucketSender(plan, rank, lambda rank=rank: ranks[rank], way(1), FLOAT32, torch.device("cpu"))
+        for rank in range(len(ranks))
+    ]
     engine, reference = EmbeddedEngine(reader.config, options), EmbeddedEngine(reader.config, options)
     connect(engine, plan, len(ranks))
 

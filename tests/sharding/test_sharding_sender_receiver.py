@@ -38,7 +38,9 @@ PARAMS = {"src": torch.arange(12.0).reshape(4, 3)}
 
 
 def sender_of(plan, rank=0, params=PARAMS, dtype=torch.float32, transport="inline"):
-    return BucketSender(plan, rank, lambda: params, PeerTransports(dict.fromkeys(range(2), transport)), dtype, torch.device("cpu"))
+    return BucketSender(
+        plan, rank, lambda: params, PeerTransports(dict.fromkeys(range(2), transport)), dtype, torch.device("cpu")
+    )
 
 
 def values_of(message, ops, dtype=torch.float32, float32_params=frozenset()):
