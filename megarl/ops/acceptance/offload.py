@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megarl.megatron import MegatronOptions, OptimizerOptions
 from megarl.megatron.offload import GRAD, PARTS
-from megarl.ops.acceptance.bench import Bench, MissingError
+from megarl.ops.acceptance.bench import Bench, UnsupportedError
 from megarl.ops.acceptance.models import SHAPES, SingleRankEngine
 from megarl.ops.acceptance.results import Result, Verdict
 from megarl.ops.acceptance.speed import one_step
@@ -72,13 +72,14 @@ class _Case:
             seconds = self.bench.seconds(engine.optimizer_step)
             elements = sum(param.numel() for param in engine.weights.parameters().values())
             rate = ADAM_BYTES * elements / seconds / 1e9
-            target = SHARE_OF_BANDWIDTH * self.bench.hardware.memory_bandwidth
+            hardware = self.bench.hardware
+            target = None if hardware is None else SHARE_OF_BANDWIDTH * hardware.memory_bandwidth
             return self.bench.speed(rate, target, "GB/s", f"{seconds * 1e3:.3g} ms; {engine.describe()}")
 
     def snapshot(self) -> Result:
         """Write a snapshot of the allocator during a step, for pytorch.org/memory_viz."""
         if self.bench.device.type == "cpu":
-            raise MissingError("torch records no memory on a CPU")
+            raise UnsupportedError("torch records no memory on a CPU")
         path = self.bench.folder / "memory_snapshot.pickle"
         torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS)
         try:
