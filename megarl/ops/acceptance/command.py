@@ -103,9 +103,10 @@ def run_stages(names: Sequence[str], options: argparse.Namespace, started: float
     waiting = [name for name in names if reports[name].needs_run]
     while waiting:
         group = [name for name in waiting if not STAGES[name].is_timed] or waiting[:1]
-        limit = _limit(group, waiting, options.limit, deadline)
+        left = None if deadline is None else deadline - time.monotonic()
+        limit = _limit(group, waiting, options.limit, left)
         waiting = [name for name in waiting if name not in group]
-        if deadline is not None and limit < LEAST_S:
+        if left is not None and limit < LEAST_S:
             print(f"== {', '.join(group)}: no time left in the budget", file=sys.stderr, flush=True)
             continue
         for name in group:
@@ -142,11 +143,10 @@ def write_archive(folder: Path, archive: Path) -> None:
     partial_archive.replace(archive)
 
 
-def _limit(group: Sequence[str], waiting: Sequence[str], limit: float, deadline: float | None) -> float:
-    """Seconds for some stages: their estimate, or more if the budget is larger than all estimates."""
-    if deadline is None:
+def _limit(group: Sequence[str], waiting: Sequence[str], limit: float, left: float | None) -> float:
+    """Seconds for the first stages of those that wait: their estimate, or more if more is left than all estimates."""
+    if left is None:
         return limit
-    left = deadline - time.monotonic()
     own = max(STAGES[name].seconds for name in group)
     later = sum(STAGES[name].seconds for name in waiting if name not in group)
     return min(limit, left, own * max(1.0, left / (own + later)))
