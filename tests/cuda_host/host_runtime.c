@@ -209,20 +209,31 @@ static void *fresh(void) {
   return (void *)__sync_add_and_fetch(&next, 64);
 }
 
-static int capturing;
+static void *capturing;  // the stream; others do not join a capture here
 static unsigned long long capture_id = 1;
+static __thread int capture_mode;
 
-static int synchronize(void) { return capturing ? CAPTURE_UNSUPPORTED : SUCCESS; }
+int cudaThreadExchangeStreamCaptureMode(int *mode) {
+  int before = capture_mode;
+  capture_mode = *mode;
+  return *mode = before, SUCCESS;
+}
+
+// During a capture a thread may wait for other streams, for the default stream (NULL) in relaxed mode only.
+static int synchronize(void *stream) {
+  int is_default = !stream && capture_mode != cudaStreamCaptureModeRelaxed;
+  return capturing && (is_default || stream == capturing) ? CAPTURE_UNSUPPORTED : SUCCESS;
+}
 
 int cudaStreamCreate(void **stream) { return *stream = fresh(), SUCCESS; }
+int cudaStreamCreateWithFlags(void **stream, unsigned flags) { return *stream = fresh(), SUCCESS; }
 int cudaStreamCreateWithPriority(void **stream, unsigned flags, int p) { return *stream = fresh(), SUCCESS; }
 int cudaStreamGetPriority(void *stream, int *priority) { return *priority = 0, SUCCESS; }
-int cudaStreamSynchronize(void *stream) { return synchronize(); }
-int cudaDeviceSynchronize(void) { return synchronize(); }
-int cudaEventSynchronize(void *event) { return synchronize(); }
-int cudaStreamBeginCapture(void *stream, int mode) { return capturing = 1, capture_id++, SUCCESS; }
-int cudaStreamEndCapture(void *stream, void **graph) { return capturing = 0, *graph = fresh(), SUCCESS; }
-int cudaStreamIsCapturing(void *stream, int *status) { return *status = capturing, SUCCESS; }
+int cudaStreamSynchronize(void *stream) { return synchronize(stream); }
+int cudaDeviceSynchronize(void) { return capturing ? CAPTURE_UNSUPPORTED : SUCCESS; }
+int cudaStreamBeginCapture(void *stream, int mode) { return capturing = stream, capture_id++, SUCCESS; }
+int cudaStreamEndCapture(void *stream, void **graph) { return capturing = NULL, *graph = fresh(), SUCCESS; }
+int cudaStreamIsCapturing(void *stream, int *status) { return *status = stream && stream == capturing, SUCCESS; }
 int cudaGraphInstantiateWithFlags(void **exec, void *g, unsigned long long f) { return *exec = fresh(), SUCCESS; }
 int cudaGraphGetNodes(void *graph, void *nodes, size_t *count) { return *count = 1, SUCCESS; }
 int cudaEventCreate(void **event) { return *event = fresh(), SUCCESS; }
@@ -231,7 +242,7 @@ int cudaEventElapsedTime(float *ms, void *start, void *end) { return *ms = 1, SU
 
 int cudaStreamGetCaptureInfo(void *stream, int *status, unsigned long long *id, void **graph, void *dependencies,
                              void *edges, size_t *count) {
-  *status = capturing;
+  *status = stream && stream == capturing;
   if (id) *id = capture_id;
   if (graph) *graph = (void *)capture_id;
   if (count) *count = 0;
