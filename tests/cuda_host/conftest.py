@@ -1,6 +1,6 @@
 """Runs torch's host code for CUDA without a GPU; collected by ``CUDA_HOST=1 bash launch/test.sh`` only.
 
-Kernels compute nothing, so no number means anything: the tests ask for types, devices, choices of kernels and exceptions.
+Kernels compute nothing, so no number means anything: the tests ask for types, devices, chosen kernels and exceptions.
 Counts that a kernel would compute and that sizes depend on are made here.
 """
 
@@ -26,19 +26,20 @@ def even_counts(total: int, groups: int) -> Tensor:
 @pytest.fixture(autouse=True)
 def counted_experts() -> Iterator[None]:
     """Gives each expert its share of the tokens, in Megatron's layers and in the embedded engine's."""
-    from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-    forward, bincount = SequentialMLP.forward, torch.Tensor.bincount
+    preprocess, bincount = MoEAlltoAllTokenDispatcher.preprocess, torch.Tensor.bincount
 
-    def with_counts(experts: Any, tokens: Tensor, counts: Tensor, probs: Tensor) -> Any:
-        return forward(experts, tokens, even_counts(len(tokens), len(counts)).to(counts.device), probs)
+    def with_counts(dispatcher: Any, routing_map: Tensor) -> Tensor:
+        counts: Tensor = preprocess(dispatcher, routing_map)
+        return counts.copy_(even_counts(dispatcher.num_out_tokens, len(counts)))
 
     def counted(values: Tensor, *args: Any, minlength: int = 0, **options: Any) -> Tensor:
         bincount(values, *args, minlength=minlength, **options)
         return even_counts(values.numel(), minlength).to(values.device)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SequentialMLP, "forward", with_counts)
+        patch.setattr(MoEAlltoAllTokenDispatcher, "preprocess", with_counts)
         patch.setattr(torch.Tensor, "bincount", counted)
         yield
 

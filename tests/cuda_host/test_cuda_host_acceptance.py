@@ -31,16 +31,10 @@ def stage(folder: Path, name: str, checks: str = "", **environment: str) -> dict
 
 @pytest.mark.parametrize(
     ("name", "checks"),
-    [
-        ("parity", "qwen2 |qwen3_moe |llama |kernels"),
-        ("speed", ""),
-        ("engines", "trainer's"),  # transformers' generate would wait for a kernel that ends it
-        ("offload", ""),
-        ("profile", ""),
-        ("fp8", ""),
-    ],
+    [("speed", ""), ("offload", ""), ("profile", "update|log_probs"), ("fp8", "")],
 )
 def test_stage_reaches_its_end(tmp_path: Path, name: str, checks: str) -> None:
+    """All but generation, which waits for a kernel to end a sequence, and comparisons of numbers."""
     rows = stage(tmp_path, name, checks, **{CACHE: "1"})
     assert rows
     raised = {check: row["note"] for check, row in rows.items() if re.match(r"\w*(Error|Exception)\b", row["note"])}

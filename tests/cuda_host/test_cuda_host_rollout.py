@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from test_cuda_host_engine import DTYPES, fields
@@ -16,11 +14,23 @@ from megarl.rollout.embedded import EmbeddedEngine
 TOKENS = 6
 
 
-def requests(**params: Any) -> list[Request]:
-    """Prompts of different lengths, the last two with a common beginning."""
+PARAMS = (
+    SamplingParams(TOKENS, temperature=0.0, ignore_eos=True),
+    SamplingParams(TOKENS, temperature=1.0, ignore_eos=True),
+    SamplingParams(TOKENS, temperature=0.7, top_k=5, top_p=0.9, ignore_eos=True),
+    SamplingParams(TOKENS, temperature=1.0, ignore_eos=True, repetition_penalty=1.2),
+)
+
+
+def generate(engine: EmbeddedEngine) -> None:
+    """Run the steps of prompts of different lengths, two with a common beginning; no kernel marks one as finished."""
     prompts = [[1, 2, 3], list(range(40)), [*range(300), 1], [*range(300), 2]]
-    sampling = SamplingParams(TOKENS, ignore_eos=True, **params)
-    return [Request(str(number), prompt, sampling, number) for number, prompt in enumerate(prompts)]
+    pairs = zip(prompts, PARAMS, strict=True)
+    engine.submit([Request(str(n), prompt, params, n) for n, (prompt, params) in enumerate(pairs)])
+    with torch.inference_mode():
+        for _ in range(TOKENS):
+            assert engine._batcher is not None and not engine._batcher.advance()
+    engine.abort(["0"])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -31,13 +41,10 @@ def test_embedded_engine(
     options = EngineOptions(str(dtype).removeprefix("torch."), "cuda", max_num_seqs=4, max_model_len=512)
     engine = EmbeddedEngine(parse_model_config(fields(family)), options)
     engine._weights.version = 0  # the weights are zeros, as new memory is
-    for params in ({"temperature": 1.0}, {"temperature": 0.0}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}):
-        completions = engine.generate(requests(**params))
-        assert [len(completion.token_ids) for completion in completions] == [TOKENS] * 4
-        assert all(len(completion.log_probs) == TOKENS for completion in completions)
     engine.sleep(("kv_cache", "weights"))
     engine.wake(("weights", "kv_cache"))
-    engine.shutdown()
+    engine._weights.version = 0
+    generate(engine)
     assert [record.getMessage() for record in caplog.records if "CUDA graphs" in record.getMessage()] == []
     assert chosen_attention <= {"FLASH_ATTENTION", "EFFICIENT_ATTENTION"}
 
@@ -49,5 +56,5 @@ def test_steps_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     options = EngineOptions("bfloat16", "cuda", max_num_seqs=4, max_model_len=512)
     engine = EmbeddedEngine(parse_model_config(fields("qwen3")), options)
     engine._weights.version = 0
-    engine.generate(requests(temperature=1.0))
-    assert replays
+    generate(engine)
+    assert len(replays) >= TOKENS - 3, "the first step is eager, the second is captured"
