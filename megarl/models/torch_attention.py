@@ -29,7 +29,7 @@ def dot_product_attention(
     Returns:
         ``[sequences, heads, tokens, value's last dimension]``.
     """
-    if query.shape[1] != key.shape[1] and lacks_grouped_kernel(query, mask):
+    if query.shape[1] != key.shape[1] and lacks_grouped_kernel(query, value, mask):
         key, value = (heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1) for heads in (key, value))
     with sdpa_kernel(GPU_KERNELS) if query.is_cuda else nullcontext():
         return F.scaled_dot_product_attention(
@@ -37,9 +37,11 @@ def dot_product_attention(
         )
 
 
-def lacks_grouped_kernel(query: Tensor, mask: Tensor | None) -> bool:
+def lacks_grouped_kernel(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Return whether torch computes grouped queries on this GPU only with all scores in memory.
 
-    Flash attention has neither single precision nor masks, and the memory-efficient kernel no grouped queries.
+    Flash attention has neither single precision nor masks, and one head width of at most 256; the memory-efficient
+    kernel has no grouped queries.
     """
-    return query.is_cuda and (query.dtype is torch.float32 or type(mask) is Tensor)
+    fits_flash = query.shape[-1] == value.shape[-1] <= 256
+    return query.is_cuda and (query.dtype is torch.float32 or type(mask) is Tensor or not fits_flash)

@@ -17,14 +17,17 @@ from megarl.models.torch_attention import dot_product_attention, lacks_grouped_k
 def test_gpu_has_no_kernel_with_grouped_queries_in_single_precision_or_with_a_mask() -> None:
     mask = torch.zeros(2, 2)
     cases = [
-        (True, torch.float32, None, True),
-        (True, torch.bfloat16, mask, True),
-        (True, torch.bfloat16, None, False),
-        (True, torch.bfloat16, causal_lower_right(1, 2), False),
-        (False, torch.float32, mask, False),
+        (True, torch.float32, 64, 64, None, True),
+        (True, torch.bfloat16, 64, 64, mask, True),
+        (True, torch.bfloat16, 64, 64, None, False),
+        (True, torch.bfloat16, 64, 64, causal_lower_right(1, 2), False),
+        (True, torch.bfloat16, 576, 512, None, True),  # latent attention
+        (True, torch.bfloat16, 320, 320, None, True),
+        (False, torch.float32, 64, 64, mask, False),
     ]
-    for is_cuda, dtype, bias, lacks in cases:
-        assert lacks_grouped_kernel(mock.Mock(is_cuda=is_cuda, dtype=dtype), bias) is lacks
+    for is_cuda, dtype, key_dim, value_dim, bias, lacks in cases:
+        query, value = mock.Mock(is_cuda=is_cuda, dtype=dtype, shape=(key_dim,)), mock.Mock(shape=(value_dim,))
+        assert lacks_grouped_kernel(query, value, bias) is lacks
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -40,7 +43,7 @@ def test_repeated_key_value_heads_equal_grouped_queries(monkeypatch: pytest.Monk
     grouped = attend()
     expected = torch.autograd.grad(grouped, (query, key, value), seed)
     plain = mock.Mock(side_effect=F.scaled_dot_product_attention)
-    monkeypatch.setattr(torch_attention, "lacks_grouped_kernel", lambda query, mask: True)
+    monkeypatch.setattr(torch_attention, "lacks_grouped_kernel", lambda query, value, mask: True)
     monkeypatch.setattr(F, "scaled_dot_product_attention", plain)
     repeated = attend()
     assert [heads.shape[1] for heads in plain.call_args.args] == [4, 4, 4]

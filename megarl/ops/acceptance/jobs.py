@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megarl.base.checkpoint_files import INDEX, read_index
 from megarl.base.child_process import kill_process_tree, parent_death_hook
@@ -194,8 +195,11 @@ def lost_moments(run: Path) -> str:
 def _second_moments(checkpoint: Path) -> dict[str, Tensor]:
     (index,) = checkpoint.glob(f"actor/**/{INDEX}")
     stored = read_index(index.parent).state_dict_metadata
-    sizes = {name: entry.size for name, entry in stored.items() if name.startswith("exp_avg_sq/")}
-    moments = {name: torch.empty(size) for name, size in sizes.items()}
+    moments = {
+        name: torch.empty(entry.size)
+        for name, entry in stored.items()
+        if name.startswith("exp_avg_sq/") and isinstance(entry, TensorStorageMetadata)
+    }
     dcp.load(moments, storage_reader=dcp.FileSystemReader(index.parent), no_dist=True)
     return moments
 

@@ -109,8 +109,8 @@ def _random(params: Sequence[LocalParam], device: torch.device) -> dict[str, Ten
     tensors = {}
     for param in params:
         generator = torch.Generator(device).manual_seed(zlib.crc32(param.name.encode()))
-        options = {"dtype": torch.int16, "device": device, "generator": generator}
-        bits = torch.randint(-(2**15), 2**15, param.shape, **options)
+        limit = 2**15
+        bits = torch.randint(-limit, limit, param.shape, dtype=torch.int16, device=device, generator=generator)
         mask = torch.zeros(param.shape, dtype=torch.bool, device=device)
         for piece in param.pieces:
             mask[tuple(slice(a, a + n) for a, n in zip(piece.at, piece.local_shape, strict=True))] = True
