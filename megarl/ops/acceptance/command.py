@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     try:
         if options.page is not None:
-            write_page(options.out, options.page)
+            write_tables(options.out, options.page)
             return 0
         reports = run_stages(_stages(options.stages), options, started)
     except ConfigError as error:
@@ -119,7 +119,7 @@ def run_stages(names: Sequence[str], options: argparse.Namespace, started: float
     return list(reports.values())
 
 
-def write_page(folder: Path, page: Path) -> None:
+def write_tables(folder: Path, page: Path) -> None:
     """Write the tables of all reports below a page's text, in place of earlier tables."""
     text = page.read_text(encoding="utf-8").partition("\n### ")[0].rstrip() if page.is_file() else ""
     atomic_write_text(page, f"{text}\n\n{markdown(_read_reports(folder))}".lstrip())
