@@ -40,6 +40,7 @@ SLOW = (
     "convert/test_convert_roles.py",
     "docs/test_docs_site.py",
     "docs/test_docs_tools.py",
+    "ops/acceptance/test_acceptance_jobs.py",
     "ops/acceptance/test_acceptance_stages.py",
     "ops/doctor",
     "ops/launch",

@@ -27,6 +27,7 @@ from megarl.base.run_writer import RUN_WRITER
 from megarl.config import EvaluateConfig, SFTConfig, TrainConfig
 from megarl.config.compose import to_yaml
 from megarl.tracking import Console
+from megarl.trainer.jobs import early_checks
 from megarl.trainer.records.reporting import RunReporter
 from megarl.trainer.state.run_identity import ID_FILE
 
@@ -458,3 +459,11 @@ def test_ctrl_c_after_the_run_shows_no_traceback(tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, preexec_fn=restore_interrupts
     )
     assert done.returncode == 0 and done.stderr == "", done.stderr
+
+
+def test_missing_plotly_is_a_warning_before_the_job(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    early_checks.check_packages(SFTConfig())
+    assert "plotly" in caplog.text

@@ -120,7 +120,7 @@ def way():
     plan = build_plan(weight_map, layout, RolloutLayout(), 400, 4)
     params = training_tensors(weight_map, layout, labelled_checkpoint(weight_map, torch.float32))[0]
     sender = BucketSender(plan, 0, lambda: params, PeerTransports({0: "inline"}), torch.float32, torch.device("cpu"))
-    receiver = BucketReceiver(plan, 0, Engine(), PeerTransports({0: "inline"}), torch.float32, torch.device("cpu"))
+    receiver = BucketReceiver(plan, 0, Engine(), PeerTransports({0: "inline"}), torch.float32)
     receiver.begin(1)
     return plan, sender, receiver
 
