@@ -16,9 +16,9 @@ ROOT = Path(__file__).parents[2]
 CACHE = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 
 
-def stage(folder: Path, name: str, checks: str = "", **environment: str) -> dict[str, dict[str, Any]]:
+def stage(folder: Path, name: str, **environment: str) -> dict[str, dict[str, Any]]:
     """Rows of a stage's report."""
-    command = [sys.executable, "-m", "megarl.ops.acceptance.stages", name, "--folder", str(folder), "--checks", checks]
+    command = [sys.executable, "-m", "megarl.ops.acceptance.stages", name, "--folder", str(folder)]
     variables = {name: value for name, value in os.environ.items() if name != CACHE} | environment
     run = subprocess.run(
         [*command, "--scale", "tiny", "--device", "cuda"], cwd=ROOT, env=variables, capture_output=True, text=True
@@ -29,13 +29,10 @@ def stage(folder: Path, name: str, checks: str = "", **environment: str) -> dict
     return {row["check"]: row for row in report["results"]}
 
 
-@pytest.mark.parametrize(
-    ("name", "checks"),
-    [("speed", ""), ("offload", ""), ("profile", "update|log_probs"), ("fp8", "")],
-)
-def test_stage_reaches_its_end(tmp_path: Path, name: str, checks: str) -> None:
-    """All but generation, which waits for a kernel to end a sequence, and comparisons of numbers."""
-    rows = stage(tmp_path, name, checks, **{CACHE: "1"})
+@pytest.mark.parametrize("name", ["speed", "offload", "fp8"])
+def test_stage_reaches_its_end(tmp_path: Path, name: str) -> None:
+    """All but generation, which waits for a kernel to end a sequence, profiles, and comparisons of numbers."""
+    rows = stage(tmp_path, name, **{CACHE: "1"})
     assert rows
     raised = {check: row["note"] for check, row in rows.items() if re.match(r"\w*(Error|Exception)\b", row["note"])}
     assert raised == {}
