@@ -14,7 +14,6 @@ mean share of their slots in use, and ``limit`` its maximum, if each turn began 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import http.client
 import json
@@ -39,6 +38,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/agents"), str(ROOT / "too
 
 from agent_cases import ids_of, lead_all, merging_tokenizer  # noqa: E402
 from dotted_keys import set_keys  # noqa: E402
+from machine import benchmark_parser, parse_sizes  # noqa: E402
 from retrieval_server import BM25Index, Document, RetrievalServer  # noqa: E402
 
 from megarl.agents import AgentLoop, AgentTask, Conversation, ConversationLimits, Transcript  # noqa: E402
@@ -57,10 +57,10 @@ from megarl.cluster.adapters import ReplicaProcess, replica_processes  # noqa: E
 from megarl.cluster.agent_runners import AgentRunners  # noqa: E402
 from megarl.config import GenerateConfig  # noqa: E402
 from megarl.config.build import build  # noqa: E402
+from megarl.data.tokenizer_folder import load_tokenizer  # noqa: E402
 from megarl.models import ParallelLayout  # noqa: E402
 from megarl.rollout import Completion, Request, SamplingParams  # noqa: E402
 from megarl.rollout.serving import EngineServer  # noqa: E402
-from megarl.trainer.phases.data_loading import load_tokenizer  # noqa: E402
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb  # noqa: E402
 
 CONCURRENT, TURNS, ROUNDS = 256, 4, 3
@@ -142,8 +142,8 @@ def measure(loop: AgentLoop, engine: NullEngine, conversations: int, prompt: lis
     return sorted(seconds)[len(seconds) // 2], turns
 
 
-def measure_loops() -> None:
-    """Print the overhead of each loop."""
+def measure_loops(most: int) -> None:
+    """Print the overhead of each loop, with at most ``most`` conversations."""
     tokenizer = merging_tokenizer()
     parent_pipe, child_pipe = multiprocessing.Pipe()
     server = multiprocessing.get_context("spawn").Process(target=serve, args=(child_pipe,), daemon=True)
@@ -158,7 +158,7 @@ def measure_loops() -> None:
     chat = ChatFormat(tokenizer, find_parser("hermes"))
     external.endpoint = Endpoint(chat, limits, EndpointAddress(), EventLoopThread("endpoint"))
     cases = {
-        "single_turn_agent": (SingleTurnLoop(), NullEngine(answer, answer), 8192),
+        "single_turn_agent": (SingleTurnLoop(), NullEngine(answer, answer), 4096),
         "tool_agent": (
             ToolLoop(tokenizer, {"look": ToolEntry(Look())}),
             NullEngine(ids_of(tokenizer, call), answer),
@@ -173,7 +173,8 @@ def measure_loops() -> None:
     }
     print(f"{'loop':<20}{'conversations':>14}{'turns each':>12}{'conversations/s':>17}{'ms per turn':>13}")
     with external.endpoint:
-        for name, (loop, engine, count) in cases.items():
+        for name, (loop, engine, usual) in cases.items():
+            count = min(most, usual)
             seconds, turns = measure(loop, engine, count, prompt)
             print(f"{name:<20}{count:>14}{turns / count:>12.1f}{count / seconds:>17,.0f}{1e3 * seconds / turns:>13.3f}")
     print(f"\n{CONCURRENT} conversations at a time, median of {ROUNDS} rounds")
@@ -345,17 +346,20 @@ def task_keys(folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--part", choices=("loops", "runners", "all"), default="all")
-    part = parser.parse_args().part
-    if part != "runners":
-        measure_loops()
-    if part == "loops":
+    parser.add_argument("--conversations", type=int, default=4096, help="most conversations of a case")
+    args = parse_sizes(parser, conversations=64)
+    if args.part != "runners":
+        measure_loops(args.conversations)
+    if args.part == "loops":
         return
     names = f"{'conversations':>13}{'runners':>9}{'CPU per turn':>16}{'driver':>13}"
     print(f"\n{names}{'utilization':>13}{'occupied':>10}{'limit':>8}{'wall':>10}")
     with tempfile.TemporaryDirectory() as folder:
-        for conversations, runners in ((256, 1), (1024, 1), (4096, 1), (4096, 2)):
+        most = args.conversations
+        cases = ((most // 16, 1), (most // 4, 1), (most, 1), (most, 2))
+        for conversations, runners in cases[:1] if args.tiny else cases:
             measure_runners(conversations, runners, Path(folder))
 
 

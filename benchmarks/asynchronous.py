@@ -26,7 +26,6 @@ its numbers say nothing.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import math
@@ -41,7 +40,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from machine import processor
+from machine import benchmark_parser, parse_sizes, processor
 
 from megarl.agents.loop import Transcript
 from megarl.agents.single_turn import SingleTurnLoop
@@ -234,7 +233,10 @@ def make_task(folder: Path, work: Workload) -> None:
     """Make the arithmetic task, with a model whose positions suffice for the longest response."""
     run(["tools/make_arithmetic.py", "--out", str(folder), "--hidden", str(work.hidden)], os.environ)
     path = folder / "model" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": 64 + work.longest}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text(encoding="utf-8")), "max_position_embeddings": 64 + work.longest}),
+        encoding="utf-8",
+    )
 
 
 def run(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -308,7 +310,7 @@ def simulated(measured: Mapping[str, Measured], rates: SimulatedRates, batch: Si
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--samples", type=int, default=4, help="responses per prompt")
     parser.add_argument("--median", type=float, default=60)
@@ -326,8 +328,7 @@ def main() -> None:
         help="least ms of a decode step and device-us of training per token; 0 0 = the speed of this machine's cores",
     )
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES), help="modes besides sync")
-    parser.add_argument("--tiny", action="store_true")
-    args = parser.parse_args()
+    args = parse_sizes(parser, modes=list(MODES)[1:2])
     longest = round(CAP * args.median)
     work = Workload(args.steps, 32, args.samples, args.median, args.sigma, args.hidden, args.slots, longest)
     if args.tiny:

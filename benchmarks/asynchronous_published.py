@@ -9,7 +9,7 @@ not the speed of a machine. The published figures are the projects' claims, of o
 
 from __future__ import annotations
 
-import argparse
+from machine import benchmark_parser, parse_sizes
 
 from megarl.base.formatting import table_lines
 from megarl.ops.plan.asynchronous import (
@@ -60,13 +60,13 @@ def simulated(devices: int, batch: SimulatedBatch) -> list[SimulatedRun]:
 
 def main() -> None:
     """Print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--devices", type=int, default=256, help="devices of trainer and engines together")
     parser.add_argument("--prompts", type=int, default=64, help="prompts per step, with 16 responses each")
     parser.add_argument("--mean", type=float, default=6000, help="mean length of the responses, in tokens")
     parser.add_argument("--longest", type=int, default=28000, help="longest response, in tokens")
     parser.add_argument("--sigma", type=float, default=1.0, help="standard deviation of the logarithm of the length")
-    args = parser.parse_args()
+    args = parse_sizes(parser, devices=16, prompts=4, mean=100, longest=400)
     lengths = Quantiles.log_normal(args.mean, args.sigma, args.longest)
     runs = simulated(args.devices, SimulatedBatch(args.prompts, 16, lengths))
     print(f"{args.devices} devices, {args.prompts} x 16 responses of {lengths.describe()}")

@@ -13,7 +13,6 @@ numbers are skipped.
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import os
 import statistics
@@ -28,6 +27,7 @@ from typing import NamedTuple
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
+from machine import benchmark_parser, parse_sizes
 
 from megarl.data import balance_mini_batches, balanced_partition, stratified_minibatch_order
 from megarl.data.balance import makespan_lower_bound
@@ -230,10 +230,10 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=5, help="batches per case (default: %(default)s)")
     parser.add_argument("--baseline-cells", type=int, default=1 << 18, help="default: %(default)s")
-    arguments = parser.parse_args()
+    arguments = parse_sizes(parser, seeds=1, baseline_cells=1 << 10)
     good = partitions(arguments.seeds, arguments.baseline_cells) & updates(arguments.seeds)
     raise SystemExit(0 if good else 1)
 

@@ -15,7 +15,6 @@ package only Ray's rows are printed.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import time
@@ -28,7 +27,7 @@ import psutil
 import ray
 import torch
 from data_plane import batch_of, samples_rows
-from machine import processor
+from machine import benchmark_parser, parse_sizes, processor
 from torch import Tensor
 
 from megarl.base.formatting import table_lines
@@ -203,12 +202,12 @@ def with_queue(producer: Any, batch: DataProto, ranks: int) -> list[list[str]]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--samples", type=int, nargs="+", default=[1024])
     parser.add_argument("--longest", type=int, default=15360, help="longest response in tokens")
     parser.add_argument("--mean", type=int, default=2048, help="mean response in tokens")
     parser.add_argument("--ranks", type=int, default=4, help="data-parallel ranks")
-    args = parser.parse_args()
+    args = parse_sizes(parser, samples=[8], longest=32, mean=16, ranks=1)
 
     has_queue = importlib.util.find_spec("transfer_queue") is not None
     rows = []

@@ -11,7 +11,6 @@ copy, is shown separately.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import socket
@@ -24,7 +23,7 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"  # read by libraries at their import
 
 import torch
-from machine import processor
+from machine import benchmark_parser, parse_sizes, processor
 
 from megarl.megatron import MegatronEngine, MegatronOptions, OptimizerOptions, PackedMicroBatch, init_runtime
 from megarl.megatron.checkpoint import begin_save
@@ -109,13 +108,13 @@ def one_round(engine: MegatronEngine, snapshot: HostSnapshot, folder: Path) -> d
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--folder", type=Path, default=Path(), help="folder on the measured disk")
-    args = parser.parse_args()
+    args = parse_sizes(parser, hidden=64, layers=2, rounds=1, folder=None)
     engine = built_engine(args.hidden, args.layers, args.device)
     snapshot = HostSnapshot(engine.runtime.device)
     step(engine)

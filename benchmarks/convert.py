@@ -8,7 +8,6 @@ vocabulary of 128,256, in bfloat16.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -20,9 +19,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from machine import processor
+from machine import benchmark_parser, parse_sizes, processor
 
 from megarl.models import WeightMap, parse_model_config
 
@@ -41,7 +40,7 @@ SHAPE = {
     "tie_word_embeddings": False,
     "hidden_act": "silu",
 }
-LAYER_BYTES, OTHER_BYTES = 436_224_000, 2_101_346_304
+TINY_SHAPE = {**SHAPE, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 8, "vocab_size": 256}
 
 
 class Run(NamedTuple):
@@ -51,11 +50,17 @@ class Run(NamedTuple):
     megabytes: float
 
 
-def write_model(folder: Path, layers: int) -> int:
+def model_bytes(shape: dict[str, Any], layers: int) -> int:
+    """Return the size of a model in bfloat16."""
+    weights = WeightMap(parse_model_config({**shape, "num_hidden_layers": layers}))
+    return sum(2 * math.prod(size) for size in weights.hf_shapes().values())
+
+
+def write_model(folder: Path, shape: dict[str, Any], layers: int) -> int:
     """Write a model folder of random bytes with one shard per 5 GB; return the size of its largest tensor."""
-    raw = {**SHAPE, "num_hidden_layers": layers}
+    raw = {**shape, "num_hidden_layers": layers}
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(raw))
+    (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     for name, shape in WeightMap(parse_model_config(raw)).hf_shapes().items():
         if sum(2 * math.prod(s) for s in shards[-1].values()) + 2 * math.prod(shape) > 5e9:
@@ -66,7 +71,9 @@ def write_model(folder: Path, layers: int) -> int:
         file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
         placed |= dict.fromkeys(shard, file)
         write_shard(folder / file, shard)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": placed}), encoding="utf-8"
+    )
     return max(2 * math.prod(shape) for shard in shards for shape in shard.values())
 
 
@@ -121,20 +128,22 @@ def one_round(source: Path, work: Path, workers: list[str], number: int) -> dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--gigabytes", type=float, default=8.0, help="minimum size of the model")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--workers", type=int, help="threads of the converter (default: its default)")
-    args = parser.parse_args()
-    layers = max(1, math.ceil((args.gigabytes * 1e9 - OTHER_BYTES) / LAYER_BYTES))
-    size = OTHER_BYTES + layers * LAYER_BYTES
+    args = parse_sizes(parser, gigabytes=0, rounds=1)
+    shape = TINY_SHAPE if args.tiny else SHAPE
+    one, two = (model_bytes(shape, layers) for layers in (1, 2))
+    layers = 1 + max(0, math.ceil((args.gigabytes * 1e9 - one) / (two - one)))
+    size = model_bytes(shape, layers)
     if shutil.disk_usage(args.folder).free < 4.2 * size:
         sys.exit(f"{args.folder} has no room for {4.2 * size / 1e9:.0f} GB")
     workers = ["--workers", str(args.workers)] if args.workers else []
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="megarl-convert-") as folder:
         work = Path(folder)
-        largest = write_model(work / "model", layers)
+        largest = write_model(work / "model", shape, layers)
         rounds = [one_round(work / "model", work, workers, number) for number in range(args.rounds)]
     print(
         f"{processor()}, {os.cpu_count()} cores; {size / 1e9:.2f} GB, {layers} layers; medians of {args.rounds} rounds"

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from machine import processor
+from machine import benchmark_parser, parse_sizes, processor
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCH, TAKEN, SEED = 1024, 20_000, 1
@@ -33,7 +33,7 @@ FILLER = "Think about it step by step and write the answer down. " * 4
 def make(folder: Path, rows: int) -> None:
     """Write the same rows as parquet and as JSONL."""
     size = 10_000
-    with open(folder / "rows.jsonl", "w") as lines:
+    with open(folder / "rows.jsonl", "w", encoding="utf-8") as lines:
         writer = None
         for start in range(0, rows, size):
             part = [row(number) for number in range(start, min(start + size, rows))]
@@ -58,7 +58,7 @@ def row(number: int) -> dict:
 
 def memory() -> dict[str, int]:
     """Return this process's memory in MiB: current private and mapped memory, and the peak of both."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines())
     names = {"own_mib": "RssAnon", "mapped_mib": "RssFile", "peak_mib": "VmHWM"}
     return {name: int(status[key].split()[0]) >> 10 for name, key in names.items()}
 
@@ -120,10 +120,10 @@ def measure(kind: str, path: Path, cache: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse_sizes(parser, rows=BATCH)
     if options.child:
         kind, path, cache = options.child
         print(json.dumps(megarl_loader(path, cache) if kind in ("cold", "warm") else peer(kind, path)))
@@ -138,7 +138,7 @@ def main() -> None:
             measure(kind, folder / "rows.parquet", folder / "cache")
         for kind in ("cold", "warm"):
             measure(kind, folder / "rows.jsonl", folder / "cache")
-        print(json.dumps({"cache_mib": sum(file.stat().st_size for file in (folder / "cache").iterdir()) >> 20}))
+        print(json.dumps({"cache_mib": sum(file.stat().st_size for file in (folder / "cache").rglob("*")) >> 20}))
 
 
 if __name__ == "__main__":

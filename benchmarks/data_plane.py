@@ -13,7 +13,6 @@ built, without the object store. ``written MB`` are the bytes that the driver ha
 
 from __future__ import annotations
 
-import argparse
 import os
 import threading
 import time
@@ -24,6 +23,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
 import torch
+from machine import benchmark_parser, parse_sizes
 
 from megarl.agents.trajectories import PackedSamples, trajectories_to_batch
 from megarl.agents.types import FinishedSample, SampleId, Trajectory
@@ -202,7 +202,7 @@ class Meter:
 
 def anonymous_bytes() -> int:
     """Memory of this process without files and shared memory."""
-    with open("/proc/self/status") as lines:
+    with open("/proc/self/status", encoding="utf-8") as lines:
         return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
 
 
@@ -223,7 +223,7 @@ def run_step(batch: DataProto, manager: RewardManager, group: Any, meter: Meter)
 
 def main() -> None:
     """Print a table for each batch and number of ranks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--samples", type=int, nargs="+", default=[2048])
     parser.add_argument("--longest", type=int, default=15360, help="longest response in tokens")
     parser.add_argument("--mean", type=int, default=2048, help="mean response in tokens")
@@ -231,7 +231,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--store-gb", type=int, default=6, help="size of the object store")
-    args = parser.parse_args()
+    args = parse_sizes(parser, samples=[8], longest=32, mean=16, dp=[1], steps=1, store_gb=1)
 
     torch.set_num_threads(1)
     keep_freed_memory(LARGEST_KEPT_TENSOR)

@@ -37,7 +37,7 @@ from typing import NamedTuple
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from machine import processor
+from machine import benchmark_parser, parse_sizes, processor
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -296,7 +296,7 @@ def report_cuda(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--sequences", type=int, default=48, help="on a CPU: sequences of the mixed lengths")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[4, 8, 16], help="of transformers")
@@ -305,7 +305,7 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=4, help="on CUDA: micro-batches of 8,192 tokens per step")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
+    args = parse_sizes(parser, sequences=2, batch_sizes=[2], max_tokens=256, repeats=1)
     on_cuda(args) if args.device == "cuda" else on_cpu(args)
 
 

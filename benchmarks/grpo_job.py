@@ -30,14 +30,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpo_step
-from grpo_workload import LEARNING_RATE, MIXES, PROMPT_TOKENS, PROMPTS, SAMPLES, Mix, distinct_words, prompt_ids
-from machine import processor
+from grpo_workload import LEARNING_RATE, PROMPT_TOKENS, SAMPLES, Mix, distinct_words, mix_of, prompt_ids
+from machine import benchmark_parser, parse_sizes, processor
 
 from megarl.agents.single_turn import SingleTurnLoop
 from megarl.agents.types import Conversation, Generate, Trajectory
 from megarl.tracking import read_metrics
 
-MIX = MIXES["equal"]
 PHASES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights")
 
 
@@ -54,18 +53,6 @@ def score(data_source: str, solution_str: str, ground_truth: str, extra_info: di
     return distinct_words(solution_str)
 
 
-class Size(NamedTuple):
-    """Size of a step."""
-
-    prompts: int
-    response_tokens: int
-
-    @property
-    def samples(self) -> int:
-        """Return the responses of a step."""
-        return self.prompts * SAMPLES
-
-
 class Row(NamedTuple):
     """Median seconds of a contestant's steps."""
 
@@ -79,7 +66,7 @@ def write_prompts(path: Path, steps: int, prompts: int) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    texts = [" ".join(f"w{i}" for i in ids) for step in range(steps) for ids in prompt_ids(step)[:prompts]]
+    texts = [" ".join(f"w{i}" for i in ids) for step in range(steps) for ids in prompt_ids(step, prompts)]
     rows = [
         {
             "data_source": "words",
@@ -92,19 +79,19 @@ def write_prompts(path: Path, steps: int, prompts: int) -> None:
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
-def overrides(folder: Path, size: Size, steps: int, engine_log_probs: bool) -> list[str]:
+def overrides(folder: Path, mix: Mix, steps: int, engine_log_probs: bool) -> list[str]:
     """Return the configuration of the job: the settings of ``grpo_step.py`` in a job's keys."""
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     return [
         f"data.train_files={folder}/train.parquet",
         "data.val_files=[]",
         "data.shuffle=false",
-        f"data.train_batch_size={size.prompts}",
+        f"data.train_batch_size={mix.prompts}",
         f"data.max_prompt_length={PROMPT_TOKENS}",
-        f"data.max_response_length={size.response_tokens}",
+        f"data.max_response_length={mix.longest}",
         f"actor_rollout_ref.model.path={folder}/model",
         f"actor_rollout_ref.model.tokenizer_path={folder}/tokenizer",
-        f"{actor}.ppo_mini_batch_size={size.prompts}",
+        f"{actor}.ppo_mini_batch_size={mix.prompts}",
         f"{actor}.ppo_max_token_len_per_gpu=2048",
         f"{actor}.use_kl_loss=false",
         f"{actor}.optim.lr={LEARNING_RATE}",
@@ -128,9 +115,9 @@ def overrides(folder: Path, size: Size, steps: int, engine_log_probs: bool) -> l
     ]
 
 
-def run_job(folder: Path, size: Size, steps: int, engine_log_probs: bool) -> Row:
+def run_job(folder: Path, mix: Mix, steps: int, engine_log_probs: bool) -> Row:
     """Run the job, and return the medians of its steps after the first."""
-    write_prompts(folder / "train.parquet", steps, size.prompts)
+    write_prompts(folder / "train.parquet", steps, mix.prompts)
     # Beside a config.json of Qwen2, AutoTokenizer would build a byte-level tokenizer from the word-level files.
     (folder / "tokenizer").mkdir()
     for file in (folder / "model").glob("tokenizer*"):
@@ -141,7 +128,7 @@ def run_job(folder: Path, size: Size, steps: int, engine_log_probs: bool) -> Row
     paths = [str(Path(__file__).parent), *filter(None, [environment.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)  # the job imports this file
     done = subprocess.run(
-        [*command, *overrides(folder, size, steps, engine_log_probs)],
+        [*command, *overrides(folder, mix, steps, engine_log_probs)],
         cwd=Path(__file__).parents[1],
         env=environment,
         capture_output=True,
@@ -153,7 +140,7 @@ def run_job(folder: Path, size: Size, steps: int, engine_log_probs: bool) -> Row
     rows = [row for row in read_metrics(folder / "run" / "metrics.jsonl") if "timing_s/step" in row]
     assert len(rows) == steps, f"{len(rows)} steps instead of {steps}"
     for row in rows:
-        assert row["response_length/min"] == row["response_length/max"] == size.response_tokens
+        assert row["response_length/min"] == row["response_length/max"] == mix.longest
         assert row["prompt_length/mean"] == PROMPT_TOKENS and not row["actor/skipped_steps"]
     phases = {
         phase: statistics.median(row[f"timing_s/{phase}"] for row in rows[1:])
@@ -184,13 +171,13 @@ def peers(args: argparse.Namespace, folder: Path, mix: Mix) -> list[Row]:
     return rows
 
 
-def print_table(size: Size, rows: Sequence[Row]) -> None:
+def print_table(mix: Mix, rows: Sequence[Row]) -> None:
     """Print seconds, rates, ratios and phases."""
     print(f"\n{'median of a step':<26}{'s/step':>9}{'samples/s':>11}{'tokens/s':>10}{'ratio':>8}")
     for row in rows:
-        rate = size.samples / row.step
+        rate = mix.rows / row.step
         ratio = f"{rows[-1].step / row.step:>8.2f}" if len(rows) > 1 else ""
-        print(f"{row.name:<26}{row.step:>9.2f}{rate:>11.2f}{rate * size.response_tokens:>10,.0f}{ratio}")
+        print(f"{row.name:<26}{row.step:>9.2f}{rate:>11.2f}{rate * mix.longest:>10,.0f}{ratio}")
     print("\nmedian seconds by phase; in the rows without a job, update_actor includes old log-probs")
     for row in rows:
         parts = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in row.phases.items())
@@ -198,29 +185,28 @@ def print_table(size: Size, rows: Sequence[Row]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--peer-python", help="interpreter with TRL; see grpo_step.py")
     parser.add_argument("--peer-batch-size", type=int, default=64, help="rows of TRL's micro-batch, over its processes")
     parser.add_argument("--engine-log-probs", action="store_true", help="take old log-probs from the engine")
     parser.add_argument("--steps", type=int, default=6, help="number of steps; the first does not count")
     parser.add_argument("--job-only", action="store_true", help="without the plain objects and TRL")
-    parser.add_argument("--tiny", action="store_true", help="two steps of four prompts, the job only: a check")
-    args = parser.parse_args()
+    args = parse_sizes(parser, steps=2, job_only=True)
     if args.steps < 2:
         parser.error("--steps: at least 2; the first does not count")
-    size, steps = (Size(4, 8), 2) if args.tiny else (Size(PROMPTS, MIX.longest), args.steps)
+    mix = mix_of("equal", args.tiny)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         parameters = grpo_step.build_model(folder / "model")
         versions = ", ".join(f"{n} {importlib.metadata.version(n)}" for n in ("torch", "ray", "megatron-core"))
         print(f"{processor()}, load {os.getloadavg()[0]:.1f} at start; {versions}")
         source = "from the engine" if args.engine_log_probs else "recomputed"
-        print(f"Qwen2, {parameters / 1e6:.1f} M parameters, float32; {size.prompts} prompts x {SAMPLES} responses of "
-              f"{size.response_tokens} tokens; old log-probs {source}", flush=True)  # fmt: skip
-        rows = [run_job(folder, size, steps, args.engine_log_probs)]
-        if not (args.tiny or args.job_only):
-            rows += peers(args, folder, MIX)
-    print_table(size, rows)
+        print(f"Qwen2, {parameters / 1e6:.1f} M parameters, float32; {mix.prompts} prompts x {SAMPLES} responses of "
+              f"{mix.longest} tokens; old log-probs {source}", flush=True)  # fmt: skip
+        rows = [run_job(folder, mix, args.steps, args.engine_log_probs)]
+        if not args.job_only:
+            rows += peers(args, folder, mix)
+    print_table(mix, rows)
 
 
 if __name__ == "__main__":

@@ -55,8 +55,6 @@ from grpo_workload import (
     MARK,
     MIXES,
     PAD,
-    PROMPTS,
-    ROWS,
     SAMPLES,
     SHAPE,
     VOCAB,
@@ -64,9 +62,10 @@ from grpo_workload import (
     Taken,
     clock,
     distinct_words,
+    mix_of,
     prompt_ids,
 )
-from machine import processor
+from machine import benchmark_parser, parse_sizes, processor
 
 from megarl.base.ports import free_port
 
@@ -195,7 +194,7 @@ def build_workers(rank: int, folder: Path, mix: Mix, port: int) -> dict[str, Any
         place,
         settings=settings,
         config=ActorConfig(),
-        plan=UpdatePlan(ROWS, 1, budget, "token-mean", mix.longest),
+        plan=UpdatePlan(mix.rows, 1, budget, "token-mean", mix.longest),
         log_prob=LogProbSettings(budget, 1.0),
         reference=None,
     )
@@ -267,8 +266,15 @@ class ActorEnd:
 class EngineEnd:
     """The engines' side of the weight sync, over pipes."""
 
+    numbers = (0, 1)
+
     def __init__(self, processes: Processes) -> None:
         self._call, self._scatter = processes.call, processes.scatter
+
+    def of_replicas(self, replicas: range) -> EngineEnd:
+        """Return this target: both replicas are one wave."""
+        assert replicas == range(2)
+        return self
 
     def sleep(self, tags: tuple[str, ...]) -> Done:
         """Free the memory of the tags."""
@@ -357,7 +363,7 @@ class Megarl:
         from megarl.agents.trajectories import trajectories_to_batch
         from megarl.agents.types import Trajectory
 
-        prompts, lengths = prompt_ids(number), self.mix.lengths(number)
+        prompts, lengths = prompt_ids(number, self.mix.prompts), self.mix.lengths(number)
         completions = asyncio.run(self._answers(number, prompts, lengths))
         assert [len(c.token_ids) for c in completions] == lengths
         return trajectories_to_batch(
@@ -374,12 +380,12 @@ class Megarl:
         from megarl.rollout.router import Router
 
         replicas = [PipeReplica(pipe) for pipe in self.processes.pipes]
-        async with Router(dict(enumerate(replicas)), ROWS // 2 + 16, 600.0) as router:
+        async with Router(dict(enumerate(replicas)), self.mix.rows // 2 + 16, 600.0) as router:
             requests = [
                 router.generate(
                     prompts[row // SAMPLES],
                     SamplingParams(length, ignore_eos=True),
-                    seed=number * ROWS + row,
+                    seed=number * self.mix.rows + row,
                     key=str(row // SAMPLES),
                     expected_tokens=self.mix.longest,
                 )
@@ -390,8 +396,9 @@ class Megarl:
     def _advantages(self, batch: Any) -> Any:
         from megarl.algorithms import ADVANTAGES, AdvantageInputs
 
-        groups = [f"{row // SAMPLES}" for row in range(ROWS)]
-        facts = {"uid": groups, "data_source": ["words"] * ROWS, "reward_model": [{"ground_truth": ""}] * ROWS}
+        rows = self.mix.rows
+        groups = [f"{row // SAMPLES}" for row in range(rows)]
+        facts = {"uid": groups, "data_source": ["words"] * rows, "reward_model": [{"ground_truth": ""}] * rows}
         scored = self.rewards.score(batch.with_columns({}, facts)).batch
         advantages, _ = ADVANTAGES["grpo"](
             AdvantageInputs(
@@ -418,7 +425,7 @@ class Megarl:
     def _update(self, batch: Any) -> None:
         from megarl.cluster.split import plan_rows, split
 
-        chunks = split(batch, plan_rows(batch, 2, ROWS), ROWS)
+        chunks = split(batch, plan_rows(batch, 2, self.mix.rows), self.mix.rows)
         metrics = self.processes.scatter("actor", "update_actor", [(chunk,) for chunk in chunks])[0]
         assert not metrics["actor/skipped_steps"] and math.isfinite(metrics["actor/grad_norm"])
 
@@ -435,8 +442,9 @@ class Peer:
     """TRL in a separate interpreter: runs a step per input line and answers with a line of numbers."""
 
     def __init__(self, args: argparse.Namespace, folder: Path, mix: Mix, processes: int) -> None:
+        batch_size = min(args.peer_batch_size, mix.rows) // processes
         call = [str(PEER), str(folder), "--lengths", mix.name, "--steps", str(args.steps),
-                "--batch-size", str(args.peer_batch_size // processes)]  # fmt: skip
+                "--batch-size", str(batch_size), *["--tiny"] * args.tiny]  # fmt: skip
         if processes > 1:
             call = [
                 "-m",
@@ -509,7 +517,7 @@ def report(mix: Mix, taken: dict[str, list[Taken]], versions: Sequence[str]) -> 
     steps = len(next(iter(taken.values())))
     tokens = [sum(mix.lengths(number)) for number in range(1, steps + 1)]
     rates = {name: median_rates(tokens, seconds) for name, seconds in taken.items()}
-    print(f"\n{mix.name}: {ROWS} answers of {min(mix.lengths(1))} to {max(mix.lengths(1))} tokens, "
+    print(f"\n{mix.name}: {mix.rows} answers of {min(mix.lengths(1))} to {max(mix.lengths(1))} tokens, "
           f"{statistics.mean(tokens):,.0f} tokens a step; medians of {steps} steps")  # fmt: skip
     if versions:
         print(f"TRL's interpreter: {versions[0]}")
@@ -524,21 +532,21 @@ def report(mix: Mix, taken: dict[str, list[Taken]], versions: Sequence[str]) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--peer-python", help="interpreter with TRL")
     parser.add_argument("--peer-processes", type=int, nargs="+", choices=(1, 2), default=[1, 2])
     parser.add_argument("--peer-batch-size", type=int, default=64, help="rows of TRL's micro-batch, over its processes")
     parser.add_argument("--lengths", nargs="+", choices=list(MIXES), default=list(MIXES))
     parser.add_argument("--recompute", action="store_true", help="add megarl with a pass for old log-probs")
     parser.add_argument("--steps", type=int, default=6, help="number of steps; the first does not count")
-    args = parser.parse_args()
+    args = parse_sizes(parser, steps=2, lengths=["log-normal"])
     with tempfile.TemporaryDirectory() as name:
         parameters = build_model(Path(name))
         versions = ", ".join(f"{n} {importlib.metadata.version(n)}" for n in ("torch", "transformers", "megatron-core"))
         print(f"{processor()}, two cores each; {versions}")
-        print(f"Qwen2, {parameters / 1e6:.1f} M parameters, float32; {PROMPTS} prompts x {SAMPLES} answers", flush=True)
+        print(f"Qwen2, {parameters / 1e6:.1f} M parameters, float32", flush=True)
         for mix in args.lengths:
-            compare(MIXES[mix], Path(name), args)
+            compare(mix_of(mix, args.tiny), Path(name), args)
 
 
 if __name__ == "__main__":

@@ -24,12 +24,12 @@ from grpo_workload import (
     MIXES,
     PAD,
     PROMPT_TOKENS,
-    ROWS,
     SAMPLES,
     Mix,
     Taken,
     clock,
     distinct_words,
+    mix_of,
     prompt_ids,
 )
 from transformers import (
@@ -45,14 +45,14 @@ def run_peer(folder: Path, mix: Mix, steps: int, batch_size: int) -> None:
     """Train with TRL's ``GRPOTrainer``, one step per line of standard input."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    prompts = [" ".join(f"w{i}" for i in ids) for step in range(steps) for ids in prompt_ids(step)]
+    prompts = [" ".join(f"w{i}" for i in ids) for step in range(steps) for ids in prompt_ids(step, mix.prompts)]
     config = trl.GRPOConfig(
         output_dir=str(folder / "trl"),
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
         per_device_train_batch_size=batch_size,
-        gradient_accumulation_steps=ROWS // world // batch_size,
+        gradient_accumulation_steps=mix.rows // world // batch_size,
         num_generations=SAMPLES,
         max_completion_length=mix.longest,
         max_steps=steps,
@@ -122,7 +122,7 @@ class PeerWatch:
         """Call ``generate`` with forced lengths."""
 
         def forced(*args: Any, **kwargs: Any) -> Any:
-            share = ROWS // self.world
+            share = self.mix.rows // self.world
             lengths = self.mix.lengths(self.number)[self.rank * share : (self.rank + 1) * share]
             rule = EndAt(lengths if self.mix.name != "equal" else [self.mix.longest + 1] * share)
             output = generate(*args, **kwargs, logits_processor=LogitsProcessorList([rule]))
@@ -185,8 +185,9 @@ def main() -> None:
     parser.add_argument("--lengths", choices=list(MIXES), required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--batch-size", type=int, required=True, help="rows of a micro-batch, per process")
+    parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
-    run_peer(args.folder, MIXES[args.lengths], args.steps, args.batch_size)
+    run_peer(args.folder, mix_of(args.lengths, args.tiny), args.steps, args.batch_size)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,10 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 PROMPTS, SAMPLES, PROMPT_TOKENS = 64, 4, 32
-ROWS = PROMPTS * SAMPLES
 PAD, EOS, FIRST_WORD, VOCAB = 0, 1, 2, 2048
 LEARNING_RATE = 1e-5
 SHAPE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 4,
@@ -34,26 +33,38 @@ class Mix:
     Attributes:
         name: ``equal`` or ``log-normal``.
         longest: most tokens of an answer.
+        prompts: of a step.
     """
 
     name: str
     longest: int
+    prompts: int = PROMPTS
+
+    @property
+    def rows(self) -> int:
+        """Return the answers of a step."""
+        return self.prompts * SAMPLES
 
     def lengths(self, step: int) -> list[int]:
         """Return the tokens of each response of a step, samples of a prompt together; equal in every process."""
         if self.name == "equal":
-            return [self.longest] * ROWS
+            return [self.longest] * self.rows
         rng = random.Random(step)
-        return [min(self.longest, max(1, round(32 * rng.lognormvariate(0, 1)))) for _ in range(ROWS)]
+        return [min(self.longest, max(1, round(32 * rng.lognormvariate(0, 1)))) for _ in range(self.rows)]
 
 
 MIXES = {mix.name: mix for mix in (Mix("equal", 64), Mix("log-normal", 256))}
 
 
-def prompt_ids(step: int) -> list[list[int]]:
+def mix_of(name: str, tiny: bool) -> Mix:
+    """Return a mix; ``tiny`` is the smallest that runs."""
+    return replace(MIXES[name], longest=8, prompts=2) if tiny else MIXES[name]
+
+
+def prompt_ids(step: int, count: int = PROMPTS) -> list[list[int]]:
     """Return the prompts of a step."""
     rng = random.Random(f"prompts of step {step}")
-    return [[rng.randrange(FIRST_WORD, VOCAB) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
+    return [[rng.randrange(FIRST_WORD, VOCAB) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
 
 
 def distinct_words(text: str) -> float:

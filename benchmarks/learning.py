@@ -28,13 +28,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from machine import processor
+from machine import benchmark_parser, parse_sizes, processor
 
 from megarl.base.algorithm_names import ADV_ESTIMATORS, LOSS_MODES
 from megarl.tracking import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
-RUNS = ROOT / "outputs" / "learning"
 STALENESS = "training/off_policy/trajectory_staleness"
 REWARD, ACCURACY = "critic/score/mean", "val-core/arithmetic/reward/mean@1"
 ALL_ANSWERS = "best_of_n/all/mean"
@@ -109,9 +108,10 @@ def cases(kinds: Sequence[str], only: Sequence[str]) -> Iterator[Case]:
         yield from (Case(kind, name) for name in KINDS[kind][0] if not only or name in only)
 
 
-def run(case: Case, seed: int, steps: int) -> Curve:
+def run(case: Case, seed: int, args: argparse.Namespace) -> Curve:
     """Return the curve of one run, new or stored."""
-    folder = RUNS / f"{case.kind}-{case.name}-{steps}-{seed}".replace(" ", "_")
+    steps = args.steps
+    folder = args.runs.absolute() / f"{case.kind}-{case.name}-{steps}-{seed}".replace(" ", "_")
     if not (folder / "summary.json").exists():
         command = [
             sys.executable, "-m", "megarl.train", "--config-name", *case.overrides,
@@ -119,6 +119,7 @@ def run(case: Case, seed: int, steps: int) -> Curve:
             f"actor_rollout_ref.rollout.n={ANSWERS}", f"trainer.total_training_steps={steps}", f"trainer.seed={seed}",
             f"trainer.test_freq={steps}", "trainer.save_freq=-1", "trainer.hf_export_dir=null",
             f"trainer.experiment_name={folder.name}", f"hydra.run.dir={folder}", "trainer.logger=[jsonl]",
+            *args.overrides,
         ]  # fmt: skip
         done = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
@@ -201,20 +202,22 @@ def plot(curves_by_case: dict[Case, list[Curve]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=["estimator", "loss"])
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--plot", type=Path, help="SVG file to draw")
-    args = parser.parse_args()
-    if not (ROOT / "outputs" / "quickstart" / "warm").exists():
+    parser.add_argument("--runs", type=Path, default=ROOT / "outputs" / "learning", help="folder of the runs")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    args = parse_sizes(parser, steps=1, seeds=[1], jobs=1, only=["grpo"])
+    if not (args.overrides or (ROOT / "outputs" / "quickstart" / "warm").exists()):
         sys.exit("there is no warmed model: run `bash launch/quickstart.sh` first")
     print(f"machine: {processor()}; {args.steps} steps of {PROMPTS} prompts x {ANSWERS} answers, seeds {args.seeds}\n")
     selected = list(cases(args.kinds, args.only))
     with ThreadPoolExecutor(args.jobs) as pool:
-        futures = {case: [pool.submit(run, case, seed, args.steps) for seed in args.seeds] for case in selected}
+        futures = {case: [pool.submit(run, case, seed, args) for seed in args.seeds] for case in selected}
         curves_by_case = {case: [future.result() for future in running] for case, running in futures.items()}
     head = f"{'':<40}{'reward at the start, 1/4, 1/2, end':>32}{'held out':>10}{'after':>8}"
     print(f"{head}  seeds           stale  diverged")

@@ -14,7 +14,6 @@ memory.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -27,7 +26,7 @@ import torch  # noqa: E402
 from distributed import ProcessPool  # noqa: E402
 from engine_cases import policy_loss  # noqa: E402
 from engine_memory import measure  # noqa: E402
-from machine import processor  # noqa: E402
+from machine import benchmark_parser, parse_sizes, processor  # noqa: E402
 from memory_cases import CASES, MODELS, ROWS, expected  # noqa: E402
 from tiny_models import rows_of, save_model  # noqa: E402
 
@@ -85,7 +84,7 @@ GPU_CASES = {
 }
 
 
-def on_cpu() -> None:
+def on_cpu(cases: int | None) -> None:
     pool = ProcessPool(4)
     print(f"{processor()}\n\n| engine | states, plan | real | activations, plan | real | off by |")
     print("|---|---|---|---|---|---|")
@@ -93,7 +92,7 @@ def on_cpu() -> None:
         paths = {name: Path(folder) / name for name in MODELS}
         for name, settings in MODELS.items():
             save_model(paths[name], **settings)
-        for name, case in CASES.items():
+        for name, case in list(CASES.items())[:cases]:
             path, ranks = paths[case.model], case.setup.layout.world_size
             measured = pool.run(measure, ranks, path, case.setup, ROWS)
             pairs = [(expected(path, case.setup, ROWS, rank), real) for rank, real in enumerate(measured)]
@@ -162,9 +161,11 @@ def _micro_batch(seed: int) -> PackedMicroBatch:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--cuda", action="store_true", help="measure on one GPU")
-    on_gpu() if parser.parse_args().cuda else on_cpu()
+    parser.add_argument("--cases", type=int, help="only the first cases")
+    args = parse_sizes(parser, cases=1)
+    on_gpu() if args.cuda else on_cpu(args.cases)
 
 
 if __name__ == "__main__":

@@ -146,7 +146,9 @@ def step_times(case: Step, folder: Path) -> dict[str, float]:
     """Return the predicted seconds of a step's phases, and of the whole step as ``step``."""
     model = folder / case.name
     model.mkdir()
-    (model / "config.json").write_text(json.dumps({**MODELS[case.name], "max_position_embeddings": 32768}))
+    (model / "config.json").write_text(
+        json.dumps({**MODELS[case.name], "max_position_embeddings": 32768}), encoding="utf-8"
+    )
     config = build(
         TrainConfig,
         {

@@ -11,7 +11,6 @@ products, copies, and gloo's all-reduce between two processes of one thread each
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -26,6 +25,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from machine import benchmark_parser, parse_sizes
 from quickstart import ROOT, machine, run
 
 from megarl.config import TrainConfig
@@ -111,12 +111,12 @@ def _best(action: Callable[[], object]) -> float:
 
 def main() -> None:
     """Compare or measure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--hardware", default="cpu", help="name or file, as for megarl plan")
     parser.add_argument("--measure", action="store_true", help="print this machine's values for a hardware file")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    args = parser.parse_args()
+    args = parse_sizes(parser, steps=2)
     if args.measure:
         measure()
     else:

@@ -14,7 +14,6 @@ as the embedded engine does with rollout.quantization=fp8.
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.multiprocessing as mp
-from machine import processor
+from machine import benchmark_parser, parse_sizes, processor
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -209,7 +208,7 @@ def relative(ours: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     return float((error / sum(tensor.square().sum() for tensor in exact.values())) ** 0.5)
 
 
-def print_layouts(path: Path, data: Data, steps: int) -> None:
+def print_layouts(path: Path, data: Data, steps: int, layouts: Sequence[str]) -> None:
     """Print a row per layout."""
     exact = by_transformers(path, data, torch.float32, steps)
     moved = (exact.after - exact.before).abs().mean()
@@ -217,7 +216,7 @@ def print_layouts(path: Path, data: Data, steps: int) -> None:
     print(f"{'bfloat16':26s}{'log-probs: mean, max':>22s}{'gradients':>12s}{'after training: mean, max':>28s}")
     rows: dict[str, Callable[[], Result]] = {
         "transformers": partial(by_transformers, path, data, torch.bfloat16, steps),
-        **{f"megarl, {name}": partial(by_megarl, name, path, data, steps) for name in LAYOUTS},
+        **{f"megarl, {name}": partial(by_megarl, name, path, data, steps) for name in layouts},
     }
     for name, run in rows.items():
         ours = run()
@@ -311,10 +310,11 @@ def print_fp8(path: Path, data: Data) -> None:
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps of a run")
     parser.add_argument("--only", choices=("layouts", "ablations"), help="one part")
-    options = parser.parse_args()
+    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
+    options = parse_sizes(parser, steps=1, layouts=list(LAYOUTS)[:1])
     torch.set_num_threads(1)
     torch.manual_seed(0)
     transformers_logging.disable_progress_bar()
@@ -324,7 +324,7 @@ def main() -> None:
         Qwen2ForCausalLM(Qwen2Config(**SHAPE)).save_pretrained(path)
         print(f"{processor()}, torch {torch.__version__}; {SHAPE['num_hidden_layers']} layers, {ROWS} rows")
         if options.only != "ablations":
-            print_layouts(path, data, options.steps)
+            print_layouts(path, data, options.steps, options.layouts)
         if options.only != "layouts":
             print_outputs(path, data)
             print_reduction(path, data)

@@ -9,7 +9,6 @@ allocates memory.
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import statistics
@@ -19,7 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from machine import processor
+from machine import benchmark_parser, parse_sizes, processor
 
 from megarl.tracking import read_metrics
 
@@ -51,10 +50,10 @@ def run(steps: int, overrides: Sequence[str], folder: Path) -> list[dict[str, fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    args = parser.parse_args()
+    args = parse_sizes(parser, steps=2)
     print(f"machine: {machine()}")
     with tempfile.TemporaryDirectory() as folder:
         rows = run(args.steps, args.overrides, Path(folder))[1:]

@@ -26,7 +26,6 @@ training ranks, only these are shown.
 
 from __future__ import annotations
 
-import argparse
 import os
 import pickle
 import statistics
@@ -40,7 +39,7 @@ from typing import Any, NamedTuple
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
-from machine import processor
+from machine import benchmark_parser, parse_sizes, processor
 
 from megarl.models import LocalParam, ParallelLayout, Piece, WeightMap, parse_model_config
 from megarl.sharding import (
@@ -342,10 +341,10 @@ def print_table(head: list[str], rows: list[list[str]]) -> None:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--runs", type=int, default=3, help="plans per case; the median counts")
     parser.add_argument("--gpus", type=int, nargs="+", help="only cases with so many training ranks")
-    options = parser.parse_args()
+    options = parse_sizes(parser, runs=1, gpus=[8])
     runs = options.runs
     print(f"{processor()}, one thread, buckets of {BUCKET_BYTES // 2**20} MiB\n")
     head = ["model", "layouts", "GPUs", "everything GB", "within TP GB", "megarl GB", "bound GB"]

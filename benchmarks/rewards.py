@@ -6,13 +6,14 @@ library's executor with one task per sample. The executor has no time limits and
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+
+from machine import benchmark_parser, parse_sizes
 
 from megarl.rewards.calling import FunctionSpec, RewardTask
 from megarl.rewards.pool import InDriverRunner, RewardJob, RewardPool
@@ -36,11 +37,11 @@ def seconds(work: Callable[[], object], repeats: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--samples", type=int, default=1000)
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--repeats", type=int, default=15)
-    options = parser.parse_args()
+    options = parse_sizes(parser, samples=8, repeats=1)
     text = "We add both numbers and so get the sum of them. " * 40
     tasks = [RewardTask("openai/gsm8k", f"{text}\n#### {n}", str(n), {"index": n}) for n in range(options.samples)]
     jobs = [RewardJob(0, task) for task in tasks]

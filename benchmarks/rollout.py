@@ -38,7 +38,7 @@ import psutil
 import pyarrow.parquet as pq
 import torch
 import transformers
-from machine import processor
+from machine import benchmark_parser, parse_sizes, processor
 from rollout_peers import (
     HAS_SGLANG,
     Run,
@@ -180,7 +180,7 @@ def compare(args: argparse.Namespace, folder: Path, mixes: list[Mix]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--model", type=Path, help="Hugging Face folder (default: the quickstart's model)")
     parser.add_argument("--prompts", type=int, default=128, help="prompts of one of the quickstart's two replicas")
     parser.add_argument("--samples", type=int, default=2, help="samples per prompt in the n>1 mixes")
@@ -193,7 +193,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
+    args = parse_sizes(parser, prompts=2, samples=2, batch_sizes=[2], max_num_seqs=4, repeats=1)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -15,12 +15,13 @@ over the steps of the slowest replica.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from machine import benchmark_parser, parse_sizes
 
 from megarl.rollout import Completion, Request, SamplingParams
 from megarl.rollout.router import Router
@@ -122,11 +123,11 @@ def draw_requests(seed: int, prompts: int) -> list[DrawnRequest]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--prompts", type=int, default=1024)
     parser.add_argument("--step-ms", type=float, default=2.0)
     parser.add_argument("--seeds", type=int, default=3)
-    args = parser.parse_args()
+    args = parse_sizes(parser, prompts=8, step_ms=0.1, seeds=1)
     print(f"{REPLICAS} null replicas of {PLACES} places, {args.prompts} prompts x {SAMPLES}, {args.step_ms} ms a step")
     print(f"{'seed':<6}{'how':<10}{'utilization':>12}{'places':>8}{'limit':>8}{'wall s':>8}{'overhead':>10}")
     for seed in range(args.seeds):

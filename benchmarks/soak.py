@@ -11,7 +11,6 @@ end, and the slope between the two, as the median over all pairs of steps, so th
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import os
@@ -27,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+from machine import benchmark_parser, parse_sizes
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "MEGARL_SOAK_RUN"
@@ -99,7 +99,9 @@ def run_job(steps: int, overrides: Sequence[str], scratch: Path, limit_s: float 
                 read_memory(mark, done, readings)
             time.sleep(POLL_S)
     if process.returncode not in (0, 128 + signal.SIGTERM if math.isfinite(limit_s) else 0):
-        raise SystemExit(f"the job failed ({process.returncode}):\n{(scratch / 'output.txt').read_text()[-4000:]}")
+        raise SystemExit(
+            f"the job failed ({process.returncode}):\n{(scratch / 'output.txt').read_text(encoding='utf-8')[-4000:]}"
+        )
     return readings
 
 
@@ -111,11 +113,11 @@ def slope(points: dict[int, float]) -> float:
 
 def main() -> None:
     """Run the job and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--steps", type=int, default=150, help="training steps")
     parser.add_argument("--limit", type=float, default=math.inf, metavar="MINUTES", help="end after this time")
     parser.add_argument("overrides", nargs="*", help="overrides of the configuration, after --")
-    options = parser.parse_args()
+    options = parse_sizes(parser, steps=7)
     with tempfile.TemporaryDirectory() as scratch:
         readings = run_job(options.steps, options.overrides, Path(scratch), 60.0 * options.limit)
     last = max(step for points in readings.values() for step in points)

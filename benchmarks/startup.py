@@ -11,7 +11,6 @@ wall seconds of a busy one say nothing.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -24,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+from machine import benchmark_parser, parse_sizes
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "MEGARL_STARTUP_RUN"
@@ -148,10 +148,10 @@ def _print_jobs(repeat: int) -> None:
 
 def main() -> None:
     """Print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--repeat", type=int, default=3, help="runs of each kind")
     parser.add_argument("--only", choices=["imports", "job"], help="one of the tables")
-    options = parser.parse_args()
+    options = parse_sizes(parser, repeat=1, only="imports")
     if options.only != "job":
         _print_imports(options.repeat)
     if options.only != "imports":

@@ -16,7 +16,6 @@ resident size, minus the size before, minus mapped pages of other processes. ``m
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import multiprocessing
@@ -35,7 +34,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
-from machine import processor
+from machine import benchmark_parser, parse_sizes, processor
 
 from megarl.base.packages import is_installed
 from megarl.models import LocalParam, ModelConfig, ParallelLayout, WeightMap, read_model_config
@@ -466,14 +465,14 @@ def clock(durations: list[float], now: Callable[[], float] = time.perf_counter) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     installed = [name for name in ENGINES if name != "sglang" or is_installed("sglang")]
     parser.add_argument("--engines", nargs="+", default=installed, choices=ENGINES)
     parser.add_argument("--transports", nargs="+", default=["auto", "gloo", "inline"])
     parser.add_argument("--bucket-megabytes", type=int, default=64)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=6)
-    options = parser.parse_args()
+    options = parse_sizes(parser, engines=["embedded"], transports=["auto"], bucket_megabytes=64, layers=2, rounds=1)
     bucket = options.bucket_megabytes * 2**20
     print(f"{processor()}, {os.cpu_count()} cores; {TRAIN.describe()}, buckets of {options.bucket_megabytes} MiB")
     print(

@@ -12,7 +12,7 @@ from typing import Any
 from megarl.base.errors import ModelError
 from megarl.models import declaration as d
 from megarl.models.model_config import Experts, Traits
-from megarl.models.registry import count, refuse_settings, register_family
+from megarl.models.registry import count, flag, number, refuse_settings, register_family
 
 
 @register_family("Dots1ForCausalLM")
@@ -47,8 +47,8 @@ class Dots1:
             layers=tuple(layer >= dense for layer in range(count(raw, "num_hidden_layers"))),
             shared_ffn_hidden_size=width * count(raw, "n_shared_experts"),
             score="sigmoid",
-            normalize=bool(raw.get("norm_topk_prob", False)),
-            scaling=float(raw.get("routed_scaling_factor", 1.0)),
+            normalize=flag(raw, "norm_topk_prob"),
+            scaling=number(raw, "routed_scaling_factor", 1.0),
             groups=count(raw, "n_group", 1),
             groups_per_token=count(raw, "topk_group", 1),
             group_best=2,

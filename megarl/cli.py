@@ -23,7 +23,7 @@ from megarl.base.formatting import table_lines
 from megarl.base.logs import LOGS_FOLDER, driver_log, steady_output
 from megarl.base.packages import import_large
 from megarl.base.provenance import run_facts
-from megarl.base.redaction import redact, redact_text
+from megarl.base.redaction import redact, redact_text, redact_words
 from megarl.base.run_clock import start_run_clock
 from megarl.base.run_writer import RUN_WRITER
 from megarl.base.signals import signals_exit_at_once, signals_exit_in_order
@@ -52,6 +52,7 @@ from megarl.config.compose import (
     run_sweep,
     to_yaml,
 )
+from megarl.config.overrides import restore_texts
 from megarl.config.problems import nearest_keys
 from megarl.config.schema.jobs import JobConfig
 from megarl.config.stored import remember_references
@@ -320,6 +321,7 @@ def _run(name: str, job: Job, request: ConfigRequest[Any], run: ComposedRun[Any]
         folder, sweeps = Path(hydra.runtime.output_dir), run is None
         metric, problem = None, None
         if sweeps:
+            restore_texts(values, hydra.overrides.task, job.schema)
             _store_sweep(folder, values)
         try:
             # runs of a sweep share a name, so files without an explicit path go to the folder of each run
@@ -332,12 +334,12 @@ def _run(name: str, job: Job, request: ConfigRequest[Any], run: ComposedRun[Any]
         except MegarlError as error:
             problem = str(error)
             codes.append(EXIT_BAD_CONFIG if isinstance(error, WRONG_INPUT) and not sweeps else EXIT_RUN_FAILED)
-            print(error, file=sys.stderr)
+            print(redact_text(problem), file=sys.stderr)
         if not sweeps:
             return None
         from megarl.tracking.sweep import result_of
 
-        overrides = [redact_text(override) for override in hydra.overrides.task]
+        overrides = redact_words(hydra.overrides.task)
         result = result_of(folder, overrides, metric, problem and redact_text(problem))
         results.append(result)
         return result.value  # Optuna counts None as a failed trial and continues; NaN would end its study
@@ -465,7 +467,7 @@ def _record_start(
     facts = {
         "job": name,
         "config_name": config_name,
-        "overrides": [redact_text(override) for override in overrides],
+        "overrides": redact_words(overrides),
         **run_facts(),
         "differences": [difference._asdict() for difference in changes],
     }

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from interrupts import restore_interrupts
 from warm_drivers import Drivers, WarmDriver
 
 from megarl.base.processes import READ_ERRORS, all_processes, command_line, has_ended
+from megarl.trainer.state.stopping import KILLED, RAY_LOST
 
 ROOT = Path(__file__).resolve().parents[1]
 REWARDS = ROOT / "tests" / "e2e" / "reward_functions.py"
@@ -58,7 +60,7 @@ class CliRun:
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **(env or {}), MARK: self.mark}
         self.process: subprocess.Popen[bytes] | WarmDriver
         # The driver begins a session: a signal to its process group acts like Ctrl-C in a terminal.
-        with open(self.output_file, "w") as output:
+        with open(self.output_file, "w", encoding="utf-8") as output:
             if server is not None:
                 self.process = server.start(command, folder, variables, output.fileno())
                 return
@@ -76,7 +78,7 @@ class CliRun:
     @property
     def output(self) -> str:
         """Standard output and error so far."""
-        return self.output_file.read_text(errors="replace")
+        return self.output_file.read_text(errors="replace", encoding="utf-8")
 
     def processes(self) -> list[psutil.Process]:
         """All live processes of the run."""
@@ -161,13 +163,13 @@ class RunFiles:
     @property
     def summary(self) -> dict[str, Any]:
         """``summary.json`` of the run; must equal the copy at the stable path."""
-        text = (self.newest / "summary.json").read_text()
-        assert (self.root / "summary.json").read_text() == text
+        text = (self.newest / "summary.json").read_text(encoding="utf-8")
+        assert (self.root / "summary.json").read_text(encoding="utf-8") == text
         return json.loads(text)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().split("\n") if line]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def reproducible(row: Mapping[str, float]) -> dict[str, float]:
@@ -180,3 +182,19 @@ def reproducible(row: Mapping[str, float]) -> dict[str, float]:
 
 def assert_finite(row: Mapping[str, float]) -> None:
     assert all(math.isfinite(value) for value in row.values()), row
+
+
+def assert_says_how_it_ended(output: str, files: RunFiles) -> None:
+    """Check a run whose driver or Ray was killed in training: one sentence, its last checkpoint, a summary.
+
+    Args:
+        output: on the console.
+        files: of the run, which has saved a checkpoint.
+    """
+    reason = files.summary["stopped"]
+    assert reason in (RAY_LOST, KILLED) and output.count(f" ({reason}), not saved") == 1, output
+    assert "Traceback (most recent call last)" not in output, output
+    checkpoint = re.search(
+        rf"To go on from {re.escape(str(files.root))}/checkpoints/global_step_[1-9]\d*:\n  .", output
+    )
+    assert checkpoint, output

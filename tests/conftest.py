@@ -31,6 +31,7 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 TESTS = Path(__file__).parent
 SLOW_FIXTURES = {"pool", "start", "task", "arithmetic", "engine_for", "new_engine"}
 SLOW = (
+    "agents/test_agents_runner.py",
     "chaos",
     "e2e",
     "examples",
@@ -38,9 +39,11 @@ SLOW = (
     "workers",
     "megatron",
     "convert/test_convert_roles.py",
+    "data/test_data_tokenizer_folder.py",
     "docs/test_docs_site.py",
     "docs/test_docs_tools.py",
     "ops/acceptance/test_acceptance_jobs.py",
+    "models/test_models_foreign_files.py",
     "ops/acceptance/test_acceptance_stages.py",
     "ops/doctor",
     "ops/launch",
@@ -66,6 +69,7 @@ LONGEST = (
     "tracking/test_tracking_subprocess_tracker.py",
     "ops/launch/test_launch_train.py",
     "megatron/test_megatron_families.py",
+    "megatron/test_megatron_random_models.py",
     "e2e/test_e2e_ppo.py",
     "test_cli.py",
     "workers/test_workers_kto.py",
@@ -76,6 +80,7 @@ LONGEST = (
     "cluster/test_cluster_agent_runners.py",
     "sharding/test_sharding_manager.py",
     "megatron/test_megatron_checkpoint.py",
+    "megatron/test_megatron_expert_state.py",
     "megatron/test_megatron_lora.py",
     "e2e/test_e2e_pools.py",
     "workers/test_workers_losses.py",

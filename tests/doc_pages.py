@@ -52,7 +52,7 @@ def pages() -> list[Path]:
 
 def blocks(page: Path) -> Iterator[Block]:
     """Yield the code blocks of a page, in order."""
-    lines = page.read_text().splitlines()
+    lines = page.read_text(encoding="utf-8").splitlines()
     fence, begin = "", 0
     for number, line in enumerate(lines):
         opening = _FENCE.match(line)
@@ -78,7 +78,7 @@ def shell_blocks() -> list[Block]:
 def prose(page: Path) -> str:
     """Text of a page without code blocks and inline code."""
     lines, fence = [], ""
-    for line in page.read_text().splitlines():
+    for line in page.read_text(encoding="utf-8").splitlines():
         opening = _FENCE.match(line)
         if opening and not fence:
             fence = opening[1]
@@ -98,7 +98,7 @@ def anchors(page: Path) -> set[str]:
     """Anchors of the headings of a page, by the rule of GitHub and of the site."""
     names: set[str] = set()
     fence = ""
-    for line in page.read_text().splitlines():
+    for line in page.read_text(encoding="utf-8").splitlines():
         marker = _FENCE.match(line)
         if marker:
             fence = marker[1] if not fence else ("" if line.strip() == fence else fence)

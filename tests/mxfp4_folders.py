@@ -33,6 +33,6 @@ def quantize_experts(folder: Path) -> None:
         else:
             tensors[name] = tensor.to(torch.bfloat16)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
-    config = json.loads(config_file.read_text())
+    config = json.loads(config_file.read_text(encoding="utf-8"))
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": EXCLUDED}
-    config_file.write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    config_file.write_text(json.dumps({**config, "dtype": "bfloat16"}), encoding="utf-8")

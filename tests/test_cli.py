@@ -48,7 +48,7 @@ class FakeJob:
             raise self.failures.pop(0)
         if self.scores:
             row = {"step": 1, "critic/score/mean": self.scores.pop(0)}
-            (output_dir / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+            (output_dir / "metrics.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
 
 
 @pytest.fixture
@@ -75,9 +75,9 @@ def test_job_gets_a_typed_config_and_a_new_output_folder(job: FakeJob, tmp_path:
     assert isinstance(config, TrainConfig) and config.trainer.seed == 7
     assert folder.parent == tmp_path / "outputs" / "quickstart"
     assert config.trainer.default_local_dir == "outputs/quickstart/checkpoints"
-    assert yaml.safe_load((folder / "config.yaml").read_text())["data"]["seed"] == 7
-    assert (folder / ".hydra" / "overrides.yaml").read_text() == "- trainer.seed=7\n"
-    provenance = json.loads((folder / "run.json").read_text())
+    assert yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["data"]["seed"] == 7
+    assert (folder / ".hydra" / "overrides.yaml").read_text(encoding="utf-8") == "- trainer.seed=7\n"
+    provenance = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     assert (provenance["job"], provenance["config_name"], provenance["overrides"]) == (
         "train",
         "quickstart",
@@ -110,6 +110,23 @@ def test_sweep_runs_have_separate_folders(job: FakeJob) -> None:
     assert len({folder for _, folder in job.calls}) == 2
 
 
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        (("trainer.experiment_name=2026_11_27,1e3",), ["2026_11_27", "1e3"]),
+        (("trainer.experiment_name=choice(2026_11_27,~/x)",), ["2026_11_27", "~/x"]),
+        (("trainer.experiment_name=1_0", "trainer.seed=1,2"), ["1_0", "1_0"]),
+        (("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "trainer.experiment_name=choice(1_0)"), ["1_0", "1_0"]),
+    ],
+)
+def test_texts_of_a_sweep_keep_their_characters(job: FakeJob, overrides: tuple[str, ...], names: list[str]) -> None:
+    job.scores = [1.0, 2.0]
+    assert cli.run_job("train", quickstart("--multirun", *overrides)) == 0
+    assert [config.trainer.experiment_name for config, _ in job.calls] == names
+    stored = [yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")) for _, folder in job.calls]
+    assert [config["trainer"]["experiment_name"] for config in stored] == names
+
+
 def test_sweep_with_a_wrong_value_starts_no_run(job: FakeJob, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run_job("train", quickstart("-m", "trainer.seed=1,x")) == cli.EXIT_BAD_CONFIG
     assert not job.calls and "trainer.seed=x" in capsys.readouterr().err
@@ -135,7 +152,7 @@ def test_sweep_table_lists_scores_and_failures(job: FakeJob, capsys: pytest.Capt
     ]
     folder = job.calls[0][1].parent
     assert lines[-1] == f"sweep: {folder.relative_to(Path.cwd())}/comparison.html"
-    assert json.loads((folder / "sweep.json").read_text())["runs"][0]["value"] is None
+    assert json.loads((folder / "sweep.json").read_text(encoding="utf-8"))["runs"][0]["value"] is None
 
 
 @pytest.mark.parametrize(
@@ -174,8 +191,8 @@ def test_a_sweep_survives_a_full_disk_under_its_folder(
     present = [name for name in [*early, *late] if (folder / name).exists()]
     if full_until == 2:
         assert present == [*early, *late]
-        assert json.loads((folder / "sweep.json").read_text())["best"] == "1"
-        assert json.loads((folder / "0" / "result.json").read_text())["value"] == 0.25
+        assert json.loads((folder / "sweep.json").read_text(encoding="utf-8"))["best"] == "1"
+        assert json.loads((folder / "0" / "result.json").read_text(encoding="utf-8"))["value"] == 0.25
     else:
         assert present == (early if full_from else [])
         assert "files of the run stay incomplete" in printed and f"{folder.name}/sweep.json" in printed
@@ -187,7 +204,7 @@ def test_optuna_ignores_failed_trials(job: FakeJob, capsys: pytest.CaptureFixtur
     job.failures = [DataError("column prompt is missing")]
     optuna = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1")
     assert cli.run_job("train", quickstart("-m", *optuna, "trainer.seed=range(1,99)")) == cli.EXIT_RUN_FAILED
-    best = yaml.safe_load((job.calls[0][1].parent / "optimization_results.yaml").read_text())
+    best = yaml.safe_load((job.calls[0][1].parent / "optimization_results.yaml").read_text(encoding="utf-8"))
     assert best["best_value"] == -2.0 and len(job.calls) == 3
 
 
@@ -248,7 +265,7 @@ def model_folder(folder: Path, **changes: Any) -> str:
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
     }
-    (folder / "config.json").write_text(json.dumps({**shape, **changes}))
+    (folder / "config.json").write_text(json.dumps({**shape, **changes}), encoding="utf-8")
     return str(folder)
 
 
@@ -344,7 +361,7 @@ def test_wrong_key_in_a_subprocess() -> None:
 def test_report_that_cannot_be_written_does_not_fail_a_finished_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
 ) -> None:
-    (tmp_path / cli.SUMMARY_FILE).write_text("{}")
+    (tmp_path / cli.SUMMARY_FILE).write_text("{}", encoding="utf-8")
     for page in ("report_run", "compare_runs"):
         monkeypatch.setattr(f"megarl.ops.report.{page}", mock.Mock(side_effect=error))
     cli._write_report(tmp_path)
@@ -366,7 +383,7 @@ def test_two_concurrent_runs_share_no_folder(
 
     def run_second(config: Any, output_dir: Path) -> None:
         begin(config, output_dir)
-        (output_dir / ID_FILE).write_text("id-of-the-first")  # as a job does
+        (output_dir / ID_FILE).write_text("id-of-the-first", encoding="utf-8")  # as a job does
         before = {path: path.read_bytes() for path in output_dir.rglob("*.json")}
         name = "trainer.experiment_name=second"
         codes.append(cli.main(["train", *quickstart(*arguments, name)]))
@@ -406,8 +423,8 @@ def test_no_file_of_a_run_has_a_secret_or_is_readable_by_others(
         record(config, output_dir)
         logging.getLogger("megarl").info("the judge answered 401 to kwargs-key-1 and env-secret-99")
         reporter = RunReporter(config.trainer, dataclasses.asdict(config), output_dir, Console(quiet=True))
-        (output_dir / "tracker_config.json").write_text(json.dumps(reporter.resolved))
-        (output_dir / "checkpoint_config.yaml").write_text(to_yaml(config))
+        (output_dir / "tracker_config.json").write_text(json.dumps(reporter.resolved), encoding="utf-8")
+        (output_dir / "checkpoint_config.yaml").write_text(to_yaml(config), encoding="utf-8")
 
     sys.modules["megarl_fake_job"].run = run  # type: ignore[attr-defined]
     assert cli.main(["train", *quickstart(*secret_overrides())]) == 0
@@ -416,9 +433,14 @@ def test_no_file_of_a_run_has_a_secret_or_is_readable_by_others(
     assert (kwargs["api_key"], kwargs["password"]) == ("kwargs-key-1", "env-secret-99")
     files = [path for path in (tmp_path / "outputs").rglob("*") if path.is_file()]
     assert {"config.yaml", "run.json", "driver.log", "overrides.yaml", "hydra.yaml"} <= {path.name for path in files}
-    leaks = [(path, secret) for path in files for secret in SECRETS if secret in path.read_text(errors="replace")]
+    leaks = [
+        (path, secret)
+        for path in files
+        for secret in SECRETS
+        if secret in path.read_text(errors="replace", encoding="utf-8")
+    ]
     assert leaks == []
-    stored = yaml.safe_load((folder / "config.yaml").read_text())
+    stored = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     assert stored["custom_reward_function"]["reward_kwargs"]["password"] == "${oc.env:MEGARL_TEST_SECRET}"
     assert stored["retriever"]["url"] == "http://<redacted>@127.0.0.1:8000/retrieve"
     modes = {oct(path.stat().st_mode & 0o777) for path in files}

@@ -25,7 +25,7 @@ PIN = re.compile(r"[\w./-]+:\d+\.\d+\.\d+[\w.-]*")
 
 def instructions(file: Path) -> list[tuple[str, str]]:
     """The instructions of a Dockerfile with their arguments; continued lines are joined."""
-    text = re.sub(r"^\s*#.*\n", "", file.read_text(), flags=re.MULTILINE)
+    text = re.sub(r"^\s*#.*\n", "", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
     lines = [line for line in re.sub(r"\\\n", " ", text).splitlines() if line.strip()]
     return [(name, rest.strip()) for name, _, rest in (line.partition(" ") for line in lines)]
 
@@ -41,7 +41,7 @@ def copies(file: Path) -> list[tuple[list[str], str]]:
 
 
 def test_instructions_of_a_continued_line(tmp_path: Path) -> None:
-    (tmp_path / "Dockerfile").write_text("# a\nFROM x:1.2.3\nRUN a \\\n # b\n && c\n")
+    (tmp_path / "Dockerfile").write_text("# a\nFROM x:1.2.3\nRUN a \\\n # b\n && c\n", encoding="utf-8")
     assert [name for name, _ in instructions(tmp_path / "Dockerfile")] == ["FROM", "RUN"]
     assert shlex.split(arguments(tmp_path / "Dockerfile", "RUN")[0]) == ["a", "&&", "c"]
 
@@ -71,7 +71,7 @@ def test_copied_paths_are_in_the_repository(file: Path) -> None:
         assert all((ROOT / source).exists() and source in tops for source in sources), sources
         assert target == "./" or [target] == sources
     copied = {source for sources, _ in copies(file) for source in sources}
-    graft = set(re.findall(r"^graft (\w+)$", (ROOT / "MANIFEST.in").read_text(), re.MULTILINE))
+    graft = set(re.findall(r"^graft (\w+)$", (ROOT / "MANIFEST.in").read_text(encoding="utf-8"), re.MULTILINE))
     assert graft - {"docker"} <= copied, "the image has the folders of a source distribution"
 
 
@@ -92,14 +92,14 @@ def test_scripts_are_valid(file: Path) -> None:
 
 
 def test_environment_on_the_path_is_the_installed_one() -> None:
-    script = (ROOT / "launch/environment.sh").read_text()
+    script = (ROOT / "launch/environment.sh").read_text(encoding="utf-8")
     for file in FILES:
         (function,) = re.findall(r"source launch/environment.sh && (\w+)", "\n".join(arguments(file, "RUN")))
         (environment,) = re.findall(rf'^{function}\(\) {{\n(?:.+\n)*?  _ensure "?([^\s"]+)', script, re.MULTILINE)
         environment = environment.replace("$stack", "$STACK")  # a build argument
         (path,) = [value for value in arguments(file, "ENV") if value.startswith("PATH=")]
         assert path == f"PATH=/megarl/{environment}/bin:$PATH"
-        assert f"{environment.replace('$STACK', '*')}/" in (ROOT / ".gitignore").read_text().split()
+        assert f"{environment.replace('$STACK', '*')}/" in (ROOT / ".gitignore").read_text(encoding="utf-8").split()
 
 
 def test_steps_of_the_cpu_image(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_steps_of_the_cpu_image(tmp_path: Path) -> None:
 
 def test_devcontainer_builds_a_stage_of_the_cpu_image() -> None:
     folder = ROOT / ".devcontainer"
-    config = json.loads((folder / "devcontainer.json").read_text())
+    config = json.loads((folder / "devcontainer.json").read_text(encoding="utf-8"))
     build = config["build"]
     file = (folder / build["dockerfile"]).resolve()
     assert file == ROOT / "docker" / "Dockerfile.cpu" and (folder / build["context"]).resolve() == ROOT

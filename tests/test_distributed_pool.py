@@ -52,7 +52,9 @@ def test_exception_is_raised_at_once_and_the_pool_recovers(pool: ProcessPool) ->
 def test_dead_and_slow_processes_are_reported(pool: ProcessPool) -> None:
     with pytest.raises(RemoteError, match="rank 0 died"):
         pool.run(die, 1)
-    pool.run(identify, 1, "warm")
+    (slow,) = pool.run(identify, 1, "warm")
     with pytest.raises(TimeoutError, match=r"ranks \[0\] did not answer within 0.5 s"):
         pool.run(sleep, 1, timeout=0.5)
-    assert not mp.active_children() or all(child.is_alive() for child in mp.active_children())
+    assert slow[3] not in {child.pid for child in mp.active_children()}
+    (fresh,) = pool.run(identify, 1, "again")
+    assert fresh[:3] == (0, 1, "again") and fresh[3] != slow[3]

@@ -13,6 +13,7 @@ from check_structure import (
     long_first_sentences,
     module_paths,
     public_names,
+    reads_in_locale,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,7 +23,7 @@ PACKAGE = ROOT / "megarl"
 def imported(path: Path) -> set[str]:
     """Full dotted names of all imports of a file."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -58,8 +59,19 @@ def test_files_named_in_the_docs_exist() -> None:
     rooms = "megarl|tests|tools|benchmarks|configs|launch"
     named = re.compile(rf"`((?:{rooms})/[\w/.]+)`|\]\((?!http)([\w/.]+)(?:#[\w-]+)?\)")
     for page in pages:
-        for path, link in named.findall(page.read_text()):
+        for path, link in named.findall(page.read_text(encoding="utf-8")):
             assert (ROOT / path if path else page.parent / link).exists(), f"{page.name}: {path or link}"
+
+
+def test_text_files_name_their_encoding(tmp_path: Path) -> None:
+    """A text file is UTF-8, whatever the locale."""
+    folders = ("megarl", "tools", "tests", "benchmarks", "examples")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    assert {str(path): lines for path in files if (lines := reads_in_locale(path))} == {}
+    calls = ("p.read_text()", "p.write_text(x)", "open(p)", "open(p, 'w')", "p.open('a')", "open(p, mode='r+')")
+    named = ("p.read_text('utf-8')", "open(p, 'rb')", "service.open(replicas)", "open(p, encoding='utf-8')", "f(**o)")
+    (tmp_path / "calls.py").write_text("\n".join((*calls, *named)), encoding="utf-8")
+    assert reads_in_locale(tmp_path / "calls.py") == list(range(1, len(calls) + 1))
 
 
 def test_package_has_no_import_cycles() -> None:
@@ -79,7 +91,11 @@ def test_public_names_are_unique() -> None:
 
 
 def test_first_sentences_of_docstrings_are_short() -> None:
-    long = [line for name, path in module_paths().items() for line in long_first_sentences(name, path.read_text())]
+    long = [
+        line
+        for name, path in module_paths().items()
+        for line in long_first_sentences(name, path.read_text(encoding="utf-8"))
+    ]
     assert not long, "\n".join(long)
 
 

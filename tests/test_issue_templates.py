@@ -21,13 +21,13 @@ KEYS = {
 
 
 def elements(file: Path) -> list[dict[str, Any]]:
-    return yaml.safe_load(file.read_text())["body"]
+    return yaml.safe_load(file.read_text(encoding="utf-8"))["body"]
 
 
 @pytest.mark.parametrize("file", FORMS, ids=lambda file: file.stem)
 def test_form_is_valid(file: Path) -> None:
     """The syntax for issue forms in GitHub's documentation."""
-    form = yaml.safe_load(file.read_text())
+    form = yaml.safe_load(file.read_text(encoding="utf-8"))
     assert {"name", "description", "body"} <= form.keys() <= {"name", "description", "body", "title", "labels"}
     for element in elements(file):
         assert element.keys() <= {"type", "id", "attributes", "validations"}
@@ -42,7 +42,10 @@ def test_form_is_valid(file: Path) -> None:
 
 def test_forms_exist_and_the_configuration_is_valid() -> None:
     assert [file.stem for file in FORMS] == ["bug", "feature", "gpu_results"]
-    assert yaml.safe_load((FOLDER / "config.yml").read_text()).keys() <= {"blank_issues_enabled", "contact_links"}
+    assert yaml.safe_load((FOLDER / "config.yml").read_text(encoding="utf-8")).keys() <= {
+        "blank_issues_enabled",
+        "contact_links",
+    }
 
 
 def test_engines_are_those_of_the_configuration() -> None:

@@ -27,8 +27,8 @@ def start(code: str, folder: Path) -> subprocess.Popen[str]:
 
 def wait_for(path: Path) -> int:
     """Return the number in a file that a process writes."""
-    wait_until(lambda: path.exists() and bool(path.read_text().strip()))
-    return int(path.read_text())
+    wait_until(lambda: path.exists() and bool(path.read_text(encoding="utf-8").strip()))
+    return int(path.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["ends first", "ends last"])

@@ -31,7 +31,7 @@ def test_browser_selection(
     for name in programs:
         script = f'#!/bin/bash\n[ "$1" = install ] && printf "#!/bin/bash\\n" >"{tmp_path}/chromium"'
         script += f'\n/bin/chmod +x "{tmp_path}/chromium" 2>&-; true\n'
-        (tmp_path / name).write_text("#!/bin/bash\necho 0\n" if name == "id" else script)
+        (tmp_path / name).write_text("#!/bin/bash\necho 0\n" if name == "id" else script, encoding="utf-8")
         (tmp_path / name).chmod(0o755)
     result = subprocess.run(
         ["/bin/bash", "-c", f'set -euo pipefail; source "{SCRIPT}"; find_browser'],

@@ -15,20 +15,20 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_version_is_equal_everywhere() -> None:
-    assert f'version="{megarl.__version__}"' in (ROOT / "setup.py").read_text()
-    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == megarl.__version__
+    assert f'version="{megarl.__version__}"' in (ROOT / "setup.py").read_text(encoding="utf-8")
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["version"] == megarl.__version__
 
 
 def test_licence_is_apache_2() -> None:
     text = (ROOT / "LICENSE").read_bytes()
     # checksum of https://www.apache.org/licenses/LICENSE-2.0.txt
     assert hashlib.sha256(text).hexdigest() == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
-    assert 'license="Apache-2.0"' in (ROOT / "setup.py").read_text()
+    assert 'license="Apache-2.0"' in (ROOT / "setup.py").read_text(encoding="utf-8")
 
 
 def test_citation_file_is_valid() -> None:
     """Required keys and value types of the Citation File Format, schema 1.2.0."""
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["cff-version"] == "1.2.0" and citation["type"] in ("software", "dataset")
     assert {"authors", "cff-version", "message", "title"} <= citation.keys()
     assert citation["authors"] and all(
@@ -39,7 +39,7 @@ def test_citation_file_is_valid() -> None:
 
 def test_changelog_follows_keep_a_changelog() -> None:
     """Versions, and below them kinds of changes: https://keepachangelog.com/en/1.1.0/."""
-    text = (ROOT / "CHANGELOG.md").read_text()
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     versions = re.findall(r"^## (.+)$", text, re.MULTILINE)
     assert versions[0] == "[Unreleased]"
     assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", version) for version in versions[1:])

@@ -59,7 +59,7 @@ def write_interpreter(path: Path, address: str, module: str = "megarl.cli") -> P
         module: starts further jobs by ``sys.executable``; it and its submodules see the program as their interpreter.
     """
     values = {"module": module, "variable": _INTERPRETER, "address": address, "client": __file__}
-    path.write_text(_SCRIPT.format(python=sys.executable, **values))
+    path.write_text(_SCRIPT.format(python=sys.executable, **values), encoding="utf-8")
     path.chmod(0o755)
     return path
 
@@ -131,7 +131,7 @@ class Drivers:
 
     def start(self, command: Sequence[str], cwd: Path, env: dict[str, str], output: int) -> WarmDriver:
         """Run a module with arguments; standard output and error go to a file descriptor."""
-        with open(os.devnull) as nothing:
+        with open(os.devnull, encoding="utf-8") as nothing:
             streams = [nothing.fileno(), output, output]
             return WarmDriver(self.address, command[0], list(command[1:]), str(cwd), env, streams)
 
@@ -231,7 +231,8 @@ def _become(request: dict[str, object]) -> str:
     sys.executable = os.environ.pop(_INTERPRETER, sys.executable)
     sys.argv = [module, *arguments]
     sys.orig_argv = [sys.executable, *([] if is_script else ["-m"]), *sys.argv]
-    sys.path[0] = os.path.dirname(os.path.abspath(module)) if is_script else os.getcwd()
+    first = os.path.dirname(os.path.abspath(module)) if is_script else os.getcwd()
+    sys.path[:1] = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return module
 
 

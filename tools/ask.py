@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("questions", nargs="+")
     args = parser.parse_args()
 
-    folder = args.model or Path(json.loads(args.summary.read_text())["hf_dir"])
+    folder = args.model or Path(json.loads(args.summary.read_text(encoding="utf-8"))["hf_dir"])
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
     print(f"{folder}")

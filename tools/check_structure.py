@@ -36,7 +36,7 @@ def module_paths(package: Path = PACKAGE) -> dict[str, Path]:
 def imported_modules(path: Path, modules: Iterable[str]) -> set[str]:
     """Modules of the package that a file imports anywhere, annotations included."""
     known, found = set(modules), set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -44,6 +44,30 @@ def imported_modules(path: Path, modules: Iterable[str]) -> set[str]:
                 submodule = f"{node.module}.{alias.name}"
                 found.add(submodule if submodule in known else node.module)
     return found & known
+
+
+def reads_in_locale(path: Path) -> list[int]:
+    """Lines of a file that open text without naming its encoding; ruff sees only files whose type it can infer."""
+    return sorted(
+        node.lineno
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and _opens_text(node) and not {"encoding", None} & {k.arg for k in node.keywords}
+    )
+
+
+def _opens_text(call: ast.Call) -> bool:
+    """Whether a call opens text and passes no encoding by position."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if name in ("read_text", "write_text"):
+        return len(call.args) < 1 + (name == "write_text")
+    modes = [
+        value.value for value in (*call.args, *(k.value for k in call.keywords)) if isinstance(value, ast.Constant)
+    ]
+    is_text = any(re.fullmatch(r"[rwax]\+?t?\+?", mode) for mode in modes if isinstance(mode, str))
+    is_plain_read = (
+        isinstance(call.func, ast.Name) and len(call.args) == 1 and "mode" not in (k.arg for k in call.keywords)
+    )
+    return name in ("open", "fdopen") and (is_text or is_plain_read)
 
 
 def import_cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
@@ -80,7 +104,7 @@ def public_names(paths: Mapping[str, Path]) -> dict[str, list[str]]:
     """Modules that define each public top-level class or function."""
     places = defaultdict(list)
     for module, path in paths.items():
-        for node in ast.parse(path.read_text()).body:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith(
                 "_"
             ):
@@ -129,7 +153,7 @@ def main() -> int:
         if path.name != "__init__.py":
             stems[path.stem].append(name)
     repeated = {stem: places for stem, places in stems.items() if len(places) > 1}
-    lines = sum(len(path.read_text().splitlines()) for path in paths.values())
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths.values())
     print(f"{len(paths)} modules, {lines} lines")
     print(f"import cycles: {len(cycles)}")
     for cycle in cycles:
@@ -140,7 +164,9 @@ def main() -> int:
     print(f"module names used more than once: {len(repeated)}")
     for stem, places in sorted(repeated.items()):
         print(f"  {stem}: {', '.join(places)}")
-    sentences = [line for name, path in paths.items() for line in long_first_sentences(name, path.read_text())]
+    sentences = [
+        line for name, path in paths.items() for line in long_first_sentences(name, path.read_text(encoding="utf-8"))
+    ]
     print(f"first sentences of more than {MAX_WORDS} words: {len(sentences)}")
     for line in sentences:
         print(f"  {line}")

@@ -30,7 +30,7 @@ def metrics_file(folder: Path) -> Path:
 def read(file: Path) -> dict[int, dict[str, float]]:
     """Return metrics by step, without metrics of time."""
     rows: dict[int, dict[str, float]] = {}
-    for line in file.read_text().splitlines():
+    for line in file.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         metrics = {name: value for name, value in row.items() if name != "step" and not name.startswith(CLOCK)}
         rows.setdefault(int(row["step"]), {}).update(metrics)

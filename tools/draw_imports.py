@@ -24,7 +24,9 @@ EVERYWHERE = "base"
 
 def floors() -> list[list[str]]:
     """Return the names of the rooms, from the top floor down."""
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
     (layers,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
     rows = [[name.strip().removeprefix(f"{PACKAGE}.") for name in layer.split("|")] for layer in layers]
     return [row for row in rows if row != [EVERYWHERE]]

@@ -44,7 +44,9 @@ def draw(folder: Path, target: Path, last_shown: int, gibibytes: float) -> None:
     status.host_memory = lambda: gibibytes
     output.print(status)
     picture = output.export_svg(title=f"megarl train --config-name {folder.parent.name}", theme=MONOKAI)
-    target.write_text(_WEB_FONT.sub("", picture).replace("Fira Code", "Fira Code, DejaVu Sans Mono, Menlo"))
+    target.write_text(
+        _WEB_FONT.sub("", picture).replace("Fira Code", "Fira Code, DejaVu Sans Mono, Menlo"), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -256,11 +256,11 @@ class Browser:
     async def _devtools(self) -> str:
         """Return host and port, which the browser writes to its profile."""
         file, end = Path(self._profile.name) / "DevToolsActivePort", time.monotonic() + START_SECONDS
-        while not (file.exists() and "\n" in file.read_text()):
+        while not (file.exists() and "\n" in file.read_text(encoding="utf-8")):
             if self._process.poll() is not None or time.monotonic() > end:
                 raise BrowserError(f"{self._process.args[0]} does not start (exit code {self._process.poll()})")
             await asyncio.sleep(0.05)
-        return f"127.0.0.1:{file.read_text().splitlines()[0]}"
+        return f"127.0.0.1:{file.read_text(encoding='utf-8').splitlines()[0]}"
 
     async def _send(self, method: str, parameters: dict[str, Any]) -> dict[str, Any]:
         self._number += 1

@@ -118,7 +118,7 @@ def main() -> None:
     tokenizer.save_pretrained(args.out / "model")
     people = build_people(rng)
     documents = [json.dumps(document(person, number)) for number, person in enumerate(people)]
-    (args.out / "corpus.jsonl").write_text("\n".join(documents) + "\n")
+    (args.out / "corpus.jsonl").write_text("\n".join(documents) + "\n", encoding="utf-8")
     test, train = people[: args.num_test], people[args.num_test :]
     for split, members in (("train", train), ("test", test)):
         rows = [question_row(person, split, index) for index, person in enumerate(members)]

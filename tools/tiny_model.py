@@ -59,13 +59,13 @@ def main() -> None:
     if args.hidden % HEAD:
         parser.error(f"--hidden={args.hidden} must be a multiple of {HEAD}")
 
-    raw = json.loads((args.source / "config.json").read_text())
+    raw = json.loads((args.source / "config.json").read_text(encoding="utf-8"))
     args.target.mkdir(parents=True, exist_ok=True)
     for file in args.source.iterdir():
         if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".index.json", ".pt", ".pth")):
             shutil.copy(file, args.target / file.name)
     (args.target / "config.json").write_text(
-        json.dumps(raw | shrunk_fields(raw, args.layers, args.hidden), indent=2) + "\n"
+        json.dumps(raw | shrunk_fields(raw, args.layers, args.hidden), indent=2) + "\n", encoding="utf-8"
     )
     torch.manual_seed(args.seed)
     model = AutoModelForCausalLM.from_config(

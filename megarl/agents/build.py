@@ -159,7 +159,7 @@ def read_loop_file(path: str | None) -> dict[str, Mapping[str, Any]]:
     if not file.is_file():
         raise ConfigError(f"{_KEY}={path}: there is no such file")
     try:
-        content = yaml.safe_load(file.read_text())
+        content = yaml.safe_load(file.read_bytes())  # YAML is UTF-8, whatever the locale
     except yaml.YAMLError as error:
         raise ConfigError(f"{_KEY}={path} is no YAML file: {error}") from error
     if not isinstance(content, list):

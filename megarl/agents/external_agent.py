@@ -11,6 +11,7 @@ import copy
 import inspect
 import math
 import numbers
+import os
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -53,7 +54,8 @@ class AgentTask:
     @property
     def env(self) -> dict[str, str]:
         """Environment variables through which an OpenAI client in another process finds the endpoint."""
-        return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key, "OPENAI_MODEL": self.model}
+        direct = {name: os.environ[name] for name in ("no_proxy", "NO_PROXY") if name in os.environ}
+        return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key, "OPENAI_MODEL": self.model} | direct
 
 
 @register_agent_loop("external_agent")

@@ -7,17 +7,18 @@ short conversation with a marker as assistant turn is rendered; the text after t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
 from megarl.agents.types import AgentError, Message
+from megarl.data.control_tokens import MARK, control_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MARK = "@@megarl-turn@@"
+_MARK = f"{MARK}turn@@"
 
 
 def encode_prompt(
@@ -38,7 +39,7 @@ def encode_prompt(
         AgentError: the template refuses the messages.
     """
     text = _render(tokenizer, messages, tools=list(tools) if tools else None, **(template_kwargs or {}))
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return control_tokens(tokenizer).encode(text)
 
 
 def turn_frame(
@@ -48,6 +49,8 @@ def turn_frame(
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Encode the environment's messages, from the end of an assistant turn to the start of the next one.
+
+    The messages are external text: none of their characters becomes a control token.
 
     Args:
         tokenizer: tokenizer with a chat template.
@@ -59,26 +62,20 @@ def turn_frame(
     Raises:
         AgentError: the template refuses the messages, or does not render an assistant's text verbatim.
     """
+    control = control_tokens(tokenizer)
     start = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
-    text = _render(tokenizer, [*start, *messages], **(template_kwargs or {}))
+    text = _render(tokenizer, [*start, *control.hide_messages(messages)], **(template_kwargs or {}))
     before, mark, frame = text.partition(_MARK)
     if not mark or _MARK in frame or _MARK in before:
         raise AgentError(
             "the chat template does not show an assistant's text once and verbatim, so no turn can be appended"
         )
-    if last_token is not None and last_token in tokenizer.all_special_ids:
-        frame = _without_close(frame, tokenizer.all_special_tokens)
-    return list(tokenizer(frame, add_special_tokens=False)["input_ids"])
+    if last_token in control.special_ids:
+        frame = _without_close(frame, control.special)
+    return control.encode(frame)
 
 
-def strip_special_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """Remove the tokenizer's special tokens from external text, so that it cannot imitate a turn of the chat."""
-    for token in tokenizer.all_special_tokens:
-        text = text.replace(token, "")
-    return text
-
-
-def _without_close(frame: str, special: Sequence[str]) -> str:
+def _without_close(frame: str, special: Collection[str]) -> str:
     """Remove the special token that closes the assistant turn from the start of a frame.
 
     The generated closing token may be another one: Llama 3 ends a tool call with ``<|eom_id|>``.

@@ -7,6 +7,7 @@ environment's messages are tokenized, separately, and appended with mask 0 (:cla
 from __future__ import annotations
 
 import abc
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -15,6 +16,7 @@ from megarl.agents.types import AgentError, Conversation, Generate, SessionProvi
 from megarl.base.registry import Registry
 from megarl.base.seeds import derive_seed
 from megarl.base.user_code import load_user_class
+from megarl.data.tokenization import fewest_tokens
 from megarl.rollout.interface import NO_VERSION, Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -102,6 +104,24 @@ def find_agent_loop(name: str) -> type[AgentLoop]:
         ConfigError: the name is unknown (the message lists the known names), or the class is no agent loop.
     """
     return AGENT_LOOPS.find(name)
+
+
+def check_prompt_size(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, tools: Sequence[Mapping[str, Any]] = ()
+) -> None:
+    """Refuse a prompt whose bytes prove that it is too long, before it is tokenized in the event loop.
+
+    Args:
+        tokenizer: of the policy.
+        conversation: the conversation.
+        tools: schemas that the prompt declares.
+
+    Raises:
+        AgentError: the prompt is too long.
+    """
+    texts, longest = [conversation.messages, json.dumps(tools, ensure_ascii=False)], conversation.limits.prompt_tokens
+    if longest is not None and (tokens := fewest_tokens(tokenizer, texts)) > longest:
+        raise AgentError(f"the prompt has at least {tokens} tokens; data.max_prompt_length={longest} allows no more")
 
 
 class Transcript:

@@ -7,6 +7,7 @@ usable from a test or a script. A training job starts it in processes (:mod:`meg
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import threading
 import time
@@ -40,7 +41,7 @@ from megarl.base.child_process import ChildEnvironment
 from megarl.base.errors import RewardError, WeightSyncError, WorkerError
 from megarl.rewards.pool import RunCounts
 from megarl.rewards.scorer import ScorerSpec
-from megarl.rollout.interface import RolloutError
+from megarl.rollout.interface import RequestRefused, RolloutError
 from megarl.rollout.router import Replica, Router
 from megarl.rollout.router_stats import RouterStats
 
@@ -50,7 +51,10 @@ if TYPE_CHECKING:
     from megarl.config import GenerationJobConfig
 
 FATAL = (RolloutError, WorkerError, WeightSyncError)
-"""Errors that end all conversations, such as the loss of all engines; any other error ends one conversation."""
+"""Errors that end all conversations, such as the loss of all engines; any other error ends one conversation.
+
+:class:`RequestRefused` is one of the others.
+"""
 REST_S = 0.05
 """Seconds between two reports of samples. The first sample is reported at once, but many end together."""
 
@@ -94,7 +98,7 @@ class AgentRunner:
         self._changed = threading.Condition()
         self._ended: list[FinishedSample] = []
         self._failure: Exception | None = None
-        self._tasks: dict[SampleId, asyncio.Task[None]] = {}
+        self._tasks: dict[SampleId, asyncio.Task[Trajectory]] = {}
         self._records: dict[SampleId, TurnRecord] = {}
         self._gate = VersionGate()
         self._pending = self._epoch = 0
@@ -271,54 +275,66 @@ class AgentRunner:
         self._loops |= build_agent_loops(self._config, self._tokenizer, missing, self.endpoint)
 
     def _start(self, groups: Sequence[ConversationGroup]) -> None:
-        assert self._router is not None
-        for group in groups:
-            generate = partial(self._router.generate, expected_tokens=group.expected_tokens)
-            for name, sample in zip(group.ids, group.samples, strict=True):
-                if group.with_turns:
-                    self._records[name] = TurnRecord(generate, self._gate, sample.turns, sample.spans)
-                self._tasks[name] = self._loop.loop.create_task(self._lead(name, group, sample, generate))
+        try:
+            assert self._router is not None
+            for group in groups:
+                generate = partial(self._router.generate, expected_tokens=group.expected_tokens)
+                for name, sample in zip(group.ids, group.samples, strict=True):
+                    if group.with_turns:
+                        self._records[name] = TurnRecord(generate, self._gate, sample.turns, sample.spans)
+                    task = self._loop.loop.create_task(self._lead(name, group, sample, generate))
+                    task.add_done_callback(partial(self._end, name, group))
+                    self._tasks[name] = task
+        except Exception as error:  # the event loop would log it only
+            self._fail(error)
+
+    def _end(self, name: SampleId, group: ConversationGroup, task: asyncio.Task[Trajectory]) -> None:
+        """Hand out the sample of a task, however it has ended; the step waits for all samples."""
+        if self._tasks.get(name) is not task:  # aborted
+            return
+        del self._tasks[name]
+        self._records.pop(name, None)
+        error = asyncio.CancelledError("its task was cancelled") if task.cancelled() else task.exception()
+        if isinstance(error, (*FATAL, RewardError)):  # a RewardError: the reward processes do not start
+            self._fail(error)
+            return
+        trajectory = task.result() if error is None else _failed(group.prompt_ids.tolist(), _describe(error))
+        with self._changed:
+            self._pending -= 1
+            self._ended.append(FinishedSample(name, trajectory))
+            self._changed.notify_all()
 
     async def _lead(
         self, name: SampleId, group: ConversationGroup, sample: PlannedSample, generate: GenerateWithRoutes
-    ) -> None:
-        """Lead one conversation, score its trajectory, and hand it out."""
+    ) -> Trajectory:
+        """Lead one conversation and score its trajectory.
+
+        A sample that waits for its score is unfinished: a checkpoint stores its turns.
+        """
         turns = self._records.get(name)
         if turns is not None:
             generate = turns.generate
         routes = RouteRecord(generate) if group.with_routes else None
         conversation = Conversation(
-            messages=group.messages,
+            messages=copy.deepcopy(group.messages),  # an agent may change them, and the samples of a group share them
             params=sample.params,
             prompt_ids=group.prompt_ids.tolist(),
             seed=sample.seed,
             key=group.key,
             agent_name=group.agent_name,
-            facts=group.facts,
+            facts=copy.deepcopy(group.facts),
             limits=self._limits,
         )
-        try:
-            if turns is not None:
-                await turns.begin()  # before it takes a slot
-            async with self._slots:
-                trajectory = await lead_conversation(
-                    conversation, self._loops[group.agent_name], generate if routes is None else routes.generate
-                )
-            if (scorer := self._scorers.get(group.reward)) is not None:
-                trajectory = replace(trajectory, outcome=await scorer.score(group.facts, trajectory))
-                self._scored += 1
-        except (*FATAL, RewardError) as error:  # a RewardError: the reward processes do not start
-            self._fail(error)
-            return
-        # A sample that waits for its score is unfinished: a checkpoint stores its turns.
-        self._tasks.pop(name, None)
-        self._records.pop(name, None)
-        if routes is not None:
-            trajectory = routes.add_to(trajectory)
-        with self._changed:
-            self._pending -= 1
-            self._ended.append(FinishedSample(name, trajectory))
-            self._changed.notify_all()
+        if turns is not None:
+            await turns.begin()  # before it takes a slot
+        async with self._slots:
+            trajectory = await lead_conversation(
+                conversation, self._loops[group.agent_name], generate if routes is None else routes.generate
+            )
+        if (scorer := self._scorers.get(group.reward)) is not None:
+            trajectory = replace(trajectory, outcome=await scorer.score(group.facts, trajectory))
+            self._scored += 1
+        return trajectory if routes is None else routes.add_to(trajectory)
 
     def _fail(self, error: Exception) -> None:
         """Let :meth:`finished` raise an error, the first one if there are several."""
@@ -346,13 +362,13 @@ async def lead_conversation(conversation: Conversation, loop: AgentLoop, generat
     try:
         async with deadline:
             trajectory = await loop.run(conversation, generate)
-    except FATAL:
-        raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit of an agent or tool would end the event loop
+        if isinstance(error, FATAL) and not isinstance(error, RequestRefused):
+            raise
         cause = _describe(error)
         if isinstance(error, TimeoutError) and deadline.expired():
             cause = f"the conversation took longer than {seconds:g} s"
-        return Trajectory(conversation.prompt_ids, [], [], [], "error", 1, error=cause)
+        return _failed(conversation.prompt_ids, cause)
     problem = _problem(trajectory, conversation)
     return trajectory.failed(problem) if problem else trajectory
 
@@ -370,8 +386,13 @@ def _problem(trajectory: Trajectory, conversation: Conversation) -> str | None:
     return trajectory.error
 
 
-def _describe(error: Exception) -> str:
-    if isinstance(error, AgentError):
+def _failed(prompt_ids: Sequence[int], cause: str) -> Trajectory:
+    return Trajectory(prompt_ids, [], [], [], "error", 1, error=cause)
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, AgentError | RequestRefused):
         return str(error)
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)[-1:]
+    location = "".join(f" ({frame.filename}:{frame.lineno})" for frame in frames)
+    return f"{type(error).__name__}: {error}{location}"

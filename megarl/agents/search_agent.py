@@ -11,11 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
-from megarl.agents.frames import encode_prompt, strip_special_tokens
-from megarl.agents.loop import AgentLoop, Transcript, register_agent_loop
+from megarl.agents.frames import encode_prompt
+from megarl.agents.loop import AgentLoop, Transcript, check_prompt_size, register_agent_loop
 from megarl.agents.retrieval_client import Hit, RetrievalClient, RetrievalOptions
 from megarl.agents.types import Conversation, Generate, Trajectory, TrajectoryEnd
 from megarl.base.errors import ConfigError
+from megarl.data.control_tokens import control_tokens
+from megarl.data.tokenization import longest_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,9 +101,10 @@ class SearchLoop(AgentLoop):
 
     async def run(self, conversation: Conversation, generate: Generate) -> Trajectory:
         """Generate turns until the policy answers or a limit is reached."""
-        prompt_ids = conversation.prompt_ids or encode_prompt(
-            self.tokenizer, conversation.messages, template_kwargs=self.template_kwargs
-        )
+        prompt_ids = conversation.prompt_ids
+        if not prompt_ids:
+            check_prompt_size(self.tokenizer, conversation)
+            prompt_ids = encode_prompt(self.tokenizer, conversation.messages, template_kwargs=self.template_kwargs)
         transcript = Transcript(conversation, prompt_ids)
         params = replace(conversation.params, stop=(*conversation.params.stop, *STOP))
         actions: list[Action] = []
@@ -123,16 +126,25 @@ class SearchLoop(AgentLoop):
         """Return the tokens of the environment's turn, tokenized separately."""
         if action.kind != "search":
             return self._ids(INVALID)
-        text = strip_special_tokens(self.tokenizer, format_hits(await self.client.search(action.text)))
-        ids = self._ids(information_turn(text))
+        text = format_hits(await self.client.search(action.text))
+        text = text[: (self.max_obs_length + 1) * longest_token(self.tokenizer)]  # to tokenize megabytes takes minutes
+        ids = self._information(text)
         if len(ids) <= self.max_obs_length:
             return ids
-        budget = max(self.max_obs_length - self._tag_tokens, 1)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return self._ids(information_turn(text[: encoded["offset_mapping"][budget - 1][1]]))
+        ends = [end for _, end in encoded["offset_mapping"]]
+        budget = min(max(self.max_obs_length - self._tag_tokens, 1), len(ends))
+        ids = self._information(text[: ends[budget - 1]])
+        while len(ids) > self.max_obs_length and budget > 1:  # a hidden control token counts once, and is spelled
+            budget -= min(len(ids) - self.max_obs_length, budget - 1)
+            ids = self._information(text[: ends[budget - 1]])
+        return ids
+
+    def _information(self, text: str) -> list[int]:
+        return self._ids(information_turn(control_tokens(self.tokenizer).hide(text)))
 
     def _ids(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return control_tokens(self.tokenizer).encode(text)
 
 
 def read_action(turn: str) -> Action:
@@ -149,11 +161,14 @@ def information_turn(text: str) -> str:
 
 
 def format_hits(hits: Sequence[Hit]) -> str:
-    """Format documents for the policy, without the protocol's tags, so that a document cannot contain an action."""
+    """Format documents for the policy, without the protocol's tags, so that a document cannot contain an action.
+
+    A space replaces a tag, so that its neighbours form no other one.
+    """
     if not hits:
         return NO_HITS
     text = "\n".join(f"Doc {number}(Title: {hit.title}) {hit.text}" for number, hit in enumerate(hits, 1))
-    return _TAGS.sub("", text)
+    return _TAGS.sub(" ", text)
 
 
 def _answer(actions: list[Action]) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from megarl.agents.frames import encode_prompt
-from megarl.agents.loop import AgentLoop, register_agent_loop
+from megarl.agents.loop import AgentLoop, check_prompt_size, register_agent_loop
 from megarl.agents.types import AgentError, Conversation, Generate, Trajectory
 
 if TYPE_CHECKING:
@@ -55,4 +55,5 @@ class SingleTurnLoop(AgentLoop):
     def _encode(self, conversation: Conversation) -> list[int]:
         if self.tokenizer is None:
             raise AgentError("single_turn_agent got a prompt as messages and has no tokenizer to encode it with")
+        check_prompt_size(self.tokenizer, conversation)
         return encode_prompt(self.tokenizer, conversation.messages, template_kwargs=self.template_kwargs)

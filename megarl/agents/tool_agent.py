@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from megarl.agents.frames import encode_prompt, strip_special_tokens, turn_frame
-from megarl.agents.loop import AgentLoop, Transcript, register_agent_loop
+from megarl.agents.frames import encode_prompt, turn_frame
+from megarl.agents.loop import AgentLoop, Transcript, check_prompt_size, register_agent_loop
 from megarl.agents.tools.calling import (
     ToolCall,
     answer_call,
@@ -100,6 +100,7 @@ class ToolLoop(AgentLoop):
     async def run(self, conversation: Conversation, generate: Generate) -> Trajectory:
         """Generate turns until one has no tool call or a limit is reached."""
         schemas, tools = self._declared_tools(conversation)
+        check_prompt_size(self.tokenizer, conversation, schemas)
         prompt_ids = encode_prompt(self.tokenizer, conversation.messages, schemas, self.template_kwargs)
         transcript = Transcript(conversation, prompt_ids)
         counts: Counter[str] = Counter(tool_call_counts=0, malformed_calls=0)
@@ -144,7 +145,7 @@ class ToolLoop(AgentLoop):
             counts.update(answer.metrics)
             text = clip_text(
                 self.tokenizer,
-                strip_special_tokens(self.tokenizer, answer.text),
+                answer.text,
                 options.max_tool_response_length,
                 options.tool_response_truncate_side,
             )

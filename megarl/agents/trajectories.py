@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from megarl.agents.types import AgentError, FinishedSample, Integers, Trajectory
+from megarl.base.reductions import Largest, Smallest, Total
 from megarl.data import DataProto
 from megarl.data.column_store import ragged_columns
 from megarl.data.ragged import Rows
@@ -105,8 +106,8 @@ def trajectories_to_batch(
         ``prompts [b, P]``, ``responses``, ``response_mask``, ``generated_mask``, ``rollout_log_probs`` (0.0 for the
         environment's tokens) ``[b, R]``, ``attention_mask [b, P+R]`` and ``prompt_digests [b]``; with ``with_versions``
         also ``weight_versions [b, R]``; with ``with_routes`` also ``routed_experts [b, P+R, expert layers, per
-        token]``; the columns ``num_turns``, ``weight_version``, ``agent_error`` (None: no failure) and one column per
-        name in ``fields``; :data:`OUTCOME` if a trajectory has an outcome.
+        token]``; the columns ``num_turns``, ``weight_version``, ``finish_reason``, ``agent_error`` (None: no failure)
+        and one column per name in ``fields``; :data:`OUTCOME` if a trajectory has an outcome.
     """
     prompts = [_nonempty(trajectory.prompt_ids, pad_token_id) for trajectory in trajectories]
     responses = [_nonempty(trajectory.response_ids, pad_token_id) for trajectory in trajectories]
@@ -129,6 +130,7 @@ def trajectories_to_batch(
     columns = {name: [trajectory.fields.get(name) for trajectory in trajectories] for name in names}
     columns["num_turns"] = [trajectory.num_turns for trajectory in trajectories]
     columns["weight_version"] = [trajectory.weight_version for trajectory in trajectories]
+    columns["finish_reason"] = [trajectory.finish_reason for trajectory in trajectories]
     columns["agent_error"] = [trajectory.error for trajectory in trajectories]
     if any(trajectory.outcome is not None for trajectory in trajectories):
         columns[OUTCOME] = [trajectory.outcome for trajectory in trajectories]
@@ -189,7 +191,7 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         trajectories: result of agent loops.
     """
     succeeded = [trajectory for trajectory in trajectories if trajectory.error is None]
-    metrics = {"agent/failed": float(len(trajectories) - len(succeeded))}
+    metrics: dict[str, float] = {"agent/failed": Total(len(trajectories) - len(succeeded))}
     metrics |= _mean_max_min("num_turns", [float(trajectory.num_turns) for trajectory in succeeded])
     names = dict.fromkeys(name for trajectory in succeeded for name in trajectory.metrics)
     for name in names:
@@ -204,13 +206,17 @@ _Rows = Sequence[Mapping[str, float]]
 def _state_tokens(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     generated = sum(int(np.sum(trajectory.response_mask, dtype=np.int64)) for trajectory in trajectories)
     total = sum(len(trajectory.response_mask) for trajectory in trajectories)
-    return {"state_tokens/total": float(generated), "state_tokens/coverage": generated / total} if total else {}
+    return {"state_tokens/total": Total(generated), "state_tokens/coverage": generated / total} if total else {}
 
 
 def _mean_max_min(name: str, values: Sequence[float]) -> dict[str, float]:
     if not values:
         return {}
-    return {f"{name}/mean": float(np.mean(values)), f"{name}/max": max(values), f"{name}/min": min(values)}
+    return {
+        f"{name}/mean": float(np.mean(values)),
+        f"{name}/max": Largest(max(values)),
+        f"{name}/min": Smallest(min(values)),
+    }
 
 
 def _values(rows: _Rows, name: str) -> list[float]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from megarl.algorithms.masked import (
     expand_to_tokens,
     flat_tokens,
+    full_precision,
     kept_before,
     masked_whiten,
     select_tokens,
@@ -73,6 +74,13 @@ class AdvantageInputs:
     lam: float = 1.0
     norm_by_std: bool = True
     lengths: Tensor | None = None
+
+    def in_full_precision(self) -> AdvantageInputs:
+        """Convert all numbers to their widest type, at least float32."""
+        columns = self._token_columns() | {"reward_baselines": self.reward_baselines}
+        numbers = {name: x for name, x in columns.items() if x is not None and x.is_floating_point()}
+        changed: dict[str, Any] = dict(zip(numbers, full_precision(*numbers.values()), strict=True))
+        return replace(self, **changed)
 
     def packed(self) -> AdvantageInputs:
         """View padded tensors as packed tokens: all rows have R tokens then."""
@@ -163,6 +171,8 @@ class AdvantageEstimator:
     def __call__(self, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
         """Compute advantages and returns of a batch, each in the form of the inputs: ``[b, R]`` or packed ``[n]``.
 
+        Numbers are converted to the widest type among them, at least float32, before the function.
+
         Raises:
             ValueError: the inputs lack a required field.
         """
@@ -180,6 +190,7 @@ class AdvantageEstimator:
         for field in self.needs:
             if getattr(inputs, field) is None:
                 raise ValueError(f"advantage estimator {self.name!r} needs `{field}`: {_INPUT_MEANINGS[field]}")
+        inputs = inputs.in_full_precision()
         advantages, returns = self.function(inputs.packed() if self.reads_packed else inputs.padded())
         return inputs.like_tokens(advantages), inputs.like_tokens(returns)
 
@@ -244,8 +255,10 @@ def generalized_advantages(
         lengths: ``[b]`` of packed tokens; None = rectangles.
 
     Returns:
-        Advantages and returns ``A + V``, each ``[b, R]``, 0 outside the mask.
+        Advantages and returns ``A + V``, each ``[b, R]`` in the wider type of rewards and values, at least float32; 0
+        outside the mask.
     """
+    rewards, values = full_precision(rewards, values)
     kept = mask.bool()
     counts = sequence_counts(kept, lengths)
     ends = counts.cumsum(0)

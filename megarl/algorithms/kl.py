@@ -45,10 +45,15 @@ def _k2(log_ratio: Tensor) -> Tensor:
     return 0.5 * log_ratio.square()
 
 
+def unclamped_k3(log_ratio: Tensor) -> Tensor:
+    """Compute k3 without its clamp to 10; the exponent is bounded by 20."""
+    inverse = (-log_ratio).clamp(-20.0, 20.0)
+    return inverse.exp() - inverse - 1.0
+
+
 @_register("low_var_kl", "k3")
 def _k3(log_ratio: Tensor) -> Tensor:
-    inverse = (-log_ratio).clamp(-20.0, 20.0)
-    return (inverse.exp() - inverse - 1.0).clamp(-10.0, 10.0)
+    return unclamped_k3(log_ratio).clamp(-10.0, 10.0)
 
 
 def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:

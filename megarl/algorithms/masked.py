@@ -9,11 +9,19 @@ An entry outside the mask may hold any value, NaN included: it is never read.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from megarl.algorithms.moments import Moments
+
+
+def full_precision(*tensors: Tensor) -> list[Tensor]:
+    """Convert floating-point tensors to their widest type, at least float32; numpy has no bfloat16."""
+    widest = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors], torch.float32)
+    return [tensor.to(widest) for tensor in tensors]
 
 
 def select_tokens(values: Tensor, mask: Tensor) -> Tensor:
@@ -80,6 +88,8 @@ def sequence_sums(values: Tensor, mask: Tensor, lengths: Tensor | None) -> Tenso
 def _array_sums(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
     """Compute :func:`sequence_sums` of packed tokens without gradients, with little memory: batches may be large."""
     kept = values if mask is values or bool(mask.all()) else torch.where(mask.bool(), values, torch.zeros_like(values))
+    if kept.dtype == torch.bfloat16:
+        (kept,) = full_precision(kept)
     counts = lengths.numpy(force=True)
     sums, filled = np.zeros(len(counts)), counts > 0
     if filled.any():  # reduceat gives an empty sequence the value of the next one

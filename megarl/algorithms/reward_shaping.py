@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -74,22 +72,6 @@ def add_at_last(rewards: Tensor, amounts: Tensor, rows: Tensor, last: Tensor, le
 def row_cosine_similarity(left: Tensor, right: Tensor) -> Tensor:
     """Compute the cosine similarity of corresponding rows of ``[b, hidden]``, ``[b]`` float64; 0 for a zero row."""
     return F.cosine_similarity(left.double(), right.double(), dim=-1, eps=1e-12)
-
-
-def missing_eos(
-    responses: Tensor, last: Tensor, eos_token_ids: Collection[int], lengths: Tensor | None = None
-) -> Tensor:
-    """Flag responses that do not end with an end-of-sequence token, ``[b]`` bool.
-
-    Args:
-        responses: ``[b, R]`` token ids, or packed ``[n]``.
-        last: ``[b]`` int64, index of each row's last response token in its row.
-        eos_token_ids: the tokens that end a sequence.
-        lengths: ``[b]`` of packed tokens; None = rectangles.
-    """
-    ids, counts = flat_tokens(responses, lengths)
-    ends = torch.tensor(sorted(eos_token_ids), dtype=responses.dtype, device=responses.device)
-    return ~torch.isin(ids[sequence_starts(counts) + last], ends)
 
 
 def on_trained_tokens(rewards: Tensor, response_mask: Tensor, lengths: Tensor | None = None) -> Tensor:

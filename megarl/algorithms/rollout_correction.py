@@ -30,6 +30,7 @@ from megarl.algorithms.masked import (
 )
 from megarl.algorithms.moments import Moments, PairMoments
 from megarl.algorithms.policy_loss import LOG_RATIO_LIMIT
+from megarl.base.reductions import Largest, Smallest
 
 Statistics = dict[str, float]
 
@@ -126,8 +127,8 @@ class WeightMoments(NamedTuple):
         statistics = {
             "rollout_is_mean": tokens.mean,
             "rollout_is_std": tokens.deviation,
-            "rollout_is_min": least,
-            "rollout_is_max": most,
+            "rollout_is_min": Smallest(least),
+            "rollout_is_max": Largest(most),
             "rollout_is_eff_sample_size": tokens.mean**2 / squares if squares > 0 else 0.0,
             "rollout_is_ratio_fraction_high": self.high / ratios.count,
             "rollout_is_ratio_fraction_low": self.low / ratios.count,
@@ -137,9 +138,9 @@ class WeightMoments(NamedTuple):
         return statistics | {
             "rollout_is_seq_mean": whole.mean,
             "rollout_is_seq_std": whole.deviation,
-            "rollout_is_seq_min": whole.least,
-            "rollout_is_seq_max": whole.most,
-            "rollout_is_seq_max_deviation": self.distances.most,
+            "rollout_is_seq_min": Smallest(whole.least),
+            "rollout_is_seq_max": Largest(whole.most),
+            "rollout_is_seq_max_deviation": Largest(self.distances.most),
         }
 
 
@@ -399,8 +400,8 @@ class RatioMoments(NamedTuple):
             "rollout_log_ppl": self.rollout.mean,
             "log_ppl_diff": self.difference.mean,
             "log_ppl_abs_diff": self.distance.mean,
-            "log_ppl_diff_max": self.difference.most,
-            "log_ppl_diff_min": self.difference.least,
+            "log_ppl_diff_max": Largest(self.difference.most),
+            "log_ppl_diff_min": Smallest(self.difference.least),
             "chi2_token": self.squared.mean - 1,
             "chi2_seq": self.squared_sequence.mean - 1,
         }
@@ -414,9 +415,9 @@ class RatioMoments(NamedTuple):
             return {}
         statistics = {
             "rollout_log_probs_diff_mean": self.log_distance.mean,
-            "rollout_log_probs_diff_max": self.log_distance.most,
+            "rollout_log_probs_diff_max": Largest(self.log_distance.most),
             "rollout_probs_diff_mean": self.prob_distance.mean,
-            "rollout_probs_diff_max": self.prob_distance.most,
+            "rollout_probs_diff_max": Largest(self.prob_distance.most),
             "rollout_probs_diff_std": self.prob_distance.deviation,
         }
         correlation = self.probs.correlation

@@ -1,12 +1,19 @@
-"""Parsing of JSON from outside: a text nested too deeply is invalid like any other malformed text."""
+"""Strict JSON: a text nested too deeply is invalid like any other malformed text, and no NaN is written."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from megarl.base.errors import MegarlError
 
 _DECODER = json.JSONDecoder()
 _TOO_DEEP = "it is nested too deeply"
+_LEVELS = 64
+"""Nested levels of a file: many more than real ones have, and few enough to copy, pickle and print them."""
 
 
 def parse_json(text: str | bytes | bytearray, **options: Any) -> Any:
@@ -35,3 +42,49 @@ def parse_json_prefix(text: str, start: int) -> tuple[Any, int]:
         return _DECODER.raw_decode(text, start)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
+
+
+def format_json(value: Any, **options: Any) -> str:
+    """Format JSON that every parser reads: numbers that JSON lacks become the texts NaN, Infinity and -Infinity.
+
+    Args:
+        value: a JSON value, or others with the option ``default``.
+        options: arguments of ``json.dumps``.
+    """
+    return json.dumps(_finite(value), allow_nan=False, **options)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    return [_finite(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def read_json_object(file: Path, error: type[MegarlError]) -> dict[str, Any]:
+    """Read a JSON object from a file that another program wrote.
+
+    Args:
+        file: the file, in UTF-8.
+        error: the class of the error.
+
+    Raises:
+        MegarlError: the file cannot be read, is not JSON, is no object, or is nested too deeply; names it.
+    """
+    try:
+        values = parse_json(file.read_text(encoding="utf-8"))
+        if _is_deeper(values, _LEVELS):
+            raise ValueError(_TOO_DEEP)
+    except OSError as problem:
+        raise error(f"{file} cannot be read: {problem.strerror or problem}") from None
+    except ValueError as problem:
+        raise error(f"{file} is not valid JSON: {problem}") from None
+    if not isinstance(values, dict):
+        raise error(f"{file} holds a {type(values).__name__}, expected a JSON object")
+    return values
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels == 0 or any(_is_deeper(child, levels - 1) for child in children)

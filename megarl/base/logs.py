@@ -14,7 +14,6 @@ import io
 import logging
 import os
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from megarl.base.private_folder import private_folder
 from megarl.base.redaction import redact_text
 from megarl.base.run_writer import RUN_WRITER
 
@@ -233,7 +233,7 @@ def _openable(path: Path) -> tuple[Path, str]:
         path.open("ab").close()
         return path, ""
     except OSError as error:
-        folder = Path(tempfile.gettempdir(), "megarl-logs", *path.parent.parts[-3:-1])
+        folder = Path(private_folder(), "logs", *path.parent.parts[-3:-1])
         folder.mkdir(parents=True, exist_ok=True)
         return folder / path.name, f"; the log is in this folder because {path} is not writable: {error}"
 

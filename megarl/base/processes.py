@@ -117,7 +117,7 @@ def read_kernel_file(path: str) -> str:
     """
     try:
         for _ in range(ATTEMPTS):
-            text = Path(path).read_text(errors="replace")
+            text = Path(path).read_text(errors="replace", encoding="utf-8")
             if text:
                 return text
             time.sleep(PAUSE_S)
@@ -150,7 +150,7 @@ def child_pids(pid: int) -> list[int]:
     with contextlib.suppress(OSError):  # the process has ended
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError):  # the thread has ended
-                children += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+                children += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text(encoding="utf-8").split())
     return children
 
 

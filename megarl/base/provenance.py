@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import megarl
+from megarl.base.redaction import redact_words
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "ray")
 _MORE_PACKAGES = ("sglang", "transformer-engine", "flash-attn", "hydra-core", "tensordict", "numpy")
@@ -101,7 +102,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def command_with(overrides: Sequence[str]) -> str:
-    """Return the command of this job with further overrides, ready for a shell.
+    """Return the command of this job with further overrides, ready for a shell; secrets in it are redacted.
 
     Args:
         overrides: ``KEY=VALUE``; they replace earlier ones.
@@ -113,7 +114,7 @@ def command_with(overrides: Sequence[str]) -> str:
     words = _job_command(sys.orig_argv)
     if words is None:
         return f"the same command with {' '.join(overrides)}" if overrides else "the same command"
-    return shlex.join([*words, *overrides])
+    return shlex.join(redact_words([*words, *overrides]))
 
 
 def _job_command(argv: Sequence[str]) -> list[str] | None:

@@ -108,7 +108,8 @@ _BACKGROUND: list[Callable[[], None]] = []
 def while_waiting(work: Callable[[], None]) -> Iterator[None]:
     """Call ``work`` every :data:`POLL_S` seconds while the main thread waits, within the context.
 
-    It replaces a thread for objects of the main thread. ``work`` should be short; its own waits do not call it.
+    It replaces a thread for objects of the main thread. ``work`` should be short; its own waits do not call it, nor do
+    waits while an exception is handled: during a shutdown it would meet processes that have ended.
     """
     _BACKGROUND.append(work)
     try:
@@ -118,7 +119,7 @@ def while_waiting(work: Callable[[], None]) -> Iterator[None]:
 
 
 def _run_background() -> None:
-    if _BACKGROUND and _in_main_thread():
+    if _BACKGROUND and _in_main_thread() and sys.exc_info()[1] is None:
         works = _BACKGROUND.copy()
         _BACKGROUND.clear()  # waits of the work itself
         try:

@@ -7,6 +7,8 @@ environment before anything imports torch.
 
 from __future__ import annotations
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,12 @@ if TYPE_CHECKING:
     from megarl.cluster.session import RaySession
     from megarl.cluster.split import plan_split, rank_loads, row_costs, seqlen_metrics
     from megarl.cluster.worker_group import WorkerGroup, wait_ready
+
+if "ray" not in sys.modules:
+    # Ray's library ends this process when the named one is gone; it reads the variable when it is imported. Without
+    # it, a driver whose parent is process 1, as in a container, takes the raylet for its parent: when the raylet dies,
+    # Ray ends the driver at once and without a word.
+    os.environ.setdefault("RAY_RAYLET_PID", str(os.getpid()))
 
 _MODULE_OF = {
     "PendingCall": "calls",

@@ -40,8 +40,8 @@ class GroupSource:
         return self._group.submit("weight_shares")
 
     def close_transfer(self, completed: bool) -> PendingCall:
-        """End the transfer on the senders."""
-        return self._group.submit("close_transfer", completed)
+        """End the transfer on the senders; one that was aborted, also in a failed group."""
+        return self._group.submit_on(self._group.ranks, "close_transfer", completed, after_failure=not completed)
 
     def export_bucket(self, index: int) -> ScatteredCall:
         """Start packing bucket ``index`` on every rank; each message becomes a separate Ray object."""
@@ -54,7 +54,8 @@ class GroupTarget:
     The process represents all ranks of the replica. Its workers have the verbs used here. ``import_bucket`` takes the
     messages to all of the replica's ranks as second argument. ``weight_shares`` and ``close_transfer`` return lists.
 
-    The plan counts the replicas that are present: its replica ``n`` is the rank ``members[n]`` of the group.
+    The plan counts the replicas that are present: its replica ``n`` is the rank ``members[n]`` of the group. A failed
+    replica does not keep the others from holding their requests and aborting an update.
 
     Args:
         group: the rollout role.
@@ -85,7 +86,7 @@ class GroupTarget:
 
     def pause(self) -> PendingCall:
         """Interrupt all requests and hold them."""
-        return self._submit("pause")
+        return self._submit("pause", after_failure=True)
 
     def resume(self) -> PendingCall:
         """Continue the held requests."""
@@ -109,11 +110,11 @@ class GroupTarget:
 
     def close_transfer(self, completed: bool) -> ResultsByRank:
         """End the transfer on the receivers."""
-        return ResultsByRank(self._submit("close_transfer", completed))
+        return ResultsByRank(self._submit("close_transfer", completed, after_failure=not completed))
 
     def begin_update(self, version: int) -> PendingCall:
         """Mark every engine's weights as stale."""
-        return self._submit("begin_update", version)
+        return self._submit("begin_update", version, after_failure=True)
 
     def import_bucket(self, index: int, exported: ScatteredCall) -> PendingCall:
         """Write the bucket that the source exported; the receiving process waits for it, not the driver."""
@@ -128,8 +129,8 @@ class GroupTarget:
     def _sleeping(self) -> list[int]:
         return [rank for rank in self.numbers if self._sleepers is None or rank in self._sleepers]
 
-    def _submit(self, verb: str, *args: Any) -> PendingCall:
-        return self._group.submit_on(self.numbers, verb, *args)
+    def _submit(self, verb: str, *args: Any, after_failure: bool = False) -> PendingCall:
+        return self._group.submit_on(self.numbers, verb, *args, after_failure=after_failure)
 
 
 class ResultsByRank:

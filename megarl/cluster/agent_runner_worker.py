@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from megarl.agents.runner import AgentRunner
 from megarl.agents.trajectories import PackedSamples
 from megarl.agents.types import ConversationGroup, FinishedSample, SampleId, StoredTurn
 from megarl.base.child_process import ChildEnvironment
+from megarl.base.redaction import remember_secrets
 from megarl.base.user_code import import_user_modules
 from megarl.rewards.pool import RunCounts
 from megarl.rewards.scorer import ScorerSpec
@@ -65,6 +67,7 @@ class AgentRunnerWorker:
         scorers: Mapping[str, ScorerSpec],
         environment: ChildEnvironment,
     ) -> None:
+        remember_secrets(dataclasses.asdict(config))
         import_user_modules(*config.actor_rollout_ref.model.user_modules)
         self._runner = AgentRunner(config, tokenizer, place.rank, place.world_size, token, scorers, environment)
         self._warnings = WarningList()

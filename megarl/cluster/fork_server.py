@@ -29,14 +29,16 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
 from megarl.base.child_process import die_with_parent, parent_death_hook
 from megarl.base.errors import ConfigError
+from megarl.base.json_text import parse_json
 from megarl.base.packages import is_installed, without_garbage_collection
+from megarl.base.private_folder import private_folder
 from megarl.base.processes import child_pids
 from megarl.cluster import fork_client
 
@@ -84,8 +86,15 @@ _RAYLET = "RAY_RAYLET_PID"
 _LOG_BYTES = 2000
 _PAUSE_S = 0.5
 _address: str | None = None
-_Closeable: TypeAlias = socket.socket | selectors.BaseSelector
+_SEND_S = 60.0
+"""Seconds for a client to send its request."""
+_STREAMS, _PART_BYTES, _LARGEST_REQUEST = 3, 1 << 16, 1 << 24
 logger = logging.getLogger(__name__)
+
+
+class _Closeable(Protocol):
+    def close(self) -> None:
+        """Close it in a fork, which inherits it."""
 
 
 class ForkServer:
@@ -96,7 +105,7 @@ class ForkServer:
     """
 
     def __init__(self, modules: Sequence[str] = (*WORKER_MODULES, *IF_INSTALLED)) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="megarl-fork-"))  # mode 0700: the socket is for this user only
+        self.folder = Path(tempfile.mkdtemp(prefix="fork-", dir=private_folder()))
         self.address = str(self.folder / "socket")
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(self.address)
@@ -169,45 +178,136 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> None:
             if module not in IF_INSTALLED or is_installed(module):
                 importlib.import_module(module)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
-    server = os.getpid()
-    nodes: dict[str, socket.socket] = {}  # channels to the second processes, by environment
     selector = selectors.DefaultSelector()
     selector.register(sys.stdin, selectors.EVENT_READ)
     selector.register(listener, selectors.EVENT_READ)
-    while True:
-        ready = [key.fileobj for key, _ in selector.select()]
-        if sys.stdin in ready:  # the driver ended without closing the server
-            _delete_folder(listener)
+    server = _Server(listener, selector)
+    while sys.stdin not in (ready := [key.fileobj for key, _ in selector.select(server.wait_s())]):
+        if run := server.serve(ready):
+            run()
             return
-        for name, channel in list(nodes.items()):
-            if channel in ready:  # its process has ended with the node
-                selector.unregister(channel)
-                nodes.pop(name).close()
-        if listener not in ready:
-            continue
-        connection, _ = listener.accept()
-        request, descriptors = _receive(connection, 3)
-        inherited: list[_Closeable] = [selector, listener, *nodes.values()]
-        if request and _RAYLET not in request["env"]:
-            if _is_fork(inherited):
-                connection.close()
-                _run_script(request, descriptors, server)
-                return
-            _answer(connection.fileno())
-        elif request:
-            name = json.dumps(request["env"], sort_keys=True)
-            if name not in nodes:
-                nodes[name], channel = socket.socketpair()
-                if _is_fork([*inherited, connection, nodes[name]], descriptors):
-                    _serve_node(channel, request["env"], server)
-                    return
-                channel.close()
-                selector.register(nodes[name], selectors.EVENT_READ)
-            with contextlib.suppress(OSError):  # its process has just ended; the client starts the worker by itself
-                fork_client.send_request(nodes[name], request, [*descriptors, connection.fileno()])
-        connection.close()
-        for descriptor in descriptors:
+    _delete_folder(listener)  # the driver ended without closing the server
+
+
+class _Client:
+    """A client that sends its request; the server reads what has arrived and waits for no client."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.connection, self.deadline = connection, time.monotonic() + _SEND_S
+        self.descriptors: list[int] = []
+        self._data = bytearray()
+
+    def read(self) -> dict[str, Any] | None:
+        """Return the request, or None while a part of it is missing.
+
+        Raises:
+            OSError: the client is gone.
+            ValueError: this is no request.
+        """
+        part, descriptors, _, _ = socket.recv_fds(self.connection, _PART_BYTES, _STREAMS)
+        self.descriptors += descriptors
+        self._data += part
+        size, received = int.from_bytes(self._data[: fork_client.HEADER_BYTES], "big"), len(self._data)
+        if not part or size > _LARGEST_REQUEST or len(self.descriptors) != _STREAMS:
+            raise ValueError(f"a client sent {received} bytes of {size} and {len(self.descriptors)} descriptors")
+        if received < fork_client.HEADER_BYTES + max(size, 1):
+            return None
+        return _checked(parse_json(self._data[fork_client.HEADER_BYTES :]))
+
+    def close(self) -> None:
+        """Close the connection and the received descriptors."""
+        self.connection.close()
+        for descriptor in self.descriptors:
             os.close(descriptor)
+
+
+def _checked(request: Any) -> dict[str, Any]:
+    """Check the types of a request.
+
+    Raises:
+        ValueError: it has another form than :func:`fork_client.request_worker` sends.
+    """
+    argv, env, cwd = (request.get(name) if isinstance(request, dict) else None for name in ("argv", "env", "cwd"))
+    texts = [cwd, *argv, *env.values()] if isinstance(argv, list) and argv and isinstance(env, dict) else []
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"no request for a worker: {request!r:.200}")
+    return {"argv": argv, "env": env, "cwd": cwd}
+
+
+class _Server:
+    """The state of the server: its clients, and channels to the second processes, by environment."""
+
+    def __init__(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
+        self.listener, self.selector, self.pid = listener, selector, os.getpid()
+        self.clients: dict[socket.socket, _Client] = {}
+        self.nodes: dict[str, socket.socket] = {}
+
+    def wait_s(self) -> float | None:
+        """Return the seconds until a client must have sent its request; None = no client is sending."""
+        deadlines = [client.deadline for client in self.clients.values()]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+
+    def serve(self, ready: Sequence[Any]) -> Callable[[], None] | None:
+        """Serve the ready sockets; in a fork, return what the fork runs."""
+        for name, channel in list(self.nodes.items()):
+            if channel in ready:  # its process has ended with the node
+                self.selector.unregister(channel)
+                self.nodes.pop(name).close()
+        for client in list(self.clients.values()):
+            try:
+                request = client.read() if client.connection in ready else None
+                if request is None and time.monotonic() < client.deadline:
+                    continue
+            except BlockingIOError:
+                continue
+            except (OSError, ValueError) as error:
+                print(f"ignored: {error}", file=sys.stderr)
+                request = None
+            self.selector.unregister(client.connection)
+            del self.clients[client.connection]
+            if request is not None and (run := self._started(request, client)):
+                return run
+            client.close()
+        if self.listener in ready:
+            self._accept()
+        return None
+
+    def _accept(self) -> None:
+        try:
+            client = _Client(self.listener.accept()[0])
+        except OSError:  # no descriptor is left
+            traceback.print_exc()
+            time.sleep(_PAUSE_S)
+            return
+        self.clients[client.connection] = client
+        self.selector.register(client.connection, selectors.EVENT_READ)
+
+    def _is_fork(self, *more: _Closeable) -> bool | None:
+        return _is_fork([self.selector, self.listener, *self.clients.values(), *self.nodes.values(), *more])
+
+    def _started(self, request: dict[str, Any], client: _Client) -> Callable[[], None] | None:
+        """Start a worker, or ask the second process of its node; returns what a fork runs.
+
+        A client without an answer starts its worker by itself.
+        """
+        streams, environment = client.descriptors, request["env"]
+        if _RAYLET not in environment:
+            forked = self._is_fork(client.connection)
+            if forked is False:
+                _answer(client.connection.fileno())
+            return (lambda: _run_script(request, streams, self.pid)) if forked else None
+        name = json.dumps(environment, sort_keys=True)
+        if name not in self.nodes:
+            own, channel = socket.socketpair()
+            if self._is_fork(client, own):
+                return lambda: _serve_node(channel, environment, self.pid)
+            channel.close()  # without a second process, the server notices that it has no other end
+            self.nodes[name] = own
+            self.selector.register(own, selectors.EVENT_READ)
+        with contextlib.suppress(OSError):  # the second process has just ended
+            fork_client.send_request(self.nodes[name], request, [*streams, client.connection.fileno()])
+        return None
 
 
 def _serve_node(channel: socket.socket, environment: Mapping[str, str], server: int) -> None:
@@ -235,20 +335,29 @@ def _serve_node(channel: socket.socket, environment: Mapping[str, str], server: 
         if not request:  # the server has ended
             return
         *streams, client = descriptors
-        if _is_fork([selector, channel], [raylet, client]):
+        forked = _is_fork([selector, channel], [raylet, client])
+        if forked:
             _run_script({**request, "env": {**request["env"], **by_import}}, streams, node)
             return
-        _answer(client)
+        if forked is False:
+            _answer(client)
         for descriptor in descriptors:
             os.close(descriptor)
     while child_pids(node):  # they end by themselves when they miss their node
         time.sleep(_PAUSE_S)
 
 
-def _is_fork(inherited: Sequence[_Closeable], descriptors: Sequence[int] = ()) -> bool:
-    """Fork this process; return True in the fork, which closes sockets and descriptors of this process."""
-    if os.fork():
-        return False
+def _is_fork(inherited: Sequence[_Closeable], descriptors: Sequence[int] = ()) -> bool | None:
+    """Fork this process; return True in the fork, which closes sockets and descriptors of this process.
+
+    None if no process can be started, because of a limit of processes or memory.
+    """
+    try:
+        if os.fork():
+            return False
+    except OSError:
+        traceback.print_exc()
+        return None
     for resource in inherited:
         resource.close()
     for descriptor in descriptors:

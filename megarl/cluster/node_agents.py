@@ -32,7 +32,7 @@ def options_of(command: list[str]) -> dict[str, str]:
 def announce(session: str, node: str, name: str, port: int) -> None:
     """Write the file with a port, at once, since the node reads it while it waits."""
     path = os.path.join(session, f"{name}_{node}")
-    with open(f"{path}.draft", "w") as file:
+    with open(f"{path}.draft", "w", encoding="utf-8") as file:
         file.write(str(port))
     os.rename(f"{path}.draft", path)
 

@@ -6,15 +6,17 @@ import fcntl
 import json
 import os
 import secrets
+import stat
 import tempfile
 from pathlib import Path
 
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
+from megarl.base.private_folder import private_folder
 from megarl.cluster.reaper import MARK, delete_files, owner_file, processes_of, session_folders
 
 _VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", MARK)
-_PREFIX = "megarl-ray-token-"
+_PREFIX = "ray-token-"
 
 
 class ClusterToken:
@@ -28,12 +30,12 @@ class ClusterToken:
     """
 
     def __init__(self, sessions: str) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX))  # mode 0700
+        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=private_folder()))
         self.file = self._folder / "token"
         self.file.touch(0o600)
-        self.file.write_text(secrets.token_hex(32))
+        self.file.write_text(secrets.token_hex(32), encoding="utf-8")
         draft = self._folder / "draft"
-        draft.write_text(json.dumps([sessions, os.getpid()]))
+        draft.write_text(json.dumps([sessions, os.getpid()]), encoding="utf-8")
         self._lock = _lock(draft)  # until this process ends, see delete_stale_tokens
         draft.rename(owner_file(self.file))
 
@@ -58,7 +60,7 @@ def delete_stale_tokens() -> None:
 
     A token counts as stale if its driver no longer locks it and no process of its Ray lives.
     """
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    for folder in private_folder().glob(f"{_PREFIX}*"):
         token_file = folder / "token"
         lock = _lock(owner_file(token_file))
         if lock is None:
@@ -71,12 +73,14 @@ def delete_stale_tokens() -> None:
 
 
 def _lock(file: Path) -> int | None:
-    """Lock a file; returns its descriptor, or None without the file or if another process has locked it."""
+    """Lock a file; returns its descriptor, or None without a regular file or if another process has locked it."""
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:
         return None
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(f"{file} is no file")
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)

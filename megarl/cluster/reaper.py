@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -24,6 +24,7 @@ from megarl.base.processes import READ_ERRORS, all_processes, command_line
 
 MARK = "MEGARL_LOCAL_RAY"
 """Environment variable of all processes of a local Ray: its token file. Other clients of this Ray do not have it."""
+_LAST_WORDS = "last_words"
 _GRACE_S = 3.0
 _LIMIT_S = 60.0
 
@@ -39,8 +40,7 @@ class Reaper:
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, str(token_file)],
             stdin=subprocess.PIPE,  # its end tells the reaper that this process is gone
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # the last words of the driver go to its standard error
             process_group=0,  # Ctrl-C in a terminal is for the driver
         )
 
@@ -106,9 +106,10 @@ def owner_file(token_file: Path) -> Path:
 def session_folders(token_file: Path) -> list[Path]:
     """List the session folders of the local Ray with a token; those older than the token are of another process."""
     try:
-        sessions, driver = json.loads(owner_file(token_file).read_text())
+        sessions, driver = json.loads(owner_file(token_file).read_text(encoding="utf-8"))
         since = token_file.stat().st_mtime
-        return [path for path in sorted(Path(sessions).glob(f"session_*_{int(driver)}")) if _modified(path) >= since]
+        found = sorted(Path(sessions).glob(f"session_*_{int(driver)}"))
+        return [path for path in found if _modified(path) >= since and path.lstat().st_uid == os.geteuid()]
     except (OSError, ValueError, TypeError):
         return []
 
@@ -138,9 +139,41 @@ def _modified(path: Path) -> float:
         return 0.0
 
 
+def write_last_words(token_file: Path, sentence: str | None, files: Mapping[str, str]) -> None:
+    """Write what the reaper does for a driver that dies without a word.
+
+    Ray ends a driver within its own calls when the raylet has died, and the kernel ends one for lack of memory.
+
+    Args:
+        token_file: of the local Ray.
+        sentence: for the console; None: the work is complete, and nothing is said.
+        files: contents of files to write, by path.
+    """
+    words = token_file.with_name(_LAST_WORDS)
+    if sentence is None:
+        words.unlink(missing_ok=True)
+        return
+    draft = words.with_suffix(".draft")
+    draft.write_text(json.dumps([sentence, dict(files)]), encoding="utf-8")
+    draft.replace(words)
+
+
+def _speak_last_words(token_file: Path) -> None:
+    """Print the last words of the driver, and write its files."""
+    with contextlib.suppress(OSError):  # it died before its first step; a full disk, a closed terminal
+        sentence, files = json.loads(token_file.with_name(_LAST_WORDS).read_text(encoding="utf-8"))
+        print(sentence, file=sys.stderr, flush=True)
+        for path, text in files.items():
+            draft = Path(f"{path}.draft")
+            draft.write_text(text, encoding="utf-8")
+            draft.replace(path)
+
+
 def main(token_file: Path) -> None:
-    """Wait for the death of the driver, then end its Ray and delete its files."""
+    """Wait for the death of the driver, speak its last words, then end its Ray and delete its files."""
     sys.stdin.buffer.read()
+    _speak_last_words(token_file)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # who reads the driver's output sees its end
     end_ray(token_file, os.getpgrp())
     delete_files(token_file)
 

@@ -9,20 +9,20 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import psutil
 import ray
 import ray._private.worker as ray_worker
-from ray._common.utils import get_default_ray_temp_dir
 from ray.exceptions import AuthenticationError
 
 from megarl.base.errors import RayLost, ResourceError
 from megarl.base.formatting import GIB
 from megarl.base.logs import ProcessLogs
+from megarl.base.private_folder import private_folder
 from megarl.base.processes import READ_ERRORS, child_processes, descendants, process_group, wait_for_ends
 from megarl.base.signals import (
     ENDING_SIGNALS,
@@ -35,7 +35,7 @@ from megarl.base.signals import (
 from megarl.cluster.availability import available_cpus, check_cluster_answers, not_joined, unreachable
 from megarl.cluster.local_ray import GCS, RayWatch, start_local_ray
 from megarl.cluster.ray_token import ClusterToken, delete_stale_tokens, read_authentication
-from megarl.cluster.reaper import Reaper, end_ray, processes_of
+from megarl.cluster.reaper import Reaper, end_ray, processes_of, write_last_words
 from megarl.cluster.resources import PlacedPool, ResourcePool, place_pools
 
 DEFAULT_OBJECT_STORE_BYTES = 200 * 2**20
@@ -49,6 +49,9 @@ _KILL_S = 30.0
 """Seconds for killed processes to end, which takes long on a machine under load."""
 
 logger = logging.getLogger(__name__)
+
+if os.environ.get("RAY_RAYLET_PID") == str(os.getpid()):  # see megarl.cluster
+    del os.environ["RAY_RAYLET_PID"]  # Ray has read it; it is not for the processes that start here
 
 
 def local_store_bytes(needed: int) -> int:
@@ -75,7 +78,8 @@ class RaySession:
         log_to_driver: also print the output of the workers. It is in Ray's log folder either way, and the error of a
             dead worker shows its end.
         logs: log files of role processes; None: Ray's log folder.
-        temp_dir: folder for logs and sockets of a started Ray; default: Ray's (``/tmp/ray``).
+        temp_dir: folder for logs and sockets of a started Ray; default: in the
+            :func:`~megarl.base.private_folder.private_folder` of this user, below ``RAY_TMPDIR`` if set.
         dashboard: whether a started Ray has its dashboard, for this machine only.
 
     Attributes:
@@ -171,6 +175,13 @@ class RaySession:
     def finish(self) -> None:
         """Mark the work as complete: the death of the GCS or the raylet is only a warning from now on."""
         self._watch.finish()
+        self.last_words(None)
+
+    def last_words(self, sentence: str | None, files: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Leave words for the case that this process dies at once; see :func:`.reaper.write_last_words`."""
+        if self._token is not None:
+            with contextlib.suppress(OSError):  # a full disk
+                write_last_words(self._token.file, sentence, files)
 
     def spills(self, needed: int) -> str | None:
         """Describe an object store with less than ``needed`` bytes over all nodes; None if it is large enough."""
@@ -228,7 +239,8 @@ class RaySession:
     def _start(self) -> None:
         """Start Ray; a start that fails, as on a machine under load, is repeated once."""
         delete_stale_tokens()
-        self._token = ClusterToken(self.temp_dir or get_default_ray_temp_dir())
+        temp_dir = self.temp_dir or str(private_folder(os.environ.get("RAY_TMPDIR")) / "ray")
+        self._token = ClusterToken(temp_dir)
         self._reaper = Reaper(self._token.file)
         self.token_file = str(self._token.file)
         for is_last in (False, True):
@@ -237,7 +249,7 @@ class RaySession:
                     num_cpus=self.num_cpus or available_cpus(),
                     object_store_bytes=self.object_store_bytes,
                     log_to_driver=self.log_to_driver,
-                    temp_dir=self.temp_dir,
+                    temp_dir=temp_dir,
                     dashboard=self.dashboard,
                     token=self._token,
                     group=self._reaper.pid,

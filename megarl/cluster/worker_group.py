@@ -202,13 +202,19 @@ class WorkerGroup:
 
         return map_rows
 
-    def submit_on(self, ranks: Sequence[int], verb: str, *args: Any) -> PendingCall:
+    def submit_on(self, ranks: Sequence[int], verb: str, *args: Any, after_failure: bool = False) -> PendingCall:
         """Start a verb on some processes; the result is the list of their results.
+
+        Args:
+            ranks: of the processes.
+            verb: name of the verb.
+            args: its arguments.
+            after_failure: start it in a failed group too, for the processes that live.
 
         Raises:
             AttributeError, WorkerError: see :meth:`submit`.
         """
-        mark = self._mark(verb)
+        mark = self._mark(verb, after_failure=after_failure)
         calls = [
             self._remote_call(
                 self._actors[rank].call.remote(verb, True, {}, *for_rank(args, rank)), rank, verb, mark.phase
@@ -420,8 +426,8 @@ class WorkerGroup:
         rows, budget = _mini_batch_rows(mark, batch), self.budgets.get(verb)
         return plan_rows(batch, self.layout.dp, rows, equal=mark.equal_rows, budget=budget)
 
-    def _mark(self, verb: str) -> VerbMark:
-        if self._failure is not None:
+    def _mark(self, verb: str, *, after_failure: bool = False) -> VerbMark:
+        if self._failure is not None and not after_failure:
             raise WorkerError(f"{self.role} cannot run {verb}: it failed before. {self._failure}") from self._failure
         if verb not in self.verbs:
             raise AttributeError(f"{self.role} has no verb {verb!r}; it has: {', '.join(sorted(self.verbs))}")

@@ -18,6 +18,7 @@ from megarl.base.errors import ExportError, WorkerLost
 from megarl.base.logs import ProcessLogs, output_log, redirect_output, tail
 from megarl.base.packages import import_large
 from megarl.base.ports import collective_interfaces, reserve_port
+from megarl.base.proxies import bypass_proxies
 from megarl.tracing import TRACER, Event, TracingOptions, span, watch_collectives, watch_process
 from megarl.tracing.profilers import ProfiledProcess
 from megarl.tracing.tracer import count_memory
@@ -122,6 +123,7 @@ class WorkerProcess:
     ) -> None:
         self._role, self._rank, self._world_size = role, rank, world_size
         os.environ.update(env)
+        bypass_proxies()  # servers of SGLang call themselves
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
         if logs is not None:
             if logs.umask is not None:

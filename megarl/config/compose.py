@@ -22,7 +22,6 @@ from hydra._internal.callbacks import Callbacks
 from hydra._internal.utils import run_and_report
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import configure_log, run_job
 from hydra.errors import HydraException
@@ -40,6 +39,7 @@ from megarl.base.run_writer import RUN_WRITER
 from megarl.config.build import build, build_draft, defaults, unknown_key
 from megarl.config.keys import Key, leaves, walk
 from megarl.config.outputs import check_sweep_outputs
+from megarl.config.overrides import TextConfigSource, parse_overrides
 from megarl.config.problems import InvalidConfigError, Problem, nearest_keys
 from megarl.config.schema.jobs import JobConfig, JobT
 from megarl.config.stored import stored_config, stored_value
@@ -109,7 +109,7 @@ def compose_run(request: ConfigRequest[JobT], name: str = "megarl") -> ComposedR
         request: of a single run.
         name: the job's name in Hydra's files.
     """
-    check_plugins(_parse(request.overrides), multirun=False)
+    check_plugins(_parse(request), multirun=False)
     run = _compose(request, build, name)
     if run.values.hydra.mode == RunMode.MULTIRUN:
         raise ConfigError("hydra.mode=MULTIRUN: a command runs a sweep with --multirun; add it")
@@ -119,14 +119,14 @@ def compose_run(request: ConfigRequest[JobT], name: str = "megarl") -> ComposedR
 
 def compose_draft(request: ConfigRequest[JobT]) -> JobT:
     """Compose as :func:`compose`, without the checks across sections: layouts and batches may not divide."""
-    check_plugins(_parse(request.overrides), multirun=False)
+    check_plugins(_parse(request), multirun=False)
     return _compose(request, build_draft).config
 
 
 def _compose(
     request: ConfigRequest[JobT], builder: Callable[[type[JobT], DictConfig], JobT], name: str = "megarl"
 ) -> ComposedRun[JobT]:
-    keys, parsed = dict(walk(request.schema)), _without_verls_groups(_parse(request.overrides), request)
+    keys, parsed = dict(walk(request.schema)), _without_verls_groups(_parse(request), request)
     problems = [problem for o in parsed if (problem := _override_problem(o, keys, request)) is not None]
     wrong = {problem.path for problem in problems}
     values = _load(request, [o for o in parsed if o.key_or_group not in wrong], keys, name)
@@ -147,7 +147,7 @@ def compose_sweep(request: ConfigRequest[JobT]) -> list[JobT]:
     Raises:
         ConfigError: as :func:`compose`, with the overrides of the wrong run; or two runs write the same path.
     """
-    parsed, configs = _parse(request.overrides), []
+    parsed, configs = _parse(request), []
     check_plugins(parsed, multirun=True)
     runs = runs_of(parsed)
     samples = sweeper_of(parsed) != "basic"
@@ -180,7 +180,7 @@ def check_sweep_folder(request: ConfigRequest[Any]) -> None:
     Raises:
         ConfigError: this user may not write there.
     """
-    keys, parsed = dict(walk(request.schema)), _without_verls_groups(_parse(request.overrides), request)
+    keys, parsed = dict(walk(request.schema)), _without_verls_groups(_parse(request), request)
     values = _load(request, [o for o in parsed if not o.is_sweep_override()], keys)
     _check_folder("hydra.sweep.dir", values.hydra.sweep.dir)
 
@@ -227,7 +227,7 @@ def run_sweep(
         task: takes the composed, untyped configuration; returns the objective.
         minimize: whether the smallest objective is the best.
     """
-    keys, parsed = dict(walk(request.schema)), _without_verls_groups(_parse(request.overrides), request)
+    keys, parsed = dict(walk(request.schema)), _without_verls_groups(_parse(request), request)
     arguments = [f"hydra.job.name={name}", *(_reachable(override, keys, request) for override in parsed)]
     arguments += sweep_overrides(parsed, minimize)
     _register(request)
@@ -236,15 +236,8 @@ def run_sweep(
         hydra_main(version_base="1.3", config_path=str(_folders(request)[0]), config_name=_JOB)(task)()
 
 
-def _parse(overrides: Sequence[str]) -> list[Override]:
-    try:
-        parsed: list[Override] = OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException as error:
-        raise ConfigError(f"An override cannot be read; write it as key=value. {error}") from error
-    for override in parsed:
-        if not override.key_or_group:
-            raise ConfigError(f"The override {override.input_line} names no key; write it as key=value.")
-    return parsed
+def _parse(request: ConfigRequest[Any]) -> list[Override]:
+    return parse_overrides(request.overrides, request.schema)
 
 
 def _override_problem(override: Override, keys: dict[str, Key], request: ConfigRequest[Any]) -> Problem | None:
@@ -259,7 +252,7 @@ def _override_problem(override: Override, keys: dict[str, Key], request: ConfigR
     if path not in keys and not free and not _is_verl_key(path, request):
         return unknown_key(path, value, list(keys))
     if override.is_sweep_override():
-        text = "lists several values: add --multirun for one run each, or write a list as [a,b]"
+        text = "lists several values: add --multirun for one run each, or write a list as [a,b], a text as \"'a,b'\""
         return Problem(path, value, text)
     return None
 
@@ -284,7 +277,10 @@ def _reachable(override: Override, keys: dict[str, Key], request: ConfigRequest[
     verl's scripts write a plus for keys outside verl's schema; the plus has no meaning for megarl's.
     """
     path, text = override.key_or_group, str(override.input_line)
+    if _is_group(path, request) and not isinstance(override.value(), dict):
+        return text
     hidden = any(p in keys and (keys[p].is_mapping or keys[p].default is None) for p in _parents(path))
+    hidden = hidden or (path in keys and not override.is_sweep_override() and isinstance(override.value(), dict))
     if not (hidden or (path in keys and text.startswith("+")) or (path not in keys and _is_verl_key(path, request))):
         return text
     return f"++{text.lstrip('+')}" if text.lstrip("+").startswith(path) else text
@@ -341,6 +337,7 @@ def _register(request: ConfigRequest[Any]) -> None:
             "callbacks": SWEEP_CALLBACK,
         },
     }
+    TextConfigSource.register(schema)
     store = ConfigStore.instance()
     if f"{of_schema}.yaml" not in store.repo:  # storing them takes a tenth of a composition
         store.store(of_schema, defaults(schema))

@@ -33,6 +33,7 @@ class KeyLimits(NamedTuple):
     at_most: float | None = None
     length: int | None = None
     allowed: tuple[int, ...] = ()  # special values outside the range, such as -1
+    empty: bool = False  # whether a text may be empty
 
     def complaint(self, value: Any) -> str | None:
         """Return the violated limit of a value of the right type, as "must be ...", or None."""
@@ -43,7 +44,8 @@ class KeyLimits(NamedTuple):
                 return f"must have {self.length} entries"
             return next((text for text in map(self.complaint, value) if text), None)
         if isinstance(value, str):
-            return self._choice_complaint(value)
+            empty = not value.strip() and not self.empty
+            return "must not be empty; give a value, or leave the key out" if empty else self._choice_complaint(value)
         if isinstance(value, int | float) and not isinstance(value, bool) and not self._in_range(value):
             return f"must be {self.describe() or 'a finite number'}"
         return None

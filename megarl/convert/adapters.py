@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.base.errors import CheckpointError, ConfigError
+from megarl.base.errors import CheckpointError
 from megarl.base.json_text import parse_json
 from megarl.convert.source import CheckpointSource, StoredAdapters
 from megarl.convert.stored import Files, Scratch, TensorView
@@ -123,16 +123,13 @@ def options_of_folder(folder: AdapterFolder) -> LoraOptions:
     folder.check_supported()
     config = folder.config
     layers = [name.removesuffix(".lora_A.weight") for name in folder.tensors if name.endswith(".lora_A.weight")]
-    try:
-        return LoraOptions(
-            rank=int(config["r"]),
-            alpha=float(config["lora_alpha"]),
-            targets=tuple(layers),
-            rank_stabilized=bool(config.get("use_rslora", False)),
-            kind=folder.kind,
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{folder.path}: adapter_config.json is malformed: {error!r}") from None
+    return LoraOptions(
+        rank=config["r"],
+        alpha=float(config["lora_alpha"]),
+        targets=tuple(layers),
+        rank_stabilized=config["use_rslora"],
+        kind=folder.kind,
+    )
 
 
 def options_of_role(document: Mapping[str, Any]) -> LoraOptions:

@@ -40,7 +40,8 @@ from megarl.convert.stored import Chunk, StoredTensor, TensorView
 from megarl.convert.torch_dist import open_torch_dist
 from megarl.models import ModelConfig, ParallelLayout, WeightMap, read_model_config
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE, TensorEntry, check_model_folder, tensor_entries
-from megarl.models.multi_token import is_multi_token
+from megarl.models.model_identity import ModelIdentity
+from megarl.models.multi_token import is_multi_token, unused_tensors
 from megarl.models.peft_folder import CONFIG_FILE as ADAPTER_CONFIG
 from megarl.models.peft_folder import AdapterFolder
 
@@ -222,7 +223,7 @@ def open_hugging_face(path: Path) -> CheckpointSource:
         tensors,
         carried=carried,
         lacks=tuple(name for name in shapes if name not in folder.tensors),
-        left_out=tuple(sorted(folder.tensors.keys() - {*names, *carried})),
+        left_out=tuple(unused_tensors(folder)),
         facts={"files": len({entry.file for entry in folder.tensors.values()})},
     )
 
@@ -291,6 +292,7 @@ def open_adapter_folder(path: Path, model: Path | None = None) -> CheckpointSour
         raise CheckpointError(
             f"{path}: its base model {base_path} does not exist here; pass its folder: --model FOLDER"
         )
+    folder.check_base(base_path)
     base = open_hugging_face(base_path)
     config = base.config.as_reward_model() if SCORE[0] in folder.tensors else base.config
     views = {name: whole_view(name, _stored(name, entry)) for name, entry in folder.tensors.items()}
@@ -353,10 +355,13 @@ def _state_facts(path: Path) -> dict[str, Any]:
         if document["format"] != STATE_FORMAT:
             raise CheckpointError(f"{file}: format={document['format']!r}, this megarl reads {STATE_FORMAT}")
         layout = ParallelLayout(**document["layout"]).describe()
+        if document.get("lora"):
+            options_of_role(document)
+            ModelIdentity(**document["base"])
         return {
             "saved by": f"megarl {document['megarl_version']} in {layout}",
             "dtype": document["dtype"],
             "optimizer steps": document["steps"],
         }
-    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file} is malformed: {error!r}") from error

@@ -171,6 +171,7 @@ NON_TENSOR_COLUMNS: dict[str, str] = {
     "is_baseline": "Whether the row is a greedy response for the ReMax baseline.",
     "num_turns": "Number of messages of the conversation, including the prompt.",
     "agent_error": "Error of a failed conversation; None = success.",
+    "finish_reason": "What ended the conversation: `stop` = the policy; `length`, `turns` = a limit; `error` = failed.",
     "anchor_states": "State of the environment before each turn, texts or lists of token ids, for GiGPO; None = the "
     "observations in the response.",
     "weight_version": "Weight version of the engine; the oldest if there were several.",

@@ -23,13 +23,15 @@ class EncodedConversation(NamedTuple):
 class ConversationEncoder:
     """Tokenizes conversations by the chat template; trains on assistant messages with their closing tokens.
 
-    The tokens before an assistant message are those of a generation prompt, and are not trained. Each turn must be
-    rendered in the same way whether or not others follow; a template that changes earlier turns is an error.
+    The tokens before an assistant message are those of a generation prompt, and are not trained. No token extends
+    over the end of one: a message that begins with a line break is encoded as the policy would write it. Each turn must
+    be rendered in the same way whether or not others follow; a template that changes earlier turns is an error.
 
     Args:
         tokenizer: Hugging Face tokenizer with a chat template.
         reader: reads the messages, system message and tools of a row.
         template_kwargs: extra arguments for the template.
+        vocab_size: tokens of the model; None = unknown.
     """
 
     def __init__(
@@ -37,10 +39,11 @@ class ConversationEncoder:
         tokenizer: PreTrainedTokenizerBase,
         reader: PromptReader,
         template_kwargs: Mapping[str, Any] | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         self.reader = reader
-        self.before = PromptEncoder(tokenizer, template_kwargs)
-        self.complete = PromptEncoder(tokenizer, template_kwargs, generation_prompt=False)
+        self.before = PromptEncoder(tokenizer, template_kwargs, vocab_size=vocab_size)
+        self.complete = PromptEncoder(tokenizer, template_kwargs, generation_prompt=False, vocab_size=vocab_size)
 
     @property
     def identity(self) -> str:
@@ -63,17 +66,21 @@ class ConversationEncoder:
             raise DataError(
                 f"{location}: a conversation needs an {TRAINED_ROLE} message after its prompt; roles {roles}"
             )
-        ids, mask, first = list[int](), list[int](), 0
+        ids, mask, first, written = list[int](), list[int](), 0, ""
         for turn in trained:
             for encoder, end, is_trained in ((self.before, turn, 0), (self.complete, turn + 1, 1)):
-                rendered = encoder.encode(Prompt(prompt.messages[:end], prompt.tools), location)
-                if rendered[: len(ids)] != ids:
+                text = encoder.render(Prompt(prompt.messages[:end], prompt.tools), location)
+                if not text.startswith(written):
                     raise DataError(
                         f"{location}: the chat template renders the turns before message {end - 1} differently once it "
                         "follows (as templates do that remove thinking); make one row per assistant message"
                     )
+                rendered = encoder.encode_rendered(text)
+                if rendered[: len(ids)] != ids:  # a token would extend over the border, as two line breaks
+                    rendered = ids + encoder.encode_rendered(text.removeprefix(written))
                 mask += [is_trained] * (len(rendered) - len(ids))
-                ids = rendered
+                ids, written = rendered, text
+                self.complete.vocabulary.check(ids, location)
                 first = first or len(rendered)
         return EncodedConversation(ids[:first], EncodedResponse(ids[first:], mask[first:]))
 

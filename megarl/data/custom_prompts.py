@@ -11,7 +11,7 @@ import torch
 
 from megarl.base.errors import ConfigError, DataError
 from megarl.data.columns import COLUMNS
-from megarl.data.dataset import RESERVED, Sample, collate_prompts, pad_id
+from megarl.data.dataset import RESERVED, Sample, collate_prompts, no_room, pad_id
 from megarl.data.protocol import DataProto
 from megarl.data.rows.schema import RowSchema, check_row
 from megarl.data.tokenization import SYSTEM_COLUMN, TOOLS_COLUMN, PromptEncoder, PromptReader, truncate
@@ -67,6 +67,7 @@ class CustomPrompts(torch.utils.data.Dataset[Sample]):
         max_prompt_length: int,
         truncation: str,
         reward_fn_key: str,
+        prompt_room: int | None = None,
     ) -> None:
         self.name = kind.__name__
         given = {"data_files": list(files), "tokenizer": tokenizer, "config": config, "processor": None}
@@ -87,6 +88,10 @@ class CustomPrompts(torch.utils.data.Dataset[Sample]):
         self.max_prompt_length = max_prompt_length
         self.truncation = truncation
         self.reward_fn_key = reward_fn_key
+        self.prompt_room = prompt_room
+        if encoder.vocabulary.limit is not None or prompt_room is not None:  # the model may refuse a row
+            for item in range(len(self)):
+                self[item]
 
     def __len__(self) -> int:
         return len(self.source)
@@ -116,6 +121,8 @@ class CustomPrompts(torch.utils.data.Dataset[Sample]):
         facts = {"data_source": sample[self.reward_fn_key], "extra_info": sample.get("extra_info") or {}, "index": item}
         tools = {TOOLS_COLUMN: prompt.tools} if TOOLS_COLUMN in sample else {}
         ids = truncate(ids, self.max_prompt_length, self.truncation)
+        if self.prompt_room is not None and len(ids) > self.prompt_room:
+            raise DataError(no_room(f"{location}: the prompt", len(ids), self.prompt_room))
         return {"prompt_ids": ids, RAW_PROMPT: prompt.messages, **entries, **facts, **tools}
 
     def collate(self, samples: Sequence[Sample]) -> DataProto:

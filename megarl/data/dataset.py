@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 Sample = dict[str, Any]
 
 _OPTIONAL = ("ability", "extra_info", "agent_name")
-RESERVED = ("uid", "index", "raw_prompt", "num_turns", "agent_error", "weight_version")
+RESERVED = ("uid", "index", "raw_prompt", "num_turns", "agent_error", "finish_reason", "weight_version")
 """Columns that megarl adds to a batch; a file must not contain them."""
 
 
@@ -149,7 +149,8 @@ class RLHFDataset(RowDataset):
     """Prompts with the data for their reward functions.
 
     With ``truncation="error"`` or with filtering, the data set measures every prompt when it is built, so that a prompt
-    that is too long stops the run at its start.
+    that is too long stops the run at its start. So it does if the tokenizer has tokens that the model lacks, or if the
+    longest prompt leaves no room for a response.
 
     Args:
         files: paths or patterns (see :class:`megarl.data.rows.Rows`).
@@ -167,6 +168,8 @@ class RLHFDataset(RowDataset):
         sample_seed: seed of the draw.
         workers: processes that measure lengths; None = a number that suits the data set.
         cache_dir: folder for converted files and lengths.
+        vocab_size: tokens of the model; None = unknown.
+        prompt_room: longest prompt that leaves room for a response in the model's context; None = all do.
 
     Attributes:
         dropped: number of prompts that were filtered out.
@@ -195,6 +198,8 @@ class RLHFDataset(RowDataset):
         sample_seed: int | None = None,
         workers: int | None = None,
         cache_dir: str | None = None,
+        vocab_size: int | None = None,
+        prompt_room: int | None = None,
     ) -> None:
         check_truncation(truncation)
         self.reward_fn_key = reward_fn_key
@@ -202,13 +207,15 @@ class RLHFDataset(RowDataset):
         source = Rows(files, prompt_key, required, (), _OPTIONAL, reward_fn_key, cache_dir)
         super().__init__(source, max_samples, sample_seed)
         self.reader = PromptReader(prompt_key, system_prompt, tool_schemas or {}, apply_chat_template)
-        self.encoder = PromptEncoder(tokenizer, apply_chat_template_kwargs)
+        self.encoder = PromptEncoder(tokenizer, apply_chat_template_kwargs, vocab_size=vocab_size)
         self.max_prompt_length = max_prompt_length
         self.truncation = truncation
+        self.prompt_room = prompt_room
         self.dropped = 0
         self._passed_columns = self._select_columns()
         self.check_vocabulary(self.encoder, self.reader)
-        if filter_overlong_prompts or truncation == "error":
+        unchecked = prompt_room is not None or self.encoder.vocabulary.limit is not None
+        if filter_overlong_prompts or truncation == "error" or unchecked:
             self._check_lengths(filter_overlong_prompts, workers)
 
     def __getitem__(self, item: int) -> Sample:
@@ -239,19 +246,21 @@ class RLHFDataset(RowDataset):
         return [name for name in self.source.columns if name not in (*used, *reserved)]
 
     def _check_lengths(self, drop: bool, workers: int | None) -> None:
-        all_lengths = measure_lengths(self.source, PromptLengths(self.encoder, self.reader), workers)[:, 0]
+        measure = PromptLengths(self.encoder, self.reader, self.max_prompt_length)
+        all_lengths = measure_lengths(self.source, measure, workers)[:, 0]
         lengths = all_lengths[self._rows]
         too_long = lengths > self.max_prompt_length
-        if not too_long.any():
-            return
-        if not drop:
+        if too_long.any() and not drop and self.truncation == "error":
             row = int(self._rows[too_long.argmax()])
             raise DataError(
-                f"{self.source.location(row)}: the prompt has {all_lengths[row]} tokens, at most "
+                f"{self.source.location(row)}: the prompt has {measure.describe(all_lengths[row])} tokens, at most "
                 f"{self.max_prompt_length} are allowed ({too_long.sum()} of {len(lengths)} prompts are too long, the "
-                f"longest has {lengths.max()}); raise data.max_prompt_length, set data.truncation=left, right or "
-                "middle, or data.filter_overlong_prompts=True"
+                f"longest has {measure.describe(lengths.max())}); raise data.max_prompt_length, set data.truncation="
+                "left, right or middle, or data.filter_overlong_prompts=True"
             )
+        self._check_room(np.where(too_long, 0 if drop else self.max_prompt_length, lengths))
+        if not drop or not too_long.any():
+            return
         self._rows, self.dropped = self._rows[~too_long], int(too_long.sum())
         if not len(self):
             raise DataError(
@@ -261,3 +270,19 @@ class RLHFDataset(RowDataset):
         logger.warning(
             "dropped %d of %d prompts: longer than %d tokens", self.dropped, len(lengths), self.max_prompt_length
         )
+
+    def _check_room(self, lengths: np.ndarray) -> None:
+        """Check the length of each row after truncation, 0 for a dropped one."""
+        if self.prompt_room is not None and lengths.max(initial=0) > self.prompt_room:
+            row = int(self._rows[lengths.argmax()])
+            location = self.source.location(row)
+            raise DataError(no_room(f"{location}: the prompt", int(lengths.max()), self.prompt_room))
+
+
+def no_room(prompt: str, tokens: int, room: int) -> str:
+    """Describe a prompt after which the longest response exceeds the context, and the remedy."""
+    return (
+        f"{prompt} has {tokens} tokens, and data.max_response_length leaves room for {room} in the context of the "
+        "model (max_position_embeddings) or of its engine; lower data.max_response_length, or let "
+        f"data.max_prompt_length={room} and data.filter_overlong_prompts=true drop longer prompts"
+    )

@@ -42,23 +42,42 @@ class LengthMeasure(Protocol):
 
 
 class PromptLengths:
-    """Measures the prompts of rows in tokens."""
+    """Measures the prompts of rows in tokens.
 
-    def __init__(self, encoder: PromptEncoder, reader: PromptReader) -> None:
+    Args:
+        encoder: tokenizes prompts.
+        reader: reads the prompt of a row.
+        limit: a prompt whose bytes prove that it has several times as many tokens is not tokenized, and gets a lower
+            bound; None = all are tokenized. Similar limits share cached lengths.
+    """
+
+    def __init__(self, encoder: PromptEncoder, reader: PromptReader, limit: int | None = None) -> None:
         self.encoder = encoder
         self.reader = reader
+        self.limit = None if limit is None else 4 << (limit - 1).bit_length()
 
     @property
     def identity(self) -> str:
-        """Fingerprint of tokenizer, template and prompt columns."""
-        return f"prompts|{self.encoder.identity}|{self.reader}"
+        """Fingerprint of tokenizer, template, prompt columns and limit."""
+        return f"prompts|{self.encoder.identity}|{self.reader}|{self.limit}"
+
+    def describe(self, tokens: int) -> str:
+        """Return a measured length as text; above the limit it may be a lower bound."""
+        return f"at least {tokens}" if self.limit is not None and tokens > self.limit else str(tokens)
 
     def __call__(self, rows: Rows, start: int, stop: int) -> list[tuple[int]]:
         """Count the tokens of each prompt."""
         locations = [rows.location(row) for row in range(start, stop)]
         values = rows.slice(self.reader.columns, start, stop)
         prompts = [self.reader.read(row, location) for row, location in zip(values, locations, strict=True)]
-        return [(len(ids),) for ids in self.encoder.encode_all(prompts, locations)]
+        lengths = dict[int, int]()
+        if self.limit is not None:
+            bounds = map(self.encoder.fewest_tokens, prompts)
+            lengths = {row: bound for row, bound in enumerate(bounds) if bound > self.limit}
+        rest = [row for row in range(len(prompts)) if row not in lengths]
+        encoded = self.encoder.encode_all([prompts[row] for row in rest], [locations[row] for row in rest])
+        lengths |= {row: len(ids) for row, ids in zip(rest, encoded, strict=True)}
+        return [(lengths[row],) for row in range(len(prompts))]
 
 
 class PairLengths:

@@ -34,6 +34,7 @@ class StatefulLoader:
         order: a custom order of the rows; batch size, seed, shuffle and drop_last are then not read.
 
     Attributes:
+        dataset: the data set.
         order: order of the rows.
         epoch: epoch of the next batch, from 0.
         dropped_per_epoch: rows that ``drop_last`` drops in each epoch; with shuffling different rows in each.
@@ -63,7 +64,7 @@ class StatefulLoader:
                 len(dataset),
                 self.order.batch_size,
             )
-        self._dataset = dataset
+        self.dataset = dataset
         self._collate = collate
         self._position = 0
         self._restored = False
@@ -79,7 +80,7 @@ class StatefulLoader:
             self._position = 0
         self._restored = False
         for rows in self.order.batches(self.epoch, self._position):
-            batch = self._collate([self._dataset[row] for row in rows])
+            batch = self._collate([self.dataset[row] for row in rows])
             self._position += 1
             yield batch
         self.epoch += 1

@@ -20,6 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megarl.base.boxes import last_box
 from megarl.base.errors import DataError, MegarlError
 from megarl.base.json_text import parse_json
 
@@ -123,9 +124,9 @@ def file_entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         raise DataError(f"{path}: there is no such file")
     if path.suffix == ".parquet":
         return _numbered(path, pq.read_table(path).to_pylist())
-    with open(path, encoding="utf-8") as file:
-        is_list = file.read(256).lstrip().startswith("[")
-    return _numbered(path, _parse_json(path, path.read_text())) if is_list else _lines(path)
+    with open(path, "rb") as file:
+        is_list = file.read(256).lstrip().startswith(b"[")
+    return _numbered(path, _parse_json(path, path.read_bytes())) if is_list else _lines(path)
 
 
 def math_entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -134,7 +135,7 @@ def math_entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield from file_entries(path)
         return
     for file in sorted(path.glob("*/*.json"), key=lambda file: (file.parent.name, int(file.stem), file.name)):
-        yield str(file), _parse_json(file, file.read_text())
+        yield str(file), _parse_json(file, file.read_bytes())
 
 
 def _numbered(path: Path, entries: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -143,14 +144,14 @@ def _numbered(path: Path, entries: Any) -> Iterator[tuple[str, Mapping[str, Any]
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 location = f"{path}, line {number}"
                 yield location, _parse_json(location, line)
 
 
-def _parse_json(location: Path | str, text: str) -> Any:
+def _parse_json(location: Path | str, text: bytes) -> Any:
     try:
         return parse_json(text)
     except ValueError as error:
@@ -182,23 +183,15 @@ def math_entry(entry: Mapping[str, Any]) -> Row:
 
 
 def boxed_ground_truth(solution: str) -> str:
-    """Extract the content of the last ``\\boxed`` or ``\\fbox`` of a solution, with matched braces.
+    """Return the content of the last box of a solution.
 
     Raises:
         ValueError: the solution has no box, or its braces do not match.
     """
-    start = max(solution.rfind(r"\boxed"), solution.rfind(r"\fbox"))
-    if start < 0:
-        raise ValueError(r"its solution has no \boxed answer")
-    rest = solution[start:].removeprefix(r"\boxed").removeprefix(r"\fbox").lstrip()
-    if not rest.startswith("{"):
-        return rest.split("$")[0].strip()
-    depth = 0
-    for index, letter in enumerate(rest):
-        depth += (letter == "{") - (letter == "}")
-        if not depth:
-            return rest[1:index]
-    raise ValueError(r"the braces of its \boxed answer do not match")
+    answer = last_box(solution)
+    if answer is None:
+        raise ValueError(r"its solution has no \boxed answer with matching braces")
+    return answer
 
 
 def question_entry(entry: Mapping[str, Any]) -> Row:

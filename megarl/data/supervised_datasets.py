@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -59,6 +60,7 @@ class SFTDataset(RowDataset):
         sample_seed: seed of the draw.
         workers: processes that measure lengths; None = a number that suits the data set.
         cache_dir: folder for converted files and lengths.
+        vocab_size: tokens of the model; None = unknown.
 
     Attributes:
         dropped: always 0; a row that truncation would leave without prompt or response is an error.
@@ -83,6 +85,7 @@ class SFTDataset(RowDataset):
         sample_seed: int | None = None,
         workers: int | None = None,
         cache_dir: str | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         check_truncation(truncation)
         if truncation == "middle":
@@ -91,11 +94,13 @@ class SFTDataset(RowDataset):
         responses = () if messages_key else (response_key,)
         source = Rows(files, messages_key or prompt_key, text_columns=responses, cache_dir=cache_dir)
         super().__init__(source, max_samples, sample_seed)
-        self.encoder = PromptEncoder(tokenizer, apply_chat_template_kwargs)
+        self.encoder = PromptEncoder(tokenizer, apply_chat_template_kwargs, vocab_size=vocab_size)
         self.reader = PromptReader(messages_key or prompt_key, system_prompt, template_texts=apply_chat_template)
-        self.responses = ResponseEncoder(tokenizer, response_key)
+        self.responses = ResponseEncoder(tokenizer, response_key, vocab_size)
         self.conversations = (
-            ConversationEncoder(tokenizer, self.reader, apply_chat_template_kwargs) if messages_key else None
+            ConversationEncoder(tokenizer, self.reader, apply_chat_template_kwargs, vocab_size)
+            if messages_key
+            else None
         )
         self.max_length = max_length
         self.truncation = truncation
@@ -119,6 +124,23 @@ class SFTDataset(RowDataset):
             "response_mask": kept_mask,
             "index": row,
         }
+
+    @property
+    def end_token(self) -> int | None:
+        """Token that ends a trained response: the tokenizer's, or the one with which the template ends a turn.
+
+        None if the template ends the last turn of the first row without a special token.
+        """
+        tokenizer = self.encoder.tokenizer
+        if self.conversations is None:
+            return int(tokenizer.eos_token_id)
+        row = int(self._rows[0])
+        response = self.conversations.encode(self.source[row], self.source.location(row)).response
+        added = tokenizer.added_tokens_decoder
+        trained = (token for token, mask in zip(reversed(response.ids), reversed(response.mask), strict=True) if mask)
+        after = itertools.dropwhile(lambda token: not tokenizer.decode([token]).strip(), trained)
+        last = next(after, None)
+        return last if last in added and added[last].special else None
 
     def collate(self, samples: Sequence[Sample]) -> DataProto:
         """Collate samples to a batch: ``prompts``, ``responses``, ``attention_mask``, and ``response_mask``."""
@@ -190,6 +212,7 @@ class PairDataset(RowDataset):
         sample_seed: seed of the draw.
         cache_dir: folder for converted files.
         with_prompt_tokens: also return the number of prompt tokens of each sequence, for losses on the responses.
+        vocab_size: tokens of the model; None = unknown.
 
     Attributes:
         names: names of the sequences of a row, one per answer column.
@@ -220,6 +243,7 @@ class PairDataset(RowDataset):
         sample_seed: int | None = None,
         cache_dir: str | None = None,
         with_prompt_tokens: bool = False,
+        vocab_size: int | None = None,
     ) -> None:
         check_truncation(truncation)
         require_eos(tokenizer)
@@ -228,7 +252,7 @@ class PairDataset(RowDataset):
         source = Rows(files, prompt_key or answer_keys[0], numbers, text_columns=answer_keys, cache_dir=cache_dir)
         super().__init__(source, max_samples, sample_seed)
         self.reader = PromptReader(prompt_key or answer_keys[0], system_prompt, template_texts=apply_chat_template)
-        self.encoder = PromptEncoder(tokenizer, apply_chat_template_kwargs)
+        self.encoder = PromptEncoder(tokenizer, apply_chat_template_kwargs, vocab_size=vocab_size)
         self.max_length = max_length
         self.prompt_key = prompt_key
         self.answer_keys = answer_keys
@@ -267,6 +291,11 @@ class PairDataset(RowDataset):
                 tensors[name] = torch.tensor([sample[name] for sample in samples])
         return DataProto.from_dict(tensors, {"index": [sample["index"] for sample in samples]})
 
+    @property
+    def end_token(self) -> int:
+        """Token that ends a trained response."""
+        return int(self.encoder.tokenizer.eos_token_id)
+
     def _sequences(self, values: Mapping[str, Any], row: int) -> dict[str, tuple[list[int], list[int]]]:
         """Token ids of prompt and response of both sequences, without truncation."""
         location, tokenizer = self.source.location(row), self.encoder.tokenizer
@@ -275,7 +304,9 @@ class PairDataset(RowDataset):
             prompt, response = self._parts(values, key, location)
             ids = tokenizer(response, add_special_tokens=False)["input_ids"]
             rendered = self.reader.read({**values, self.reader.key: prompt}, location)
-            sequences[name] = self.encoder.encode(rendered, location), [*ids, tokenizer.eos_token_id]
+            response_ids = [*ids, tokenizer.eos_token_id]
+            self.encoder.vocabulary.check(response_ids, location)
+            sequences[name] = self.encoder.encode(rendered, location), response_ids
         return sequences
 
     def _parts(self, values: Mapping[str, Any], key: str, location: str) -> tuple[Messages, str]:

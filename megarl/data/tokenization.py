@@ -6,14 +6,17 @@ import codecs
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from megarl.base.errors import DataError
 from megarl.base.json_text import parse_json
+from megarl.data.control_tokens import control_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,8 +28,39 @@ TRAINED_ROLE = "assistant"
 """Role of the response pieces that supervised fine-tuning trains on."""
 MAX_PREFIX_TOKENS = 512
 """Longest response for which characters per token are found by decoding every prefix, at quadratic cost."""
+_ENCODING = 2
+"""Version of the encoding, for cached lengths: it changes with the tokens of a prompt."""
+_SHOWN_CHARACTERS = 10_000
+"""Characters of a prompt in which a tokenizer must know something; to tokenize megabytes takes minutes."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SENTENCEPIECE_SPACE = "\u2581"
+
+
+_LONGEST: WeakKeyDictionary[PreTrainedTokenizerBase, int] = WeakKeyDictionary()
+
+
+def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return an upper bound of the bytes of one token: a text of more bytes has more tokens."""
+    if tokenizer not in _LONGEST:
+        _LONGEST[tokenizer] = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
+    return _LONGEST[tokenizer]
+
+
+def fewest_tokens(tokenizer: PreTrainedTokenizerBase, value: Any) -> int:
+    """Return a lower bound of the tokens of a text, or of all texts in nested values, without tokenizing them.
+
+    A text of 10 MB takes half a minute and gigabytes of memory to tokenize.
+    """
+    size, values = 0, [value]
+    while values:
+        inner = values.pop()
+        if isinstance(inner, str):
+            size += len(inner.encode(errors="surrogatepass"))
+        elif isinstance(inner, Mapping):
+            values += inner.values()
+        elif isinstance(inner, Sequence):
+            values += inner
+    return size // longest_token(tokenizer)
 
 
 class Prompt(NamedTuple):
@@ -117,14 +151,47 @@ class PromptReader:
                 names = sorted(self.schemas) or "none, set actor_rollout_ref.rollout.multi_turn.tool_config_path"
                 raise DataError(f"{location}: column {TOOLS_COLUMN!r} names the tool {tool!r}; known tools: {names}")
             return dict(self.schemas[tool])
-        schema = _without_nulls(_parse_tools(tool, location) if isinstance(tool, str) else tool)
+        schema = _parse_tools(tool, location) if isinstance(tool, str) else tool
         function = schema.get("function") if isinstance(schema, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise DataError(
                 f"{location}: column {TOOLS_COLUMN!r} has {tool!r:.120}; a tool is its name, or its schema "
                 '{"type": "function", "function": {"name", "description", "parameters"}}'
             )
-        return {"type": "function", **schema}
+        return {"type": "function", **clean_messages([schema])[0]}
+
+
+class ModelVocabulary:
+    """The tokens of a model, of which a tokenizer may have more.
+
+    Such tokenizers exist (Gemma 3's has a token for images, which its text models lack), so rows are checked.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        vocab_size: tokens of the model; None = unknown.
+
+    Attributes:
+        limit: the number of tokens, if the tokenizer has one beyond; None = rows need no check.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None) -> None:
+        self.tokenizer = tokenizer
+        exceeds = vocab_size is not None and max(tokenizer.get_vocab().values(), default=-1) >= vocab_size
+        self.limit = vocab_size if exceeds else None
+
+    def check(self, ids: Sequence[int], location: str) -> None:
+        """Check the tokens of a row.
+
+        Raises:
+            DataError: the model lacks one; names the row.
+        """
+        largest = max(ids, default=-1)
+        if self.limit is not None and largest >= self.limit:
+            raise DataError(
+                f"{location}: token {largest} ({self.tokenizer.convert_ids_to_tokens(largest)!r}) is beyond the "
+                f"model's vocabulary of {self.limit} tokens; remove its text from the row, or set the model's "
+                "tokenizer_path to the tokenizer of the model"
+            )
 
 
 class PromptEncoder:
@@ -134,6 +201,7 @@ class PromptEncoder:
         tokenizer: a Hugging Face tokenizer with a chat template.
         template_kwargs: extra arguments for the template.
         generation_prompt: False renders complete conversations instead, including the last response.
+        vocab_size: tokens of the model; None = unknown.
 
     Raises:
         DataError: the tokenizer has no chat template.
@@ -145,6 +213,7 @@ class PromptEncoder:
         template_kwargs: Mapping[str, Any] | None = None,
         *,
         generation_prompt: bool = True,
+        vocab_size: int | None = None,
     ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise DataError(
@@ -154,6 +223,7 @@ class PromptEncoder:
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
         self.generation_prompt = generation_prompt
+        self.vocabulary = ModelVocabulary(tokenizer, vocab_size)
 
     def encode(self, prompt: Prompt, location: str) -> list[int]:
         """Tokenize one prompt.
@@ -163,18 +233,24 @@ class PromptEncoder:
             location: file and row, for the error.
 
         Raises:
-            DataError: the template or the tokenizer rejects the prompt.
+            DataError: the template or the tokenizer rejects the prompt, or the model lacks one of its tokens.
         """
-        try:
+        with _named(prompt, location):
             if prompt.text is not None:
-                return list(self.tokenizer(prompt.text)["input_ids"])
-            return self._encode([prompt.messages], prompt.tools)[0]
-        except Exception as error:  # a template is a program and may raise any error
-            roles = [message.get("role") for message in prompt.messages]
-            raise DataError(
-                f"{location}: the chat template rejects a prompt with roles {roles}: {error}; "
-                "change the messages to a form that the model's template accepts"
-            ) from error
+                ids = self._encode_text(prompt.text)
+            else:
+                ids = self.encode_rendered(self._render([prompt.messages], prompt.tools)[0])
+        self.vocabulary.check(ids, location)
+        return ids
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Tokenize a rendered text, which has its special tokens."""
+        return control_tokens(self.tokenizer).encode(text)
+
+    def render(self, prompt: Prompt, location: str) -> str:
+        """Render the messages of a prompt with the chat template; errors as in :meth:`encode`."""
+        with _named(prompt, location):
+            return self._render([prompt.messages], prompt.tools)[0]
 
     def encode_all(self, prompts: Sequence[Prompt], locations: Sequence[str]) -> list[list[int]]:
         """Tokenize many prompts, with one tokenizer call for all prompts with the same tools.
@@ -191,10 +267,12 @@ class PromptEncoder:
             by_tools.setdefault("" if prompt.tools is None else json.dumps(prompt.tools), []).append(index)
         for group in by_tools.values():
             try:
-                encoded = self._encode([prompts[index].messages for index in group], prompts[group[0]].tools)
+                texts = self._render([prompts[index].messages for index in group], prompts[group[0]].tools)
+                encoded = control_tokens(self.tokenizer).encode_all(texts)
             except Exception:  # repeat row by row, to name the row
                 encoded = [self.encode(prompts[index], locations[index]) for index in group]
             for index, prompt_ids in zip(group, encoded, strict=True):
+                self.vocabulary.check(prompt_ids, locations[index])
                 ids[index] = prompt_ids
         return ids
 
@@ -208,7 +286,7 @@ class PromptEncoder:
         Raises:
             DataError: their text becomes no tokens, or unknown ones only.
         """
-        texts = [text for text in map(_text_of, prompts) if text.strip()]
+        texts = [text[:_SHOWN_CHARACTERS] for text in map(_text_of, prompts) if text[:_SHOWN_CHARACTERS].strip()]
         if not texts:
             return
         ids = {number for text in texts for number in self.tokenizer(text, add_special_tokens=False)["input_ids"]}
@@ -218,25 +296,49 @@ class PromptEncoder:
                 f"as {texts[0][:60]!r}; set the model's tokenizer_path to the tokenizer of the model"
             )
 
+    def fewest_tokens(self, prompt: Prompt) -> int:
+        """Return a lower bound of the tokens of a prompt, without tokenizing it."""
+        if prompt.text is not None:
+            return fewest_tokens(self.tokenizer, prompt.text)
+        return fewest_tokens(self.tokenizer, [prompt.messages, json.dumps(prompt.tools or "", ensure_ascii=False)])
+
     @property
     def identity(self) -> str:
         """Fingerprint of everything except the prompts that determines the token ids."""
         core = getattr(self.tokenizer, "backend_tokenizer", None)
         vocabulary = core.to_str() if core is not None else json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
         parts = [vocabulary, str(self.tokenizer.chat_template), json.dumps(self.template_kwargs, default=str)]
-        parts.append(str(self.generation_prompt))
+        parts.append(f"{self.generation_prompt} {_ENCODING}{self.vocabulary.limit or ''}")
         return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
-    def _encode(self, messages: list[list[dict[str, Any]]], tools: list[dict[str, Any]] | None) -> list[list[int]]:
-        encoded = self.tokenizer.apply_chat_template(
+    def _encode_text(self, text: str) -> list[int]:
+        """Tokenize a text with the tokenizer's first token (BOS), unless the text begins with it, as rendered ones."""
+        ids, plain = (list(self.tokenizer(text, add_special_tokens=added)["input_ids"]) for added in (True, False))
+        first = next((n for n in range(len(ids)) if ids[n : n + len(plain)] == plain), 0)
+        return ids[first:] if first and plain[:first] == ids[:first] else ids
+
+    def _render(self, messages: list[list[dict[str, Any]]], tools: list[dict[str, Any]] | None) -> list[str]:
+        texts: list[str] = self.tokenizer.apply_chat_template(
             messages,
             tools=tools or None,
             add_generation_prompt=self.generation_prompt,
-            tokenize=True,
-            return_dict=True,
+            tokenize=False,
             **self.template_kwargs,
         )
-        return [list(ids) for ids in encoded["input_ids"]]
+        return texts
+
+
+@contextmanager
+def _named(prompt: Prompt, location: str) -> Iterator[None]:
+    """Name the row in errors of the template and the tokenizer."""
+    try:
+        yield
+    except Exception as error:  # a template is a program and may raise any error
+        roles = [message.get("role") for message in prompt.messages]
+        raise DataError(
+            f"{location}: the chat template rejects a prompt with roles {roles}: {error}; "
+            "change the messages to a form that the model's template accepts"
+        ) from error
 
 
 def _text_of(prompt: Prompt) -> str:
@@ -249,7 +351,10 @@ def _user_message(text: str) -> dict[str, Any]:
 
 
 def clean_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Drop null fields of messages, which columnar files add if other rows have the field."""
+    """Drop null fields of messages or tools, which columnar files add if other rows have the field.
+
+    Nulls further inside stay: JSON has them, and the rows of columnar files have lost them already.
+    """
     return [{name: value for name, value in message.items() if value is not None} for message in messages]
 
 
@@ -280,13 +385,6 @@ def _parse_tools(text: str, location: str) -> Any:
         raise DataError(f"{location}: column {TOOLS_COLUMN!r} is text but not JSON ({error})") from error
 
 
-def _without_nulls(value: Any) -> Any:
-    """Drop nulls from a value; columnar files fill structs with them."""
-    if isinstance(value, Mapping):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
-
-
 class EncodedResponse(NamedTuple):
     """Token ids of a response, with 1 in ``mask`` for trained tokens."""
 
@@ -300,29 +398,33 @@ class ResponseEncoder:
     Args:
         tokenizer: tokenizer with an end-of-sequence token.
         key: column of the response's text or pieces.
+        vocab_size: tokens of the model; None = unknown.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, key: str) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, key: str, vocab_size: int | None = None) -> None:
         self.tokenizer = tokenizer
         self.key = key
+        self.vocabulary = ModelVocabulary(tokenizer, vocab_size)
 
     def encode(self, rows: Sequence[Mapping[str, Any]], locations: Sequence[str]) -> list[EncodedResponse]:
         """Tokenize the responses of rows.
 
         Raises:
-            DataError: a response has no trained piece, or a piece is malformed; names its row.
+            DataError: a response has no trained piece, a piece is malformed, or the model lacks a token; names its row.
         """
         pieces = [self._pieces(row[self.key], location) for row, location in zip(rows, locations, strict=True)]
         texts = [piece["content"] for row in pieces for piece in row]
         encoded = iter(self.tokenizer(texts, add_special_tokens=False)["input_ids"])
         responses = []
-        for row in pieces:
+        for row, location in zip(pieces, locations, strict=True):
             ids, mask = [], []
             for piece in row:
                 piece_ids = next(encoded)
                 ids += piece_ids
                 mask += [int(piece["role"] == TRAINED_ROLE)] * len(piece_ids)
-            responses.append(EncodedResponse([*ids, self.tokenizer.eos_token_id], [*mask, 1]))
+            ids.append(self.tokenizer.eos_token_id)
+            self.vocabulary.check(ids, location)
+            responses.append(EncodedResponse(ids, [*mask, 1]))
         return responses
 
     @staticmethod

@@ -15,7 +15,8 @@ layout it has the same weights and state, and fresh random generators.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from megarl.megatron.checkpoint_state import (
     write_state,
 )
 from megarl.megatron.engine import MegatronEngine
+from megarl.megatron.host_memory import TensorMemory
 from megarl.megatron.offload import OPTIMIZER, PARAM
 from megarl.megatron.optimizer import (
     MASTER,
@@ -52,7 +54,8 @@ from megarl.megatron.optimizer import (
     state_shards,
 )
 from megarl.megatron.runtime import all_ranks_or_raise
-from megarl.models.hf_writer import write_companions
+from megarl.models.hf_writer import NO_FILES, write_companions
+from megarl.models.weight_map import Contribution
 
 WEIGHT = "weight"
 
@@ -80,6 +83,7 @@ def begin_save(
     *,
     snapshot: HostSnapshot | None = None,
     copy_from: str | Path | None = None,
+    export_files: Mapping[str, str] = NO_FILES,
 ) -> PendingSave:
     """Begin a save, completed by :meth:`PendingSave.finish`; all ranks must call both, with no other save in between.
 
@@ -91,6 +95,7 @@ def begin_save(
         snapshot: host memory for a copy of the state, so that the engine may train while a thread writes; None writes
             immediately.
         copy_from: folder of the initial model, whose tokenizer the Hugging Face export gets.
+        export_files: text of files, by name, that replace those of ``copy_from``.
 
     Raises:
         CheckpointError: on every rank, if any of them cannot begin; names rank and reason. Written files remain.
@@ -117,15 +122,17 @@ def begin_save(
 
     all_ranks_or_raise(runtime, prepare, doing)
     all_ranks_or_raise(runtime, partial(_check_empty, folder), doing)
-    files = all_ranks_or_raise(runtime, partial(_write_local_files, engine, folder, state, copy_from), doing)
+    files = all_ranks_or_raise(
+        runtime, partial(_write_local_files, engine, folder, state, copy_from, export_files), doing
+    )
     if HF_MODEL in contents:
-        files |= export_beside(engine, folder, copy_from)
+        files |= export_beside(engine, folder, copy_from, export_files)
     writer = None
     if MODEL in contents:
         items = all_ranks_or_raise(runtime, lambda: list(_saved_items(engine, has_optimizer)), doing)
         if snapshot is not None:
             items = all_ranks_or_raise(runtime, lambda: snapshot.take(items), doing)
-        writer = ItemWriter(runtime, folder, items)
+        writer = ItemWriter(runtime, folder, items, _stored_shapes(engine, has_optimizer))
         writer.plan()
     pending = PendingSave(runtime, folder, writer, files, in_background=snapshot is not None)
     engine.offload_manager.lend(lambda: not pending.is_written)
@@ -133,7 +140,11 @@ def begin_save(
 
 
 def _write_local_files(
-    engine: MegatronEngine, folder: Path, state: RoleState, copy_from: str | Path | None
+    engine: MegatronEngine,
+    folder: Path,
+    state: RoleState,
+    copy_from: str | Path | None,
+    export_files: Mapping[str, str],
 ) -> set[str]:
     """Write this rank's small files; returns their names."""
     runtime, names = engine.runtime, set()
@@ -144,7 +155,7 @@ def _write_local_files(
     if runtime.rank == 0:
         names.add(write_state(folder, state))
         if HF_MODEL not in state.contents:
-            names |= write_companions(folder / HF_FOLDER, engine.model.raw, copy_from)
+            names |= write_companions(folder / HF_FOLDER, engine.model.raw, copy_from, export_files)
     return names
 
 
@@ -213,12 +224,22 @@ def _restore_random(engine: MegatronEngine, folder: Path, state: RoleState) -> N
 
 
 def _saved_items(engine: MegatronEngine, with_optimizer: bool) -> Iterator[Item]:
-    """This rank's contribution, wherever it is: each element of each tensor comes from one rank."""
+    """This rank's contribution, wherever it is."""
     contributions = engine.trained_map.contributions(engine.runtime.layout, engine.runtime.rank)
-    state, memory = _StoredState(engine, with_optimizer), engine.offload_manager.memory
-    for number, (param, replica, replicas) in enumerate(contributions):
-        # Replicas take turns, so that each writes its share.
-        is_writer = number % replicas == replica
+    return saved_items(contributions, _stored_state(engine, with_optimizer), engine.offload_manager.memory)
+
+
+def saved_items(
+    contributions: Iterable[Contribution], state: StoredState, memory: Callable[[Tensor], TensorMemory]
+) -> Iterator[Item]:
+    """Select the blocks that one rank writes: over all ranks each element of each tensor once.
+
+    Args:
+        contributions: of the rank.
+        state: weights and optimizer state of the rank.
+        memory: returns the memory of a tensor.
+    """
+    for param, _, is_writer in contributions:
         for kind, start, stop, tensor in state.tensors(param.name):
             if is_writer or (kind != WEIGHT and state.is_sharded):
                 yield from items_of(kind, blocks_of_range(param, start, stop), state.shapes, memory(tensor))
@@ -229,7 +250,7 @@ def _wanted_items(engine: MegatronEngine, with_optimizer: bool) -> Iterator[Item
 
     An item is in one piece of memory.
     """
-    state, memory = _StoredState(engine, with_optimizer), engine.offload_manager.memory
+    state, memory = _stored_state(engine, with_optimizer), engine.offload_manager.memory
     for param in engine.trained_map.megatron_params(engine.runtime.layout, engine.runtime.rank):
         for kind, start, _, tensor in state.tensors(param.name):
             whole = memory(tensor)
@@ -239,25 +260,47 @@ def _wanted_items(engine: MegatronEngine, with_optimizer: bool) -> Iterator[Item
                 start += len(piece)
 
 
-class _StoredState:
-    """Weights and optimizer state of this rank by parameter, on the device or offloaded."""
+def _stored_shapes(engine: MegatronEngine, with_optimizer: bool) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Shapes of all tensors of a checkpoint by kind and Hugging Face name."""
+    shapes = {WEIGHT: engine.trained_map.hf_shapes()}
+    if with_optimizer:
+        trained = {n: shape for n, shape in shapes[WEIGHT].items() if not engine.trained_map.is_float32(n)}
+        kinds = [*MOMENTS] if engine.options.dtype is torch.float32 else [*MOMENTS, MASTER]
+        shapes |= dict.fromkeys(kinds, trained)
+    return shapes
 
-    def __init__(self, engine: MegatronEngine, with_optimizer: bool) -> None:
-        self.shapes = engine.trained_map.hf_shapes()
-        self._params = engine.weights.stored()
-        self._shards: Mapping[str, StateShard] = {}
-        self.is_sharded = False
-        if with_optimizer and engine.optimizer is not None:
-            self._shards = state_shards(engine.optimizer, self._params, engine.offload_manager.optimizer_zeros_like)
-            self.is_sharded = is_sharded(engine.optimizer)
+
+@dataclass(frozen=True)
+class StoredState:
+    """Weights and optimizer state of one rank by parameter, on the device or offloaded.
+
+    Attributes:
+        shapes: of the Hugging Face tensors.
+        params: the parameters.
+        shards: their optimizer state; empty without an optimizer.
+        is_sharded: data-parallel ranks hold parts of the optimizer state; otherwise each holds all of it.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    params: Mapping[str, Tensor]
+    shards: Mapping[str, StateShard]
+    is_sharded: bool
 
     def tensors(self, name: str) -> Iterator[tuple[str, int, int, Tensor]]:
         """Kind, range of the flattened parameter, and values, for each tensor of a parameter."""
-        param, shard = self._params[name], self._shards.get(name)
+        param, shard = self.params[name], self.shards.get(name)
         yield WEIGHT, 0, param.numel(), param
         if shard is not None:
             for kind, tensor in shard.tensors.items():
                 yield kind, shard.start, shard.stop, tensor
+
+
+def _stored_state(engine: MegatronEngine, with_optimizer: bool) -> StoredState:
+    shapes, params, optimizer = engine.trained_map.hf_shapes(), engine.weights.stored(), engine.optimizer
+    if not with_optimizer or optimizer is None:
+        return StoredState(shapes, params, {}, False)
+    shards = state_shards(optimizer, params, engine.offload_manager.optimizer_zeros_like)
+    return StoredState(shapes, params, shards, is_sharded(optimizer))
 
 
 def _check_contents(folder: Path, state: RoleState, requested: Collection[str]) -> None:
@@ -280,18 +323,12 @@ def _check_fits(
     with_optimizer: bool,
 ) -> None:
     """Reject a checkpoint of another model or another number format."""
-    kinds = [WEIGHT]
     if state.dtype != _dtype_name(engine):
         raise CheckpointError(
             f"checkpoint {folder} has dtype={state.dtype}, this run dtype={_dtype_name(engine)}: they must agree"
         )
     _check_adapters(engine, folder, state)
-    if with_optimizer:
-        kinds += [*MOMENTS] if engine.options.dtype is torch.float32 else [*MOMENTS, MASTER]
-    whole = engine.trained_map.hf_shapes()
-    trained = {name: shape for name, shape in whole.items() if not engine.trained_map.is_float32(name)}
-    for kind in kinds:
-        expected = whole if kind == WEIGHT else trained
+    for kind, expected in _stored_shapes(engine, with_optimizer).items():
         shapes = saved_shapes.get(kind, {})
         for name in sorted(expected.keys() | shapes.keys()):
             if expected.get(name) != shapes.get(name):

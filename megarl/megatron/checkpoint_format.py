@@ -2,16 +2,17 @@
 
 Everything is addressed by Hugging Face tensor and rectangle, so that a file depends on no layout: neither the tensor-
 and pipeline-parallel split, nor the data-parallel cuts of the optimizer's state, nor vocabulary padding. Each rank
-writes the blocks that it contributes and reads those it needs. Torch merges the plans, checks that every element of
-every tensor is written once, and raises failures on all ranks. The files hold tensors, read with ``weights_only``; the
-index ``.metadata`` is a pickle restricted to a few harmless classes.
+writes the blocks that it contributes and reads those it needs. Before a byte is written, rank 0 checks in the merged
+index that every element of every tensor occurs once, and before the index is written, that every block is in a file.
+The files hold tensors, read with ``weights_only``; the index ``.metadata`` is a pickle restricted to a few harmless
+classes.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +22,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -48,6 +53,10 @@ from megarl.base.errors import CheckpointError
 from megarl.megatron.host_memory import TensorMemory
 from megarl.megatron.runtime import Runtime, all_ranks_or_raise, gather_apply_scatter
 from megarl.models import LocalParam
+from megarl.models.coverage import Coverage
+
+Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
+"""Shapes of tensors by kind (weights, or a kind of optimizer state) and Hugging Face name."""
 
 
 class Item(NamedTuple):
@@ -87,13 +96,14 @@ class ItemWriter:
         runtime: this rank's process groups.
         folder: folder that all ranks share.
         items: this rank's items.
+        shapes: all tensors of the checkpoint, which the items of all ranks must cover.
     """
 
-    def __init__(self, runtime: Runtime, folder: Path, items: Sequence[Item]) -> None:
+    def __init__(self, runtime: Runtime, folder: Path, items: Sequence[Item], shapes: Shapes) -> None:
         self._runtime = runtime
         self._doing = f"saving to {folder}"
         self._storage = _Writer(folder, sync_files=True)
-        self._planner = _SavePlanner(items)
+        self._planner = SavePlanner(items, shapes)
         self._results: list[WriteResult] = []
         self._metadata: Metadata | None = None
 
@@ -126,11 +136,12 @@ class ItemWriter:
         """Write the index, after every rank has written; communicates.
 
         Raises:
-            CheckpointError: on every rank, if it cannot be written.
+            CheckpointError: on every rank, if it cannot be written, or a block is in no file.
         """
 
         def write_index(results: list[list[WriteResult]]) -> list[None]:
             assert self._metadata is not None, "rank 0 made the plan"
+            check_written(self._metadata, {(part.index.fqn, part.index.offset) for rank in results for part in rank})
             self._storage.finish(self._metadata, results)
             return [None] * len(results)
 
@@ -163,6 +174,49 @@ def read_items(runtime: Runtime, folder: Path, metadata: Metadata, items: Sequen
         raise CheckpointError(f"checkpoint {folder} cannot be loaded: {_reasons(error)}") from error
 
 
+def check_index(index: Metadata, shapes: Shapes) -> None:
+    """Check that an index lists every element of every tensor exactly once, and no other tensor.
+
+    Args:
+        index: the index.
+        shapes: the tensors that the checkpoint must have.
+
+    Raises:
+        CheckpointError: names the tensor, and what of it is missing, repeated or outside.
+    """
+    expected = {f"{kind}/{name}": shape for kind, of_kind in shapes.items() for name, shape in of_kind.items()}
+    stored = index.state_dict_metadata
+    for key in sorted(expected.keys() | stored.keys()):
+        shape, tensor = expected.get(key), stored.get(key)
+        if shape is None:
+            raise CheckpointError(f"'{key}' is to be written, but is no tensor of this checkpoint")
+        if not isinstance(tensor, TensorStorageMetadata):
+            raise CheckpointError(f"no rank writes '{key}' of shape {list(shape)}")
+        if tuple(tensor.size) != shape:
+            raise CheckpointError(f"'{key}' has shape {list(shape)}, but is written with {list(tensor.size)}")
+        cover = Coverage(key, shape, CheckpointError)
+        for chunk in tensor.chunks:
+            cover.add(chunk.offsets, chunk.sizes)
+        if cover.written != cover.expected:
+            raise CheckpointError(f"'{key}': the ranks write {cover.written} of {cover.expected} elements")
+
+
+def check_written(index: Metadata, written: Collection[tuple[str, torch.Size | None]]) -> None:
+    """Check that every block of an index is in a file.
+
+    Args:
+        index: the index.
+        written: tensor and first corner of each written block.
+
+    Raises:
+        CheckpointError: names the first absent block.
+    """
+    for key, tensor in index.state_dict_metadata.items():
+        for chunk in tensor.chunks if isinstance(tensor, TensorStorageMetadata) else ():
+            if (key, chunk.offsets) not in written:
+                raise CheckpointError(f"'{key}': the block at {list(chunk.offsets)} was not written")
+
+
 def tensor_shapes(metadata: Metadata) -> dict[str, dict[str, tuple[int, ...]]]:
     """Return the shapes of the tensors in a checkpoint by kind and Hugging Face name."""
     shapes: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
@@ -179,17 +233,33 @@ class _Writer(FileSystemWriter):
         return StorageMeta()
 
 
-class _SavePlanner(DefaultSavePlanner):
-    """Writes each item as one chunk."""
+class SavePlanner(DefaultSavePlanner):
+    """Writes each item as one chunk.
 
-    def __init__(self, items: Sequence[Item]) -> None:
+    Args:
+        items: this rank's items.
+        shapes: all tensors of the checkpoint.
+    """
+
+    def __init__(self, items: Sequence[Item], shapes: Shapes) -> None:
         super().__init__(flatten_state_dict=False)
         self._items = {(item.key, item.block.start): item for item in items}
+        self._shapes = shapes
 
     def create_local_plan(self) -> SavePlan:
         """Plan one write per item."""
         self.plan = SavePlan([self._write(item) for item in self._items.values()])
         return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Merge the plans of all ranks; torch would drop a repeated block, and miss a tensor that no rank plans.
+
+        Raises:
+            CheckpointError: see :func:`check_index`.
+        """
+        plans, index = create_default_global_save_plan(all_plans)
+        check_index(index, self._shapes)
+        return plans, index
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """Return the memory of an item."""

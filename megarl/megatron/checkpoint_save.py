@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -156,13 +156,16 @@ class HostSnapshot:
         )
 
 
-def export_beside(engine: MegatronEngine, folder: Path, copy_from: str | Path | None) -> set[str]:
+def export_beside(
+    engine: MegatronEngine, folder: Path, copy_from: str | Path | None, files: Mapping[str, str]
+) -> set[str]:
     """Export the model to ``<folder>/huggingface``; communicates.
 
     Args:
         engine: of this rank.
         folder: of the checkpoint, shared by all ranks.
         copy_from: folder whose tokenizer is copied.
+        files: text of further files, by name.
 
     Returns:
         Names of the files, relative to ``folder``, on the rank that wrote them.
@@ -172,7 +175,7 @@ def export_beside(engine: MegatronEngine, folder: Path, copy_from: str | Path | 
     """
     failure: Exception | None = None
     try:
-        engine.export_hf(folder / HF_FOLDER, copy_from)
+        engine.export_hf(folder / HF_FOLDER, copy_from, files=files)
     except Exception as error:  # raised on every rank below, once all have noticed
         failure = error
 

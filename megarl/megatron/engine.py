@@ -171,6 +171,8 @@ class MegatronEngine:
         assert isinstance(self.trained_map, AdapterMap) and self.optimizer is not None, "the model has no adapters"
         folder = AdapterFolder(path)
         folder.check(self.trained_map)
+        if self.base is not None:
+            folder.check_base(self.base.path)
         with cuda_on_cpu.active():
             self.weights.load_adapters(folder.as_model_folder(self.trained_map), self.trained_map)
             self.offload_manager.onload(OPTIMIZER)

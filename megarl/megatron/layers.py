@@ -33,8 +33,8 @@ class PackedSequences(PackedSeqParams):
 
     Attributes:
         runs: runs of neighbouring sequences of equal length: (number of sequences, their length), padding included.
-        rotation: cosine and sine of each token's rotary embedding, each ``[tokens (of this rank), 1, head_dim / 2]``;
-            None if Megatron rotates, or has rotated.
+        rotation: cosine and sine of each token's rotary embedding, see :func:`rotation_table`, for the tokens of this
+            rank; None if Megatron rotates, or has rotated.
         window_rotation: the same for layers with sliding-window attention; None = no difference.
         sharers: context-parallel ranks that divide each sequence zig-zag; None if this rank has whole sequences.
         shared: mapping between stored tokens and whole sequences, if some share their prompt.
@@ -162,7 +162,6 @@ class PackedAttention(nn.Module):
 
     Args:
         window: tokens that a token attends to, itself included; None = all earlier ones.
-        window_scale: scale of the scores with a window, in place of ``softmax_scale``.
         sinks: each head has a sink, see :mod:`megarl.models.sink_attention`.
 
     Attributes:
@@ -175,13 +174,11 @@ class PackedAttention(nn.Module):
         *,
         softmax_scale: float | None = None,
         window: int | None = None,
-        window_scale: float | None = None,
         sinks: bool = False,
         **_: Any,
     ) -> None:
         super().__init__()
-        self.window = window
-        self.scale = softmax_scale if window is None else window_scale
+        self.window, self.scale = window, softmax_scale
         self.softmax_offset = _split_over_heads(config) if sinks else None
 
     def forward(
@@ -370,13 +367,19 @@ def _split_over_heads(config: TransformerConfig) -> nn.Parameter:
     return param
 
 
-def rotation_table(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+def rotation_table(positions: Tensor, frequencies: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
     """Compute cosine and sine ``[tokens, 1, rotary_dim / 2]`` float32 of each token's rotations.
 
     Rotary position embedding (Su et al., RoFormer, https://arxiv.org/abs/2104.09864), halves rotated as in Llama.
+
+    Args:
+        positions: ``[tokens]``, of each token in its sequence.
+        frequencies: ``[rotary_dim / 2]`` float32, radians per position.
+        factor: on both, see :func:`megarl.models.rope.attention_factor`.
     """
     angles = (positions.to(torch.float32)[:, None] * frequencies)[:, None, :]
-    return angles.cos(), angles.sin()
+    cosine, sine = angles.cos(), angles.sin()
+    return (cosine, sine) if factor == 1.0 else (cosine * factor, sine * factor)
 
 
 def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

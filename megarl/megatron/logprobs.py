@@ -136,7 +136,7 @@ class TopTokens(NamedTuple):
 
     Attributes:
         ids: token ids, ``[n, k]`` int32.
-        log_probs: their log-probabilities under the whole distribution, ``[n, k]`` float32.
+        log_probs: their log-probabilities, ``[n, k]`` float32.
     """
 
     ids: Tensor
@@ -149,36 +149,33 @@ def vocab_parallel_top_tokens(
     count: int,
     *,
     vocab_size: int,
-    candidates: int,
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
 ) -> TopTokens:
-    """Find the most probable tokens over the whole vocabulary, exactly, with ``count`` values per rank on the wire.
+    """Find the most probable tokens of the vocabulary, exactly, with ``count`` values per rank on the wire.
 
     Args:
         logits: as for :func:`vocab_parallel_outputs`.
         count: number of tokens.
-        vocab_size: real size of the vocabulary, over which probabilities are normalized.
-        candidates: tokens with smaller ids than this are considered; at least ``count``.
+        vocab_size: real size of the vocabulary; later columns get no probability.
         temperature: divisor of the logits.
         group: the ranks that hold the other columns.
 
     Raises:
-        ValueError: there are fewer candidates than tokens to return.
+        ValueError: the vocabulary is smaller than ``count``.
     """
-    if count > min(candidates, vocab_size):
-        raise ValueError(f"{count} most probable tokens of {min(candidates, vocab_size)}")
+    if count > vocab_size:
+        raise ValueError(f"{count} most probable tokens of {vocab_size}")
     settings = _Settings(vocab_size, temperature, False, False, group, False)
     width = logits.shape[1]
     real, first = settings.real_columns(width), settings.first_column(width)
-    considered = min(max(candidates - first, 0), real)
     ids = torch.empty(len(logits), count, dtype=torch.int32, device=logits.device)
     log_probs = torch.empty(len(logits), count, dtype=torch.float32, device=logits.device)
     for rows in _chunks(logits):
         maximum = _maximum(logits[rows, :real], settings)
         shifted = _shifted(logits[rows, :real], maximum, settings)
         total = settings.all_reduce(shifted.exp().sum(-1))
-        values, columns = shifted[:, :considered].topk(min(count, considered))
+        values, columns = shifted.topk(min(count, real))
         missing = (0, count - values.shape[1])
         values = settings.all_gather(torch.nn.functional.pad(values, missing, value=-torch.inf))
         tokens = settings.all_gather(torch.nn.functional.pad(columns + first, missing))

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from megarl.megatron.layers import PackedSequences, RMSNorm, build_linear, rotate
 from megarl.models import ModelConfig
-from megarl.models.rope import attention_factor, softmax_scale
+from megarl.models.rope import softmax_scale
 
 
 @dataclass
@@ -88,7 +88,6 @@ class LatentAttention(nn.Module):
         super().__init__()
         assert model.latent is not None
         self.config, self.latent, self.head_dim = config, model.latent, model.head_dim
-        self.rope_factor = attention_factor(model)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         self.tp_group = groups.tp
         self.heads = model.num_attention_heads // self.tp_group.size()
@@ -186,4 +185,4 @@ class LatentAttention(nn.Module):
         assert sequences.rotation is not None
         if self.latent.interleaved:
             heads = heads.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        return rotate(heads, *(part * self.rope_factor for part in sequences.rotation))
+        return rotate(heads, *sequences.rotation)

@@ -49,7 +49,7 @@ from megarl.megatron.transformer_config import build_transformer_config
 from megarl.megatron.versions import submodules_of
 from megarl.models import ModelConfig, WeightMap
 from megarl.models.delta_rule import ChunkPlan
-from megarl.models.rope import inverse_frequencies, softmax_scale, window_attention_factor, window_frequencies
+from megarl.models.rope import attention_factor, inverse_frequencies, window_frequencies
 
 _LONGEST_MULTIPLE = 128
 """The longest sequence is rounded up to it: kernels and rotary tables are then chosen for few different lengths."""
@@ -124,12 +124,14 @@ class StageModel:
     Attributes:
         chunks: chunks of layers in order; more than one only for an interleaved schedule.
         frequencies: rotary frequencies, on the device.
+        rotation_factor: factor on the rotated dimensions, for ``frequencies``.
         window_frequencies: those of layers with sliding-window attention, on the device; None = the same.
         conv_width: width of the convolution of gated delta net layers; 0 without such layers.
     """
 
     chunks: tuple[PackedModel, ...]
     frequencies: Tensor
+    rotation_factor: float = 1.0
     window_frequencies: Tensor | None = None
     conv_width: int = 0
 
@@ -138,7 +140,7 @@ class StageModel:
         return bool(self.chunks[0].position_embedding_type == "rope")
 
     def _rotation(self, part: MicroBatchPart) -> tuple[Tensor, Tensor]:
-        return rotation_table(part.positions, self.frequencies)
+        return rotation_table(part.positions, self.frequencies, self.rotation_factor)
 
     def _window_rotation(self, part: MicroBatchPart) -> tuple[Tensor, Tensor] | None:
         return None if self.window_frequencies is None else rotation_table(part.positions, self.window_frequencies)
@@ -195,12 +197,13 @@ def build_model(model: ModelConfig, runtime: Runtime, options: MegatronOptions) 
             module.rotary_pos_emb.inv_freq = frequencies
     by_window = window_frequencies(model)
     width = 0 if model.linear is None else model.linear.conv_width
-    return StageModel(chunks, frequencies, None if by_window is None else by_window.to(runtime.device), width)
+    in_window = None if by_window is None else by_window.to(runtime.device)
+    return StageModel(chunks, frequencies, attention_factor(model), in_window, width)
 
 
 def _megatron_rotates(model: ModelConfig, fused: bool) -> bool:
-    """Whether Megatron rotates queries and keys, before Transformer Engine's attention."""
-    return fused and model.latent is None and not _has_torch_attention(model)
+    """Whether Megatron rotates queries and keys, before Transformer Engine's attention; its kernel has no factor."""
+    return fused and model.latent is None and not _has_torch_attention(model) and attention_factor(model) == 1.0
 
 
 def _has_torch_attention(model: ModelConfig) -> bool:
@@ -289,8 +292,7 @@ def _layer(
     _place_norms(model, config, layer, fused)
     if _has_torch_attention(model):
         size = model.window.size if model.window is not None and has_window else None
-        scale = softmax_scale(model) * window_attention_factor(model) ** 2
-        attention = partial(PackedAttention, window=size, window_scale=scale, sinks=model.sinks)
+        attention = partial(PackedAttention, window=size, sinks=model.sinks)
         layer.submodules.self_attention.submodules.core_attention = attention
     if is_linear:
         _replace_attention(model, layer, fused)

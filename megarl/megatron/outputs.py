@@ -71,18 +71,6 @@ class ValueOutputs:
 Outputs = PolicyOutputs | ValueOutputs
 
 
-class TopOptions(NamedTuple):
-    """A request for the most probable tokens.
-
-    Attributes:
-        size: tokens per position.
-        candidates: only tokens with smaller ids than this count: the vocabulary of the student.
-    """
-
-    size: int
-    candidates: int
-
-
 class OutputOptions(NamedTuple):
     """Requested outputs of a language model; a critic has no options.
 
@@ -94,7 +82,9 @@ class OutputOptions(NamedTuple):
         record_routes: also return the experts of every token; by a pass without gradients.
         at_teacher_ids: also compute the log-probs of the tokens in the column
             :data:`~megarl.megatron.logprobs.TEACHER_IDS`.
-        top: also find the most probable tokens, without gradients.
+        top: also find as many most probable tokens per position, without gradients; 0 = none.
+        vocab_size: all distributions are over the tokens with smaller ids, as for a teacher whose output layer has more
+            tokens than the student's; None = the model's vocabulary.
         with_sum_pi_squared: also compute the sum of the squared probabilities, without gradients.
         teacher_heads: the teachers' output layers, to compute the exact KL of each token to its teacher, like
             ``ref_head`` and without it; by the column :data:`~megarl.megatron.logprobs.TEACHER_HIDDEN`, and with
@@ -106,7 +96,8 @@ class OutputOptions(NamedTuple):
     ref_head: Tensor | None = None
     record_routes: bool = False
     at_teacher_ids: bool = False
-    top: TopOptions | None = None
+    top: int = 0
+    vocab_size: int | None = None
     with_sum_pi_squared: bool = False
     teacher_heads: Sequence[Tensor] = ()
 
@@ -134,18 +125,14 @@ def policy_outputs(
         part: this rank's part of the micro-batch.
         micro_batch: the whole micro-batch, on the device of the logits.
         options: requested outputs.
-        vocab_size: real size of the vocabulary.
+        vocab_size: real size of the model's vocabulary.
         runtime: this rank's process groups.
     """
+    vocab_size = min(vocab_size, options.vocab_size or vocab_size)
     top = None
-    if options.top is not None:
+    if options.top:
         top = vocab_parallel_top_tokens(
-            logits,
-            options.top.size,
-            vocab_size=vocab_size,
-            candidates=options.top.candidates,
-            temperature=options.temperature,
-            group=runtime.tp_group,
+            logits, options.top, vocab_size=vocab_size, temperature=options.temperature, group=runtime.tp_group
         )
     ids = micro_batch.columns[TEACHER_IDS][part.local_indices].long() if options.at_teacher_ids else None
     local = vocab_parallel_outputs(

@@ -17,7 +17,7 @@ from megarl.megatron.moe import expert_settings
 from megarl.megatron.options import MegatronOptions, RecomputeOptions
 from megarl.megatron.versions import patch_megatron_gaps, supported_arguments
 from megarl.models import ModelConfig, ParallelLayout
-from megarl.models.rope import attention_factor, softmax_scale
+from megarl.models.rope import softmax_scale
 
 logger = logging.getLogger(__name__)
 
@@ -106,8 +106,7 @@ def _shape(model: ModelConfig) -> dict[str, Any]:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "attention_softmax_in_fp32": True,
-        # Equivalent to Yarn's factor on both queries and keys; latent attention sets a separate factor.
-        "softmax_scale": softmax_scale(model) * attention_factor(model) ** 2,
+        "softmax_scale": softmax_scale(model),
     }
 
 

@@ -188,7 +188,7 @@ class AdapterMap:
         """Return the :meth:`megatron_params` that a rank contributes to a checkpoint, each element once."""
         result = []
         for contribution in self._weights.contributions(layout, rank):
-            param, replica, replicas = contribution
+            param = contribution.param
             if self._is_head(param):
                 result.append(contribution)
             adapter = self._adapter(param)
@@ -198,7 +198,7 @@ class AdapterMap:
             for part in adapter.params:
                 split = AdapterSplit.ROW if part is adapter.a else AdapterSplit.COLUMN
                 if is_first or adapter.split is split:
-                    result.append(Contribution(part, replica, replicas))
+                    result.append(contribution._replace(param=part))
         return result
 
     def check_layout(self, layout: ParallelLayout) -> None:

@@ -7,19 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from megarl.base.errors import ConfigError, ModelError
-from megarl.base.json_text import parse_json
+from megarl.base.json_text import read_json_object
 from megarl.models.layout import ParallelLayout, check_pipeline
 from megarl.models.model_config import Experts, ModelConfig, SlidingWindow, Traits
 from megarl.models.registry import (
-    FULL,
     Family,
     count,
     family_of,
+    flag,
     known_architectures,
     known_families,
+    number,
     refuse_other_kinds,
     rope_section,
     rotary_factor,
+    under_all_names,
 )
 
 QUANTIZATION = "quantization_config"
@@ -32,6 +34,9 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "yarn": ("factor",),
 }
 """Kinds of rotary scaling with their required numbers."""
+_ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow")
+_ROPE_STRENGTHS = ("mscale", "mscale_all_dim")
+_ORIGINAL = "original_max_position_embeddings"
 
 
 def read_model_config(path: str | Path, *, may_be_bare: bool = False) -> ModelConfig:
@@ -65,7 +70,7 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
     architecture = causal if is_bare else architectures[0]
     refuse_other_kinds(architecture, raw)
     family = family_of(architecture)
-    traits = family.traits(raw)
+    traits = family.traits(under_all_names(raw))
     _check_combination(traits)
     quantized = _quantization(raw, family)
     heads = count(raw, "num_attention_heads")
@@ -83,8 +88,8 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
         max_position_embeddings=count(raw, "max_position_embeddings"),
         rope_theta=theta,
         rope_scaling=scaling,
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", traits.tie_word_embeddings)),
+        rms_norm_eps=number(raw, "rms_norm_eps", traits.rms_norm_eps),
+        tie_word_embeddings=flag(raw, "tie_word_embeddings", traits.tie_word_embeddings),
         qkv_bias=traits.qkv_bias,
         qk_norm=traits.qk_norm,
         raw={name: value for name, value in raw.items() if name != QUANTIZATION},
@@ -201,13 +206,7 @@ def _read_json(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.is_file():
         raise ModelError(f"model folder {folder} has no config.json")
-    try:
-        raw = parse_json(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise ModelError(f"{file} holds a {type(raw).__name__}, expected a JSON object")
-    return raw
+    return read_json_object(file, ModelError)
 
 
 def _key_value_heads(raw: Mapping[str, Any], heads: int) -> int:
@@ -329,25 +328,73 @@ def _rope(raw: Mapping[str, Any], traits: Traits) -> tuple[float, dict[str, Any]
 
     transformers 5 has a section per kind of layers for models with sliding-window attention.
     """
-    parameters = dict(rope_section(raw, FULL))
-    theta = parameters.pop("rope_theta", None)
-    theta = raw.get("rope_theta", traits.rope_theta) if theta is None else theta
+    by_kind = traits.window is not None and traits.window.rope_theta is not None
+    parameters = dict(rope_section(raw, by_kind=by_kind))
+    theta = number(
+        raw if parameters.get("rope_theta") is None else parameters, "rope_theta", traits.rope_theta, above=1
+    )
+    parameters.pop("rope_theta", None)
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
-    if kind not in ROPE_TYPES:
+    effective = {**parameters, "rope_type": kind, "rope_theta": theta, "partial_rotary_factor": traits.rotary_factor}
+    _check_sections(raw, effective, by_kind)
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
         raise ModelError(f"config.json: rope_type={kind!r} is not supported, only {', '.join(ROPE_TYPES)}")
     parameters.pop("partial_rotary_factor", None)
     factor = rotary_factor(raw, traits.rotary_factor)
     if factor != traits.rotary_factor:
         raise ModelError(f"config.json: partial_rotary_factor={factor} is not supported, only {traits.rotary_factor}")
-    missing = [name for name in ROPE_TYPES[kind] if not isinstance(parameters.get(name), int | float)]
+    _check_rope_numbers(parameters)
+    missing = [name for name in ROPE_TYPES[kind] if parameters.get(name) is None]
     if missing:
         raise ModelError(f"config.json: rope_type={kind!r} needs a number for {', '.join(missing)}")
     if kind == "default":
-        return float(theta), None
+        return theta, None
     if kind != "linear":
-        # a top-level original length takes precedence, as in transformers
-        length = raw.get("original_max_position_embeddings")
-        if length is not None or parameters.get("original_max_position_embeddings") is None:
-            parameters["original_max_position_embeddings"] = length or raw.get("max_position_embeddings")
-    return float(theta), {"rope_type": kind, **parameters}
+        # a top-level original length takes precedence over a single section, as in transformers
+        length = count(parameters, _ORIGINAL, count(raw, "max_position_embeddings"))
+        parameters[_ORIGINAL] = length if by_kind else count(raw, _ORIGINAL, length)
+    return theta, {"rope_type": kind, **parameters}
+
+
+def _check_sections(raw: Mapping[str, Any], effective: Mapping[str, Any], by_kind: bool) -> None:
+    """Refuse rotary parameters in ``rope_parameters`` that transformers ignores.
+
+    Args:
+        raw: the complete ``config.json``.
+        effective: the rotary parameters as transformers reads them.
+        by_kind: the architecture has a section for each kind of layers.
+    """
+    new = raw.get("rope_parameters") or {}
+    if by_kind:
+        if False in (new.get("truncate"), effective.get("truncate")):
+            raise ModelError("config.json: truncate=False is not supported with rope_parameters per kind of layers")
+        return
+    sections = [name for name, value in new.items() if isinstance(value, Mapping)]
+    if sections:
+        raise ModelError(
+            f"config.json: rope_parameters has a section {sections[0]!r}, but all layers of this architecture have the "
+            "same rotary embeddings; write its fields into rope_parameters itself"
+        )
+    ignored = {
+        name: value for name, value in new.items() if name != "type" and value not in (None, effective.get(name))
+    }
+    if ignored.get("rope_type") == "default":
+        del ignored["rope_type"]  # the plain kind says nothing that a scaling beside it contradicts
+    if raw.get("rope_scaling") and ignored:
+        raise ModelError(
+            "config.json has rope_parameters and rope_scaling, of which transformers reads rope_scaling only, without "
+            f"{', '.join(f'{name}={value!r}' for name, value in ignored.items())}; write all fields into "
+            "rope_parameters, and remove rope_scaling"
+        )
+
+
+def _check_rope_numbers(parameters: Mapping[str, Any]) -> None:
+    """Check the types of the rotary parameters that are present; null is absent."""
+    for name in _ROPE_NUMBERS:
+        if parameters.get(name) is not None:
+            number(parameters, name)
+    for name in _ROPE_STRENGTHS:
+        if parameters.get(name) not in (None, 0):
+            number(parameters, name)
+    flag(parameters, "truncate")

@@ -1,7 +1,9 @@
-"""Check a Hugging Face model folder by its file headers, without torch or weights; read its end-of-sequence tokens."""
+"""Check a Hugging Face model folder by its file headers, without torch or weights."""
 
 from __future__ import annotations
 
+import math
+import os
 import struct
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -9,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.base.errors import ModelError
-from megarl.base.json_text import parse_json
+from megarl.base.json_text import parse_json, read_json_object
 from megarl.models.expert_files import BLOCK, BLOCKS, SCALES, StackedPart, stacked_parts
 from megarl.models.hf_config import read_model_config
 from megarl.models.model_config import VALUE_MODELS, ModelConfig
@@ -18,8 +20,10 @@ from megarl.models.weight_map import WeightMap
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 HEAD, SCORE, SCORE_BIAS = "lm_head.weight", "score.weight", "score.bias"
+EMBEDDING = "model.embed_tokens.weight"
 HEADS = (HEAD, SCORE, SCORE_BIAS)
 """Tensors after the last norm, over all kinds of models."""
+_COMPARED_BYTES = 2**24
 _HEAD_ALIASES = {"classifier.weight": SCORE, "classifier.bias": SCORE_BIAS}
 """Alternative names of the scalar head in checkpoints, with the names of the weight map."""
 
@@ -57,14 +61,15 @@ class ModelFolder:
 def check_model_folder(path: str | Path, *, may_lack_head: bool = False) -> ModelFolder:
     """Check that a folder contains a complete model: config, every shard, every tensor of the right shape.
 
-    It reads JSON headers only, which is fast for any model size.
+    It reads JSON headers only, which is fast for any model size; and a stored output layer that is tied.
 
     Args:
         path: the folder.
         may_lack_head: the output layer, or the scalar head of a value model, may be absent.
 
     Raises:
-        ModelError: a file or tensor is missing, truncated or of the wrong shape; names it.
+        ModelError: a file or tensor is missing, truncated or of the wrong shape, or a tied output layer is not the
+            embedding; names it.
     """
     folder = Path(path)
     config = read_model_config(folder, may_be_bare=may_lack_head)
@@ -78,7 +83,40 @@ def check_model_folder(path: str | Path, *, may_lack_head: bool = False) -> Mode
             _check_shape(tensors[name], name, shape)
     if SCORE in tensors:
         _check_scalar_head(tensors, config)
+    if config.tie_word_embeddings and HEAD in tensors and not equal_values(tensors[HEAD], tensors[EMBEDDING]):
+        raise ModelError(
+            f"{tensors[HEAD].file}: tensor '{HEAD}' differs from '{EMBEDDING}', but {folder / 'config.json'} has "
+            f"tie_word_embeddings=true, with which '{HEAD}' has no effect; set tie_word_embeddings=false there to use "
+            "it, as transformers does, or remove the tensor"
+        )
     return ModelFolder(folder, config, tensors)
+
+
+def equal_values(first: TensorEntry, second: TensorEntry) -> bool:
+    """Return whether two stored tensors have the same shape and elements; formats up to 32 bits may differ."""
+    if first.shape != second.shape:
+        return False
+    read = (lambda values, _: values) if first.dtype == second.dtype else _as_float32
+    with first.file.open("rb") as file, second.file.open("rb") as other:
+        file.seek(first.offset)
+        other.seek(second.offset)
+        count = max(1, math.prod(first.shape))
+        widths = first.nbytes // count, second.nbytes // count
+        for start in range(0, count, _COMPARED_BYTES):
+            size = min(_COMPARED_BYTES, count - start)
+            values, others = file.read(size * widths[0]), other.read(size * widths[1])
+            if read(values, first.dtype) != read(others, second.dtype):
+                return False
+    return True
+
+
+def _as_float32(values: bytes, dtype: str) -> bytes:
+    """Convert elements to float32; those of other formats than float16, bfloat16 and float32 are returned unchanged."""
+    import numpy as np  # most readers of headers need none
+
+    if dtype == "BF16":
+        return (np.frombuffer(values, "<u2").astype("<u4") << 16).tobytes()
+    return np.frombuffer(values, "<f2").astype("<f4").tobytes() if dtype == "F16" else values
 
 
 def _known_heads(tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
@@ -170,7 +208,7 @@ def _tensor_entries(folder: Path) -> dict[str, TensorEntry]:
     file_of = _read_index(index)
     shards: dict[str, dict[str, TensorEntry]] = {}
     for file in dict.fromkeys(file_of.values()):
-        if not (folder / file).is_file():
+        if not os.path.isfile(folder / file):  # also for a name that no file can have
             raise ModelError(f"model folder {folder} lacks shard '{file}', which {INDEX_FILE} names")
         shards[file] = read_header(folder / file)
     for name, file in file_of.items():
@@ -180,42 +218,59 @@ def _tensor_entries(folder: Path) -> dict[str, TensorEntry]:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    try:
-        file_of = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{index} is not a safetensors index: {error!r}") from None
+    file_of = read_json_object(index, ModelError).get("weight_map")
     if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
         raise ModelError(f"{index}: weight_map must map tensor names to file names")
     return file_of
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """Read the header of a safetensors file: its length in eight little-endian bytes, then JSON, then the data."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 2 <= length <= size - 8:
-            raise ModelError(f"{file} is truncated or not a safetensors file ({size} bytes)")
-        try:
-            header: dict[str, Any] = parse_json(stream.read(length))
-            header.pop("__metadata__", None)
-            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-            entries = {
-                name: TensorEntry(
-                    file,
-                    tuple(e["shape"]),
-                    e["dtype"],
-                    offset=8 + length + e["data_offsets"][0],
-                    nbytes=e["data_offsets"][1] - e["data_offsets"][0],
-                )
-                for name, e in header.items()
-            }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{file} is not a safetensors file: {error!r}") from None
-    if size != 8 + length + end:
-        raise ModelError(f"{file} is truncated: {size} bytes, its header describes {8 + length + end}")
+    """Read the header of a safetensors file: its length in eight little-endian bytes, then JSON, then the data.
+
+    Raises:
+        ModelError: the file cannot be read, is truncated, or is no safetensors file.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            if not 2 <= length <= size - 8:
+                raise ModelError(f"{file} is truncated or not a safetensors file ({size} bytes)")
+            header = parse_json(stream.read(length))
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ModelError(f"{file} is not a safetensors file: {error}") from None
+    if not isinstance(header, dict):
+        raise ModelError(f"{file} is not a safetensors file: its header holds a {type(header).__name__}")
+    header.pop("__metadata__", None)
+    entries = {name: _header_entry(file, name, entry, 8 + length) for name, entry in header.items()}
+    end = max((entry.offset + entry.nbytes for entry in entries.values()), default=8 + length)
+    if size != end:
+        raise ModelError(f"{file} is truncated: {size} bytes, its header describes {end}")
     return entries
+
+
+def _header_entry(file: Path, name: str, entry: Any, first: int) -> TensorEntry:
+    """Check the types of a tensor's entry in the header; ``first`` is the first byte of the data."""
+    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    dtype, shape, offsets = (fields.get(field, ()) for field in ("dtype", "shape", "data_offsets"))
+    if not (
+        isinstance(dtype, str)
+        and dtype.isascii()
+        and all(
+            isinstance(numbers, list) and all(type(n) is int and n >= 0 for n in numbers)
+            for numbers in (shape, offsets)
+        )
+        and len(offsets) == 2
+        and offsets[0] <= offsets[1]
+    ):
+        raise ModelError(
+            f"{file} is not a safetensors file: tensor '{name:.80}' has the entry {entry!r:.120}, expected dtype, "
+            "shape and data_offsets; download the file again"
+        )
+    return TensorEntry(file, tuple(shape), dtype, offset=first + offsets[0], nbytes=offsets[1] - offsets[0])
 
 
 def stored_dtypes(folder: Path, names: Collection[str]) -> dict[str, str]:
@@ -243,35 +298,3 @@ def tensor_entries(folder: Path) -> dict[str, TensorEntry]:
     if not ((folder / INDEX_FILE).is_file() or (folder / SINGLE_FILE).is_file()):
         return {}
     return _tensor_entries(folder)
-
-
-def eos_token_ids(folder: str | Path) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens of a folder, from ``generation_config.json`` or else ``config.json``.
-
-    Raises:
-        ModelError: the folder contains no model, or a file is not valid JSON.
-    """
-    return _generation_eos(Path(folder)) or eos_in(read_model_config(folder).raw)
-
-
-def all_eos_token_ids(folder: str | Path) -> frozenset[int]:
-    """Return the end-of-sequence tokens of both files; SGLang ends a sequence at any of them."""
-    return frozenset(eos_in(read_model_config(folder).raw) + _generation_eos(Path(folder)))
-
-
-def _generation_eos(folder: Path) -> tuple[int, ...]:
-    file = folder / "generation_config.json"
-    if not file.is_file():
-        return ()
-    try:
-        return eos_in(parse_json(file.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise ModelError(f"{file} is not valid JSON: {error}") from None
-
-
-def eos_in(settings: Mapping[str, Any]) -> tuple[int, ...]:
-    """Read the setting ``eos_token_id``: one token, several or none."""
-    eos = settings.get("eos_token_id")
-    if eos is None:
-        return ()
-    return (eos,) if isinstance(eos, int) else tuple(eos)

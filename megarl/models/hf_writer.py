@@ -23,6 +23,7 @@ from torch import Tensor
 from megarl.base.atomic_write import replace_folder, restore_replaced_folder
 from megarl.base.errors import CheckpointError, ExportError
 from megarl.base.files import flush_path
+from megarl.models.end_tokens import GENERATION_FILE
 from megarl.models.expert_files import file_shapes, stacked_parts
 from megarl.models.hf_checkpoint import HFReader, region
 from megarl.models.hf_folder import HEAD, INDEX_FILE, SCORE, SCORE_BIAS, SINGLE_FILE, ModelFolder, stored_dtypes
@@ -38,7 +39,7 @@ COPIED_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
-    "generation_config.json",
+    GENERATION_FILE,
 )
 """Files copied from the source folder of a model; weights and config are written separately."""
 
@@ -64,13 +65,16 @@ def copy_companions(source: Path, target: Path) -> None:
                 shutil.copytree(path, target / path.name, dirs_exist_ok=True)
 
 
-def write_companions(folder: Path, config: Mapping[str, Any], copy_from: str | Path | None) -> set[str]:
+def write_companions(
+    folder: Path, config: Mapping[str, Any], copy_from: str | Path | None, texts: Mapping[str, str] = NO_FILES
+) -> set[str]:
     """Write config and tokenizer into a checkpoint, so that it can be converted without the original model.
 
     Args:
         folder: the folder; its parent exists.
         config: content of ``config.json``.
         copy_from: folder from which the tokenizer files are copied; None = no copies.
+        texts: text of further files, by name.
 
     Returns:
         Paths of its files, relative to its parent, flushed to disk.
@@ -82,6 +86,8 @@ def write_companions(folder: Path, config: Mapping[str, Any], copy_from: str | P
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if copy_from is not None and Path(copy_from).is_dir():
         copy_companions(Path(copy_from), folder)
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
     files = [path for path in folder.rglob("*") if path.is_file()]
     for path in [*files, folder]:
         flush_path(path)
@@ -110,8 +116,8 @@ def exported_config(config: ModelConfig, tensors: Collection[str], dtype: torch.
             raw["architectures"] = [_with_scalar_head(config)]
         raw["id2label"], raw["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
     # transformers 4 reads torch_dtype, transformers 5 either.
-    raw["dtype" if "dtype" in raw else "torch_dtype"] = str(dtype).removeprefix("torch.")
-    return raw
+    names = [name for name in ("dtype", "torch_dtype") if name in raw] or ["torch_dtype"]
+    return raw | dict.fromkeys(names, str(dtype).removeprefix("torch."))
 
 
 def needs_head_bias(exported: dict[str, Any]) -> bool:

@@ -161,6 +161,8 @@ class Traits:
     """Addition to the names of transformers' other classes than the language model, such as ``Text``."""
     rope_theta: float = 10000.0
     """Rotary base of a file without one."""
+    rms_norm_eps: float = 1e-6
+    """Value of a file without the field."""
     rotary_factor: float = 1.0
     """Share of a head's dimensions, from the first on, that rotary embeddings rotate; not for latent attention."""
     window: SlidingWindow | None = None
@@ -281,7 +283,7 @@ class ModelConfig:
     def pad_token_id(self) -> int | None:
         """The padding token of ``config.json``; None if it has none."""
         token = self.raw.get("pad_token_id")
-        return token if isinstance(token, int) and token >= 0 else None
+        return token if type(token) is int and token >= 0 else None
 
     def as_reward_model(self, pad_token_id: int | None = None) -> ModelConfig:
         """Return the same decoder with a scalar head, as transformers' sequence classification with one label.

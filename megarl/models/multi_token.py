@@ -7,16 +7,17 @@ Speculative decoding uses these layers. DeepSeek-V3 and GLM-4.5 have them after 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megarl.base.errors import ModelError
-from megarl.models.hf_folder import SCORE, TensorEntry, tensor_entries
+from megarl.models.hf_folder import HEAD, SCORE, SCORE_BIAS, ModelFolder, TensorEntry, tensor_entries
 from megarl.models.model_config import ModelConfig
+from megarl.models.weight_map import WeightMap
 
-_AFTER_LAST, _SEPARATE = "num_nextn_predict_layers", "mtp_num_hidden_layers"
-"""Fields of ``config.json`` with the number of layers: after the last decoder layer, or under ``mtp``."""
+_AFTER_LAST, _SEPARATE = ("num_nextn_predict_layers", "num_mtp_layers"), "mtp_num_hidden_layers"
+"""Fields of ``config.json`` with the number of layers: after the last decoder layer (two names), or under ``mtp``."""
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +26,36 @@ def is_multi_token(config: ModelConfig, name: str) -> bool:
     """Return whether a Hugging Face tensor belongs to a multi-token prediction layer."""
     if name.startswith("mtp."):
         return True
-    first, count = config.num_layers, _count(config.raw, _AFTER_LAST)
+    first, count = config.num_layers, max(_count(config.raw, field) for field in _AFTER_LAST)
     return any(name.startswith(f"model.layers.{layer}.") for layer in range(first, first + count))
+
+
+def unused_tensors(folder: ModelFolder) -> list[str]:
+    """Return the tensors of a model folder that no load reads: not the model's, nor multi-token prediction layers'.
+
+    A tied output layer, which has been compared with the embedding, and a scalar head are not among them.
+    """
+    config = folder.config
+    known = {*WeightMap(config, value_head=config.is_value_model).hf_shapes(), SCORE, SCORE_BIAS}
+    if config.tie_word_embeddings:
+        known.add(HEAD)
+    return sorted(name for name in folder.tensors.keys() - known if not is_multi_token(config, name))
+
+
+def warn_of_unused(folder: str | Path, names: Sequence[str]) -> None:
+    """Warn of the tensors in a folder that nothing loads; no names, no warning.
+
+    Args:
+        folder: the model folder.
+        names: see :func:`unused_tensors`.
+    """
+    if names:
+        logger.warning(
+            "%s has %d tensors that are not part of the model by its config.json and are not loaded: %s",
+            folder,
+            len(names),
+            ", ".join(names[:5]) + (" ..." if len(names) > 5 else ""),
+        )
 
 
 def carried_tensors(folder: Path | None, config: ModelConfig, exported: Collection[str]) -> dict[str, TensorEntry]:
@@ -80,12 +109,12 @@ def with_multi_token_layers(raw: Mapping[str, Any], config: ModelConfig, exporte
     """
     if any(is_multi_token(config, name) for name in exported):
         return dict(raw)
-    return {key: 0 if key in (_AFTER_LAST, _SEPARATE) else value for key, value in raw.items()}
+    return {key: 0 if key in (*_AFTER_LAST, _SEPARATE) else value for key, value in raw.items()}
 
 
 def announced_layers(config: ModelConfig) -> str:
     """Return the field of ``config.json`` that announces multi-token prediction layers, with its value; or ''."""
-    fields = [f"{field}={count}" for field in (_AFTER_LAST, _SEPARATE) if (count := _count(config.raw, field))]
+    fields = [f"{field}={count}" for field in (*_AFTER_LAST, _SEPARATE) if (count := _count(config.raw, field))]
     return ", ".join(fields)
 
 

@@ -7,25 +7,52 @@ from pathlib import Path
 from typing import Any
 
 from megarl.base.errors import ConfigError, ModelError
-from megarl.base.json_text import parse_json
+from megarl.base.json_text import read_json_object
 from megarl.models.adapters import DORA, LORA, AdapterMap
-from megarl.models.hf_folder import ModelFolder, TensorEntry, read_header
+from megarl.models.hf_folder import (
+    EMBEDDING,
+    HEAD,
+    ModelFolder,
+    TensorEntry,
+    check_model_folder,
+    equal_values,
+    read_header,
+)
+from megarl.models.registry import count, flag, number
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Prefix of a tensor's name in peft's files."""
 _KEY = "lora_adapter_path"
-_UNSUPPORTED: Mapping[str, Any] = {
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "fan_in_fan_out": False,
-    "bias": "none",
-    "layer_replication": None,
-    "target_parameters": None,
-    "trainable_token_indices": None,
-    "lora_bias": False,
+_READ = {"peft_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora", "use_dora"}
+_WITHOUT_EFFECT = {
+    *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "runtime_config"),
+    *("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern"),
+    *("lora_dropout", "merge_weights", "megatron_config", "megatron_core", "eva_config", "qalora_group_size"),
 }
-"""Settings of peft with the only value that megarl supports."""
+"""Settings of peft that the tensors repeat, or that change nothing in a trained adapter."""
+_ONLY: Mapping[str, tuple[Any, ...]] = {
+    # The other initializations shift the weights of the base model.
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "fan_in_fan_out": (False,),
+    "bias": ("none",),
+    "lora_bias": (False,),
+    "loftq_config": ({},),
+    "use_qalora": (False,),
+    "use_bdlora": (False,),
+    "ensure_weight_tying": (False,),
+    "target_parameters": ([],),
+    "trainable_token_indices": ([],),
+    **dict.fromkeys(
+        ("layer_replication", "alora_invocation_tokens", "arrow_config", "corda_config", "enable_lora"), ()
+    ),
+    **dict.fromkeys(("kasa_config", "lora_ga_config", "monteclora_config", "velora_config"), ()),
+}
+"""Settings of peft with the only values that megarl supports, besides null."""
+_BASE_WEIGHT = ".base_layer."
+"""Part of the name of a base weight in peft's files."""
 
 
 class AdapterFolder:
@@ -40,18 +67,20 @@ class AdapterFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        for name in (CONFIG_FILE, WEIGHTS_FILE):
+            if not (self.path / name).is_file():
+                raise ConfigError(
+                    f"{_KEY}={path}: {self.path / name} is missing; expected {CONFIG_FILE} and {WEIGHTS_FILE}"
+                )
         try:
-            self.config: dict[str, Any] = parse_json((self.path / CONFIG_FILE).read_text(encoding="utf-8"))
+            self.config = _read_config(self.path / CONFIG_FILE)
             stored = read_header(self.path / WEIGHTS_FILE)
-        except FileNotFoundError as error:
-            raise ConfigError(
-                f"{_KEY}={path}: {error.filename} is missing; expected {CONFIG_FILE} and {WEIGHTS_FILE}"
-            ) from None
-        except (OSError, ValueError, RecursionError, ModelError) as error:
+        except ModelError as error:
             raise ConfigError(f"{_KEY}={path}: {error}") from None
-        self.tensors: dict[str, TensorEntry] = {
-            name.removeprefix(PREFIX): entry._replace(stored_as=name) for name, entry in stored.items()
-        }
+        tensors = {name.removeprefix(PREFIX): entry._replace(stored_as=name) for name, entry in stored.items()}
+        self.base_weights = {n.replace(_BASE_WEIGHT, "."): e for n, e in tensors.items() if _is_base_weight(n)}
+        """Copies of the base model's weights: peft adds those of an adapted output layer, and of resized embeddings."""
+        self.tensors: dict[str, TensorEntry] = {n: e for n, e in tensors.items() if not _is_base_weight(n)}
 
     @property
     def kind(self) -> str:
@@ -93,18 +122,60 @@ class AdapterFolder:
         """Return the tensors by their names in :class:`AdapterMap`, for a reader of model folders."""
         return ModelFolder(self.path, adapters.model, self.tensors)
 
+    def check_base(self, path: str | Path) -> None:
+        """Check that the copies of base weights are those of a base model, which peft replaces with them.
+
+        Args:
+            path: folder of the base model.
+
+        Raises:
+            ConfigError: names the tensor.
+            ModelError: the base model is incomplete.
+        """
+        if not self.base_weights:
+            return
+        base = check_model_folder(path, may_lack_head=True).tensors
+        for name, entry in self.base_weights.items():
+            if name not in base or not equal_values(entry, base[name]):
+                raise ConfigError(
+                    f"{_KEY}={self.path}: '{entry.stored_as}' is not '{name}' of the base model {path}: the adapters "
+                    "belong to a changed model. Save that model and name its folder, or train adapters without "
+                    "modules_to_save and resized embeddings"
+                )
+
     def check_supported(self) -> None:
-        """Check that every setting is one that megarl supports.
+        """Check that every setting is one that megarl supports; a setting that it does not know is refused.
 
         Raises:
             ConfigError: names the setting.
         """
         if self.config.get("peft_type") != "LORA":
             raise ConfigError(f"{_KEY}={self.path}: peft_type={self.config.get('peft_type')!r}, expected 'LORA'")
-        for name, value in _UNSUPPORTED.items():
-            stored = self.config.get(name, value)
-            if stored not in (value, None):
-                raise ConfigError(f"{_KEY}={self.path}: megarl supports {name}={value!r} only, not {stored!r}")
+        for name, value in self.config.items():
+            if name in _READ or name in _WITHOUT_EFFECT or (name in _ONLY and value is None):
+                continue
+            if name not in _ONLY:
+                raise ConfigError(
+                    f"{_KEY}={self.path}: megarl does not know the setting {name}={value!r} of {CONFIG_FILE}, which "
+                    "may change what the adapters compute; remove it if it has no effect"
+                )
+            if not any(type(value) is type(valid) and value == valid for valid in _ONLY[name]):
+                valid_text = " or ".join(map(repr, _ONLY[name] or (None,)))
+                raise ConfigError(f"{_KEY}={self.path}: megarl supports {name}={valid_text} only, not {value!r}")
+
+
+def _is_base_weight(name: str) -> bool:
+    return _BASE_WEIGHT in name or name in (EMBEDDING, HEAD)
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    """Read ``adapter_config.json``, with the types of the fields that megarl computes with."""
+    config = read_json_object(file, ModelError)
+    config |= {name: flag(config, name, file=CONFIG_FILE) for name in ("use_dora", "use_rslora")}
+    if config.get("peft_type") == "LORA":  # others have other fields, and are refused by name
+        count(config, "r", file=CONFIG_FILE)
+        number(config, "lora_alpha", file=CONFIG_FILE)
+    return config
 
 
 def peft_config(adapters: AdapterMap, base: str | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Published architectures that megarl cannot compute are listed with the parts tha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from megarl.base.errors import ModelError
 from megarl.base.registry import Registry
@@ -15,9 +15,13 @@ from megarl.models.model_config import Traits
 
 MULTIMODAL_FIELDS = ("vision_config", "audio_config", "thinker_config", "visual")
 """Fields of ``config.json`` that only models with images or sound have."""
+_T = TypeVar("_T")
+_CONFIG = "config.json"
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 """Kinds of attention in ``layer_types`` and ``rope_parameters`` of ``config.json``."""
 FAMILIES: Registry[Family] = Registry("architectures", defaults="megarl.models.families", error=ModelError)
+SYNONYMS = (("num_experts", "num_local_experts", "n_routed_experts"), ("num_nextn_predict_layers", "num_mtp_layers"))
+"""Names of one setting in releases of transformers and in families."""
 _MAMBA = "Mamba (state-space) layers"
 _INDEXER = "sparse attention with an indexer"
 MISSING_PARTS: Mapping[str, str] = {
@@ -144,14 +148,34 @@ def refuse_settings(raw: Mapping[str, Any], **supported: Any) -> None:
             raise ModelError(f"config.json: {field}={raw[field]!r} is not supported, only {value!r}")
 
 
-def count(raw: Mapping[str, Any], name: str, default: int | None = None, *, least: int = 1) -> int:
-    """Read an integer from ``config.json``.
+def under_all_names(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of ``config.json`` with each of :data:`SYNONYMS` under all its names.
+
+    Raises:
+        ModelError: two names of one setting have different values.
+    """
+    fields = dict(raw)
+    for names in SYNONYMS:
+        values = {name: raw[name] for name in names if raw.get(name) is not None}
+        if any(value != next(iter(values.values())) for value in values.values()):
+            text = " and ".join(f"{name}={value!r}" for name, value in values.items())
+            raise ModelError(
+                f"config.json: {text} are names of one setting with different values; remove the wrong one"
+            )
+        if values:
+            fields |= dict.fromkeys(names, next(iter(values.values())))
+    return fields
+
+
+def count(raw: Mapping[str, Any], name: str, default: int | None = None, *, least: int = 1, file: str = _CONFIG) -> int:
+    """Read an integer from ``config.json``, or from another file.
 
     Args:
         raw: the complete file.
         name: the field.
         default: value of an absent or null field; None = the field is required.
         least: smallest allowed value.
+        file: name of the file, for the error.
 
     Raises:
         ModelError: the field is missing, not an integer, or too small.
@@ -159,22 +183,99 @@ def count(raw: Mapping[str, Any], name: str, default: int | None = None, *, leas
     value = raw.get(name)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
         expected = "a positive integer" if least == 1 else f"an integer >= {least}"
-        raise ModelError(f"config.json: {name}={value!r}, expected {expected}")
+        raise _wrong(file, name, value, f"{expected}, less than 2**31" if isinstance(value, int) else expected)
     return value
 
 
-def rope_section(raw: Mapping[str, Any], layers: str) -> Mapping[str, Any]:
-    """Return the rotary parameters of ``config.json``; empty if it has none.
+def number(
+    raw: Mapping[str, Any],
+    name: str,
+    default: float | None = None,
+    *,
+    above: float = 0.0,
+    file: str = _CONFIG,
+) -> float:
+    """Read a number.
+
+    Args:
+        raw: the complete file, or a section of it.
+        name: the field.
+        default: value of an absent field; None = the field is required. Null is an error, as in transformers.
+        above: the number is larger, and at most 1e30.
+        file: name of the file, for the error.
+
+    Raises:
+        ModelError: the field is missing, or is no such number.
+    """
+    value = raw.get(name, default)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not above < value <= 1e30:
+        raise _wrong(file, name, value, f"a number > {above:g}")
+    return float(value)
+
+
+def flag(raw: Mapping[str, Any], name: str, default: bool = False, *, file: str = _CONFIG) -> bool:
+    """Read true or false; null is false, as in transformers.
+
+    Args:
+        raw: the complete file, or a section of it.
+        name: the field.
+        default: value of an absent field.
+        file: name of the file, for the error.
+
+    Raises:
+        ModelError: the field has another value.
+    """
+    value = raw.get(name, default)
+    if value is not None and not isinstance(value, bool):
+        raise _wrong(file, name, value, "true or false")
+    return bool(value)
+
+
+def json_object(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Read an object from ``config.json``; an absent or null one is empty.
+
+    Raises:
+        ModelError: the field is no object.
+    """
+    value = raw.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise _wrong(_CONFIG, name, value, "an object")
+    return value or {}
+
+
+def entries(raw: Mapping[str, Any], name: str, kind: type[_T], file: str = _CONFIG) -> list[_T]:
+    """Read a list whose entries have one type; an absent or null one is empty.
+
+    Raises:
+        ModelError: the field is no list, or an entry has another type.
+    """
+    value = raw.get(name)
+    if value is not None and not (isinstance(value, list) and all(type(entry) is kind for entry in value)):
+        raise _wrong(file, name, value, f"a list of {kind.__name__}")
+    return value or []
+
+
+def _wrong(file: str, name: str, value: Any, expected: str) -> ModelError:
+    return ModelError(f"{file}: {name}={value!r:.80}, expected {expected}")
+
+
+def rope_section(raw: Mapping[str, Any], *, by_kind: bool = False) -> Mapping[str, Any]:
+    """Return the rotary parameters of the layers with full attention; empty if ``config.json`` has none.
+
+    transformers 5 writes ``rope_parameters``, earlier versions ``rope_scaling``. In a file with both, transformers
+    reads ``rope_scaling`` only, or updates the section of full attention with it.
 
     Args:
         raw: the complete ``config.json``.
-        layers: kind of layers, such as ``full_attention``, if the file has a section for each kind.
+        by_kind: ``rope_parameters`` has a section for each kind of layers.
     """
-    parameters: Mapping[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    section: Any = parameters.get(layers)
-    return section if isinstance(section, Mapping) else parameters
+    new, old = json_object(raw, "rope_parameters"), json_object(raw, "rope_scaling")
+    if by_kind:
+        return {**json_object(new, FULL), **old}
+    return old or new
 
 
 def window_layers(raw: Mapping[str, Any], every: int) -> tuple[bool, ...]:
@@ -211,8 +312,8 @@ def linear_layers(raw: Mapping[str, Any], every: int) -> tuple[bool, ...]:
 
 
 def _layers_of_kind(raw: Mapping[str, Any], special: str, every: int) -> tuple[bool, ...]:
-    kinds = raw.get("layer_types")
-    if kinds is None:
+    kinds = entries(raw, "layer_types", str)
+    if raw.get("layer_types") is None:
         return tuple((layer + 1) % every != 0 for layer in range(count(raw, "num_hidden_layers")))
     unknown = sorted(set(kinds) - {FULL, special})
     if unknown:
@@ -230,16 +331,16 @@ def window_theta(raw: Mapping[str, Any], default: float) -> float:
     Raises:
         ModelError: these layers have a rotary scaling, or the file has one section for all layers.
     """
-    parameters = raw.get("rope_parameters")
+    parameters = json_object(raw, "rope_parameters")
     if not parameters:
-        return float(default)
+        return default
     if FULL not in parameters or SLIDING not in parameters:
         raise ModelError(f"config.json: rope_parameters needs the sections {FULL!r} and {SLIDING!r}")
-    section = rope_section(raw, SLIDING)
-    kind = section.get("rope_type", "default")
+    window = json_object(parameters, SLIDING)
+    kind = window.get("rope_type", "default")
     if kind != "default":
         raise ModelError(f"config.json: rope_type={kind!r} of {SLIDING!r} is not supported, only 'default'")
-    return float(section.get("rope_theta") or default)
+    return number(window, "rope_theta", default, above=1)
 
 
 def rotary_factor(raw: Mapping[str, Any], default: float = 1.0) -> float:
@@ -251,9 +352,9 @@ def rotary_factor(raw: Mapping[str, Any], default: float = 1.0) -> float:
         raw: the complete ``config.json``.
         default: value of an absent or null field.
     """
-    sections = (rope_section(raw, FULL), raw)
-    values = (section.get("partial_rotary_factor") for section in sections)
-    return float(next((value for value in values if value is not None), default))
+    sections = (rope_section(raw), raw)
+    found = (number(s, "partial_rotary_factor") for s in sections if s.get("partial_rotary_factor") is not None)
+    return next(found, default)
 
 
 def refuse_sliding_window(raw: Mapping[str, Any], default: int | None = None) -> None:
@@ -266,12 +367,14 @@ def refuse_sliding_window(raw: Mapping[str, Any], default: int | None = None) ->
     Raises:
         ModelError: the window is shorter than ``max_position_embeddings``.
     """
-    window = raw.get("sliding_window", default)
-    if window is not None and window < raw.get("max_position_embeddings", 0):
+    if raw.get("sliding_window", default) is None:
+        return
+    window, longest = count(raw, "sliding_window", default), count(raw, "max_position_embeddings")
+    if window < longest:
         raise ModelError(
-            f"config.json: sliding_window={window!r} is less than max_position_embeddings="
-            f"{raw['max_position_embeddings']}, and sliding-window attention is not supported; if no sequence is "
-            f"longer than {window!r}, set max_position_embeddings to it: the model then computes the same"
+            f"config.json: sliding_window={window} is less than max_position_embeddings={longest}, and sliding-window "
+            "attention is not supported; if no sequence is "
+            f"longer than {window}, set max_position_embeddings to it: the model then computes the same"
         )
 
 

@@ -48,7 +48,10 @@ def window_frequencies(config: ModelConfig) -> Tensor | None:
 
 
 def attention_factor(config: ModelConfig) -> float:
-    """Return the factor on rotated queries and keys: 1, except that ``yarn`` sharpens attention."""
+    """Return the factor on the rotated dimensions of queries and keys: 1, except that ``yarn`` sharpens attention.
+
+    Dimensions that do not rotate have no factor, so it is no part of :func:`softmax_scale`.
+    """
     scaling = config.rope_scaling
     if scaling is None or scaling["rope_type"] != "yarn":
         return 1.0
@@ -58,11 +61,6 @@ def attention_factor(config: ModelConfig) -> float:
     if scale and all_dim:
         return _sharpening(factor, scale) / _sharpening(factor, all_dim)
     return _sharpening(factor, 1.0)
-
-
-def window_attention_factor(config: ModelConfig) -> float:
-    """Return the :func:`attention_factor` of layers with sliding-window attention."""
-    return attention_factor(config) if config.window is None or config.window.rope_theta is None else 1.0
 
 
 def softmax_scale(config: ModelConfig) -> float:

@@ -65,11 +65,14 @@ class Occurrence(NamedTuple):
 
 
 class Contribution(NamedTuple):
-    """A parameter that a rank can contribute to an export, as replica number ``replica`` of ``replicas``."""
+    """A parameter that a rank can contribute to an export, as replica number ``replica``.
+
+    ``is_writer`` selects one of its replicas: they take turns, so that each writes a share of a checkpoint.
+    """
 
     param: LocalParam
     replica: int
-    replicas: int
+    is_writer: bool
 
 
 class ShardPattern(NamedTuple):
@@ -168,14 +171,16 @@ class WeightMap:
         """
         coordinate, expert_coordinate = layout.coordinate(rank), layout.expert_coordinate(rank)
         result = []
-        for occurrence in self._held(layout, rank):
+        # Replicas hold the same occurrences. They contribute different lists: only some have tensor-parallel rank 0.
+        for number, occurrence in enumerate(self._held(layout, rank)):
             if occurrence.declared.is_expert:
                 replica, replicas = expert_coordinate.edp, layout.expert_dp
             else:
                 replica, replicas = coordinate.dp * layout.cp + coordinate.cp, layout.dp * layout.cp
                 if occurrence.declared.tied_copy or (coordinate.tp and occurrence.declared.split is Split.REPLICATED):
                     continue
-            result.append(Contribution(self._megatron_shard(occurrence, layout, rank), replica, replicas))
+            shard = self._megatron_shard(occurrence, layout, rank)
+            result.append(Contribution(shard, replica, number % replicas == replica))
         return result
 
     def export_params(self, layout: ParallelLayout, rank: int) -> list[LocalParam]:

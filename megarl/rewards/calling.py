@@ -6,6 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import asyncio
+import pickle
 import traceback
 import urllib.error
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,6 +56,19 @@ class RewardTask(NamedTuple):
     ground_truth: Any
     extra_info: dict[str, Any]
     prompt_str: str | None = None
+
+
+def serialize_task(task: RewardTask) -> bytes | Outcome:
+    """Pickle a task; for a sample that cannot be pickled, return the outcome that says why.
+
+    Each call reads a task from its bytes. The samples of a prompt share objects, which functions may change.
+    """
+    try:
+        return pickle.dumps(task)
+    except Exception as error:
+        return failed_outcome(
+            BAD_SAMPLE, f"the sample cannot be pickled for its reward: {type(error).__name__}: {error}"
+        )
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megarl.base.errors import RewardError, StepImpossible
+from megarl.base.reductions import Total
 from megarl.rewards.calling import RewardTask
 from megarl.rewards.outcome import (
     BAD_SAMPLE,
@@ -281,7 +282,7 @@ class NullReward:
             )
         batch = with_scores(batch, torch.zeros(len(kept)), kept)
         extras = {"reward_failed": (~kept).numpy().astype(object)}
-        return Scored(batch.with_columns({}, extras), {"reward/failed": float((~kept).sum())}, extras)
+        return Scored(batch.with_columns({}, extras), {"reward/failed": Total((~kept).sum())}, extras)
 
 
 _KINDS = {
@@ -295,12 +296,12 @@ def failure_metrics(outcomes: Sequence[Outcome], counts: RunCounts) -> dict[str,
     """Count the rows without a score, by kind of failure."""
     kinds = [outcome.kind for outcome in outcomes]
     return {
-        "reward/failed": float(sum(outcome.failure is not None for outcome in outcomes)),
-        "reward/bad_samples": float(kinds.count(BAD_SAMPLE)),
-        "reward/timeouts": float(kinds.count(TIMEOUT)),
-        "reward/infrastructure_failures": float(kinds.count(INFRASTRUCTURE)),
-        "reward/retries": float(counts.retries),
-        "reward/processes_replaced": float(counts.replaced),
+        "reward/failed": Total(sum(outcome.failure is not None for outcome in outcomes)),
+        "reward/bad_samples": Total(kinds.count(BAD_SAMPLE)),
+        "reward/timeouts": Total(kinds.count(TIMEOUT)),
+        "reward/infrastructure_failures": Total(kinds.count(INFRASTRUCTURE)),
+        "reward/retries": Total(counts.retries),
+        "reward/processes_replaced": Total(counts.replaced),
     }
 
 

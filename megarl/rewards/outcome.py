@@ -19,6 +19,8 @@ OUTCOME = "reward_outcome"
 """Column with the outcomes of rows that were scored before their batch was complete; None for other rows."""
 REWARD_COUNTS = "reward_counts"
 """Key in the ``meta_info`` of a batch: retries and replaced processes of these rows, as ``RunCounts``."""
+EXTRA = "reward_extra_"
+"""Prefix of the columns with the extra fields of the functions, which dumps and validation report."""
 LARGEST = 3.4028234663852886e38
 """Largest float32 number, since scores are stored as float32."""
 _LARGEST_INT = 2**63 - 1
@@ -96,7 +98,7 @@ def collect_extras(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float],
     metrics: dict[str, float] = {}
     columns: dict[str, np.ndarray] = {}
     for name in dict.fromkeys(name for row in rows for name in row):
-        columns[f"reward_extra_{name}"] = column = object_column([row.get(name) for row in rows])
+        columns[f"{EXTRA}{name}"] = column = object_column([row.get(name) for row in rows])
         values = [value for value in map(as_number, column) if value is not None and math.isfinite(value)]
         if values:
             metrics[f"reward_extra/{name}/mean"] = sum(values) / len(values)

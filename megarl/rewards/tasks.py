@@ -43,8 +43,7 @@ class TaskBuilder:
             data_source=columns["data_source"],
             solution_str=self.text(response),
             ground_truth=model["ground_truth"],
-            # a copy: the samples of a prompt share it, and functions may modify it
-            extra_info=dict(columns.get("extra_info") or {}) | ({} if result is None else {AGENT_RESULT: result}),
+            extra_info={**(columns.get("extra_info") or {}), **({} if result is None else {AGENT_RESULT: result})},
             prompt_str=self.text(prompt) if self.wants_prompt else None,
         )
 

@@ -1,7 +1,8 @@
 """Rollout: the engine contract, the engines, and the router over their replicas.
 
-``interface`` is the contract, ``registry`` creates engines by name, ``embedded`` is the engine in plain torch, and
-``sglang`` runs SGLang. ``router`` sends requests to replicas in the order of ``load_board``.
+``interface`` is the contract, with its checks in ``request_checks``. ``registry`` creates engines by name, ``embedded``
+is the engine in plain torch, and ``sglang`` runs SGLang. ``router`` sends requests to replicas in the order of
+``load_board``.
 """
 
 from megarl.rollout.interface import (
@@ -11,6 +12,7 @@ from megarl.rollout.interface import (
     EngineHealth,
     EngineOptions,
     Request,
+    RequestRefused,
     RolloutEngine,
     RolloutError,
     SamplingParams,
@@ -24,6 +26,7 @@ __all__ = [
     "EngineHealth",
     "EngineOptions",
     "Request",
+    "RequestRefused",
     "RolloutEngine",
     "RolloutError",
     "SamplingParams",

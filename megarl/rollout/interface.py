@@ -23,13 +23,15 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
-from megarl.base.errors import MegarlError, ModelError, WeightSyncError, WorkerLost
+from megarl.base.errors import MegarlError, WeightSyncError, WorkerLost
 from megarl.config.schema.rollout import TrainingRolloutConfig, ValSamplingConfig
+from megarl.data.tokenizer_folder import end_token_of
+from megarl.models import read_model_config
+from megarl.models.end_tokens import read_end_tokens
 
 if TYPE_CHECKING:  # the planner, which must start in seconds, imports this package
     from torch import Tensor
 
-    from megarl.models import ModelConfig
     from megarl.models.checksum import ParamRectangle
     from megarl.sharding.placement import ProcessLocation
     from megarl.sharding.plan import TransferUsage
@@ -48,13 +50,25 @@ NOT_CONNECTED = "the engine has no receiver of weights: connect_receivers(specs)
 NO_VERSION = -1
 """``weight_version`` of a stale engine."""
 
+MAX_INT32 = 2**31 - 1
+"""Largest ``top_k``: engines store it in 32 bits."""
+
 
 class RolloutError(MegarlError):
     """A request that the engine cannot serve, or a failed generation."""
 
 
+class RequestRefused(RolloutError):
+    """One request that no engine can serve; other requests go on."""
+
+
 class EngineLost(RolloutError, WorkerLost):
     """Processes of the engine have ended or do not answer; the engine serves nothing any more."""
+
+
+def is_integer_type(kind: type) -> bool:
+    """Return whether values of a type are integers."""
+    return issubclass(kind, int | np.integer) and kind is not bool
 
 
 @dataclass(frozen=True)
@@ -87,18 +101,23 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "top_k"):
+            if not is_integer_type(type(getattr(self, name))):
+                raise RequestRefused(f"{name}={getattr(self, name)!r}, expected an integer")
         if self.max_new_tokens < 1:
-            raise RolloutError(f"max_new_tokens={self.max_new_tokens}, expected at least 1")
+            raise RequestRefused(f"max_new_tokens={self.max_new_tokens}, expected at least 1")
         if not 0 <= self.temperature < float("inf"):
-            raise RolloutError(f"temperature={self.temperature}, expected a number >= 0 (0 = greedy)")
+            raise RequestRefused(f"temperature={self.temperature}, expected a number >= 0 (0 = greedy)")
         if not 0 < self.top_p <= 1:
-            raise RolloutError(f"top_p={self.top_p}, expected a number in (0, 1]")
-        if self.top_k != -1 and self.top_k < 1:
-            raise RolloutError(f"top_k={self.top_k}, expected -1 (all) or at least 1")
+            raise RequestRefused(f"top_p={self.top_p}, expected a number in (0, 1]")
+        if self.top_k != -1 and not 1 <= self.top_k <= MAX_INT32:
+            raise RequestRefused(f"top_k={self.top_k}, expected -1 (all) or 1 to {MAX_INT32}")
         if not 0 <= self.min_p <= 1:
-            raise RolloutError(f"min_p={self.min_p}, expected a number in [0, 1]")
+            raise RequestRefused(f"min_p={self.min_p}, expected a number in [0, 1]")
         if not 0 < self.repetition_penalty <= 2:
-            raise RolloutError(f"repetition_penalty={self.repetition_penalty}, expected a number in (0, 2]")
+            raise RequestRefused(f"repetition_penalty={self.repetition_penalty}, expected a number in (0, 2]")
+        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+            raise RequestRefused(f"stop={self.stop!r:.100}, expected a tuple of texts that are not empty")
 
     @classmethod
     def of(cls, keys: TrainingRolloutConfig | ValSamplingConfig, max_new_tokens: int) -> SamplingParams:
@@ -174,6 +193,8 @@ class Completion:
             :attr:`Request.routes_from` on except the last, whose output the engine does not compute. Tokens of an
             interrupted response keep their first experts. None if the request has no ``routes_from``, or the engine
             has computed nothing.
+        refusal: why the engine cannot serve the request, which then has no tokens; empty = it serves it.
+        discarded_tokens: generated tokens of the request that an engine could not continue and threw away.
     """
 
     request_id: str
@@ -183,6 +204,8 @@ class Completion:
     weight_version: int
     weight_versions: tuple[int, ...] = ()
     routes: np.ndarray | None = field(default=None, compare=False, repr=False)
+    refusal: str = ""
+    discarded_tokens: int = field(default=0, compare=False)
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -232,7 +255,7 @@ class EngineOptions:
         tensor_parallel_size: devices that hold one copy of the weights.
         max_num_seqs: maximum number of running sequences; further requests wait in a queue.
         max_model_len: maximum tokens of prompt and response; None = the model's ``max_position_embeddings``.
-        eos_token_ids: tokens that end every sequence; None = the model folder's.
+        eos_token_ids: tokens that end every sequence; None = those of the model folder and its tokenizer.
         return_routes: requests may have :attr:`Request.routes_from`; the engine then records experts.
         quantization: ``fp8`` = the engine holds linear layers in blockwise FP8; None = all weights are in ``dtype``.
     """
@@ -245,6 +268,19 @@ class EngineOptions:
     eos_token_ids: tuple[int, ...] | None = None
     return_routes: bool = False
     quantization: str | None = None
+
+    def end_tokens(self, folder: str) -> tuple[int, ...]:
+        """Return the tokens that end every sequence of the model in a folder.
+
+        Raises:
+            ModelError: a file of the folder is malformed.
+        """
+        if self.eos_token_ids is not None:
+            return self.eos_token_ids
+        token = end_token_of(folder)
+        # transformers may give a tokenizer without one a default that the model lacks
+        has_token = token is not None and token < read_model_config(folder).vocab_size
+        return read_end_tokens(folder, token if has_token else None).ids
 
     def device_of(self, rank: int) -> str:
         """Return the device of a tensor-parallel rank: consecutive devices, starting with ``device``."""
@@ -271,21 +307,24 @@ class RolloutEngine(abc.ABC):
 
         Raises:
             WeightSyncError: the engine is stale.
-            RolloutError: a request cannot be served, its id is already running, or the engine is asleep.
+            RequestRefused: a request cannot be served, or its id is already running.
+            RolloutError: the engine is asleep.
         """
 
     @abc.abstractmethod
     def poll(self, timeout_s: float) -> list[Completion]:
         """Return the completions of requests that have ended since the last call, in any order.
 
-        An engine without processes computes in this call only.
+        An engine without processes computes in this call only. A request that turns out to be unusable is returned with
+        its ``refusal``.
 
         Args:
             timeout_s: approximate maximum wait for the first completion (a started step is finished); 0 = do not wait.
                 Without running requests the call returns at once.
 
         Raises:
-            RolloutError: the model's outputs are not finite; the running requests are lost.
+            RolloutError: the model's outputs are not finite, or the engine failed; the running requests are lost, and
+                the engine can take others.
         """
 
     def interrupt_poll(self) -> None:  # noqa: B027 -- without it, a poll ends at its time limit
@@ -306,7 +345,7 @@ class RolloutEngine(abc.ABC):
 
         Raises:
             WeightSyncError: the engine is stale.
-            RolloutError: two requests have one id.
+            RequestRefused: two requests have one id.
         """
         if self.stale:
             raise WeightSyncError(
@@ -315,7 +354,7 @@ class RolloutEngine(abc.ABC):
         names = set(running)
         for request in requests:
             if request.request_id in names:
-                raise RolloutError(f"request '{request.request_id}' is running already: ids must differ")
+                raise RequestRefused(f"request '{request.request_id}' is running already: ids must differ")
             names.add(request.request_id)
         return names
 
@@ -332,6 +371,8 @@ class RolloutEngine(abc.ABC):
         done: dict[str, Completion] = {}
         while len(done) < len(requests):
             done.update((completion.request_id, completion) for completion in self.poll(POLL_S))
+        if refusals := [completion.refusal for completion in done.values() if completion.refusal]:
+            raise RequestRefused(refusals[0])
         return [done[request.request_id] for request in requests]
 
     @abc.abstractmethod
@@ -430,71 +471,3 @@ class RolloutEngine(abc.ABC):
     @abc.abstractmethod
     def shutdown(self) -> None:
         """Free everything; the engine serves nothing afterwards. May be called twice."""
-
-
-def check_tags(tags: Iterable[Tag]) -> set[Tag]:
-    """Return sleep tags as a set.
-
-    Raises:
-        RolloutError: a tag is unknown.
-    """
-    chosen = set(tags)
-    if unknown := chosen - set(TAGS):
-        raise RolloutError(f"sleep tag {sorted(unknown)[0]!r} is unknown; known ones: {', '.join(TAGS)}")
-    return chosen
-
-
-def check_token_ids(source: str, ids: Iterable[int], vocab_size: int) -> None:
-    """Check that token ids are in the vocabulary.
-
-    Args:
-        source: name of the ids, for the error.
-        ids: token ids.
-        vocab_size: number of tokens in the vocabulary.
-
-    Raises:
-        RolloutError: an id is outside of it.
-    """
-    if outside := [token for token in ids if not 0 <= token < vocab_size]:
-        raise RolloutError(f"{source}: {outside[0]} is no token id, the vocabulary has {vocab_size}")
-
-
-def check_routes(config: ModelConfig, options: EngineOptions) -> None:
-    """Check that a model whose experts are to be returned has experts.
-
-    Raises:
-        ModelError: it is a dense model.
-    """
-    if options.return_routes and config.experts is None:
-        raise ModelError(
-            f"return_routes=True, but {config.architecture} is a dense model, whose tokens have no experts"
-        )
-
-
-def check_request(request: Request, max_model_len: int, vocab_size: int, *, return_routes: bool) -> None:
-    """Check length, token ids and routes of a request.
-
-    Raises:
-        RolloutError: the prompt is empty, the prior leaves nothing to generate, prompt and response exceed
-            ``max_model_len``, a token id is outside the vocabulary, or the engine records no experts for the request.
-    """
-    name, prompt, limit = f"request '{request.request_id}'", request.prompt_ids, request.params.max_new_tokens
-    if not len(prompt):
-        raise RolloutError(f"{name}: the prompt is empty, expected at least one token id")
-    if len(prompt) + limit > max_model_len:
-        raise RolloutError(
-            f"{name}: a prompt of {len(prompt)} and max_new_tokens={limit} exceed the engine's "
-            f"max_model_len={max_model_len}"
-        )
-    if len(request.prior_ids) >= limit:
-        raise RolloutError(f"{name}: prior has {len(request.prior_ids)} tokens, expected fewer than {limit}")
-    if request.routes_from is not None:
-        if not return_routes:
-            raise RolloutError(f"{name}: routes_from={request.routes_from}, but the engine has return_routes=False")
-        if not 0 <= request.routes_from <= len(prompt):
-            raise RolloutError(
-                f"{name}: routes_from={request.routes_from}, expected 0 to {len(prompt)}, the prompt's end"
-            )
-    check_token_ids(f"{name}: prompt_ids", prompt, vocab_size)
-    check_token_ids(f"{name}: prior", request.prior_ids, vocab_size)
-    check_token_ids(f"{name}: stop_token_ids", request.params.stop_token_ids, vocab_size)

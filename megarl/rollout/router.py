@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from megarl.base.errors import MegarlError, StepImpossible
-from megarl.rollout.interface import Completion, Request, RolloutEngine, RolloutError, SamplingParams
+from megarl.rollout.interface import Completion, Request, RequestRefused, RolloutEngine, RolloutError, SamplingParams
 from megarl.rollout.load_board import LoadBoard, PendingRequest
 from megarl.rollout.router_stats import RequestSpans, RouterStats
 from megarl.rollout.serving import EngineServer
@@ -240,6 +240,7 @@ class Router:
         Raises:
             NoReplicaLeft: all replicas are lost.
             RequestGivenUp: several replicas were lost with this request.
+            RequestRefused: no engine can serve this request.
             Exception: an error of the engine.
         """
         if self._failure is not None:
@@ -401,7 +402,8 @@ class Router:
             tokens = None if completion.finish_reason == "abort" else len(completion.token_ids)
             self._board.release(number, entry, tokens)
             self._spans.finished(number, completion.request_id, len(entry.request.prompt_ids), tokens)
-            moves = self._interrupts or self._connections[number].leaves
+            self.stats.discarded_tokens += completion.discarded_tokens
+            moves = (self._interrupts or self._connections[number].leaves) and not completion.refusal
             if tokens is None and moves and not entry.payload.done():
                 entry.request = replace(entry.request, prior=completion if completion.token_ids else None)
                 self._board.add([entry])
@@ -409,7 +411,10 @@ class Router:
             del self._entries[completion.request_id]
             self.finished += 1
             with contextlib.suppress(asyncio.InvalidStateError):  # cancelled by its caller
-                entry.payload.set_result(completion)
+                if completion.refusal:
+                    entry.payload.set_exception(RequestRefused(completion.refusal))
+                else:
+                    entry.payload.set_result(completion)
         self._dispatch()
         self._changed.set()
 

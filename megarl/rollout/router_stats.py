@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from megarl.base.reductions import Smallest, Total
 from megarl.rollout.load_board import LoadBoard
 from megarl.tracing import TRACER, counter, past_span
 
@@ -20,6 +21,7 @@ class RouterStats:
         lost: reasons by lost replica.
         handled: lost replicas that have left, or that another process has replaced.
         moved: requests that were moved to another replica.
+        discarded_tokens: generated tokens of interrupted requests that an engine could not continue and began again.
         busy_s: busy seconds of each replica.
         served_s: seconds in which each replica was connected.
         idle_while_waiting_s: seconds that replicas were idle while requests waited, over all replicas.
@@ -28,6 +30,7 @@ class RouterStats:
 
     lost: dict[int, str] = field(default_factory=dict)
     moved: int = 0
+    discarded_tokens: int = 0
     busy_s: dict[int, float] = field(default_factory=dict)
     served_s: dict[int, float] = field(default_factory=dict)
     idle_while_waiting_s: float = 0.0
@@ -57,6 +60,7 @@ class RouterStats:
         return cls(
             lost=lost,
             moved=sum(part.moved for part in parts),
+            discarded_tokens=sum(part.discarded_tokens for part in parts),
             busy_s=busy,
             served_s=served,
             idle_while_waiting_s=sum(part.idle_while_waiting_s for part in parts),
@@ -65,20 +69,21 @@ class RouterStats:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return ``rollout/*`` metrics: utilization of replicas, lost replicas and runners, and moved requests.
+        """Return ``rollout/*`` metrics: utilization, lost replicas and runners, moved requests, discarded tokens.
 
         Without time or replicas there is no utilization.
         """
         shares = [self.busy_s[replica] / seconds for replica, seconds in self.served_s.items() if seconds > 0]
-        metrics = {
-            "rollout/idle_while_waiting_s": self.idle_while_waiting_s,
-            "rollout/replicas_lost": float(len(self.lost)),
-            "rollout/requests_moved": float(self.moved),
-            "rollout/runners_lost": float(self.runners_lost),
+        metrics: dict[str, float] = {
+            "rollout/idle_while_waiting_s": Total(self.idle_while_waiting_s),
+            "rollout/replicas_lost": Total(len(self.lost)),
+            "rollout/requests_moved": Total(self.moved),
+            "rollout/runners_lost": Total(self.runners_lost),
+            "rollout/discarded_tokens": Total(self.discarded_tokens),
         }
         if shares:
             metrics["rollout/replica_utilization/mean"] = sum(shares) / len(shares)
-            metrics["rollout/replica_utilization/min"] = min(shares)
+            metrics["rollout/replica_utilization/min"] = Smallest(min(shares))
         return metrics
 
 

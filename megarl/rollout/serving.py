@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from megarl.rollout.interface import Completion, Request, RolloutEngine
+from megarl.base.errors import MegarlError
+from megarl.rollout.interface import NO_VERSION, Completion, Request, RequestRefused, RolloutEngine
 from megarl.tracing import TRACER, span
 from megarl.tracing.tracer import count_memory
 
@@ -65,6 +66,7 @@ class EngineServer:
         self._inbox: list[tuple[str, Sequence[Request]]] = []
         self._aborted: list[str] = []
         self._cancelled: set[str] = set()
+        self._discarded: dict[str, int] = {}
         self._sent: dict[str, Request] = {}
         self._paused = False
         self._clients: dict[str, _Client] = {}
@@ -126,7 +128,7 @@ class EngineServer:
             wait_s: seconds to wait for the first completion; without running requests the call returns at once.
 
         Raises:
-            RolloutError, WeightSyncError: the engine failed, or refused the client's requests; none is running.
+            RolloutError, WeightSyncError: the engine failed; none of the client's requests is running.
         """
         deadline = time.monotonic() + wait_s
         with self._changed:
@@ -196,22 +198,22 @@ class EngineServer:
             else:
                 aborted, self._aborted = self._aborted, []
                 self._cancelled.update(self._sent.keys() & aborted)
-        refused = []
+        ended: list[Completion] = []
+        failed, failure = [], None
         for client, requests in inbox:
             try:
-                self._engine.submit(requests)
+                ended += self._submit(requests)
             except Exception as error:
-                refused.append((client, requests, error))
-        ended, failure = [], None
+                failed.append((client, requests, error))
         try:
             self._engine.abort(aborted)
-            ended = self._engine.poll(POLL_S)
+            ended += self._engine.poll(POLL_S)
         except Exception as error:
             failure = error
         with self._changed:
             self._polls += 1
-            for client, requests, refusal in refused:
-                self._fail(client, [request.request_id for request in requests], refusal)
+            for client, requests, cause in failed:
+                self._fail(client, [request.request_id for request in requests], cause)
             for completion in ended:
                 self._hand_out(completion)
             if failure is not None:  # the engine has lost all requests that it had
@@ -220,25 +222,44 @@ class EngineServer:
                     self._fail(client, state.running - waiting, failure)
             self._changed.notify_all()
 
+    def _submit(self, requests: Sequence[Request]) -> list[Completion]:
+        """Submit requests to the engine, which may refuse some of them; return these refusals.
+
+        Raises:
+            RolloutError, WeightSyncError: the engine takes no requests now.
+        """
+        try:
+            self._engine.submit(requests)
+        except Exception as error:
+            if isinstance(error, MegarlError) and not isinstance(error, RequestRefused):
+                raise
+            if len(requests) > 1:
+                return [refusal for request in requests for refusal in self._submit([request])]
+            reason = str(error) if isinstance(error, RequestRefused) else f"{type(error).__name__}: {error}"
+            return [Completion(requests[0].request_id, [], [], "abort", NO_VERSION, refusal=reason)]
+        return []
+
     def _hand_out(self, completion: Completion) -> None:
         """Give a completion to its client, or hold the request if a pause has interrupted it."""
         name = completion.request_id
         request, client = self._sent.pop(name, None), self._owners.get(name, "")
         if request is None or not client:  # the engine was used by someone else before
             return
-        if completion.finish_reason == "abort" and name not in self._cancelled:
+        if completion.finish_reason == "abort" and name not in self._cancelled and not completion.refusal:
             held = replace(request, prior=completion if completion.token_ids else None)
             self._inbox.append((client, [self._startable(held)]))
             return
         self._cancelled.discard(name)
         del self._owners[name]
         self._clients[client].running.discard(name)
-        self._clients[client].ended.append(completion)
+        self._clients[client].ended.append(replace(completion, discarded_tokens=self._discarded.pop(name, 0)))
 
     def _startable(self, request: Request) -> Request:
-        """Drop the prior tokens of a request that the engine cannot continue."""
+        """Drop the prior tokens of a request that the engine cannot continue, and count them."""
         if request.prior is None or self._engine.can_continue(request.params):
             return request
+        discarded = self._discarded.get(request.request_id, 0) + len(request.prior_ids)
+        self._discarded[request.request_id] = discarded
         return replace(request, prior=None)
 
     def _fail(self, client: str, names: Iterable[str], error: Exception) -> None:
@@ -250,4 +271,5 @@ class EngineServer:
             for name in lost:
                 self._owners.pop(name, None)
                 self._sent.pop(name, None)
+                self._discarded.pop(name, None)
                 self._cancelled.discard(name)

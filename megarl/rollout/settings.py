@@ -11,9 +11,10 @@ import torch
 from megarl.base.errors import ConfigError
 from megarl.config import RolloutConfig
 from megarl.config.schema.rollout import SGLangConfig, TrainingRolloutConfig
+from megarl.models import ModelConfig
 from megarl.rollout.interface import EngineOptions
 from megarl.rollout.sglang.memory import FRACTION, FreeMemory, fraction_beside_training
-from megarl.rollout.sglang.options import EngineNodes, SGLangOptions
+from megarl.rollout.sglang.options import CACHE_TOKENS, EngineNodes, SGLangOptions
 
 
 def engine_options(
@@ -23,6 +24,7 @@ def engine_options(
     pending_bytes: int | None = None,
     *,
     return_routes: bool = False,
+    eos_token_ids: tuple[int, ...] | None = None,
     nodes: EngineNodes | None = None,
 ) -> EngineOptions:
     """Return the options of the engine ``rollout.name``.
@@ -33,7 +35,8 @@ def engine_options(
         replica: number of the replica; selects its server if the config has ``urls``.
         pending_bytes: device bytes that training roles on the replica's GPUs have yet to allocate, from which SGLang's
             share of the free memory follows; None = no training role.
-        return_routes: see :class:`~megarl.rollout.interface.EngineOptions`.
+        return_routes: see :class:`~megarl.rollout.interface.EngineOptions`; also for the next one.
+        eos_token_ids: tokens that end every sequence.
         nodes: nodes of the replica's ranks; None = one node.
 
     Raises:
@@ -44,6 +47,7 @@ def engine_options(
         device=device,
         tensor_parallel_size=rollout.tensor_model_parallel_size,
         max_num_seqs=rollout.max_num_seqs,
+        eos_token_ids=eos_token_ids,
         return_routes=return_routes,
         quantization=rollout.quantization if isinstance(rollout, TrainingRolloutConfig) else None,
     )
@@ -74,6 +78,13 @@ def engine_options(
         keeps_memory=not rollout.free_cache_engine,
     )
     return replace(options, server_args={FRACTION: fraction, **sglang.server_args})
+
+
+def context_tokens(rollout: RolloutConfig, model: ModelConfig) -> int:
+    """Return the maximum tokens of prompt and response: the model's context, or SGLang's cache if it is smaller."""
+    arguments = rollout.engine_kwargs.sglang.server_args if rollout.name == "sglang" else {}
+    cache = arguments.get(CACHE_TOKENS)
+    return min(model.max_position_embeddings, cache) if isinstance(cache, int) else model.max_position_embeddings
 
 
 def _server_key(sglang: SGLangConfig) -> str:

@@ -2,54 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
-import numpy as np
 from torch import Tensor
 
 from megarl.base.errors import WeightSyncError
 from megarl.models.checksum import ParamRectangle
+from megarl.models.coverage import Coverage
 from megarl.rollout.interface import NO_VERSION, RolloutEngine
 from megarl.rollout.quantization import IncomingMatrices
 from megarl.sharding.receiver import TensorSlice
 
 NOT_OPEN = "no weight update is open: begin_update(version) comes first"
-
-
-class Coverage:
-    """Elements of one parameter that a weight update wrote, as boxes that must not overlap."""
-
-    def __init__(self, name: str, shape: tuple[int, ...]) -> None:
-        self.name, self.shape = name, shape
-        self.expected = math.prod(shape)
-        self.written = 0
-        # [boxes, start or stop, dimensions], grown with each box.
-        self._bounds = np.empty((0, 2, len(shape)), dtype=np.int64)
-
-    def add(self, start: Sequence[int], shape: Sequence[int]) -> None:
-        """Record a slice.
-
-        Raises:
-            WeightSyncError: it exceeds the parameter or overlaps an earlier slice.
-        """
-        stop = [a + n for a, n in zip(start, shape, strict=False)]
-        name, whole = self.name, list(self.shape)
-        fits = len(start) == len(shape) == len(whole) and all(
-            0 <= a < b <= n for a, b, n in zip(start, stop, whole, strict=True)
-        )
-        if not fits:
-            raise WeightSyncError(f"'{name}': slice {list(shape)} at {list(start)} does not fit shape {whole}")
-        disjoint = (self._bounds[:, 0] >= stop) | (self._bounds[:, 1] <= start)
-        overlapping = np.flatnonzero(~disjoint.any(axis=1))
-        if len(overlapping):
-            other_start, other_stop = self._bounds[overlapping[0]].tolist()
-            raise WeightSyncError(
-                f"'{name}': slice [{list(start)}, {stop}) overlaps [{other_start}, {other_stop}), "
-                "already written in this update"
-            )
-        self._bounds = np.concatenate([self._bounds, np.array([[list(start), stop]], dtype=np.int64)])
-        self.written += math.prod(shape)
 
 
 def check_complete(covers: Iterable[Coverage], version: int) -> None:
@@ -99,7 +63,9 @@ class ShardWeights:
         """
         check_version(version)
         self.version, self._update_version = NO_VERSION, version
-        self._covers = {name: Coverage(name, tuple(tensor.shape)) for name, tensor in self.tensors.items()}
+        self._covers = {
+            name: Coverage(name, tuple(tensor.shape), WeightSyncError) for name, tensor in self.tensors.items()
+        }
         if self.matrices is not None:
             self.matrices.clear()
 

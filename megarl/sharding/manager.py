@@ -61,7 +61,10 @@ class SyncTarget(Protocol):
         """Return the ranks of some replicas as a target of their own."""
 
     def pause(self) -> PendingResult:
-        """Interrupt all requests and hold them; the result is a :class:`PausedRequests` per replica."""
+        """Interrupt all requests and hold them; the result is a :class:`PausedRequests` per replica.
+
+        This call, ``begin_update`` and an aborting ``close_transfer`` also start after a replica has failed.
+        """
 
     def resume(self) -> PendingResult:
         """Continue the held requests."""
@@ -293,7 +296,7 @@ class ShardingManager:
             imported.pop(index).result(self.options.timeout_s)
 
     def _abort(self, version: int, *, pauses: bool) -> None:
-        """Abort the sync on both sides and make all engines stale, without waiting.
+        """Abort the sync on every process that lives and make all engines stale, without waiting.
 
         Engines with requests hold them first, since an engine has no requests during an update.
         """

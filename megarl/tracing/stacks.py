@@ -220,7 +220,7 @@ def _is_complete(file: Path, texts: dict[int, str], pid: int) -> bool:
     """Read the stacks of a process into ``texts``; return whether they are as before, or the process has ended."""
     before = texts[pid]
     try:
-        texts[pid] = file.read_text(errors="replace")
+        texts[pid] = file.read_text(errors="replace", encoding="utf-8")
     except OSError:
         return True
     return texts[pid] == before != ""

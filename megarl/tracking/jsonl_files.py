@@ -11,13 +11,12 @@ in a verb. It is a separate file because one metric per rank would swamp the met
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megarl.base.json_text import parse_json
+from megarl.base.json_text import format_json, parse_json
 from megarl.base.run_writer import RUN_WRITER
 
 MetricsRow = dict[str, float]
@@ -54,14 +53,7 @@ def _metrics_row(values: Any) -> MetricsRow:
 
 
 def _metrics_line(step: int, metrics: Mapping[str, float]) -> str:
-    row = {"step": step, **{name: _json_number(float(value)) for name, value in metrics.items()}}
-    return json.dumps(row, allow_nan=False) + "\n"
-
-
-def _json_number(value: float) -> float | str:
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    return format_json({"step": step, **{name: float(value) for name, value in metrics.items()}}) + "\n"
 
 
 class MetricsFile:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megarl.base.json_text import format_json
 from megarl.base.run_writer import RUN_WRITER
 
 FOLDER_BYTES = 512 << 20
@@ -16,7 +16,7 @@ FOLDER_BYTES = 512 << 20
 
 def write_samples(path: Path, samples: Iterable[Mapping[str, Any]]) -> int:
     """Write one sample per line; values that JSON lacks are written as strings. Returns the number of bytes."""
-    lines = (json.dumps(sample, ensure_ascii=False, default=str) for sample in samples)
+    lines = (format_json(sample, ensure_ascii=False, default=str) for sample in samples)
     # "replace": broken output of a model may contain lone surrogates, which UTF-8 cannot encode
     content = "".join(line + "\n" for line in lines).encode("utf-8", "replace")
     RUN_WRITER.replace(path, content)

@@ -25,6 +25,7 @@ class TrainerView:
         seconds: seconds of the step by phase.
         hidden: part of these seconds during a longer phase on other devices, by phase.
         batch: batch of the step with all columns; None outside a step. Do not change it.
+        trained: rows of the updates: those of ``batch``, or PF-PPO's draw from them; None outside a step.
         checkpoint: folder of the complete checkpoint, in ``on_save``; else None.
     """
 
@@ -37,6 +38,7 @@ class TrainerView:
     seconds: Mapping[str, float] = field(default_factory=dict)
     hidden: Mapping[str, float] = field(default_factory=dict)
     batch: DataProto | None = None
+    trained: DataProto | None = None
     checkpoint: Path | None = None
 
 

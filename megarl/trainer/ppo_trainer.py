@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -93,9 +94,9 @@ class PPOTrainer:
         phases = self.phases
         for step in self.start():
             trained_on = TrainedBatches()
-            with self.phase("step"):
+            with self.phase("step"), contextlib.closing(self.batches(step)) as batches:
                 # 1. Rollout replicas generate (gen); reward processes and the reward model score (reward).
-                for batch, metrics in self.batches(step):
+                for batch, metrics in batches:
                     # 2. Driver: order the rows so that all mini-batches have equal work.
                     batch = self.balance(batch)
                     # 3. Actor, reference, teacher and critic workers: old_log_prob, ref, teacher and values.
@@ -119,13 +120,13 @@ class PPOTrainer:
                     for updates in phases.updates:
                         for update_metrics in self.run_passes(updates, trained, step, metrics):
                             metrics |= update_metrics
-                    trained_on.add(batch, metrics)
-                batch, metrics = trained_on.joined()
+                    trained_on.add(batch, trained, metrics)
+                batch, trained, metrics = trained_on.joined()
                 # 7. Actor workers send their weights to the rollout replicas.
                 with self.phase("update_weights"):
                     metrics |= self.sync_weights()
             # 8. Driver: metrics, samples, validation (testing), callbacks, checkpoint (save_checkpoint).
-            self.finish_step(batch, metrics)
+            self.finish_step(batch, trained, metrics)
         return self.close()
 
     def run_passes(self, passes: Sequence[ModelPass], batch: DataProto, step: int, metrics: Metrics) -> list[Any]:
@@ -150,26 +151,29 @@ class PPOTrainer:
             self.tracing.begin_step(step)
             yield step
 
-    def batches(self, step: int) -> Iterator[tuple[DataProto, Metrics]]:
+    def batches(self, step: int) -> Generator[tuple[DataProto, Metrics]]:
         """Yield the scored batches of a step with their metrics: one, or mini-batches in disaggregated mode.
+
+        Samples that end while the trainer trains are received until the generator is closed.
 
         Raises:
             StepImpossible: there is no batch to train on, for example because all rollout replicas are lost. The
                 finished steps are saved, unless the step has trained in part.
         """
-        source, trained = self.phases.samples.batches(step, self.phase), False
-        while True:
-            try:
-                item = next(source, None)
-            except StepImpossible as error:
-                if trained:
-                    raise self.state.stop_within_step(error) from error
-                self.state.undo_step()
-                raise self.state.save_and_stop(error, self.roles.learners(), self.reporter.lasting_files) from error
-            if item is None:
-                return
-            yield item
-            trained = True
+        trained = False
+        with contextlib.closing(self.phases.samples.batches(step, self.phase)) as source:
+            while True:
+                try:
+                    item = next(source, None)
+                except StepImpossible as error:
+                    if trained:
+                        raise self.state.stop_within_step(error) from error
+                    self.state.undo_step()
+                    raise self.state.save_and_stop(error, self.roles.learners(), self.reporter.lasting_files) from error
+                if item is None:
+                    return
+                yield item
+                trained = True
 
     def sync_weights(self) -> Metrics:
         """Send the actor's weights to the rollout replicas; see :meth:`SampleSource.sync_weights`.
@@ -199,13 +203,15 @@ class PPOTrainer:
             stratified_minibatch_order(token_counts(batch), mini_batches, self.config.samples_per_prompt)
         )
 
-    def finish_step(self, batch: DataProto, metrics: Metrics) -> None:
+    def finish_step(self, batch: DataProto, trained: DataProto, metrics: Metrics) -> None:
         """Call the recorders of the step; each sees the metrics of the recorders before it."""
-        view = self.view(metrics, batch)
+        view = self.view(metrics, batch, trained)
         for recorder in self.recorders:
             metrics |= recorder.on_step_end(view) or {}
 
-    def view(self, metrics: Metrics | None = None, batch: DataProto | None = None) -> TrainerView:
+    def view(
+        self, metrics: Metrics | None = None, batch: DataProto | None = None, trained: DataProto | None = None
+    ) -> TrainerView:
         """Build the read-only view of the run for recorders and callbacks."""
         return TrainerView(
             config=self.config,
@@ -217,6 +223,7 @@ class PPOTrainer:
             seconds=MappingProxyType(dict(self.reporter.seconds)),
             hidden=MappingProxyType(dict(self.reporter.hidden)),
             batch=batch,
+            trained=trained,
         )
 
     def close(self) -> RunSummary:

@@ -69,6 +69,7 @@ class PolicyWorker(MegatronWorker):
             settings.temperature,
             with_entropy,
             record_routes=with_routes,
+            vocab_size=settings.vocab_size,
             with_sum_pi_squared=settings.sum_pi_squared,
         )
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from megarl.algorithms import LearningRateSchedule, LossCounts, loss_counts, token_weights
 from megarl.algorithms.masked import sequence_sums
 from megarl.base.errors import MegarlError
+from megarl.base.reductions import Largest, Total
 from megarl.base.user_code import import_user_modules
 from megarl.config import MegatronConfig, OptimConfig
 from megarl.data import DataProto
@@ -182,6 +183,7 @@ class MegatronWorker(SavingWorker):
             path: the folder.
             files: text of further files, by name.
         """
+        files = {**self.settings.export_files, **files}
         self.engine.export_hf(Path(path), source=Path(self.settings.model_path), overwrite=True, files=files)
 
     def update(
@@ -205,7 +207,8 @@ class MegatronWorker(SavingWorker):
             extra_columns: computes further columns before each mini-batch's step; may communicate.
 
         Returns:
-            Metrics under the role's prefix, averaged over the optimizer steps; equal on all ranks.
+            Metrics under the role's prefix, averaged over the optimizer steps; equal on all ranks. ``skipped_steps``
+            and ``empty_steps``, those without a trained token, are counts.
         """
         rows = self.packed_rows(batch, plan.budget)
         share = plan.mini_batch_rows // self.settings.layout.dp
@@ -216,8 +219,9 @@ class MegatronWorker(SavingWorker):
         def compute_gradient(
             mini_batch: range, groups: Sequence[Sequence[int]]
         ) -> tuple[dict[str, float], Sequence[Sequence[int]]]:
-            packed, sequences = self._pack_mini_batch(rows, mini_batch, groups, plan, columns, extra_columns)
-            return self.engine.forward_backward(packed, partial(weighted_sums, loss, sequences), outputs), groups
+            packed, counts = self._pack_mini_batch(rows, mini_batch, groups, plan, columns, extra_columns)
+            sums = self.engine.forward_backward(packed, partial(weighted_sums, loss, counts.sequences), outputs)
+            return sums | {"empty_steps": float(not counts.tokens)}, groups
 
         for _ in range(plan.epochs):
             for start, stop in pairwise(accumulate(sizes, initial=0)):
@@ -229,7 +233,7 @@ class MegatronWorker(SavingWorker):
                     totals[name] += value
                 steps += 1
         means = {f"{self.prefix}/{name}": value / steps for name, value in totals.items()}
-        means[f"{self.prefix}/skipped_steps"] = totals["skipped_steps"]
+        means |= {f"{self.prefix}/{name}": Total(totals[name]) for name in ("skipped_steps", "empty_steps")}
         return means | self.memory.take_metrics() | self.end_phase()
 
     def _pack_mini_batch(
@@ -240,8 +244,8 @@ class MegatronWorker(SavingWorker):
         plan: UpdatePlan,
         names: Sequence[str],
         extra_columns: ColumnFunction,
-    ) -> tuple[list[PackedMicroBatch], int]:
-        """Pack the micro-batches with the loss's columns and weights; also the mini-batch's global sequence count."""
+    ) -> tuple[list[PackedMicroBatch], LossCounts]:
+        """Pack the micro-batches with the loss's columns and weights; also the mini-batch's global counts."""
         lengths = torch.tensor([rows.response_lengths[row] for row in mini_batch])
         mask = rows.column("response_mask", mini_batch)
         counts = self._global_counts(loss_counts(mask, lengths))
@@ -260,7 +264,7 @@ class MegatronWorker(SavingWorker):
             )
             for group in groups
         ]
-        return micro_batches, counts.sequences
+        return micro_batches, counts
 
     def step_metrics(
         self, result: StepResult, rows: PackedRows, groups: Sequence[Sequence[int]], sequences_per_row: int = 1
@@ -327,7 +331,7 @@ class MegatronWorker(SavingWorker):
             return {}
         maxima = self.engine.max_over_ranks(torch.tensor(list(gigabytes.values()), dtype=torch.float64)).tolist()
         names = [f"perf/{name}" if self.prefix != "critic" else f"perf/critic/{name}" for name in gigabytes]
-        return dict(zip(names, maxima, strict=True))
+        return dict(zip(names, map(Largest, maxima), strict=True))
 
     def _log_device_memory(self, when: str) -> None:
         """Log the memory of this process, whose part outside of torch `megarl plan` assumes as ``reserved_gib``."""

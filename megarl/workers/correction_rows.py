@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -14,12 +13,11 @@ from megarl.algorithms import (
     WeightMoments,
     importance_weights,
     log_ratios,
-    missing_eos,
     proximal_fractions,
     rejected_tokens,
 )
 from megarl.data import DataProto, sequence_lengths
-from megarl.workers.row_math import MASKS, compared_tokens, trained_tokens
+from megarl.workers.row_math import MASKS, compared_tokens, trained_tokens, truncated_rows
 
 LOG_PROB_COLUMNS = ("rollout_log_probs", "old_log_probs")
 CORRECTED_COLUMNS = (*MASKS, "generated_mask", *LOG_PROB_COLUMNS)
@@ -100,16 +98,14 @@ def engine_log_probs_of_rows(batch: DataProto, version: int | None) -> tuple[Dat
     return batch.token_columns(columns).with_columns({NON_FINITE: _non_finite(batch)}), None
 
 
-def untruncated_of_rows(batch: DataProto, eos_token_ids: Collection[int]) -> tuple[DataProto, None]:
-    """Clear ``response_mask`` of responses without a final end-of-sequence token, and mark them in ``truncated``.
+def untruncated_of_rows(batch: DataProto) -> tuple[DataProto, None]:
+    """Clear ``response_mask`` of truncated responses, and mark them in ``truncated``.
 
     Args:
-        batch: with :data:`MASKS` and ``responses``.
-        eos_token_ids: tokens that end a response.
+        batch: with :data:`MASKS` and ``finish_reason``.
     """
-    lengths = sequence_lengths(batch)[1]
-    truncated = missing_eos(batch.packed("responses"), lengths - 1, eos_token_ids, lengths)
-    mask = trained_tokens(batch) & torch.repeat_interleave(~truncated, lengths)
+    truncated = truncated_rows(batch)
+    mask = trained_tokens(batch) & torch.repeat_interleave(~truncated, sequence_lengths(batch)[1])
     return batch.token_columns({"response_mask": mask}).with_columns({"truncated": truncated}), None
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megarl.algorithms import PolicyLossInputs, PolicyLossOptions, clipped_policy_loss, kl_penalty
 from megarl.algorithms.distillation import forward_kl_topk
+from megarl.algorithms.kl import unclamped_k3
 from megarl.config.schema.distillation import DistillationLossConfig
 from megarl.megatron import PackedMicroBatch, PolicyOutputs
 from megarl.megatron.logprobs import TEACHER_HIDDEN, TEACHER_IDS, TEACHER_NUMBER
@@ -121,5 +122,9 @@ def _divergence(
     if config.reads_teacher_hidden:
         assert outputs.teacher_kl is not None, "requested by the options of the outputs"
         return outputs.teacher_kl, {}
-    divergence = kl_penalty(outputs.log_probs, columns[TEACHER_LOG_PROB], config.loss_mode)
+    teacher = columns[TEACHER_LOG_PROB]
+    if config.loss_mode in ("low_var_kl", "k3"):  # loss_max_clamp is the only clamp
+        divergence = unclamped_k3(outputs.log_probs - teacher)
+    else:
+        divergence = kl_penalty(outputs.log_probs, teacher, config.loss_mode)
     return divergence, {"distillation/abs_loss": divergence.abs()}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.base.errors import DataError
+from megarl.base.reductions import Smallest, Total
 from megarl.megatron.pass_guard import DeviceMemoryError
 from megarl.workers.rows import PackedRows
 from megarl.workers.settings import MicroBatchBudget
@@ -159,9 +160,9 @@ class MemoryBudgets:
         limits: dict[str, float] = {}
         for (kind, _), budget in self._shrunk.items():
             name = f"{kind}_micro_batch_limit"
-            limits[name] = min(budget.limit, limits.get(name, budget.limit))
+            limits[name] = Smallest(min(budget.limit, limits.get(name, budget.limit)))
         count, self._events = self._events.total(), Counter()
-        metrics = {"out_of_memory": float(count), **limits}
+        metrics = {"out_of_memory": Total(count), **limits}
         return {f"{self._prefix}/{name}": value for name, value in metrics.items()}
 
     def _first_possible(

@@ -83,6 +83,7 @@ class RolloutWorker:
             self.replica,
             pending_bytes,
             return_routes=settings.return_routes,
+            eos_token_ids=settings.eos_token_ids,
             nodes=nodes[self.replica] if nodes else None,
         )
         self.engine = create_engine(rollout.name, settings.model_path, options)
@@ -226,6 +227,7 @@ class RolloutNodeWorker:
             settings.device,
             pending_bytes=pending_bytes,
             return_routes=settings.return_routes,
+            eos_token_ids=settings.eos_token_ids,
             nodes=nodes[self.rank],
         )
         assert isinstance(options, SGLangOptions)

@@ -25,7 +25,6 @@ from megarl.algorithms import (
     have_tokens,
     kl_penalty,
     masked_whiten,
-    missing_eos,
     on_trained_tokens,
     select_tokens,
     sequence_counts,
@@ -37,6 +36,8 @@ from megarl.data import DataProto, sequence_lengths
 
 MASKS = ("attention_mask", "response_mask")
 """Columns with the lengths and the trained tokens of the rows."""
+FINISH_REASON = "finish_reason"
+"""Column with the reason for the end of each conversation, see :class:`megarl.agents.types.Trajectory`."""
 REWARD_COLUMNS = (*MASKS, "token_level_scores", "token_level_rewards")
 KL_COLUMNS = ("old_log_probs", "ref_log_prob", "ref_kl")
 SHAPING_COLUMNS = (*MASKS, "token_level_scores", "ref_log_prob", "ref_similarity")
@@ -56,6 +57,11 @@ def trained_tokens(batch: DataProto) -> Tensor:
 def counted_rows(batch: DataProto) -> Tensor:
     """Mark rows that have a score and a trained token, ``[b]`` bool."""
     return have_tokens(trained_tokens(batch), sequence_lengths(batch)[1])
+
+
+def truncated_rows(batch: DataProto) -> Tensor:
+    """Mark responses that a limit of tokens or turns ended, not the policy: ``[b]`` bool."""
+    return torch.tensor([reason in ("length", "turns") for reason in batch.non_tensor_batch[FINISH_REASON]])
 
 
 def row_sums(batch: DataProto, name: str) -> Tensor:
@@ -108,15 +114,13 @@ class RewardTerms:
     """Penalties of the rewards of a step.
 
     Attributes:
-        eos_penalty: subtracted from responses without a final end-of-sequence token; None = not.
-        eos_token_ids: tokens that end a response.
+        truncation_penalty: subtracted from truncated responses; None = not.
         kl_coefficient: of the KL penalty; None = without.
         kl_kind: estimator of the KL per token; None = the exact KL in ``ref_kl``.
         on_mask: whether rewards outside the mask are moved to trained tokens, as whitening needs.
     """
 
-    eos_penalty: float | None = None
-    eos_token_ids: tuple[int, ...] = ()
+    truncation_penalty: float | None = None
     kl_coefficient: float | None = None
     kl_kind: str | None = None
     on_mask: bool = False
@@ -125,11 +129,11 @@ class RewardTerms:
     def columns(self) -> tuple[str, ...]:
         """Columns that the rewards depend on."""
         kl = KL_COLUMNS if self.kl_coefficient is not None else ()
-        return (*REWARD_COLUMNS, *kl, *(("responses",) if self.eos_penalty is not None else ()))
+        return (*REWARD_COLUMNS, *kl, *((FINISH_REASON,) if self.truncation_penalty is not None else ()))
 
 
 def penalized_rewards_of_rows(batch: DataProto, terms: RewardTerms) -> tuple[DataProto, Moments]:
-    """Compute ``token_level_rewards``: shaped rewards, or scores, minus the EOS and KL penalties.
+    """Compute ``token_level_rewards``: shaped rewards, or scores, minus the penalties.
 
     Args:
         batch: with :attr:`RewardTerms.columns`.
@@ -137,18 +141,17 @@ def penalized_rewards_of_rows(batch: DataProto, terms: RewardTerms) -> tuple[Dat
 
     Returns:
         The rewards, and by row ``[b]``: ``trained_counts``, the number of trained tokens; ``counted``, whether there is
-        one; ``reward_sums``, ``missing_eos`` with an EOS penalty, ``kl`` with a KL penalty. And the moments of the
+        one; ``reward_sums``, ``truncated`` with their penalty, ``kl`` with a KL penalty. And the moments of the
         rewards at trained tokens.
     """
     mask, lengths = trained_tokens(batch), sequence_lengths(batch)[1]
     shaped = "token_level_rewards" if "token_level_rewards" in batch.tensors else "token_level_scores"
     counts = sequence_counts(mask, lengths)
     rewards, facts = batch.packed(shaped), {"trained_counts": counts, "counted": counts > 0}
-    if terms.eos_penalty is not None:
-        missing = missing_eos(batch.packed("responses"), lengths - 1, terms.eos_token_ids, lengths)
-        penalties = torch.full((len(batch),), -terms.eos_penalty)
-        rewards = add_at_last(rewards, penalties, facts["counted"] & missing, lengths - 1, lengths)
-        facts["missing_eos"] = missing
+    if terms.truncation_penalty is not None:
+        facts["truncated"] = truncated_rows(batch)
+        penalties = torch.full((len(batch),), -terms.truncation_penalty)
+        rewards = add_at_last(rewards, penalties, facts["counted"] & facts["truncated"], lengths - 1, lengths)
     if terms.kl_coefficient is not None:
         if terms.kl_kind is None:
             distance = batch.packed("ref_kl")

@@ -52,6 +52,7 @@ class SavingWorker:
                 contents,
                 snapshot=self._snapshot if in_background else None,
                 copy_from=self.settings.model_path,
+                export_files=self.settings.export_files,
             )
         except CheckpointError as error:
             self._begin_failure = str(error)

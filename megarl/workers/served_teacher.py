@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.base.errors import TeacherError
+from megarl.base.reductions import Total
 from megarl.config.schema.distillation import TeacherServerConfig
 from megarl.data import DataProto
 from megarl.megatron.logprobs import TEACHER_IDS
@@ -49,7 +50,7 @@ class ServedTeacherWorker:
     def pass_metrics(self) -> dict[str, float]:
         """Return metrics of the passes since the last call: the number of repeated requests."""
         before, self._counted = self._counted, self._servers.retries
-        return {f"distillation/retries/{self.name}": float(self._counted - before)}
+        return {f"distillation/retries/{self.name}": Total(self._counted - before)}
 
     @verb(Dispatch.ONE)
     def describe(self) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.base.errors import ConfigError
@@ -76,6 +77,7 @@ class RoleSettings:
         adapter_path: folder of adapters in peft's format to continue from.
         reference_adapter: the reference policy has those adapters; otherwise it is the model without adapters.
         has_own_devices: no other process uses the role's devices, so phases keep cached memory.
+        export_files: text of files, by name, that replace those of the initial folder in checkpoints and exports.
     """
 
     model_path: str
@@ -92,6 +94,7 @@ class RoleSettings:
     adapter_path: str | None = None
     reference_adapter: bool = False
     has_own_devices: bool = False
+    export_files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -122,12 +125,14 @@ class LogProbSettings:
         temperature: sampling temperature, applied to the logits.
         full_kl: for a reference, also compute the exact KL to it.
         sum_pi_squared: also compute the sum of the squared probabilities of each token's distribution.
+        vocab_size: distributions are over the tokens with smaller ids; None = the model's vocabulary.
     """
 
     budget: MicroBatchBudget
     temperature: float
     full_kl: bool = False
     sum_pi_squared: bool = False
+    vocab_size: int | None = None
 
 
 class TeacherHead(NamedTuple):
@@ -207,6 +212,7 @@ class RolloutSettings:
         return_routes: the engine returns the experts of tokens, for routing replay R3.
         first_hybrid: number of the first replica on the trainer's devices, besides replicas with devices of their own;
             None = there are none.
+        eos_token_ids: tokens that end every sequence; None = those of the model folder and its tokenizer.
     """
 
     model_path: str
@@ -215,6 +221,7 @@ class RolloutSettings:
     external_lib: tuple[str, ...] = ()
     return_routes: bool = False
     first_hybrid: int | None = None
+    eos_token_ids: tuple[int, ...] | None = None
 
 
 def layout_of(megatron: MegatronConfig) -> ParallelLayout:
@@ -251,7 +258,13 @@ def lora_options(model: AdapterKeys, seed: int) -> LoraOptions | None:
 
 
 def check_adapters(
-    model: ModelConfig, keys: AdapterKeys, megatron: MegatronConfig, field: str, *, value_head: bool = False
+    model: ModelConfig,
+    keys: AdapterKeys,
+    megatron: MegatronConfig,
+    field: str,
+    *,
+    value_head: bool = False,
+    base: str | Path | None = None,
 ) -> None:
     """Check that a role's adapters fit its model and layout, and the folder that they continue from.
 
@@ -261,6 +274,7 @@ def check_adapters(
         megatron: the role's configuration with complete parallel sizes.
         field: the section's key, such as ``actor_rollout_ref.model``.
         value_head: the role has a scalar head.
+        base: folder of the model, with which copies of its weights in that folder are compared; None compares none.
 
     Raises:
         ConfigError: names the key, its value and the valid choices.
@@ -274,7 +288,10 @@ def check_adapters(
         adapters = AdapterMap(WeightMap(model, value_head), options)
         adapters.check_layout(layout_of(megatron))
         if keys.lora_adapter_path is not None:
-            AdapterFolder(keys.lora_adapter_path).check(adapters)
+            folder = AdapterFolder(keys.lora_adapter_path)
+            folder.check(adapters)
+            if base is not None:
+                folder.check_base(base)
     except ConfigError as error:
         raise ConfigError(f"{field}.{error}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,7 +12,6 @@ from torch.nn import functional
 from megarl.data import DataProto
 from megarl.megatron import OutputOptions
 from megarl.megatron.logprobs import TEACHER_HIDDEN, TEACHER_IDS, TEACHER_NUMBER
-from megarl.megatron.outputs import TopOptions
 from megarl.workers.actor import PolicyWorker
 from megarl.workers.base import offload_after
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
@@ -29,7 +29,7 @@ class TeacherWorker(PolicyWorker):
         settings: model and layout; without optimizer.
         log_prob: settings of the log-prob computation.
         topk: most probable tokens to return per position; 0 = the log-prob of the response token.
-        candidates: the student's vocabulary size; tokens beyond it are not returned.
+        candidates: the student's vocabulary size; the teacher's distributions are over these tokens.
         hidden: return final hidden states in this form instead, for the exact KL; None = log-probs.
     """
 
@@ -46,8 +46,8 @@ class TeacherWorker(PolicyWorker):
         hidden: HiddenForm | None = None,
     ) -> None:
         super().__init__(place, settings=settings)
-        self.log_prob = log_prob
-        self.top = TopOptions(topk, candidates) if topk else None
+        self.log_prob = replace(log_prob, vocab_size=candidates)
+        self.topk = topk
         self.hidden = hidden
 
     @verb(Dispatch.SPLIT, phase="teacher", columns=SEQUENCES)
@@ -60,8 +60,8 @@ class TeacherWorker(PolicyWorker):
         if self.hidden is not None:
             states = self._hidden_states(batch)
             return None if states is None else batch.token_columns(hidden_columns(states, self.hidden))
-        if self.top is not None:
-            columns = self._top_tokens(batch, self.top)
+        if self.topk:
+            columns = self._top_tokens(batch)
             return None if columns is None else batch.token_columns(columns)
         result = self.log_probs(batch, self.log_prob, with_entropy=False)
         return None if result is None else batch.token_columns({TEACHER_LOG_PROB: result["log_probs"]})
@@ -76,9 +76,9 @@ class TeacherWorker(PolicyWorker):
 
         return self.memory.run_pass(FORWARD, self.log_prob.budget, rows, compute)
 
-    def _top_tokens(self, batch: DataProto, top: TopOptions) -> dict[str, Tensor] | None:
+    def _top_tokens(self, batch: DataProto) -> dict[str, Tensor] | None:
         rows = self.packed_rows(batch, self.log_prob.budget)
-        options = OutputOptions(self.log_prob.temperature, top=top)
+        options = OutputOptions(self.log_prob.temperature, top=self.topk, vocab_size=self.log_prob.vocab_size)
 
         def compute(groups: Sequence[Sequence[int]]) -> dict[str, Tensor] | None:
             outputs = self.engine.forward([rows.pack(group) for group in groups], options)

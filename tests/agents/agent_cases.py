@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from contextlib import contextmanager
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -47,6 +48,23 @@ def merging_tokenizer():
     )
     fast.chat_template = QWEN_TEMPLATE
     return fast
+
+
+@contextmanager
+def tokenized(tokenizer):
+    """Yield the lengths of all texts that are tokenized within the block."""
+    kind, lengths = type(tokenizer), []
+    encode = kind.__call__
+
+    def counting(self, text, *args, **kwargs):
+        lengths.append(len(text))
+        return encode(self, text, *args, **kwargs)
+
+    kind.__call__ = counting
+    try:
+        yield lengths
+    finally:
+        kind.__call__ = encode
 
 
 def ids_of(tokenizer, text):

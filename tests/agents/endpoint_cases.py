@@ -18,7 +18,7 @@ ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "o
 @contextmanager
 def listening(tokenizer, wait_s=30.0, tokens=600, address=None, **options):
     """Start an endpoint."""
-    chat = ChatFormat(tokenizer, find_parser("hermes"), **options)
+    chat = ChatFormat(tokenizer, find_parser("hermes"), **{"max_tokens": tokens} | options)
     limits, loop = ExternalRequestLimits(sampling(), tokens, wait_s), EventLoopThread("endpoint")
     try:
         with Endpoint(chat, limits, address or EndpointAddress(), loop) as endpoint:

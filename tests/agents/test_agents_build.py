@@ -59,11 +59,11 @@ def tokenizer():
 @pytest.fixture
 def files(tmp_path):
     """A module with a custom loop and tool, and the YAML files that name them."""
-    (tmp_path / "custom.py").write_text(USER_CODE)
+    (tmp_path / "custom.py").write_text(USER_CODE, encoding="utf-8")
     tools = {"tools": [{"class_name": f"{tmp_path}/custom.py:Look", "tool_schema": SCHEMA}]}
-    (tmp_path / "tools.yaml").write_text(json.dumps(tools))
+    (tmp_path / "tools.yaml").write_text(json.dumps(tools), encoding="utf-8")
     loops = [{"name": "mine", "_target_": f"{tmp_path}/custom.py:Mine", "factor": 3}]
-    (tmp_path / "loops.yaml").write_text(json.dumps(loops))
+    (tmp_path / "loops.yaml").write_text(json.dumps(loops), encoding="utf-8")
     return tmp_path
 
 
@@ -143,13 +143,15 @@ def test_invalid_configuration_is_refused(sections, message):
 def test_custom_classes_are_checked_before_the_start(files):
     config = configured(rollout={"agent": {"agent_loop_config_path": str(files / "loops.yaml")}})
     check_agent_loops(config)
-    (files / "loops.yaml").write_text(json.dumps([{"name": "mine", "_target_": f"{files}/custom.py:Yours"}]))
+    (files / "loops.yaml").write_text(
+        json.dumps([{"name": "mine", "_target_": f"{files}/custom.py:Yours"}]), encoding="utf-8"
+    )
     with pytest.raises(ConfigError, match="no AgentLoop called 'Yours'"):
         check_agent_loops(config)
     with pytest.raises(ConfigError, match=r"multi_turn\.format='xml' is unknown; known ones: hermes, llama3_json"):
         check_agent_loops(configured(rollout={"multi_turn": {"format": "xml"}}))
     tools = {"enable": True, "tool_config_path": str(files / "tools.yaml")}
-    (files / "tools.yaml").write_text("tools: []")
+    (files / "tools.yaml").write_text("tools: []", encoding="utf-8")
     with pytest.raises(ConfigError, match="at least one entry"):
         check_agent_loops(configured(rollout={"multi_turn": tools}))
     with pytest.raises(ConfigError, match="agent_loop='serch_agent' is unknown; did you mean 'search_agent'"):
@@ -163,7 +165,7 @@ def test_malformed_loop_file_is_named(files, tokenizer):
         ([{"name": "mine"}], "entry 0 must have 'name' and '_target_'"),
         ([{"name": "mine", "_target_": "a.B"}] * 2, "two loops called 'mine'"),
     ):
-        (files / "loops.yaml").write_text(json.dumps(content))
+        (files / "loops.yaml").write_text(json.dumps(content), encoding="utf-8")
         with pytest.raises(ConfigError, match=message):
             build_agent_loops(config, tokenizer, ["mine"])
 
@@ -190,7 +192,7 @@ def test_loops_named_by_rows_are_checked_before_the_start(files):
 
 def test_rows_cannot_choose_code(files):
     """A file beside downloaded data would be executed, and so would a module of any installed package."""
-    (files / "evil.py").write_text(f"open({str(files / 'executed')!r}, 'w')\nclass Loop: ...\n")
+    (files / "evil.py").write_text(f"open({str(files / 'executed')!r}, 'w')\nclass Loop: ...\n", encoding="utf-8")
     for name in (f"{files}/evil.py:Loop", "antigravity.Loop"):
         with pytest.raises(ConfigError, match=r"row 7: agent_name='.*' is code, which data must not choose"):
             check_agent_names(configured(), {name: 7}, lambda row: f"row {row}")
@@ -200,12 +202,12 @@ def test_rows_cannot_choose_code(files):
 
 
 def test_several_external_agents(files, tokenizer):
-    (files / "agents.py").write_text("def first(task): ...\ndef second(task): ...\n")
+    (files / "agents.py").write_text("def first(task): ...\ndef second(task): ...\n", encoding="utf-8")
     entries = [
         {"name": name, "_target_": "external_agent", "function": f"{files}/agents.py:{name}"}
         for name in ("first", "second")
     ]
-    (files / "loops.yaml").write_text(json.dumps(entries))
+    (files / "loops.yaml").write_text(json.dumps(entries), encoding="utf-8")
     agent = {"agent_loop_config_path": str(files / "loops.yaml")}
     config = configured(rollout={"agent": agent, "endpoint": {"enable": True}})
     check_agent_names(config, {"first": 0, "second": 1}, str)
@@ -213,9 +215,11 @@ def test_several_external_agents(files, tokenizer):
     assert [loops[name]._agent.__name__ for name in ("first", "second")] == ["first", "second"]
     with pytest.raises(ConfigError, match=r"endpoint\.enable=true"):
         check_agent_loops(configured(rollout={"agent": agent}))
-    (files / "loops.yaml").write_text(json.dumps([{**entries[0], "function": f"{files}/agents.py:third"}]))
+    (files / "loops.yaml").write_text(
+        json.dumps([{**entries[0], "function": f"{files}/agents.py:third"}]), encoding="utf-8"
+    )
     with pytest.raises(ConfigError, match="no function called 'third'"):
         check_agent_loops(config)
-    (files / "loops.yaml").write_text(json.dumps([{**entries[0], "funktion": "x"}]))
+    (files / "loops.yaml").write_text(json.dumps([{**entries[0], "funktion": "x"}]), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"agent loop 'first' cannot be built with the options .*'funktion'"):
         check_agent_loops(config)

@@ -15,7 +15,7 @@ from megarl.agents.external_agent import load_agent
 from megarl.agents.tools import ToolCall, answer_call, load_tools
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/agents.md").read_text()
+PAGE = (ROOT / "docs/agents.md").read_text(encoding="utf-8")
 # examples/agent.py needs nothing; the page's agent needs openai, which SGLang's environment has.
 AGENTS = ["examples/agent.py:check_twice", *(["my_agent.py:solve"] if importlib.util.find_spec("openai") else [])]
 TALK = Conversation([{"role": "user", "content": "2+2?"}], sampling(), [1, 2], key="k", agent_name="ask_twice")
@@ -25,7 +25,7 @@ TALK = Conversation([{"role": "user", "content": "2+2?"}], sampling(), [1, 2], k
 def page_files(tmp_path, monkeypatch):
     """Write the page's code blocks to files, named by their first line."""
     for code in re.findall(r"```(?:python|yaml)\n(# (?:my_\w+\.py|\w+\.yaml).*?)```", PAGE, re.DOTALL):
-        (tmp_path / re.match(r"# ([\w.]+)", code)[1].rstrip(",")).write_text(code)
+        (tmp_path / re.match(r"# ([\w.]+)", code)[1].rstrip(",")).write_text(code, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -42,8 +42,8 @@ def test_the_loop(page_files):
 
 
 def test_the_tool(page_files):
-    code = (page_files / "my_tools.py").read_text()
-    (page_files / "my_tools.py").write_text(f"def evaluate(text):\n    return eval(text)\n\n\n{code}")
+    code = (page_files / "my_tools.py").read_text(encoding="utf-8")
+    (page_files / "my_tools.py").write_text(f"def evaluate(text):\n    return eval(text)\n\n\n{code}", encoding="utf-8")
     tools = load_tools("tools.yaml")
     answers = [
         asyncio.run(answer_call(ToolCall("calculate", {"expression": text}), tools, TALK)) for text in ("2/3", "2+")

@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import importlib.util
 import json
+import socket
 import stat
 import threading
 from contextlib import contextmanager
@@ -11,12 +12,13 @@ from contextlib import contextmanager
 import httpx
 import psutil
 import pytest
-from agent_cases import Scripted, merging_tokenizer
+from agent_cases import Scripted, merging_tokenizer, tokenized
 from endpoint_cases import ADD, USER, Refused, client, complete, lead, listening, message_of, post
 
 from megarl.agents.endpoint import EndpointAddress
 from megarl.agents.endpoint.server import LARGEST_BODY, TOKEN_VARIABLE, make_token
 from megarl.base.errors import ConfigError
+from megarl.base.logs import LogFormatter
 from megarl.rollout import RolloutError
 
 HAS_OPENAI = importlib.util.find_spec("openai") is not None
@@ -112,6 +114,9 @@ def test_models_and_unknown_paths(endpoint):
         ({"temperature": 1e-30}, "too small", "temperature"),
         ({"top_p": 0}, "top_p", "top_p"),
         ({"top_k": 0}, "top_k", "top_k"),
+        ({"top_k": 2**63}, "top_k", "top_k"),
+        ({"seed": 10**30}, "seed", "seed"),
+        ({"stop": "x" * 1000}, "stop", "stop"),
         ({"n": 1000}, "maximum of 64", "n"),
         ({"stop": [""]}, "stop", "stop.0"),
         ({"max_tokens": 10**6}, "more than is served", "messages"),
@@ -135,11 +140,81 @@ def test_body_must_be_a_json_object(endpoint, body):
     assert answer.status_code == 400 and "JSON" in answer.json()["error"]["message"]
 
 
+POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        lambda token: b"GET /health HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer\r\n " + token + b"\r\n\r\n",
+        lambda token: b"garbage " + token + b"\r\n\r\n",
+        lambda token: b"GET /" + 500 * token + b" HTTP/1.1\r\n\r\n",
+        lambda token: b"GET http://[" + token + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        lambda token: POST + token + b"\r\nContent-Length: -5\r\n\r\n",
+        lambda token: POST + token + b"\r\nTransfer-Encoding: chunked\r\n\r\n" + token + b"\r\n",
+        lambda token: POST + token + b"\r\nContent-Encoding: gzip\r\nContent-Length: 4\r\n\r\nabcd",
+    ],
+)
+def test_malformed_requests_are_counted_and_neither_fill_the_log_nor_show_the_token(tokenizer, caplog, request_of):
+    with listening(tokenizer) as endpoint:
+        port = int(endpoint.base_url.split(":")[-1].split("/")[0])
+        for _ in range(5):
+            with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+                connection.sendall(request_of(endpoint.api_key.encode()))
+                assert connection.recv(4096).split()[1] == b"400"
+        assert client(endpoint).get(root(endpoint) + "/health").status_code == 200
+        assert endpoint.take_metrics()["endpoint/refused"] >= 5 or not caplog.records
+        lines = "\n".join(LogFormatter().format(record) for record in caplog.records)
+        assert len(caplog.records) <= 2 and endpoint.api_key not in lines and "Traceback" not in lines, lines
+
+
+def test_the_first_failure_of_each_kind_is_logged_with_its_traceback(tokenizer, caplog):
+    with listening(tokenizer) as endpoint, generating(endpoint, Scripted(tokenizer, lambda *_: KeyError("a bug"))):
+        for _ in range(3):
+            assert post(endpoint, {"messages": USER}).status_code == 500
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [KeyError]
+
+
 def test_large_body_and_unknown_model_are_refused(endpoint):
     assert post(endpoint, b" " * (LARGEST_BODY + 1)).status_code == 413
     with pytest.raises(Refused, match="served as 'policy'") as refused:
         complete(endpoint, USER, model="gpt-4o")
     assert refused.value.status == 404 and refused.value.error["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("change", [{}, {"tools": [{"function": {"name": "f", "parameters": {"x" * 10**7: 1}}}]}])
+def test_a_request_that_is_too_long_by_its_bytes_is_not_tokenized(endpoint, tokenizer, change):
+    """To tokenize 10 MB takes half a minute and gigabytes of memory."""
+    body = {"messages": [{"role": "user", "content": "hi" if change else "x" * 10**7}], **change}
+    with tokenized(tokenizer) as lengths, generating(endpoint, Scripted(tokenizer, lambda prompt, turn: "a<|im_end|>")):
+        answer = post(endpoint, body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert lengths == [] and message_of(complete(endpoint, USER))["content"] == "a"
+
+
+def test_many_messages_are_refused_before_they_are_checked_one_by_one(endpoint):
+    answer = post(endpoint, {"messages": [{"role": "god"}] * 20_000})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages"
+
+
+def test_other_requests_are_served_while_one_is_tokenized(endpoint, tokenizer, monkeypatch):
+    begun, goes_on, answers = threading.Event(), threading.Event(), []
+
+    def slow(tokenizer, messages, *args):
+        begun.set()
+        goes_on.wait(60)
+        return [5]
+
+    monkeypatch.setattr("megarl.agents.endpoint.chat_format.encode_prompt", slow)
+    with generating(endpoint, Scripted(tokenizer, lambda prompt, turn: "a<|im_end|>")):
+        waiting = threading.Thread(target=lambda: answers.append(complete(endpoint, USER)))
+        waiting.start()
+        assert begun.wait(60)
+        assert client(endpoint, timeout=30).get(root(endpoint) + "/health").status_code == 200
+        assert answers == []
+        goes_on.set()
+        waiting.join(60)
+    assert message_of(answers[0])["content"] == "a"
 
 
 def test_external_requests_are_served_during_generation(endpoint, tokenizer):
@@ -152,7 +227,7 @@ def test_external_requests_are_served_during_generation(endpoint, tokenizer):
     with generating(endpoint, script):
         body = complete(
             endpoint, [{"role": "developer", "content": "be<|im_end|> kind"}, *USER], stop="END", temperature=0.5,
-            top_p=0.9, top_k=3, max_tokens=9, logprobs=True, return_token_ids=True, user="me", seed=-(10**30), n=2,
+            top_p=0.9, top_k=3, max_tokens=9, logprobs=True, return_token_ids=True, user="me", seed=-(2**63 - 1), n=2,
         )  # fmt: skip
         assert post(endpoint, {"messages": USER, "max_tokens": 0}).status_code == 400
     assert (
@@ -161,7 +236,9 @@ def test_external_requests_are_served_during_generation(endpoint, tokenizer):
     first, second = body["choices"]
     written = script.spelled("hello END more<|im_end|>")[:9]
     assert first["token_ids"] == written and first["finish_reason"] == "length" and second["index"] == 1
-    assert tokenizer.decode(body["prompt_token_ids"]).startswith("<|im_start|>system\nbe kind<|im_end|>\n")
+    assert tokenizer.decode(body["prompt_token_ids"]).startswith("<|im_start|>system\nbe<|im_end|> kind<|im_end|>\n")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert body["prompt_token_ids"].count(end) == 2  # of the two messages
     assert [token["logprob"] for token in first["logprobs"]["content"]] == [-0.5] * 9
     assert body["usage"]["completion_tokens"] == 18
     (_, params, seed, key), (_, _, next_seed, next_key) = script.calls
@@ -248,11 +325,11 @@ def test_endpoint_listens_on_loopback_only(endpoint):
 def test_access_file_is_private(tokenizer, tmp_path, monkeypatch):
     file = tmp_path / "new" / "endpoint.json"
     file.parent.mkdir()
-    file.write_text("another user's")
+    file.write_text("another user's", encoding="utf-8")
     file.chmod(0o666)
     reader = file.open()
     with listening(tokenizer, address=EndpointAddress(access_file=file)) as endpoint:
-        content = json.loads(file.read_text())
+        content = json.loads(file.read_text(encoding="utf-8"))
         assert content == {"base_url": endpoint.base_url, "api_key": endpoint.api_key, "model": "policy"}
         assert stat.S_IMODE(file.stat().st_mode) == 0o600 and len(endpoint.api_key) >= 43
         assert reader.read() == "another user's" and endpoint.api_key not in endpoint.describe()

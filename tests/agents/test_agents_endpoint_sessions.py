@@ -6,7 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from agent_cases import EngineGenerate, Scripted, ids_of, merging_tokenizer, sampling
+from agent_cases import EngineGenerate, Scripted, ids_of, merging_tokenizer, sampling, tokenized
 from endpoint_cases import ADD, USER, Refused, client, complete, lead, listening, message_of, talk
 
 from megarl.agents import AgentError, ConversationLimits, trajectory_metrics, turn_seed
@@ -83,7 +83,8 @@ def test_tool_calls_are_parsed_and_their_tokens_kept(endpoint, tokenizer):
 
     (trajectory,) = lead(endpoint, script, agent)
     text = tokenizer.decode(trajectory.prompt_ids + trajectory.response_ids)
-    assert "Tools: " in text and f"{call}<|im_end|>\n<|im_start|>user\n<tool_response>\n3\n</tool_response>" in text
+    assert "Tools: " in text and f"{call}<|im_end|>\n<|im_start|>user\n<tool_response>\n3<|im_end|>\n" in text
+    assert trajectory.response_ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 3  # not the result's
     assert trajectory.fields == {"agent_result": {"score": 1, "note": "x"}}
     metrics = trajectory_metrics([trajectory])
     assert metrics["tool_call_counts/mean"] == 2 and metrics["tool_call_counts/malformed_ratio"] == 0.5
@@ -176,6 +177,33 @@ def test_conversation_at_a_limit_ends_normally(endpoint, tokenizer, limits, code
     assert trajectory.metrics["ended_at_limit"] == 1 and trajectory.fields == {"agent_result": {}}
 
 
+def test_a_limit_counts_for_the_branch_that_it_ended(endpoint, tokenizer):
+    """The agent goes on after the refusal with a shorter history, and ends by itself."""
+
+    def agent(task):
+        history = continued(task.messages, complete(task, task.messages), "a long message")
+        with pytest.raises(Refused, match="context_length_exceeded"):
+            complete(task, history)
+        complete(task, [{"role": "user", "content": "shorter"}])
+
+    script = Scripted(tokenizer, ["one<|im_end|>", "answered<|im_end|>"])
+    (trajectory,) = lead(endpoint, script, agent, [talk(limits=ConversationLimits(response_tokens=20))])
+    assert tokenizer.decode(trajectory.response_ids) == "answered<|im_end|>"
+    assert (trajectory.finish_reason, trajectory.metrics["ended_at_limit"]) == ("stop", 1)
+
+
+def test_a_message_that_is_too_long_by_its_bytes_ends_the_conversation_at_its_length(endpoint, tokenizer):
+    def agent(task):
+        history = continued(task.messages, complete(task, task.messages), "x" * 10**6)
+        with tokenized(tokenizer) as lengths, pytest.raises(Refused, match="context_length_exceeded") as refused:
+            complete(task, history)
+        assert lengths == []
+        raise refused.value
+
+    (trajectory,) = lead(endpoint, Scripted(tokenizer, ["one<|im_end|>"]), agent)
+    assert trajectory.error is None and trajectory.finish_reason == "length"
+
+
 def test_max_tokens_of_a_turn(endpoint, tokenizer):
     def agent(task):
         body = complete(task, task.messages, max_completion_tokens=4)
@@ -249,6 +277,22 @@ def test_asynchronous_agent_may_block_and_is_cancelled(tokenizer, monkeypatch):
         trajectories = lead(endpoint, Scripted(tokenizer, ["a<|im_end|>"]), agent, pair)
     assert trajectories[0].fields == {"agent_result": {"score": 1.0}} and "longer than 500 s" in trajectories[1].error
     assert ended.wait(60)
+
+
+def test_agents_reach_the_endpoint_past_a_proxy_of_the_environment(tokenizer, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nothing listens there
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "corp.example")
+    seen = {}
+    with listening(tokenizer) as endpoint:
+
+        def agent(task):
+            seen.update(task.env)
+            return complete(task, task.messages) and None
+
+        (trajectory,) = lead(endpoint, Scripted(tokenizer, ["a<|im_end|>"]), agent)
+    assert trajectory.error is None and {"corp.example", "127.0.0.1"} <= set(seen["NO_PROXY"].split(","))
 
 
 def test_requests_after_the_end_are_refused(endpoint, tokenizer):
@@ -325,7 +369,7 @@ def test_concurrent_conversations_equal_single_ones_with_a_real_engine(endpoint,
 
 def test_load_agent_checks_the_function(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text("def lead(task): ...\ndef other(): ...\n")
+    file.write_text("def lead(task): ...\ndef other(): ...\n", encoding="utf-8")
     assert load_agent(f"{file}:lead").__name__ == "lead"
     for name, message in (
         (f"{file}", "names no function"),

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 from agent_cases import EngineGenerate, Scripted, lead_all, merging_tokenizer, sampling
 
@@ -18,8 +19,12 @@ from megarl.agents import (
     turn_seed,
 )
 from megarl.agents.frames import encode_prompt, turn_frame
+from megarl.agents.runner import AgentRunner
 from megarl.agents.single_turn import SingleTurnLoop
+from megarl.agents.types import ConversationGroup, PlannedSample
 from megarl.base.errors import ConfigError
+from megarl.config import TrainConfig
+from megarl.config.build import build
 from megarl.rollout import Completion, Request
 
 USER = [{"role": "user", "content": "hi"}]
@@ -207,7 +212,10 @@ def test_find_loop_by_name_and_file(tmp_path):
     names = ("tool_agent", "search_agent", "external_agent")
     assert [find_agent_loop(name).__name__ for name in names] == ["ToolLoop", "SearchLoop", "ExternalAgent"]
     file = tmp_path / "mine.py"
-    file.write_text("from megarl.agents import AgentLoop\nclass Mine(AgentLoop):\n    async def run(self, c, g): ...\n")
+    file.write_text(
+        "from megarl.agents import AgentLoop\nclass Mine(AgentLoop):\n    async def run(self, c, g): ...\n",
+        encoding="utf-8",
+    )
     assert find_agent_loop(f"{file}:Mine").__name__ == "Mine"
     for name, message in (
         ("singel_turn", "known ones: external_agent, search_agent"),
@@ -225,3 +233,47 @@ def test_versions_of_tokens_are_a_column_on_demand():
     assert "weight_versions" not in trajectories_to_batch([one, two], 0).tensors
     versions = trajectories_to_batch([one, two], 0, with_versions=True).tensors["weight_versions"]
     assert versions.tolist() == [[4, 4, 0], [4, 4, 5]]
+
+
+class Changing(AgentLoop):
+    """Uses up the messages and hints of its conversation, and returns as many tokens."""
+
+    @classmethod
+    def create(cls, config, tokenizer, **options):
+        return cls()
+
+    async def run(self, conversation, generate):
+        count = len(conversation.messages) + len(conversation.facts["extra_info"]["hints"])
+        conversation.messages.clear()
+        conversation.facts["extra_info"]["hints"].clear()
+        return Trajectory([1], [4] * count, [1] * count, [-1.0] * count, "stop", 2)
+
+
+class IdleReplica:
+    async def accept(self, client, requests, aborted):
+        pass
+
+    async def completions(self, client, wait_s):
+        await asyncio.sleep(wait_s)
+        return []
+
+
+def test_samples_of_a_group_share_no_objects_that_an_agent_may_change(tokenizer):
+    settings = {
+        "data": {"train_files": "a.parquet", "max_response_length": 600},
+        "actor_rollout_ref": {"model": {"path": "model"}},
+        "trainer": {"device": "cpu", "n_gpus_per_node": 1, "experiment_name": "agents"},
+    }
+    runner = AgentRunner(build(TrainConfig, settings), tokenizer)
+    samples = [PlannedSample(number, sampling(), number) for number in range(3)]
+    facts = {"extra_info": {"hints": ["a", "b"]}}
+    loop = f"{__file__}:Changing"
+    try:
+        runner.open({0: IdleReplica()})
+        runner.submit([ConversationGroup(0, list(USER), np.array([1], np.int32), samples, "k", loop, facts)])
+        ended = []
+        while len(ended) < 3:
+            ended += runner.finished(60)
+    finally:
+        runner.shutdown()
+    assert [len(sample.trajectory.response_ids) for sample in ended] == [3, 3, 3]

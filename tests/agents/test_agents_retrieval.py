@@ -126,12 +126,12 @@ def test_invalid_content_length_is_refused(server, length, status, message):
 
 def test_malformed_corpus_line_is_named(tmp_path):
     file = tmp_path / "corpus.jsonl"
-    file.write_text('{"id": 7, "contents": "A\\nb"}\n\n{"title": "T", "text": "x y"}\n')
+    file.write_text('{"id": 7, "contents": "A\\nb"}\n\n{"title": "T", "text": "x y"}\n', encoding="utf-8")
     assert read_corpus(file) == [Document("7", "A\nb"), Document("2", "T\nx y")]
-    file.write_text('{"id": 1, "contents": "A"}\n{"id": 2}\n')
+    file.write_text('{"id": 1, "contents": "A"}\n{"id": 2}\n', encoding="utf-8")
     with pytest.raises(DataError, match=r"corpus.jsonl:2 must be an object with 'contents'"):
         read_corpus(file)
-    file.write_text("\n")
+    file.write_text("\n", encoding="utf-8")
     with pytest.raises(DataError, match="has no document"):
         read_corpus(file)
 
@@ -198,7 +198,7 @@ def test_unreachable_server_is_named():
 
 def test_command_line(tmp_path):
     corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text("\n".join(json.dumps(document.as_json()) for document in DOCUMENTS))
+    corpus.write_text("\n".join(json.dumps(document.as_json()) for document in DOCUMENTS), encoding="utf-8")
     command = [sys.executable, str(TOOL)]
     process = subprocess.Popen(
         [*command, "--corpus", str(corpus), "--port", "0"], stdout=subprocess.PIPE, text=True, stderr=subprocess.STDOUT

@@ -159,7 +159,9 @@ def test_vectorized_names_are_aliases():
 
 def test_user_estimator(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text("def twice(inputs):\n    return 2 * inputs.token_level_rewards, inputs.token_level_rewards\n")
+    file.write_text(
+        "def twice(inputs):\n    return 2 * inputs.token_level_rewards, inputs.token_level_rewards\n", encoding="utf-8"
+    )
     inputs = AdvantageInputs(torch.ones(1, 2), torch.ones(1, 2))
     assert load_advantage(f"{file}:twice")(inputs)[0].tolist() == [[2.0, 2.0]]
     assert load_advantage("gae") is ADVANTAGES["gae"]

@@ -29,7 +29,7 @@ from megarl.algorithms import (
     turn_numbers,
 )
 from megarl.algorithms.masked import have_tokens, sequence_counts, sequence_maxima, sequence_means, sequence_sums
-from megarl.algorithms.reward_shaping import add_at_last, blend_quality, missing_eos, sequence_quality
+from megarl.algorithms.reward_shaping import add_at_last, blend_quality, sequence_quality
 
 
 @st.composite
@@ -90,6 +90,23 @@ def test_estimators_read_packed_tokens_like_rectangles(name: str, case: tuple[to
         torch.testing.assert_close(tokens, padded[real], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_estimators_read_numbers_of_mixed_precision(name: str) -> None:
+    """bfloat16, which numpy lacks, and doubles beside it."""
+    real = torch.arange(5) < torch.tensor([5, 2, 1, 4])[:, None]
+    inputs, _ = inputs_of(real, real)
+    rewards = inputs.token_level_rewards.bfloat16()
+    others = {field: getattr(inputs, field).bfloat16() for field in ("values", "old_log_probs", "reward_baselines")}
+    exact = replace(inputs, token_level_rewards=rewards.float(), **{n: x.float() for n, x in others.items()})
+    for half in (replace(inputs, token_level_rewards=rewards, **others), replace(exact, token_level_rewards=rewards)):
+        for mixed, same in ((half, exact), (packed(half, real), packed(exact, real))):
+            for result, right in zip(ADVANTAGES[name](mixed), ADVANTAGES[name](same), strict=True):
+                assert torch.equal(result, right)
+    doubles = replace(exact, token_level_rewards=rewards.double())
+    for result, right in zip(ADVANTAGES[name](doubles), ADVANTAGES[name](exact), strict=True):
+        torch.testing.assert_close(result.float(), right, rtol=1e-4, atol=1e-5)
+
+
 @given(case=responses())
 def test_custom_estimators_get_padded_tensors(case: tuple[torch.Tensor, ...]) -> None:
     _, real, mask = case
@@ -114,6 +131,8 @@ def test_reductions(case: tuple[torch.Tensor, ...]) -> None:
     values = numbers(real, 1)
     for reduce in (sequence_sums, sequence_means):
         torch.testing.assert_close(reduce(values[real], mask[real], lengths), reduce(values, mask, None))
+        half = values.bfloat16()
+        torch.testing.assert_close(reduce(half[real], mask[real], lengths), reduce(half, mask, None))
     assert torch.equal(
         sequence_maxima(values[real], mask[real], lengths, 0.5), sequence_maxima(values, mask, None, 0.5)
     )
@@ -137,8 +156,6 @@ def test_reward_shaping_and_kl(case: tuple[torch.Tensor, ...]) -> None:
     for padded, tokens in cases:
         torch.testing.assert_close(tokens, padded[real])
     torch.testing.assert_close(sequence_quality(scores[real], mask[real], lengths), sequence_quality(scores, mask))
-    ids = (numbers(real, 2) * 2).long()
-    assert torch.equal(missing_eos(ids[real], last, [1, -1], lengths), missing_eos(ids, last, [1, -1]))
     kl = numbers(real, 3)
     rewards, means = apply_kl_penalty(scores, kl, mask, 0.5)
     packed_rewards, packed_means = apply_kl_penalty(scores[real], kl[real], mask[real], 0.5, lengths)

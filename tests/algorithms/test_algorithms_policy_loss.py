@@ -224,7 +224,8 @@ def test_user_loss(tmp_path):
     file.write_text(
         "from megarl.algorithms import TokenLoss\n"
         "def plain(inputs):\n    return TokenLoss(-inputs.advantages * inputs.log_prob, {})\n"
-        "def wrong():\n    return 1\n"
+        "def wrong():\n    return 1\n",
+        encoding="utf-8",
     )
     own = load_policy_loss(f"{file}:plain")
     assert own(tokens(*(torch.full((1,), 2.0) for _ in range(3)))).loss.tolist() == [-4.0] and own.choose is None

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from megarl.algorithms import (
     add_at_last,
     blend_quality,
-    missing_eos,
     on_trained_tokens,
     row_cosine_similarity,
     sequence_quality,
@@ -121,9 +120,3 @@ def test_whitening_keeps_the_mean(case):
         expected = (own - own.mean()) / np.sqrt(own.var(ddof=1) + 1e-8) + own.mean()
         np.testing.assert_allclose(white[mask], expected, atol=1e-9)
     assert not white[~mask].any()
-
-
-def test_responses_without_eos():
-    responses = torch.tensor([[5, 7, 0, 0], [5, 6, 7, 8], [9, 0, 0, 0], [7, 5, 0, 0]])
-    last = torch.tensor([1, 3, 0, 1])
-    assert missing_eos(responses, last, {7, 9}).tolist() == [False, True, False, True]

@@ -46,7 +46,7 @@ def test_values_are_those_of_the_formulas(name: str) -> None:
 
 
 def test_table_in_the_documentation() -> None:
-    lines = (Path(__file__).parents[2] / "docs" / "reward_shaping.md").read_text().splitlines()
+    lines = (Path(__file__).parents[2] / "docs" / "reward_shaping.md").read_text(encoding="utf-8").splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
     (head,) = [row for row in rows if row[0] == "schedule"]
     shown = {row[0].strip("`"): row[2:] for row in rows if row[0].strip("`") in SCHEDULES}
@@ -56,7 +56,7 @@ def test_table_in_the_documentation() -> None:
         assert [f"{share:.3f}" for share in shares] == cells
 
 
-def test_config_lists_the_same_rejections() -> None:
+def test_config_lists_the_same_schedules() -> None:
     assert set(WEIGHT_SCHEDULES) == set(SCHEDULES)
 
 
@@ -84,7 +84,7 @@ def test_schedules_never_fall_and_end_at_the_maximum(
 
 
 @given(st.sampled_from(RISING), st.integers(1, 400))
-def test_learning_rate_of_neighbouring_steps(name: str, warmup: int) -> None:
+def test_weights_of_neighbouring_steps(name: str, warmup: int) -> None:
     schedule = WeightSchedule(1.0, warmup, load_schedule(name), stairs=7)
     weights = [schedule.weight(step) for step in range(warmup + 1)]
     assert weights == sorted(weights) and (weights[0], weights[-1]) == (0, 1)
@@ -110,7 +110,7 @@ number = 3
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("own") / "shapes.py"
-    file.write_text(OWN)
+    file.write_text(OWN, encoding="utf-8")
     return file
 
 

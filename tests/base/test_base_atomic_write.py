@@ -13,7 +13,7 @@ from megarl.base.atomic_write import atomic_write, atomic_write_text, replace_fo
 
 def folder_of(path: Path, content: str) -> Path:
     path.mkdir()
-    (path / "file").write_text(content)
+    (path / "file").write_text(content, encoding="utf-8")
     return path
 
 
@@ -31,7 +31,7 @@ def test_folder_killed_at_any_change_is_old_or_new(
         is_absent = not path.exists()
         assert restore_replaced_folder(path) == is_absent
         absent += is_absent
-        contents.append((path / "file").read_text())
+        contents.append((path / "file").read_text(encoding="utf-8"))
         if not died:
             break
     assert contents[0] == "old" and contents[-1] == "new" and contents == sorted(contents, reverse=True)
@@ -43,17 +43,17 @@ def test_failed_rename_keeps_the_old_folder(tmp_path: Path) -> None:
     path = folder_of(tmp_path / "out", "old")
     with pytest.raises(FileNotFoundError):
         replace_folder(tmp_path / "absent", path)
-    assert (path / "file").read_text() == "old" and not restore_replaced_folder(tmp_path / "nothing")
+    assert (path / "file").read_text(encoding="utf-8") == "old" and not restore_replaced_folder(tmp_path / "nothing")
 
 
 def test_file_is_replaced_whole_or_keeps_its_content(tmp_path: Path) -> None:
     path = tmp_path / "file"
     atomic_write_text(path, "old")
     with pytest.raises(ZeroDivisionError), atomic_write(path) as temporary:
-        temporary.write_text("half")
+        temporary.write_text("half", encoding="utf-8")
         raise ZeroDivisionError
-    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    assert path.read_text(encoding="utf-8") == "old" and list(tmp_path.iterdir()) == [path]
     with atomic_write(path, flush=True, temporary=tmp_path / "other") as temporary:
-        temporary.write_text("new")
-        assert path.read_text() == "old" and temporary.name == "other"
-    assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
+        temporary.write_text("new", encoding="utf-8")
+        assert path.read_text(encoding="utf-8") == "old" and temporary.name == "other"
+    assert path.read_text(encoding="utf-8") == "new" and list(tmp_path.iterdir()) == [path]

@@ -16,7 +16,7 @@ def test_missing_folders_are_checked_at_their_nearest_parent(tmp_path: Path) -> 
 
 
 def test_folders_that_cannot_be_written_have_a_reason(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     assert "file is a file" in write_error(tmp_path / "file" / "checkpoints")
     assert write_error(Path("/proc/megarl")), "nobody can create a file there, not even root"
     with pytest.raises(NotADirectoryError):

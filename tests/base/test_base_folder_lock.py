@@ -53,7 +53,7 @@ def acquire(file: Path) -> None:
 
 def write_record(file: Path, **fields: object) -> None:
     holder = LockHolder("theirs", "/runs/theirs", **fields)  # type: ignore[arg-type]
-    file.write_text(json.dumps(dataclasses.asdict(holder)))
+    file.write_text(json.dumps(dataclasses.asdict(holder)), encoding="utf-8")
 
 
 def without_flock(*_: object) -> None:
@@ -143,5 +143,5 @@ def test_the_holder_renews_its_time_stamp(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_damaged_record_is_stale(tmp_path: Path) -> None:
-    (tmp_path / "lock").write_text("[" * 100_000)
+    (tmp_path / "lock").write_text("[" * 100_000, encoding="utf-8")
     acquire(tmp_path / "lock")

@@ -41,7 +41,7 @@ def in_file(name: str, content: str = "{}"):
     def write(folder: Path, deep: str) -> Path:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content.format(deep))
+        path.write_text(content.format(deep), encoding="utf-8")
         return path
 
     return write
@@ -76,13 +76,13 @@ def test_parser_raises_a_value_error(deep):
         (in_file("entries.jsonl", '{{"question": 1}}\n{}\n'), lambda path: drain(file_entries(path)), DataError),
         (in_file("entries.json"), lambda path: drain(file_entries(path)), DataError),
         (in_file("state.json"), lambda path: saved_dataset_files(str(path.parent)), DataError),
-        (in_file("tools.txt"), lambda path: _parse_tools(path.read_text(), "row 0"), DataError),
+        (in_file("tools.txt"), lambda path: _parse_tools(path.read_text(encoding="utf-8"), "row 0"), DataError),
         (in_file("metrics.jsonl", '{}\n{{"step": 1}}\n'), read_metrics, ValueError),
         (in_file("order.jsonl", ORDER), read_order, ConfigError),
         (in_file("metrics.jsonl", ROWS), lambda path: read_lengths(str(path), 8, 8), ConfigError),
         (in_file("config.json"), lambda path: read_model_config(path.parent), MegarlError),
-        (in_file("report.json"), lambda path: NodeReport.from_json(path.read_text()), ValueError),
-        (in_file("truth.txt"), lambda path: read_cases(path.read_text()), ValueError),
+        (in_file("report.json"), lambda path: NodeReport.from_json(path.read_text(encoding="utf-8")), ValueError),
+        (in_file("truth.txt"), lambda path: read_cases(path.read_text(encoding="utf-8")), ValueError),
     ],
     ids=[
         "rows of a list",
@@ -139,13 +139,13 @@ def test_a_nested_answer_of_a_service_is_a_failure_of_the_service(deep):
 
 @pytest.mark.parametrize("deep", DEEP, ids=["list", "object"])
 def test_files_of_a_run_are_reported(tmp_path, deep):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    (tmp_path / "run.json").write_text(deep)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
+    (tmp_path / "run.json").write_text(deep, encoding="utf-8")
     assert any("run.json cannot be read" in problem for problem in read_run(tmp_path).problems)
     run = tmp_path / "sweep" / "0"
     (run / ".hydra").mkdir(parents=True)
-    (run / ".hydra" / "overrides.yaml").write_text("[]")
-    (run / "result.json").write_text(deep)
+    (run / ".hydra" / "overrides.yaml").write_text("[]", encoding="utf-8")
+    (run / "result.json").write_text(deep, encoding="utf-8")
     assert [result.error for result in read_results(tmp_path / "sweep")] == ["the run's process ended without a result"]
 
 

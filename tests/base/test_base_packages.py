@@ -27,7 +27,7 @@ def test_missing_sglang_is_an_error_with_the_key_and_the_installation(monkeypatc
 
 
 def test_collection_is_off_during_the_import_and_on_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "imaginary_large.py").write_text("import gc\nenabled = gc.isenabled()\n")
+    (tmp_path / "imaginary_large.py").write_text("import gc\nenabled = gc.isenabled()\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert not import_large("imaginary_large").enabled
     assert gc.isenabled()

@@ -52,8 +52,8 @@ def empty_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> psutil.Proc
     """A process whose record is empty, as the kernel shows it for a moment while the process is reaped."""
     process = psutil.Process()
     (tmp_path / str(os.getpid())).mkdir()
-    (tmp_path / str(os.getpid()) / "stat").write_text("")
-    (tmp_path / "stat").write_text(Path("/proc/stat").read_text())
+    (tmp_path / str(os.getpid()) / "stat").write_text("", encoding="utf-8")
+    (tmp_path / "stat").write_text(Path("/proc/stat").read_text(encoding="utf-8"), encoding="utf-8")
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
     monkeypatch.setattr(process._proc, "_procfs_path", str(tmp_path))
     return process
@@ -102,10 +102,10 @@ def in_pause(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], obj
 
 def test_empty_record_is_read_again(empty_record, in_pause, tmp_path) -> None:
     """A thread that a signal interrupts reads the record of a live process at the second attempt."""
-    file, name = tmp_path / str(os.getpid()) / "stat", Path("/proc/self/comm").read_text().strip()
+    file, name = tmp_path / str(os.getpid()) / "stat", Path("/proc/self/comm").read_text(encoding="utf-8").strip()
     for read, expected in ((has_ended, False), (process_name, name), (descendants, [])):
-        file.write_text("")
-        in_pause(1, lambda: file.write_text(Path("/proc/self/stat").read_text()))
+        file.write_text("", encoding="utf-8")
+        in_pause(1, lambda: file.write_text(Path("/proc/self/stat").read_text(encoding="utf-8"), encoding="utf-8"))
         assert read(empty_record) == expected
 
 
@@ -115,9 +115,9 @@ def test_file_of_a_process() -> None:
 
 def test_empty_file_is_read_again_and_stays_empty_in_the_end(in_pause, tmp_path: Path) -> None:
     file = tmp_path / "stat"
-    file.write_text("")
+    file.write_text("", encoding="utf-8")
     assert read_kernel_file(str(file)) == ""
-    in_pause(2, lambda: file.write_text("1 (init)"))
+    in_pause(2, lambda: file.write_text("1 (init)", encoding="utf-8"))
     assert read_kernel_file(str(file)) == "1 (init)"
 
 

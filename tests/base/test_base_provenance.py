@@ -21,13 +21,13 @@ def git(folder: Path, *arguments: str) -> str:
 def test_checkout_has_commit_and_changed_files(tmp_path: Path) -> None:
     git(tmp_path, "init", "-q", "-b", "work")
     assert git_state(tmp_path) is None, "no commit yet"
-    (tmp_path / "a b.py").write_text("1")
+    (tmp_path / "a b.py").write_text("1", encoding="utf-8")
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-qm", "first")
     head = git(tmp_path, "rev-parse", "HEAD")
     assert git_state(tmp_path) == {"commit": head, "branch": "work", "changed": []}
-    (tmp_path / "a b.py").write_text("2")
-    (tmp_path / "new.py").write_text("not known to git")
+    (tmp_path / "a b.py").write_text("2", encoding="utf-8")
+    (tmp_path / "new.py").write_text("not known to git", encoding="utf-8")
     state = git_state(tmp_path)
     assert state is not None and state["changed"] == ['"a b.py"']
     installed = tmp_path / "venv" / "megarl"
@@ -59,6 +59,7 @@ def test_run_facts_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["/v/bin/python3", "-m", "megarl.train", "a=[1, 2]"], "python3 -m megarl.train 'a=[1, 2]' k=v"),
         (["/v/bin/python", "-u", "-m", "megarl.sft"], "python -u -m megarl.sft k=v"),
         (["/v/bin/python", "/v/bin/megarl", "train", "-cn", "ppo"], "megarl train -cn ppo k=v"),
+        (["/v/bin/python", "/v/bin/megarl", "train", "x.api_key=a b"], "megarl train 'x.api_key=<redacted>' k=v"),
         (["/v/bin/python", "/v/bin/megarl", "train", "-m", "seed=1,2"], "the same command with k=v"),
         (["/v/bin/python", "/v/bin/pytest", "megarl"], "the same command with k=v"),
         (["/v/bin/python"], "the same command with k=v"),

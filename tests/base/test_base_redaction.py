@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.base.redaction import REDACTED, is_secret_name, redact, redact_text
+from megarl.base import redaction
+from megarl.base.redaction import (
+    REDACTED,
+    is_secret_name,
+    mask_known,
+    redact,
+    redact_text,
+    redact_words,
+    remember_secret,
+    remember_secrets,
+)
 
 
 @pytest.mark.parametrize(
@@ -82,8 +92,78 @@ def test_nested_values_and_references() -> None:
         ("postgres://me:p%40ss@db/x", f"postgres://{REDACTED}@db/x"),
         ("key sk-proj-ABCDEFGH12345678 failed", f"key {REDACTED} failed"),
         ("token: 151643", "token: 151643"),
+        ("db_password=12345678 port=5432", f"db_password={REDACTED} port=5432"),
+        ("password: 4711", f"password: {REDACTED}"),
+        ("Authorization: Token abc123", f"Authorization: {REDACTED}"),
+        ("{'authorization': 'Token abc123', 'n': 1}", f"{{'authorization': {REDACTED}, 'n': 1}}"),
+        ("serve --api-key abc123 --port 80", f"serve --api-key {REDACTED} --port 80"),
+        ("serve --api-key=abc123", f"serve --api-key={REDACTED}"),
+        ("serve --password --port 80", "serve --password --port 80"),
+        ("--max-new-token 5 --token-count 7", "--max-new-token 5 --token-count 7"),
+        ("clientSecret=abc, accessToken: xyz", f"clientSecret={REDACTED}, accessToken: {REDACTED}"),
+        ("the accessible token ring, mytoken=5", "the accessible token ring, mytoken=5"),
+        (
+            "a\n-----BEGIN RSA PRIVATE KEY-----\nMIIE\nabc=\n-----END RSA PRIVATE KEY-----\nb",
+            f"a\n{REDACTED}\nb",
+        ),
+        ("-----BEGIN OPENSSH PRIVATE KEY-----\\nb3BlbnNzaC1rZXk", REDACTED),
+        ("-----BEGIN CERTIFICATE-----\nMIIE", "-----BEGIN CERTIFICATE-----\nMIIE"),
         ("step 3: eos_token=</s>, http://host:8000/a@b", "step 3: eos_token=</s>, http://host:8000/a@b"),
     ],
 )
 def test_texts(text: str, expected: str) -> None:
     assert redact_text(text) == expected
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "sk-" + "a1B2" * 8,
+        "sk_live_" + "a1B2" * 6,
+        "hf_" + "a1B2" * 8,
+        "ghp_" + "a1B2" * 9,
+        "github_pat_" + "a1B2" * 9,
+        "glpat-" + "a1B2" * 5,
+        "xoxb-1234-5678-abcdef",
+        "AKIA" + "A1B2" * 4,
+        "ASIA" + "A1B2" * 4,
+        "AIza" + "a1B2" * 8 + "abc",
+        "nvapi-" + "a1B2" * 8,
+        "gsk_" + "a1B2" * 8,
+        "npm_" + "a1B2" * 9,
+        "SG." + "a1B2" * 5 + "." + "a1B2" * 8,
+    ],
+)
+def test_keys_of_services_are_found_by_their_prefix(form: str) -> None:
+    assert redact_text(f"call({form!r})") == f"call('{REDACTED}')"
+    assert redact_text(f"export KEY_{form}") == f"export KEY_{REDACTED}"
+    assert redact_text(f"x{form}") == f"x{form}", "a longer word"
+
+
+def test_words_of_a_command() -> None:
+    words = [
+        "python",
+        "-m",
+        "megarl.train",
+        "++kw.api_key=a b",
+        "x.password=1234",
+        "--token",
+        "abc",
+        "n_token=5",
+        "a=sk",
+    ]
+    expected = [*words[:3], f"++kw.api_key={REDACTED}", f"x.password={REDACTED}", "--token", REDACTED, *words[7:]]
+    assert redact_words(words) == expected
+
+
+def test_secrets_of_the_configuration_and_of_the_process_are_found_everywhere() -> None:
+    remember_secret("a token made here")
+    try:
+        remember_secrets({"judge": {"api_key": "correct horse"}, "n": 5})
+        text = "the tool answered: correct horse, a token made here"
+        assert redact_text(text) == f"the tool answered: {REDACTED}, {REDACTED}"
+        assert mask_known(text) == f"the tool answered: {'*' * 13}, {'*' * 17}"
+    finally:
+        redaction._KNOWN.own.clear()
+        remember_secrets({})
+    assert mask_known(text) == text

@@ -46,8 +46,12 @@ def max_of_two(a, b):
 
 
 def test_entries_are_imported_lazily(monkeypatch, tmp_path):
-    (tmp_path / "lazy_entries.py").write_text("from test_base_registry import LAZY\nLAZY['late'] = abs\n")
-    (tmp_path / "default_entries.py").write_text("from test_base_registry import LAZY\nLAZY['default'] = all\n")
+    (tmp_path / "lazy_entries.py").write_text(
+        "from test_base_registry import LAZY\nLAZY['late'] = abs\n", encoding="utf-8"
+    )
+    (tmp_path / "default_entries.py").write_text(
+        "from test_base_registry import LAZY\nLAZY['default'] = all\n", encoding="utf-8"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     registry = Registry("key", lazy={"late": "lazy_entries"}, defaults="default_entries")
     monkeypatch.setattr(sys.modules[__name__], "LAZY", registry, raising=False)
@@ -58,7 +62,7 @@ def test_entries_are_imported_lazily(monkeypatch, tmp_path):
 
 def test_specs_of_user_code_are_loaded(tmp_path):
     file = tmp_path / "custom.py"
-    file.write_text("def double(x):\n    return 2 * x\nnumber = 3\n")
+    file.write_text("def double(x):\n    return 2 * x\nnumber = 3\n", encoding="utf-8")
     registry = Registry("some.key", loader=load_user_function)
     assert registry.find(f"{file}:double")(4) == 8
     with pytest.raises(ConfigError, match=r"some\.key '.*custom\.py:triple': it has no 'triple'; .*\['double'\]"):

@@ -58,10 +58,10 @@ def test_a_full_disk_is_reported_once_and_the_file_catches_up_in_order(tmp_path:
         "run_files/dropped": 0.0,
     }
     writer.append(tmp_path / "other", "not blocked\n")
-    assert (tmp_path / "other").read_text() == "not blocked\n"
+    assert (tmp_path / "other").read_text(encoding="utf-8") == "not blocked\n"
     file.unlink()
     writer.append(file, "3\n")
-    assert file.read_text() == "1\n2\n3\n"
+    assert file.read_text(encoding="utf-8") == "1\n2\n3\n"
     assert [message.split(";")[0] for message in messages] == [
         f"{file} cannot be written (No space left on device)",
         "the files of the run are written again",
@@ -73,12 +73,12 @@ def test_a_write_that_stops_in_the_middle_leaves_no_torn_line(tmp_path: Path) ->
     writer.append(file, "whole\n")
     with file_size_limit(10):
         writer.append(file, "torn by the disk\n")
-        assert file.read_text() == "whole\n"
+        assert file.read_text(encoding="utf-8") == "whole\n"
         writer.replace(tmp_path / "report", "longer than ten bytes")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
     writer.retry()
-    assert file.read_text() == "whole\ntorn by the disk\n"
-    assert (tmp_path / "report").read_text() == "longer than ten bytes"
+    assert file.read_text(encoding="utf-8") == "whole\ntorn by the disk\n"
+    assert (tmp_path / "report").read_text(encoding="utf-8") == "longer than ten bytes"
 
 
 def test_the_memory_is_bounded_and_the_dropped_file_is_named(tmp_path: Path) -> None:
@@ -116,13 +116,13 @@ def test_every_record_of_a_run_survives_a_full_disk(tmp_path: Path, caplog: pyte
         trace.close()
     assert [row["loss"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0.5, 1.0, 1.5, 2.0]
     assert list(read_balance(tmp_path / "balance.jsonl")) == [1, 2, 3, 4]
-    assert [json.loads((tmp_path / "samples" / f"{step}.jsonl").read_text()) for step in (2, 3)] == [
+    assert [json.loads((tmp_path / "samples" / f"{step}.jsonl").read_text(encoding="utf-8")) for step in (2, 3)] == [
         {"output": "answer 2"},
         {"output": "answer 3"},
     ]
     steps = [event["name"] for event in read_trace(tmp_path / "timeline") if event["ph"] == "X"]
     assert steps == [f"step {step}" for step in (1, 2, 3, 4)]
-    log = (tmp_path / "logs" / "driver.log").read_text()
+    log = (tmp_path / "logs" / "driver.log").read_text(encoding="utf-8")
     assert [line for line in log.splitlines() if line.endswith("ends")][:4] == [
         line for line in log.splitlines() if "step" in line and line.endswith("ends")
     ]
@@ -133,12 +133,12 @@ def test_output_of_a_worker_on_a_full_disk_is_lost_and_counted(tmp_path: Path) -
     log = os.open(tmp_path / "actor-0.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     descriptor, full = os.dup(log), os.open("/dev/full", os.O_WRONLY)
     raw = io.FileIO(descriptor, "w")
-    stream = TimestampedStream(io.TextIOWrapper(raw, line_buffering=True, write_through=True), "OUT")
+    stream = TimestampedStream(io.TextIOWrapper(raw, encoding="utf-8", line_buffering=True, write_through=True), "OUT")
     for target, line in ((log, "before"), (full, "lost"), (log, "after")):
         os.dup2(target, descriptor)
         stream.write(f"{line}\n")
         stream.flush()
-    lines = (tmp_path / "actor-0.log").read_text().splitlines()
+    lines = (tmp_path / "actor-0.log").read_text(encoding="utf-8").splitlines()
     assert [line.split("OUT")[-1].strip() for line in lines] == [
         "before",
         "5 characters of output are missing here: the disk was full",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import time
 from collections import Counter
@@ -19,7 +20,7 @@ from random import Random
 import arithmetic_task
 import torch
 from chaos_faults import DAMAGES, FAULTS, NO_FORK_SERVER, NO_REAPER, UNFINISHED, Damage, Fault
-from cli_runs import START_S, CliRun, RunFiles, reproducible
+from cli_runs import START_S, CliRun, RunFiles, assert_says_how_it_ended, reproducible
 from safetensors.torch import load_file
 from warm_drivers import Drivers
 
@@ -142,6 +143,9 @@ class Campaign:
             self._require("[state-dump]" not in run.output, run, f"{names}: the log of Ray on the console")
             has_reaper = all(fault.name != NO_REAPER for fault in faults)
             self._require_gone(run, GONE_S if has_reaper else GONE_WITHOUT_REAPER_S)
+            in_training = re.search(r"step \d+/", run.output) and _trained(folder) > 0
+            if faults[-1].says_end and code in (1, -9) and in_training and has_reaper:
+                assert_says_how_it_ended(run.output, RunFiles(folder, NAME))
         except AssertionError as error:
             raise error if isinstance(error, Violation) else Violation(f"{names}: {error}") from error
         finally:

@@ -34,6 +34,7 @@ class Fault(NamedTuple):
         during_save: strike while a checkpoint is being written.
         in_training: strike between two steps only.
         goes_on: the run goes on, so another fault may strike it.
+        says_end: a run that it ends within training says so, with its last checkpoint, and has a summary.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Fault(NamedTuple):
     during_save: bool = False
     in_training: bool = False
     goes_on: bool = False
+    says_end: bool = False
 
 
 class Damage(NamedTuple):
@@ -159,14 +161,14 @@ def _second_run(run: CliRun, random: Random) -> bool:
 NO_REAPER, NO_FORK_SERVER = "SIGKILL of the reaper", "SIGKILL of the fork server"
 KILLED, DIED, SURVIVES = frozenset({-9}), frozenset({0, 1}), frozenset({0})
 FAULTS: Sequence[Fault] = (
-    Fault("SIGKILL of the driver", _signal_driver(signal.SIGKILL), KILLED),
-    Fault("SIGKILL of the driver in a save", _signal_driver(signal.SIGKILL), KILLED, during_save=True),
+    Fault("SIGKILL of the driver", _signal_driver(signal.SIGKILL), KILLED, says_end=True),
+    Fault("SIGKILL of the driver in a save", _signal_driver(signal.SIGKILL), KILLED, during_save=True, says_end=True),
     Fault("SIGKILL of all processes", _signal_group(signal.SIGKILL), KILLED),
     Fault("SIGKILL of all processes in a save", _signal_group(signal.SIGKILL), KILLED, during_save=True),
     Fault("SIGKILL of a worker", _kill(WORKER), DIED),  # 0: a replica or agent runner, which is replaced
     Fault("SIGKILL of a worker in a save", _kill(WORKER), DIED, during_save=True),
-    Fault("SIGKILL of the raylet", _kill("raylet/raylet"), DIED),
-    Fault("SIGKILL of the GCS", _kill("gcs_server"), DIED),
+    Fault("SIGKILL of the raylet", _kill("raylet/raylet"), DIED, says_end=True),
+    Fault("SIGKILL of the GCS", _kill("gcs_server"), DIED, says_end=True),
     Fault("freeze of a worker", _freeze, DIED),
     Fault("pause of all processes", _stutter, SURVIVES, goes_on=True),
     Fault("SIGTERM", _signal_driver(signal.SIGTERM), frozenset({143})),
@@ -214,7 +216,10 @@ DAMAGES: Sequence[Damage] = (
     Damage("file of the newest checkpoint truncated", _truncate, complete=2),
     Damage("file of the newest checkpoint removed", lambda root, random: _some_file(root, random).unlink(), complete=2),
     Damage("foreign files in the newest checkpoint", _foreign_files),
-    Damage("pointer empty", lambda root, random: (root / POINTER).write_text("") and None),
+    Damage("pointer empty", lambda root, random: (root / POINTER).write_text("", encoding="utf-8") and None),
     Damage("pointer removed", lambda root, random: (root / POINTER).unlink()),
-    Damage("pointer to a missing step", lambda root, random: (root / POINTER).write_text("999\n") and None),
+    Damage(
+        "pointer to a missing step",
+        lambda root, random: (root / POINTER).write_text("999\n", encoding="utf-8") and None,
+    ),
 )

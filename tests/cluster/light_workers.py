@@ -115,8 +115,9 @@ class Trainer:
 class Engine:
     """Target of a weight sync: records the messages that it receives."""
 
-    def __init__(self, place, ranks=1):
-        self.ranks, self.events = ranks, []
+    def __init__(self, place, ranks=1, fail_at=None):
+        """``fail_at``: rank, bucket, and whether the process dies; otherwise it raises."""
+        self.rank, self.ranks, self.events, self.fail_at = place.rank, ranks, [], fail_at
 
     @verb(Dispatch.ALL)
     def pid(self):
@@ -137,6 +138,10 @@ class Engine:
 
     @verb(Dispatch.ALL)
     def import_bucket(self, index, messages):
+        if self.fail_at is not None and self.fail_at[:2] == (self.rank, index):
+            if self.fail_at[2]:
+                os._exit(3)
+            raise MemoryError("no memory for the bucket")
         self.events.append((index, list(messages)))
 
     @verb(Dispatch.ALL)

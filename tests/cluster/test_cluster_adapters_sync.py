@@ -86,7 +86,25 @@ def test_failed_source_is_named_and_the_update_is_not_ended(peers):
         manager.sync_weights()
     assert manager.version == 0
     assert all(("end", 1) not in events for events in engines.seen()), "and the engines still answer"
+    left = actor.submit_on([0, 1], "still_packed", after_failure=True).result()
+    assert left == [[], []], "the rank that lives has closed the transfer, too"
     actor.shutdown()
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_failed_replica_does_not_keep_the_others_from_the_abort(peers, dies):
+    """The survivor holds its requests, closes the transfer, and its weights become stale."""
+    trainer, pool = peers[0], peers[1].pool
+    actor = trainer()
+    fail = {"fail_at": (1, 1, dies)}
+    engines = WorkerGroup("rollout", "tests.cluster.light_workers.Engine", fail, ParallelLayout(dp=2), pool)
+    manager = ShardingManager(PLAN, GroupSource(actor, 2), GroupTarget(engines))
+    with pytest.raises(WeightSyncError, match=r"bucket 2 of 3.*rollout rank 1"):
+        manager.sync_weights_in_flight()
+    (events,) = engines.submit_on([0], "seen", after_failure=True).result()
+    assert events[-3:] == [("pause",), ("close", False), ("begin", 1)]
+    for group in (actor, engines):
+        group.shutdown()
 
 
 def test_stopped_process_is_named_and_can_be_replaced(peers, monkeypatch):

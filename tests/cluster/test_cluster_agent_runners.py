@@ -24,10 +24,10 @@ from megarl.cluster import PlacedPool, RaySession, ResourcePool, WorkerGroup, ag
 from megarl.cluster.adapters import replica_processes
 from megarl.cluster.agent_runners import AgentRunners, RunnersLost
 from megarl.config import TrainConfig
+from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.models import ParallelLayout
 from megarl.rollout.interface import Completion, SamplingParams
 from megarl.rollout.router import Replica
-from megarl.trainer.phases.data_loading import load_tokenizer
 
 PARAMS = SamplingParams(5)
 LOOPS = Path(__file__).with_name("runner_loops.py")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -39,7 +40,7 @@ SETUP_ARGUMENTS = ["--language=PYTHON", f"--serialized-runtime-env-context={json
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     folder = tmp_path_factory.mktemp("modules")
-    (folder / "imaginary_module.py").write_text("")
+    (folder / "imaginary_module.py").write_text("", encoding="utf-8")
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *([before] if before else [])])
     try:
@@ -63,7 +64,7 @@ def run_client(address: str, script: Path, *arguments: str, env: dict[str, str])
 def test_fork_has_the_clients_arguments_environment_folder_and_streams(server: ForkServer, tmp_path: Path) -> None:
 
     script = tmp_path / "worker.py"
-    script.write_text(SCRIPT)
+    script.write_text(SCRIPT, encoding="utf-8")
     done = run_client(server.address, script, *SETUP_ARGUMENTS, "--rank", "3", env={"VALUE": "of the client"})
     values = json.loads(done.stdout)
     assert values["argv"] == ["--rank", "3"]  # without the arguments for Ray's set-up script
@@ -76,8 +77,8 @@ def test_fork_has_the_clients_arguments_environment_folder_and_streams(server: F
 
 def test_exception_in_a_fork_leaves_the_server_running(server: ForkServer, tmp_path: Path) -> None:
     failing, fine = tmp_path / "failing.py", tmp_path / "fine.py"
-    failing.write_text("raise ValueError('of the script')")
-    fine.write_text("print('fine')")
+    failing.write_text("raise ValueError('of the script')", encoding="utf-8")
+    fine.write_text("print('fine')", encoding="utf-8")
     assert "of the script" in run_client(server.address, failing, env={}).stderr
     assert run_client(server.address, fine, env={}).stdout == "fine\n"
 
@@ -88,8 +89,63 @@ def test_client_that_is_killed_leaves_the_server_running(server: ForkServer, tmp
             connection.connect(server.address)
             socket.send_fds(connection, [message], [0, 1, 2]) if message else None
     script = tmp_path / "fine.py"
-    script.write_text("print('fine')")
+    script.write_text("print('fine')", encoding="utf-8")
     assert run_client(server.address, script, env={}).stdout == "fine\n"
+
+
+def message(body: bytes, size: int | None = None) -> bytes:
+    return (len(body) if size is None else size).to_bytes(fork_client.HEADER_BYTES, "big") + body
+
+
+REQUEST = {"argv": ["worker.py"], "env": {}, "cwd": "/"}
+MALFORMED = [
+    b"no JSON",
+    b"[" * 100_000,
+    b"5",
+    b"null",
+    b"[]",
+    b"{}",
+    b"\xff",
+    *(json.dumps({**REQUEST, name: value}).encode() for name in REQUEST for value in (None, 5, [5], {"a": 5})),
+]
+
+
+def test_client_with_a_malformed_request_ends_nothing(server: ForkServer, tmp_path: Path) -> None:
+    no_pid = json.dumps({**REQUEST, "env": {"RAY_RAYLET_PID": "x"}}).encode()
+    http = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for text in [*map(message, MALFORMED), message(no_pid), message(b"{}", 2**62), message(b"{}", 0), http]:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.connect(server.address)
+            socket.send_fds(connection, [text], [0, 1, 2])
+            connection.settimeout(300)
+            with contextlib.suppress(ConnectionResetError):
+                assert connection.recv(1) == b"", text
+    script = tmp_path / "fine.py"
+    script.write_text("print('fine')", encoding="utf-8")
+    assert run_client(server.address, script, env={}).stdout == "fine\n"
+    assert server._process.poll() is None
+
+
+def test_client_that_stands_still_blocks_no_other(server: ForkServer, tmp_path: Path) -> None:
+    script = tmp_path / "fine.py"
+    script.write_text("print('fine')", encoding="utf-8")
+    with contextlib.ExitStack() as still:
+        for sent in (b"", b"\0\0", message(b"{", 100)):
+            connection = still.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            connection.connect(server.address)
+            if sent:
+                socket.send_fds(connection, [sent], [0, 1, 2])
+            assert run_client(server.address, script, env={}).stdout == "fine\n"
+
+
+def test_server_without_further_processes_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise BlockingIOError("as beyond the limit of processes")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    with socket.socket() as inherited:
+        assert fork_server_module._is_fork([inherited]) is None
+        assert inherited.fileno() >= 0
 
 
 RAY_SETUP = "import sys; print('set up by Ray', sys.argv[1:])"
@@ -97,8 +153,8 @@ RAY_SETUP = "import sys; print('set up by Ray', sys.argv[1:])"
 
 def test_client_runs_rays_own_script_without_a_server(tmp_path: Path) -> None:
     script, setup = tmp_path / "worker.py", tmp_path / "setup_worker.py"
-    script.write_text("")
-    setup.write_text(RAY_SETUP)
+    script.write_text("", encoding="utf-8")
+    setup.write_text(RAY_SETUP, encoding="utf-8")
     done = run_client(str(tmp_path / "no-socket"), script, "a b", env={})
     assert done.stdout == f"set up by Ray ['{script}', 'a b']\n" and done.returncode == 0
 
@@ -114,8 +170,8 @@ def test_client_runs_rays_own_script_without_a_server(tmp_path: Path) -> None:
 )
 def test_worker_with_a_runtime_environment_is_no_fork(server: ForkServer, tmp_path: Path, arguments: list[str]) -> None:
     script, setup = tmp_path / "worker.py", tmp_path / "setup_worker.py"
-    script.write_text("print('a fork')")
-    setup.write_text(RAY_SETUP)
+    script.write_text("print('a fork')", encoding="utf-8")
+    setup.write_text(RAY_SETUP, encoding="utf-8")
     done = run_client(server.address, script, *arguments, env={})
     assert done.stdout == f"set up by Ray {[str(script), *arguments]}\n"
 
@@ -130,7 +186,7 @@ def test_early_end_of_the_server_is_reported(caplog: pytest.LogCaptureFixture) -
 
 def test_forks_end_with_the_server(tmp_path: Path) -> None:
     script = tmp_path / "endless.py"
-    script.write_text("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
+    script.write_text("import os, time; print(os.getpid(), flush=True); time.sleep(600)", encoding="utf-8")
     running = ForkServer([])
     command = [sys.executable, "-S", fork_client.__file__, str(script)]
     variables = {**os.environ, fork_client.ADDRESS: running.address}
@@ -190,7 +246,7 @@ def test_workers_of_a_node_are_forks_of_a_process_that_has_read_their_environmen
     server: ForkServer, tmp_path: Path
 ) -> None:
     script = tmp_path / "worker.py"
-    script.write_text(NODE_SCRIPT)
+    script.write_text(NODE_SCRIPT, encoding="utf-8")
     with subprocess.Popen(["sleep", "600"]) as raylet:
         env = {"HOME": str(tmp_path), "RAY_RAYLET_PID": str(raylet.pid), "PYTHONPATH": os.pathsep.join(sys.path)}
         jobs = [json.loads(run_client(server.address, script, env={**env, "RAY_JOB_ID": job}).stdout) for job in "112"]

@@ -41,7 +41,7 @@ def worker_class(group: str) -> type:
 
 def declared_verbs(group: str) -> dict[str, ast.FunctionDef]:
     """Declarations of a group class and its bases, which exist for type checkers only."""
-    tree = ast.parse(Path(role_groups.__file__).read_text())
+    tree = ast.parse(Path(role_groups.__file__).read_text(encoding="utf-8"))
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     verbs: dict[str, ast.FunctionDef] = {}
     name = group
@@ -85,7 +85,7 @@ def test_verbs_submitted_by_name_exist() -> None:
     all_verbs |= set(read_marks(AgentRunnerWorker))
     submitted = set()
     for path in (ROOT / "megarl").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Attribute)
@@ -108,7 +108,8 @@ def test_mypy_rejects_a_misspelt_verb_and_a_wrong_argument(tmp_path: Path) -> No
         "    actor.update_actor('batch')\n"
         "    rollout.update_actor(batch)\n"
         "    group.update_actor(batch)\n"
-        "    return actor.update_actor(batch)\n"
+        "    return actor.update_actor(batch)\n",
+        encoding="utf-8",
     )
     # With the project's cache, which launch/test.sh has filled. Cached messages name the folder of an earlier run.
     result = subprocess.run([sys.executable, "-m", "mypy", str(script)], cwd=ROOT, capture_output=True, text=True)

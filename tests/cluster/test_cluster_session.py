@@ -18,13 +18,13 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import ray
-from ray._common.utils import get_default_ray_temp_dir
 from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.exceptions import AuthenticationError
 from warm_drivers import WarmDriver
 
 from megarl.base.errors import ResourceError
 from megarl.base.files import private_files
+from megarl.base.private_folder import private_folder
 from megarl.base.processes import (
     READ_ERRORS,
     all_processes,
@@ -35,7 +35,7 @@ from megarl.base.processes import (
     wait_for_ends,
 )
 from megarl.base.signals import signals_ignored
-from megarl.cluster import RaySession
+from megarl.cluster import RaySession, ray_token
 from megarl.cluster import session as session_module
 from megarl.cluster.local_ray import start_local_ray
 from megarl.cluster.ray_token import ClusterToken, delete_stale_tokens
@@ -80,15 +80,19 @@ class Script:
     def __init__(self, drivers, folder, code, arguments, env):
         name = uuid.uuid4().hex
         file, self.stdout, self.stderr = (folder / f"{name}.{suffix}" for suffix in ("py", "out", "err"))
-        file.write_text(code)
-        with open(os.devnull) as nothing, self.stdout.open("w") as out, self.stderr.open("w") as err:
+        file.write_text(code, encoding="utf-8")
+        with (
+            open(os.devnull, encoding="utf-8") as nothing,
+            self.stdout.open("w", encoding="utf-8") as out,
+            self.stderr.open("w", encoding="utf-8") as err,
+        ):
             streams = [nothing.fileno(), out.fileno(), err.fileno()]
             env = {**env, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
             self.process = WarmDriver(drivers.address, str(file), list(arguments), str(ROOT), env, streams)
 
     @property
     def output(self):
-        return self.stdout.read_text() + self.stderr.read_text()
+        return self.stdout.read_text(encoding="utf-8") + self.stderr.read_text(encoding="utf-8")
 
     def until(self, condition):
         """Wait until a condition holds, which is before the end of the script."""
@@ -101,7 +105,7 @@ class Script:
             time.sleep(0.02)
 
     def until_printed(self, line):
-        self.until(lambda: line in self.stdout.read_text().splitlines())
+        self.until(lambda: line in self.stdout.read_text(encoding="utf-8").splitlines())
 
 
 @pytest.fixture
@@ -166,7 +170,7 @@ def test_error_leaves_no_process_and_sets_the_exit_code(script):
 
 
 def sessions(pid):
-    return list(Path(get_default_ray_temp_dir()).glob(f"session_*_{pid}"))
+    return list((private_folder() / "ray").glob(f"session_*_{pid}"))
 
 
 def test_killed_driver_leaves_no_process(script):
@@ -188,7 +192,9 @@ def test_killed_driver_leaves_no_process(script):
 def test_files_of_a_killed_driver_are_deleted_at_the_next_start(tmp_path, monkeypatch):
     """If its reaper was killed as well, nothing else deletes the token and Ray's session folder."""
     (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))  # where no other run finds the token as well
+    monkeypatch.setattr(
+        ray_token, "private_folder", lambda: tmp_path / "tmp"
+    )  # where no other run finds the token as well
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -205,6 +211,8 @@ def test_files_of_a_killed_driver_are_deleted_at_the_next_start(tmp_path, monkey
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+    (tmp_path / "tmp" / "ray-token-fifo").mkdir()
+    os.mkfifo(tmp_path / "tmp" / "ray-token-fifo" / "owner")  # nobody writes to it: opening it must not wait
     delete_stale_tokens()
     assert not token_file.parent.exists() and not session.exists() and foreign.is_dir()
 
@@ -214,7 +222,7 @@ def test_copied_logs_of_ray_are_private_and_without_empty_folders(tmp_path, ever
     logs = tmp_path / "session_today_1" / "logs"
     (logs / "nsight").mkdir(parents=True)
     (logs / "nsight").chmod(0o777)  # as Ray makes it
-    (logs / "raylet.out").write_text("line")
+    (logs / "raylet.out").write_text("line", encoding="utf-8")
     (logs / "raylet.out").chmod(0o644)
     target = tmp_path / "run" / "logs" / "ray"
     with private_files():
@@ -269,7 +277,25 @@ def test_death_of_a_process_of_ray_is_one_sentence_and_no_failure_of_finished_wo
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     run = Script(drivers, tmp_path, LOSS, [daemon, moment], env)
     assert run.process.wait(180) == code, run.output
-    assert message in run.output and len(run.output.splitlines()) == 1 and not run.stdout.read_text(), run.output
+    assert message in run.output and len(run.output.splitlines()) == 1 and not run.stdout.read_text(encoding="utf-8"), (
+        run.output
+    )
+
+
+ORPHAN = """
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", *sys.argv[1:]])
+"""
+
+
+def test_a_driver_without_a_parent_outlives_its_raylet():
+    """Ray takes process 1, the parent of such a driver, for a raylet that has died, and ends it without a word."""
+    env = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_RAYLET_PID")}
+    command = [sys.executable, "-c", ORPHAN, LOSS, "raylet", "in a call"]
+    done = subprocess.run(  # returns when the orphan, too, has closed its output
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=180
+    )
+    assert done.stdout == "Ray's node process (raylet) died, so the run ends\n"
 
 
 JOINING = """
@@ -306,8 +332,14 @@ def join(gcs_address, *arguments, **authentication):
     )
 
 
-def test_other_processes_join_a_local_cluster_with_its_token_only_and_leave_it_as_it_was(monkeypatch):
-    """Ray itself would follow the shell, which turns authentication off here, and would share one token with others."""
+def test_other_processes_join_a_local_cluster_with_its_token_only_and_leave_it_as_it_was(monkeypatch, tmp_path):
+    """Ray itself would follow the shell, which turns authentication off here, and would share one token with others.
+
+    Below a long folder for temporary files, the addresses of Ray's sockets would be too long.
+    """
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of another cluster")
     with RaySession(num_cpus=1) as session:
@@ -315,6 +347,8 @@ def test_other_processes_join_a_local_cluster_with_its_token_only_and_leave_it_a
         assert session.spills(DEFAULT_OBJECT_STORE_BYTES) is None
         assert re.match(r"a step may keep 8\.0 GiB of .*which has 0\.2 GiB.*/dev/shm", session.spills(8 * 2**30) or "")
         assert stat.S_IMODE(token.stat().st_mode) == 0o600 and stat.S_IMODE(token.parent.stat().st_mode) == 0o700
+        assert private_folder() in token.parents, "and Ray's files are in the folder of this user"
+        assert private_folder() in Path(ray._private.worker._global_node.get_session_dir_path()).parents
         assert os.environ["RAY_AUTH_MODE"] == "disabled" and os.environ["RAY_AUTH_TOKEN"] == "of another cluster"
         # A refused client tries again every second.
         stranger = join(address, RAY_AUTH_MODE="disabled", RAY_NUM_REDIS_GET_RETRIES="2")

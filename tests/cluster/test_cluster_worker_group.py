@@ -228,7 +228,9 @@ def test_exception_ends_the_call_while_a_peer_hangs(summer, logs):
     assert "worker_process.py" not in error.remote_traceback
     file = logs.file("summer", 1)
     assert f"--- end of the log {file} ---\n" in str(error) and "summer-1 begins" in str(error)
-    assert 'raise ValueError(f"loss is NaN on rank {rank}")' in file.read_text(), "the log has the traceback, too"
+    assert 'raise ValueError(f"loss is NaN on rank {rank}")' in file.read_text(encoding="utf-8"), (
+        "the log has the traceback, too"
+    )
     with pytest.raises(WorkerError, match="summer cannot run total: it failed before"):
         summer.total(1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from megarl.config.compose import (
     compose_sweep,
     to_yaml,
 )
+from megarl.config.keys import walk
 from megarl.config.problems import InvalidConfigError
 
 REQUIRED = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=model")
@@ -33,7 +35,7 @@ def composed(*overrides: str, name: str = "ppo", **request: Any) -> TrainConfig:
 def write(folder: Path, name: str, content: dict[str, Any]) -> None:
     file = folder / f"{name}.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(yaml.safe_dump(content))
+    file.write_text(yaml.safe_dump(content), encoding="utf-8")
 
 
 SHIPPED = sorted(file.stem for file in REPOSITORY_CONFIGS.glob("*.yaml"))
@@ -127,10 +129,89 @@ def test_hydra_syntax_of_overrides() -> None:
     assert config.trainer.hf_export_dir == "a b"
 
 
+NUMBERS = ["2026_11_27", "1e3", "1.50", "true", "0x10", "-5", "inf", "1_000.5"]
+UNREADABLE = [
+    "~/data/x",
+    "/x/epoch=3",
+    "/x/模型",
+    "/x/m#1",
+    "${oc.env:HOME}/a b#",
+    "a (copy)",
+    "it's",
+    'say "x"',
+    "/x/[0-9]*",
+    "/x/{a,b}",
+]
+
+
+@pytest.mark.parametrize("text", [*NUMBERS, *UNREADABLE])
+def test_a_text_of_the_command_line_keeps_its_characters(text: str) -> None:
+    config = composed(
+        f"trainer.experiment_name={text}",
+        f"data.train_files=[a,{text}]",
+        f"data.val_files={text}",
+        f"critic.model={{lora_rank: 8, exclude_modules: [a,{text}]}}",
+        f"custom_reward_function={{path: f.py, name: {text}}}",
+    )
+    expected = text.replace("${oc.env:HOME}", os.environ["HOME"])
+    assert config.trainer.experiment_name == expected
+    assert config.data.train_files == ["a", expected] and config.data.val_files == [expected]
+    assert config.critic.model.exclude_modules == ["a", expected]
+    assert config.custom_reward_function.name == expected
+
+
+@pytest.mark.parametrize("text", ["2026_11_27", "1e3", "1.50", "yes", "0x10", "007", "12:30", "-5"])
+def test_a_text_of_a_yaml_file_keeps_its_characters(tmp_path: Path, text: str) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        f"trainer: {{experiment_name: {text}, seed: 1_0}}\n"
+        f"data:\n  val_files: {text}\n  train_files:\n  - a\n  - {text}\n",
+        encoding="utf-8",
+    )
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "other.yaml").write_text(f"prompt_key: {text}\n", encoding="utf-8")
+    request = ConfigRequest(TrainConfig, "mine", ("actor_rollout_ref.model.path=m", "+data=other"), str(tmp_path))
+    config = compose(request)
+    (tmp_path / "stored.yaml").write_text(to_yaml(config), encoding="utf-8")
+    assert compose(ConfigRequest(TrainConfig, "stored", (), str(tmp_path))) == config
+    assert (config.trainer.experiment_name, config.data.prompt_key, config.trainer.seed) == (text, text, 10)
+    assert config.data.val_files == [text] and config.data.train_files == ["a", text]
+
+
+def test_numbers_of_other_keys_stay_numbers() -> None:
+    config = composed(
+        "trainer.seed=1_0", "reward_model.functions={gsm8k: 1.0, format: 1e-1}", "trainer.hf_export_dir=null"
+    )
+    assert config.trainer.seed == 10 and config.trainer.hf_export_dir is None
+    assert config.reward_model.functions == {"gsm8k": 1.0, "format": 0.1}
+
+
+MAPPINGS = [path for path, item in walk(TrainConfig) if item.is_mapping or item.section is not None]
+
+
+@pytest.mark.parametrize("path", MAPPINGS)
+def test_a_mapping_is_an_override_of_any_section(path: str) -> None:
+    with pytest.raises(InvalidConfigError) as caught:  # the schema's words, not Hydra's
+        composed(f"{path}={{no_such_key: {{}}}}", "trainer.seed=x")
+    assert "trainer.seed" in {problem.path for problem in caught.value.problems}
+
+
+@pytest.mark.parametrize("override", ["data.train_files=", "data.train_files=[a,'']", "trainer.experiment_name=' '"])
+def test_an_empty_text_is_refused(override: str) -> None:
+    with pytest.raises(InvalidConfigError) as caught:
+        composed(override)
+    assert [problem.path for problem in caught.value.problems] == [override.split("=")[0]]
+
+
+def test_a_system_prompt_may_be_empty() -> None:
+    assert composed("data.system_prompt=").data.system_prompt == ""
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
         (("=3",), "names no key"),
+        (("trainer.hf_export_dir='a",), "in quotes"),
+        (("trainer.hf_export_dir=a,b",), "'a,b'"),
         (("trainer.seed",), "write it as key=value"),
         (("trainer.seed=[1",), "write it as key=value"),
         (("actor_rollout_ref.actor.optim.lr=1e-5,1e-4",), "add --multirun"),
@@ -154,7 +235,7 @@ def test_missing_config_dir() -> None:
 
 
 def test_malformed_yaml_names_file_and_line(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("data:\n  train_files: [a\n")
+    (tmp_path / "mine.yaml").write_text("data:\n  train_files: [a\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"(?s)mine.*line 2"):
         composed(name="mine", config_dir=str(tmp_path))
 
@@ -180,7 +261,7 @@ def test_sweep_with_one_wrong_run_names_it() -> None:
 
 def test_printed_config_composes_to_itself(tmp_path: Path) -> None:
     config = composed("actor_rollout_ref.actor.clip_ratio=0.3")
-    (tmp_path / "again.yaml").write_text(to_yaml(config))
+    (tmp_path / "again.yaml").write_text(to_yaml(config), encoding="utf-8")
     assert compose(ConfigRequest(TrainConfig, "again", config_dir=str(tmp_path))) == config
 
 
@@ -200,7 +281,7 @@ def test_origins_of_values() -> None:
 
 
 def test_values_of_a_file_have_its_origin(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("defaults: [quickstart, _self_]\ntrainer: {seed: 9}\n")
+    (tmp_path / "mine.yaml").write_text("defaults: [quickstart, _self_]\ntrainer: {seed: 9}\n", encoding="utf-8")
     config = compose(ConfigRequest(TrainConfig, "mine", (), str(tmp_path)))
     file = {"algorithm": {"use_kl_in_reward": True}, "trainer": {"seed": 9}}
     changed = {item.key: item.origin for item in changed_keys(config, file, ["trainer.note"])}

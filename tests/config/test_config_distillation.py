@@ -37,7 +37,7 @@ POLICY = {
 
 def model(folder: Path, **changes: Any) -> str:
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(POLICY | changes))
+    (folder / "config.json").write_text(json.dumps(POLICY | changes), encoding="utf-8")
     return str(folder)
 
 

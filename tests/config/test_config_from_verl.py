@@ -26,7 +26,7 @@ from megarl.config.problems import InvalidConfigError
 from megarl.config.verl.table import table_of
 
 ROOT = Path(__file__).resolve().parents[2]
-FACTS: dict[str, Any] = json.loads((Path(__file__).parent / "verl_facts.json").read_text())
+FACTS: dict[str, Any] = json.loads((Path(__file__).parent / "verl_facts.json").read_text(encoding="utf-8"))
 KNOWN = dict(walk(TrainConfig))
 TABLE = table_of(TrainConfig)
 FREE = tuple(f"{path}." for path, key in KNOWN.items() if key.is_mapping)
@@ -54,7 +54,7 @@ def refused_of(values: Mapping[str, Any]) -> dict[str, str]:
 def refused() -> dict[str, dict[str, str]]:
     """Refused keys by script; each override is parsed once and applied to the preset, without Hydra."""
     parsed = {o.input_line: o for o in OverridesParser.create().parse_overrides(list(FACTS["overrides"]))}
-    preset = yaml.safe_load((ROOT / "configs" / "ppo_megatron_trainer.yaml").read_text())
+    preset = yaml.safe_load((ROOT / "configs" / "ppo_megatron_trainer.yaml").read_text(encoding="utf-8"))
     problems = {}
     for script in FACTS["scripts"]:
         values = copy.deepcopy(preset)
@@ -225,7 +225,9 @@ def test_command_lines_of_verl_print_one_configuration(
     assert "default_local_dir: checkpoints/verl_grpo_gsm8k_math/qwen3_8b_sglang_megatron" in by_engine
     assert printed(capsys, "--config-path=config", "--config-name=ppo_megatron_trainer.yaml", *rest) == by_engine
     assert printed(capsys, "--config-path", "user", "-cn", "ppo_megatron_trainer", *rest) == by_engine
-    (tmp_path / "user" / "mine.yaml").write_text("defaults: [ppo_megatron_trainer]\ntrainer: {total_epochs: 4}\n")
+    (tmp_path / "user" / "mine.yaml").write_text(
+        "defaults: [ppo_megatron_trainer]\ntrainer: {total_epochs: 4}\n", encoding="utf-8"
+    )
     mine = printed(capsys, "--config-path=user", "--config-name=mine", *(o for o in rest if "total_epochs" not in o))
     assert mine == by_engine.replace("total_epochs: 15", "total_epochs: 4")
     assert printed(capsys, *rest, "trainer.total_epochs=15") != by_engine  # without the engine: megarl's defaults
@@ -243,5 +245,5 @@ def test_plan_of_a_complete_recipe() -> None:
 
 
 def test_committed_page_is_up_to_date() -> None:
-    page = (ROOT / "docs" / "from_verl.md").read_text()
+    page = (ROOT / "docs" / "from_verl.md").read_text(encoding="utf-8")
     assert page == render_verl_page(), "run: python -m megarl.config.from_verl > docs/from_verl.md"

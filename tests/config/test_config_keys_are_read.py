@@ -79,7 +79,7 @@ def assigned(node: ast.Assign) -> list[tuple[ast.expr, ast.expr]]:
 def pairs() -> set[tuple[str, str]]:
     """The pairs of all files that read keys."""
     files = [f for f in PACKAGE.rglob("*.py") if CONFIG not in f.parents or f in READERS_IN_CONFIG]
-    return set().union(*(Reads(ast.parse(file.read_text())).pairs for file in files))
+    return set().union(*(Reads(ast.parse(file.read_text(encoding="utf-8"))).pairs for file in files))
 
 
 def unread_keys(schema: Any, pairs: set[tuple[str, str]]) -> list[str]:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_committed_page_is_up_to_date() -> None:
-    page = (ROOT / "docs" / "config.md").read_text()
+    page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
     assert page == render_reference(), "run: python -m megarl.config.reference > docs/config.md"
 
 

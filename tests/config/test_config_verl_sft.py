@@ -21,7 +21,7 @@ from megarl.config.keys import value_at, walk
 from megarl.config.problems import InvalidConfigError
 from megarl.config.verl.table import table_of
 
-FACTS: dict[str, Any] = json.loads((Path(__file__).parent / "verl_sft_facts.json").read_text())
+FACTS: dict[str, Any] = json.loads((Path(__file__).parent / "verl_sft_facts.json").read_text(encoding="utf-8"))
 KNOWN, TABLE = dict(walk(SFTConfig)), table_of(SFTConfig)
 FREE = tuple(f"{path}." for path, key in KNOWN.items() if key.is_mapping)
 

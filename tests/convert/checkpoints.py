@@ -101,7 +101,9 @@ def add_multi_token_layer(folder: Path, prefix: str, **fields: Any) -> dict[str,
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     save_file(extra, folder / "model-00002-of-00002.safetensors", {"format": "pt"})
     placed = {**names, **dict.fromkeys(extra, "model-00002-of-00002.safetensors")}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | fields))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": placed}), encoding="utf-8"
+    )
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | fields), encoding="utf-8")
     return extra

@@ -75,15 +75,29 @@ def continued_log_probs(place: Place, folder: Path, setup: Setup) -> Any:
         return outputs, reference, changed
 
 
-@pytest.mark.parametrize(("rank_stabilized", "kind"), [(False, "lora"), (True, "lora"), (False, "dora")])
+@pytest.mark.parametrize(
+    ("rank_stabilized", "kind", "targets"),
+    [
+        (False, "lora", ["all-linear"]),
+        (True, "lora", ["all-linear"]),
+        (False, "dora", ["all-linear"]),
+        (False, "lora", ["q_proj", "lm_head"]),  # peft adds a copy of the output layer's weight to the file
+    ],
+)
 def test_folder_of_peft_is_read(
-    pool: ProcessPool, trained: tuple[Path, Tensor], tmp_path: Path, rank_stabilized: bool, kind: str
+    pool: ProcessPool,
+    trained: tuple[Path, Tensor],
+    tmp_path: Path,
+    rank_stabilized: bool,
+    kind: str,
+    targets: list[str],
 ) -> None:
     """Adapters that peft has saved train in the engine at TP=2, and convert to peft's merged weights."""
     folder, _ = trained
-    lora = LoraOptions(rank=3, alpha=4.0, rank_stabilized=rank_stabilized, kind=kind)
+    lora = LoraOptions(rank=3, alpha=4.0, rank_stabilized=rank_stabilized, kind=kind, targets=tuple(targets))
     torch.manual_seed(7)
-    theirs = peft_model(folder / "base", lora, "all-linear", init_lora_weights=False)
+    peft_targets = targets[0] if targets == ["all-linear"] else targets
+    theirs = peft_model(folder / "base", lora, peft_targets, init_lora_weights=False)
     theirs.save_pretrained(tmp_path / "peft")
     setup = Setup(ParallelLayout(tp=2), optimizer=ADAM, lora=lora)
     outputs = pool.run(imported_log_probs, 2, folder / "base", tmp_path / "peft", setup)[0]
@@ -103,7 +117,7 @@ def read_by_peft(folder: Path) -> Any:
     import peft
     import transformers
 
-    config = json.loads((folder / "adapter_config.json").read_text())
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     base = transformers.AutoModelForCausalLM.from_pretrained(config["base_model_name_or_path"], dtype=torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # peft warns of tensors that are missing
@@ -177,7 +191,9 @@ def test_base_model_elsewhere_is_identified(trained: tuple[Path, Tensor], tmp_pa
     with pytest.raises(CheckpointError, match="its weights differ"):
         open_source(folder / "checkpoint", other_weights(folder / "base", tmp_path / "other"))
     gone = shutil.copytree(folder / "peft", tmp_path / "peft")
-    config = json.loads((gone / "adapter_config.json").read_text())
-    (gone / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "/nowhere"}))
+    config = json.loads((gone / "adapter_config.json").read_text(encoding="utf-8"))
+    (gone / "adapter_config.json").write_text(
+        json.dumps({**config, "base_model_name_or_path": "/nowhere"}), encoding="utf-8"
+    )
     with pytest.raises(CheckpointError, match="pass its folder: --model"):
         open_source(gone)

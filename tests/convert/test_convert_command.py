@@ -45,11 +45,14 @@ def broken(model: Path, folder: Path, damage: str) -> Path:
         case "no config":
             config.unlink()
         case "unknown architecture":
-            config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": ["GPT2LMHeadModel"]}))
+            config.write_text(
+                json.dumps(json.loads(config.read_text(encoding="utf-8")) | {"architectures": ["GPT2LMHeadModel"]}),
+                encoding="utf-8",
+            )
         case "missing shard":
             (folder / "model.safetensors").unlink()
             placed = dict.fromkeys(tensors, "model-00001-of-00001.safetensors")
-            (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+            (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}), encoding="utf-8")
         case "truncated":
             os.truncate(folder / "model.safetensors", 100_000)
         case "wrong shape":
@@ -117,10 +120,13 @@ def test_invalid_role_checkpoints_are_rejected(
                 file.seek(-2000, os.SEEK_END)
                 file.write(bytes(2000))
         case "state":
-            (role / "state.json").write_text("{}")
+            (role / "state.json").write_text("{}", encoding="utf-8")
         case "other model":
             config.write_text(
-                json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 1, "layer_types": None})
+                json.dumps(
+                    json.loads(config.read_text(encoding="utf-8")) | {"num_hidden_layers": 1, "layer_types": None}
+                ),
+                encoding="utf-8",
             )
     capsys.readouterr()
     run("megatron-to-hf", role, tmp_path / "out", expect=1)
@@ -159,12 +165,14 @@ def test_tokenizer_and_config_files_are_copied(model: Model, tmp_path: Path) -> 
     source = copytree(model("qwen2"), tmp_path / "model")
     texts = {"tokenizer.json": "{}", "tokenizer_config.json": "[1]", "chat_template.jinja": "{{ x }}"}
     for name, text in texts.items():
-        (source / name).write_text(text)
+        (source / name).write_text(text, encoding="utf-8")
     run("hf-to-megatron", source, tmp_path / "role")
     run("megatron-to-hf", tmp_path / "role", tmp_path / "back")
     for name in (*texts, "generation_config.json"):
         assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
-    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "back"))
+    before, after = (
+        json.loads((folder / "config.json").read_text(encoding="utf-8")) for folder in (source, tmp_path / "back")
+    )
     assert before == after
 
 

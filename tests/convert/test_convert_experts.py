@@ -37,7 +37,7 @@ def test_mxfp4_converts_to_the_values_of_transformers(quantized: Path, tmp_path:
     converted = tensors_of(tmp_path / "out")
     assert converted.keys() == expected.keys()
     assert all(torch.equal(converted[name], tensor) for name, tensor in expected.items())
-    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
 
 
 def test_a_torch_dist_checkpoint_with_stacked_experts_is_refused(quantized: Path) -> None:

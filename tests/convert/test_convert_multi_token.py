@@ -38,7 +38,7 @@ def source(request: pytest.FixtureRequest, model: Model, tmp_path: Path) -> Path
 
 
 def field_of(folder: Path) -> int | None:
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return config.get("num_nextn_predict_layers", config.get("mtp_num_hidden_layers"))
 
 
@@ -47,7 +47,7 @@ def assert_carried(source: Path, exported: Path) -> None:
     assert_same(source, exported)
     index = exported / "model.safetensors.index.json"
     if index.is_file():
-        placed = json.loads(index.read_text())["weight_map"]
+        placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         assert placed.keys() == tensors_of(source).keys()
         assert all((exported / file).is_file() for file in placed.values())
     assert field_of(exported) == field_of(source)

@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from shutil import copytree
+from typing import Any
 
 import pytest
 import torch
 from checkpoints import SETTINGS, assert_same, load_role, run, save_role, tensors_of
 from distributed import ProcessPool
 from safetensors.torch import save_file
+from tiny_models import model_config
+from valid_layouts import paired_layouts
 from whole_tensors import whole_tensors
 
 from megarl.models import ParallelLayout
 
 Model = Callable[[str], Path]
 CORRECTION_BIAS = "e_score_correction_bias"
-SAVED = [
-    ("qwen2", ParallelLayout(tp=2, pp=2)),
-    ("qwen2_tied", ParallelLayout(pp=2)),
-    ("qwen2_tied", ParallelLayout(tp=2)),
-    ("qwen3_moe", ParallelLayout(dp=2, ep=2)),
-    ("qwen3_moe", ParallelLayout(tp=2, dp=2, ep=2)),
-    ("deepseek_v3", ParallelLayout(tp=2, ep=2, etp=1)),
-    ("deepseek_v3", ParallelLayout(pp=2)),
-    ("mixtral", ParallelLayout(dp=2, ep=2)),
-    ("gpt_oss", ParallelLayout(tp=2, ep=2, etp=1)),
-    ("token_critic", ParallelLayout(tp=2)),
-]
+SAVED = ("qwen2", "qwen2_tied", "qwen3_moe", "deepseek_v3", "mixtral", "gpt_oss", "token_critic", "qwen3_5_moe")
+
+
+def save_cases() -> Iterator[Any]:
+    """Models, each in the next of the layouts that combine all parallel sizes."""
+    for number, name in enumerate(SAVED):
+        layouts = paired_layouts(model_config(**SETTINGS[name]), 4)
+        for layout in layouts[number % 2 :: 3]:
+            yield pytest.param(name, layout, id=f"{name} {layout.describe()}")
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -43,7 +43,7 @@ def test_every_family_round_trips(name: str, model: Model, tmp_path: Path) -> No
     run("verify", source, tmp_path / "role")
 
 
-@pytest.mark.parametrize(("name", "layout"), SAVED, ids=lambda value: getattr(value, "describe", lambda: value)())
+@pytest.mark.parametrize(("name", "layout"), save_cases())
 def test_engine_checkpoints_convert_back_to_their_source(
     name: str, layout: ParallelLayout, model: Model, pool: ProcessPool, tmp_path: Path
 ) -> None:
@@ -114,8 +114,8 @@ def test_a_folder_without_head_can_be_inspected_but_not_converted(
     del tensors[head]
     save_file(tensors, folder / "model.safetensors")
     if is_base_model:
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen2Model"]}))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen2Model"]}), encoding="utf-8")
         head = "lm_head.weight"  # the head of the corresponding full model
     run("inspect", folder)
     assert f"none: {head} absent" in capsys.readouterr().out

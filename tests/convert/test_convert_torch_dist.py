@@ -38,7 +38,7 @@ def test_reads_megatron_checkpoints(case: str, model: Model, pool: ProcessPool, 
     name, save_format = CASES[case]
     source, folder = model(name), tmp_path / "iter_0000007"
     pool.run(save_torch_dist, save_format.layout.world_size, str(source), str(folder), save_format)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7", encoding="utf-8")
     run("megatron-to-hf", tmp_path, tmp_path / "out", "--model", source)
     assert_same(source, tmp_path / "out")
     run("verify", tmp_path, source)  # the config comes from the other checkpoint
@@ -88,13 +88,13 @@ def test_a_shape_mismatch_is_reported(
     model: Model, pool: ProcessPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pool.run(save_torch_dist, 1, str(model("qwen2")), str(tmp_path / "ckpt"), SaveFormat())
-    config = json.loads((model("qwen2") / "config.json").read_text())
+    config = json.loads((model("qwen2") / "config.json").read_text(encoding="utf-8"))
     for field, value, message in (
         ("num_hidden_layers", 3, "lacks 'decoder.layers.2."),
         ("intermediate_size", 64, "'decoder.layers.0.mlp.linear_fc1.weight' has shape [128, 32]"),
         ("vocab_size", 600, "'embedding.word_embeddings.weight' has shape [600, 32]"),
     ):
-        (tmp_path / "config.json").write_text(json.dumps(config | {field: value}))
+        (tmp_path / "config.json").write_text(json.dumps(config | {field: value}), encoding="utf-8")
         run("megatron-to-hf", tmp_path / "ckpt", tmp_path / "out", "--model", tmp_path, expect=1)
         assert message in capsys.readouterr().err
         assert not (tmp_path / "out").exists()

@@ -24,7 +24,7 @@ def stage(folder: Path, name: str, **environment: str) -> dict[str, dict[str, An
         [*command, "--scale", "tiny", "--device", "cuda"], cwd=ROOT, env=variables, capture_output=True, text=True
     )
     assert run.returncode in (0, 1), run.stderr
-    report = json.loads((folder / f"{name}.json").read_text())
+    report = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
     assert report["is_complete"]
     return {row["check"]: row for row in report["results"]}
 

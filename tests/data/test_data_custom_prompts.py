@@ -97,6 +97,22 @@ def test_max_samples_are_passed_on(write, question_rows, tokenizer):
         built(OlderVersion, path, tokenizer, max_samples=3)
 
 
+def test_a_token_that_the_model_lacks_is_named_at_the_start(write, question_rows, tokenizer):
+    rows, size = question_rows(2), tokenizer.convert_tokens_to_ids("Z")
+    encoder = PromptEncoder(tokenizer, vocab_size=size)
+    assert len(built(LikeVerl, write(rows), tokenizer, encoder=encoder)) == 2
+    rows[1]["prompt"][0]["content"] = "Z"
+    with pytest.raises(DataError, match=rf"LikeVerl, row 1: token {size} "):
+        built(LikeVerl, write(rows), tokenizer, encoder=encoder)
+
+
+def test_a_prompt_that_leaves_no_room_for_a_response_is_named_at_the_start(write, question_rows, tokenizer):
+    path = write(question_rows(3))
+    assert len(built(LikeVerl, path, tokenizer, prompt_room=6)) == 3
+    with pytest.raises(DataError, match=r"LikeVerl, row 2: the prompt has 6 tokens, .* leaves room for 5 "):
+        built(LikeVerl, path, tokenizer, prompt_room=5)
+
+
 def test_constructors_are_told_apart():
     assert takes_verls_arguments(LikeVerl) and takes_verls_arguments(OlderVersion)
     assert not takes_verls_arguments(RLHFDataset)

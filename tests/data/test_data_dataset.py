@@ -1,14 +1,17 @@
 import copy
 import json
 import logging
+from functools import partial
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from megarl.base.errors import DataError
 from megarl.data import DataProto, RLHFDataset, SFTDataset, lengths, sequence_lengths
+from megarl.data.tokenization import PromptEncoder
 
 TEMPLATE_TOKENS = 3  # <|user|>, <|end|>, <|assistant|>
 
@@ -54,6 +57,29 @@ def test_template_arguments_and_null_fields(write, question_rows, tokenizer):
     assert dataset[1]["raw_prompt"] == [{"role": "user", "content": "xx"}]
 
 
+def call(arguments):
+    call_ = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [{"role": "assistant", "content": "", "tool_calls": [call_]}, {"role": "user", "content": "go"}]
+
+
+def test_arguments_of_calls_have_no_nulls_of_other_rows(write, question_rows, tokenizer, monkeypatch, tmp_path):
+    """A struct of a parquet file has the fields of all rows; a null in JSON lines is a value."""
+    template = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template + "{% endfor %}")
+    rows = question_rows(2)
+    rows[0]["prompt"] += call({"x": 1, "deep": [{"a": 1}]})
+    rows[1]["prompt"] += call({"y": 2, "deep": [{"b": 2}]})
+    rows[1]["extra_info"]["own"] = None
+    dataset = RLHFDataset(write(rows), tokenizer, 90)
+    assert tokenizer.decode(dataset[0]["prompt_ids"]) == '{"x": 1, "deep": [{"a": 1}]}'
+    assert dataset[1]["raw_prompt"][1:] == call({"deep": [{"b": 2}], "y": 2})
+    assert dataset[0]["extra_info"] == {"split": "train", "index": 0, "own": None}  # as verl passes it to rewards
+    rows[0]["prompt"] = rows[0]["prompt"][:1] + call({"x": None})
+    lines = tmp_path / "rows.jsonl"
+    lines.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    assert tokenizer.decode(RLHFDataset(str(lines), tokenizer, 90)[0]["prompt_ids"]) == '{"x": null}'
+
+
 def with_texts(rows):
     return [row | {"prompt": row["prompt"][0]["content"]} for row in rows]
 
@@ -78,9 +104,28 @@ def test_text_prompt_without_the_chat_template_is_its_tokens(write, question_row
     assert tokenizer.decode(trained[1]["prompt_ids"] + trained[1]["response_ids"]) == "xx4<|end|>"
 
 
+@pytest.mark.parametrize("first", [["<bos>"], ["<mask>", "<sop>"]])
+def test_a_rendered_text_has_its_first_tokens_once(write, question_rows, tokenizer, first):
+    """The tokenizer writes them before every text, one as Llama's, two as GLM's."""
+    own = copy.deepcopy(tokenizer)
+    own.add_special_tokens({"additional_special_tokens": first})
+    ids = own.convert_tokens_to_ids(first)
+    single = " ".join([*first, "$A"])
+    own.backend_tokenizer.post_processor = TemplateProcessing(
+        single=single, special_tokens=list(zip(first, ids, strict=True))
+    )
+    rows = with_texts(question_rows(2))
+    rows[1]["prompt"] = "".join(first) + rows[1]["prompt"]
+    dataset = RLHFDataset(write(rows), own, 9, apply_chat_template=False)
+    assert [dataset[row]["prompt_ids"] for row in range(2)] == [
+        ids + own.convert_tokens_to_ids(["x"]),
+        ids + own.convert_tokens_to_ids(["x", "x"]),
+    ]
+
+
 def test_messages_are_rendered_without_the_chat_template_of_texts(tmp_path, question_rows, tokenizer):
     rows = [*with_texts(question_rows(1)), question_rows(2)[1]]
-    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     dataset = RLHFDataset(str(tmp_path / "mixed.jsonl"), tokenizer, 9, apply_chat_template=False)
     shown = [tokenizer.decode(dataset[row]["prompt_ids"]) for row in range(2)]
     assert shown == ["x", "<|user|>xx<|end|><|assistant|>"]
@@ -129,6 +174,29 @@ def test_filtering_counts_dropped_prompts(write, question_rows, tokenizer, trunc
     assert [model["ground_truth"] for model in batch.non_tensor_batch["reward_model"]] == ["2", "1", "0"]
 
 
+@pytest.mark.parametrize("as_text", [False, True])
+def test_a_prompt_that_is_too_long_by_its_bytes_is_not_tokenized(write, question_rows, tokenizer, monkeypatch, as_text):
+    """To tokenize 30 MB takes minutes and gigabytes of memory."""
+    rows = question_rows(4)
+    rows[2]["prompt"][0]["content"] = "x" * 2_000_000
+    if as_text:
+        rows = with_texts(rows)
+    seen = []
+    encode_all = PromptEncoder.encode_all
+
+    def recording(self, prompts, locations):
+        seen.extend(len(prompt.messages[0]["content"]) for prompt in prompts)
+        return encode_all(self, prompts, locations)
+
+    monkeypatch.setattr(PromptEncoder, "encode_all", recording)
+    path = write(rows)
+    dataset = RLHFDataset(path, tokenizer, 6, apply_chat_template=not as_text, filter_overlong_prompts=True)
+    assert seen == [1, 2, 4] and [sample["index"] for sample in map(dataset.__getitem__, range(2))] == [0, 1]
+    assert dataset.dropped == (1 if as_text else 2)  # the template has three tokens
+    with pytest.raises(DataError, match=r"row 2: the prompt has at least \d+ tokens, at most 7 are allowed"):
+        RLHFDataset(path, tokenizer, 7, apply_chat_template=not as_text)
+
+
 def test_filtering_everything_is_an_error(write, question_rows, tokenizer):
     with pytest.raises(DataError, match=r"all 3 prompts are longer than 2 tokens .the shortest has 4"):
         RLHFDataset(write(question_rows(3)), tokenizer, 2, filter_overlong_prompts=True)
@@ -144,6 +212,40 @@ def test_a_tokenizer_that_knows_nothing_of_the_prompts_is_rejected(write, questi
     rows = [{**row, "response": "x"} for row in question_rows(3)]
     with pytest.raises(DataError, match=r"train\.parquet, row 0: the tokenizer .* knows nothing of the first prompts"):
         kind(write(rows), stranger, 50)
+
+
+@pytest.mark.parametrize("truncation", ["error", "left"])
+def test_a_prompt_with_a_token_that_the_model_lacks_is_named_at_the_start(write, question_rows, tokenizer, truncation):
+    rows, size = question_rows(3), tokenizer.convert_tokens_to_ids("Z")  # the rows' "x" is before it
+    make = partial(RLHFDataset, tokenizer=tokenizer, max_prompt_length=20, truncation=truncation, vocab_size=size)
+    assert len(make(write(rows))[2]["prompt_ids"]) == 6
+    rows[1]["prompt"][0]["content"] = "aZ"
+    with pytest.raises(DataError, match=rf"train\.parquet, row 1: token {size} \('Z'\) .* vocabulary of {size} tokens"):
+        make(write(rows))
+    assert len(RLHFDataset(write(rows), tokenizer, 20, vocab_size=len(tokenizer))) == 3
+
+
+def test_rows_are_not_measured_again_for_a_tokenizer_within_the_vocabulary(write, question_rows, tokenizer):
+    rows = question_rows(3)
+    rows[1]["prompt"][0]["role"] = "tool"  # which the template refuses
+    size = max(tokenizer.get_vocab().values()) + 1
+    assert len(RLHFDataset(write(rows), tokenizer, 20, truncation="left", vocab_size=size)) == 3
+    with pytest.raises(DataError, match="no tools here"):
+        RLHFDataset(write(rows), tokenizer, 20, truncation="left", vocab_size=size - 1)
+
+
+@pytest.mark.parametrize(("truncation", "longest"), [("error", 6), ("left", 6), ("left", 20)])
+def test_a_prompt_that_leaves_no_room_for_a_response_is_named_at_the_start(
+    write, question_rows, tokenizer, truncation, longest
+):
+    path = write(question_rows(3))  # of 4, 5 and 6 tokens
+    make = partial(RLHFDataset, path, tokenizer, longest, truncation=truncation)
+    assert len(make(prompt_room=6)) == 3
+    with pytest.raises(DataError, match=r"train\.parquet, row 2: the prompt has 6 tokens, .* leaves room for 5 "):
+        make(prompt_room=5)
+    assert len(RLHFDataset(path, tokenizer, 5, truncation="left", prompt_room=5)) == 3
+    dropped = RLHFDataset(path, tokenizer, 5, filter_overlong_prompts=True, prompt_room=5)
+    assert len(dropped) == 2 and dropped.dropped == 1
 
 
 def test_prompt_rejected_by_the_template(write, question_rows, tokenizer):
@@ -299,6 +401,18 @@ def test_tools_of_a_row(write, question_rows, tokenizer, monkeypatch, as_text):
     assert batch.non_tensor_batch["tools"].tolist() == [[TOOL], None, [TOOL]]
     with pytest.raises(DataError, match="row 2: the prompt has 9 tokens, at most 8"):  # 3 of the tools are counted
         RLHFDataset(write(rows), tokenizer, 8, tool_schemas={"add": TOOL})
+
+
+def test_nulls_of_a_schema_stay_if_they_are_json(write, question_rows, tokenizer):
+    def tool(**properties):
+        return {"type": "function", "function": {"name": "add", "parameters": {"properties": properties}}}
+
+    rows = question_rows(3)
+    rows[0]["tools"], rows[1]["tools"] = [tool(a={"type": "string"})], [tool(b={"enum": ["c"]})]
+    dataset = RLHFDataset(write(rows), tokenizer, 90)
+    assert [dataset[row]["tools"] for row in range(3)] == [rows[0]["tools"], rows[1]["tools"], None]
+    rows[0]["tools"], rows[1]["tools"] = json.dumps([tool(a={"default": None})]), json.dumps([tool()])
+    assert RLHFDataset(write(rows), tokenizer, 90)[0]["tools"] == [tool(a={"default": None})]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def cache(tmp_path, monkeypatch):
 def write_lines(tmp_path):
     def write(content, name="rows.jsonl"):
         path = tmp_path / name
-        path.write_text("\n".join(json.dumps(row) for row in content) + "\n")
+        path.write_text("\n".join(json.dumps(row) for row in content) + "\n", encoding="utf-8")
         return str(path)
 
     return write
@@ -138,7 +138,7 @@ def test_json_values_keep_their_types(write_lines, question_rows, cache):
 
 
 def test_json_list(tmp_path, question_rows):
-    (tmp_path / "list.json").write_text(json.dumps(question_rows(3), indent=1))
+    (tmp_path / "list.json").write_text(json.dumps(question_rows(3), indent=1), encoding="utf-8")
     assert everything(read(str(tmp_path / "list.json"))) == question_rows(3)
     assert check_files(str(tmp_path / "list.json"), RLHF_COLUMNS, "data.val_files", "prompt") == 3
 
@@ -176,7 +176,7 @@ def test_malformed_json_value_is_named_by_file_column_and_row(write_lines, quest
 @pytest.mark.parametrize(("line", "message"), [("{", r"line 2: is not JSON"), ("[1]", "line 2: must be a JSON object")])
 def test_malformed_line_is_named(write_lines, question_rows, tmp_path, line, message):
     path = write_lines(question_rows(1))
-    with open(path, "a") as file:
+    with open(path, "a", encoding="utf-8") as file:
         file.write(f"{line}\n")
     with pytest.raises(DataError, match=message):
         read(path)
@@ -199,7 +199,7 @@ def test_folders_of_hugging_face_datasets(tmp_path, question_rows):
     assert everything(read(str(tmp_path / "splits/train"))) == content
     with pytest.raises(DataError, match=r"is a folder, and not one of Hugging Face datasets"):
         read(str(tmp_path))
-    (tmp_path / "splits/train/state.json").write_text("{}")
+    (tmp_path / "splits/train/state.json").write_text("{}", encoding="utf-8")
     with pytest.raises(DataError, match=r"state\.json: is not a file of datasets.save_to_disk"):
         read(str(tmp_path / "splits/train"))
 

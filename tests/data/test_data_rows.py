@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 
@@ -110,9 +111,25 @@ def test_malformed_value_is_named_by_file_column_and_row(write, question_rows, c
     assert "bad.parquet" in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["images", "image"])
+def test_data_that_a_text_model_does_not_read_is_refused(write, question_rows, tmp_path, name):
+    """At the start already; empty lists, as in the text rows of a mixed data set, are none."""
+    rows = [{**row, name: []} for row in question_rows(3)]
+    lines = tmp_path / "rows.jsonl"
+    lines.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    for path in (write(rows), str(lines)):
+        assert check_files(path, RLHF_COLUMNS, "data.train_files", "prompt") == len(read(path)) == 3
+    rows[2] = {**rows[2], name: [{"bytes": "x"}], "prompt": [{"role": "user", "content": "<image> What?"}]}
+    lines.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    for path in (write(rows), str(lines)):
+        for reader in (read, lambda path: check_files(path, RLHF_COLUMNS, "data.train_files", "prompt")):
+            with pytest.raises(DataError, match=f"{path}: column '{name}', row 2 is not empty"):
+                reader(path)
+
+
 def test_missing_and_malformed_parquet_files(tmp_path, write, question_rows):
     text = tmp_path / "rows.parquet"
-    text.write_text("question,answer\n1,2\n")
+    text.write_text("question,answer\n1,2\n", encoding="utf-8")
     truncated = tmp_path / "cut.parquet"
     whole = write(question_rows(3))
     with open(whole, "rb") as file:

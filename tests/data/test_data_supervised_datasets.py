@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from megarl.base.errors import DataError
 from megarl.data import LabelledResponses, PairDataset, SFTDataset
@@ -160,6 +162,22 @@ def test_malformed_conversation_is_named(
         SFTDataset(write([{"messages": messages}]), tokenizer, 30, messages_key="messages")
 
 
+def test_a_message_may_begin_with_a_line_break(write: Callable[..., str]) -> None:
+    """A merge of two line breaks would extend over the generation prompt, after which the policy writes only one."""
+    core = Tokenizer(models.BPE({text: n for n, text in enumerate(["\n", "\n\n", *"aeu:"])}, [("\n", "\n")]))
+    merging = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="e")
+    merging.chat_template = (
+        "{% for m in messages %}{{ m['role'][0] }}:\n{{ m['content'] }}e{% endfor %}"
+        "{% if add_generation_prompt %}a:\n{% endif %}"
+    )
+    talk = [{"role": role, "content": "\nu"} for role in ("user", "assistant", "user", "assistant")]
+    row = SFTDataset(write([{"messages": talk}]), merging, 30, messages_key="messages")[0]
+    tokens = merging.convert_ids_to_tokens(row["prompt_ids"] + row["response_ids"])
+    user, assistant = ["u", ":", "\n\n", "u", "e"], ["a", ":", "\n", "\n", "u", "e"]
+    assert tokens == (user + assistant) * 2
+    assert row["response_mask"] == [1] * 3 + [0] * 8 + [1] * 3
+
+
 def test_template_that_changes_earlier_turns_is_an_error(tokenizer: Any, write: Callable[..., str]) -> None:
     forgetful = copy.deepcopy(tokenizer)
     forgetful.chat_template = (
@@ -250,3 +268,38 @@ def test_mismatch_shift_avoids_the_own_prompt() -> None:
     assert mismatch_shift([first, second, third]) == 1
     assert mismatch_shift([first, first, second, second, third, third]) == 2
     assert mismatch_shift([first, first, first, second]) == 1  # two rows keep their prompt with any shift
+
+
+@pytest.mark.parametrize("column", ["prompt", "response", "chosen", "rejected", "messages"])
+def test_a_token_that_the_model_lacks_is_named_at_the_start(
+    tokenizer: Any, write: Callable[..., str], column: str
+) -> None:
+    size = tokenizer.convert_tokens_to_ids("Z")
+    question = [{"role": "user", "content": "e"}]
+    row = {"prompt": question, "response": "a", "chosen": "b", "rejected": "c", "messages": [*question, answer("d")]}
+    made: list[Any] = [row, copy.deepcopy(row)]
+
+    def build(options: dict[str, Any]) -> None:
+        kind = PairDataset if column in ("chosen", "rejected") else SFTDataset
+        kind(write(made), tokenizer, 20, **options)
+
+    options = {"messages_key": "messages"} if column == "messages" else {}
+    build({**options, "vocab_size": size})
+    made[1][column] = "Z" if isinstance(row[column], str) else [*row[column][:-1], {**row[column][-1], "content": "Z"}]
+    build(options)
+    with pytest.raises(DataError, match=rf"row 1: token {size} \('Z'\)"):
+        build({**options, "vocab_size": size})
+
+
+def test_the_end_of_a_response_is_the_one_that_was_trained(tokenizer: Any, write: Callable[..., str]) -> None:
+    messages = [*QUESTION, answer("d")]
+    file = write([{"prompt": QUESTION, "response": "a", "chosen": "b", "rejected": "c", "messages": messages}])
+    other = copy.deepcopy(tokenizer)
+    other.eos_token = "<|pad|>"  # the template ends a turn with <|end|>
+    end, pad = (tokenizer.convert_tokens_to_ids(token) for token in ("<|end|>", "<|pad|>"))
+    assert SFTDataset(file, other, 20).end_token == PairDataset(file, other, 20).end_token == pad
+    assert SFTDataset(file, other, 20, messages_key="messages").end_token == end
+    other.chat_template = tokenizer.chat_template.replace("<|end|>{% endfor", "<|end|>  {% endfor")
+    assert SFTDataset(file, other, 20, messages_key="messages").end_token == end
+    other.chat_template = tokenizer.chat_template.replace("<|end|>{% endfor", "!{% endfor")
+    assert SFTDataset(file, other, 20, messages_key="messages").end_token is None

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 from doc_pages import ROOT
 
-HEADINGS = re.findall(r"^### `(.+)`$", (ROOT / "docs" / "faq.md").read_text(), re.MULTILINE)
+HEADINGS = re.findall(r"^### `(.+)`$", (ROOT / "docs" / "faq.md").read_text(encoding="utf-8"), re.MULTILINE)
 
 
 @cache
@@ -17,7 +17,7 @@ def package_strings() -> str:
     """All string literals of the package, one per line; "…" replaces the fields of f-strings."""
     lines = []
     for file in (ROOT / "megarl").rglob("*.py"):
-        tree = ast.parse(file.read_text())
+        tree = ast.parse(file.read_text(encoding="utf-8"))
         lines += [_text(node) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr | ast.Constant)]
     return "\n".join(line for line in lines if line)
 

@@ -12,8 +12,8 @@ from doc_pages import ROOT
 from megarl.config import TrainConfig
 from megarl.config.keys import walk
 
-PAGE = (ROOT / "docs" / "from_trl.md").read_text()
-FIELDS = json.loads((ROOT / "tests" / "docs" / "trl_fields.json").read_text())
+PAGE = (ROOT / "docs" / "from_trl.md").read_text(encoding="utf-8")
+FIELDS = json.loads((ROOT / "tests" / "docs" / "trl_fields.json").read_text(encoding="utf-8"))
 
 
 def rows(title: str) -> list[tuple[set[str], str]]:

@@ -15,14 +15,14 @@ def test_import_graph_is_up_to_date() -> None:
     drawn = subprocess.run(
         [sys.executable, "tools/draw_imports.py"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
-    assert PICTURE.read_text() == drawn, "run: python tools/draw_imports.py > docs/images/imports.svg"
+    assert PICTURE.read_text(encoding="utf-8") == drawn, "run: python tools/draw_imports.py > docs/images/imports.svg"
 
 
 def test_every_arrow_is_an_import() -> None:
     """Checked in the text of the files, independent of the library that builds the graph."""
-    shown = set(re.findall(r"<title>(\w+) imports (\w+)</title>", PICTURE.read_text()))
+    shown = set(re.findall(r"<title>(\w+) imports (\w+)</title>", PICTURE.read_text(encoding="utf-8")))
     for source, target in shown:
         folder = ROOT / "megarl" / source
         files = folder.rglob("*.py") if folder.is_dir() else [folder.with_suffix(".py")]
-        assert any(f"megarl.{target}" in file.read_text() for file in files), (source, target)
+        assert any(f"megarl.{target}" in file.read_text(encoding="utf-8") for file in files), (source, target)
     assert {("trainer", "cluster"), ("workers", "megatron"), ("cluster", "workers")} <= shown

@@ -10,7 +10,7 @@ import yaml
 from doc_pages import AFTER_QUICKSTART, ALONE, NOT_RUN, ONE_STEP, QUICKSTART, ROOT, anchors, links, pages, shell_blocks
 
 IDS = [str(page.relative_to(ROOT)) for page in pages()]
-SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("page", pages(), ids=IDS)

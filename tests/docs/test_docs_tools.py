@@ -22,7 +22,7 @@ def run_tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def write_run(folder: Path, rows: list[dict[str, float]]) -> Path:
     run = folder / "2026-01-01_00-00-00"
     run.mkdir(parents=True)
-    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
     return folder
 
 
@@ -61,8 +61,8 @@ def test_tiny_model_keeps_family_and_ratios(tmp_path: Path) -> None:
         "layer_types": ["full_attention", "full_attention"],
     }  # fmt: skip
     (tmp_path / "large").mkdir()
-    (tmp_path / "large" / "config.json").write_text(json.dumps(large))
-    (tmp_path / "large" / "tokenizer.json").write_text("{}")
+    (tmp_path / "large" / "config.json").write_text(json.dumps(large), encoding="utf-8")
+    (tmp_path / "large" / "tokenizer.json").write_text("{}", encoding="utf-8")
     result = run_tool(
         "tiny_model", str(tmp_path / "large"), str(tmp_path / "small"), "--layers", "4", "--hidden", "128"
     )

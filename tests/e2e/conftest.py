@@ -30,7 +30,7 @@ def mixture(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen3-MoE with the task's tokenizer."""
     folder = tmp_path_factory.mktemp("mixture") / "model"
     shutil.copytree(task / "model", folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
-    dense = json.loads((task / "model" / "config.json").read_text())
+    dense = json.loads((task / "model" / "config.json").read_text(encoding="utf-8"))
     kept = ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "max_position_embeddings")
     sizes = {name: dense[name] for name in (*kept, "num_hidden_layers", "eos_token_id", "pad_token_id")}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}

@@ -26,7 +26,7 @@ def url() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def run(small: list[str], start: Callable[..., CliRun], url: str, tmp_path_factory: pytest.TempPathFactory) -> RunFiles:
     loops = tmp_path_factory.mktemp("loops") / "loops.yaml"
-    loops.write_text(json.dumps([{"name": "search_once", "_target_": f"{LOOP}:SearchOnce"}]))
+    loops.write_text(json.dumps([{"name": "search_once", "_target_": f"{LOOP}:SearchOnce"}]), encoding="utf-8")
     agent = "actor_rollout_ref.rollout.agent"
     run = start(
         *("--config-name", "quickstart", *small, "trainer.experiment_name=agents", "trainer.total_training_steps=2"),

@@ -44,7 +44,7 @@ def test_a_resumed_run_repeats_the_batches_of_an_asynchronous_run(
     assert sorted(trained) == list(range(STEPS * PROMPTS)) and trained != sorted(trained)
 
     checkpoint = run.folder / "outputs" / "async" / "checkpoints" / "global_step_2"
-    ledger = json.loads((checkpoint / "trainer_state.json").read_text())["rollout"]["ledger"]
+    ledger = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["rollout"]["ledger"]
     assert ledger["trained"] == 2 * PROMPTS and ledger["admitted"] == len(ledger["groups"]) + 2 * PROMPTS == STEPS * 24
     resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
     run = start(*arguments, *resume, f"trainer.replay_order={order}")
@@ -117,7 +117,7 @@ def test_a_run_without_replicas_saves_whole_steps_and_names_a_step_that_trained_
     assert run.wait() == 1, run.output
     assert "the only replica is lost" in run.output and "The run ends after step 1; saved in" in run.output
     first = run.folder / "outputs" / "lost" / "checkpoints" / "global_step_1"
-    ledger = json.loads((first / "trainer_state.json").read_text())["rollout"]["ledger"]
+    ledger = json.loads((first / "trainer_state.json").read_text(encoding="utf-8"))["rollout"]["ledger"]
     assert ledger["trained"] == PROMPTS and len(ledger["groups"]) == PROMPTS, "the next step's groups are in flight"
 
     run = start(*arguments, "trainer.resume_mode=auto", folder=run.folder)

@@ -73,8 +73,8 @@ def write(rows: list[dict[str, Any]], path: Path, schema: pa.Schema | None = Non
 
 
 def change_config(model: Path, **changes: Any) -> str:
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, **changes}))
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(json.dumps({**config, **changes}), encoding="utf-8")
     return f"actor_rollout_ref.model.path={model}"
 
 
@@ -92,7 +92,7 @@ def test_missing_data_file(refuse: Refuse) -> None:
 
 
 def test_invalid_parquet_file(refuse: Refuse, tmp_path: Path) -> None:
-    (tmp_path / "train.parquet").write_text("prompt,answer\n")
+    (tmp_path / "train.parquet").write_text("prompt,answer\n", encoding="utf-8")
     message = refuse(f"data.val_files={tmp_path}/train.parquet", code=2)
     assert_contains(message, "data.val_files", "train.parquet", "not a readable parquet file")
 
@@ -170,7 +170,9 @@ def test_missing_safetensors_shard(refuse: Refuse, model: Path) -> None:
     (model / "model.safetensors").unlink()
     save_file(tensors, model / "model-00001-of-00002.safetensors")
     weight_map = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(tensors)}
-    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (model / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map}), encoding="utf-8"
+    )
     message = refuse(f"actor_rollout_ref.model.path={model}", code=2)
     assert_contains(message, str(model), "lacks shard 'model-00002-of-00002.safetensors'")
 
@@ -288,7 +290,7 @@ def test_reward_function_import_fails(
 ) -> None:
     path = tmp_path / "judge.py"
     if content is not None:
-        path.write_text(content)
+        path.write_text(content, encoding="utf-8")
     message = refuse(f"custom_reward_function.path={path}", f"custom_reward_function.name={name}", code=2)
     assert_contains(message, str(path), *parts)
 
@@ -428,7 +430,9 @@ def test_dead_cluster(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_cheap_checks_precede_expensive_imports(argument: str, part: str, small: list[str], tmp_path: Path) -> None:
-    (tmp_path / "broken.jsonl").write_text(json.dumps({"prompt": "1+1", "data_source": "a"}) + '\n{"prompt": [\n')
+    (tmp_path / "broken.jsonl").write_text(
+        json.dumps({"prompt": "1+1", "data_source": "a"}) + '\n{"prompt": [\n', encoding="utf-8"
+    )
     arguments = ["train", "--config-name", "quickstart", *small, argument, "trainer.default_local_dir=/proc/x"]
     code = (
         "import sys\n"

@@ -58,7 +58,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not entry.name.startswith(".megarl"):
             (environment / entry.name).symlink_to(entry)
     pins = subprocess.run(f"cat {' '.join(PINNED)} | cksum", shell=True, cwd=folder, capture_output=True, text=True)
-    (environment / ".megarl-pins").write_text(pins.stdout)
+    (environment / ".megarl-pins").write_text(pins.stdout, encoding="utf-8")
     return folder
 
 

@@ -47,7 +47,7 @@ def test_replicas_leave_and_join_with_their_node_and_on_request(
 
         def reached() -> bool:
             for file in run.folder.glob("outputs/elastic/*/metrics.jsonl"):
-                complete = file.read_text().rpartition("\n")[0]  # the run may write the last line now
+                complete = file.read_text(encoding="utf-8").rpartition("\n")[0]  # the run may write the last line now
                 steps[:] = [row for line in complete.splitlines() if (row := json.loads(line))["step"] > 0]
             return any(row["rollout_service/replicas"] == replicas for row in steps[seen:])
 

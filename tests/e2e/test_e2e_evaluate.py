@@ -52,7 +52,7 @@ def evaluate(
         assert run.wait() == 0, run.output
         assert run.remaining() == []
         files = RunFiles(run.folder, "evaluation")
-        metrics = json.loads((files.newest / "metrics.json").read_text())
+        metrics = json.loads((files.newest / "metrics.json").read_text(encoding="utf-8"))
         return EvaluationRun(run, files, metrics, read_jsonl(files.newest / "answers" / f"{step}.jsonl"))
 
     return run
@@ -72,7 +72,7 @@ def checkpoint_result(
     step = folder / "checkpoints" / f"global_step_{STEP}"
     step.mkdir(parents=True)
     convert(open_source(task / "model"), step / "actor", MEGARL, ConversionOptions())
-    (step.parent / "latest_checkpointed_iteration.txt").write_text(f"{STEP}\n")
+    (step.parent / "latest_checkpointed_iteration.txt").write_text(f"{STEP}\n", encoding="utf-8")
     return evaluate(folder, "vote_and_kill", STEP)
 
 

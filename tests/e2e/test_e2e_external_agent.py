@@ -52,7 +52,7 @@ def run(
     run.wait_until(access.exists)
     assert stat.S_IMODE(access.stat().st_mode) == 0o600
     run.wait_until(lambda: access.stat().st_size > 0)
-    endpoint = json.loads(access.read_text())
+    endpoint = json.loads(access.read_text(encoding="utf-8"))
     message = {"role": "user", "content": "1+1"}
     client_responses.append(chat(endpoint["base_url"], endpoint["api_key"], [message], max_tokens=4))
     answered.touch()

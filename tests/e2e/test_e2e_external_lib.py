@@ -11,6 +11,8 @@ import pytest
 from cli_runs import CliRun, RunFiles
 
 from megarl import cli
+from megarl.ops.report.findings import run_findings
+from megarl.ops.report.run_files import read_run
 
 FAMILY = """
 from megarl.models import register_family
@@ -34,6 +36,13 @@ def check_size(module, args):
 register_module_forward_pre_hook(check_size)
 """
 """A device that holds micro-batches of 100 tokens, on all ranks."""
+OTHER_MODEL = """
+from megarl.rollout.embedded.decoder import TransformerDecoder
+
+logits = TransformerDecoder.logits
+TransformerDecoder.logits = lambda decoder, hidden: 1.3 * logits(decoder, hidden)
+"""
+"""An engine that computes another model than the actor."""
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +51,13 @@ def family(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("family")
     shutil.copytree(task / "model", folder / "model")
     config = folder / "model" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "architectures": ["OursForCausalLM"]}))
-    (folder / "ours.py").write_text(FAMILY)
-    (folder / "memory.py").write_text(OUT_OF_MEMORY)
+    config.write_text(
+        json.dumps({**json.loads(config.read_text(encoding="utf-8")), "architectures": ["OursForCausalLM"]}),
+        encoding="utf-8",
+    )
+    (folder / "ours.py").write_text(FAMILY, encoding="utf-8")
+    (folder / "memory.py").write_text(OUT_OF_MEMORY, encoding="utf-8")
+    (folder / "other.py").write_text(OTHER_MODEL, encoding="utf-8")
     return folder
 
 
@@ -64,14 +77,21 @@ def test_unknown_family_is_refused(keys: list[str], capsys: pytest.CaptureFixtur
 
 
 def test_every_process_imports_external_lib(keys: list[str], family: Path, start: Callable[..., CliRun]) -> None:
-    run = start(*keys, f"actor_rollout_ref.model.external_lib=[{family}/ours.py,{family}/memory.py]")
+    run = start(*keys, f"actor_rollout_ref.model.external_lib=[{family}/ours.py,{family}/memory.py,{family}/other.py]")
     assert run.wait() == 0, run.output
-    assert json.loads((run.folder / "export" / "config.json").read_text())["architectures"] == ["OursForCausalLM"]
+    assert json.loads((run.folder / "export" / "config.json").read_text(encoding="utf-8"))["architectures"] == [
+        "OursForCausalLM"
+    ]
     # The second file lets large micro-batches run out of memory, also where tensor-parallel ranks share a layer.
     (row,) = RunFiles(run.folder, "ours").steps.values()
     for role in ("actor", "critic"):
         assert row[f"{role}/out_of_memory"] >= 1 and row[f"{role}/update_micro_batch_limit"] < 8192
         assert f"step 1: {role} ran out of device memory" in " ".join(run.output.split())
+    # With the third one the engine computes another model: named without calculate_log_probs, too.
+    assert row["training/rollout_mismatch_excess"] > 1
+    assert "step 1: the log-probs of engine and actor differ" in " ".join(run.output.split())
+    found = [finding.metric for finding in run_findings(read_run(RunFiles(run.folder, "ours").newest))]
+    assert "training/rollout_mismatch_excess" in found
 
 
 def test_convert_imports_external_lib(family: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +103,7 @@ def test_convert_imports_external_lib(family: Path, capsys: pytest.CaptureFixtur
 
 
 def test_import_error_names_the_config_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "broken.py").write_text("import missing_module")
+    (tmp_path / "broken.py").write_text("import missing_module", encoding="utf-8")
     key = "actor_rollout_ref.model.external_lib"
     code = cli.run_job("train", ["--config-name", "quickstart", f"{key}=[{tmp_path}/broken.py,no.such.module]"])
     error = capsys.readouterr().err

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli_runs import REWARDS, ROOT, CliRun, RunFiles
+from cli_runs import REWARDS, ROOT, CliRun, RunFiles, assert_says_how_it_ended
 from reward_functions import PAUSE_AT, PAUSED
 
 from megarl.cluster.fork_server import ENVIRONMENT
 from megarl.tracing.stacks import STOPPED, process_state
 from megarl.trainer.state.checkpoint_store import CheckpointStore
+from megarl.trainer.state.stopping import KILLED
 
 # Long enough for a slow machine, and shorter than every timeout of a minute or more.
 AT_ONCE_S = 50.0
@@ -62,7 +63,7 @@ def in_third_step(run: CliRun) -> bool:
 def pid_of_actor(run: CliRun) -> int:
     """Process ID of the actor's rank 0."""
     (log,) = (RunFiles(run.folder, "endless").newest / "logs").glob("actor*0.log")
-    return int(re.findall(r"begins, pid (\d+)", log.read_text())[-1])
+    return int(re.findall(r"begins, pid (\d+)", log.read_text(encoding="utf-8"))[-1])
 
 
 def test_ctrl_c_ends_a_run_and_all_its_processes(endless: list[str], start: Callable[..., CliRun]) -> None:
@@ -158,6 +159,33 @@ def test_killed_actor_ends_the_run_and_is_named(endless: list[str], start: Calla
     output = assert_ends(run, 1)
     assert re.search(rf"actor rank 0 \(pid {victim} on [\d.]+\) died in (\w+)", output), output
     assert "its process was killed" in output and "Traceback (most recent call last)" not in output
+
+
+@pytest.mark.parametrize(("victim", "code"), [("raylet/raylet", 1), ("gcs_server", 1), ("driver", -signal.SIGKILL)])
+def test_a_killed_process_of_ray_or_driver_leaves_one_sentence_a_summary_and_its_last_checkpoint(
+    endless: list[str], one_device: list[str], start: Callable[..., CliRun], victim: str, code: int
+) -> None:
+    """Ray ends a driver whose raylet is gone within one of its calls: often before the driver has seen it."""
+    run = start(*endless, *one_device, "trainer.save_freq=1", env={})
+    run.wait_until(lambda: in_third_step(run))
+    if victim == "driver":
+        os.kill(run.process.pid, signal.SIGKILL)
+    else:
+        (process,) = run.running(victim)
+        process.kill()
+    assert_says_how_it_ended(assert_ends(run, code), RunFiles(run.folder, "endless"))
+
+
+def test_a_killed_process_of_ray_before_the_first_step_leaves_a_sentence(
+    endless: list[str], one_device: list[str], start: Callable[..., CliRun]
+) -> None:
+    run = start(*endless, *one_device, env={})
+    run.wait_until(lambda: "start workers ..." in run.output)
+    (process,) = run.running("raylet/raylet")
+    process.kill()
+    output = assert_ends(run, 1)
+    assert output.count("died, so the run ends") + output.count(f"Ended before the first step ({KILLED})") == 1, output
+    assert "Traceback (most recent call last)" not in output
 
 
 def test_watchdog_names_a_stopped_process_and_ends_the_run_with_valid_checkpoints(

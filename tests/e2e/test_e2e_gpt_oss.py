@@ -43,7 +43,7 @@ def test_a_run_from_mxfp4_exports_trained_weights(
         assert row["actor/grad_norm"] > 1e-3
         assert row["training/rollout_log_probs_diff_max"] < 1e-5
     export = files.folder / "export"
-    assert "quantization_config" not in json.loads((export / "config.json").read_text())
+    assert "quantization_config" not in json.loads((export / "config.json").read_text(encoding="utf-8"))
     before = transformers.GptOssForCausalLM.from_pretrained(
         model, quantization_config=transformers.Mxfp4Config(dequantize=True), dtype="float32"
     ).state_dict()

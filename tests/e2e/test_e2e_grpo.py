@@ -175,14 +175,17 @@ def test_signals_save_a_checkpoint_and_print_how_to_resume(ended: list[CliRun]) 
 def test_checkpoint_has_config_versions_manifest_and_hf_export(ended: list[CliRun]) -> None:
     files = RunFiles(ended[-1].folder, "grpo")
     folder = files.root / "checkpoints" / f"global_step_{ENDED_IN_STEP}"
-    assert (folder / "config.yaml").read_text() == (files.newest / "config.yaml").read_text()
+    assert (folder / "config.yaml").read_text(encoding="utf-8") == (files.newest / "config.yaml").read_text(
+        encoding="utf-8"
+    )
     versions = [
-        json.loads((folder / name).read_text())["versions"] for name in ("trainer_state.json", "actor/state.json")
+        json.loads((folder / name).read_text(encoding="utf-8"))["versions"]
+        for name in ("trainer_state.json", "actor/state.json")
     ]
     assert all({"megarl", "python", "torch", "megatron-core"} <= packages.keys() for packages in versions)
     assert "lm_head.weight" in load_file(folder / "actor" / "huggingface" / "model.safetensors")
     assert (folder / "actor" / "huggingface" / "tokenizer_config.json").is_file()
-    listed = json.loads((folder / "manifest.json").read_text())["files"]
+    listed = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["files"]
     present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert listed.keys() == present - {"manifest.json"}
 
@@ -198,4 +201,4 @@ def test_run_ended_by_signals_resumes_bit_exact(
     for step, row in again.steps.items():
         assert reproducible(row) == reproducible(grpo.steps[step])
         dumps = [files.folder / "rollouts" / f"{step}.jsonl" for files in (again, grpo)]
-        assert Path(dumps[0]).read_text() == Path(dumps[1]).read_text()
+        assert Path(dumps[0]).read_text(encoding="utf-8") == Path(dumps[1]).read_text(encoding="utf-8")

@@ -60,7 +60,7 @@ def test_checkpoints_have_adapters_only(trained: RunFiles, role: str, rank: int,
     names = {key.partition("/")[2] for key in read_index(folder).state_dict_metadata}
     assert names and all("lora_" in name for name in names - head) and head <= names
     assert not any("k_proj" in name for name in names) or role == "critic"
-    state = json.loads((folder / "state.json").read_text())
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     assert state["lora"]["rank"] == rank and len(state["base"]["weights"]) == 32
 
 
@@ -78,7 +78,7 @@ def test_resume_in_another_layout_continues_exactly(
 
 def test_checkpoint_converts_to_pefts_format(trained: RunFiles, tmp_path: Path) -> None:
     assert main(["megatron-to-peft", str(_checkpoint(trained.folder, 3)), str(tmp_path / "peft")]) == 0
-    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text(encoding="utf-8"))
     assert (config["r"], config["lora_alpha"], config["use_dora"]) == (4, 8, True)
     assert {"q_proj", "down_proj"} <= set(config["target_modules"]) and "k_proj" not in config["target_modules"]
     with safe_open(tmp_path / "peft" / "adapter_model.safetensors", framework="pt") as file:

@@ -34,9 +34,9 @@ def test_a_later_run_keeps_the_work_of_an_earlier_one(
     first = start(*kept, "trainer.total_training_steps=3", folder=tmp_path)
     assert first.wait() == 0, first.output
     root = tmp_path / "outputs" / "quickstart"
-    earlier, run_id = work(root), (RunFiles(tmp_path, "quickstart").newest / "run_id").read_text()
-    assert (root / "checkpoints" / "global_step_3" / "run_id").read_text() == run_id
-    assert (root / "trained" / "run_id").read_text() == run_id
+    earlier, run_id = work(root), (RunFiles(tmp_path, "quickstart").newest / "run_id").read_text(encoding="utf-8")
+    assert (root / "checkpoints" / "global_step_3" / "run_id").read_text(encoding="utf-8") == run_id
+    assert (root / "trained" / "run_id").read_text(encoding="utf-8") == run_id
 
     # A variation by hand neither saves nor exports.
     beside = start(*quickstart, "trainer.total_training_steps=2", folder=tmp_path)
@@ -54,7 +54,7 @@ def test_a_later_run_keeps_the_work_of_an_earlier_one(
 
     resumed = start(*kept, "trainer.total_training_steps=4", "trainer.resume_mode=auto", folder=tmp_path)
     assert resumed.wait() == 0, resumed.output
-    assert (root / "trained" / "run_id").read_text() == run_id
+    assert (root / "trained" / "run_id").read_text(encoding="utf-8") == run_id
     assert [path.name for path in (root / "checkpoints").glob("global_step_*")] == ["global_step_4"]
     assert {path.stem for path in (root / "rollouts").glob("*.jsonl")} == {"1", "2", "3", "4"}
 
@@ -62,7 +62,7 @@ def test_a_later_run_keeps_the_work_of_an_earlier_one(
     again = start(*kept, *shorter, folder=tmp_path)
     assert again.wait() == 0, again.output
     assert [path.name for path in (root / "checkpoints").glob("global_step_*")] == ["global_step_2"]
-    new_id = (root / "trained" / "run_id").read_text()
-    assert new_id == (root / "checkpoints" / "global_step_2" / "run_id").read_text() != run_id
-    assert new_id == (root / "rollouts" / "run_id").read_text()
+    new_id = (root / "trained" / "run_id").read_text(encoding="utf-8")
+    assert new_id == (root / "checkpoints" / "global_step_2" / "run_id").read_text(encoding="utf-8") != run_id
+    assert new_id == (root / "rollouts" / "run_id").read_text(encoding="utf-8")
     assert {path.stem for path in (root / "rollouts").glob("*.jsonl")} == {"1", "2"}

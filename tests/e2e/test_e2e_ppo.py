@@ -163,7 +163,7 @@ def test_every_metric_is_documented(whole: RunFiles) -> None:
 
 
 def test_every_process_has_a_log_file(whole: RunFiles) -> None:
-    logs = {path.stem: path.read_text() for path in (whole.newest / "logs").glob("*.log")}
+    logs = {path.stem: path.read_text(encoding="utf-8") for path in (whole.newest / "logs").glob("*.log")}
     processes = {f"{role}-{rank}" for role in ("actor", "critic", "rollout") for rank in range(2)}
     assert {"driver", "reward-0", *processes} <= logs.keys()
     assert all(f"{name} begins, pid" in text for name, text in logs.items())
@@ -213,6 +213,9 @@ def test_engine_generates_with_the_weights_of_each_step(whole: RunFiles) -> None
     for row in whole.steps.values():
         assert row["training/rollout_probs_diff_max"] < 1e-5
         assert row["weight_sync/bytes"] > 0
+    first, *later = whole.steps.values()
+    assert first["training/rollout_mismatch_excess"] < 0.01
+    assert not any("training/rollout_mismatch_excess" in row for row in later)
 
 
 def test_rank_balance_is_recorded_and_reported(whole: RunFiles) -> None:
@@ -269,7 +272,7 @@ def test_sampled_responses_have_values_per_token(whole: RunFiles) -> None:
 
 def test_timeline_shows_every_phase_on_every_rank(whole: RunFiles) -> None:
     path = whole.newest / "timeline" / "trace.json"
-    events = json.loads(path.read_text())
+    events = json.loads(path.read_text(encoding="utf-8"))
     assert events == read_trace(whole.newest), "complete, one event per line"
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     bars = [(names[event["pid"]], event["name"], event["ts"], event["dur"]) for event in events if event["ph"] == "X"]
@@ -316,7 +319,7 @@ def test_no_file_of_the_run_has_a_secret_or_is_readable_by_others(whole: RunFile
         and not (path.parent == whole.folder and path.name.startswith("output-"))  # of the test
     }
     assert open_to_others == {}
-    stored = (whole.newest / "config.yaml").read_text()
+    stored = (whole.newest / "config.yaml").read_text(encoding="utf-8")
     assert f"access_token: ${{oc.env:{KEY_VARIABLE}}}" in stored and "api_key: <redacted>" in stored
 
 
@@ -338,7 +341,7 @@ def test_old_checkpoints_are_removed(whole: RunFiles) -> None:
     root = whole.root / "checkpoints"
     assert sorted(path.name for path in root.glob("global_step_*")) == [f"global_step_{step}" for step in (3, 4, 5)]
     assert [(root / f"global_step_{step}" / "critic").is_dir() for step in (3, 4, 5)] == [False, True, True]
-    assert (root / "latest_checkpointed_iteration.txt").read_text() == "5\n"
+    assert (root / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8") == "5\n"
 
 
 def test_training_continues_after_a_failed_save_on_a_full_disk(whole: RunFiles, whole_run: CliRun) -> None:
@@ -358,7 +361,7 @@ def test_resume_in_another_layout_is_equal_within_rounding_and_survives_a_rank_k
     """Resume the second last checkpoint, actor TP2 to PP2 and critic DP2 to TP2; then a rank dies during the save."""
     saved = tmp_path / "outputs" / "ppo" / "checkpoints"
     shutil.copytree(whole.root / "checkpoints" / f"global_step_{STEPS - 1}", saved / f"global_step_{STEPS - 1}")
-    (saved / POINTER).write_text(f"{STEPS - 1}\n")
+    (saved / POINTER).write_text(f"{STEPS - 1}\n", encoding="utf-8")
     dying = {"PYTHONPATH": f"{DYING_WRITER}:{ROOT}", "MEGARL_E2E_DIE_WRITING": "/actor/__1_0.distcp", ENVIRONMENT: "1"}
     run = start(*arguments, *OTHER_LAYOUT, folder=tmp_path, env=dying, warm=True)
     assert run.wait() == 1, run.output
@@ -427,7 +430,7 @@ def test_killed_run_resumes_bit_exact(
 def assert_equal_files(actual: Path, expected: Path) -> None:
     """Compare texts, or arrays except weight versions, which a resumed run counts from 0 again."""
     if actual.suffix != ".npz":
-        assert actual.read_text() == expected.read_text()
+        assert actual.read_text(encoding="utf-8") == expected.read_text(encoding="utf-8")
         return
     with np.load(actual) as actual_arrays, np.load(expected) as expected_arrays:
         assert set(actual_arrays) == set(expected_arrays)

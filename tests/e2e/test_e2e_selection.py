@@ -47,7 +47,7 @@ def test_resume_in_the_middle_of_a_generation_batch_is_equal_within_rounding(
     selection: RunFiles, arguments: list[str], start: Callable[..., CliRun]
 ) -> None:
     checkpoint = selection.folder / "outputs" / "selection" / "checkpoints" / "global_step_1"
-    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     assert state["dataloader"]["taken"] > 0
     resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
     run = start(*arguments, *resume)

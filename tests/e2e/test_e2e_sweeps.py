@@ -18,7 +18,7 @@ SMALL = (*TINY, "critic.megatron.data_parallel_size=1", "trainer.total_training_
 def sweep_results(run: CliRun) -> tuple[Path, list[dict[str, Any]]]:
     """Folder of the sweep and the runs in ``sweep.json``."""
     (file,) = run.folder.glob("outputs/quickstart/*/sweep.json")
-    return file.parent, json.loads(file.read_text())["runs"]
+    return file.parent, json.loads(file.read_text(encoding="utf-8"))["runs"]
 
 
 def test_optuna_sweep_in_joblib_processes(small: list[str], start: Callable[..., CliRun]) -> None:
@@ -32,11 +32,14 @@ def test_optuna_sweep_in_joblib_processes(small: list[str], start: Callable[...,
     folder, results = sweep_results(run)
     assert len({result["overrides"][LR] for result in results}) == 2
     for result in results:
-        rows = [json.loads(line) for line in (folder / result["folder"] / "metrics.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line)
+            for line in (folder / result["folder"] / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
         assert result["value"] == rows[-1]["actor/grad_norm"] and result["error"] is None
-        config = yaml.safe_load((folder / result["folder"] / "config.yaml").read_text())
+        config = yaml.safe_load((folder / result["folder"] / "config.yaml").read_text(encoding="utf-8"))
         assert config["actor_rollout_ref"]["actor"]["optim"]["lr"] == float(result["overrides"][LR])
-    best = yaml.safe_load((folder / "optimization_results.yaml").read_text())
+    best = yaml.safe_load((folder / "optimization_results.yaml").read_text(encoding="utf-8"))
     assert best["best_value"] == max(result["value"] for result in results)  # Optuna minimizes by default
     assert (folder / "comparison.html").is_file() and "<- best" in run.output
 
@@ -52,4 +55,4 @@ def test_submitit_sweep_reports_failed_runs(small: list[str], start: Callable[..
     assert failed["error"].endswith("parts failed: rewards")
     assert failed["overrides"]["reward_model.name"] == "no.such.reward"
     logs = list((folder / ".submitit").rglob("*.out"))
-    assert len(logs) == 2 and any("dry run: every part is fine" in log.read_text() for log in logs)
+    assert len(logs) == 2 and any("dry run: every part is fine" in log.read_text(encoding="utf-8") for log in logs)

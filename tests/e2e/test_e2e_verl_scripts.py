@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from cli_runs import ROOT, CliRun, RunFiles, assert_finite
 
-FACTS: dict[str, Any] = json.loads((ROOT / "tests" / "config" / "verl_facts.json").read_text())
+FACTS: dict[str, Any] = json.loads((ROOT / "tests" / "config" / "verl_facts.json").read_text(encoding="utf-8"))
 GRPO, PPO = (f"examples/{name}_trainer/run_qwen3_8b_megatron.sh" for name in ("grpo", "ppo"))
 ROLES = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
 STEPS = 2

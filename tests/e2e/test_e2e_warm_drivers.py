@@ -33,13 +33,13 @@ sys.exit(3)
 
 
 def test_a_fork_equals_a_process_of_its_own(drivers: Drivers, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
     command, env = ["script.py", "a b", "c=1"], {"VALUE": "of the client"}
     fresh = subprocess.run(
         [sys.executable, *command], cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    with open(tmp_path / "output", "w+") as file:
+    with open(tmp_path / "output", "w+", encoding="utf-8") as file:
         driver = drivers.start(command, tmp_path, env, file.fileno())
         assert driver.wait(60) == fresh.returncode == 3
         file.seek(0)
@@ -55,7 +55,7 @@ def test_a_fork_equals_a_process_of_its_own(drivers: Drivers, tmp_path: Path) ->
 
 
 def test_signals_and_the_shells_client(drivers: Drivers, tmp_path: Path) -> None:
-    (tmp_path / "sleep.py").write_text("import time; time.sleep(600)")
+    (tmp_path / "sleep.py").write_text("import time; time.sleep(600)", encoding="utf-8")
     for number in (signal.SIGKILL, signal.SIGTERM):
         driver = drivers.start(["sleep.py"], tmp_path, dict(os.environ), 1)
         with pytest.raises(subprocess.TimeoutExpired):
@@ -72,7 +72,7 @@ NAMED = "import os, sys, time; print(os.getpid(), sys.executable, flush=True); t
 
 
 def test_a_job_of_the_warm_interpreter_ends_with_it(drivers: Drivers, tmp_path: Path) -> None:
-    (tmp_path / "named.py").write_text(NAMED)
+    (tmp_path / "named.py").write_text(NAMED, encoding="utf-8")
     python = write_interpreter(tmp_path / "python", drivers.address)
     with subprocess.Popen([python, "named.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as client:
         assert client.stdout is not None

@@ -44,7 +44,7 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
     subprocess.run([*pip, str(wheel)], check=True)
     (packages,) = folder.glob("lib/python*/site-packages")
     # Folders in a .pth file come last in sys.path, and their own .pth files (an editable megarl) are ignored.
-    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
 
     def run(*command: str, cwd: Path) -> str:
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "BASH_ENV")}

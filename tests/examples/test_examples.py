@@ -53,7 +53,7 @@ def test_command_in_the_docstring_is_valid(file: Path, capsys: pytest.CaptureFix
 
 
 def test_readme_lists_every_file() -> None:
-    page = (ROOT / "examples" / "README.md").read_text()
+    page = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
     files = {file.name for file in (ROOT / "examples").iterdir() if file.suffix in (".py", ".yaml", ".ipynb")}
     assert files == set(re.findall(r"`examples/([\w.]+)`", page))
 
@@ -110,7 +110,7 @@ def test_callback(tmp_path: Path) -> None:
     view = TrainerView(TrainConfig(), tmp_path, step=1, total_steps=2, epoch=0, batch=batch)
     assert callback.on_step_end(view) == {"custom/group_score_std": 0.25}
     callback.on_save(dataclasses.replace(view, checkpoint=tmp_path / "global_step_1"))
-    assert (tmp_path / "saves.txt").read_text() == f"{tmp_path / 'global_step_1'}\n"
+    assert (tmp_path / "saves.txt").read_text(encoding="utf-8") == f"{tmp_path / 'global_step_1'}\n"
 
 
 def test_reward() -> None:
@@ -157,8 +157,10 @@ def test_model_family(pool: ProcessPool) -> None:
 
 def test_add_a_model_page_shows_the_example() -> None:
     """The page omits the type annotations."""
-    text = (ROOT / "examples/model_family.py").read_text()
-    shown = re.findall(r"```python\n(.*?)```", (ROOT / "docs/add_a_model.md").read_text(), flags=re.DOTALL)
+    text = (ROOT / "examples/model_family.py").read_text(encoding="utf-8")
+    shown = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/add_a_model.md").read_text(encoding="utf-8"), flags=re.DOTALL
+    )
     family = (
         shown[0].partition("@register_family")[2].replace("(self, raw)", "(self, raw: Mapping[str, Any]) -> Traits")
     )

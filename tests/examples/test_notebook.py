@@ -12,7 +12,7 @@ import pytest
 from warm_drivers import Drivers, write_interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
-NOTEBOOK = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text())
+NOTEBOOK = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text(encoding="utf-8"))
 CODE = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 SMALL = {
     "task_options": ["--hidden", "32", "--layers", "2", "--largest", "9", "--num-test", "20", "--lessons", "60", "60"],

@@ -74,7 +74,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "head_dim": 12,
         "attention_bias": True,
         "use_qk_norm": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        "rope_parameters": {**YARN, "partial_rotary_factor": 0.5},
         "n_routed_experts": 8,
         "first_k_dense_replace": 1,
         "routed_scaling_factor": 2.5,
@@ -136,6 +136,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "qwen3_5": {
         "family": "qwen3_5_text",
+        "rope_parameters": {**YARN, "partial_rotary_factor": 0.25},
         "num_hidden_layers": 4,
         "full_attention_interval": 2,
         **LINEAR,
@@ -186,7 +187,11 @@ class Study(NamedTuple):
 
 def reference(path: Path, settings: dict[str, Any], rows: list[Row]) -> Study:
     """Results of transformers and autograd, with gradients by checkpoint name."""
-    model, critic = save_model(path, **settings), "critic" in settings
+    return results_of(save_model(path, **settings), settings["family"], rows, critic="critic" in settings)
+
+
+def results_of(model: Any, family: str, rows: list[Row], *, critic: bool = False) -> Study:
+    """Results of a model of transformers, with gradients by checkpoint name."""
     routing: dict[Any, list[Tensor]] = {}
 
     def note(module: Any, inputs: Any, outputs: Any) -> None:
@@ -212,9 +217,7 @@ def reference(path: Path, settings: dict[str, Any], rows: list[Row]) -> Study:
     loss.backward()
     grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
     layers = [torch.cat(parts) for parts in routing.values()]
-    return Study(
-        outputs, layers, in_checkpoint_names(grads, settings["family"]), {"loss": loss.item()} if critic else metrics
-    )
+    return Study(outputs, layers, in_checkpoint_names(grads, family), {"loss": loss.item()} if critic else metrics)
 
 
 def in_checkpoint_names(tensors: dict[str, Tensor], family: str) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import pickle
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from distributed import Place, ProcessPool
+from valid_layouts import paired_layouts
 
 from megarl.base.checkpoint_files import read_index
 from megarl.base.errors import CheckpointError
@@ -29,7 +31,7 @@ from megarl.megatron import (
     init_runtime,
     shutdown_runtime,
 )
-from megarl.megatron.checkpoint import load_sharded, save_sharded
+from megarl.megatron.checkpoint import load_sharded, save_sharded, saved_items
 from megarl.megatron.checkpoint_format import tensor_shapes
 from megarl.megatron.optimizer import state_shards
 from megarl.models import ParallelLayout, WeightMap, parse_model_config
@@ -302,38 +304,31 @@ def test_resume_is_bit_exact_in_fresh_processes(saved: tuple[Path, list[dict[str
     assert_same_bits(resumed, uninterrupted)
 
 
+OPTIONS: list[dict[str, Any]] = [
+    {"overlap": True},
+    {"value_head": True},
+    {"dtype": "bfloat16", "tied": False},
+    {"distributed": False},
+    {"tied": False},
+    {"dtype": "bfloat16", "distributed": False},
+]
+
+
 @pytest.mark.parametrize(
     ("layout", "options"),
-    [
-        (ParallelLayout(dp=2), {"tied": False}),
-        (ParallelLayout(dp=2), {"distributed": False}),
-        (ParallelLayout(pp=2), {"value_head": True}),
-        (ParallelLayout(tp=2, dp=2), {"dtype": "bfloat16", "tied": False}),
-        (ParallelLayout(dp=2), {"dtype": "bfloat16", "distributed": False}),
-        (ParallelLayout(pp=2, dp=2), {}),
-        (ParallelLayout(cp=2, dp=2), {}),
-        (ParallelLayout(pp=2, dp=2, vpp=2), {"layers": 4, "overlap": True}),
-    ],
-    ids=str,
+    zip(paired_layouts(model_config(layers=4), 4), itertools.cycle(OPTIONS), strict=False),
+    ids=lambda value: value.describe() if isinstance(value, ParallelLayout) else " ".join(value),
 )
 def test_resume_is_bit_exact(
     layout: ParallelLayout, options: dict[str, Any], pool: ProcessPool, tmp_path: Path
 ) -> None:
-    folder = str(tmp_path / "role")
+    folder, options = str(tmp_path / "role"), {"layers": 4, **options}
     uninterrupted = pool.run(train_and_save, layout.world_size, layout, folder, options)
     assert_same_bits(pool.run(load_and_train, layout.world_size, layout, folder, options), uninterrupted)
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [
-        ParallelLayout(),
-        ParallelLayout(tp=2),
-        ParallelLayout(dp=2),
-        ParallelLayout(pp=2, dp=2),
-        ParallelLayout(tp=2, cp=2),
-    ],
-    ids=ParallelLayout.describe,
+    "layout", [ParallelLayout(), *paired_layouts(model_config(layers=2), 4)], ids=ParallelLayout.describe
 )
 def test_checkpoint_resumes_in_another_layout(
     layout: ParallelLayout, saved: tuple[Path, list[dict[str, Any]]], pool: ProcessPool
@@ -472,13 +467,13 @@ def no_state(folder: Path) -> str:
 
 
 def odd_state(folder: Path) -> str:
-    state = json.loads((folder / "state.json").read_text())
-    (folder / "state.json").write_text(json.dumps({**state, "layout": {"tp": 2, "sideways": 3}}))
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    (folder / "state.json").write_text(json.dumps({**state, "layout": {"tp": 2, "sideways": 3}}), encoding="utf-8")
     return "state.json is malformed"
 
 
 def future_state(folder: Path) -> str:
-    (folder / "state.json").write_text('{"format": 7}')
+    (folder / "state.json").write_text('{"format": 7}', encoding="utf-8")
     return "format=7, this megarl reads 1"
 
 
@@ -551,6 +546,28 @@ def test_failed_save_raises_on_every_rank(how: str, expected: str, pool: Process
         assert ["rank 3" in messages[0], "rank 2" in messages[1]] == [True, True], messages
     resumed = pool.run(load_and_train, 1, ParallelLayout(), str(tmp_path / "fine"), {})
     assert resumed[0]["padding"]
+
+
+def test_save_that_misses_a_block_raises_on_every_rank(pool: ProcessPool, tmp_path: Path) -> None:
+    for message in pool.run(save_without_a_block, 2, ParallelLayout(tp=2), str(tmp_path / "role")):
+        assert "'weight/model.norm.weight'" in message
+    assert not list(tmp_path.rglob("*.distcp")) and not list(tmp_path.rglob(".metadata"))
+
+
+def save_without_a_block(place: Place, layout: ParallelLayout, folder: str) -> str:
+    """The message of a save in which no rank contributes the last norm."""
+
+    def incomplete(*args: Any) -> list[Any]:
+        return [item for item in saved_items(*args) if item.key != "weight/model.norm.weight"]
+
+    try:
+        engine = build(place, layout, {})
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as caught:
+            patch.setattr("megarl.megatron.checkpoint.saved_items", incomplete)
+            save_sharded(engine, folder)
+        return str(caught.value)
+    finally:
+        shutdown_runtime()
 
 
 def test_nonempty_folder_raises(saved: tuple[Path, list[dict[str, Any]]], pool: ProcessPool) -> None:

@@ -178,7 +178,7 @@ def test_full_disk_raises_on_every_rank_and_training_continues(
 
 def test_save_and_load_of_selected_contents(pool: ProcessPool, tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
-    (tmp_path / "source" / "tokenizer.json").write_text("{}")
+    (tmp_path / "source" / "tokenizer.json").write_text("{}", encoding="utf-8")
     saved = assembled(pool.run(save_parts, 2, str(tmp_path), str(tmp_path / "source")), TP2)
     (taken,) = pool.run(load_parts, 1, str(tmp_path / "model"), ["model"])
     steps, lr, weights, is_first = taken

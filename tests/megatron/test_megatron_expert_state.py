@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import engine_cases
 import pytest
@@ -11,8 +13,9 @@ from distributed import Place, ProcessPool
 from engine_cases import Setup, assemble, engine, micro_batches, policy_loss, refusal
 from family_cases import MODELS, in_checkpoint_names, reference
 from safetensors.torch import load_file, save_file
-from tiny_models import TEMPERATURE, rows, save_model
+from tiny_models import TEMPERATURE, model_config, rows, save_model
 from torch import Tensor
+from valid_layouts import paired_layouts
 
 from megarl.megatron import MegatronEngine, OptimizerOptions, OutputOptions
 from megarl.megatron.checkpoint import load_sharded, save_sharded
@@ -21,6 +24,7 @@ from megarl.models import ParallelLayout
 # Two replicas of each expert, whose optimizer state is divided over them; four ranks divide that of the rest.
 EXPERTS_OVER_TP = ParallelLayout(tp=2, dp=2, ep=2, etp=1)
 EXPERTS_OVER_DP = ParallelLayout(dp=2, ep=2)
+RESUMED = {"deepseek_v3": MODELS["deepseek_v3"], "gpt_oss": {**MODELS["gpt_oss"], "num_hidden_layers": 2}}
 ADAM = OptimizerOptions(lr=1e-2, weight_decay=0.1, eps=1e-5)  # a small eps amplifies rounding
 
 
@@ -48,36 +52,62 @@ def train(
         return built.weights_to_host()
 
 
-@pytest.mark.parametrize(
-    ("model", "dtype"),
-    [("deepseek_v3", torch.float32), ("deepseek_v3", torch.bfloat16), ("gpt_oss", torch.float32)],
-)
-def test_resumed_training_is_bit_exact(pool: ProcessPool, tmp_path: Path, model: str, dtype: torch.dtype) -> None:
-    save_model(tmp_path / "in", **MODELS[model])
-    setup = Setup(EXPERTS_OVER_TP, dtype=dtype, optimizer=ADAM)
-    arguments = (4, tmp_path / "in", setup)
-    through = pool.run(train, *arguments, range(3), None, tmp_path / "state")
-    resumed = pool.run(train, *arguments, range(2, 3), tmp_path / "state")
+@pytest.fixture(scope="module")
+def alone(pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Tensor]]]:
+    """Each model, and its weights after training in one process."""
+    results = {}
+    for model in RESUMED:
+        folder, setup = tmp_path_factory.mktemp(model), Setup(ParallelLayout(), optimizer=ADAM)
+        save_model(folder, **RESUMED[model])
+        results[model] = folder, assemble(folder, setup, pool.run(train, 1, folder, setup, range(2)))
+    return results
+
+
+def resume_cases() -> Iterator[Any]:
+    """Pairs of layouts: one to train and resume in, one to resume in as well."""
+    for model, every in (("deepseek_v3", 1), ("gpt_oss", 2)):
+        layouts = paired_layouts(model_config(**RESUMED[model]), 4)
+        for number, layout in enumerate(layouts[::every]):
+            dtype = torch.bfloat16 if number % 2 else torch.float32
+            name = f"{model} {str(dtype).removeprefix('torch.')} {layout.describe()}"
+            yield pytest.param(model, dtype, layout, layouts[every * number - 1], id=name)
+
+
+@pytest.mark.parametrize(("model", "dtype", "layout", "elsewhere"), resume_cases())
+def test_resumed_training_is_bit_exact(
+    pool: ProcessPool,
+    tmp_path: Path,
+    alone: dict[str, tuple[Path, dict[str, Tensor]]],
+    model: str,
+    dtype: torch.dtype,
+    layout: ParallelLayout,
+    elsewhere: ParallelLayout,
+) -> None:
+    folder, expected = alone[model]
+    setup = setup_of(layout, dtype)
+    through = pool.run(train, layout.world_size, folder, setup, range(2), None, tmp_path / "state")
+    resumed = pool.run(train, layout.world_size, folder, setup, range(1, 2), tmp_path / "state")
     for rank, (ours, theirs) in enumerate(zip(resumed, through, strict=True)):
         assert ours.keys() == theirs.keys()
         for name in ours:
             assert torch.equal(ours[name], theirs[name]), (rank, name)
     if dtype is torch.float32:
-        check_other_layout(pool, tmp_path, model, assemble(tmp_path / "in", setup, through))
+        other = setup_of(elsewhere, dtype)
+        moved = pool.run(train, elsewhere.world_size, folder, other, range(1, 2), tmp_path / "state")
+        for place, weights in ((setup, through), (other, moved)):
+            assert_trained_alike(folder, model, assemble(folder, place, weights), expected)
 
 
-def check_other_layout(pool: ProcessPool, tmp_path: Path, model: str, expected: dict[str, Tensor]) -> None:
-    """The same, resumed in another layout, against training in one process."""
-    elsewhere = Setup(EXPERTS_OVER_DP, optimizer=ADAM)
-    resumed = pool.run(train, 2, tmp_path / "in", elsewhere, range(2, 3), tmp_path / "state")
-    alone = Setup(ParallelLayout(), optimizer=ADAM)
-    single = pool.run(train, 1, tmp_path / "in", alone, range(3))
+def setup_of(layout: ParallelLayout, dtype: torch.dtype) -> Setup:
+    return Setup(layout, dtype=dtype, optimizer=ADAM, rows_per_micro_batch=2 if layout.vpp > 1 else 3)
+
+
+def assert_trained_alike(folder: Path, model: str, actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Assert that weights are close to those of one process, and that all but the correction bias were trained."""
+    start = in_checkpoint_names(load_file(folder / "model.safetensors"), MODELS[model]["family"])
     atol = 1e-2 * ADAM.lr  # of the smallest gradients
-    start = in_checkpoint_names(load_file(tmp_path / "in" / "model.safetensors"), MODELS[model]["family"])
-    for setup, weights in ((elsewhere, resumed), (alone, single)):
-        for name, tensor in assemble(tmp_path / "in", setup, weights).items():
-            torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
-    for name, tensor in expected.items():
+    for name, tensor in actual.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
         assert torch.equal(tensor, start[name]) == name.endswith("e_score_correction_bias"), name
 
 

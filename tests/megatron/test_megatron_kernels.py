@@ -63,8 +63,8 @@ def test_gpu_uses_the_best_usable_kernels(
 def kernel_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Packages with the names and functions that megarl looks for."""
     (tmp_path / "fla" / "ops").mkdir(parents=True)
-    (tmp_path / "fla" / "ops" / "gated_delta_rule.py").write_text("chunk_gated_delta_rule = print\n")
-    (tmp_path / "causal_conv1d.py").write_text("causal_conv1d_fn = print\n")
+    (tmp_path / "fla" / "ops" / "gated_delta_rule.py").write_text("chunk_gated_delta_rule = print\n", encoding="utf-8")
+    (tmp_path / "causal_conv1d.py").write_text("causal_conv1d_fn = print\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     detected = (kernels.fla_delta_rule, kernels.packed_convolution)
     for detect in detected:
@@ -122,7 +122,7 @@ def test_broken_transformer_engine_is_replaced_and_its_error_logged(tmp_path: Pa
     package = tmp_path / "transformer_engine"
     (package / "pytorch").mkdir(parents=True)
     for name, text in (("__init__", ""), ("common", ""), ("pytorch/__init__", BROKEN.format(error=error))):
-        (package / f"{name}.py").write_text(text)
+        (package / f"{name}.py").write_text(text, encoding="utf-8")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-c", IMPORT_ENGINE], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True

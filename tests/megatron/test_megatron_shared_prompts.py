@@ -1,84 +1,21 @@
-"""Shared prompts with the layers of Transformer Engine: Megatron rotates, and the attention takes whole sequences.
-
-Transformer Engine needs a GPU. Here the same layer specification has Megatron's linear layers, and an attention that
-reads the boundaries of whole sequences as Transformer Engine does.
-"""
+"""Shared prompts with the layers of Transformer Engine: Megatron rotates, and the attention takes whole sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
+from arranged_layers import arranged_engine
 from distributed import Place, ProcessPool
 from engine_cases import Setup, engine, policy_loss
 from family_cases import MODELS
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
 from tiny_models import TEMPERATURE, Row, policy_reference, rows, save_model
-from torch import Tensor, nn
+from torch import Tensor
 
-from megarl.megatron import MegatronEngine, OptimizerOptions, OutputOptions, PackedMicroBatch, model
-from megarl.megatron.layers import RMSNorm, SharedPromptAttention
-from megarl.models import ModelConfig, ParallelLayout
-
-
-class WholeSequences(nn.Module):
-    """Attention over whole sequences with Transformer Engine's arguments; knows neither rotations nor prompts."""
-
-    def __init__(self, config: Any, *, softmax_scale: float | None = None, **_: Any) -> None:
-        super().__init__()
-        self.scale = softmax_scale
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: Any,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-    ) -> Tensor:
-        assert packed_seq_params is not None and len(query) == packed_seq_params.cu_seqlens_q[-1]
-        ends = packed_seq_params.cu_seqlens_q.tolist()
-        parts = []
-        for start, stop in pairwise(ends):
-            q, k, v = (heads[start:stop].transpose(0, 1)[None] for heads in (query, key, value))
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
-            parts.append(attended[0].transpose(0, 1).flatten(1))
-        return torch.cat(parts)
-
-
-def decoder_spec(
-    config: ModelConfig, megatron: TransformerConfig, layers: Iterable[int], *, fused: bool, adapted: bool
-) -> TransformerBlockSubmodules:
-    """The fused specification's attention among torch's layers."""
-    assert fused and not adapted
-    plain = model._torch_layer(config)
-    parts = plain.submodules.self_attention.submodules
-    parts.core_attention = partial(SharedPromptAttention, kernel=WholeSequences)
-    return TransformerBlockSubmodules(layer_specs=[plain for _ in layers], layer_norm=RMSNorm)
-
-
-@contextmanager
-def arranged_engine(place: Place, path: Path, setup: Setup) -> Iterator[MegatronEngine]:
-    build = model.build_transformer_config
-    with (
-        mock.patch.object(model, "uses_transformer_engine", lambda device, dtype: True),
-        mock.patch.object(model, "build_transformer_config", lambda *args, fused: build(*args, fused=False)),
-        mock.patch.object(model, "decoder_spec", decoder_spec),
-        engine(place, path, setup) as built,
-    ):
-        yield built
+from megarl.megatron import OptimizerOptions, OutputOptions, PackedMicroBatch
+from megarl.models import ParallelLayout
 
 
 def step(
@@ -96,7 +33,7 @@ def step(
         return outputs.log_probs, grads, micro_batches[0].num_tokens
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama_yarn", "deepseek_dense"])
+@pytest.mark.parametrize("family", ["qwen3", "llama_yarn", "glm4_moe", "deepseek_dense"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_shared_prompts_equal_repeated_ones_and_hugging_face(
     pool: ProcessPool, tmp_path: Path, family: str, tp: int

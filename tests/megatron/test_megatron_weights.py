@@ -57,6 +57,19 @@ def test_round_trip_is_bit_exact(
     assert torch.equal(next(reloaded.parameters()), next(original.parameters()))
 
 
+def build(place: Place, path: Path, setup: Setup) -> None:
+    with engine(place, path, setup):
+        pass
+
+
+def test_tied_output_layer_that_is_not_the_embedding_raises(pool: ProcessPool, tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen2", tied=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] * 2}, tmp_path / "model.safetensors")
+    for message in pool.run(refusal, 2, build, tmp_path, Setup(ParallelLayout(tp=2))):
+        assert message.startswith("ModelError") and "lm_head.weight" in message
+
+
 def test_export_keeps_an_existing_folder(pool: ProcessPool, tmp_path: Path) -> None:
     save_model(tmp_path, "llama")
     (message,) = pool.run(refusal, 1, export, tmp_path, Setup(ParallelLayout()), tmp_path)

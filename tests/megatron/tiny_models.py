@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megarl.models import ModelConfig, parse_model_config
+
 VOCAB = 503  # a prime: no tensor-parallel size divides it
 ROW_LENGTHS = [(3, 5), (7, 2), (4, 4), (1, 9), (5, 3), (2, 6), (6, 2), (9, 1)]
 TEMPERATURE = 0.7
@@ -21,17 +23,16 @@ class Row(NamedTuple):
     returns: Tensor  # that a critic is to predict
 
 
-def save_model(path: Path, family: str, *, tied: bool = False, critic: bool | str = False, **changes: Any) -> Any:
-    """Save a model with large random weights, so that errors show, and return it.
+def settings_of(
+    family: str, *, tied: bool = False, critic: bool | str = False, **changes: Any
+) -> tuple[str, dict[str, Any]]:
+    """Return the prefix of a family's classes in transformers, and the settings of a small model.
 
     ``critic`` is the type of its head, such as ``TokenClassification``, or true for ``SequenceClassification``.
     """
-    import transformers
-
     words = re.split(r"(?<!\d)_|_(?!\d)", family)  # a version such as 3_5 is one word
     name = "".join(word.capitalize() for word in words)
-    head = critic if isinstance(critic, str) else "SequenceClassification" if critic else "CausalLM"
-    settings: dict[str, Any] = {
+    return name, {
         "vocab_size": VOCAB,
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -46,11 +47,32 @@ def save_model(path: Path, family: str, *, tied: bool = False, critic: bool | st
         **({"num_labels": 1} if critic else {}),
         **changes,
     }
+
+
+def class_name(name: str, critic: bool | str) -> str:
+    """Return the name of a model's class in transformers."""
+    head = critic if isinstance(critic, str) else "SequenceClassification" if critic else "CausalLM"
+    # The text model of a multimodal one has a configuration of its own.
+    return f"{name.removesuffix('Text')}For{head}" if head == "CausalLM" else f"{name}For{head}"
+
+
+def model_config(family: str, *, critic: bool | str = False, **changes: Any) -> ModelConfig:
+    """Return the configuration of a model of :func:`save_model` without the model."""
+    import transformers
+
+    name, settings = settings_of(family, critic=critic, **changes)
+    raw = getattr(transformers, f"{name}Config")(**settings).to_dict()
+    return parse_model_config(raw | {"architectures": [class_name(name, critic)]})
+
+
+def save_model(path: Path, family: str, *, critic: bool | str = False, **changes: Any) -> Any:
+    """Save a model with large random weights, so that errors show, and return it; arguments of :func:`settings_of`."""
+    import transformers
+
+    name, settings = settings_of(family, critic=critic, **changes)
     torch.manual_seed(5)
     config = getattr(transformers, f"{name}Config")(**settings)
-    # The text model of a multimodal one has a configuration of its own.
-    plain = f"{name.removesuffix('Text')}For{head}"
-    model = getattr(transformers, plain if head == "CausalLM" else f"{name}For{head}")(config).float()
+    model = getattr(transformers, class_name(name, critic))(config).float()
     with torch.no_grad():
         for key, param in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in key or "bias" in key:

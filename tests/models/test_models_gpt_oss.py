@@ -9,7 +9,7 @@ from megarl.base.errors import ConfigError, ModelError
 from megarl.models import ParallelLayout, WeightMap, check_layout, parse_model_config
 from megarl.models.adapters import AdapterMap, LoraOptions
 from megarl.models.expert_files import file_shapes, stacked_parts
-from megarl.models.rope import attention_factor, inverse_frequencies, window_attention_factor, window_frequencies
+from megarl.models.rope import attention_factor, inverse_frequencies, window_frequencies
 
 YARN = {
     "rope_type": "yarn",
@@ -98,7 +98,7 @@ def test_all_layers_have_the_rotary_scaling(old):
     ours = parse_model_config(SMALL if old else {**config.to_dict(), "architectures": ["GptOssForCausalLM"]})
     assert torch.equal(inverse_frequencies(ours), rotary.inv_freq)
     assert window_frequencies(ours) is None
-    assert attention_factor(ours) == window_attention_factor(ours) == rotary.attention_scaling
+    assert attention_factor(ours) == rotary.attention_scaling
 
 
 def test_all_linear_layers_are_those_of_peft():

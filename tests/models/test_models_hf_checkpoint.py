@@ -65,8 +65,10 @@ def test_value_model_has_a_score_and_no_output_layer(real_model_folder, tmp_path
     del tensors["lm_head.weight"]
     tensors["score.weight"] = torch.randn(1, 32)
     save_file(tensors, folder / "model.safetensors")
-    raw = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**raw, "architectures": ["Qwen2ForSequenceClassification"]}))
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(
+        json.dumps({**raw, "architectures": ["Qwen2ForSequenceClassification"]}), encoding="utf-8"
+    )
     reader = HFReader(folder)
     params = WeightMap(reader.config, value_head=True).megatron_params(ParallelLayout(tp=2), 1)
     assert torch.equal(dict(load_local(reader, params, torch.float32))["output_layer.weight"], tensors["score.weight"])

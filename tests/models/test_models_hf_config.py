@@ -46,7 +46,7 @@ GLM_EXPERTS = {
 
 
 def write_config(folder, raw):
-    (folder / "config.json").write_text(json.dumps(raw))
+    (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     return folder
 
 
@@ -157,10 +157,10 @@ def test_missing_folder_missing_file_and_malformed_file(tmp_path):
         read_model_config(tmp_path / "nowhere")
     with pytest.raises(ModelError, match=r"has no config\.json"):
         read_model_config(tmp_path)
-    (tmp_path / "config.json").write_text("{")
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(ModelError, match="not valid JSON"):
         read_model_config(tmp_path)
-    (tmp_path / "config.json").write_text("[]")
+    (tmp_path / "config.json").write_text("[]", encoding="utf-8")
     with pytest.raises(ModelError, match="holds a list"):
         read_model_config(tmp_path)
 

@@ -6,7 +6,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.base.errors import ModelError
-from megarl.models import check_model_folder
+from megarl.convert.open import open_source
+from megarl.models import check_model_folder, read_model_config
+from megarl.models.hf_checkpoint import HFReader
+from megarl.models.hf_folder import equal_values, read_header
+from megarl.models.model_identity import identify_model
+from megarl.models.multi_token import unused_tensors
+from megarl.rollout.embedded import EmbeddedEngine
 
 
 @pytest.fixture()
@@ -24,7 +30,9 @@ def make_sharded(folder):
         file = f"model-{shard:05d}-of-00002.safetensors"
         save_file({n: tensors[n] for n in mine}, folder / file)
         placed |= dict.fromkeys(mine, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": placed}), encoding="utf-8"
+    )
     return placed
 
 
@@ -95,14 +103,16 @@ def test_non_safetensors_file_is_named(folder, header):
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
 def test_malformed_index_is_named(folder, content):
-    (folder / "model.safetensors.index.json").write_text(content)
+    (folder / "model.safetensors.index.json").write_text(content, encoding="utf-8")
     with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json"):
         check_model_folder(folder)
 
 
 def as_reward_model(folder, labels, *, bias=False):
-    raw = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**raw, "architectures": ["Qwen2ForSequenceClassification"]}))
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(
+        json.dumps({**raw, "architectures": ["Qwen2ForSequenceClassification"]}), encoding="utf-8"
+    )
 
     def change(tensors):
         del tensors["lm_head.weight"]
@@ -127,6 +137,65 @@ def test_head_bias_without_architecture_is_rejected(folder):
     as_reward_model(folder, 1, bias=True)
     with pytest.raises(ModelError, match=r"'score.bias' would be dropped.*Qwen2ForTokenClassification"):
         check_model_folder(folder)
-    raw = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**raw, "architectures": ["Qwen2ForTokenClassification"]}))
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(
+        json.dumps({**raw, "architectures": ["Qwen2ForTokenClassification"]}), encoding="utf-8"
+    )
     assert check_model_folder(folder).config.has_head_bias
+
+
+@pytest.fixture()
+def tied(real_model_folder, tmp_path):
+    """A tied model whose file has an output layer too: the embedding with one other element."""
+    folder = shutil.copytree(real_model_folder("qwen2", tied=True), tmp_path / "tied")
+
+    def add_head(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["lm_head.weight"][-1, -1] += 1
+
+    rewrite(folder, add_head)
+    return folder
+
+
+def load_into_embedded_engine(folder):
+    engine = EmbeddedEngine(read_model_config(folder))
+    try:
+        engine.load_hf(str(folder))
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("load", [check_model_folder, HFReader, identify_model, open_source, load_into_embedded_engine])
+def test_a_tied_output_layer_that_is_not_the_embedding_is_refused(tied, load):
+    import transformers
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tied)
+    stored = load_file(tied / "model.safetensors")
+    assert torch.equal(theirs.lm_head.weight, stored["lm_head.weight"]), "transformers uses the stored output layer"
+    with pytest.raises(ModelError, match=r"model\.safetensors.*'lm_head\.weight'.*tie_word_embeddings=false"):
+        load(tied)
+    raw = json.loads((tied / "config.json").read_text(encoding="utf-8"))
+    (tied / "config.json").write_text(json.dumps({**raw, "tie_word_embeddings": False}), encoding="utf-8")
+    load(tied)
+
+
+def test_a_copy_of_the_embedding_as_output_layer_has_no_effect(tied):
+    rewrite(tied, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    assert unused_tensors(check_model_folder(tied)) == []
+    assert open_source(tied).left_out == ()
+
+
+@pytest.mark.parametrize(("narrow", "equal"), [(torch.bfloat16, True), (torch.float16, True), (torch.float64, False)])
+def test_values_of_two_number_formats_are_compared(tmp_path, narrow, equal):
+    values = torch.linspace(-3, 3, 60).view(6, 10).to(narrow if equal else torch.float32)
+    save_file({"a": values.to(narrow), "b": values.float()}, tmp_path / "pair.safetensors")
+    entries = read_header(tmp_path / "pair.safetensors")
+    assert equal_values(entries["a"], entries["b"]) == equal
+    assert not equal_values(entries["a"], entries["b"]._replace(shape=(10, 6)))
+
+
+def test_unused_tensors_are_named(folder):
+    assert unused_tensors(check_model_folder(folder)) == []
+    rewrite(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.o_proj.bias": torch.ones(32)}))
+    assert unused_tensors(check_model_folder(folder)) == ["model.layers.0.self_attn.o_proj.bias"]
+    assert open_source(folder).left_out == ("model.layers.0.self_attn.o_proj.bias",)

@@ -1,5 +1,6 @@
 import json
 import resource
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from megarl.base.errors import CheckpointError, ExportError
 from megarl.models import LocalParam, ParallelLayout, Piece, WeightMap, read_model_config
 from megarl.models.hf_checkpoint import HFReader, load_local
-from megarl.models.hf_writer import HFWriter
+from megarl.models.hf_writer import HFWriter, exported_config
 
 
 def export(source, target, layout, dtype=torch.float32, order=None, **options):
@@ -34,7 +35,7 @@ def save_model(folder, config, dtype=torch.float32):
     shapes = WeightMap(config).hf_shapes()
     tensors = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config.raw))
+    (folder / "config.json").write_text(json.dumps(config.raw), encoding="utf-8")
     return tensors
 
 
@@ -114,14 +115,22 @@ def test_config_and_tokenizer_files_are_copied(real_model_folder, tmp_path):
     source.mkdir()
     config = tiny_config()
     save_model(source, config)
-    (source / "tokenizer.json").write_text("{}")
-    (source / "chat_template.jinja").write_text("{{ x }}")
-    (source / "optimizer.pt").write_text("no")
+    (source / "tokenizer.json").write_text("{}", encoding="utf-8")
+    (source / "chat_template.jinja").write_text("{{ x }}", encoding="utf-8")
+    (source / "optimizer.pt").write_text("no", encoding="utf-8")
     export(source, tmp_path / "out", ParallelLayout(), torch.bfloat16)
     names = {p.name for p in (tmp_path / "out").iterdir()}
     assert names == {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"}
-    written = json.loads((tmp_path / "out/config.json").read_text())
+    written = json.loads((tmp_path / "out/config.json").read_text(encoding="utf-8"))
     assert written == {**config.raw, "torch_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("names", [["dtype"], ["torch_dtype"], ["dtype", "torch_dtype"]])
+def test_every_name_of_the_dtype_has_the_exported_one(names):
+    config = tiny_config()
+    config = replace(config, raw=config.raw | dict.fromkeys(names, "float32"))
+    raw = exported_config(config, list(WeightMap(config).hf_shapes()), torch.bfloat16)
+    assert {name: value for name, value in raw.items() if name.endswith("dtype")} == dict.fromkeys(names, "bfloat16")
 
 
 @pytest.fixture()
@@ -142,11 +151,13 @@ def test_incomplete_export_leaves_no_folder(tmp_path, two_tensors):
 
 def test_failed_export_keeps_the_old_folder(tmp_path, two_tensors):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out/old").write_text("old")
+    (tmp_path / "out/old").write_text("old", encoding="utf-8")
     with pytest.raises(KeyError), writer_of(tmp_path, two_tensors, overwrite=True) as writer:
         writer.add_piece(Piece("b", (0,), (3,), (0,)), torch.zeros(3))
         raise KeyError
-    assert [p.name for p in tmp_path.iterdir()] == ["out"] and (tmp_path / "out/old").read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"] and (tmp_path / "out/old").read_text(
+        encoding="utf-8"
+    ) == "old"
 
 
 @pytest.mark.parametrize("limit", [0, 100])
@@ -168,7 +179,7 @@ def test_files_that_cannot_be_written_are_an_error_with_a_remedy(tmp_path, two_t
 
 def test_existing_folder_is_replaced_only_on_request(tmp_path, two_tensors):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out/old").write_text("old")
+    (tmp_path / "out/old").write_text("old", encoding="utf-8")
     with pytest.raises(CheckpointError, match="exists already"):
         writer_of(tmp_path, two_tensors).__enter__()
     with writer_of(tmp_path, two_tensors, overwrite=True) as writer:

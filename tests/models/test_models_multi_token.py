@@ -16,22 +16,25 @@ from megarl.models.multi_token import announced_layers, is_multi_token
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path, request):
     """A model that announces two layers after its last one, and has one tensor of each."""
+    name = getattr(request, "param", "num_nextn_predict_layers")
     path = tmp_path / "initial"
     path.mkdir()
     config = tiny_config(layers=2)
-    raw = config.raw | {"num_nextn_predict_layers": 2}
+    raw = config.raw | {name: 2}
     tensors = save_model(path, config)
     extra = {f"model.layers.{layer}.enorm.weight": torch.randn(3).half() for layer in (2, 3)}
     save_file({**tensors, **extra, "model.other": torch.zeros(1)}, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps(raw))
+    (path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     return path
 
 
+@pytest.mark.parametrize("folder", ["num_nextn_predict_layers", "num_mtp_layers"], indirect=True)
 def test_layers_after_the_last_one_and_under_mtp_are_recognized(folder):
-    config = parse_model_config(json.loads((folder / "config.json").read_text()))
-    assert announced_layers(config) == "num_nextn_predict_layers=2"
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = parse_model_config(raw)
+    assert announced_layers(config) == f"{list(raw)[-1]}=2"
     names = ["model.layers.2.a", "model.layers.3.a", "mtp.fc.weight"]
     others = ["model.layers.1.a", "model.layers.4.a", "model.layers.20.a", "model.mtp.a", "lm_head.weight"]
     assert [name for name in names + others if is_multi_token(config, name)] == names
@@ -45,8 +48,8 @@ def test_an_export_takes_the_layers_and_nothing_else(folder, tmp_path):
     for layer in (2, 3):
         name = f"model.layers.{layer}.enorm.weight"
         assert after[name].dtype == torch.float16 and torch.equal(after[name], before[name])
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 2
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))["num_nextn_predict_layers"] == 2
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text(encoding="utf-8"))
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in after.values())
 
 
@@ -68,5 +71,5 @@ def test_without_the_initial_weights_the_export_announces_no_layers_and_warns(fo
     assert f"{folder} has no weights of the multi-token prediction layers" in record.getMessage()
     assert "num_nextn_predict_layers=2" in record.getMessage()
     assert ("truncated" in record.getMessage()) == (damage == "truncated")
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))["num_nextn_predict_layers"] == 0
     assert load_all(tmp_path / "out").keys() == weight_map.hf_shapes().keys()

@@ -217,7 +217,7 @@ def test_damaged_blocks_are_named(folder, tmp_path, change, message):
     if len(tensors[f"{name}_blocks"]) == 3:
         tensors[f"{name}_scales"] = tensors[f"{name}_scales"][:3].contiguous()
     save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text(encoding="utf-8"), encoding="utf-8")
     with pytest.raises(ModelError, match=message):
         HFReader(tmp_path)
 
@@ -226,6 +226,8 @@ def test_a_missing_scale_names_the_tensor_of_the_first_expert(folder, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.0.mlp.experts.down_proj_scales"]
     save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text())))
+    (tmp_path / "config.json").write_text(
+        json.dumps(json.loads((folder / "config.json").read_text(encoding="utf-8"))), encoding="utf-8"
+    )
     with pytest.raises(ModelError, match=r"lacks tensor 'model.layers.0.mlp.experts.0.down_proj.weight'"):
         HFReader(tmp_path)

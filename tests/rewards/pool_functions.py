@@ -34,7 +34,7 @@ def misbehaving(data_source, solution_str, ground_truth, extra_info):
 def fails_once(data_source, solution_str, ground_truth, extra_info):
     """Raises a TimeoutError at the first attempt."""
     if not os.path.exists(ground_truth):
-        with open(ground_truth, "w"):
+        with open(ground_truth, "w", encoding="utf-8"):
             pass
         raise TimeoutError("too slow")
     return 1.0
@@ -84,6 +84,14 @@ def echo(data_source, solution_str, ground_truth, extra_info, prompt_str):
     return {"score": 0, "arguments": [data_source, solution_str, ground_truth, extra_info, prompt_str]}
 
 
+def consuming(data_source, solution_str, ground_truth, extra_info):
+    """Scores the unused hints and answers, and uses them up."""
+    score = len(extra_info["hints"]) + 10 * len(ground_truth["answers"])
+    extra_info["hints"].clear()
+    ground_truth["answers"].clear()
+    return score
+
+
 LEAKED: list[bytearray] = []
 LEAK_BYTES = 16 << 20
 
@@ -91,7 +99,7 @@ LEAK_BYTES = 16 << 20
 def leaking(data_source, solution_str, ground_truth, extra_info):
     """Keeps 16 MiB per call under a limit of 64 MiB; ``huge`` does not fit at all."""
     if not LEAKED:
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        used = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + 4 * LEAK_BYTES, resource.RLIM_INFINITY))
     LEAKED.append(bytearray(LEAK_BYTES * (100 if solution_str == "huge" else 1)))
     return 1.0

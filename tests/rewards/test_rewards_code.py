@@ -27,6 +27,15 @@ def score(text, truth, **kwargs):
         ("<think>```python\nx\n```</think>```py\na\n```\n```text\nb\n```", "a\n"),
         ("```python\na\nb", "a\nb"),
         ("print(1)", "print(1)"),
+        ("Here:\r\n```python\r\na\r\nb\r\n```\r\n", "a\nb\n"),
+        ("``` python\na\n```", "a\n"),
+        ('```python title="a.py"\na\n```\n', "a\n"),
+        ("~~~python\na\n~~~", "a\n"),
+        ("```python\na```\nDone.", "a"),
+        ("```python\n'''a ```b``` c'''\nd\n```", "'''a ```b``` c'''\nd\n"),
+        ("1. It:\n   ```python\n   if a:\n       b\n   ```", "if a:\n    b\n"),
+        ("```python\nx\n```</think>The answer is\n```\na\n```", "a\n"),
+        ("```python\na\n```\n<think>```python\nx\n```</think>", "a\n"),
     ],
 )
 def test_extract_code(text, code):

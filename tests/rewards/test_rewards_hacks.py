@@ -101,6 +101,52 @@ def test_program_cannot_influence_its_verdict(name):
     assert result["score"] == 0.0 and result["status"] in ("wrong", "error"), result
 
 
+YES_TO_ALL = """
+class Yes:
+    def __init__(self, *a): pass
+    def __getattr__(self, name): return lambda *a, **k: True
+    __contains__ = lambda self, item: True
+    __getitem__ = lambda self, key: self
+    __iter__ = lambda self: iter([self])
+f = add = make = Yes
+NAME = Yes()
+class Solution:
+    f = lambda self, *a: Yes()
+    name = Yes()
+"""
+ECHO = """
+class Echo:
+    def __getattr__(self, name): return lambda *a: a[0] if a else self
+f = lambda *a: Echo()
+"""
+ANSWERED = {
+    "assert 5 in add(2, 3)": YES_TO_ALL,
+    "assert not 4 not in add(2, 3)": YES_TO_ALL,
+    "assert 5 in NAME": YES_TO_ALL,
+    "assert 5 in Solution().f(2)": YES_TO_ALL,
+    "assert 5 in Solution().name": YES_TO_ALL,
+    "assert f('x').startswith('abc')": YES_TO_ALL,
+    "starts = f('x').startswith\nassert starts('abc')": YES_TO_ALL,
+    "assert NAME.endswith('abc')": YES_TO_ALL,
+    "assert Solution().f('x').startswith('abc')": YES_TO_ALL,
+    "assert Solution().name.startswith('abc')": YES_TO_ALL,
+    "assert f([1]).issuperset({1, 2})": YES_TO_ALL,
+    "assert f('x')[0].isdigit()": YES_TO_ALL,
+    "assert f([1]).intersection({1, 2}) == {1, 2}": ECHO,
+    "assert f('x').find('abc') == 0": "class F:\n    find = lambda self, text: 0\nf = lambda x: F()",
+}
+
+
+@pytest.mark.parametrize("test", ANSWERED)
+def test_an_object_of_the_program_does_not_answer_for_plain_data(test):
+    assert in_one_process(ANSWERED[test], test) in ("wrong", "error")
+
+
+def test_an_object_that_answers_everything_scores_zero_in_the_sandbox():
+    tests = ["assert 5 in add(2, 3)", "assert f('x').startswith('abc')"]
+    assert score(YES_TO_ALL, {"assert_case": tests})["score"] == 0.0
+
+
 def test_hacked_call_and_output_cases_score_zero():
     call = {"fn_name": "f", "inputs": [[30]], "outputs": [SECRET]}
     for name in ("eq of int", "search", "deep result"):
@@ -130,6 +176,15 @@ def half(x): return x / 2
 def kinds(): return (None, True, 1.5, 'ä', b'x', [1], {1: {2}}, frozenset([3]), 2**70)
 def evens(n): return (i for i in range(n) if i % 2 == 0)
 def is_even(n): return n % 2 == 0
+class Trie:
+    def __init__(self): self.words = []
+    def insert(self, word): self.words.append(word); return self
+    def startswith(self, text): return any(word.startswith(text) for word in self.words)
+    def find(self, text): return self.words.index(text)
+    def __contains__(self, word): return word in self.words
+def make_trie(): return Trie()
+def compose(f, g): return lambda x: f(g(x))
+NAME = "abc"
 def decode(n): return n
 LIMIT = 5
 """
@@ -145,6 +200,11 @@ HONEST_TESTS = [
     "assert kinds() == (None, True, 1.5, 'ä', b'x', [1], {1: {2}}, frozenset([3]), 2**70)",
     "assert list(evens(6)) == [0, 2, 4] and sort([]) is None and decode(LIMIT - 1) == 4 and LIMIT == 5",
     "def check(candidate):\n    assert candidate(1) == 1\n    assert candidate(fib(6)) == 21\ncheck(fib)",
+    "t = Trie()\nt.insert('ab')\nassert t.startswith('a') and not t.startswith('b') and t.find('ab') == 0",
+    "t = Trie()\nt.insert('ab')\nassert 'ab' in t and 'a' not in t and 'ab' in t.words and t.words.index('ab') == 0",
+    "t = make_trie()\nt.insert('ab')\nassert t.words == ['ab'] and t.words[0].startswith('a')",
+    "assert compose(fib, decode)(6) == 8 and NAME.startswith('ab') and 'bc' in NAME",
+    "assert 4 in evens(6) and 5 not in evens(6) and 3 in kinds()[-2] and str(fib(30)).startswith('832')",
     "assert isinstance(fib(2), int) and type(kinds()) == tuple",
 ]
 

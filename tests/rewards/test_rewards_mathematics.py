@@ -5,7 +5,7 @@ import sympy
 
 from megarl.base.errors import RewardError
 from megarl.rewards.rules import gsm8k, math_dapo, mathematics
-from megarl.rewards.rules.mathematics import boxed_answer, normalize_math_answer
+from megarl.rewards.rules.mathematics import normalize_math_answer
 
 
 @pytest.mark.parametrize(
@@ -50,12 +50,35 @@ def test_gsm8k_refuses_invalid_arguments():
         ("It is 41.", "42", False),
         ("no idea", r"\frac{3}{4}", False),
         (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", True),
+        (r"so \boxed {5}", "5", True),
+        (r"so \boxed5.", "5", True),
+        (r"it is \fbox{5}", "5", True),
+        (r"\boxed{5}", r"$\fbox{5}$", True),
+        *[(rf"\boxed{{{answer}}}", r"28\%", True) for answer in ("28", r"28\%", "28%", r"28\text{ percent}", "0.28")],
+        *[(rf"\boxed{{28{sign}}}", "28", True) for sign in (r"\%", "%", r"\,\%", r" \text{percent}")],
+        (r"\boxed{12.5}", r"12.5\%", True),
+        (r"\boxed{28\%}", "0.28", True),
+        (r"\boxed{33\frac{1}{3}}", r"33\frac{1}{3}\%", True),
+        ("The answer is 28%.", r"28\%", True),
+        ("28 percent", "28%", True),
+        ("28%", "0.28", True),
+        (r"\boxed{28\%}", r"0.28\%", False),
+        ("It is 28%.", r"0.28\%", False),
+        (r"\boxed{280}", r"28\%", False),
+        (r"\boxed{28}", "0.28", False),
+        (r"\boxed{17 \% 5}", "2", False),
     ],
 )
 def test_math(text, truth, right):
     result = mathematics("d", text, truth, {})
     assert result["score"] == result["acc"] == float(right)
     assert (result["pred"] is None) == (text == "no idea")
+
+
+def test_first_truth_that_is_only_text_is_reported(caplog):
+    for truth in (r"\frac{1}{", r"\frac{2}{"):
+        assert mathematics("d", r"\boxed{1}", truth, {})["score"] == 0.0
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 def test_math_agrees_with_sympy_on_polynomials():
@@ -76,6 +99,8 @@ def test_math_agrees_with_sympy_on_polynomials():
         (r"Answer: 5 \text{ cm}", "5", 1.0),
         (r"Answer: \dfrac{1}{2}", r"\frac12", 1.0),
         (r"Answer: 90^\circ", "90", 1.0),
+        ("Answer: 28%", r"28\%", 1.0),
+        (r"Answer: 28 \text{ percent}", "28", 1.0),
         ("Answer: 35", "34", -1.0),
         ("34", "34", -1.0),
         ("Answer: 34" + " " * 300, "34", -1.0),
@@ -89,5 +114,4 @@ def test_math_dapo_strict_box_verify():
     strict = {"strict_box_verify": True}
     assert math_dapo("d", r"\boxed{1} \boxed{\frac{1}{2}}", r"\frac{1}{2}", {}, **strict)["score"] == 1.0
     assert math_dapo("d", "Answer: 7", "7", {}, **strict) == {"score": -1.0, "acc": 0.0, "pred": ""}
-    assert boxed_answer(r"\boxed{a{b}c} \boxed{open") is None and boxed_answer(r"\boxed{a{b}c} x") == "a{b}c"
     assert normalize_math_answer(r"3 \text{ and } 4") == "3,4"

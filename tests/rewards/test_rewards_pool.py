@@ -22,7 +22,17 @@ from megarl.rewards.pool.jobs import StreamEnded
 from megarl.rewards.registry import FunctionTraits
 
 FUNCTIONS = Path(__file__).with_name("pool_functions.py")
-NAMES = ("misbehaving", "fails_once", "whole_batch", "sleeping", "barrier", "odd_results", "echo", "leaking")
+NAMES = (
+    "misbehaving",
+    "fails_once",
+    "whole_batch",
+    "sleeping",
+    "barrier",
+    "odd_results",
+    "echo",
+    "leaking",
+    "consuming",
+)
 LIMIT_S = 2.0
 HANGING = ("misbehaving", "whole_batch", "sleeping")
 SPECS = [FunctionSpec(f"{FUNCTIONS}:{name}", {}, LIMIT_S if name in HANGING else 60.0, 8) for name in NAMES]
@@ -61,6 +71,29 @@ def test_outcomes_equal_the_drivers_and_keep_the_order(pool):
         "nested": {"1": [2, 3.5]},
         "big": str(2**70),
     }
+
+
+def test_a_function_that_changes_its_arguments_scores_equal_samples_equally(pool):
+    """The samples of a prompt share the objects of its row."""
+    shared = RewardTask("d", "x", {"answers": ["a"]}, {"hints": [1, 2]})
+    drivers = InDriverRunner([spec.load() for spec in SPECS])
+    with RewardPool(SPECS, pool.traits, processes=1) as one_process:
+        for runner in (pool, one_process, drivers):
+            outcomes, _ = runner.run(jobs("consuming", *[shared] * 24))
+            assert [outcome.score for outcome in outcomes] == [12.0] * 24
+    assert shared == RewardTask("d", "x", {"answers": ["a"]}, {"hints": [1, 2]})
+
+
+def test_a_task_is_serialized_once(pool):
+    class Counted:
+        dumps = 0
+
+        def __reduce__(self):
+            Counted.dumps += 1
+            return str, ("t",)
+
+    outcomes, _ = pool.run(jobs("echo", task("x", Counted())))
+    assert outcomes[0].extras["arguments"][2] == "t" and Counted.dumps == 1
 
 
 def test_processes_live_for_many_batches(pool):
@@ -142,7 +175,8 @@ def test_sample_that_cannot_be_pickled_fails(pool):
     lock = RewardTask("d", "x", threading.Lock(), {})
     outcomes, _ = pool.run(jobs("misbehaving", "a", lock, "b"))
     assert [outcome.kind for outcome in outcomes] == [None, BAD_SAMPLE, None]
-    assert "cannot be sent to the process that scores it: TypeError: cannot pickle" in outcomes[1].failure
+    assert "TypeError: cannot pickle" in outcomes[1].failure
+    assert InDriverRunner([SPECS[0].load()]).run([RewardJob(0, lock)])[0][0] == outcomes[1]
 
 
 def test_child_of_a_function_ends_with_its_process():
@@ -158,7 +192,7 @@ def test_child_of_a_function_ends_with_its_process():
 
 def test_missing_file_in_a_process_is_reported(tmp_path):
     file = tmp_path / "missing.py"
-    file.write_text("def f(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n")
+    file.write_text("def f(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n", encoding="utf-8")
     spec = FunctionSpec(f"{file}:f")
     traits = spec.load().traits
     file.unlink()
@@ -279,9 +313,10 @@ def test_processes_have_the_environment_of_the_driver(tmp_path):
     (tmp_path / "near.py").write_text(
         "import os\n"
         "def score(**arguments):\n"
-        "    return {'score': float(open('weight').read()), 'key': os.environ['K']}\n"
+        "    return {'score': float(open('weight').read()), 'key': os.environ['K']}\n",
+        encoding="utf-8",
     )
-    (tmp_path / "weight").write_text("2.5")
+    (tmp_path / "weight").write_text("2.5", encoding="utf-8")
     spec = FunctionSpec("near.score", {}, 60.0)
     environment = ChildEnvironment(str(tmp_path), {**os.environ, "K": "value"}, [str(tmp_path), *sys.path])
     with RewardPool([spec], [FunctionTraits()], 1, environment=environment) as pool:

@@ -35,7 +35,7 @@ number = 3
 @pytest.fixture
 def path(tmp_path):
     file = tmp_path / "my-reward.py"
-    file.write_text(GOOD)
+    file.write_text(GOOD, encoding="utf-8")
     return str(file)
 
 
@@ -86,16 +86,16 @@ def test_import_errors(tmp_path):
     with pytest.raises(RewardError, match=r"there is no file .*nowhere\.py"):
         load_reward_function(f"{tmp_path}/nowhere.py:compute_score")
     broken = tmp_path / "broken.py"
-    broken.write_text("import no_such_package_here\n")
+    broken.write_text("import no_such_package_here\n", encoding="utf-8")
     for _ in range(2):  # a failed import leaves nothing behind
         with pytest.raises(RewardError, match=r"importing .*broken\.py failed: ModuleNotFoundError: No module named"):
             load_reward_function(f"{broken}:compute_score")
     exits = tmp_path / "exits.py"
-    exits.write_text("raise SystemExit(0)\n")
+    exits.write_text("raise SystemExit(0)\n", encoding="utf-8")
     with pytest.raises(RewardError, match=r"importing .*exits\.py failed: SystemExit"):
         load_reward_function(f"{exits}:compute_score")
     text = tmp_path / "reward.txt"
-    text.write_text("x")
+    text.write_text("x", encoding="utf-8")
     with pytest.raises(RewardError, match="is not a Python file"):
         load_reward_function(f"{text}:compute_score")
     with pytest.raises(RewardError, match=r"'reward\.py' names no function; write path\.py:function"):

@@ -52,17 +52,26 @@ WITHOUT_LIBRARY = """
 import sys
 sys.modules["pyseccomp"] = None  # as if it were not installed
 from megarl.ops.doctor.node.services import check_sandbox
+from megarl.rewards.calling import InfrastructureFailure
 from megarl.rewards.sandbox import LocalSandbox, protections
-print([p.name for p in protections() if not p.active][0], LocalSandbox().run("print(6 * 7)").stdout)
-print(check_sandbox(None).observation)
+print([p.name for p in protections() if not p.active][0])
+print(LocalSandbox(allow_unfiltered=True).run("print(6 * 7)").stdout, end="")
+check = check_sandbox(None)
+print(check.status.name, check.observation)
+try:
+    LocalSandbox().run("print(6 * 7)")
+except InfrastructureFailure as error:
+    print(error)
 """
 
 
-def test_without_libseccomp_the_sandbox_runs_and_the_doctor_names_the_package():
+def test_without_libseccomp_programs_are_refused_unless_a_key_allows_them():
     done = subprocess.run([sys.executable, "-c", WITHOUT_LIBRARY], capture_output=True, text=True, check=True)
-    inactive, _, observation = done.stdout.splitlines()
-    assert inactive == "seccomp filter 42"
+    inactive, output, observation, refusal = done.stdout.splitlines()
+    assert (inactive, output) == ("seccomp filter", "42")
+    assert observation.startswith("WARN ")
     assert "not active: seccomp filter (install pyseccomp and libseccomp2" in observation
+    assert "pyseccomp" in refusal and "reward_model.sandbox.allow_unfiltered=true" in refusal
 
 
 WITHOUT_SECCOMP = """
@@ -73,7 +82,7 @@ rules.add_rule(pyseccomp.ERRNO(errno.EINVAL), "prctl", pyseccomp.Arg(0, pyseccom
 rules.load()
 from megarl.ops.doctor.node.services import check_sandbox
 from megarl.rewards.sandbox import LocalSandbox
-print(LocalSandbox().run("print(6 * 7)").stdout, check_sandbox(None).observation)
+print(LocalSandbox(allow_unfiltered=True).run("print(6 * 7)").stdout, check_sandbox(None).observation)
 """
 
 
@@ -112,6 +121,10 @@ DENIED = {  # name: number on x86-64, number on arm64 (the kernel's tables), arg
     "keyctl": (250, 219, (0, -3, 0, 0, 0), None),
     "add_key": (248, 217, (0, 0, 0, 0, 0), None),
     "memfd_secret": (447, 447, (-1,), None),
+    "shmget": (29, 194, (0, 4096, 0o1600), None),
+    "msgget": (68, 186, (0, 0o1600), None),
+    "semget": (64, 190, (0, 1, 0o1600), None),
+    "mq_open": (240, 180, (0, 0, 0, 0), "EFAULT"),
     "init_module": (175, 105, (0, 0, 0), None),
     "kexec_load": (246, 104, (0, 0, 0, 0), None),
     "open_by_handle_at": (304, 265, (-1, 0, 0), None),
@@ -139,10 +152,10 @@ def test_system_call_is_denied(refusals, name):
     assert refusals[name] == "EPERM"
 
 
-def test_calls_are_denied_by_the_filter_and_not_for_another_reason(run, monkeypatch):
+def test_calls_are_denied_by_the_filter_and_not_for_another_reason(monkeypatch):
     monkeypatch.setattr(local, "system_call_filter", lambda: SystemCallFilter(b"", "off"))
     numbers = [number for number, row in zip(NUMBERS, DENIED.values(), strict=True) if row[3]]
-    results = run(CALLS.replace("NUMBERS", repr(numbers))).stdout.split()
+    results = LocalSandbox(LIMITS, allow_unfiltered=True).run(CALLS.replace("NUMBERS", repr(numbers))).stdout.split()
     assert results == [row[3] for row in DENIED.values() if row[3]]
 
 
@@ -235,10 +248,10 @@ print(os.path.exists(OUTSIDE), os.environ.get("MEGARL_SECRET"), [n for n in os.l
 def test_outside_files_are_not_accessible(run, tmp_path, monkeypatch):
     monkeypatch.setenv("MEGARL_SECRET", "key")
     secret = tmp_path / "secret"
-    secret.write_text("untouched")
+    secret.write_text("untouched", encoding="utf-8")
     execution = run(FILES.replace("OUTSIDE", repr(str(secret))))
     assert execution.stdout.splitlines() == ["[]", "False None ['main.py']"], execution
-    assert secret.read_text() == "untouched"
+    assert secret.read_text(encoding="utf-8") == "untouched"
 
 
 @pytest.mark.parametrize(
@@ -322,8 +335,8 @@ def test_a_program_is_limited_by_the_kernel_where_memory_is_delegated(monkeypatc
 
 def fake_cgroup(folder, controllers="cpu memory"):
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "cgroup.subtree_control").write_text(controllers + "\n")
-    (folder / "cgroup.procs").write_text("")
+    (folder / "cgroup.subtree_control").write_text(controllers + "\n", encoding="utf-8")
+    (folder / "cgroup.procs").write_text("", encoding="utf-8")
     return folder
 
 
@@ -332,16 +345,23 @@ def test_cgroup_gets_limits_and_the_launcher_and_its_events_decide(tmp_path, mon
     sandbox = LocalSandbox(SandboxLimits(timeout_s=60, memory_mb=256, disk_mb=4))
     assert sandbox.run("print(6 * 7)", "1234").stdout == "42\n"
     (made,) = tmp_path.glob("megarl-sandbox-*")
-    assert (made / "memory.max").read_text() == str((256 + 4 + 64) * 2**20 + 16)
-    assert (made / "memory.swap.max").read_text() == "0" and (made / "memory.oom.group").read_text() == "1"
-    assert int((made / "cgroup.procs").read_text()) > 1 and (made / "cgroup.kill").read_text() == "1"
+    assert (made / "memory.max").read_text(encoding="utf-8") == str((256 + 4 + 64) * 2**20 + 16)
+    assert (made / "memory.swap.max").read_text(encoding="utf-8") == "0" and (made / "memory.oom.group").read_text(
+        encoding="utf-8"
+    ) == "1"
+    assert (
+        int((made / "cgroup.procs").read_text(encoding="utf-8")) > 1
+        and (made / "cgroup.kill").read_text(encoding="utf-8") == "1"
+    )
     number = int(made.name.rpartition("-")[2]) + 1
     following = tmp_path / f"megarl-sandbox-{os.getpid()}-{number}"
 
     def kill_at_the_limit():
         while not (following / "cgroup.procs").exists():
             time.sleep(0.01)
-        (following / "memory.events").write_text("low 0\nhigh 0\nmax 3\noom 1\noom_kill 2\noom_group_kill 1\n")
+        (following / "memory.events").write_text(
+            "low 0\nhigh 0\nmax 3\noom 1\noom_kill 2\noom_group_kill 1\n", encoding="utf-8"
+        )
 
     kernel = threading.Thread(target=kill_at_the_limit)
     kernel.start()
@@ -371,7 +391,7 @@ def test_cgroup_is_found_where_memory_is_delegated(tmp_path):
         user = 1000
     assert find_memory_parent(of_scope, mounts, user=user) == session
     for path in (session, tmp_path):
-        (path / "cgroup.subtree_control").write_text("cpu\n")
+        (path / "cgroup.subtree_control").write_text("cpu\n", encoding="utf-8")
     assert find_memory_parent(of_scope, mounts, user=user).startswith(f"{scope}: no memory in cgroup.subtree_control")
     assert find_memory_parent("4:memory:/other\n", mounts) == "cgroup v2 is not mounted"
     assert find_memory_parent("0::/\n", "tmpfs /sys tmpfs rw 0 0\n") == "cgroup v2 is not mounted"
@@ -411,7 +431,7 @@ for file in files:
 SEGMENTS = """
 import ctypes
 libc = ctypes.CDLL(None)
-print([libc.shmget(0, ctypes.c_size_t(2**20), 0o1600) for _ in range(3)])
+print([libc.shmget(0, ctypes.c_size_t(2**20), 0o1600), libc.msgget(0, 0o1600), libc.semget(0, 1, 0o1600)])
 """
 
 

@@ -64,7 +64,7 @@ def is_for_ci(item):
 
 def kind_of(folder):
     """Properties that a running SGLang cannot change: the model's sizes and its tokenizer."""
-    sizes = json.loads((Path(folder) / "config.json").read_text())
+    sizes = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     sizes.pop("eos_token_id")
     return json.dumps(sizes, sort_keys=True), (Path(folder) / "tokenizer_config.json").is_file()
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from megarl.base.errors import WeightSyncError
-from megarl.rollout import Completion, Request, RolloutError, SamplingParams
+from megarl.rollout import Completion, Request, RequestRefused, RolloutError, SamplingParams
 
 VOCAB = 50
 
@@ -103,6 +103,26 @@ def test_ids_of_running_requests_must_differ(engine_for, make_folder):
     with pytest.raises(RolloutError, match="request 'r0' is running already"):
         engine.submit(requests)
     poll_until(engine, 1)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_k": 2**63},
+        {"top_k": 2**31},
+        {"top_k": 2.5},
+        {"max_new_tokens": 5.5},
+        {"temperature": float("nan")},
+        {"top_p": float("nan")},
+        {"stop": "text"},
+        {"stop": ("",)},
+        {"stop": (5,)},
+    ],
+)
+def test_parameters_that_no_engine_can_use_make_no_request(fields):
+    with pytest.raises(RequestRefused, match=next(iter(fields))):
+        SamplingParams(**{"max_new_tokens": 5} | fields)
+    SamplingParams(5, top_k=2**31 - 1)
 
 
 def test_running_requests_forbid_updates_and_sleep(engine_for, make_folder):

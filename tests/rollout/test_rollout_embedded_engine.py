@@ -3,9 +3,12 @@
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from megarl.base.errors import ConfigError
 from megarl.models import read_model_config
@@ -13,6 +16,7 @@ from megarl.rollout import EngineOptions, Request, RolloutError, SamplingParams,
 from megarl.rollout.embedded import EmbeddedEngine, kv_cache
 from megarl.rollout.embedded.decoder import TransformerDecoder
 from megarl.rollout.embedded.engine import PROMPT_TOKENS
+from megarl.rollout.sglang.options import SGLangOptions
 
 
 def loaded(folder, options=None, **settings):
@@ -127,6 +131,46 @@ def test_non_finite_log_probs_are_reported_and_the_cache_is_dropped(make_folder)
     assert engine.generate(requests) == before
 
 
+def test_an_engine_serves_again_after_an_exception_in_a_step(make_folder):
+    """The step fails after some slots and lanes were assigned."""
+
+    def decode(ids):
+        if ids:
+            raise OSError("the tokenizer's file is gone")
+        return ""
+
+    engine = loaded(make_folder(), EngineOptions(max_num_seqs=3), decode=decode)
+    requests = requests_of([[1, 2], [3], [4, 5]], max_new_tokens=30)
+    before = engine.generate(requests)
+    engine.submit([*requests, Request("bad", [6], SamplingParams(9, stop=("x",)), 0)])
+    with pytest.raises(RolloutError, match=r"the tokenizer's file is gone; [1-4] running requests are lost"):
+        for _ in range(4):
+            engine.poll(60.0)
+    assert engine.poll(0.0) == []
+    assert engine.generate(requests) == before
+
+
+def test_a_cache_that_cannot_grow_stays_as_it_is(make_folder, monkeypatch):
+    engine = loaded(make_folder(max_position_embeddings=4096))
+    running, longer = requests_of([[1, 2]], max_new_tokens=40), [Request("long", [3], SamplingParams(3000), 0)]
+    before = engine.generate(running)
+    engine.submit(running)
+    pads = []
+
+    def pad(cache, amount):
+        pads.append(amount)
+        if len(pads) == 3:  # the caches of some layers have grown
+            raise torch.OutOfMemoryError
+        return torch.nn.functional.pad(cache, amount)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_cache, "F", SimpleNamespace(pad=pad))
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.submit(longer)
+    assert engine.poll(60.0) == before
+    assert len(engine.generate([replace(longer[0], params=SamplingParams(3000, ignore_eos=True))])[0].token_ids) == 3000
+
+
 @pytest.mark.parametrize("family", ["qwen2", "deepseek_v3", "qwen3_5_text"])
 def test_bfloat16(make_folder, reference_for, family):
     folder = make_folder(family)
@@ -139,14 +183,34 @@ def test_bfloat16(make_folder, reference_for, family):
 class TestEndOfSequence:
     def folder_with(self, make_folder, tmp_path, eos):
         shutil.copytree(make_folder(), tmp_path / "model")
-        (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+        (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}), encoding="utf-8")
         return str(tmp_path / "model")
 
     def first_token(self, engine, folder):
         engine.load_hf(folder)
         return engine.generate([Request("r", [1], SamplingParams(4, 0.0), 0)])[0]
 
-    def test_generation_config_overrides_config(self, make_folder, tmp_path, reference_for):
+    def test_the_token_of_the_config_ends_it_beside_those_of_the_generation_config(
+        self, make_folder, tmp_path, reference_for
+    ):
+        greedy = reference_for(make_folder()).greedy([1], 4)
+        folder = self.folder_with(make_folder, tmp_path, [49])
+        config = json.loads((tmp_path / "model" / "config.json").read_text(encoding="utf-8")) | {
+            "eos_token_id": greedy[0]
+        }
+        (tmp_path / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        assert self.first_token(create_engine("embedded", folder), folder).token_ids == greedy[:1]
+
+    def test_the_token_of_the_tokenizer_ends_it_in_both_engines(self, make_folder, tmp_path, reference_for):
+        greedy = reference_for(make_folder()).greedy([1], 4)
+        folder = self.folder_with(make_folder, tmp_path, [49])
+        core = Tokenizer(models.WordLevel({f"word{n}": n for n in range(50)}, unk_token="word0"))
+        PreTrainedTokenizerFast(tokenizer_object=core, eos_token=f"word{greedy[0]}").save_pretrained(folder)
+        assert self.first_token(create_engine("embedded", folder), folder).token_ids == greedy[:1]
+        assert SGLangOptions().end_tokens(folder) == EngineOptions().end_tokens(folder)
+        assert set(EngineOptions().end_tokens(folder)) == {greedy[0], 49, read_model_config(folder).raw["eos_token_id"]}
+
+    def test_the_generation_config_may_name_several(self, make_folder, tmp_path, reference_for):
         greedy = reference_for(make_folder()).greedy([1], 4)
         folder = self.folder_with(make_folder, tmp_path, [49, greedy[0]])
         assert self.first_token(create_engine("embedded", folder), folder).token_ids == greedy[:1]

@@ -310,7 +310,9 @@ def test_models_whose_blocks_divide_are_accepted():
 
 
 def test_sglang_does_not_quantize_experts_with_biases():
-    raw = json.loads((Path(__file__).parents[1] / "ops/plan/models/gpt-oss-20b/config.json").read_text())
+    raw = json.loads(
+        (Path(__file__).parents[1] / "ops/plan/models/gpt-oss-20b/config.json").read_text(encoding="utf-8")
+    )
     options = EngineOptions(device="cuda", dtype="bfloat16", quantization="fp8")
     with pytest.raises(ModelError, match="not supported for the experts with biases of GptOssForCausalLM"):
         check_quantization(parse_model_config(raw), options)

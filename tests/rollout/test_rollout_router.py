@@ -8,7 +8,15 @@ import pytest
 from engine_stops import Stops
 
 from megarl.base.errors import WeightSyncError
-from megarl.rollout import Completion, EngineOptions, Request, RolloutError, SamplingParams, create_engine
+from megarl.rollout import (
+    Completion,
+    EngineOptions,
+    Request,
+    RequestRefused,
+    RolloutError,
+    SamplingParams,
+    create_engine,
+)
 from megarl.rollout import router as router_module
 from megarl.rollout.router import EngineReplica, NoReplicaLeft, ReplicaLost, RequestGivenUp, Router
 
@@ -89,7 +97,23 @@ def test_every_request_is_answered_by_one_replica():
     assert stats.lost == {} and stats.moved == 0 and stats.idle_while_waiting_s == 0
     assert set(stats.metrics()) == {
         "rollout/replica_utilization/mean", "rollout/replica_utilization/min", "rollout/idle_while_waiting_s",
-        "rollout/replicas_lost", "rollout/requests_moved", "rollout/runners_lost"}  # fmt: skip
+        "rollout/replicas_lost", "rollout/requests_moved", "rollout/runners_lost",
+        "rollout/discarded_tokens"}  # fmt: skip
+
+
+def test_a_refused_request_fails_its_caller_only(make_folder):
+    folder = make_folder()
+    engine = create_engine("embedded", str(folder), EngineOptions(max_num_seqs=4))
+    engine.load_hf(str(folder))
+
+    async def run():
+        async with Router({0: EngineReplica(engine)}, 8, 60.0) as router:
+            asks = [router.generate(prompt, SamplingParams(9, ignore_eos=True), seed=0) for prompt in ([1], [50], [2])]
+            first, refused, last = await asyncio.gather(*asks, return_exceptions=True)
+            assert isinstance(refused, RequestRefused) and len(first.token_ids) == len(last.token_ids) == 9
+            return await router.generate([3], SamplingParams(2, ignore_eos=True), seed=0)
+
+    assert len(asyncio.run(run()).token_ids) == 2
 
 
 def test_skewed_lengths_leave_no_replica_idle():

@@ -73,13 +73,25 @@ def test_requests_of_a_client_that_is_gone_are_aborted(engine):
     engine.wake(["kv_cache"])
 
 
-def test_a_refused_request_fails_its_client_only(engine):
+def test_a_refused_request_ends_alone(engine):
+    alone = engine.generate([request("f", 30)])[0].token_ids
     server = EngineServer(engine)
-    server.accept("fine", [request("f", 30)])
-    server.accept("bad", [request("b", 10**6)])
-    with pytest.raises(RolloutError, match="exceed the engine's max_model_len"):
-        fetch(server, "bad", 1)
-    assert list(fetch(server, "fine", 1)) == ["f"]
+    server.accept("a", [request("running", 300)])
+    unusable = {
+        "long": request("long", 10**6),
+        "no token": replace(request("no token", 5), prompt_ids=[3, 50]),
+        "no number": replace(request("no number", 5), prompt_ids=[3, None]),
+        "no prompt": replace(request("no prompt", 5), prompt_ids=None),
+        "no seed": replace(request("no seed", 5), seed="5"),
+        "no text": replace(request("no text", 5), params=SamplingParams(5, stop=("x",))),  # without a tokenizer
+    }
+    server.accept("a", [*unusable.values(), request("f", 30)])
+    server.accept("b", [request("other", 5)])
+    done = fetch(server, "a", len(unusable) + 2)
+    assert {name for name, completion in done.items() if completion.refusal} == set(unusable)
+    assert all(done[name].token_ids == [] for name in unusable)
+    assert done["f"].token_ids == alone and len(done["running"].token_ids) == 300
+    assert list(fetch(server, "b", 1)) == ["other"]
 
 
 def test_a_failed_engine_fails_all_clients_and_serves_again(engine, monkeypatch):
@@ -170,6 +182,8 @@ def test_a_request_that_the_engine_cannot_continue_begins_again(engine, monkeypa
     server.accept("a", [replace(new, prior=prior), replace(request("kept", 20), prior=prior)])
     done = fetch(server, "a", 2)
     assert done["new"].token_ids == whole.token_ids and done["kept"].token_ids[:10] == [5] * 10
+    assert (done["new"].discarded_tokens, done["kept"].discarded_tokens) == (10, 0)
+    assert server._discarded == {}
 
 
 def test_pauses_change_no_response_of_the_same_weights(engine, monkeypatch):

@@ -545,6 +545,21 @@ class TestCommandChannel:
         assert channel.exchange([pickle.dumps(("echo", (5,)))], CallWatch("x", 120.0)) == [Reply(5)]
         channel.close()
 
+    def test_a_client_that_stands_still_or_sends_nonsense_keeps_no_rank_out(self, monkeypatch):
+        monkeypatch.setattr(loader, "_LOADER", SimpleNamespace(echo=lambda model, value: Reply(value)))
+        channel = CommandChannel()
+        address, key = tuple(channel.to["address"]), bytes.fromhex(channel.to["key"])
+        invitations = channel.invite(1)
+        with socket.create_connection(address), socket.create_connection(address) as other:
+            other.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            for head in (b"[]", b"{}", b"?"):
+                with Client(address, authkey=key) as client:
+                    client.send_bytes(head)
+            start_ranks(invitations)
+            channel.accept(1, CallWatch("x", 120.0).check)
+            assert channel.exchange([pickle.dumps(("echo", (5,)))], CallWatch("x", 120.0)) == [Reply(5)]
+        channel.close()
+
     def test_closing_does_not_wait_for_a_thread_that_accepts_nothing_more(self, monkeypatch):
         at_work = threading.Event()
 
@@ -689,7 +704,7 @@ def test_missing_and_impossible_routes_are_errors(routes, message):
 
 
 def test_a_version_without_routes_is_refused(monkeypatch, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
     fields = {"enable_return_routed_experts"}
     monkeypatch.setattr(options, "server_arg_names", lambda: frozenset(fields))
     recording = SGLangOptions(return_routes=True)
@@ -789,7 +804,7 @@ def test_cuda_graphs_sleep_with_the_kv_cache():
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="reads SGLang's argument names")
 @pytest.mark.sglang
 def test_sampling_needs_no_compiler_on_a_node_without_nvcc(monkeypatch, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
     monkeypatch.setattr(options.shutil, "which", lambda name: None)
     assert server_args(str(tmp_path), 64, SGLangOptions(device="cuda"))["sampling_backend"] == "pytorch"
     monkeypatch.setattr(options.shutil, "which", lambda name: name if name == "/opt/cuda/bin/nvcc" else None)

@@ -178,6 +178,51 @@ def test_other_tokens_than_those_sent_are_an_error(start: Any, monkeypatch: pyte
     servers.close()
 
 
+HONEST = [[None, 2], [-1.0, 3], [-2.0, 4]]
+TOP = [None, [[-1.0, 5], [-2.0, 6]], [[-1.5, 7], [-2.5, 8]]]
+WRONG_NUMBERS = [float("nan"), float("inf"), float("-inf"), 0.5, None, "x", [1.0], {}, 10**400]
+WRONG_TOPS = [
+    *([[number, 5], [-2.0, 6]] for number in WRONG_NUMBERS),
+    *([[-1.0, token], [-2.0, 6]] for token in (6, -1, 2**31, 10**30, 5.5, None, "5")),
+    [[-0.1, 5], [-0.1, 6]],
+    [[-1.0, 5]],
+    [[-1.0], [-2.0]],
+    None,
+    5,
+]
+
+
+LIES: list[Any] = [
+    *({"input_token_logprobs": [HONEST[0], [number, 3], HONEST[2]]} for number in WRONG_NUMBERS),
+    *({"input_token_logprobs": tokens} for tokens in (None, 5, "ab", {}, HONEST[:1], [5, 5, 5], [[], [], []])),
+    *({"input_token_logprobs": HONEST, "input_top_logprobs": [*TOP[:1], top, TOP[2]]} for top in WRONG_TOPS),
+    *({"input_token_logprobs": HONEST, "input_top_logprobs": top} for top in (None, 5, "ab", {}, TOP[:2])),
+    {"input_token_logprobs": HONEST, "input_top_logprobs_val_flat_b64": "?"},
+    {},
+    None,
+    [],
+]
+
+
+def test_a_server_that_lies_is_an_error(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    servers, row = client([start([]).url]), TokenRow([2], [3, 4])
+    bodies = [{"meta_info": meta_info} for meta_info in LIES]
+    for body in [*bodies, None, 5, "text", []]:
+        monkeypatch.setitem(globals(), "answer", lambda ids, start, body=body: body)
+        with pytest.raises(TeacherError, match="as asked"):
+            pytest.fail(f"{body} is graded: {servers.grade([row], topk=2)}")
+    servers.close()
+
+
+def test_an_honest_server_may_round(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounded = {"input_token_logprobs": [HONEST[0], [1e-6, 3], [-0.0, 4]], "input_top_logprobs": TOP}
+    monkeypatch.setitem(globals(), "answer", lambda ids, start: {"meta_info": rounded})
+    servers = client([start([]).url])
+    (grade,) = servers.grade([TokenRow([2], [3, 4])], topk=2)
+    assert grade.log_probs.tolist() == pytest.approx([1e-6, 0.0]) and grade.top_ids.tolist() == [[5, 6], [7, 8]]
+    servers.close()
+
+
 def arrays(ids: np.ndarray, values: np.ndarray, dtype: str = "float32") -> dict[str, Any]:
     """Top tokens as SGLang returns them with ``return_flat_raw_top_logprobs_b64``."""
     name = "input_top_logprobs_{}_flat_b64"
@@ -187,7 +232,7 @@ def arrays(ids: np.ndarray, values: np.ndarray, dtype: str = "float32") -> dict[
 
 
 def test_damaged_arrays_of_top_tokens_are_an_error(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    ids, values = np.arange(8).reshape(4, 2), -np.arange(8.0).reshape(4, 2)
+    ids, values = np.arange(8).reshape(4, 2), -1 - np.arange(8.0).reshape(4, 2)
     row, plain = TokenRow([1, 2], [3, 4, 5]), answer
     cases = [arrays(ids, values), arrays(ids[:2], values), arrays(ids, values, "float64"), arrays(ids[:, :1], values)]
     for number, fields in enumerate(cases):

@@ -1,61 +1,13 @@
-import math
-from itertools import pairwise
-
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megarl.base.errors import WeightSyncError
-from megarl.rollout.weight_checks import Coverage, ShardWeights, check_complete
-
-
-@st.composite
-def tilings(draw):
-    """A shape cut into a grid of boxes, in random order."""
-    shape = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
-    cuts = [sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=3))}) for n in shape]
-    rectangles = [((), ())]
-    for edges in cuts:
-        spans = list(pairwise(edges))
-        rectangles = [((*at, a), (*extent, b - a)) for at, extent in rectangles for a, b in spans]
-    return tuple(shape), draw(st.permutations(rectangles))
-
-
-@settings(max_examples=100)
-@given(tilings(), st.data())
-def test_a_tiling_covers_each_element_once(tiling, data):
-    shape, rectangles = tiling
-    cover = Coverage("p", shape)
-    for start, extent in rectangles:
-        assert cover.written < cover.expected == math.prod(shape)
-        cover.add(start, extent)
-    assert cover.written == cover.expected
-    # Everything is covered: any rectangle inside the shape overlaps.
-    start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
-    extent = tuple(data.draw(st.integers(1, n - a)) for a, n in zip(start, shape, strict=True))
-    with pytest.raises(WeightSyncError, match="overlaps"):
-        cover.add(start, extent)
-
-
-@pytest.mark.parametrize("start", [(0, 0), (2, 3), (3, 2), (1, 1)])
-def test_overlap_is_detected_from_every_side(start):
-    cover = Coverage("p", (6, 6))
-    cover.add((2, 2), (2, 2))
-    with pytest.raises(WeightSyncError, match=r"'p': .* overlaps \[\[2, 2\], \[4, 4\]\)"):
-        cover.add(start, (3, 3))
-
-
-def test_neighbors_do_not_overlap():
-    cover = Coverage("p", (6, 6))
-    cover.add((2, 2), (2, 2))
-    for start, extent in [((0, 0), (2, 6)), ((4, 0), (2, 6)), ((2, 0), (2, 2)), ((2, 4), (2, 2))]:
-        cover.add(start, extent)
-    assert cover.written == 36
+from megarl.models.coverage import Coverage
+from megarl.rollout.weight_checks import ShardWeights, check_complete
 
 
 def test_the_incomplete_parameter_is_named():
-    whole, part = Coverage("a", (2,)), Coverage("b", (2, 3))
+    whole, part = Coverage("a", (2,), WeightSyncError), Coverage("b", (2, 3), WeightSyncError)
     whole.add((0,), (2,))
     part.add((1, 0), (1, 3))
     check_complete([whole], 4)

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Coverage of a plan, and comparison of checksums: each fault is named by parameter, rank and region."""
 
 import pytest
 import torch

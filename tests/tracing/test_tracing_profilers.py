@@ -74,7 +74,7 @@ def test_process_without_profiler_writes_nothing(tmp_path: Path) -> None:
 def test_profile_that_cannot_be_written_is_reported_and_the_next_one_is_recorded(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "profiles").write_text("a file in place of the folder")
+    (tmp_path / "profiles").write_text("a file in place of the folder", encoding="utf-8")
     profiled = ProfiledProcess(ProfileOptions("torch", str(tmp_path / "profiles"), contents=("cpu",)), "actor-0")
     profiled.record("step-1")
     torch.ones(4) + 1

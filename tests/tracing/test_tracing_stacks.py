@@ -125,6 +125,6 @@ def test_a_process_that_does_not_answer_takes_no_time_from_the_others(
 ) -> None:
     monkeypatch.setattr(stacks, "LONGEST_ANSWER_S", 0.1)
     for name, text in (("silent", ""), ("written", "Thread")):
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, encoding="utf-8")
     files = {1: tmp_path / "silent", 2: tmp_path / "written", 3: tmp_path / "gone"}
     assert stacks._read_stacks(files) == {1: "", 2: "Thread", 3: ""}

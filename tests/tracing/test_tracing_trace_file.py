@@ -33,7 +33,7 @@ def write_two_processes(path: Path) -> TraceFile:
 def test_complete_file_is_json_in_microseconds_on_one_clock(tmp_path: Path) -> None:
     with write_two_processes(tmp_path / "trace.json") as file:
         file.flush()
-    events = {event["name"]: event for event in json.loads((tmp_path / "trace.json").read_text())}
+    events = {event["name"]: event for event in json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))}
     assert (events["gen"]["ts"], events["gen"]["dur"], events["gen"]["pid"]) == (1000, 2000, 0)
     assert (events["busy"]["ph"], events["busy"]["ts"], events["busy"]["args"]) == ("C", 2000, {"n": 3})
     exchange = events["exchange"]
@@ -46,16 +46,16 @@ def test_file_of_a_killed_run_is_readable(tmp_path: Path) -> None:
     path = tmp_path / "run" / "timeline" / "trace.json"
     file = write_two_processes(path)
     file.flush()
-    whole = path.read_text()
+    whole = path.read_text(encoding="utf-8")
     assert [event["name"] for event in read_trace(path)][-1] == "exchange"
-    path.write_text(whole[:-20])
+    path.write_text(whole[:-20], encoding="utf-8")
     names = [event["name"] for event in read_trace(tmp_path / "run")]
     assert "gen" in names and "exchange" not in names
     file.close()
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "other.json").write_text('{"a": 1}')
+    (tmp_path / "other.json").write_text('{"a": 1}', encoding="utf-8")
     with pytest.raises(ConfigError, match="is not a timeline"):
         read_trace(tmp_path / "other.json")
     with pytest.raises(ConfigError, match=r"has no timeline: trainer\.timeline\.enable=true"):

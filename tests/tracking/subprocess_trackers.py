@@ -44,7 +44,7 @@ class FileTracker(Tracker):
         return "look into the file"
 
     def _note(self, record):
-        with (self.folder / "records").open("a") as file:
+        with (self.folder / "records").open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
 

@@ -127,9 +127,9 @@ def test_mlflow_database_is_read_back_by_its_client(run, tmp_path, monkeypatch):
     assert (run_entity.info.run_name, run_entity.info.status) == ("first", "FINISHED")
     assert run_entity.data.params == {"trainer.seed": "7", "trainer.device": "cpu"}, "a parameter cannot be changed"
     (config,) = tmp_path.glob("mlruns/*/*/artifacts/config.json")
-    assert json.loads(config.read_text()) == changed
+    assert json.loads(config.read_text(encoding="utf-8")) == changed
     (table,) = tmp_path.glob("mlruns/*/*/artifacts/samples/step_3.json")
-    assert json.loads(table.read_text()) == {
+    assert json.loads(table.read_text(encoding="utf-8")) == {
         "columns": ["input", "output", "gts", "score"],
         "data": [["What is 2 + 2?", "4", "4", "1.0"]],
     }
@@ -159,9 +159,11 @@ def test_swanlab_offline_is_read_back_by_its_reader(run, monkeypatch):
     named = {kind: data["name"] for kind, data in records if kind in ("Project", "Experiment")}
     assert named == {"Project": "arithmetic", "Experiment": "first"}
     assert records[-1][0] == "Footer" and records[-1][1]["success"]
-    assert yaml.safe_load((folder / "files" / "config.yaml").read_text())["trainer"]["value"] == {"seed": 7}
+    assert yaml.safe_load((folder / "files" / "config.yaml").read_text(encoding="utf-8"))["trainer"]["value"] == {
+        "seed": 7
+    }
     (table,) = folder.glob("media/*/*.json")
-    assert "What is 2 + 2?" in table.read_text()
+    assert "What is 2 + 2?" in table.read_text(encoding="utf-8")
 
 
 def wandb_records(path):
@@ -203,7 +205,7 @@ def test_wandb_offline_with_the_real_package(run, monkeypatch):
             history.append((items["training/global_step"], items["critic/score/mean"]))
     assert history == [(1, 0.125), (2, 0.25), (3, 0.375)]
     (table,) = run.folder.glob("wandb/offline-run-*/files/media/table/*.json")
-    assert json.loads(table.read_text())["data"] == [["What is 2 + 2?", "4", "4", "1.0"]]
+    assert json.loads(table.read_text(encoding="utf-8"))["data"] == [["What is 2 + 2?", "4", "4", "1.0"]]
 
     resumed = open_trackers(["wandb"], dataclasses.replace(run, resumed_step=1))
     resumed.log({"critic/score/mean": 0.5}, 2)

@@ -210,7 +210,7 @@ def test_each_line_is_printed_once_and_logged_once(tmp_path, terminal):
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "100", "TERM": "xterm"}
     )
-    shown, logged = done.stdout + done.stderr, (tmp_path / "driver.log").read_text()
+    shown, logged = done.stdout + done.stderr, (tmp_path / "driver.log").read_text(encoding="utf-8")
     assert done.returncode == 0, shown
     for words in ("before", "stray words", "100 %", "WARNING megarl.x: look out", "after"):
         assert shown.count(words) == 1, words

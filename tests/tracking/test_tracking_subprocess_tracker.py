@@ -46,7 +46,7 @@ def log(tracker, steps):
 
 
 def arrived(folder):
-    lines = [json.loads(line) for line in (folder / "records").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "records").read_text(encoding="utf-8").splitlines()]
     return [line if line == "finish" else line[0] for line in lines]
 
 
@@ -66,7 +66,7 @@ def test_refused_record_is_dropped_and_counted(start, tmp_path):
     assert arrived(tmp_path) == [1, 3, 4, "finish"]
     assert "ValueError: not a number" in messages[0] and "logs/tracker-FileTracker.log" in messages[0]
     assert "1 of 4 records did not arrive" in messages[-1] and "look into the file" in messages[-1]
-    log_text = (tmp_path / "logs" / "tracker-FileTracker.log").read_text()
+    log_text = (tmp_path / "logs" / "tracker-FileTracker.log").read_text(encoding="utf-8")
     assert log_text.count("ValueError: not a number") == QUICK.attempts and "Traceback" in log_text
 
 
@@ -199,7 +199,7 @@ def test_real_packages_without_servers_do_not_block(request, silent_server, clos
     for name in ("wandb", "swanlab", "mlflow"):
         assert sum(line.startswith(f"tracker {name} fails: ") for line in messages) == 1
         assert any(line.startswith(f"tracker {name}: 4 of 4 records did not arrive") for line in messages)
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()) == 3
     assert not any(map(psutil.pid_exists, processes))
 
 
@@ -231,7 +231,7 @@ def test_every_login_of_wandb_is_found_without_the_network(tmp_path, variables, 
     """In a process of its own: wandb reads its settings once."""
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, encoding="utf-8")
         (tmp_path / name).chmod(0o600)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     code = (

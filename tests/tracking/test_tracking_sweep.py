@@ -46,8 +46,8 @@ def test_missing_and_non_finite_objectives_are_errors() -> None:
 def started(folder: Path, name: str, *rows: dict) -> Path:
     run = folder / name
     (run / ".hydra").mkdir(parents=True)
-    (run / ".hydra" / "overrides.yaml").write_text("[]")
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / ".hydra" / "overrides.yaml").write_text("[]", encoding="utf-8")
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return run
 
 
@@ -67,9 +67,9 @@ def test_results_are_ordered_and_dead_runs_are_errors(tmp_path: Path) -> None:
     assert lines[5].endswith("failed: out of") and lines[10].endswith("0.9 <- best")
     assert "0 <- best" in sweep_table(results, minimize=True).splitlines()[1]
     save_sweep(tmp_path, results)
-    saved = json.loads((tmp_path / "sweep.json").read_text())
+    saved = json.loads((tmp_path / "sweep.json").read_text(encoding="utf-8"))
     assert saved["best"] == "9" and saved["runs"][4]["value"] is None
-    with open(tmp_path / "sweep.csv", newline="") as file:
+    with open(tmp_path / "sweep.csv", newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert rows[2] == {
         "run": "2", "lr": "2", "steps": "5", "metric": "critic/score/mean", "value": "0.2", "error": ""

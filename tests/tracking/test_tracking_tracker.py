@@ -104,13 +104,14 @@ def test_custom_tracker_is_loaded_from_a_file(run, tmp_path):
         "class Other:\n"
         "    pass\n"
         "class Needy(Lines):\n"
-        "    package = 'not_installed'\n"
+        "    package = 'not_installed'\n",
+        encoding="utf-8",
     )
     for name, step in (("Lines", 1), ("Remote", 2)):
         trackers = open_trackers([f"{file}:{name}"], run)
         trackers.log({"a": 0.5}, step)
         trackers.finish()
-    assert (tmp_path / "lines").read_text() == "1 0.5\n2 0.5\n"
+    assert (tmp_path / "lines").read_text(encoding="utf-8") == "1 0.5\n2 0.5\n"
     for name, message in (
         ("Nope", r"it has no Tracker called 'Nope'; there are \['Lines', 'Remote', 'Needy'\]$"),
         ("Other", r"'Needy'\]; Other must derive from megarl\.tracking\.tracker\.Tracker"),

@@ -22,6 +22,6 @@ class RecordListeners(Callback):
         """Record the workers, which are no children of this process if a fork server started them, and Ray."""
         found = {"Ray": sorted(listening_processes(descendants()))}
         for log in (view.folder / "logs").glob("*.log"):
-            pids = re.findall(r" begins, pid (\d+)", log.read_text())
+            pids = re.findall(r" begins, pid (\d+)", log.read_text(encoding="utf-8"))
             found[log.stem] = sorted(listening_processes([psutil.Process(int(pids[-1]))]))
-        Path(view.folder, FILE).write_text(json.dumps(found))
+        Path(view.folder, FILE).write_text(json.dumps(found), encoding="utf-8")

@@ -220,23 +220,17 @@ def test_optimal_token_baseline_reads_the_weights_of_rollout_correction() -> Non
 
 
 def penalized(config: AlgorithmConfig) -> tuple[torch.Tensor, dict[str, float]]:
-    """Reward changes of four samples; the second and the last end with token 7."""
-    responses = torch.tensor([[3, 4, 5], [3, 7, 0], [4, 0, 0], [7, 0, 0]])
-    given = batch().with_columns(
-        {
-            "prompts": torch.ones(4, 2).long(),
-            "responses": responses,
-            "attention_mask": torch.cat([torch.ones(4, 2), responses > 0], dim=1).long(),
-        },
-        {},
-    )
+    """Reward changes of four samples of 3, 2, 1 and 1 tokens; a limit ended all but the second."""
+    real = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 0, 0]])
+    tensors = {"prompts": torch.ones(4, 2).long(), "attention_mask": torch.cat([torch.ones(4, 2).long(), real], dim=1)}
+    given = batch().with_columns(tensors, {"finish_reason": ["length", "stop", "turns", "length"]})
     metrics: dict[str, float] = {}
-    result = AdvantagePhase(config, eos_token_ids=(7,)).compute(given, metrics)
+    result = AdvantagePhase(config).compute(given, metrics)
     return result.tensors["token_level_rewards"] - given.tensors["token_level_scores"], metrics
 
 
 @pytest.mark.parametrize("penalty", [0.75, 0.0])
-def test_missing_eos_is_penalized(penalty: float) -> None:
+def test_truncated_responses_are_penalized(penalty: float) -> None:
     """The reward of the last sample failed, so it is neither penalized nor counted. A penalty of 0 only counts."""
     change, metrics = penalized(AlgorithmConfig(adv_estimator="grpo", missing_eos_penalty=penalty))
     assert change.tolist() == [[0.0, 0.0, -penalty], [0.0] * 3, [-penalty, 0.0, 0.0], [0.0] * 3]

@@ -92,7 +92,7 @@ def trainer_of(config: TrainConfig, recorders: list[Callback], folder: Path) -> 
 def test_a_callback_sees_and_adds_metrics(train_config: Callable[..., TrainConfig], tmp_path: Path) -> None:
     first, second, metrics = Recorded(), Recorded(), {"critic/score/mean": 0.5}
     batch = DataProto.from_dict({}, {"uid": ["a"]})
-    trainer_of(train_config(), [first, second], tmp_path).finish_step(batch, metrics)
+    trainer_of(train_config(), [first, second], tmp_path).finish_step(batch, batch, metrics)
     assert metrics == {"critic/score/mean": 0.5, "custom/metric": 2.0}, "the second sees the metric of the first"
     (_, view), *_ = first.calls
     assert (view.step, view.total_steps, view.epoch, view.folder) == (3, 10, 1, tmp_path)
@@ -172,7 +172,9 @@ def test_callbacks_run_before_metrics_are_logged(train_config: Callable[..., Tra
 
 def test_callbacks_are_loaded_by_file_and_by_dotted_path(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
-    file.write_text("from megarl.trainer.callbacks import Callback\n\nclass Mine(Callback):\n    pass\n")
+    file.write_text(
+        "from megarl.trainer.callbacks import Callback\n\nclass Mine(Callback):\n    pass\n", encoding="utf-8"
+    )
     first, second = load_callbacks([f"{file}:Mine", "megarl.trainer.callbacks.Callback"])
     assert type(first).__name__ == "Mine" and type(second) is Callback
 

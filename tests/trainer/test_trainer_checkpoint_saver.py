@@ -69,7 +69,7 @@ class Run:
             (self.control / name).touch() if there else (self.control / name).unlink(missing_ok=True)
 
     def begin(self, step: int, group: WorkerGroup, score: Score | None = None) -> None:
-        self.saver.begin(step, [group], lambda folder: (folder / "own").write_text(str(step)), score)  # type: ignore[arg-type,return-value]
+        self.saver.begin(step, [group], lambda folder: (folder / "own").write_text(str(step), encoding="utf-8"), score)  # type: ignore[arg-type,return-value]
 
     def complete(self) -> dict[str, float]:
         """Metrics of the save under way, completed as training does: by looking now and then."""
@@ -116,7 +116,7 @@ def test_the_next_save_waits_for_the_pending_one(run: Run, actor: WorkerGroup) -
     run.begin(2, actor)
     assert 1 in run.store.steps()
     run.saver.wait()
-    assert run.store.steps() == [1, 2] and (run.store.root / POINTER).read_text() == "2\n"
+    assert run.store.steps() == [1, 2] and (run.store.root / POINTER).read_text(encoding="utf-8") == "2\n"
 
 
 def test_a_storage_slower_than_the_save_frequency_delays_training_and_is_reported(
@@ -231,7 +231,7 @@ def test_a_killed_writer_leaves_the_old_checkpoint(
     with pytest.raises(WorkerFailed, match="actor rank 0"):
         run.saver.wait()
     assert len(run.hidden) == 1
-    assert (run.store.root / POINTER).read_text().strip() == "1"
+    assert (run.store.root / POINTER).read_text(encoding="utf-8").strip() == "1"
     after = Run(run.store.root, control, retention=newest)
     assert after.store.resolve("auto").name == "global_step_1"
     after.store.verify(after.store.resolve("auto"))

@@ -28,7 +28,7 @@ def fill(folder: Path, step: int) -> None:
     for role in ("actor", "critic"):
         (folder / role).mkdir()
         (folder / role / "shard_0.bin").write_bytes(bytes([step]) * 5000)
-    (folder / "trainer_state.json").write_text(json.dumps({"step": step}))
+    (folder / "trainer_state.json").write_text(json.dumps({"step": step}), encoding="utf-8")
 
 
 def save(store: CheckpointStore, step: int) -> Path:
@@ -38,7 +38,7 @@ def save(store: CheckpointStore, step: int) -> Path:
 
 
 def step_of(folder: Path | None) -> int | None:
-    return None if folder is None else json.loads((folder / "trainer_state.json").read_text())["step"]
+    return None if folder is None else json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["step"]
 
 
 def hidden(root: Path) -> list[str]:
@@ -49,8 +49,8 @@ def test_layout_manifest_and_pointer(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "run")
     folder = save(store, 3)
     assert folder == tmp_path / "run" / "global_step_3"
-    assert (tmp_path / "run" / POINTER).read_text().strip() == "3"
-    manifest = json.loads((folder / MANIFEST).read_text())
+    assert (tmp_path / "run" / POINTER).read_text(encoding="utf-8").strip() == "3"
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     assert sorted(manifest["files"]) == ["actor/shard_0.bin", "critic/shard_0.bin", "trainer_state.json"]
     for name, (size, digest) in manifest["files"].items():
         content = (folder / name).read_bytes()
@@ -126,18 +126,18 @@ def cut_manifest(folder: Path) -> str:
 
 
 def edit_manifest(folder: Path) -> str:
-    text = (folder / MANIFEST).read_text()
-    (folder / MANIFEST).write_text(text.replace('"step": 2', '"step": 7'))
+    text = (folder / MANIFEST).read_text(encoding="utf-8")
+    (folder / MANIFEST).write_text(text.replace('"step": 2', '"step": 7'), encoding="utf-8")
     return r"manifest\.json fails its own checksum"
 
 
 def strange_manifest(folder: Path) -> str:
-    (folder / MANIFEST).write_text('{"format": 1, "files": [], "digest": ""}')
+    (folder / MANIFEST).write_text('{"format": 1, "files": [], "digest": ""}', encoding="utf-8")
     return r"manifest\.json is malformed"
 
 
 def future_manifest(folder: Path) -> str:
-    (folder / MANIFEST).write_text('{"format": 99}')
+    (folder / MANIFEST).write_text('{"format": 99}', encoding="utf-8")
     return r"format=99, this megarl reads 1"
 
 
@@ -198,7 +198,7 @@ def test_a_pointer_to_nothing_is_not_step_zero(tmp_path: Path) -> None:
 def test_a_pointer_set_back_by_hand_is_followed(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     save(store, 1), save(store, 2)
-    (tmp_path / POINTER).write_text("1")
+    (tmp_path / POINTER).write_text("1", encoding="utf-8")
     assert step_of(store.resolve("auto")) == 1
 
 
@@ -244,7 +244,7 @@ def test_a_run_removes_its_own_checkpoints_only(tmp_path: Path) -> None:
         with store.saving(step, Score("val/acc", value)) as folder:
             fill(folder, step)
     assert store.steps() == [2, 3, 10] and store.own_steps() == [2, 3]
-    assert store.best().step == 2 and (tmp_path / BEST_POINTER).read_text() == "2\n"
+    assert store.best().step == 2 and (tmp_path / BEST_POINTER).read_text(encoding="utf-8") == "2\n"
     assert tree(tmp_path / "global_step_10") == before
     with pytest.raises(CheckpointError, match=r"global_step_10 is a checkpoint of another run; .*overwrite_output"):
         save(store, 10)
@@ -266,7 +266,7 @@ def test_overwrite_replaces_other_runs_at_the_first_save(tmp_path: Path) -> None
         raise OSError("disk full")
     assert store.steps() == [10, 20], "the save failed"
     save(store, 10)
-    assert store.steps() == [10] and (tmp_path / "global_step_10" / "run_id").read_text() == "mine"
+    assert store.steps() == [10] and (tmp_path / "global_step_10" / "run_id").read_text(encoding="utf-8") == "mine"
     assert store.resolve("auto") == tmp_path / "global_step_10"
 
 
@@ -291,7 +291,7 @@ def test_the_best_checkpoint_keeps_all_roles_and_a_pointer(tmp_path: Path) -> No
     for step, value in enumerate([0.3, 0.9, 0.5, 0.1], start=1):
         with store.saving(step, Score("val/acc", value)) as folder:
             fill(folder, step)
-        assert (tmp_path / BEST_POINTER).read_text() == f"{min(step, 2)}\n"
+        assert (tmp_path / BEST_POINTER).read_text(encoding="utf-8") == f"{min(step, 2)}\n"
     assert store.steps() == [2, 4] and store.best().step == 2
     store.verify(tmp_path / "global_step_2", ["actor", "critic"])
     assert step_of(store.resolve("auto")) == 4
@@ -441,14 +441,14 @@ def test_killed_at_every_change_to_the_disk(again: bool, can_exchange: bool, tmp
         root = tmp_path / str(changes)
         save(CheckpointStore(root), 1)
         save(CheckpointStore(root), 2)
-        old = (root / "global_step_2" / MANIFEST).read_text()
+        old = (root / "global_step_2" / MANIFEST).read_text(encoding="utf-8")
         store = CheckpointStore(root, Retention({"actor": 2, "critic": 2}))
         died = run_and_die(changes, partial(save, store, 2 if again else 3))
         found = CheckpointStore(root).resolve("auto")
         assert found is not None
-        seen.add("old" if (found / MANIFEST).read_text() == old else "new")
+        seen.add("old" if (found / MANIFEST).read_text(encoding="utf-8") == old else "new")
         assert step_of(found) in ((2,) if again else (2, 3))
-        pointer = int((root / POINTER).read_text())
+        pointer = int((root / POINTER).read_text(encoding="utf-8"))
         complete = (root / "global_step_3" / MANIFEST).exists()
         assert pointer == 2 or (pointer == 3 and complete)
         unpublished += complete and pointer == 2

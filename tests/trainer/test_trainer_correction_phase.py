@@ -136,15 +136,19 @@ def test_pf_ppo_draws_whole_rows_by_their_scores() -> None:
 
 
 def test_truncated_responses_are_left_out_of_the_update() -> None:
-    eos, other_eos = 9, 8
-    responses = torch.tensor([[5, 5, eos], [5, 5, 5], [5, other_eos, 0], [eos, 5, 0]])
+    """Whatever the last token: a stop string ends a response without an EOS token, a limit cuts others after one."""
+    eos = 9
+    responses = torch.tensor([[5, 5, 5], [5, 5, eos], [5, eos, 0], [eos, 5, 0]])
     lengths = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 0]])
     mask = torch.tensor([[1, 0, 1], [1, 1, 1], [1, 1, 0], [1, 1, 0]])
     tensors = {"prompts": torch.ones(4, 1, dtype=torch.int64), "responses": responses, "attention_mask": lengths}
-    given = DataProto.from_dict({**tensors, "response_mask": mask, "advantages": torch.ones(4, 3)})
+    given = DataProto.from_dict(
+        {**tensors, "response_mask": mask, "advantages": torch.ones(4, 3)},
+        {"finish_reason": ["stop", "length", "turns", "stop"]},
+    )
     metrics: dict[str, float] = {}
-    trained = TruncatedResponsesPhase({eos, other_eos}).run(given, 1, metrics)
-    assert trained.tensors["response_mask"].tolist() == [[1, 0, 1], [0, 0, 0], [1, 1, 0], [0, 0, 0]]
+    trained = TruncatedResponsesPhase().run(given, 1, metrics)
+    assert trained.tensors["response_mask"].tolist() == [[1, 0, 1], [0, 0, 0], [0, 0, 0], [1, 1, 0]]
     assert metrics == {"actor/truncated_masked_fraction": 0.5}
     assert trained.tensors["response_mask"].dtype == mask.dtype
     assert torch.equal(given.tensors["response_mask"], mask)  # reports keep all samples

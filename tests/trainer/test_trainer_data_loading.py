@@ -17,10 +17,11 @@ from transformers import PreTrainedTokenizerBase
 from megarl.base.errors import ConfigError, DataError, ModelError
 from megarl.config import SFTConfig, TrainConfig
 from megarl.config.problems import InvalidConfigError
+from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.trainer.jobs.early_checks import check_rows
 from megarl.trainer.jobs.preflight import check_train
 from megarl.trainer.jobs.sft import FineTuning
-from megarl.trainer.phases.data_loading import load_tokenizer, prompt_loader, validation_loader
+from megarl.trainer.phases.data_loading import prompt_loader, validation_loader
 
 OWN = """
 import json
@@ -101,12 +102,14 @@ def test_code_in_a_model_folder_is_not_run_even_if_the_user_would_agree(
     """On a terminal, transformers asks whether to run the code of a tokenizer that is no class of its own."""
     folder = tmp_path / "model"
     shutil.copytree(arithmetic / "model", folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    config = json.loads((folder / "config.json").read_text()) | {"model_type": "unheard_of"}
-    (folder / "config.json").write_text(json.dumps(config))
-    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"model_type": "unheard_of"}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     tokenizer |= {"tokenizer_class": "EvilTokenizer", "auto_map": {"AutoTokenizer": ["evil.EvilTokenizer", None]}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    (folder / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\nclass EvilTokenizer: ...\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    (folder / "evil.py").write_text(
+        f"open({str(tmp_path / 'executed')!r}, 'w')\nclass EvilTokenizer: ...\n", encoding="utf-8"
+    )
     monkeypatch.setattr("builtins.input", lambda *question: "y")
     with contextlib.suppress(ModelError):  # it may fall back on the generic class of tokenizer.json
         load_tokenizer(str(folder))
@@ -190,7 +193,7 @@ def test_curriculum_order(train_config: Callable[..., TrainConfig], tokenizer: P
 def test_user_dataset_and_sampler_classes(
     train_config: Callable[..., TrainConfig], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
     own = {
         "data.sampler": {"class_path": f"{tmp_path}/own.py", "class_name": "Backwards"},
         "data.custom_cls": {"path": f"{tmp_path}/own.py", "name": "Shouting"},
@@ -213,7 +216,7 @@ def test_user_dataset_and_sampler_classes(
 def test_verls_dataset_sampler_and_collate_function(
     train_config: Callable[..., TrainConfig], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    (tmp_path / "verls.py").write_text(VERLS)
+    (tmp_path / "verls.py").write_text(VERLS, encoding="utf-8")
     verls = {
         "data.custom_cls": {"path": f"{tmp_path}/verls.py", "name": "Prompts"},
         "data.sampler": {"class_path": f"{tmp_path}/verls.py", "class_name": "Strided"},
@@ -241,7 +244,7 @@ def test_verls_dataset_sampler_and_collate_function(
 def test_files_of_a_custom_dataset_are_its_own(
     train_config: Callable[..., TrainConfig], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    (tmp_path / "verls.py").write_text(VERLS)
+    (tmp_path / "verls.py").write_text(VERLS, encoding="utf-8")
     keys = {"data.custom_cls": {"path": f"{tmp_path}/verls.py", "name": "Prompts"}, "data.train_files": "nowhere.bin"}
     check_train(train_config(keys))
     with pytest.raises(ConfigError, match=r"Prompts\(data_files, tokenizer, config, processor\) failed: FileNotFound"):
@@ -254,3 +257,23 @@ def test_max_samples_limits_rows(train_config: Callable[..., TrainConfig], token
     config = train_config({"data.train_max_samples": 16, "data.val_max_samples": 3, "data.shuffle": False})
     assert [indices(batch) for batch in prompt_loader(config, tokenizer)] == [[*range(8)], [*range(8, 16)]]
     assert [len(batch) for batch in validation_loader(config, tokenizer)] == [3]
+
+
+def test_the_context_of_model_and_engine_limits_prompts(
+    train_config: Callable[..., TrainConfig], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    longest = max(len(row) for row in prompt_rows(train_config(), tokenizer))
+    room = 512 - longest  # of the 512 positions of the task's model
+    changes: dict[str, Any] = {"data.max_prompt_length": 500, "data.max_response_length": room}
+    assert prompt_rows(train_config(changes), tokenizer)
+    with pytest.raises(DataError, match=rf"the prompt has {longest} tokens, .* leaves room for {longest - 1} "):
+        prompt_loader(train_config(changes | {"data.max_response_length": room + 1}), tokenizer)
+    engine = {"name": "sglang", "engine_kwargs.sglang.server_args": {"max_total_tokens": longest + 5}}
+    changes = {"data.max_response_length": 6, **{f"actor_rollout_ref.rollout.{key}": engine[key] for key in engine}}
+    with pytest.raises(DataError, match=rf"leaves room for {longest - 1} "):
+        prompt_loader(train_config(changes), tokenizer)
+
+
+def prompt_rows(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    dataset = prompt_loader(config, tokenizer).dataset
+    return [dataset[item]["prompt_ids"] for item in range(len(dataset))]  # type: ignore[arg-type]

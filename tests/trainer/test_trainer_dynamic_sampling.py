@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megarl.base.errors import ConfigError, DataError, StepImpossible
+from megarl.base.reductions import Total
 from megarl.config import TrainConfig
 from megarl.data import DataProto
 from megarl.trainer.phases.dynamic_sampling import SampleCollector, join, keep_best, split_baselines
@@ -58,10 +59,12 @@ def test_zero_variance_groups_are_replaced(collector: Callable[..., SampleCollec
     steps, metrics = collector(), {}
     # Two of four groups have varied scores; a group with a single score does not.
     first = samples({"a": [1, 0], "b": [1, 1], "c": [None, 1.0], "d": [0, 1]})
-    assert steps.add(first, {"reward/failed": 1.0, "x/mean": 1.0}) == 4  # half of the prompts are kept, two are missing
+    assert (
+        steps.add(first, {"reward/failed": Total(1), "x/mean": 1.0}) == 4
+    )  # half of the prompts are kept, two are missing
     assert steps.rounds == 1
     second = samples({"e": [0, 0], "f": [0, 1], "g": [1, 0], "h": [0.5, 0]})
-    assert steps.add(second, {"reward/failed": 2.0, "x/mean": 2.0}) == 0
+    assert steps.add(second, {"reward/failed": Total(2), "x/mean": 2.0}) == 0
     batch = steps.finish(metrics)
     assert uids(batch) == ["a", "a", "d", "d", "f", "f", "g", "g"]
     assert metrics["train/num_gen_batches"] == 2 and metrics["filter_groups/asked"] == 8

@@ -121,23 +121,23 @@ def test_the_number_of_replicas_follows_the_file(
     assert numbers(group) == [0, 1]
     request = tmp_path / "replicas"
     for text in ("0", "4", "two"):
-        request.write_text(text)
+        request.write_text(text, encoding="utf-8")
         assert elastic.leaving() == [] == elastic.leaving()
         assert caplog.text.count(f"{request}: {text!r} has no effect, expected 1 (rollout.min_replicas) to 3") == 1
-    request.write_text("1\n")
+    request.write_text("1\n", encoding="utf-8")
     assert elastic.leaving() == [1]
     elastic.end([1])
     assert lines == ["rollout replica 1 has left; 1 replica of 3"]
     assert elastic.admit() == [] and elastic.leaving() == [] and numbers(group) == [0]
     wait_until(lambda: ray.available_resources().get("CPU") == 1.0)
-    request.write_text("2")
+    request.write_text("2", encoding="utf-8")
     wait_until(elastic.admit)
     assert numbers(group) == [0, 1]
     wait_until(lambda: "CPU" not in ray.available_resources())
     (tmp_path / "held").touch()
     elastic.lose([1])
     assert elastic.admit() == [] and not elastic.leaving()
-    request.write_text("1")
+    request.write_text("1", encoding="utf-8")
     assert elastic.leaving() == [], "the start of its successor is given up"
     wait_until(lambda: ray.available_resources().get("CPU") == 1.0)
     assert elastic.admit() == [] and numbers(group) == [0]

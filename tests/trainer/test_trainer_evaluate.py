@@ -16,10 +16,10 @@ from megarl.base.errors import CheckpointError, ConfigError, DataError, MegarlEr
 from megarl.config import EvaluateConfig
 from megarl.config.schema.jobs import BestAnswersConfig
 from megarl.data import DataProto, SFTDataset, attention_mask_of, pad_left, pad_right
+from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.trainer.jobs.early_checks import check_early
 from megarl.trainer.jobs.evaluate import BestAnswers, run
 from megarl.trainer.jobs.frozen_policy import FrozenPolicy
-from megarl.trainer.phases.data_loading import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 
@@ -79,10 +79,9 @@ def test_an_unknown_agent_loop_names_the_row(
     assert not ray.is_initialized()
 
 
-LONGEST = 6
 ANSWERS = {
     "1 + 2": [("3", 1.0), ("4", 0.0), ("3", 1.0)],
-    "2 + 2": [("999999", 1.0), ("4", 0.5), ("5", None)],  # the best one was cut off, the last one's reward failed
+    "2 + 2": [("999999", 1.0), ("4", 0.5), ("5", None)],  # a limit ended the best one, the last one's reward failed
     "3 + 3": [("7", 0.0), ("8", 0.1), ("9", 0.0)],
 }
 
@@ -97,7 +96,8 @@ def batch(tokenizer) -> DataProto:
     """Three answers to each of three prompts; in the first answer to the first, a tool wrote the first token."""
     rows = [(prompt, text, score) for prompt, group in ANSWERS.items() for text, score in group]
     ids = [tokenizer.encode(text, add_special_tokens=False) for _, text, _ in rows]
-    ids = [row if len(row) >= LONGEST else [*row, tokenizer.eos_token_id] for row in ids]
+    ids = [[*row, tokenizer.eos_token_id] for row in ids]
+    ids[2].pop()  # a stop string ended this one
     ids[0] = [*tokenizer.encode("12", add_special_tokens=False), *ids[0]]
     written = [[1] * len(row) for row in ids]
     written[0][: len(ids[0]) - 2] = [0] * (len(ids[0]) - 2)
@@ -115,13 +115,14 @@ def batch(tokenizer) -> DataProto:
         "uid": [row[0] for row in rows],
         "raw_prompt": [[{"role": "user", "content": row[0]}] for row in rows],
         "data_source": ["sums"] * len(rows),
+        "finish_reason": ["length" if text == "999999" else "stop" for _, text, _ in rows],
     }
     return DataProto.from_dict(tensors, others)
 
 
 def test_complete_good_answers_become_sft_data(tokenizer, batch: DataProto, tmp_path: Path) -> None:
     file = tmp_path / "new" / "best.parquet"
-    best = BestAnswers(BestAnswersConfig(str(file), keep=2, min_score=0.4), tokenizer, LONGEST)
+    best = BestAnswers(BestAnswersConfig(str(file), keep=2, min_score=0.4), tokenizer)
     best.add(batch[:3])
     best.add(batch[3:])
     assert best.write() == f"best answers: {file}, 3 answers to 3 prompts"
@@ -137,7 +138,7 @@ def test_complete_good_answers_become_sft_data(tokenizer, batch: DataProto, tmp_
 
 
 def test_no_good_answer_is_an_error(tokenizer, batch: DataProto, tmp_path: Path) -> None:
-    best = BestAnswers(BestAnswersConfig(str(tmp_path / "best.parquet"), min_score=2.0), tokenizer, LONGEST)
+    best = BestAnswers(BestAnswersConfig(str(tmp_path / "best.parquet"), min_score=2.0), tokenizer)
     best.add(batch)
     with pytest.raises(DataError, match=r"answers to 3 prompts .* best_answers.min_score=2.0; lower it"):
         best.write()

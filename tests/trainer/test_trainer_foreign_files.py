@@ -17,7 +17,9 @@ def checkpoint(tmp_path: Path) -> Path:
     with CheckpointStore(tmp_path).saving(4) as folder:
         (folder / "actor").mkdir()
         (folder / "actor" / "data").write_bytes(b"x" * 100)
-        (folder / "actor" / ".nfs00000000000000ab00000001").write_text("a file that was open when it was removed")
+        (folder / "actor" / ".nfs00000000000000ab00000001").write_text(
+            "a file that was open when it was removed", encoding="utf-8"
+        )
     return tmp_path / "global_step_4"
 
 
@@ -27,7 +29,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_a_file_of_a_file_system_or_desktop_is_ignored(
     checkpoint: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (checkpoint / "actor" / name).write_text("")
+    (checkpoint / "actor" / name).write_text("", encoding="utf-8")
     with caplog.at_level(logging.WARNING):
         CheckpointStore(checkpoint.parent).verify(checkpoint, ["actor"])
     assert f"actor/{name}" in caplog.text and is_whole(checkpoint)
@@ -36,14 +38,14 @@ def test_a_file_of_a_file_system_or_desktop_is_ignored(
 
 @pytest.mark.parametrize("name", [".nfs-not-hexadecimal", "DS_Store", "weights.pt", "._", "Thumbs.db.pt"])
 def test_any_other_file_is_named(checkpoint: Path, name: str) -> None:
-    (checkpoint / "actor" / name).write_text("")
+    (checkpoint / "actor" / name).write_text("", encoding="utf-8")
     with pytest.raises(CheckpointError, match=f"actor/{name} is not part of the checkpoint"):
         CheckpointStore(checkpoint.parent).verify(checkpoint)
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, '{"format": 1, "step": 1e999}'])
 def test_a_hostile_manifest_is_an_ordinary_error(checkpoint: Path, text: str) -> None:
-    (checkpoint / MANIFEST).write_text(text)
+    (checkpoint / MANIFEST).write_text(text, encoding="utf-8")
     with pytest.raises(CheckpointError, match=MANIFEST):
         CheckpointStore(checkpoint.parent).verify(checkpoint)
     assert not is_whole(checkpoint)

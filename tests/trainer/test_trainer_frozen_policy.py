@@ -85,9 +85,9 @@ def make_critic(folder: Path, arithmetic: Path) -> Path:
     from safetensors.torch import save_file
 
     shutil.copytree(arithmetic / "model", folder)
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config |= {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     weights = weights_of(folder)
     weights.pop("lm_head.weight", None)
     save_file({**weights, "score.weight": torch.ones(1, config["hidden_size"])}, folder / "model.safetensors")

@@ -40,7 +40,7 @@ def config(arithmetic: Path, tmp_path: Path) -> Any:
 
 def test_prompts_are_written_to_a_file(tmp_path: Path) -> None:
     (file,) = prompt_files(["Why?", "Où?"], tmp_path / "prompts.jsonl")
-    rows = [json.loads(line) for line in Path(file).read_text().splitlines()]
+    rows = [json.loads(line) for line in Path(file).read_text(encoding="utf-8").splitlines()]
     assert rows == [{"prompt": [{"role": "user", "content": text}]} for text in ("Why?", "Où?")]
     assert prompt_files([], tmp_path / "none.jsonl") == [] and not (tmp_path / "none.jsonl").exists()
 
@@ -53,7 +53,9 @@ def test_a_prompt_is_printed_on_one_line() -> None:
 def test_standard_input_lines_become_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n\n  two  \n"))
     (file,) = prompt_files(["-"], tmp_path / "prompts.jsonl")
-    assert [json.loads(line)["prompt"][0]["content"] for line in Path(file).read_text().splitlines()] == ["one", "two"]
+    assert [
+        json.loads(line)["prompt"][0]["content"] for line in Path(file).read_text(encoding="utf-8").splitlines()
+    ] == ["one", "two"]
     with pytest.raises(DataError, match="the standard input has no line"):
         prompt_files(["-"], tmp_path / "prompts.jsonl")
 
@@ -62,7 +64,7 @@ def test_rows_need_only_a_prompt_and_keep_all_columns(config: Any, arithmetic: P
     tokenizer = AutoTokenizer.from_pretrained(arithmetic / "model")
     rows = [{"prompt": [{"role": "user", "content": "What is 1 + 2?"}], "level": 3}]
     rows += [{"prompt": [{"role": "user", "content": "What is 3 + 4?"}], "level": 5}]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     (prompts,) = generation_loader(config(), [str(tmp_path / "prompts.jsonl")], tokenizer)
     texts = ["3", "4", "7", "9"]
     ids = [tokenizer(text)["input_ids"] for text in texts]
@@ -82,7 +84,7 @@ def test_answers_are_written_atomically(tmp_path: Path, suffix: str) -> None:
     rows = [{"prompt": [{"role": "user", "content": "ü?"}], "responses": ["1", None]}]
     target = tmp_path / "new" / f"answers.{suffix}"
     write_answers(target, rows)
-    text = target.read_text() if suffix == "jsonl" else ""
+    text = target.read_text(encoding="utf-8") if suffix == "jsonl" else ""
     found = [json.loads(line) for line in text.splitlines()] if text else pq.read_table(target).to_pylist()
     assert found == rows and [path.name for path in target.parent.iterdir()] == [target.name]
 

@@ -10,16 +10,19 @@ import pytest
 import torch
 from documented_metrics import undocumented
 
-from megarl.data import DataProto
+from megarl.base.reductions import combine_metrics
+from megarl.data import DataProto, token_counts
+from megarl.trainer.phases.advantage_phase import _quality_metrics
 from megarl.trainer.phases.validation import CONVERSATION_METRICS, conversation_metrics
 from megarl.trainer.records.metrics import (
+    GENERATED_TOKENS,
     batch_metrics,
-    combine_metrics,
     group_spread,
     phase_tokens,
     summary,
     throughput_metrics,
 )
+from megarl.trainer.rollout_service.source import TrainedBatches
 
 
 def batch(**more: torch.Tensor) -> DataProto:
@@ -40,7 +43,9 @@ def batch(**more: torch.Tensor) -> DataProto:
 
 
 def test_batch_metrics() -> None:
-    metrics = batch_metrics(batch(), max_prompt_length=3, max_response_length=3)
+    """A limit ended one response; another one has the maximum length."""
+    scored = batch().with_columns({}, {"finish_reason": ["stop", "turns", "error"]})
+    metrics = batch_metrics(scored, max_prompt_length=3, max_response_length=3)
     assert metrics == pytest.approx(
         {
             "critic/score/mean": 0.75,
@@ -63,6 +68,7 @@ def test_batch_metrics() -> None:
             "response_length/max": 3.0,
             "response_length/min": 1.0,
             "response_length/clip_ratio": 1 / 3,
+            "response/truncated_ratio": 1 / 3,
         }
     )
 
@@ -134,7 +140,7 @@ def test_rollout_mismatch_metrics() -> None:
 def test_phase_tokens_and_throughput() -> None:
     assert phase_tokens(batch(), ["gen", "update_actor"]) == {"gen": 6, "update_actor": 12}
     seconds = {"step": 4.0, "gen": 2.0, "update_actor": 1.0, "update_critic": 0.5}
-    metrics = throughput_metrics(batch(), seconds, num_devices=2)
+    metrics = throughput_metrics(batch(), batch(), seconds, num_devices=2)
     assert metrics == {
         "perf/total_num_tokens": 12.0,
         "perf/time_per_step": 4.0,
@@ -143,8 +149,22 @@ def test_phase_tokens_and_throughput() -> None:
         "perf/rollout_tokens_per_s": 3.0,
         "perf/update_tokens_per_s": 8.0,
     }
-    without_update = throughput_metrics(batch(), {"step": 4.0, "gen": 2.0}, num_devices=2)
+    without_update = throughput_metrics(batch(), batch(), {"step": 4.0, "gen": 2.0}, num_devices=2)
     assert "perf/update_tokens_per_s" not in without_update
+
+
+def test_updates_count_the_rows_that_they_train() -> None:
+    """PF-PPO may draw the longest row (3 + 2 tokens), or any other, several times."""
+    trained = batch()[[0, 0, 2]]
+    assert phase_tokens(batch(), ["gen", "adv", "update_actor", "update_critic"], trained) == {
+        "gen": 6,
+        "adv": 12,
+        "update_actor": 15,
+        "update_critic": 15,
+    }
+    seconds = {"step": 4.0, "gen": 2.0, "update_actor": 1.0, "update_critic": 0.5}
+    metrics = throughput_metrics(batch(), trained, seconds, num_devices=2)
+    assert metrics["perf/update_tokens_per_s"] == 10.0 and metrics["perf/total_num_tokens"] == 12.0
 
 
 def test_tool_tokens_are_neither_generated_nor_compared() -> None:
@@ -174,27 +194,33 @@ def test_conversation_metrics_are_averaged_by_rows() -> None:
     assert len(complete) == len(CONVERSATION_METRICS) and undocumented(complete) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("num_turns/mean", 3.0),  # (1 x 1.0 + 3 x 3.0 + 2 x 4.0) / 6 rows
-        ("actor/pg_loss", 3.0),
-        ("critic/score/max", 4.0),
-        ("num_turns/min", 1.0),
-        ("training/off_policy/trajectory_staleness_worst", 4.0),
-        ("training/off_policy/trajectory_staleness", 3.0),
-        ("rollout_corr/rollout_is_max", 4.0),
-        ("rollout_corr/log_ppl_diff_min", 1.0),
-        ("perf/critic/max_memory_allocated_gb", 4.0),
-        ("actor/update_micro_batch_limit", 1.0),
-        ("reward/failed", 8.0),
-        ("rollout/requests_moved", 8.0),
-        ("actor/skipped_steps", 8.0),
-        ("state_tokens/total", 8.0),
-        ("endpoint/requests", 8.0),
-    ],
-)
-def test_reduction_of_a_metric(name: str, expected: float) -> None:
-    assert combine_metrics([({name: 1.0}, 1), ({name: 3.0}, 3), ({}, 9), ({name: 4.0}, 2)]) == {name: expected}
-    assert combine_metrics([({name: 7.0}, 5)]) == {name: 7.0}
-    assert undocumented([name]) == []
+def test_metrics_declare_their_reduction() -> None:
+    """Two parts of a step: counts add up, extremes stay extremes, and others are means over the rows."""
+    first = summary("x", torch.tensor([1.0, 3.0])) | quality_metrics(num_failed=1)
+    second = summary("x", torch.tensor([0.0])) | quality_metrics(num_failed=2)
+    combined = combine_metrics([(first, 2), (second, 1)])
+    assert {name: combined[name] for name in ("x/mean", "x/max", "x/min")} == {
+        "x/mean": pytest.approx(4 / 3),
+        "x/max": 3.0,
+        "x/min": 0.0,
+    }
+    assert combined["ref_quality/left_out"] == 3.0 and combined["ref_quality/weight"] == 0.5
+
+
+def quality_metrics(num_failed: int) -> dict[str, float]:
+    """Metrics of the blend with the reference's quality: three rows, some without a score."""
+    counted = torch.arange(3) >= num_failed
+    facts = {"quality": torch.ones(3), "quality_change": torch.ones(3), "counted": counted}
+    return _quality_metrics(facts, 0.5)
+
+
+def test_a_step_joins_its_scored_rows_and_its_trained_rows() -> None:
+    """PF-PPO trains other rows of a batch than those that were scored; metrics of the updates count the former."""
+    step = TrainedBatches()
+    for rows, metrics in (([0, 0, 2], {"actor/pg_loss": 1.0}), ([1, 1, 1], {"actor/pg_loss": 2.0})):
+        scored = batch()
+        scored.meta_info[GENERATED_TOKENS] = 6
+        step.add(scored, scored[rows], metrics)
+    scored, trained, metrics = step.joined()
+    assert token_counts(scored) == [5, 2, 5, 5, 2, 5] and token_counts(trained) == [5, 5, 5, 2, 2, 2]
+    assert metrics == {"actor/pg_loss": 1.5} and scored.meta_info[GENERATED_TOKENS] == 12

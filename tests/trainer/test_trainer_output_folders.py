@@ -35,9 +35,9 @@ def save(root: Path, step: int, run_id: str | None) -> Path:
 
 def export(folder: Path, run_id: str | None) -> None:
     folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text("{}", encoding="utf-8")
     if run_id is not None:
-        (folder / "run_id").write_text(run_id)
+        (folder / "run_id").write_text(run_id, encoding="utf-8")
 
 
 def test_a_new_run_accepts_absent_and_empty_folders(train_config: Config, folders: dict, tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_checkpoint_with_a_damaged_id_has_no_owner(train_config: Config, folde
     """Its run resumes from the one before it, and saves the step again."""
     root = tmp_path / "checkpoints"
     first, damaged = save(root, 20, "mine"), save(root, 40, "mine")
-    (damaged / "run_id").write_text("mind")
+    (damaged / "run_id").write_text("mind", encoding="utf-8")
     check_output_folders(train_config(folders), first)
     assert CheckpointStore(root).resolve("auto") == first
     save(root, 40, "mine")
@@ -141,7 +141,7 @@ def responses(tmp_path: Path) -> dict[str, object]:
 def dump(folder: Path, *names: str) -> None:
     folder.mkdir(exist_ok=True)
     for name in names:
-        (folder / name).write_text("{}\n")
+        (folder / name).write_text("{}\n", encoding="utf-8")
 
 
 def test_responses_of_another_run_are_rejected_by_folder(train_config: Config, responses: dict, tmp_path: Path) -> None:

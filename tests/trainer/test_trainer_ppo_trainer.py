@@ -1,15 +1,45 @@
 """Balanced order of a batch for its mini-batches."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from megarl.base.signals import POLL_S, sleep, while_waiting
 from megarl.data import DataProto
 from megarl.trainer.ppo_trainer import PPOTrainer
 
 ANSWERS, PROMPTS = 2, 96
+
+
+def test_no_samples_are_received_after_a_failure():
+    """Otherwise the shutdown may replace agent runners that have just ended."""
+    polls = []
+
+    class Source:
+        def batches(self, step, phase):
+            with while_waiting(lambda: polls.append(step)):
+                yield batch_of(), {}
+
+    def balance(batch):
+        sleep(3 * POLL_S)
+        assert polls
+        polls.clear()
+        try:
+            raise ConnectionError
+        finally:
+            sleep(3 * POLL_S)  # as in the end of the other workers
+
+    trainer = SimpleNamespace(start=lambda: [1], phase=lambda name: nullcontext(), balance=balance)
+    trainer.phases = SimpleNamespace(samples=Source())
+    trainer.batches = lambda step: PPOTrainer.batches(trainer, step)
+    with pytest.raises(ConnectionError) as failure:
+        PPOTrainer.fit(trainer)
+    assert failure.traceback  # which holds the frames of the generators
+    sleep(3 * POLL_S)
+    assert polls == []
 
 
 def batch_of(**meta):

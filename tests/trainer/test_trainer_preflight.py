@@ -13,8 +13,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from arithmetic_task import RUN
 from dotted_keys import set_keys
+from safetensors.torch import load_file, save_file
 
 from megarl.base.errors import ConfigError, DataError, MegarlError, ModelError, RewardError
 from megarl.base.packages import require_sglang
@@ -85,6 +87,20 @@ def test_the_quickstart_task_passes(
             {f"{POLICY}.rollout.name": "sglang", f"{POLICY}.rollout.tensor_model_parallel_size": 3},
             ConfigError,
             f"{POLICY}.rollout.tensor_model_parallel_size=3 must divide",
+        ),
+        (
+            {"data.max_response_length": 512},
+            ConfigError,
+            "data.max_response_length=512 leaves no room for a prompt in the context of 512 tokens .* lower it",
+        ),
+        (
+            {
+                "data.max_response_length": 100,
+                f"{POLICY}.rollout.name": "sglang",
+                f"{POLICY}.rollout.engine_kwargs.sglang.server_args": {"max_total_tokens": 100},
+            },
+            ConfigError,
+            "data.max_response_length=100 leaves no room for a prompt in the context of 100 tokens .*max_total_tokens",
         ),
         ({"algorithm.adv_estimator": "/no.py:mine"}, ConfigError, "algorithm.adv_estimator.*/no.py"),
         ({f"{POLICY}.actor.policy_loss.loss_mode": "no.such.loss"}, ConfigError, "loss_mode.*no.such"),
@@ -215,6 +231,19 @@ def test_a_missing_shard(train_config: Callable[..., TrainConfig], arithmetic: P
         check_early(train_config({f"{POLICY}.model.path": str(tmp_path / "model")}))
 
 
+def test_tensors_that_nothing_loads_are_named_before_the_start(
+    train_config: Callable[..., TrainConfig], arithmetic: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = shutil.copytree(arithmetic / "model", tmp_path / "model")
+    check_early(train_config({f"{POLICY}.model.path": str(folder)}))
+    assert not caplog.messages
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "model.layers.0.mlp.up_proj.bias": torch.ones(4)}, folder / "model.safetensors")
+    check_early(train_config({f"{POLICY}.model.path": str(folder)}))
+    (message,) = caplog.messages
+    assert str(folder) in message and "model.layers.0.mlp.up_proj.bias" in message
+
+
 @pytest.mark.parametrize("response", [7, None])
 def test_sft_responses_must_be_text(
     sft_config: Callable[..., SFTConfig], arithmetic: Path, tmp_path: Path, response: int | None
@@ -248,10 +277,10 @@ def test_a_teacher_needs_the_policys_vocabulary(
     }
     check_train(train_config(keys))
     file = teacher / "tokenizer.json"
-    tokenizer = json.loads(file.read_text())
+    tokenizer = json.loads(file.read_text(encoding="utf-8"))
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["3"], vocabulary["7"] = three, seven = vocabulary["7"], vocabulary["3"]
-    file.write_text(json.dumps(tokenizer))
+    file.write_text(json.dumps(tokenizer), encoding="utf-8")
     with pytest.raises(ConfigError) as error:
         check_train(train_config(keys))
     assert str(error.value).startswith(f"distillation.teacher_models.big.model_path={teacher}: its tokenizer differs")

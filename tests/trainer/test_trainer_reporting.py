@@ -45,6 +45,26 @@ def test_console_tells_of_repeated_passes(reporter: Callable[..., RunReporter]) 
     assert "step 1: actor ran out of device memory 2 times" in text and "update 8,192, forward 16,384" in text
 
 
+@pytest.mark.parametrize(
+    ("metrics", "named"),
+    [
+        ({"actor/empty_steps": 2.0, "actor/truncated_masked_fraction": 1.0}, "mask_truncated_completions"),
+        ({"critic/empty_steps": 1.0, "rollout_corr/rollout_rs_masked_fraction": 1.0}, "rollout_rs"),
+        ({"actor/empty_steps": 1.0, "agent/failed": 3.0, "reward/failed": 1.0}, "3 conversations failed; 1 rewards"),
+        ({"actor/grad_norm": 0.0, "critic/score/zero_variance_fraction": 1.0}, "score the same"),
+        ({"actor/grad_norm": 0.5, "actor/empty_steps": 0.0, "actor/truncated_masked_fraction": 0.9}, None),
+    ],
+)
+def test_console_warns_of_a_step_that_trains_nothing(
+    reporter: Callable[..., RunReporter], metrics: dict[str, float], named: str | None
+) -> None:
+    run = reporter()
+    step(run, 4, {"step": 1.0}, **metrics)
+    _, *warnings = run.console.output.file.getvalue().split("step 4: ")
+    assert len(warnings) == (named is not None)
+    assert named is None or named in " ".join(warnings[0].split())
+
+
 def test_the_summary_totals_the_steps(reporter: Callable[..., RunReporter], tmp_path: Path) -> None:
     run = reporter()
     run.timer.seconds = {"testing": 9.0}
@@ -61,8 +81,8 @@ def test_the_summary_totals_the_steps(reporter: Callable[..., RunReporter], tmp_
     assert summary.update_tokens_per_s == pytest.approx(600 / 5)
     assert 0 < summary.wall_seconds < 60
 
-    written = json.loads((tmp_path / "outputs" / "run" / "summary.json").read_text())
-    assert written == json.loads((tmp_path / "outputs" / "summary.json").read_text())
+    written = json.loads((tmp_path / "outputs" / "run" / "summary.json").read_text(encoding="utf-8"))
+    assert written == json.loads((tmp_path / "outputs" / "summary.json").read_text(encoding="utf-8"))
     assert written["steps"] == 3 and written["report"] == str(run.folder / "report.html")
     # The metrics file is written although only the console tracker is configured.
     metrics = read_metrics(run.metrics_file)
@@ -134,7 +154,7 @@ def test_a_resumed_run_has_the_accuracy_before_its_first_part(
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
     rows = [{"step": 0, "val-core/a/reward/mean@1": 0.25}, {"step": 1, "val-core/a/reward/mean@1": 0.5}]
-    (checkpoint / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (checkpoint / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     run = reporter("second", (checkpoint, 1))
     step(run, 2, {"step": 1.0}, **{"val-core/a/reward/mean@1": 0.75})
     summary = run.finish(None)
@@ -150,6 +170,6 @@ def test_the_whole_run_counts_from_the_command(reporter: Callable[..., RunReport
 def test_the_summary_names_the_reason_of_an_early_end(reporter: Callable[..., RunReporter]) -> None:
     run = reporter(run_id="abc")
     run.finish(None, stopped="Ctrl-C")
-    assert json.loads((run.folder / "summary.json").read_text())["stopped"] == "Ctrl-C"
+    assert json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))["stopped"] == "Ctrl-C"
     assert f"{run.config.experiment_name}: ended early (Ctrl-C)" in run.console.output.file.getvalue()
-    assert (run.folder / "run_id").read_text() == "abc"
+    assert (run.folder / "run_id").read_text(encoding="utf-8") == "abc"

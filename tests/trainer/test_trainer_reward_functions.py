@@ -25,7 +25,7 @@ def many(data_sources, solution_strs, ground_truths, extra_infos):
 @pytest.fixture
 def own(tmp_path: Path) -> str:
     file = tmp_path / "mine.py"
-    file.write_text(OWN)
+    file.write_text(OWN, encoding="utf-8")
     return str(file)
 
 
@@ -98,7 +98,7 @@ JUDGE = {"reward_model.name": "judge", "reward_model.judge.base_url": "http://h/
 
 def test_a_judge_reads_its_template_from_a_file(train_config: Build, tmp_path: Path) -> None:
     file = tmp_path / "template.txt"
-    file.write_text("Grade {response}")
+    file.write_text("Grade {response}", encoding="utf-8")
     (spec,) = reward_plan(train_config({**JUDGE, "reward_model.judge.template_path": str(file)})).functions
     assert spec.kwargs["template"] == "Grade {response}" and spec.kwargs["score_range"] == [0.0, 10.0]
     assert spec.timeout_s and spec.timeout_s > 60  # its own limit is the endpoint's

@@ -126,3 +126,16 @@ def test_another_tokenizer_reads_the_conversation_in_its_template(
     for row, answer in enumerate(ANSWERS):
         ids = sequences.tensors["prompts"][row, -(lengths[row] - 1) :].tolist()
         assert ids == other(f"user: What is {row} + 4?\nassistant: {answer}\n")["input_ids"]
+
+
+def test_a_response_cannot_write_control_tokens_of_the_reward_model(
+    tokenizer: PreTrainedTokenizerBase, batch: DataProto, arithmetic: Path, tmp_path: Path
+) -> None:
+    other = AutoTokenizer.from_pretrained(arithmetic / "model")
+    other.add_tokens(["12"], special_tokens=True)
+    other.chat_template = "{% for m in messages %}{{ m['content'] }}12{% endfor %}"
+    other.save_pretrained(tmp_path)
+    sequences, _ = SequenceReader(section(tmp_path, input_tokenizer=arithmetic / "model"), tokenizer).read(batch)
+    end, one, two = other.convert_tokens_to_ids(["12", "1", "2"])
+    assert ANSWERS[0] == "12" and sequences.tensors["prompts"][0].tolist()[-3:] == [end, one, two]
+    assert sequences.tensors["responses"][0].tolist() == [end]

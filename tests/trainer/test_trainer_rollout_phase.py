@@ -6,19 +6,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megarl.agents.runner import AgentRunner
 from megarl.agents.types import Trajectory
 from megarl.base.errors import RewardError, WeightSyncError
+from megarl.base.seeds import derive_seed
 from megarl.config import TrainConfig
 from megarl.data import DataProto
+from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.rewards import FailurePolicy, RewardManager, in_driver
 from megarl.rewards.outcome import OUTCOME
 from megarl.rollout.interface import NO_VERSION
 from megarl.rollout.router import EngineReplica
-from megarl.trainer.phases.data_loading import load_tokenizer, prompt_loader, validation_loader
+from megarl.trainer.phases.data_loading import prompt_loader, validation_loader
 from megarl.trainer.phases.reward_functions import function_manager, runner_scorers
 from megarl.trainer.phases.reward_phase import RewardPhase
 from megarl.trainer.phases.rollout_phase import LengthPredictor, RolloutPhase, check_weight_versions
@@ -96,6 +99,19 @@ def test_a_step_is_reproducible_and_steps_differ(phase: Callable[..., RolloutPha
     assert responses(generate(prompts, 1)) == responses(generate(prompts, 1))
     assert responses(generate(prompts, 1)) != responses(generate(prompts, 2))
     assert responses(generate(prompts, 1)) != responses(phase({"seed": 9}).generate_sequences(prompts, 1, {}))
+
+
+def test_seeds_are_those_of_one_generator_wherever_they_begin(
+    phase: Callable[..., RolloutPhase], prompts: DataProto
+) -> None:
+    """A place far beyond memory is found without drawing the numbers before it."""
+    rollout = phase({"seed": 9})
+    drawn = np.random.default_rng([9, 0, 4]).integers(0, 2**62, 100).tolist()
+    places = [0, 1, 2, 17, 64, 98, 99, 2**50]
+    groups = rollout.training_groups(prompts, [(4, place) for place in places], range(8))
+    seeds = [[sample.seed for sample in group.samples] for group in groups]
+    assert seeds[:-1] == [[derive_seed(drawn[place], n) for n in range(len(seeds[0]))] for place in places[:-1]]
+    assert len({seed for group in seeds for seed in group}) == 8 * len(seeds[0])
 
 
 def test_equal_prompts_of_a_batch_get_independent_samples(

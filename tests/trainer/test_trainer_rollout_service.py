@@ -22,12 +22,13 @@ from megarl.base.signals import sleep, wait_slices
 from megarl.config import RolloutConfig, TrainConfig
 from megarl.data import DataProto
 from megarl.data.loader import PromptQueue
+from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.rewards import RewardManager, in_driver
 from megarl.rollout.embedded.generation import ContinuousBatcher
 from megarl.rollout.interface import NO_VERSION, Completion, Request
 from megarl.rollout.router import NoReplicaLeft
 from megarl.rollout.serving import HeldRequests
-from megarl.trainer.phases.data_loading import load_tokenizer, prompt_loader
+from megarl.trainer.phases.data_loading import prompt_loader
 from megarl.trainer.phases.reward_functions import runner_scorers
 from megarl.trainer.phases.reward_phase import RewardPhase
 from megarl.trainer.phases.rollout_phase import RolloutPhase
@@ -181,12 +182,13 @@ def steps_of(source: Any, first: int = 1, last: int = STEPS) -> Iterator[tuple[i
         source.sync_weights()
 
 
-def rows(batch: DataProto) -> list[tuple[str, str, float]]:
+def rows(batch: DataProto) -> list[tuple[str, str, tuple[int, float, str]]]:
     columns = batch.non_tensor_batch
     lengths = batch.tensors["attention_mask"].sum(-1).tolist()
     scores = batch.tensors["token_level_scores"].sum(-1).tolist()
     truths = [model["ground_truth"] for model in columns["reward_model"]]
-    return list(zip(columns["uid"].tolist(), truths, zip(lengths, scores, strict=True), strict=True))
+    results = zip(lengths, scores, columns["finish_reason"].tolist(), strict=True)
+    return list(zip(columns["uid"].tolist(), truths, results, strict=True))
 
 
 def test_staleness_0_gives_the_samples_of_synchronous_training(make: Callable[..., Any], engine: OneEngine) -> None:
@@ -215,14 +217,14 @@ def test_mini_batches_stream_within_the_bound_and_are_replayed(
     assert sorted(uids) == sorted(f"0-{step}-{place}" for step in (1, 2, 3) for place in range(8) for _ in range(2))
     assert service.ledger.untrained == [] and not service.traffic.is_open
     order = tmp_path / "first" / "batch_order.jsonl"
-    groups = [json.loads(line)["groups"] for line in order.read_text().splitlines()]
+    groups = [json.loads(line)["groups"] for line in order.read_text(encoding="utf-8").splitlines()]
     assert [[f"0-{number // 8 + 1}-{number % 8}" for number in batch for _ in range(2)] for batch in groups] == [
         [row[0] for row in batch] for batch in seen
     ]
     reversed_order = tmp_path / "reversed.jsonl"  # an order that did not happen, within each version
     batches = [groups[4 * step + part] for step in range(3) for part in (3, 2, 1, 0)]
     lines = [json.dumps({"batch": number, "groups": batch}) for number, batch in enumerate(batches)]
-    reversed_order.write_text("\n".join(lines))
+    reversed_order.write_text("\n".join(lines), encoding="utf-8")
     replayed = make(1, 4, reversed_order, "second")
     engine.sync_weights()
     again = [rows(batch) for _, batch, _ in steps_of(replayed)]

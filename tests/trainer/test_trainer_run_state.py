@@ -127,7 +127,7 @@ def saved(config: TrainConfig, step: int, score: Score | None = None, **changes:
     with checkpoint_store(config).saving(step, score) as folder:
         for role in contents:
             (folder / role).mkdir()
-            (folder / role / "state.json").write_text("{}")
+            (folder / role / "state.json").write_text("{}", encoding="utf-8")
         values = {"step": step, "epoch": 0, "kl_controller": {}, "dataloader": {}, "model": fingerprints(config)}
         TrainerState(**{**values, "contents": contents, **changes}).write(folder)
 

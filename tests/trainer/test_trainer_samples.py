@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.base.redaction import remember_secrets
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
+from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.tracking.token_columns import TokenValues
-from megarl.trainer.phases.data_loading import load_tokenizer
 from megarl.trainer.records.samples import (
     describe_samples,
     dump_samples,
@@ -20,6 +22,9 @@ from megarl.trainer.records.samples import (
     rows_of_groups,
     samples_with_tokens,
 )
+
+FIELDS = ("input", "output", "gts", "step", "data_source", "response_length", "advantage", "masked", "tokens")
+"""Fields of a record, which a reward function may also return."""
 
 
 def test_describe_samples_of_a_scored_batch(arithmetic: Path, tmp_path: Path) -> None:
@@ -45,27 +50,55 @@ def test_describe_samples_of_a_scored_batch(arithmetic: Path, tmp_path: Path) ->
             "reward_model": [{"ground_truth": "4"}, {"ground_truth": "6"}],
             "reward_failed": [False, True],
             "reward_extra_parsed": [4, None],
+            **{f"reward_extra_{name}": ["mine", math.nan] for name in FIELDS},
             "data_source": ["sums", "sums"],
             "uid": ["0", "1"],
+            "finish_reason": ["stop", "length"],
         },
     )
     samples = describe_samples(batch, tokenizer, step=7)
+    own = [{f"reward_extra_{name}": value for name in FIELDS} for value in ("mine", math.nan)]
+    for sample, fields in zip(samples, own, strict=True):
+        for name, value in fields.items():
+            assert sample.pop(name) is value
     assert "What is 2 + 2?" in samples[0].pop("input")
     assert samples == [
-        {"output": "4", "gts": "4", "score": 1.0, "step": 7, "data_source": "sums", "response_length": 2, "parsed": 4},
+        {
+            "output": "4", "gts": "4", "score": 1.0, "step": 7,
+            "data_source": "sums", "response_length": 2, "finish_reason": "stop", "parsed": 4,
+        },
         {
             "input": "3 + 3", "output": "6 or so", "gts": "6", "score": None, "step": 7,
-            "data_source": "sums", "response_length": lengths[1][1], "parsed": None,
+            "data_source": "sums", "response_length": lengths[1][1], "finish_reason": "length", "parsed": None,
         },
     ]  # fmt: skip
+    remember_secrets({"judge": {"api_key": "6 or so"}})
+    try:
+        masked = describe_samples(batch, tokenizer, step=7)[1]
+    finally:
+        remember_secrets({})
+    assert (masked["input"], masked["output"]) == ("3 + 3", "*******"), "of equal length, since spans point into it"
     dump_samples(tmp_path / "new" / "folder", 7, samples)
-    lines = (tmp_path / "new" / "folder" / "7.jsonl").read_text().splitlines()
+    lines = (tmp_path / "new" / "folder" / "7.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == samples
 
 
 def test_values_that_are_not_json_are_written_as_text(tmp_path: Path) -> None:
     dump_samples(tmp_path, 1, [{"output": "é\n", "gts": Path("x"), "score": 1.0}])
     assert (tmp_path / "1.jsonl").read_text(encoding="utf-8") == '{"output": "é\\n", "gts": "x", "score": 1.0}\n'
+
+
+def test_every_line_is_strict_json(tmp_path: Path) -> None:
+    numbers = {"a": math.nan, "b": [math.inf, (-math.inf, 0.5)], "c": {"d": np.float64("nan")}, "e": np.float32("inf")}
+    dump_samples(tmp_path, 1, [{"output": "é", **numbers}])
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    (line,) = (tmp_path / "1.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(line, parse_constant=refuse) == {
+        "output": "é", "a": "NaN", "b": ["Infinity", ["-Infinity", 0.5]], "c": {"d": "NaN"}, "e": "inf",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("length", [0, 1, 5, 16, 17, 33, 1000])

@@ -143,13 +143,13 @@ def test_the_order_of_batches_survives_a_resume_and_is_read_again(tmp_path: Path
         order.groups(3)
     with pytest.raises(ConfigError, match=r"of a run with async_training\.partial_rollout=false; replay it with that"):
         ReplayOrder(str(path), partial_rollout=True)
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         file.write('{"batch": 3, "gro')  # a killed process
     assert list(read_order(path)) == [0, 1, 2]
-    path.write_text('{"batch": 0}\n{"batch": 1, "groups": [1]}\n')
+    path.write_text('{"batch": 0}\n{"batch": 1, "groups": [1]}\n', encoding="utf-8")
     with pytest.raises(ConfigError, match=r"batch_order\.jsonl, line 1: no batch with its groups"):
         ReplayOrder(str(path), partial_rollout=False)
-    assert OrderFile(path) and not path.read_text()
+    assert OrderFile(path) and not path.read_text(encoding="utf-8")
 
 
 def test_the_order_file_has_the_versions_of_interrupted_responses(tmp_path: Path) -> None:
@@ -165,6 +165,8 @@ def test_the_order_file_has_the_versions_of_interrupted_responses(tmp_path: Path
     assert [replay.spans(SampleId(*name)) for name in names] == [[], spans, spans[1:], spans, [], []]
     with pytest.raises(ConfigError, match=r"of a run with async_training\.partial_rollout=true; replay it with that"):
         ReplayOrder(str(path), partial_rollout=False)
-    path.write_text('{"batch": 0, "groups": [1, 2], "versions": [[[]]]}\n{"batch": 1, "groups": [1]}\n')
+    path.write_text(
+        '{"batch": 0, "groups": [1, 2], "versions": [[[]]]}\n{"batch": 1, "groups": [1]}\n', encoding="utf-8"
+    )
     with pytest.raises(ConfigError, match="line 1: no batch with its groups"):
         read_order(path)

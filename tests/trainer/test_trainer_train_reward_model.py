@@ -124,7 +124,7 @@ def test_reward_model_trains_exports_and_scores_a_policy(
     for row in rows:
         parts = 2.0 * row["reward/rm_score/mean"] + 0.5 * row["reward/function_score/mean"]
         assert row["critic/score/mean"] == pytest.approx(parts, abs=1e-4) and row["reward/rm_truncated"] == 0
-    listeners = json.loads((tmp_path / "policy" / FILE).read_text())
+    listeners = json.loads((tmp_path / "policy" / FILE).read_text(encoding="utf-8"))
     assert {"reward_model-0", "actor-0", "rollout-0", "agents-0", "reward-0"} <= listeners.keys()
     assert_on_loopback([(role, ip) for role in listeners for _, ip in listeners[role]], "Ray", "reward_model", "agents")
     validated = rows[-1]["val-core/arithmetic/reward/mean@1"]

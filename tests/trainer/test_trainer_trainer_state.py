@@ -62,7 +62,7 @@ def test_state_round_trip(tmp_path: Path) -> None:
     assert same(restored.dataloader, loader)
     assert (restored.step, restored.epoch, restored.kl_controller) == (7, 1, {"value": 0.1})
     assert restored.megarl_version == megarl.__version__
-    assert json.loads((tmp_path / STATE_FILE).read_text())["step"] == 7
+    assert json.loads((tmp_path / STATE_FILE).read_text(encoding="utf-8"))["step"] == 7
 
 
 def test_large_arrays_are_in_a_file_of_their_own(tmp_path: Path) -> None:
@@ -89,8 +89,8 @@ def test_large_arrays_are_in_a_file_of_their_own(tmp_path: Path) -> None:
 def test_states_of_the_first_format_are_read(tmp_path: Path) -> None:
     """That format had all arrays in the JSON file."""
     state(dataloader={"generator": np.arange(4, dtype=np.uint32)}).write(tmp_path)
-    document = json.loads((tmp_path / STATE_FILE).read_text())
-    (tmp_path / STATE_FILE).write_text(json.dumps({**document, "format": 1}))
+    document = json.loads((tmp_path / STATE_FILE).read_text(encoding="utf-8"))
+    (tmp_path / STATE_FILE).write_text(json.dumps({**document, "format": 1}), encoding="utf-8")
     assert not (tmp_path / ARRAY_FILE).exists()
     assert TrainerState.read(tmp_path).dataloader["generator"].tolist() == [0, 1, 2, 3]
 
@@ -130,8 +130,8 @@ def test_unsupported_types_are_named(tmp_path: Path) -> None:
 )
 def test_malformed_fields_are_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     state().write(tmp_path)
-    document = json.loads((tmp_path / STATE_FILE).read_text())
-    (tmp_path / STATE_FILE).write_text(json.dumps({**document, **change}))
+    document = json.loads((tmp_path / STATE_FILE).read_text(encoding="utf-8"))
+    (tmp_path / STATE_FILE).write_text(json.dumps({**document, **change}), encoding="utf-8")
     with pytest.raises(CheckpointError, match=message):
         TrainerState.read(tmp_path)
 
@@ -139,16 +139,16 @@ def test_malformed_fields_are_named(change: dict[str, Any], message: str, tmp_pa
 @pytest.mark.parametrize("name", ["step", "epoch", "kl_controller", "dataloader", "model", "megarl_version"])
 def test_missing_fields_are_named(name: str, tmp_path: Path) -> None:
     state().write(tmp_path)
-    document = json.loads((tmp_path / STATE_FILE).read_text())
+    document = json.loads((tmp_path / STATE_FILE).read_text(encoding="utf-8"))
     del document[name]
-    (tmp_path / STATE_FILE).write_text(json.dumps(document))
+    (tmp_path / STATE_FILE).write_text(json.dumps(document), encoding="utf-8")
     with pytest.raises(CheckpointError, match=f"{name} is missing"):
         TrainerState.read(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "null", "[1]", '"format"'])
 def test_other_json_is_an_error(text: str, tmp_path: Path) -> None:
-    (tmp_path / STATE_FILE).write_text(text)
+    (tmp_path / STATE_FILE).write_text(text, encoding="utf-8")
     with pytest.raises(CheckpointError, match=STATE_FILE):
         TrainerState.read(tmp_path)
 

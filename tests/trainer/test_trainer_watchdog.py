@@ -112,7 +112,7 @@ def start(pool: PlacedPool) -> Iterator[Callable[[str], WorkerGroup]]:
 def stall_of(folder: Path) -> tuple[str, dict[str, str]]:
     """The summary of the only stall, and the other files by name."""
     (stall,) = (folder / "stalls").iterdir()
-    texts = {file.name: file.read_text() for file in stall.iterdir()}
+    texts = {file.name: file.read_text(encoding="utf-8") for file in stall.iterdir()}
     return texts.pop("summary.txt"), texts
 
 
@@ -177,7 +177,9 @@ def test_action_report_lets_the_run_continue(
 
 
 def test_a_stalled_reward_function_is_named(pool: PlacedPool, tmp_path: Path, clock: Clock) -> None:
-    (tmp_path / "mine.py").write_text("import time\ndef score(*a, **k):\n    while True:\n        time.sleep(1)\n")
+    (tmp_path / "mine.py").write_text(
+        "import time\ndef score(*a, **k):\n    while True:\n        time.sleep(1)\n", encoding="utf-8"
+    )
     spec = FunctionSpec(f"{tmp_path}/mine.py:score")
     keys = WatchdogConfig(timeout_s=None, phases={"reward": LIMIT_S}, action="end")
     with RewardPool([spec], [FunctionTraits()], 1, 0) as rewards:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -39,12 +40,14 @@ from torch import Tensor
 
 from megarl.algorithms.distillation import forward_kl_topk
 from megarl.cluster.calls import PendingCall, completed_call
+from megarl.config import ActorConfig
 from megarl.config.schema.distillation import DistillationLossConfig
 from megarl.data import DataProto
-from megarl.megatron.outputs import TopOptions
+from megarl.megatron import PackedMicroBatch, PolicyOutputs
 from megarl.models import ParallelLayout
 from megarl.trainer.phases.model_passes import TeacherPhase
-from megarl.workers.actor import ActorWorker
+from megarl.workers.actor import ActorWorker, loss_options
+from megarl.workers.distillation import distillation_loss
 from megarl.workers.settings import HiddenForm, TeacherHead
 from megarl.workers.teacher import TeacherWorker, hidden_columns
 
@@ -71,12 +74,20 @@ def distribution(model: Any, row: Row) -> Tensor:
     return (logits / TEMPERATURE).log_softmax(-1)
 
 
-def topk_tokens(teacher: Any, model: Any, row: Row) -> list[Token]:
+def teacher_distribution(teacher: Any, row: Row) -> Tensor:
+    """Log-probs of the teacher over the student's vocabulary, which is smaller."""
     with torch.no_grad():
-        theirs = distribution(teacher, row)
-    ours, tokens = distribution(model, row), []
+        return distribution(teacher, row)[:, :VOCAB].log_softmax(-1)
+
+
+def at_response(log_probs: Tensor, row: Row) -> Tensor:
+    return log_probs.gather(1, row.response[:, None])[:, 0]
+
+
+def topk_tokens(teacher: Any, model: Any, row: Row) -> list[Token]:
+    theirs, ours, tokens = teacher_distribution(teacher, row), distribution(model, row), []
     for log_q, log_p in zip(theirs, ours, strict=True):
-        best = log_q[:VOCAB].argsort(descending=True)[:TOPK]
+        best = log_q.argsort(descending=True)[:TOPK]
         masses = {name: x[best].exp().sum().item() for name, x in (("student", log_p), ("teacher", log_q))}
         kl = torch.zeros(())
         for token in best.tolist():
@@ -89,19 +100,17 @@ def topk_tokens(teacher: Any, model: Any, row: Row) -> list[Token]:
 
 
 def k3_tokens(teacher: Any, model: Any, row: Row) -> list[Token]:
-    with torch.no_grad():
-        theirs = policy_tokens(teacher, row)[0]
+    theirs = at_response(teacher_distribution(teacher, row), row)
     ours, tokens = policy_tokens(model, row)[0], []
     for (task, losses, means), log_q, log_p in zip(actor_tokens(model, row), theirs, ours, strict=True):
-        kl = ((log_q - log_p).exp() - (log_q - log_p) - 1).clamp(max=10)
+        kl = (log_q - log_p).exp() - (log_q - log_p) - 1
         means = {**means, "distillation/abs_loss": kl.item()}
         tokens.append((task + COEF * kl, {**losses, "distillation/loss": kl}, means))
     return tokens
 
 
 def k1_tokens(teacher: Any, model: Any, row: Row) -> list[Token]:
-    with torch.no_grad():
-        theirs = policy_tokens(teacher, row)[0]
+    theirs = at_response(teacher_distribution(teacher, row), row)
     ours, tokens = policy_tokens(model, row)[0], []
     for index, (log_q, log_p) in enumerate(zip(theirs, ours, strict=True)):
         distance = log_p.item() - log_q.item()
@@ -154,7 +163,7 @@ def graded(pool: ProcessPool, path: Path, layout: ParallelLayout, batch: DataPro
     }
     with Role(pool, TeacherWorker, layout, arguments) as worker:
         batch = batch.union(worker.map("compute_teacher_log_prob", batch))
-        worker.rebuild(top=TopOptions(TOPK, VOCAB))
+        worker.rebuild(topk=TOPK)
         return batch.union(worker.map("compute_teacher_log_prob", batch))
 
 
@@ -170,11 +179,9 @@ def test_teacher_and_losses(
     shape = LAYOUTS[layout]
     batch = graded(role_pool, teacher[0], shape, models.batch)
     for row in rows_of(batch):
-        with torch.no_grad():
-            log_q = distribution(teacher[1], row)
-        at_tokens = log_q.gather(1, row.response[:, None])[:, 0]
-        torch.testing.assert_close(row.columns["teacher_log_prob"], at_tokens, rtol=0, atol=1e-5)
-        best = log_q[:, :VOCAB].topk(TOPK)
+        log_q = teacher_distribution(teacher[1], row)
+        torch.testing.assert_close(row.columns["teacher_log_prob"], at_response(log_q, row), rtol=0, atol=1e-5)
+        best = log_q.topk(TOPK)
         assert (row.columns["teacher_topk_ids"] == best.indices).all()
         torch.testing.assert_close(row.columns["teacher_topk_log_probs"], best.values, rtol=0, atol=1e-5)
     with Role(role_pool, ActorWorker, shape, actor_arguments(models.policy_path, shape)) as actor:
@@ -184,7 +191,7 @@ def test_teacher_and_losses(
             folder = tmp_path / name.replace(" ", "_")
             actor.call("export_hf", str(folder))
             ours = {f"actor/{key}": value for key, value in expected[name].metrics.items()}
-            extra = {"actor/skipped_steps": 0.0, "actor/kl_coef": 0.2}
+            extra = {"actor/skipped_steps": 0.0, "actor/empty_steps": 0.0, "actor/kl_coef": 0.2}
             assert metrics == pytest.approx(ours | extra, rel=1e-5, abs=1e-6), name
             (file,) = folder.glob("*.safetensors")
             weights = load_file(file)
@@ -194,8 +201,7 @@ def test_teacher_and_losses(
 
 def full_tokens(teacher: Any, model: Any, row: Row) -> list[Token]:
     """The policy loss, and the KL from student to teacher over the student's vocabulary."""
-    with torch.no_grad():
-        log_q = distribution(teacher, row)[:, :VOCAB].log_softmax(-1)
+    log_q = teacher_distribution(teacher, row)
     log_p, tokens = distribution(model, row), []
     for (task, losses, means), p, q in zip(actor_tokens(model, row), log_p, log_q, strict=True):
         kl = (p.exp() * (p - q)).sum()
@@ -235,7 +241,9 @@ def test_exact_kl_to_a_teacher_of_another_shape_and_layout(
         actor.call("export_hf", str(tmp_path / "hf"))
     ours = {f"actor/{key}": value for key, value in expected.metrics.items()}
     assert ours["actor/distillation/loss"] > 1
-    assert metrics == pytest.approx(ours | {"actor/skipped_steps": 0.0, "actor/kl_coef": 0.2}, rel=1e-5, abs=1e-6)
+    assert metrics == pytest.approx(
+        ours | {"actor/skipped_steps": 0.0, "actor/empty_steps": 0.0, "actor/kl_coef": 0.2}, rel=1e-5, abs=1e-6
+    )
     (file,) = (tmp_path / "hf").glob("*.safetensors")
     weights = load_file(file)
     for key, theirs in expected.weights.items():
@@ -295,7 +303,9 @@ def test_exact_kl_of_each_row_to_its_own_teacher(
         actor.call("export_hf", str(tmp_path / "hf"))
     metrics = {name: value for name, value in metrics.items() if name.startswith("actor/")}
     ours = {f"actor/{key}": value for key, value in expected.metrics.items()}
-    assert metrics == pytest.approx(ours | {"actor/skipped_steps": 0.0, "actor/kl_coef": 0.2}, rel=1e-5, abs=1e-6)
+    assert metrics == pytest.approx(
+        ours | {"actor/skipped_steps": 0.0, "actor/empty_steps": 0.0, "actor/kl_coef": 0.2}, rel=1e-5, abs=1e-6
+    )
     (file,) = (tmp_path / "hf").glob("*.safetensors")
     weights = load_file(file)
     for key, theirs in expected.weights.items():
@@ -319,6 +329,21 @@ def test_hidden_states_keep_the_teachers_number_format(role_pool: ProcessPool, m
     with Role(role_pool, TeacherWorker, LAYOUTS["tp1"], arguments | {"hidden": HiddenForm(32, "bfloat16")}) as worker:
         states = worker.map("compute_teacher_log_prob", models.batch)
     assert states.tensors["teacher_hidden"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("clamp", "expected"), [(None, [math.exp(5) - 6, 14 + math.exp(-15)]), (3.0, [3.0, 3.0])])
+def test_k3_has_no_other_clamp_than_the_configured_one(clamp: float | None, expected: list[float]) -> None:
+    """A token that only the teacher finds probable, and one that it finds improbable, still have a gradient."""
+    student = torch.tensor([-6.0, -1.0], requires_grad=True)
+    row = (torch.tensor([1]), torch.tensor([2, 3]))
+    batch = PackedMicroBatch.from_rows([row], {"teacher_log_prob": torch.tensor([-1.0, -16.0])})
+    outputs = PolicyOutputs(student, None, torch.tensor([True, True]))
+    config = DistillationLossConfig(loss_mode="k3", loss_max_clamp=clamp)
+    loss = distillation_loss(config, loss_options(ActorConfig()), outputs, batch).loss
+    loss.sum().backward()
+    assert loss.tolist() == pytest.approx(expected)
+    slopes = [1 - math.exp(5), 1 - math.exp(-15)] if clamp is None else [0.0, 0.0]
+    assert student.grad.tolist() == pytest.approx(slopes)
 
 
 def test_topk_over_the_whole_vocabulary_is_the_exact_kl() -> None:

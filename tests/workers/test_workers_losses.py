@@ -98,7 +98,8 @@ def test_updates(
 def check(actor: Role, models: Models, expected: Trained, folder: Path, plan: Any) -> None:
     results = actor.split("update_actor", models.batch, MINI_BATCH_ROWS, plan=plan)
     expected_metrics = {f"actor/{name}": value for name, value in expected.metrics.items()} | {
-        "actor/skipped_steps": 0.0
+        "actor/skipped_steps": 0.0,
+        "actor/empty_steps": 0.0,
     }
     for metrics in results:
         assert metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-6)
@@ -119,7 +120,8 @@ def test_user_defined_policy_loss(
         "from megarl.algorithms import TokenLoss\n\n\n"
         "def plain(inputs):\n"
         "    kl = (inputs.old_log_prob - inputs.log_prob).detach()\n"
-        '    return TokenLoss(-inputs.advantages * inputs.log_prob, {"ppo_kl": kl})\n'
+        '    return TokenLoss(-inputs.advantages * inputs.log_prob, {"ppo_kl": kl})\n',
+        encoding="utf-8",
     )
     config = dataclasses.replace(configured("reinforce"), policy_loss=PolicyLossConfig(loss_mode=f"{file}:plain"))
     arguments = actor_arguments(models.policy_path, LAYOUTS["tp1"]) | {"config": config}

@@ -34,7 +34,8 @@ def test_ranks_with_different_rows_run_the_same_number_of_micro_batches(role_poo
     for metrics in results:
         assert metrics.pop("actor/kl_coef") == ACTOR.kl_loss_coef
         expected_metrics = {f"actor/{name}": value for name, value in expected.metrics.items()} | {
-            "actor/skipped_steps": 0.0
+            "actor/skipped_steps": 0.0,
+            "actor/empty_steps": 0.0,
         }
         assert metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-6)
     for name, ours in weights[0].items():

@@ -59,7 +59,8 @@ def batch_of():
     }
     uids = np.array([f"p{row // 3}" for row in range(len(LENGTHS))], dtype=object)
     batch = DataProto(ragged_columns(rows, {}), {"uid": uids})
-    return batch.with_columns({"reward_baselines": torch.linspace(-1, 1, len(batch))})
+    reasons = [("stop", "length", "turns", "stop")[row % 4] for row in range(len(batch))]
+    return batch.with_columns({"reward_baselines": torch.linspace(-1, 1, len(batch))}, {"finish_reason": reasons})
 
 
 PENALTIES = {
@@ -92,7 +93,7 @@ def test_gigpo_in_parts_with_similar_states():
 def compare_advantages(config):
     results = []
     for rows in (None, map_in_parts):
-        phase, metrics = AdvantagePhase(config, eos_token_ids=(7,)), {}
+        phase, metrics = AdvantagePhase(config), {}
         phase.rows = phase.rows if rows is None else rows
         batch = phase.compute(batch_of() if rows is None else on_workers(batch_of(), PARTS), metrics)
         options = {} if rows is None else {"rows": rows}
@@ -136,7 +137,7 @@ def test_rollout_correction_in_parts(correction, normalize):
 
 
 def test_truncated_responses_and_redrawn_rows_in_parts():
-    compare_updates(lambda **options: TruncatedResponsesPhase({7}, **options))
+    compare_updates(lambda **options: TruncatedResponsesPhase(**options))
     compare_updates(lambda **options: PreferencePhase(AlgorithmConfig().pf_ppo, 1, **options))
 
 

@@ -120,5 +120,5 @@ def test_a_batch_without_a_trained_token_has_no_gradient(role_pool: ProcessPool,
     assert not any(row.mask.any() for row in rows_of(masked))
     with start(role_pool, models, "dp2", allowed=0) as actor:
         metrics = actor.update("update_actor", masked)
-    assert metrics["actor/skipped_steps"] == 0
+    assert (metrics["actor/skipped_steps"], metrics["actor/empty_steps"]) == (0, 1)
     assert metrics["actor/loss"] == metrics["actor/grad_norm"] == 0

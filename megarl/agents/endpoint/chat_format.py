@@ -6,23 +6,28 @@ then a JSON body or server-sent events.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from megarl.agents.endpoint.request import MODEL, ApiError, ChatRequest
-from megarl.agents.frames import encode_prompt, strip_special_tokens, turn_frame
+from megarl.agents.endpoint.request import CONTEXT_LENGTH, MODEL, ApiError, ChatRequest
+from megarl.agents.frames import encode_prompt, turn_frame
 from megarl.agents.tools.calling import Parser, ToolCall
 from megarl.agents.types import AgentError, Message
+from megarl.data.control_tokens import control_tokens
+from megarl.data.tokenization import fewest_tokens
 from megarl.rollout.interface import Completion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_T = TypeVar("_T")
 HistoryDigest = bytes
 """Hash of a message history."""
 
@@ -92,6 +97,8 @@ class ChatFormat:
         parse: parser of tool calls.
         template_kwargs: extra arguments of the chat template.
         stop_strings: whether the engine supports stop strings.
+        max_tokens: longest context with its response; None = no limit. A request that is longer for certain, by its
+            bytes, is refused before it is tokenized.
     """
 
     def __init__(
@@ -100,11 +107,24 @@ class ChatFormat:
         parse: Parser,
         template_kwargs: Mapping[str, Any] | None = None,
         stop_strings: bool = True,
+        max_tokens: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self._control = control_tokens(tokenizer)
+        self._max_tokens = max_tokens
+        # One thread, since tokenizers are not thread-safe; the event loop serves all conversations meanwhile.
+        self._thread = ThreadPoolExecutor(1, "chat-format")
         self._parse = parse
         self._template_kwargs = dict(template_kwargs or {})
         self._stop_strings = stop_strings
+
+    async def in_thread(self, work: Callable[[], _T]) -> _T:
+        """Do the tokenizer's work in its thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def close(self) -> None:
+        """End the tokenizer's thread after the work that it has begun."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def check(self, request: ChatRequest) -> None:
         """Refuse a request that the engine cannot serve.
@@ -115,30 +135,44 @@ class ChatFormat:
         if request.stop and not self._stop_strings:
             raise ApiError(400, "stop: the rollout engine runs without a tokenizer and knows no texts", param="stop")
 
-    def prompt_ids(self, request: ChatRequest) -> list[int]:
+    async def prompt_ids(self, request: ChatRequest) -> list[int]:
         """Encode a whole conversation with the generation prompt.
 
         Raises:
-            ApiError: the chat template refuses the messages.
+            ApiError: the chat template refuses the messages, or they are too long.
         """
-        try:
-            ids = encode_prompt(self.tokenizer, self._plain(request.messages), request.tools, self._template_kwargs)
-        except (AgentError, TypeError, ValueError) as error:
-            raise ApiError(400, f"messages: {error}", param="messages") from error
+
+        def encode() -> list[int]:
+            messages, tools = self._control.hide_messages(request.messages), self._control.hide_all(request.tools)
+            return encode_prompt(self.tokenizer, messages, tools, self._template_kwargs)
+
+        ids = await self._encode([request.messages, json.dumps(request.tools, ensure_ascii=False)], encode)
         if not ids:
             raise ApiError(400, "messages: the chat template makes no token of them", param="messages")
         return ids
 
-    def frame_ids(self, messages: Sequence[Message], last: Completion) -> list[int]:
+    async def frame_ids(self, messages: Sequence[Message], last: Completion) -> list[int]:
         """Encode the messages between a generated turn and the next one.
 
         Raises:
-            ApiError: the chat template refuses the messages.
+            ApiError: the chat template refuses the messages, or they are too long.
         """
         last_token = last.token_ids[-1] if last.token_ids else None
+
+        def encode() -> list[int]:
+            return turn_frame(self.tokenizer, messages, last_token, self._template_kwargs)
+
+        return await self._encode(messages, encode)
+
+    async def _encode(self, texts: Sequence[Any], encode: Callable[[], list[int]]) -> list[int]:
+        """Encode texts in the tokenizer's thread, unless their bytes prove that they are too long."""
+        fewest = fewest_tokens(self.tokenizer, texts)
+        if self._max_tokens is not None and fewest > self._max_tokens:
+            text = f"the new messages have at least {fewest} tokens; the context has {self._max_tokens}"
+            raise ApiError(400, text, code=CONTEXT_LENGTH, param="messages")
         try:
-            return turn_frame(self.tokenizer, self._plain(messages), last_token, self._template_kwargs)
-        except (AgentError, TypeError, ValueError) as error:
+            return await self.in_thread(encode)
+        except (AgentError, TypeError, ValueError, RecursionError) as error:
             raise ApiError(400, f"messages: {error}", param="messages") from error
 
     def turn(self, completion: Completion, request: ChatRequest) -> AssistantTurn:
@@ -150,19 +184,13 @@ class ChatFormat:
         good = [call for call in calls if call.problem is None]
         for start, end in sorted({call.span for call in good if call.span is not None}, reverse=True):
             text = text[:start] + text[end:]
-        content = strip_special_tokens(self.tokenizer, text)
+        content = self._control.remove(text)
         if good:
             content = content.strip()
         reason: Literal["stop", "length", "tool_calls"] = "length" if completion.finish_reason == "length" else "stop"
         if good and reason == "stop":
             reason = "tool_calls"
         return AssistantTurn(content, good, len(calls) - len(good), reason, completion)
-
-    def _plain(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Remove special tokens, so that no text can imitate a turn."""
-        return [
-            {**message, "content": strip_special_tokens(self.tokenizer, message["content"])} for message in messages
-        ]
 
 
 def initial_digest(tools: Sequence[Mapping[str, Any]]) -> HistoryDigest:
@@ -246,9 +274,10 @@ def completion_events(body: dict[str, Any], request: ChatRequest) -> Iterator[by
 def _log_probs(turn: AssistantTurn, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Log-probs of every generated token, end tokens included; ``bytes`` is null: a token may be no valid text."""
     tokens = turn.completion
+    texts = {token: tokenizer.decode([token]) for token in set(tokens.token_ids)}
     return {
         "content": [
-            {"token": tokenizer.decode([token]), "bytes": None, "logprob": log_prob, "top_logprobs": []}
+            {"token": texts[token], "bytes": None, "logprob": log_prob, "top_logprobs": []}
             for token, log_prob in zip(tokens.token_ids, tokens.log_probs, strict=True)
         ],
         "refusal": None,

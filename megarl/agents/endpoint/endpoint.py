@@ -26,6 +26,8 @@ from megarl.agents.event_loop import EventLoopThread
 from megarl.agents.tools.calling import find_parser
 from megarl.agents.types import Conversation, Generate, SessionAccess
 from megarl.base.errors import ConfigError
+from megarl.base.proxies import bypass_proxies
+from megarl.base.redaction import remember_secret
 from megarl.config.schema.rollout import EndpointConfig, MultiTurnConfig, TrainingRolloutConfig
 from megarl.models import read_model_config
 from megarl.rollout.interface import SamplingParams
@@ -85,6 +87,7 @@ class Endpoint:
     ) -> None:
         self._chat, self._limits, self._address, self.loop = chat, limits, address, loop
         self._token = token or make_token()
+        remember_secret(self._token)
         self._sessions: dict[str, Session] = {}
         self._external: ExternalRequests
         self._runner: web.AppRunner
@@ -146,9 +149,11 @@ class Endpoint:
 
     async def _listen(self) -> None:
         self._external = ExternalRequests(self._chat, self._limits)
-        server = ChatServer(self._token, self._external, self._sessions, self._chat.tokenizer)
+        server = ChatServer(self._token, self._external, self._sessions, self._chat)
         # A disconnected client cancels its request. No access log: requests are private.
-        self._runner = web.AppRunner(server.app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            server.app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, logger=server.log
+        )
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._address.host, self._address.port, backlog=4096)
         try:
@@ -157,6 +162,7 @@ class Endpoint:
             raise _no_address(self._address, error) from error
         host, port = self._runner.addresses[0][:2]
         host = _LOOPBACK.get(host, host)
+        bypass_proxies(host, self._address.host)
         self._root = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def _end(self) -> None:
@@ -166,6 +172,7 @@ class Endpoint:
     def _close(self) -> None:
         with contextlib.suppress(concurrent.futures.TimeoutError):
             self.loop.run(self._end(), _STOP_S)
+        self._chat.close()
 
 
 def _raise_open_file_limit() -> None:
@@ -202,16 +209,17 @@ def build_endpoint(
         return None
     endpoint: EndpointConfig = rollout.endpoint
     multi_turn: MultiTurnConfig = rollout.multi_turn
+    longest = read_model_config(policy.model.path).max_position_embeddings
+    tokens = min(data.max_prompt_length + data.max_response_length, longest)
     chat = ChatFormat(
         copy.deepcopy(tokenizer),  # requests come at any time, and tokenizers are not thread-safe
         find_parser(multi_turn.format),
         data.apply_chat_template_kwargs,
         stop_strings=_supports_stop_strings(rollout, policy.model.path),
+        max_tokens=tokens,
     )
     keys = rollout if isinstance(rollout, TrainingRolloutConfig) else rollout.val_kwargs
     sampling = SamplingParams.of(keys, data.max_response_length)
-    longest = read_model_config(policy.model.path).max_position_embeddings
-    tokens = min(data.max_prompt_length + data.max_response_length, longest)
     limits = ExternalRequestLimits(sampling, tokens, endpoint.wait_s)
     return Endpoint(chat, limits, address or endpoint_address(endpoint), loop, token)
 

@@ -13,10 +13,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from megarl.agents.endpoint.chat_format import AssistantTurn, ChatCompletion, ChatFormat
-from megarl.agents.endpoint.request import ApiError, ChatRequest
+from megarl.agents.endpoint.request import CONTEXT_LENGTH, ApiError, ChatRequest
 from megarl.agents.types import Generate
 from megarl.base.errors import MegarlError
-from megarl.rollout.interface import SamplingParams
+from megarl.base.reductions import Total
+from megarl.rollout.interface import RequestRefused, SamplingParams
 
 _RETRY_S = 30
 
@@ -93,7 +94,7 @@ class ExternalRequests:
         """
         counts, self._counts = self._counts, _Counts()
         names = ("requests", "refused", "unserved", "cut_off", "tokens")
-        metrics = {f"endpoint/{name}": float(getattr(counts, name)) for name in names}
+        metrics = {f"endpoint/{name}": Total(getattr(counts, name)) for name in names}
         return metrics | {"endpoint/waited_s/mean": counts.waited_s / max(counts.requests, 1)}
 
     def count(self, error: ApiError) -> None:
@@ -110,7 +111,7 @@ class ExternalRequests:
             ApiError: the request is invalid, or the run did not generate in time.
         """
         self._chat.check(request)
-        prompt_ids = self._chat.prompt_ids(request)
+        prompt_ids = await self._chat.prompt_ids(request)
         params = self._sampling(request, len(prompt_ids))
         waited_s = 0.0
         while True:
@@ -153,7 +154,7 @@ class ExternalRequests:
                 f"a prompt of {prompt_tokens} tokens and max_tokens={request.max_tokens} are more than is served: "
                 f"{limits.tokens} together, of which {defaults.max_new_tokens} to generate"
             )
-            raise ApiError(400, text, code="context_length_exceeded", param="messages")
+            raise ApiError(400, text, code=CONTEXT_LENGTH, param="messages")
         requested = {name: getattr(request, name) for name in ("temperature", "top_p", "top_k")}
         overrides = {name: value for name, value in requested.items() if value is not None}
         return replace(defaults, max_new_tokens=request.max_tokens or room, stop=request.stop, **overrides)
@@ -174,5 +175,7 @@ class ExternalRequests:
 
         try:
             return ChatCompletion(prompt_ids, await asyncio.gather(*map(turn, range(request.n))))
+        except RequestRefused as error:
+            raise ApiError(400, f"the rollout engine refuses the request: {error}") from error
         except MegarlError as error:
             raise ApiError(503, f"the rollout engine failed: {error}", retry_after_s=_RETRY_S) from error

@@ -18,12 +18,19 @@ import jsonschema
 
 from megarl.agents.types import Message
 from megarl.base.json_text import parse_json
+from megarl.rollout.interface import MAX_INT32
 
 MODEL = "policy"
 """Name of the only served model."""
 MAX_CHOICES = 64
+CONTEXT_LENGTH = "context_length_exceeded"
+"""OpenAI's code of a request that is too long."""
+_MOST_ENTRIES = {"messages": 10_000, "tools": 1_000, "stop": 16}
 LOWEST_TEMPERATURE = 0.01
 """Division by a lower temperature overflows, and sampling would be greedy in all but name."""
+MAX_SEED = 2**63 - 1
+MAX_STOP_LENGTH = 256
+"""Characters of a stop string: with stop strings, each step decodes a tail of that many tokens and more."""
 
 _MESSAGE = {
     "type": "object",
@@ -62,7 +69,9 @@ _TOOL = {
     },
     "required": ["function"],
 }
-_COUNT = {"type": "integer", "minimum": 1}
+_COUNT = {"type": "integer", "minimum": 1, "maximum": MAX_INT32}
+_STOP_LENGTH = {"minLength": 1, "maxLength": MAX_STOP_LENGTH}
+_STOP = {"type": "string", **_STOP_LENGTH}
 _SUPPORTED: dict[str, Any] = {
     "model": {"type": "string"},
     "messages": {"type": "array", "items": _MESSAGE, "minItems": 1},
@@ -70,11 +79,11 @@ _SUPPORTED: dict[str, Any] = {
     "tool_choice": {"enum": ["none", "auto"]},
     "temperature": {"type": "number", "minimum": 0, "maximum": 100},
     "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-    "top_k": {"type": "integer", "minimum": -1, "not": {"const": 0}},
+    "top_k": {"type": "integer", "minimum": -1, "maximum": MAX_INT32, "not": {"const": 0}},
     "max_tokens": _COUNT,
     "max_completion_tokens": _COUNT,
-    "stop": {"type": ["string", "array"], "items": {"type": "string", "minLength": 1}, "minLength": 1, "maxItems": 16},
-    "seed": {"type": "integer"},
+    "stop": {"type": ["string", "array"], "items": _STOP, **_STOP_LENGTH, "maxItems": 16},
+    "seed": {"type": "integer", "minimum": -MAX_SEED, "maximum": MAX_SEED},
     "n": {**_COUNT, "maximum": MAX_CHOICES},
     "logprobs": {"type": "boolean"},
     "stream": {"type": "boolean"},
@@ -188,6 +197,9 @@ def parse_request(body: bytes) -> ChatRequest:
         raise ApiError(
             400, f"{unknown[0]} is not supported; supported are {', '.join(sorted(_SUPPORTED))}", param=unknown[0]
         )
+    for name, most in _MOST_ENTRIES.items():  # the schema would be checked for each entry
+        if isinstance(fields.get(name), list) and len(fields[name]) > most:
+            raise ApiError(400, f"{name} has {len(fields[name])} entries; at most {most} are served", param=name)
     problem = jsonschema.exceptions.best_match(_SCHEMA.iter_errors(fields))
     if problem is not None:
         path = ".".join(map(str, problem.path)) or None

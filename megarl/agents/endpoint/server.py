@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import logging
 import os
 import secrets
+import traceback
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
-from megarl.agents.endpoint.chat_format import ChatCompletion, completion_body, completion_events
+from megarl.agents.endpoint.chat_format import ChatCompletion, ChatFormat, completion_body, completion_events
 from megarl.agents.endpoint.external_requests import ExternalRequests
 from megarl.agents.endpoint.request import MODEL, ApiError, ChatRequest, parse_request
 from megarl.base.errors import ConfigError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,36 @@ class Completer(Protocol):
         """Generate the response, or raise :class:`ApiError`."""
 
 
+class FirstOfEachKind(logging.Filter):
+    """Logs the first failure of each kind only, since clients could fill the disk.
+
+    A malformed request is logged without its text, which may contain the token, and counted.
+
+    Args:
+        external: counts malformed requests.
+    """
+
+    def __init__(self, external: ExternalRequests) -> None:
+        super().__init__()
+        self._external = external
+        self._seen: set[tuple[type[BaseException] | None, str]] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to log a record."""
+        kind, error, trace = record.exc_info or (None, None, None)
+        if kind is not None and issubclass(kind, HttpProcessingError | web.RequestPayloadError):
+            self._external.count(ApiError(400, "malformed"))
+            record.levelno, record.levelname = logging.WARNING, "WARNING"
+            record.msg, record.args = "a client sent a malformed request (%s); more are counted", (kind.__name__,)
+            record.exc_info = record.exc_text = trace = None
+        frames = traceback.extract_tb(trace)[-1:]
+        failure = kind, f"{frames[0].filename}:{frames[0].lineno}" if frames else ""
+        if error is not None and failure in self._seen:
+            return False
+        self._seen.add(failure)
+        return True
+
+
 class ChatServer:
     """The aiohttp application of the endpoint.
 
@@ -47,7 +78,10 @@ class ChatServer:
         token: bearer token.
         external: serves requests outside of conversations.
         sessions: open sessions by id, looked up at each request.
-        tokenizer: tokenizer of the policy.
+        chat: chat format of the policy.
+
+    Attributes:
+        log: logger of failed requests.
     """
 
     def __init__(
@@ -55,9 +89,12 @@ class ChatServer:
         token: str,
         external: ExternalRequests,
         sessions: Mapping[str, Completer],
-        tokenizer: PreTrainedTokenizerBase,
+        chat: ChatFormat,
     ) -> None:
-        self._token, self._external, self._sessions, self._tokenizer = token, external, sessions, tokenizer
+        self._token, self._external, self._sessions, self._chat = token, external, sessions, chat
+        self.log = logging.Logger(f"{__name__}.requests")
+        self.log.parent = logger
+        self.log.addFilter(FirstOfEachKind(external))
         self.app = web.Application(middlewares=[self._guard], client_max_size=LARGEST_BODY)
         for prefix in ("", "/sessions/{session}"):
             self.app.router.add_post(f"{prefix}/v1/chat/completions", self._complete)
@@ -76,10 +113,12 @@ class ChatServer:
             failure = error
         except web.HTTPRequestEntityTooLarge:
             failure = ApiError(413, f"the body is longer than {LARGEST_BODY} bytes")
+        except web.RequestPayloadError as error:
+            failure = ApiError(400, f"the body cannot be read: {error}")
         except web.HTTPException as error:
             failure = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
         except Exception as error:
-            logger.exception("a request to the chat endpoint failed")
+            self.log.exception("a request to the chat endpoint failed")
             failure = ApiError(500, f"{type(error).__name__}: {error}")
         if "session" not in request.match_info:
             self._external.count(failure)
@@ -87,8 +126,10 @@ class ChatServer:
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
         completer = self._completer(http)
-        request = parse_request(await http.read())
-        body = completion_body(await completer.complete(request), request, self._tokenizer)
+        content = await http.read()
+        request = await asyncio.to_thread(parse_request, content)
+        completion = await completer.complete(request)
+        body = await self._chat.in_thread(partial(completion_body, completion, request, self._chat.tokenizer))
         if not request.stream:
             return web.json_response(body)
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -149,7 +190,7 @@ def write_access_file(path: Path, base_url: str, token: str, model: str) -> None
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         # A new file with these permissions from the start: a process with the old file open cannot read it.
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write(content)
     except OSError as error:
         key = "actor_rollout_ref.rollout.endpoint.access_file"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -23,7 +23,7 @@ from megarl.agents.endpoint.chat_format import (
     initial_digest,
     next_digest,
 )
-from megarl.agents.endpoint.request import ApiError, ChatRequest
+from megarl.agents.endpoint.request import CONTEXT_LENGTH, ApiError, ChatRequest
 from megarl.agents.loop import Transcript, turn_seed
 from megarl.agents.types import AgentError, Conversation, Generate, Trajectory, TrajectoryEnd
 from megarl.base.seeds import derive_seed
@@ -42,6 +42,7 @@ class _Turn:
         completion: generated tokens.
         number: number of turns completed earlier.
         has_child: whether another turn continues this one.
+        refused: limit for which the last request after this turn was refused.
     """
 
     parent: _Turn | None
@@ -49,6 +50,7 @@ class _Turn:
     completion: Completion
     number: int
     has_child: bool = False
+    refused: TrajectoryEnd | None = None
 
     def path(self) -> list[_Turn]:
         """Return the turns from the start of the branch to this one."""
@@ -67,7 +69,7 @@ class _Counts:
     calls: int = 0
     malformed: int = 0
     cut_off: int = 0
-    limits: list[TrajectoryEnd] = field(default_factory=list)
+    met_limit: bool = False
 
 
 class Session:
@@ -110,7 +112,7 @@ class Session:
     @property
     def met_limit(self) -> bool:
         """Whether a request was refused because of the conversation's limit of tokens or turns."""
-        return bool(self._counts.limits)
+        return self._counts.met_limit
 
     async def complete(self, request: ChatRequest) -> ChatCompletion:
         """Generate the policy's next turn, or ``n`` choices of it.
@@ -121,7 +123,9 @@ class Session:
         if self._closed:
             raise _closed_error()
         self._chat.check(request)
-        parent, ids = self._match(request)
+        parent, ids = await self._match(request)
+        if self._closed:  # meanwhile
+            raise _closed_error()
         params = self._sampling(request)
         context = self._context(parent, ids)
         choices = [self._take_turn(parent, ids, request, params, choice) for choice in range(request.n)]
@@ -149,30 +153,34 @@ class Session:
         }
         if counts.with_tools:
             metrics |= {"tool_call_counts": counts.calls, "malformed_calls": counts.malformed}
-        reason = counts.limits[-1] if counts.limits else finish
-        return self._replay(path).end(reason, {name: float(value) for name, value in metrics.items()})
+        return self._replay(path).end(leaf.refused or finish, {name: float(value) for name, value in metrics.items()})
 
-    def _match(self, request: ChatRequest) -> tuple[_Turn | None, list[int]]:
+    async def _match(self, request: ChatRequest) -> tuple[_Turn | None, list[int]]:
         """Return the turn that a request continues and its further token ids; None and a prompt otherwise."""
         digest, parent, matched = initial_digest(request.tools), None, 0
         for number, message in enumerate(request.messages, 1):
             digest = next_digest(digest, message)
             if digest in self._by_history:
                 parent, matched = self._by_history[digest], number
-        if parent is None:
-            ids = self._prompt_ids(request)
-        else:
-            ids = self._chat.frame_ids(request.messages[matched:], parent.completion)
+        try:
+            if parent is None:
+                ids = await self._prompt_ids(request)
+            else:
+                ids = await self._chat.frame_ids(request.messages[matched:], parent.completion)
+        except ApiError as error:
+            if error.code == CONTEXT_LENGTH:
+                self._note_limit("length", parent)
+            raise
         self._check_limits(parent, ids)
         return parent, ids
 
-    def _prompt_ids(self, request: ChatRequest) -> list[int]:
+    async def _prompt_ids(self, request: ChatRequest) -> list[int]:
         """Return the dataset's encoding if the request is the row's unchanged prompt; else encode the request."""
         conversation = self._conversation
         row = [{"role": m["role"], "content": m["content"]} for m in conversation.messages]
         if conversation.prompt_ids and not request.tools and row == list(request.messages):
             return list(conversation.prompt_ids)
-        return self._chat.prompt_ids(request)
+        return await self._chat.prompt_ids(request)
 
     def _check_limits(self, parent: _Turn | None, ids: Sequence[int]) -> None:
         """Apply the conversation's limits to a branch."""
@@ -181,25 +189,30 @@ class Session:
             try:
                 Transcript(self._conversation, ids)
             except AgentError as error:
-                raise self._limit_error("length", str(error)) from error
+                raise self._limit_error("length", str(error), parent) from error
             return
         transcript = self._replay(parent.path())
         if limits.assistant_turns is not None and transcript.assistant_turns >= limits.assistant_turns:
-            raise self._limit_error("turns", f"max_assistant_turns={limits.assistant_turns} turns were taken")
+            raise self._limit_error("turns", f"max_assistant_turns={limits.assistant_turns} turns were taken", parent)
         if limits.user_turns is not None and transcript.user_turns >= limits.user_turns:
-            raise self._limit_error("turns", f"max_user_turns={limits.user_turns} turns were taken")
+            raise self._limit_error("turns", f"max_user_turns={limits.user_turns} turns were taken", parent)
         room = transcript.room
         if not transcript.observe(ids):
             text = (
                 f"of this conversation's {self._conversation.response_tokens} tokens after the prompt {room} are left, "
                 f"and the new messages have {len(ids)}"
             )
-            raise self._limit_error("length", text)
+            raise self._limit_error("length", text, parent)
 
-    def _limit_error(self, reason: TrajectoryEnd, message: str) -> ApiError:
-        self._counts.limits.append(reason)
-        code = "context_length_exceeded" if reason == "length" else "max_turns_exceeded"
+    def _limit_error(self, reason: TrajectoryEnd, message: str, parent: _Turn | None) -> ApiError:
+        self._note_limit(reason, parent)
+        code = CONTEXT_LENGTH if reason == "length" else "max_turns_exceeded"
         return ApiError(400, message, code=code, param="messages")
+
+    def _note_limit(self, reason: TrajectoryEnd, parent: _Turn | None) -> None:
+        self._counts.met_limit = True
+        if parent is not None:
+            parent.refused = reason
 
     def _sampling(self, request: ChatRequest) -> SamplingParams:
         """Return the conversation's parameters: log-probs of another temperature could not be compared in training."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megarl.agents.tools.tool import ToolEntry, ToolError, ToolResult
@@ -14,6 +16,8 @@ from megarl.agents.types import AgentError, Conversation
 from megarl.base.errors import ConfigError
 from megarl.base.json_text import parse_json, parse_json_prefix
 from megarl.base.registry import Registry
+from megarl.data.control_tokens import control_tokens
+from megarl.data.tokenization import longest_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,17 +88,19 @@ _LLAMA_END = re.compile(r"<\|(?:eom_id|eot_id|end_of_text)\|>")
 def llama3_calls(text: str) -> list[ToolCall]:
     """Parse calls of Llama 3: ``{"name": ..., "parameters": {...}}``, several separated by ``;``.
 
-    The calls follow ``<|python_tag|>``. Without the tag the whole turn must consist of calls; otherwise it has none.
+    The calls follow ``<|python_tag|>``. Without the tag the whole turn must consist of calls with parameters;
+    otherwise it has none.
     """
     before, tag, after = text.partition(_LLAMA_TAG)
     body = _LLAMA_END.sub("", after if tag else before).strip()
     if not tag and not body.startswith("{"):
         return []
     span = (len(before) if tag else 0, len(text))  # span of all calls together: no text follows them
-    calls = [replace(_call_of_value(value, "parameters"), span=span) for value in _json_values(body)]
-    if not tag and all(call.problem for call in calls):
-        return []  # an answer in JSON, or one that starts like JSON
-    return calls
+    values = list(_json_values(body))
+    if not tag and not any(isinstance(value, dict) and value.keys() & {"parameters", "arguments"} for value in values):
+        return []  # an answer in JSON, which may have a name, or one that starts like JSON
+    calls = [replace(_call_of_value(value, "parameters"), span=span) for value in values]
+    return [] if not tag and all(call.problem for call in calls) else calls
 
 
 def _json_values(body: str) -> Iterator[Any]:
@@ -125,13 +131,13 @@ def _call_of_value(value: Any, arguments_key: str) -> ToolCall:
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         return ToolCall(problem=f'the call must be a JSON object with "name" and "{arguments_key}"')
     alternative = {"arguments": "parameters", "parameters": "arguments"}[arguments_key]
-    arguments = value.get(arguments_key, value.get(alternative, {}))
+    arguments = value.get(arguments_key, value.get(alternative))
     if isinstance(arguments, str):  # some models write the arguments as a string of JSON
         try:
-            arguments = parse_json(arguments)
+            arguments = parse_json(arguments or "null")
         except ValueError as error:
             return ToolCall(problem=f"the arguments of {value['name']} are not valid JSON: {error}")
-    return ToolCall(str(value["name"]), arguments)
+    return ToolCall(str(value["name"]), {} if arguments is None else arguments)
 
 
 class ToolAnswer(NamedTuple):
@@ -216,12 +222,17 @@ def clip_text(tokenizer: PreTrainedTokenizerBase, text: str, budget: int, side: 
     """
     if len(text.encode()) <= budget:  # a token has at least one byte
         return text
+    enough = (budget + 1) * longest_token(tokenizer)
+    if len(text) > 2 * enough:  # to tokenize megabytes would stop all conversations
+        text = text[:enough] + text[-enough:]
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast)
     ids = encoded["input_ids"]
-    if len(ids) <= budget:
+    sizes = control_tokens(tokenizer).spelled_sizes(ids)
+    if sum(sizes) <= budget:
         return text
-    head = {"left": budget, "middle": budget // 2, "right": 0}[side]
-    tail = budget - head
+    room = {"left": budget, "middle": budget // 2, "right": 0}[side]
+    head = bisect_right(list(accumulate(sizes)), room)
+    tail = bisect_right(list(accumulate(reversed(sizes))), budget - room)
     if not tokenizer.is_fast:
         return str(tokenizer.decode(ids[:head])) + _CUT + (str(tokenizer.decode(ids[-tail:])) if tail else "")
     offsets = encoded["offset_mapping"]  # cut in the text itself: decoding could change it

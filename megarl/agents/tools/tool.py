@@ -175,7 +175,7 @@ def load_tools(path: str) -> dict[str, ToolEntry]:
     if not file.is_file():
         raise ConfigError(f"actor_rollout_ref.rollout.multi_turn.tool_config_path={path}: there is no such file")
     try:
-        content = yaml.safe_load(file.read_text())
+        content = yaml.safe_load(file.read_bytes())  # YAML is UTF-8, whatever the locale
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is no YAML file: {error}") from error
     entries = content.get("tools") if isinstance(content, Mapping) else None

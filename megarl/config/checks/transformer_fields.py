@@ -110,7 +110,7 @@ def _class_body(file: str, name: str) -> list[ast.stmt]:
     folders = (spec.submodule_search_locations or []) if spec else []
     for source in (Path(folder) / "core" / file for folder in folders):
         if source.is_file():
-            tree = ast.parse(source.read_text())
+            tree = ast.parse(source.read_text(encoding="utf-8"))
             return next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
     return []
 

@@ -195,11 +195,11 @@ class AlgorithmConfig:
     )
     gigpo: GiGPOConfig = section(GiGPOConfig)
     missing_eos_penalty: float | None = key(
-        None, "Penalty on the score of a response without an end-of-sequence token; null = none.", at_least=0
+        None, "Penalty on the score of a response that a limit of tokens or turns ended; null = none.", at_least=0
     )
     mask_truncated_completions: bool = key(
         False,
-        "Leave responses without a final end-of-sequence token out of the updates; their scores still count in the "
+        "Leave responses that a limit of tokens or turns ended out of the updates; their scores still count in the "
         "baselines.",
     )
     whiten_rewards: bool = key(

@@ -22,7 +22,7 @@ class RowConfig:
         "base models. Chat messages are always rendered.",
     )
     system_prompt: str | None = key(
-        None, "System message of rows without one, neither as first message nor in a column `system`."
+        None, "System message of rows without one, neither as first message nor in a column `system`.", empty=True
     )
     apply_chat_template_kwargs: dict[str, Any] = key({}, "Extra arguments for the tokenizer's chat template.")
     filter_overlong_prompts_workers: int | None = key(

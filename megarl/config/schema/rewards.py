@@ -118,6 +118,11 @@ class SandboxConfig:
     continuous: bool = key(True, "Score the share of test cases that pass; false = 1 if all pass, else 0.")
     max_processes: int = key(16, "Local sandbox: concurrent processes and threads.", at_least=1)
     disk_mb: int = key(16, "Local sandbox: files, which stay in memory, in MiB.", at_least=1)
+    allow_unfiltered: bool = key(
+        False,
+        "Local sandbox: run programs also where the kernel or libseccomp gives no filter of system calls; see "
+        "docs/security.md.",
+    )
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ class TokenFilterConfig:
     """Restrictions of the sampled tokens, besides the temperature."""
 
     top_p: float = key(1.0, "Smallest probability mass to sample from.", above=0, at_most=1)
-    top_k: int = key(-1, "Most likely tokens to sample from; -1 = all.", at_least=1, allowed=(-1,))
+    top_k: int = key(-1, "Most likely tokens to sample from; -1 = all.", at_least=1, at_most=2**31 - 1, allowed=(-1,))
     min_p: float = key(
         0.0,
         "Sample from the tokens with at least this share of the most likely token's probability; 0 = all.",

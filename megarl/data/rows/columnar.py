@@ -40,6 +40,7 @@ class ColumnarSource:
         self.identity = identity
         self.columns = tuple(schema.names)
         self.schema = schema
+        self._chats = [field.name for field in schema if _has_nested_fields(field.type)]
         self._batches = [batch for batch in batches if batch.num_rows]
         self._ends = list(accumulate(batch.num_rows for batch in self._batches))
 
@@ -49,8 +50,7 @@ class ColumnarSource:
     def row(self, number: int) -> dict[str, Any]:
         """Return one row as Python values."""
         batch, offset = self._locate(number)
-        (values,) = self._batches[batch].slice(offset, 1).to_pylist()
-        return dict(values)
+        return self._rows(self._batches[batch].slice(offset, 1))[0]
 
     def values(self, names: list[str], start: int, stop: int) -> list[dict[str, Any]]:
         """Return the existing columns among ``names`` of the rows in ``[start, stop)``."""
@@ -60,7 +60,7 @@ class ColumnarSource:
             batch, offset = self._locate(start)
             part = self._batches[batch].select(present).slice(offset, stop - start)
             # a batch without columns has no length
-            rows += part.to_pylist() if present else [{} for _ in range(min(stop, self._ends[batch]) - start)]
+            rows += self._rows(part) if present else [{} for _ in range(min(stop, self._ends[batch]) - start)]
             start = self._ends[batch]
         return rows
 
@@ -72,9 +72,34 @@ class ColumnarSource:
             check_batch(self.path, batch, first, schema)
             first = end
 
+    def _rows(self, batch: pa.RecordBatch) -> list[dict[str, Any]]:
+        """Convert rows to Python values; messages and tools without the nulls of fields that only other rows have."""
+        rows: list[dict[str, Any]] = batch.to_pylist()
+        for name in set(self._chats) & set(batch.schema.names):
+            for row in rows:
+                row[name] = row[name] and [
+                    entry and {key: _without_nulls(value) for key, value in entry.items()} for entry in row[name]
+                ]
+        return rows
+
     def _locate(self, number: int) -> tuple[int, int]:
         batch = bisect_right(self._ends, number)
         return batch, number - (self._ends[batch - 1] if batch else 0)
+
+
+def _has_nested_fields(type_: pa.DataType) -> bool:
+    """Whether a column has chat messages or tools with structs in them, such as the arguments of calls."""
+    if not (pa.types.is_list(type_) or pa.types.is_large_list(type_)) or not pa.types.is_struct(type_.value_type):
+        return False
+    fields = {field.name: field.type for field in type_.value_type}
+    return not fields.keys().isdisjoint(("role", "function")) and any(map(pa.types.is_nested, fields.values()))
+
+
+def _without_nulls(value: Any) -> Any:
+    """Drop null fields, which Arrow adds to a struct if another row has the field."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def open_parquet(path: str) -> pq.ParquetFile:
@@ -143,7 +168,7 @@ def saved_dataset_files(folder: str) -> list[str]:
         DataError: the folder's description is malformed, or lists no file.
     """
     try:
-        state = parse_json((Path(folder) / HF_STATE).read_text())
+        state = parse_json((Path(folder) / HF_STATE).read_text(encoding="utf-8"))
         files = [str(Path(folder) / file["filename"]) for file in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{folder}/{HF_STATE}: is not a file of datasets.save_to_disk ({error!r})") from error

@@ -14,13 +14,14 @@ from megarl.base.errors import DataError
 from megarl.data.rows.cache import Cache
 from megarl.data.rows.columnar import HF_STATE, open_parquet, parquet_bytes, parquet_source, saved_dataset_source
 from megarl.data.rows.json_lines import check_json_sample, json_source
-from megarl.data.rows.schema import RowSchema, check_schema
+from megarl.data.rows.schema import MEDIA, RowSchema, check_media, check_schema
 
 SMALL_BYTES = 64 * 2**20
 """Data sets up to this size are kept in memory; larger ones are memory-mapped."""
 _JSON = (".jsonl", ".json", ".ndjson")
 _HF_SPLITS = "dataset_dict.json"
 _SCAN = 4096
+_MEDIA_ROWS = 64  # images are large
 
 
 def expand_files(files: str | Sequence[str]) -> list[str]:
@@ -132,6 +133,11 @@ def _check_file(path: str, schema: RowSchema) -> int:
         return check_json_sample(path, schema)
     with open_parquet(path) as reader:
         check_schema(path, reader.schema_arrow, schema)
+        if media := [name for name in MEDIA if name in reader.schema_arrow.names]:
+            first = 0
+            for batch in reader.iter_batches(_MEDIA_ROWS, columns=media):
+                check_media(path, batch, first)
+                first += len(batch)
         return int(reader.metadata.num_rows)
 
 

@@ -15,6 +15,9 @@ from megarl.base.errors import DataError
 RLHF_COLUMNS = ("data_source", "reward_model")
 MESSAGES_FORM = 'lists of {"role": string, "content": string}'
 PROMPT_FORM = 'a text, or a list of chat messages {"role": string, "content": string}'
+MEDIA = ("images", "videos", "audios", "image", "video", "audio")
+"""Columns of data that models of text do not read; the first three are verl's names."""
+_MEDIA_PROBLEM = "is not empty, and models of text do not read it; leave such rows out, or remove the column"
 REWARD_MODEL_FORM = 'a struct with "ground_truth"'
 
 
@@ -88,6 +91,7 @@ def check_batch(path: str, batch: pa.RecordBatch, first: int, expected: RowSchem
     Raises:
         DataError: a value is missing; names the file, the column and the row.
     """
+    check_media(path, batch, first)
     for name in expected.names:
         needed = PROMPT_FORM if name == expected.prompt else "a value"
         _refuse(path, name, pc.is_null(batch.column(name)), first, f"is null; every row needs {needed}")
@@ -109,6 +113,16 @@ def check_batch(path: str, batch: pa.RecordBatch, first: int, expected: RowSchem
         _refuse(path, "reward_model", missing, first, why)
 
 
+def check_media(path: str, batch: pa.RecordBatch, first: int) -> None:
+    """Check that rows of a columnar file have no images, videos or sounds; arguments and errors as above."""
+    for name in MEDIA:
+        if name in batch.schema.names:
+            column = batch.column(name)
+            is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+            flags = pc.greater(pc.list_value_length(column), 0) if is_list else pc.is_valid(column)
+            _refuse(path, name, flags, first, _MEDIA_PROBLEM)
+
+
 def _refuse(path: str, column: str, flags: Any, first: int, why: str, rows: Any = None) -> None:
     index = pc.index(flags, True).as_py()
     if index >= 0:
@@ -125,6 +139,8 @@ def check_row(path: str, number: int, row: Mapping[str, Any], expected: RowSchem
     for name in expected.names:
         if problem := _value_problem(name, row.get(name), expected):
             raise DataError(f"{path}: column {name!r}, row {number} {problem}")
+    if media := next(filter(row.get, MEDIA), None):
+        raise DataError(f"{path}: column {media!r}, row {number} {_MEDIA_PROBLEM}")
 
 
 def _value_problem(name: str, value: Any, expected: RowSchema) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 from megarl.base.errors import ModelError
 from megarl.models import declaration as d
 from megarl.models.model_config import Experts, Latent, Traits
-from megarl.models.registry import count, refuse_settings, register_family
+from megarl.models.registry import count, flag, number, refuse_settings, register_family
 
 _LAYER = (
     d.INPUT_NORM,
@@ -38,8 +38,9 @@ class DeepseekV2:
         grouped = method == "group_limited_greedy"
         experts = _experts(
             raw,
+            dense=0,
             normalize=False,
-            scaling=float(raw.get("routed_scaling_factor", 1.0)),
+            scaling=number(raw, "routed_scaling_factor", 1.0),
             groups=count(raw, "n_group") if grouped else 1,
             groups_per_token=count(raw, "topk_group") if grouped else 1,
         )
@@ -60,24 +61,28 @@ class DeepseekV3:
         """Groups always, possibly a single one."""
         refuse_settings(raw, hidden_act="silu", attention_bias=False, scoring_func="sigmoid")
         refuse_settings(raw, topk_method="noaux_tc", moe_layer_freq=1)
-        experts = sigmoid_experts(raw, scaling=2.5, groups=8, groups_per_token=4)
-        return Traits(experts=experts, latent=_latent(raw, interleaved=bool(raw.get("rope_interleave", True))))
+        experts = sigmoid_experts(raw, dense=3, scaling=2.5, groups=8, groups_per_token=4)
+        return Traits(experts=experts, latent=_latent(raw, interleaved=flag(raw, "rope_interleave", True)))
 
 
-def sigmoid_experts(raw: Mapping[str, Any], *, scaling: float, groups: int, groups_per_token: int) -> Experts:
+def sigmoid_experts(
+    raw: Mapping[str, Any], *, dense: int, scaling: float, groups: int, groups_per_token: int
+) -> Experts:
     """Read experts with a sigmoid router and a correction bias; a group ranks by its two best experts.
 
     Args:
         raw: the complete ``config.json``.
+        dense: default of ``first_k_dense_replace``.
         scaling: default of ``routed_scaling_factor``.
         groups: default of ``n_group``.
         groups_per_token: default of ``topk_group``.
     """
     return _experts(
         raw,
+        dense,
         score="sigmoid",
-        normalize=bool(raw.get("norm_topk_prob", True)),
-        scaling=float(raw.get("routed_scaling_factor", scaling)),
+        normalize=flag(raw, "norm_topk_prob", True),
+        scaling=number(raw, "routed_scaling_factor", scaling),
         groups=count(raw, "n_group", groups),
         groups_per_token=count(raw, "topk_group", groups_per_token),
         group_best=2,
@@ -85,8 +90,8 @@ def sigmoid_experts(raw: Mapping[str, Any], *, scaling: float, groups: int, grou
     )
 
 
-def _experts(raw: Mapping[str, Any], **routing: Any) -> Experts:
-    ffn, dense = count(raw, "moe_intermediate_size"), count(raw, "first_k_dense_replace", 0, least=0)
+def _experts(raw: Mapping[str, Any], dense: int, **routing: Any) -> Experts:
+    ffn, dense = count(raw, "moe_intermediate_size"), count(raw, "first_k_dense_replace", dense, least=0)
     return Experts(
         count=count(raw, "n_routed_experts"),
         per_token=count(raw, "num_experts_per_tok"),
@@ -99,7 +104,7 @@ def _experts(raw: Mapping[str, Any], **routing: Any) -> Experts:
 
 def _latent(raw: Mapping[str, Any], interleaved: bool) -> Latent:
     return Latent(
-        q_lora_rank=count(raw, "q_lora_rank", 0, least=0),
+        q_lora_rank=0 if raw.get("q_lora_rank", 1536) is None else count(raw, "q_lora_rank", 1536),
         kv_lora_rank=count(raw, "kv_lora_rank"),
         nope_dim=count(raw, "qk_nope_head_dim"),
         rope_dim=count(raw, "qk_rope_head_dim"),

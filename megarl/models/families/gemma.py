@@ -8,7 +8,7 @@ from typing import Any
 from megarl.base.errors import ModelError
 from megarl.models import declaration as d
 from megarl.models.model_config import SlidingWindow, Traits
-from megarl.models.registry import count, refuse_settings, register_family, window_layers, window_theta
+from megarl.models.registry import count, number, refuse_settings, register_family, window_layers, window_theta
 
 
 @register_family("Gemma3ForCausalLM", "Gemma3TextForSequenceClassification")
@@ -37,7 +37,7 @@ class Gemma3:
         if raw.get("head_dim") is None:
             raise ModelError("config.json: head_dim is missing")
         layers = window_layers(raw, every=count(raw, "sliding_window_pattern", 6))
-        theta = window_theta(raw, raw.get("rope_local_base_freq") or 10000.0)
+        theta = window_theta(raw, number(raw, "rope_local_base_freq", 10000.0))
         return Traits(
             qk_norm=True,
             output_norms=True,

@@ -8,7 +8,7 @@ from typing import Any
 from megarl.models import declaration as d
 from megarl.models.families.deepseek import sigmoid_experts
 from megarl.models.model_config import Traits
-from megarl.models.registry import refuse_settings, register_family, rotary_factor
+from megarl.models.registry import flag, refuse_settings, register_family, rotary_factor
 
 
 @register_family("Glm4MoeForCausalLM", "Glm4MoeForSequenceClassification")
@@ -39,8 +39,9 @@ class Glm4Moe:
         """Biases on q, k, v, and norms on q and k, are options of the config."""
         refuse_settings(raw, hidden_act="silu")
         return Traits(
-            qkv_bias=bool(raw.get("attention_bias", False)),
-            qk_norm=bool(raw.get("use_qk_norm", False)),
+            qkv_bias=flag(raw, "attention_bias"),
+            qk_norm=flag(raw, "use_qk_norm"),
+            rms_norm_eps=1e-5,
             rotary_factor=rotary_factor(raw, default=0.5),
-            experts=sigmoid_experts(raw, scaling=1.0, groups=1, groups_per_token=1),
+            experts=sigmoid_experts(raw, dense=1, scaling=1.0, groups=1, groups_per_token=1),
         )

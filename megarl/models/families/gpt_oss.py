@@ -8,7 +8,7 @@ from typing import Any
 from megarl.base.errors import ModelError
 from megarl.models import declaration as d
 from megarl.models.model_config import ClampedGate, Experts, SlidingWindow, Traits
-from megarl.models.registry import count, refuse_settings, register_family, window_layers
+from megarl.models.registry import count, number, refuse_settings, register_family, window_layers
 
 
 @register_family("GptOssForCausalLM", "GptOssForSequenceClassification", "GptOssForTokenClassification")
@@ -35,7 +35,7 @@ class GptOss:
                 raise ModelError(f"config.json: {field} is missing")
         if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
             raise ModelError("config.json: rope_parameters is missing; gpt-oss has rope_type 'yarn' or 'default'")
-        alpha, limit = (float(raw.get(f"swiglu_{name}") or value) for name, value in (("alpha", 1.702), ("limit", 7.0)))
+        alpha, limit = number(raw, "swiglu_alpha", 1.702), number(raw, "swiglu_limit", 7.0)
         experts = Experts(
             count=count(raw, "num_local_experts", 128),
             per_token=count(raw, "num_experts_per_tok", 4),

@@ -33,4 +33,4 @@ class Mixtral:
             ffn_hidden_size=count(raw, "intermediate_size"),
             layers=(True,) * count(raw, "num_hidden_layers"),
         )
-        return Traits(experts=experts)
+        return Traits(experts=experts, rope_theta=1e6, rms_norm_eps=1e-5)

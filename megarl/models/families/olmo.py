@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.models import declaration as d
 from megarl.models.model_config import Experts, SlidingWindow, Traits
-from megarl.models.registry import count, refuse_settings, register_family, window_layers, window_theta
+from megarl.models.registry import count, flag, refuse_settings, register_family, window_layers, window_theta
 
 _LAYER = (
     d.ATTENTION_OUTPUT,
@@ -20,6 +20,8 @@ _LAYER = (
     d.MLP_OUTPUT_NORM,
 )
 
+_OLMO3_THETA = 500000.0
+
 
 @register_family("Olmo2ForCausalLM", "Olmo2ForSequenceClassification")
 class Olmo2:
@@ -31,7 +33,7 @@ class Olmo2:
     def traits(self, raw: Mapping[str, Any]) -> Traits:
         """Norms on outputs, not on inputs."""
         refuse_settings(raw, hidden_act="silu", attention_bias=False)
-        return Traits(qk_norm=True, qk_norm_over_heads=True, input_norms=False, output_norms=True)
+        return Traits(qk_norm=True, qk_norm_over_heads=True, input_norms=False, output_norms=True, rms_norm_eps=1e-5)
 
 
 @register_family("Olmo3ForCausalLM", "Olmo3ForSequenceClassification")
@@ -44,16 +46,18 @@ class Olmo3:
     def traits(self, raw: Mapping[str, Any]) -> Traits:
         """The layers with full attention may have a rotary scaling; those with a window have none."""
         refuse_settings(raw, hidden_act="silu", attention_bias=False)
+        if not raw.get("rope_parameters"):
+            # transformers 4 has this base in all layers, transformers 5 only in those with full attention
+            refuse_settings(raw, rope_theta=_OLMO3_THETA)
         return Traits(
             qk_norm=True,
             qk_norm_over_heads=True,
             input_norms=False,
             output_norms=True,
-            rope_theta=500000.0,
+            rope_theta=_OLMO3_THETA,
+            rms_norm_eps=1e-5,
             window=SlidingWindow(
-                count(raw, "sliding_window", 4096),
-                window_layers(raw, every=4),
-                window_theta(raw, raw.get("rope_theta") or 500000.0),
+                count(raw, "sliding_window", 4096), window_layers(raw, every=4), window_theta(raw, _OLMO3_THETA)
             ),
         )
 
@@ -81,6 +85,6 @@ class Olmoe:
             per_token=count(raw, "num_experts_per_tok"),
             ffn_hidden_size=count(raw, "intermediate_size"),
             layers=(True,) * count(raw, "num_hidden_layers"),
-            normalize=bool(raw.get("norm_topk_prob", False)),
+            normalize=flag(raw, "norm_topk_prob"),
         )
-        return Traits(qk_norm=True, qk_norm_over_heads=True, experts=experts)
+        return Traits(qk_norm=True, qk_norm_over_heads=True, rms_norm_eps=1e-5, experts=experts)

@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.models import declaration as d
 from megarl.models.model_config import Experts, Traits
-from megarl.models.registry import count, refuse_settings, register_family
+from megarl.models.registry import count, entries, flag, refuse_settings, register_family
 
 
 @register_family("Qwen2MoeForCausalLM", "Qwen2MoeForSequenceClassification", "Qwen2MoeForTokenClassification")
@@ -73,13 +73,12 @@ def qwen_experts(
         normalize: default of ``norm_topk_prob``.
         **shared: fields of the shared expert.
     """
-    step, dense = count(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
-    number = "num_experts" if raw.get("num_experts") is not None else "num_local_experts"
+    step, dense = count(raw, "decoder_sparse_step", 1), entries(raw, "mlp_only_layers", int)
     return Experts(
-        count=count(raw, number),
+        count=count(raw, "num_experts"),
         per_token=count(raw, "num_experts_per_tok", default_per_token),
         ffn_hidden_size=count(raw, "moe_intermediate_size", default_ffn),
         layers=tuple((n + 1) % step == 0 and n not in dense for n in range(count(raw, "num_hidden_layers"))),
-        normalize=bool(raw.get("norm_topk_prob", normalize)),
+        normalize=flag(raw, "norm_topk_prob", normalize),
         **shared,
     )

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from megarl.base.json_text import parse_json
 from megarl.base.ports import held_port
 from megarl.megatron import MegatronEngine, MegatronOptions, init_runtime, shutdown_runtime
-from megarl.models import ParallelLayout, parse_model_config
+from megarl.models import ParallelLayout, parse_model_config, read_model_config
 
 VOCABULARY = 1000  # no power of two: the vocabulary is padded
 _WIDTH = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -138,11 +137,11 @@ class SingleRankEngine:
 
     def __enter__(self) -> MegatronEngine:
         layout, source = ParallelLayout(), self._source
-        fields = parse_json((source / "config.json").read_text()) if isinstance(source, Path) else dict(source)
+        config = read_model_config(source) if isinstance(source, Path) else parse_model_config(source)
         with held_port("127.0.0.1") as port:
             runtime = init_runtime(layout, 0, 1, "127.0.0.1", port, device=self._device.type)
         try:
-            engine = MegatronEngine(parse_model_config(fields), layout, runtime, self._options)
+            engine = MegatronEngine(config, layout, runtime, self._options)
             if isinstance(source, Path):
                 engine.load_hf(source)
             else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 
 from megarl.base.errors import DataError, MegarlError, ModelError
 from megarl.data.rollout_dump import RolloutDump
+from megarl.data.tokenizer_folder import open_tokenizer
 from megarl.ops.doctor.logprob_diagnosis import diagnose, render_diagnosis
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
@@ -107,7 +107,7 @@ class ReferenceModel:
             model: Any = AutoModelForCausalLM.from_pretrained(
                 str(folder), dtype=dtype, local_files_only=True, trust_remote_code=False
             )
-        except (OSError, ValueError) as error:
+        except Exception as error:  # a malformed file raises any error there
             raise ModelError(f"cannot load a language model from {folder}: {error}") from error
         self.model = model.to(device).eval()
         self.folder, self.device = folder, device
@@ -139,12 +139,9 @@ class ReferenceModel:
 
 def retokenized(dump: RolloutDump, folder: str | Path) -> int | None:
     """Count rows whose text encodes to different ids; None if the folder has no tokenizer."""
-    from transformers import AutoTokenizer
-
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError):
+        tokenizer: Any = open_tokenizer(folder)
+    except ModelError:
         return None
     rows: int = sum(
         tokenizer.encode(tokenizer.decode(ids.tolist()), add_special_tokens=False) != ids.tolist()

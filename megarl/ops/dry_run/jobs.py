@@ -15,6 +15,7 @@ from megarl.agents.endpoint import check_endpoint
 from megarl.base.formatting import DTYPE_BYTES, count_noun, gib
 from megarl.config import TrainConfig
 from megarl.data import DataProto, StatefulLoader
+from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.models import WeightMap, read_model_config
 from megarl.ops.dry_run.parts import WARNING, DryRun
 from megarl.rollout.registry import engine_vocab_multiple
@@ -24,7 +25,7 @@ from megarl.sharding.verification import check_coverage
 from megarl.trainer.jobs.early_checks import check_learners, check_reward_model, check_rows
 from megarl.trainer.jobs.preflight import check_algorithm, check_data_classes, check_engine, check_teacher_tokenizers
 from megarl.trainer.jobs.supervised import SupervisedJob
-from megarl.trainer.phases.data_loading import load_tokenizer, prompt_loader, validation_loader
+from megarl.trainer.phases.data_loading import prompt_loader, validation_loader
 from megarl.trainer.phases.reward_functions import check_rewards, reward_plan
 from megarl.trainer.phases.reward_phase import reward_manager
 from megarl.workers.settings import layout_of

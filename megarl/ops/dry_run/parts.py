@@ -26,6 +26,7 @@ from megarl.config.schema.model import ModelPathConfig
 from megarl.data import DataProto, StatefulLoader
 from megarl.data.loader import PromptQueue
 from megarl.models import read_model_config
+from megarl.models.end_tokens import read_end_tokens
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE, check_model_folder
 from megarl.ops.doctor.node import Status, needs_of
 from megarl.ops.doctor.node.storage import check_checkpoint_room
@@ -36,6 +37,7 @@ from megarl.trainer.jobs.devices import check_devices
 from megarl.trainer.jobs.early_checks import check_packages
 from megarl.trainer.jobs.output_folders import check_output_folders
 from megarl.trainer.jobs.preflight import check_schedules
+from megarl.trainer.phases.end_tokens import disagreement
 from megarl.trainer.state.run_state import find_resume
 
 PartCheck = Callable[[], Iterator[str]]
@@ -194,12 +196,11 @@ class DryRun(ABC):
         model: ModelPathConfig = value_at(self.config, self.model_key)
         self._tokenizer = self.load_tokenizer()
         words, rows = len(self._tokenizer), read_model_config(model.path).vocab_size
-        if words > rows:
-            raise ConfigError(
-                f"{self.model_key}.tokenizer_path={model.tokenizer_path} has {words} tokens, the model's vocabulary "
-                f"{rows}: name the model's own tokenizer"
-            )
         yield f"{words} tokens of {model.tokenizer_path}; the model has room for {rows}"
+        if words > rows:
+            yield f"{WARNING}a row with one of the other {words - rows} tokens is refused: is it the model's tokenizer?"
+        if (ends := read_end_tokens(model.path, self._tokenizer.eos_token_id)).disagree:
+            yield f"{WARNING}{disagreement(model.path, ends, self._tokenizer)}"
 
     def data(self) -> Iterator[str]:
         """Read the files and tokenize the first batches, as the run does."""

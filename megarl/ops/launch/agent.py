@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import ctypes
+import io
 import os
 import queue
 import shutil
@@ -33,7 +34,6 @@ from megarl.ops.launch.protocol import (
     RAY,
     REQUEST_FAILED,
     AgentRequest,
-    Heartbeat,
     SendSignal,
     SetToken,
     Shutdown,
@@ -87,11 +87,15 @@ class Agent:
         )
 
     def handle(self, request: AgentRequest) -> None:
-        """Handle a request, except for :class:`Shutdown`."""
+        """Handle a request, except for :class:`Shutdown`.
+
+        Raises:
+            ValueError, OSError, OverflowError: it cannot be fulfilled.
+        """
         if isinstance(request, SetToken):
             file = self.folder / TOKEN_FILE
             file.touch(0o600)
-            file.write_text(request.token)
+            file.write_text(request.token, encoding="utf-8")
         elif isinstance(request, SendSignal):
             self._signal(request.name, request.number)
         elif isinstance(request, StartCommand):
@@ -124,12 +128,14 @@ class Agent:
             reason = f"port {ports} of {request.address} is taken by another process; choose others with --port"
             self.send_event(REQUEST_FAILED, request.name, reason=reason)
             return
+        if not request.argv:
+            raise ValueError(f"command {request.name!r} is empty")
         argv = [self._insert_folder(word) for word in request.argv]
         inherited = {name: value for name, value in os.environ.items() if name not in OTHER_CLUSTER_VARIABLES}
         env = inherited | {name: self._insert_folder(value) for name, value in request.env.items()}
         try:
             process = start_process(argv, env)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a ValueError: a null byte
             self.send_event(REQUEST_FAILED, request.name, reason=f"{argv[0]} cannot be started: {error}")
             return
         self._running[request.name] = process
@@ -307,6 +313,8 @@ def main() -> int:
 def _read_stdin() -> queue.SimpleQueue[str]:
     """Read the lines of stdin in a thread; an empty line marks the end."""
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    assert isinstance(sys.stdin, io.TextIOWrapper)
+    sys.stdin.reconfigure(encoding="utf-8", errors="replace")  # other bytes are no request, and end nothing
 
     def read() -> None:
         for line in sys.stdin:
@@ -328,13 +336,11 @@ def _serve(agent: Agent, lines: queue.SimpleQueue[str]) -> Shutdown | None:
             return None
         try:
             request = decode_request(line)
-        except ValueError as error:
-            agent.send_event(REQUEST_FAILED, reason=str(error))
-            continue
-        if isinstance(request, Shutdown):
-            return request
-        if not isinstance(request, Heartbeat):
+            if isinstance(request, Shutdown):
+                return request
             agent.handle(request)
+        except (ValueError, OSError, OverflowError) as error:  # such as a port or a signal that does not exist
+            agent.send_event(REQUEST_FAILED, reason=str(error))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from megarl.base.json_text import parse_json
 
@@ -120,9 +120,34 @@ def decode_request(line: str) -> AgentRequest:
     try:
         values = parse_json(line)
         request: AgentRequest = _REQUESTS[values.pop("do")](**values)
+        _check_types(request)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a request: {line.strip()[:200]!r} ({error})") from error
     return request
+
+
+def _check_types(message: AgentRequest | AgentEvent) -> None:
+    """Check a message from JSON.
+
+    Raises:
+        ValueError: a field has another type than declared.
+    """
+    for name, kind in get_type_hints(type(message)).items():
+        if not _has_type(value := getattr(message, name), kind):
+            raise ValueError(f"{name} is {value!r:.100}")
+
+
+def _has_type(value: Any, kind: Any) -> bool:
+    """Return whether a JSON value has a type: a class, a union, or a list or mapping of types."""
+    outer, inner = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return True
+    if outer in (list, dict):
+        parts = [value] if outer is list else [value, value.values()] if isinstance(value, dict) else []
+        return isinstance(value, outer) and all(_has_type(x, t) for p, t in zip(parts, inner, strict=True) for x in p)
+    if inner:
+        return any(_has_type(value, part) for part in inner)
+    return isinstance(value, kind) and (kind is not int or not isinstance(value, bool))
 
 
 _MARK = "megarl-event "
@@ -138,6 +163,8 @@ def decode_event(line: str, host: str) -> AgentEvent | None:
     if not line.startswith(_MARK):
         return None
     try:
-        return AgentEvent(host=host, **parse_json(line.removeprefix(_MARK)))
+        event = AgentEvent(host=host, **parse_json(line.removeprefix(_MARK)))
+        _check_types(event)
     except (ValueError, TypeError):
         return None
+    return event

@@ -19,9 +19,11 @@ from megarl.ops.launch.protocol import DISCONNECTED, AgentEvent, AgentRequest, d
 AGENT = "megarl.ops.launch.agent"
 FORWARDED = (
     *("CUDA_DEVICE_", "GLOO_", "HF_", "MEGARL_", "MKL_", "MLFLOW_", "NCCL_", "NVTE_", "OMP_", "PYTORCH_", "RAY_"),
-    *("SGLANG_", "SWANLAB_", "TENSORBOARD_", "TORCH", "TRANSFORMERS_", "UCX_", "WANDB_", "MODEL", "DATA", "RETRIEVER"),
+    *("SGLANG_", "SWANLAB_", "TENSORBOARD_", "TORCH_", "TORCHINDUCTOR_", "TRANSFORMERS_", "UCX_", "WANDB_"),
 )
 """Prefixes of the variables that nodes get over ssh; srun and child processes inherit the whole environment."""
+FORWARDED_NAMES = ("DATA", "MODEL", "RETRIEVER")
+"""Variables of megarl's run scripts, which nodes get too; ``DATABASE_URL`` is none of them."""
 AgentCommand = Callable[[str], list[str]]
 """Returns the command that starts an agent on a host."""
 
@@ -74,7 +76,7 @@ def parse_hosts(text: str) -> list[str]:
     """
     path = Path(text).expanduser()
     if ("/" in text or path.suffix) and path.is_file():
-        lines = [line.split("#")[0].split() for line in path.read_text().splitlines()]
+        lines = [line.split("#")[0].split() for line in path.read_text("utf-8", "replace").splitlines()]
         hosts = [words[0] for words in lines if words]
     elif "/" in text or path.suffix == ".txt":
         raise ConfigError(f"--hosts={text}: there is no such file; give a file with a host per line, or host1,host2")
@@ -130,7 +132,8 @@ def forwarded_environment(environment: Mapping[str, str], entries: Sequence[str]
     Raises:
         ConfigError: a name without a value is not set in the environment.
     """
-    variables = {} if inherits else {name: environment[name] for name in environment if name.startswith(FORWARDED)}
+    names = [name for name in environment if name in FORWARDED_NAMES or name.startswith(FORWARDED)]
+    variables = {} if inherits else {name: environment[name] for name in names}
     for entry in entries:
         name, sign, value = entry.partition("=")
         if not sign and name not in environment:

@@ -72,8 +72,8 @@ LEARNING = (
     Chart("Response length", "Tokens.", {
         "response_length/mean": "mean", "response_length/max": "longest", "response_length/min": "shortest",
     }),
-    Chart("Cut answers", "Share of answers that reached the length limit.", {
-        "response_length/clip_ratio": "answers", "prompt_length/clip_ratio": "prompts",
+    Chart("Cut answers", "Share of answers that a limit ended, and of prompts of the maximum length.", {
+        "response/truncated_ratio": "answers", "prompt_length/clip_ratio": "prompts",
     }, share=True),
     Chart("Tools", "Per conversation.", {
         "tool_call_counts/mean": "tool calls",
@@ -220,10 +220,14 @@ FAILURES = {
     "agent/failed": "conversations that failed",
     "rollout/replicas_lost": "rollout replicas lost",
     "rollout/requests_moved": "requests moved to another replica",
+    "rollout/discarded_tokens": "tokens of interrupted responses thrown away",
     "rollout/runners_lost": "agent runners lost",
     "actor/skipped_steps": "actor updates skipped for a non-finite gradient",
     "critic/skipped_steps": "critic updates skipped for a non-finite gradient",
     "train/skipped_steps": "updates skipped for a non-finite gradient",
+    "actor/empty_steps": "actor updates without a token to train on",
+    "critic/empty_steps": "critic updates without a token to train on",
+    "train/empty_steps": "updates without a token to train on",
     "actor/out_of_memory": "passes of the actor repeated after running out of device memory",
     "critic/out_of_memory": "passes of the critic repeated after running out of device memory",
     "ref/out_of_memory": "passes of the reference repeated after running out of device memory",

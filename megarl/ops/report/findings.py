@@ -301,11 +301,18 @@ RULES = (
         below=0.2,
     ),
     MetricRule(
-        "truncated answers", "response_length/clip_ratio",
-        "{value:.0%} of the latest answers reach the length limit and are cut (data.max_response_length).",
+        "truncated answers", "response/truncated_ratio",
+        "A limit of tokens or turns cuts {value:.0%} of the latest answers (data.max_response_length).",
         "A cut answer is usually scored as wrong whatever it contains; raise the limit, or set "
         "algorithm.mask_truncated_completions.",
         above=0.1,
+    ),
+    MetricRule(
+        "different models", "training/rollout_mismatch_excess",
+        "In the first step the log-probs of engine and actor differ by {value:.1f} times what rounding explains.",
+        "They compute different models, or sample otherwise: the policy trains on samples of another one. "
+        "megarl doctor logprobs finds the cause.",
+        above=1.0,
     ),
     MetricRule(
         "rollout mismatch", "training/rollout_probs_diff_mean",

@@ -7,7 +7,7 @@ interpreter lock of its process, so nothing inside that process can end it.
 
 from __future__ import annotations
 
-import pickle
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,8 +18,8 @@ from multiprocessing.connection import wait
 from megarl.base.child_process import ChildEnvironment
 from megarl.base.errors import RewardError
 from megarl.base.logs import ProcessLogs, tail
-from megarl.rewards.calling import FunctionSpec, RewardTask, timeout_outcome
-from megarl.rewards.outcome import BAD_SAMPLE, INFRASTRUCTURE, Outcome, failed_outcome
+from megarl.rewards.calling import FunctionSpec, serialize_task, timeout_outcome
+from megarl.rewards.outcome import INFRASTRUCTURE, Outcome, failed_outcome
 from megarl.rewards.pool.jobs import JobSource, RewardJob, RewardStream, RunCounts
 from megarl.rewards.pool.process import OUT_OF_MEMORY, RewardProcess
 from megarl.rewards.pool.runner import retry_delay_s
@@ -44,6 +44,11 @@ class _OpenJob:
     attempts: int = 0
     alone: bool = False  # it was in a chunk of several whose process hung or died; run alone to find the cause
     not_before: float = 0.0
+
+    @functools.cached_property
+    def task(self) -> bytes | Outcome:
+        """The serialized task, or the outcome of a sample that cannot be serialized."""
+        return serialize_task(self.job.task)
 
 
 class RewardPool:
@@ -243,10 +248,15 @@ class _Batch:
         for worker in workers:
             while worker.is_idle and (next_chunk := self._next_chunk()):
                 number, chunk = next_chunk
-                if self._can_be_pickled(chunk):
-                    self.running |= {open_job.index: open_job for open_job in chunk}
-                    tasks = [open_job.job.task for open_job in chunk]
-                    worker.send([o.index for o in chunk], number, self.pool.functions[number], tasks)
+                tasks: dict[int, bytes] = {}
+                for open_job in chunk:
+                    if isinstance(open_job.task, Outcome):
+                        self._end(open_job.index, open_job.task)
+                    else:
+                        tasks[open_job.index] = open_job.task
+                        self.running[open_job.index] = open_job
+                if tasks:
+                    worker.send(list(tasks), number, self.pool.functions[number], list(tasks.values()))
 
     def _next_chunk(self) -> tuple[int, list[_OpenJob]] | None:
         now = time.monotonic()
@@ -259,20 +269,6 @@ class _Batch:
                     queue.remove(open_job)
                 return number, chunk
         return None
-
-    def _can_be_pickled(self, chunk: Sequence[_OpenJob]) -> bool:
-        """Whether a chunk can be sent; if not, tasks that cannot be pickled fail, and the others are requeued."""
-        try:
-            pickle.dumps([open_job.job.task for open_job in chunk])
-            return True
-        except Exception:
-            for open_job in reversed(chunk):
-                problem = _pickle_problem(open_job.job.task)
-                if problem:
-                    self._end(open_job.index, failed_outcome(BAD_SAMPLE, problem))
-                else:
-                    self.queues[open_job.job.function].appendleft(open_job)
-            return False
 
     def take(self, index: int, outcome: Outcome) -> None:
         """Record the outcome of a job, or retry it."""
@@ -328,12 +324,3 @@ def _with_grace(spec: FunctionSpec, traits: FunctionTraits) -> FunctionSpec:
     if not traits.is_async or spec.timeout_s is None:
         return spec
     return FunctionSpec(spec.spec, spec.kwargs, spec.timeout_s + ASYNC_GRACE_S, spec.max_concurrency)
-
-
-def _pickle_problem(task: RewardTask) -> str | None:
-    """Return the reason why a task cannot be sent to another process, or None."""
-    try:
-        pickle.dumps(task)
-        return None
-    except Exception as error:
-        return f"the sample cannot be sent to the process that scores it: {type(error).__name__}: {error}"

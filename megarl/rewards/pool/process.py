@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -18,7 +19,7 @@ from typing import Any
 from megarl.base.child_process import ChildEnvironment, ChildProcess, describe_exit, die_with_parent, open_connection
 from megarl.base.errors import RewardError
 from megarl.base.logs import redirect_output
-from megarl.rewards.calling import FunctionSpec, LoadedFunction, RewardTask
+from megarl.rewards.calling import FunctionSpec, LoadedFunction
 from megarl.rewards.outcome import Outcome
 from megarl.tracing import TRACER, TracingOptions, past_span, span, watch_process
 
@@ -80,8 +81,8 @@ class RewardProcess:
         """Process id."""
         return self._process.pid
 
-    def send(self, indices: Sequence[int], function: int, spec: FunctionSpec, tasks: Sequence[RewardTask]) -> None:
-        """Send tasks for one function; ``indices`` identify them in the outcomes.
+    def send(self, indices: Sequence[int], function: int, spec: FunctionSpec, tasks: Sequence[bytes]) -> None:
+        """Send serialized tasks for one function; ``indices`` identify them in the outcomes.
 
         A dead process is reported by :meth:`receive`.
         """
@@ -166,7 +167,7 @@ def main(handle: int, parent: int, log: tuple[str, str] | None = None) -> None:
         redirect_output(Path(log[0]), log[1])
     watch_process(TracingOptions(watched=True))  # stall reports show the call that hangs
     with contextlib.suppress(OSError):  # if memory runs out, the kernel kills this process before its owner
-        Path("/proc/self/oom_score_adj").write_text("1000")
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
     with open_connection(handle) as connection, contextlib.suppress(EOFError, ConnectionError):
         server = FunctionServer(connection, connection.recv())
         try:
@@ -202,7 +203,7 @@ class FunctionServer:
             self.loaded[number] = self.specs[number].load()
             self.connection.send_bytes(json.dumps([READY, number]).encode())
         with span(self.specs[number].spec, "reward", tasks=len(tasks)):
-            self.loaded[number].run(tasks, self._report)
+            self.loaded[number].run([pickle.loads(task) for task in tasks], self._report)
 
     def _report(self, position: int, outcome: Outcome) -> None:
         self.connection.send_bytes(json.dumps([position, *outcome]).encode())

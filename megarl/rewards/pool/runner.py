@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from megarl.rewards.calling import LoadedFunction, exception_outcome
+from megarl.rewards.calling import LoadedFunction, RewardTask, exception_outcome, serialize_task
 from megarl.rewards.outcome import INFRASTRUCTURE, Outcome
 from megarl.rewards.pool.jobs import RewardJob, RunCounts
 from megarl.rewards.registry import FunctionTraits
@@ -78,20 +79,23 @@ class InDriverRunner:
 
     def _run(self, jobs: Sequence[RewardJob], open_jobs: Sequence[int], outcomes: dict[int, Outcome]) -> None:
         for number, function in enumerate(self.functions):
-            indices = [index for index in open_jobs if jobs[index].function == number]
-            # a copy of extra_info: the samples of a prompt share it, and functions may modify it
-            tasks = [
-                task._replace(extra_info=dict(task.extra_info)) for task in (jobs[index].task for index in indices)
-            ]
+            tasks: dict[int, RewardTask] = {}
+            for index in open_jobs:
+                if jobs[index].function == number:
+                    serialized = serialize_task(jobs[index].task)
+                    if isinstance(serialized, Outcome):
+                        outcomes[index] = serialized
+                    else:
+                        tasks[index] = pickle.loads(serialized)
 
-            def report(at: int, outcome: Outcome, indices: list[int] = indices) -> None:
+            def report(at: int, outcome: Outcome, indices: Sequence[int] = tuple(tasks)) -> None:
                 outcomes[indices[at]] = outcome
 
             try:
-                if indices:
-                    function.run(tasks, report)
+                if tasks:
+                    function.run(list(tasks.values()), report)
             except MemoryError as error:
-                for index in indices:
+                for index in tasks:
                     if index not in outcomes or outcomes[index].kind == INFRASTRUCTURE:
                         outcomes[index] = exception_outcome(error)
 

@@ -19,8 +19,12 @@ from megarl.rewards.sandbox.assertions import judge_assertions
 from megarl.rewards.sandbox.local import TIMEOUT, Execution, LocalSandbox, SandboxLimits
 from megarl.rewards.sandbox.remote import RemoteSandbox
 
-_THOUGHTS = re.compile(r"<think>.*?</think>", re.DOTALL | re.IGNORECASE)
-_FENCE = re.compile(r"```([\w+-]*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_THOUGHTS = re.compile(r"\A(?:(?!<think>).)*</think>|<think>.*?</think>", re.DOTALL | re.IGNORECASE)
+_FENCE = re.compile(
+    r"(^[ \t]+)?(?P<fence>```|~~~)[ \t]*([\w+-]*)[^\n`]*\n(.*?)(?:^[ \t]*(?P=fence)|(?P=fence)[ \t]*$|\Z)",
+    re.DOTALL | re.MULTILINE,
+)
+_PYTHON = ("python", "python3", "py", "py3")
 _CALL = """
 import json as _json, sys as _sys
 _arguments = _json.loads(_sys.stdin.read())
@@ -42,6 +46,7 @@ async def code_tests(
     disk_mb: int = 16,
     max_cases: int | None = 10,
     continuous: bool = True,
+    allow_unfiltered: bool = False,
 ) -> dict[str, float | str]:
     """Score the share of passed test cases, or whether all pass.
 
@@ -59,6 +64,7 @@ async def code_tests(
         disk_mb: disk limit of the local sandbox, in MiB.
         max_cases: number of cases to run, from the first; None = all.
         continuous: score the share; False: 1.0 if all pass, else 0.0.
+        allow_unfiltered: use the local sandbox also where it has no filter of system calls.
 
     Returns:
         ``score``; ``acc``: 1.0 if all cases pass; ``pass_rate``; ``status``: ``passed``, or the result of the first
@@ -70,7 +76,8 @@ async def code_tests(
     """
     cases, program = read_cases(ground_truth), extract_code(solution_str)
     limits = SandboxLimits(timeout_s, memory_limit_mb, max_processes, disk_mb)
-    remote, local = (RemoteSandbox(url, timeout_s, memory_limit_mb) if url else None), LocalSandbox(limits)
+    remote = RemoteSandbox(url, timeout_s, memory_limit_mb) if url else None
+    local = LocalSandbox(limits, allow_unfiltered)
 
     async def run(source: str, stdin: str) -> Execution:
         return await (remote.run(source, stdin) if remote else asyncio.to_thread(local.run, source, stdin))
@@ -105,12 +112,17 @@ def _failure_status(execution: Execution) -> str:
 def extract_code(response: str) -> str:
     """Extract the program of a response: the last fenced Python block, else the last fenced block, else everything.
 
-    ``<think>`` blocks are ignored; an unclosed block ends with the response.
+    Reasoning is ignored: ``<think>`` blocks, and text before ``</think>``. An unclosed block ends with the response. A
+    block in a list loses the indentation of its fence.
     """
-    text = _THOUGHTS.sub("", response)
-    blocks: list[tuple[str, str]] = _FENCE.findall(text)
-    python = [code for language, code in blocks if language.lower() in ("python", "python3", "py")]
+    text = _THOUGHTS.sub("", response.replace("\r\n", "\n"))
+    blocks = [(language.lower(), _outdented(code, len(indent))) for indent, _, language, code in _FENCE.findall(text)]
+    python = [code for language, code in blocks if language in _PYTHON]
     return (python or [code for _, code in blocks] or [text])[-1]
+
+
+def _outdented(code: str, width: int) -> str:
+    return re.sub(rf"^[ \t]{{1,{width}}}", "", code, flags=re.MULTILINE) if width else code
 
 
 class Trial(NamedTuple):

@@ -8,8 +8,11 @@ from decimal import Decimal
 from functools import cache
 from typing import Any
 
+from megarl.base.boxes import last_box
 from megarl.base.errors import RewardError
 from megarl.rewards.registry import register_reward
+
+logger = logging.getLogger(__name__)
 
 
 @register_reward("arithmetic")
@@ -88,15 +91,11 @@ def _last_number(pattern: re.Pattern[str], text: str) -> str | None:
     return matches[-1].replace(",", "").replace("$", "") if matches else None
 
 
-def boxed_answer(text: str) -> str | None:
-    r"""Return the content of the last complete ``\boxed{}``, or None."""
-    start = text.rfind("\\boxed{")
-    depth = 0
-    for at in range(start + len("\\boxed"), len(text)) if start >= 0 else ():
-        depth += {"{": 1, "}": -1}.get(text[at], 0)
-        if depth == 0:
-            return text[start + len("\\boxed{") : at]
-    return None
+_PERCENT = re.compile(
+    r"(?<=[\d})])(?:\\[,;!: ]|\s)*"
+    r"(?:\\?%|\\(?:text|textrm|mathrm|mbox)\s*\{\s*(?:\\?%|per\s?cent)[^{}]*\}|per\s?cent(?:age)?\b)(?!\s*[\d(])"
+)
+"""A percent sign, or its word, after a number."""
 
 
 def _warm_up() -> None:
@@ -132,25 +131,59 @@ def mathematics(
 
 
 def _verify(solution: str, truth: str) -> tuple[bool, str | None]:
-    from math_verify import parse, verify
+    from math_verify import verify
 
-    right = _parse_truth(truth)
-    box = boxed_answer(solution)
-    # math-verify's time limits use signals, which work in a main thread only
-    pred = parse(solution if box is None else f"\\boxed{{{box}}}", _extraction(), parsing_timeout=None)
-    return bool(pred) and bool(verify(right, pred, timeout_seconds=None)), str(pred[-1]) if pred else None
+    box, truth_box = last_box(solution), last_box(truth)
+    boxed, is_right, shown = box is not None, False, None
+    for right, answer in _readings(truth if truth_box is None else truth_box, solution if box is None else box, boxed):
+        pred = _parse(answer, boxed)
+        if pred:
+            shown = shown or str(pred[-1])
+            # math-verify's time limits use signals, which work in a main thread only
+            is_right = is_right or bool(verify(_parse_truth(right), pred, timeout_seconds=None))
+    return is_right, shown
+
+
+def _readings(truth: str, answer: str, boxed: bool) -> list[tuple[str, str]]:
+    """Pairs of truth and answer, of which one must be equal: 28% equals 28 and 0.28, but no other percentage."""
+    plain_truth, plain_answer = _PERCENT.sub("", truth), _PERCENT.sub("", answer)
+    pairs = [(plain_truth, plain_answer)]
+    if plain_truth != truth and plain_answer == answer:
+        pairs.append((_hundredth(plain_truth), answer))
+    elif plain_truth == truth and plain_answer != answer:
+        pairs.append((truth, _hundredth(plain_answer) if boxed else answer))
+    return pairs
+
+
+def _hundredth(number: str) -> str:
+    return f"\\frac{{{number}}}{{100}}"
+
+
+_text_truths: set[str] = set()
+"""Ground truths of this process that are no expressions."""
 
 
 @cache
 def _parse_truth(text: str) -> Any:
     """Parse the ground truth; cached for the samples of a prompt."""
-    from math_verify import parse
-
-    box = boxed_answer(text)
-    right = parse(f"\\boxed{{{text if box is None else box}}}", _extraction(), parsing_timeout=None)
+    right = _parse(text, boxed=True)
     if not right:
         raise ValueError(f"ground_truth={text!r:.200} cannot be read as a mathematical expression")
+    if all(isinstance(form, str) for form in right):
+        if not _text_truths:
+            logger.warning(
+                "ground_truth=%.200r is no mathematical expression, so an answer needs the same text. Correct "
+                "such truths, or score them with another reward function; further ones are not reported",
+                text,
+            )
+        _text_truths.add(text)
     return right
+
+
+def _parse(text: str, boxed: bool) -> Any:
+    from math_verify import parse
+
+    return parse(f"\\boxed{{{text}}}" if boxed else text, _extraction(), parsing_timeout=None)
 
 
 @cache
@@ -197,7 +230,7 @@ def math_dapo(
     """
     end, truth = solution_str[-DAPO_CHARACTERS:], str(ground_truth)
     if strict_box_verify:
-        answer, right = boxed_answer(end) or "", truth
+        answer, right = last_box(end) or "", truth
     else:
         lines = _ANSWER_LINE.findall(end)
         answer, right = normalize_math_answer(lines[-1]) if lines else "", normalize_math_answer(truth)
@@ -211,7 +244,7 @@ def normalize_math_answer(answer: str) -> str:
     Source: Lewkowycz et al. 2022 (arXiv:2206.14858), appendix D.1.
     """
     text = answer.rpartition("=")[2].strip().rstrip(".").replace("$", "")
-    text = re.sub(r"\b(?:an?|the)\s", "", text)
+    text = re.sub(r"\b(?:an?|the)\s", "", _PERCENT.sub("", text))
     text = re.sub(r",?\s*\band\b", ",", _unwrap(text))
     for word in _DECORATION:
         text = text.replace(word, "")

@@ -25,6 +25,8 @@ _FOREIGN_NAMES = {
     **{name: f"collections.{name}" for name in ("Counter", "defaultdict", "OrderedDict", "deque")},
 }
 _MISSING = "__missing_reply__"
+_PLAIN_METHODS = frozenset(name for kind in (str, bytes, tuple, frozenset) for name in vars(kind) if name[0] != "_")
+"""A test that calls such a method, as in ``f(x).startswith("abc")``, expects plain data of the program."""
 
 
 class MissingReply(BaseException):
@@ -76,11 +78,15 @@ class Calls:
     def _object(self, form: Any) -> Any:
         if form["type"] != "object" or type(form["value"]) is not int:
             raise ValueError("malformed reply")
-        return ProgramObject(self, form)
+        return ProgramObject(self, {"type": "object", "value": form["value"]})
 
 
 class ProgramObject:
-    """A name, object or attribute of the program; anything but plain data equals nothing, not even itself."""
+    """A name, object or attribute of the program; anything but plain data equals nothing, not even itself.
+
+    An object could answer everything with True. So the judge itself looks for an item, and calls the methods of plain
+    data. Only an instance of a class that the test names, as in ``Trie()``, has such methods of its own.
+    """
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -93,8 +99,26 @@ class ProgramObject:
         return ProgramObject(self._calls, {**self._form, "attributes": [*self._form.get("attributes", ()), name]})
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Call it in the program's process."""
-        return self._calls.perform(self._form, "call", arguments, options)
+        """Call it in the program's process; a method of plain data is called on the plain data, in this process."""
+        *path, name = self._form.get("attributes") or (None,)
+        if name in _PLAIN_METHODS:
+            owner = ProgramObject(self._calls, {**self._form, "attributes": path})
+            if not owner._is_tested():
+                return getattr(owner._plain_data(f"{name}()"), name)(*arguments, **options)
+        result = self._calls.perform(self._form, "call", arguments, options)
+        if isinstance(result, ProgramObject) and _names_class(self._form):
+            result._form["instance"] = True
+        return result
+
+    def _is_tested(self) -> bool:
+        """Whether it is an instance of a class that the test names."""
+        return "instance" in self._form and not self._form.get("attributes")
+
+    def _plain_data(self, operation: str) -> Any:
+        value = self._value()
+        if isinstance(value, ProgramObject):
+            raise TypeError(f"{operation}: the program's object is no plain data")
+        return value
 
     def _value(self) -> Any:
         if self._form["type"] == "object" and not self._form.get("attributes"):
@@ -131,7 +155,10 @@ class ProgramObject:
         return str(self._plain(str, "repr"))
 
     def __contains__(self, item: Any) -> bool:
-        return bool(self._plain(bool, "contains", item))
+        if self._is_tested():
+            return bool(self._plain(bool, "contains", item))
+        value = self._value()
+        return item in (self._plain(list, "iterate") if isinstance(value, ProgramObject) else value)
 
     def __next__(self) -> Any:
         return self._calls.perform(self._form, "next")
@@ -140,11 +167,15 @@ class ProgramObject:
         return self._calls.perform(self._form, "item", (key,))
 
 
+def _names_class(form: dict[str, Any]) -> bool:
+    """Whether a name or attribute is that of a class, by Python's convention."""
+    name = [form["value"], *form.get("attributes", ())][-1]
+    return isinstance(name, str) and name[:1].isupper()
+
+
 def _operation(function: Any, reflected: bool = False) -> Any:
     def apply(self: ProgramObject, *others: Any) -> Any:
-        value = self._value()
-        if isinstance(value, ProgramObject):
-            raise TypeError(f"{function.__name__}: the program's object is no plain data")
+        value = self._plain_data(function.__name__)
         return function(*others, value) if reflected else function(value, *others)
 
     return apply

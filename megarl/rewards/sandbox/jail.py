@@ -143,7 +143,7 @@ def _build_root(spec: dict[str, Any]) -> None:
     try:
         _mount("none", root + "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
         _write(f"{root}/proc/sys/user/max_user_namespaces", "0")
-        _forbid_shared_segments(root)
+        _forbid_system_v(root)
         _set_read_only(root + "/proc", 0)
     except OSError:
         pass  # a container hides it: the program has no /proc
@@ -155,10 +155,14 @@ def _build_root(spec: dict[str, Any]) -> None:
     os.chdir(HOME)
 
 
-def _forbid_shared_segments(root: str) -> None:
-    """Allow no System V shared memory in this namespace: detached segments would not count as memory of any process."""
-    with contextlib.suppress(OSError):  # older kernels let only the machine's root change it
-        _write(f"{root}/proc/sys/kernel/shmmni", "0")
+def _forbid_system_v(root: str) -> None:
+    """Allow no System V segments, queues and semaphores in this namespace: they count as memory of no process.
+
+    The filter denies their calls; this helps where there is none.
+    """
+    for name, value in (("shmmni", "0"), ("msgmni", "0"), ("sem", "0 0 0 0")):
+        with contextlib.suppress(OSError):  # older kernels let only the machine's root change it
+            _write(f"{root}/proc/sys/kernel/{name}", value)
 
 
 def _bind_read_only(path: str, target: str) -> None:
@@ -173,7 +177,7 @@ def _bind_read_only(path: str, target: str) -> None:
         os.makedirs(target, exist_ok=True)
     else:
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        open(target, "a").close()
+        open(target, "a", encoding="utf-8").close()
     _mount(path, target, None, _MS_BIND | _MS_REC)
     _set_read_only(target, _AT_RECURSIVE)
 

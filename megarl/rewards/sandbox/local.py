@@ -49,12 +49,10 @@ def writable(path):
         return False
     return True
 
-def system_v_segments():
-    try:
-        with open("/proc/sys/kernel/shmmni") as file:
-            return file.read().strip() != "0"
-    except OSError:
-        return True
+def system_v_memory():
+    libc, private, create = ctypes.CDLL(None), 0, 0o1600
+    calls = libc.shmget(private, 4096, create), libc.msgget(private, create), libc.semget(private, 1, create)
+    return max(calls) >= 0
 
 def filters_system_calls():
     # of this sandbox: a filter of the container around it allows a process to be traced
@@ -73,7 +71,7 @@ print(json.dumps({
         resource.getrlimit(resource.RLIMIT_AS)[1], resource.getrlimit(resource.RLIMIT_NPROC)[1]
     ),
     "no new privileges": line("NoNewPrivs") == "1",
-    "no System V shared memory": not system_v_segments(),
+    "no System V memory": not system_v_memory(),
     "seccomp filter": filters_system_calls(),
 }))
 """
@@ -127,10 +125,12 @@ class LocalSandbox:
 
     Args:
         limits: limits of each program.
+        allow_unfiltered: run programs without a filter of system calls where there is none.
     """
 
-    def __init__(self, limits: SandboxLimits | None = None) -> None:
+    def __init__(self, limits: SandboxLimits | None = None, allow_unfiltered: bool = False) -> None:
         self.limits = limits or SandboxLimits()
+        self.allow_unfiltered = allow_unfiltered
 
     def run(self, source: str, stdin: str = "", timeout_s: float | None = None) -> Execution:
         """Run a program.
@@ -141,8 +141,13 @@ class LocalSandbox:
             timeout_s: wall seconds, capped by the limits; None = the limits' value.
 
         Raises:
-            InfrastructureFailure: this machine does not allow sandboxes.
+            InfrastructureFailure: this machine does not allow sandboxes, or has no filter of system calls.
         """
+        if (problem := system_call_filter().problem) and not self.allow_unfiltered:
+            raise InfrastructureFailure(
+                f"no sandbox on this machine: no seccomp filter: {problem}; or use reward_model.sandbox_fusion.url, or "
+                "run programs unfiltered with reward_model.sandbox.allow_unfiltered=true"
+            )
         wall_s = min(timeout_s or self.limits.timeout_s, self.limits.timeout_s)
         with tempfile.TemporaryDirectory(prefix="megarl-sandbox-") as root, self._open_cgroup(stdin) as cgroup:
             spec = json.dumps(self._spec(root, source, stdin, wall_s)).encode()
@@ -285,10 +290,10 @@ def visible_paths() -> Sequence[str]:
 
 
 @cache
-def isolation_problem() -> str | None:
+def isolation_problem(allow_unfiltered: bool = False) -> str | None:
     """Return the reason why this machine allows no sandbox, or None; tested once per process."""
     try:
-        execution = LocalSandbox(SandboxLimits(timeout_s=20)).run("print(6 * 7)")
+        execution = LocalSandbox(SandboxLimits(timeout_s=20), allow_unfiltered).run("print(6 * 7)")
     except InfrastructureFailure as error:
         return str(error)
     return None if execution.stdout == "42\n" else f"a program does not run in the sandbox: {execution.stderr}"
@@ -314,7 +319,7 @@ def protections() -> list[Protection]:
     Raises:
         InfrastructureFailure: this machine does not allow sandboxes.
     """
-    execution = LocalSandbox(SandboxLimits(timeout_s=20)).run(_PROBE)
+    execution = LocalSandbox(SandboxLimits(timeout_s=20), allow_unfiltered=True).run(_PROBE)
     if not execution.succeeded:
         raise InfrastructureFailure(f"a program does not run in the sandbox: {execution.stderr}")
     no_cgroup = cgroup_problem()

@@ -88,10 +88,10 @@ class MemoryCgroup:
         self.path = parent / f"{_PREFIX}{os.getpid()}-{next(_numbers)}"
         self.path.mkdir()
         try:
-            (self.path / "memory.max").write_text(str(limit))
-            (self.path / "memory.oom.group").write_text("1")
+            (self.path / "memory.max").write_text(str(limit), encoding="utf-8")
+            (self.path / "memory.oom.group").write_text("1", encoding="utf-8")
             with contextlib.suppress(OSError):  # a kernel without swap accounting
-                (self.path / "memory.swap.max").write_text("0")
+                (self.path / "memory.swap.max").write_text("0", encoding="utf-8")
         except OSError:
             self._remove()
             raise
@@ -101,7 +101,7 @@ class MemoryCgroup:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         with contextlib.suppress(OSError):  # older than Linux 5.14; the program has ended by itself
-            (self.path / "cgroup.kill").write_text("1")
+            (self.path / "cgroup.kill").write_text("1", encoding="utf-8")
         self._remove()
 
     def add(self, pid: int) -> None:
@@ -110,12 +110,12 @@ class MemoryCgroup:
         Raises:
             OSError: it may not be moved.
         """
-        (self.path / "cgroup.procs").write_text(str(pid))
+        (self.path / "cgroup.procs").write_text(str(pid), encoding="utf-8")
 
     def exceeded(self) -> bool:
         """Return whether the kernel ended processes at the limit."""
         try:
-            lines = (self.path / "memory.events").read_text().splitlines()
+            lines = (self.path / "memory.events").read_text(encoding="utf-8").splitlines()
         except OSError:
             return False
         events = dict(line.split() for line in lines)
@@ -160,7 +160,9 @@ def cgroup_problem() -> str | None:
 @cache
 def memory_parent() -> Path | str:
     """Return the cgroup in which this process may limit memory, or the reason why there is none; found once."""
-    parent = find_memory_parent(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mounts").read_text())
+    parent = find_memory_parent(
+        Path("/proc/self/cgroup").read_text(encoding="utf-8"), Path("/proc/self/mounts").read_text(encoding="utf-8")
+    )
     if isinstance(parent, Path):
         _remove_stale(parent)
     return parent
@@ -198,7 +200,7 @@ def find_memory_parent(membership: str, mounts: str, user: int | None = None) ->
 
 def _delegates_memory(folder: Path, user: int) -> bool:
     try:
-        controllers = (folder / "cgroup.subtree_control").read_text().split()
+        controllers = (folder / "cgroup.subtree_control").read_text(encoding="utf-8").split()
         owned = folder.stat().st_uid == user
     except OSError:
         return False

@@ -36,7 +36,7 @@ _DENIED = {
         "io_uring_register",
     ),
     "keys": ("add_key", "request_key", "keyctl"),
-    "memory outside of address spaces": ("memfd_secret",),
+    "memory outside of address spaces": ("memfd_secret", "shmget", "msgget", "semget", "ipc", "mq_open"),
     "code of the kernel": ("init_module", "finit_module", "delete_module", "kexec_load", "kexec_file_load"),
     "files": (
         "name_to_handle_at",

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,8 +16,8 @@ from torch import Tensor
 from megarl.base.errors import ConfigError, ModelError, WeightSyncError
 from megarl.models import ModelConfig, WeightMap, read_model_config
 from megarl.models.checksum import ParamRectangle, tensor_checksum
+from megarl.models.end_tokens import eos_in
 from megarl.models.hf_checkpoint import HFReader, load_local
-from megarl.models.hf_folder import eos_in, eos_token_ids
 from megarl.rollout.embedded.decoder import TransformerDecoder
 from megarl.rollout.embedded.generation import ContinuousBatcher, FinishedRequest
 from megarl.rollout.embedded.kv_cache import KVCache
@@ -32,15 +33,13 @@ from megarl.rollout.interface import (
     EngineOptions,
     FinishReason,
     Request,
+    RequestRefused,
     RolloutEngine,
     RolloutError,
     Tag,
-    check_request,
-    check_routes,
-    check_tags,
-    check_token_ids,
 )
 from megarl.rollout.registry import register_engine
+from megarl.rollout.request_checks import check_request, check_routes, check_tags, check_token_ids
 from megarl.sharding.placement import ProcessLocation, current_location
 from megarl.sharding.plan import TransferUsage
 from megarl.sharding.receiver import BucketReceiver, ReceiverSpec, route_messages
@@ -128,11 +127,19 @@ class EmbeddedEngine(RolloutEngine):
     def poll(self, timeout_s: float) -> list[Completion]:
         """See the contract."""
         deadline = time.monotonic() + timeout_s
-        ended, self._dropped = [self._completion(ended, "abort") for ended in self._dropped], []
-        with torch.inference_mode():
-            while self._batcher and not (ended or self._interrupted.is_set()) and time.monotonic() < deadline:
-                ended = [self._completion(e, "stop" if e.stopped else "length") for e in self._batcher.advance()]
-        self._interrupted.clear()
+        try:
+            ended, self._dropped = [self._completion(ended, "abort") for ended in self._dropped], []
+            with torch.inference_mode():
+                while self._batcher and not (ended or self._interrupted.is_set()) and time.monotonic() < deadline:
+                    ended = [self._completion(e, "stop" if e.stopped else "length") for e in self._batcher.advance()]
+        except Exception as error:
+            lost = len(self._running)
+            # A step that failed halfway leaves slots and lanes in disorder, and NaN in the cache corrupts later ones.
+            self._cache, self._batcher, self._running, self._dropped = None, None, set(), []
+            reason = str(error) if isinstance(error, RolloutError) else f"{type(error).__name__}: {error}"
+            raise RolloutError(f"{reason}; {lost} running requests are lost") from error
+        finally:
+            self._interrupted.clear()
         return ended
 
     def interrupt_poll(self) -> None:
@@ -264,8 +271,8 @@ class EmbeddedEngine(RolloutEngine):
             slots = min(self.options.max_num_seqs, max(slots, 2 * cache.slots)) if slots > cache.slots else cache.slots
             cache.grow(slots, max(length, cache.length))
         if self._batcher is None or cache.length > self._rotated:
-            self._rotated = cache.length
             decoder = TransformerDecoder(self.config, self._weights.tensors, cache.length)
+            self._rotated = cache.length
             if self._batcher is None:
                 self._batcher = self._new_batcher(decoder, cache)
             self._batcher.decoder = decoder
@@ -282,12 +289,9 @@ class EmbeddedEngine(RolloutEngine):
     def _completion(self, ended: FinishedRequest, reason: FinishReason) -> Completion:
         request, tokens, log_probs, _, routes = ended
         if not all(map(math.isfinite, log_probs)):
-            lost = len(self._running)
-            # NaN in the cache would corrupt later sequences.
-            self._cache, self._batcher, self._running, self._dropped = None, None, set(), []
             raise RolloutError(
                 f"weight version {self.weight_version} gives log-probs that are not finite, in request "
-                f"'{request.request_id}'; {lost} running requests are lost"
+                f"'{request.request_id}'"
             )
         self._running.discard(request.request_id)
         rest = Completion(request.request_id, tokens, log_probs, reason, self.weight_version, routes=routes)
@@ -295,8 +299,10 @@ class EmbeddedEngine(RolloutEngine):
 
     def _check_request(self, request: Request) -> None:
         check_request(request, self._max_length, self.config.vocab_size, return_routes=self.options.return_routes)
-        if request.params.stop and self._decode is None:
-            raise RolloutError(f"request '{request.request_id}': stop strings need an engine with a tokenizer")
+        if request.params.stop:
+            if self._decode is None:
+                raise RequestRefused(f"request '{request.request_id}': stop strings need an engine with a tokenizer")
+            self._decode([])  # loads the tokenizer: a broken one fails here, not in a step of other requests
 
 
 def check_model(config: ModelConfig) -> None:
@@ -318,9 +324,9 @@ def check_model(config: ModelConfig) -> None:
 @register_engine("embedded", check=lambda config, options: check_model(config), returns_routes=True, quantizes=True)
 def create_embedded(model_path: str, options: EngineOptions) -> EmbeddedEngine:
     """Create the embedded engine for the model in a folder; see :func:`megarl.rollout.create_engine`."""
-    if options.eos_token_ids is None:
-        options = replace(options, eos_token_ids=eos_token_ids(model_path))
-    return EmbeddedEngine(read_model_config(model_path), options, load_decode(model_path))
+    options = replace(options, eos_token_ids=options.end_tokens(model_path))
+    has_tokenizer = Path(model_path, "tokenizer_config.json").is_file()
+    return EmbeddedEngine(read_model_config(model_path), options, load_decode(model_path) if has_tokenizer else None)
 
 
 def _no_text(ids: Sequence[int]) -> str:

@@ -103,14 +103,15 @@ class KVCache:
         self.width = width
 
     def grow(self, slots: int, length: int) -> None:
-        """Add slots or lengthen them; the content stays."""
-        self.slots, self.length = max(slots, self.slots), max(length, self.length)
-        size = math.prod((self.slots, self._heads, self.length, self._key_dim))
+        """Add slots or lengthen them; the content stays. Without memory for it, the cache stays usable as it is."""
+        slots, length = max(slots, self.slots), max(length, self.length)
+        size = math.prod((slots, self._heads, length, self._key_dim))
         for caches in (self._keys, self._values):
             for layer, cache in enumerate(caches):
                 caches[layer] = F.pad(cache, (0, size - len(cache)))
         if self.delta is not None:
-            self.delta.grow(self.slots)
+            self.delta.grow(slots)
+        self.slots, self.length = slots, length
 
     def write_indices(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Return the write indices ``[tokens * kv_heads]`` of ``[tokens]`` slots and positions."""

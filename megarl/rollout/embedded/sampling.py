@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megarl.data.tokenizer_folder import open_tokenizer
 from megarl.rollout.interface import SamplingParams
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -249,14 +250,13 @@ def load_decode(folder: str) -> Decode:
     """Return a decode function with the tokenizer of a model folder, loaded at the first call.
 
     Raises:
-        OSError: at that call, if the folder has no tokenizer.
+        ModelError: at that call, if no tokenizer can be loaded from the folder.
     """
 
     @functools.cache
     def load() -> Decode:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        return functools.partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return functools.partial(
+            open_tokenizer(folder).decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
 
     return lambda ids: load()(ids)

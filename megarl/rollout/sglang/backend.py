@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from megarl.models.model_config import Experts
-from megarl.rollout.interface import Completion, EngineLost, Request, RolloutError, SamplingParams
+from megarl.rollout.interface import Completion, EngineLost, Request, RequestRefused, RolloutError, SamplingParams
 from megarl.rollout.sglang.options import ROUTES_ARGUMENT
 
 _T = TypeVar("_T")
@@ -90,7 +90,8 @@ class SGLangBackend(Protocol):
         """Generate one sequence, with SGLang's request and response fields.
 
         Raises:
-            RolloutError: SGLang refused the request.
+            RequestRefused: SGLang refused the request.
+            RolloutError: SGLang failed.
         """
 
     async def abort(self, rid: str) -> None:
@@ -227,11 +228,11 @@ def request_payload(request: Request, rid: str, eos: frozenset[int], every_token
         every_token: vocabulary size in deterministic mode, else 0.
 
     Raises:
-        RolloutError: ``min_p`` in deterministic mode, whose sampler lacks it.
+        RequestRefused: ``min_p`` in deterministic mode, whose sampler lacks it.
     """
     params = request.params
     if every_token and params.min_p:
-        raise RolloutError(
+        raise RequestRefused(
             f"min_p={params.min_p}: SGLang's deterministic mode has no min_p; set it to 0, or set "
             "rollout.engine_kwargs.sglang.deterministic=false"
         )

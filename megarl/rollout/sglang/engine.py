@@ -18,7 +18,6 @@ from megarl.base.packages import require_sglang
 from megarl.models import ModelConfig, WeightMap, read_model_config
 from megarl.models.checksum import ParamRectangle
 from megarl.models.hf_checkpoint import HFReader
-from megarl.models.hf_folder import all_eos_token_ids
 from megarl.rollout.interface import (
     NO_VERSION,
     TAGS,
@@ -27,16 +26,14 @@ from megarl.rollout.interface import (
     EngineLost,
     EngineOptions,
     Request,
+    RequestRefused,
     RolloutEngine,
     RolloutError,
     SamplingParams,
     Tag,
-    check_request,
-    check_routes,
-    check_tags,
-    check_token_ids,
 )
 from megarl.rollout.registry import register_engine
+from megarl.rollout.request_checks import check_request, check_routes, check_tags, check_token_ids
 from megarl.rollout.sglang.backend import (
     CLOSE_S,
     WATCH_S,
@@ -100,7 +97,7 @@ class SGLangEngine(RolloutEngine):
         check_routes(config, options)
         _check_divides(config, options.tensor_parallel_size)
         self._max_length = options.max_model_len or config.max_position_embeddings
-        self._eos = all_eos_token_ids(folder) if options.eos_token_ids is None else frozenset(options.eos_token_ids)
+        self._eos = frozenset(options.end_tokens(folder))
         check_token_ids("eos_token_ids", self._eos, config.vocab_size)
         self._decodes = decodes(folder, options)
         self._asleep: set[Tag] = set()
@@ -182,6 +179,9 @@ class SGLangEngine(RolloutEngine):
                 continue
             del self._running[entry.request.request_id]
             self._liveness.heard()
+            if isinstance(result, RequestRefused):
+                name = entry.request.request_id
+                result = Completion(name, [], [], "abort", self._version, refusal=str(result))
             if isinstance(result, RolloutError):
                 self._drop_requests()
                 raise result
@@ -388,12 +388,12 @@ class SGLangEngine(RolloutEngine):
     def _check_request(self, request: Request) -> None:
         check_request(request, self._max_length, self.config.vocab_size, return_routes=self.options.return_routes)
         if request.prior is not None and not self.can_continue(request.params):
-            raise RolloutError(
+            raise RequestRefused(
                 f"request '{request.request_id}': SGLang cannot continue a response with stop strings or a "
                 "repetition penalty; submit it without prior"
             )
         if request.params.stop and not self._decodes:
-            raise RolloutError(
+            raise RequestRefused(
                 f"request '{request.request_id}': stop strings need a tokenizer in the model folder, and not "
                 f"{KEY}.stop_strings=false"
             )

@@ -24,7 +24,7 @@ from megarl.base.json_text import parse_json
 from megarl.base.logs import output_log
 from megarl.base.ports import held_port
 from megarl.base.processes import READ_ERRORS, descendants
-from megarl.rollout.interface import EngineLost, RolloutError
+from megarl.rollout.interface import EngineLost, RequestRefused, RolloutError
 from megarl.rollout.sglang.backend import CLOSE_S, CONTROL_CALLS, ControlResult, RequestLoop
 from megarl.rollout.sglang.liveness import stopped_processes
 from megarl.rollout.sglang.model_arguments import KEY
@@ -36,6 +36,8 @@ LOG_TAIL = 4000
 
 _POLL_S = 0.2
 _KILL_S = 30.0
+_INVALID = (400, 413, 422)
+"""HTTP statuses that blame the request."""
 
 
 class HttpBackend:
@@ -62,7 +64,8 @@ class HttpBackend:
         """See :class:`SGLangBackend`."""
         status, body = await self._send("POST", "/generate", payload)
         if status != 200 or not isinstance(body, dict):
-            raise RolloutError(f"SGLang refused a request ({status}): {_message(body)}")
+            kind = RequestRefused if status in _INVALID else RolloutError
+            raise kind(f"SGLang refused a request ({status}): {_message(body)}")
         return body
 
     async def post(self, path: str, fields: Mapping[str, Any]) -> tuple[int, Any]:
@@ -154,7 +157,7 @@ class HttpBackend:
         try:
             headers = self._authorization if headers is None else headers
             async with self._client.request(verb, self.url + path, json=fields, headers=headers) as response:
-                text = await response.text()
+                text = (await response.read()).decode(errors="replace")
                 return response.status, _parsed(text)
         except aiohttp.ClientError as error:
             self._lost = f"the server at {self.url} does not answer: {type(error).__name__}: {error}"

@@ -16,7 +16,7 @@ import psutil
 
 from megarl.base.child_process import environment_variables
 from megarl.base.processes import READ_ERRORS, command_line, descendants, has_ended, wait_for_ends
-from megarl.rollout.interface import RolloutError
+from megarl.rollout.interface import RequestRefused, RolloutError
 from megarl.rollout.sglang.backend import CONTROL_CALLS, ControlResult
 from megarl.rollout.sglang.liveness import stopped_processes
 from megarl.rollout.sglang.options import (
@@ -68,7 +68,7 @@ class InProcessBackend:
         try:
             response: dict[str, Any] = await self._engine.async_generate(**payload)
         except ValueError as error:
-            raise RolloutError(str(error)) from None
+            raise RequestRefused(f"SGLang refused a request: {error}") from None
         return response
 
     async def abort(self, rid: str) -> None:

@@ -24,7 +24,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, wait
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge, wait
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ class CommandChannel:
     def __init__(self, ranks_host: str | None = None, send_timeout_s: float = 180.0) -> None:
         self._key, self._send_timeout_s = secrets.token_bytes(32), send_timeout_s
         address, listens_at = ("127.0.0.1",) * 2 if ranks_host is None else channel_addresses(ranks_host)
-        self._listener = Listener((listens_at, 0), backlog=64, authkey=self._key)
+        self._listener = Listener((listens_at, 0), backlog=64)  # each connection proves the key in its own thread
         self.to = {"address": [address, self._listener.address[1]], "key": self._key.hex()}
         self._changed = threading.Condition()  # guards the next three
         self._call_id = 0
@@ -156,10 +156,18 @@ class CommandChannel:
 
     def _listen(self) -> None:
         while not self._closed:
-            try:
-                self._take(self._listener.accept())
-            except (*LOST, ValueError, KeyError):
-                continue  # an unknown client or an ended rank; the engine's wait for it ends with SGLang's call
+            with contextlib.suppress(*LOST):
+                connection = self._listener.accept()
+                threading.Thread(target=self._admit, args=(connection,), daemon=True, name="sglang-rank").start()
+
+    def _admit(self, connection: Connection) -> None:
+        """Take a client that proves the key; one that stands still blocks no other."""
+        try:
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            self._take(connection)
+        except (*LOST, ValueError, KeyError, TypeError):  # an unknown client or an ended rank
+            connection.close()  # the engine's wait for it ends with SGLang's call
 
     def _take(self, connection: Connection) -> None:
         """Keep the connection of an invited rank, close any other one."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.base.errors import ConfigError
+from megarl.base.json_text import parse_json
 from megarl.models import ModelConfig
 
 KEY = "rollout.engine_kwargs.sglang"
@@ -60,7 +61,7 @@ def with_overrides(arguments: Mapping[str, Any], fields: Mapping[str, Any]) -> d
     """
     text = arguments.get(OVERRIDES) or "{}"
     try:
-        overrides = dict(json.loads(text))
+        overrides = dict(parse_json(text))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{KEY}.server_args.{OVERRIDES}={text!r}: expected a JSON object: {error}") from None
     return {OVERRIDES: json.dumps({**overrides, **fields})}

@@ -37,6 +37,9 @@ RESERVED_TOKENS = 2
 ROUTES_ARGUMENT = "enable_return_routed_experts"
 """Argument of SGLang with which it records the experts of tokens."""
 
+CACHE_TOKENS = "max_total_tokens"
+"""Argument of SGLang with the tokens that its cache holds, of all requests together."""
+
 _CPU = {
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
@@ -44,7 +47,7 @@ _CPU = {
     "disable_cuda_graph": True,
     "disable_overlap_schedule": True,
     "mem_fraction_static": 0.3,
-    "max_total_tokens": 2**16,
+    CACHE_TOKENS: 2**16,
     # Without this the idle scheduler uses a whole core.
     "sleep_on_idle": True,
 }

@@ -30,9 +30,12 @@ _REFUSALS = (400, 401, 403, 404, 413, 422)
 """Statuses that a repetition cannot change."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 30.0
 _TEXTS_PER_REQUEST = 8192
+_LARGEST_ID = 2**31 - 1
 _AS_ARRAYS = ("return_flat_raw_top_logprobs", "return_flat_raw_top_logprobs_b64")
 """Fields of a request for top tokens in base64; versions without them ignore them."""
 _IDS, _VALUES = "input_top_logprobs_idx_flat_b64", "input_top_logprobs_val_flat_b64"
+_ROUNDING = 1e-3
+"""Above 0 for a log-prob, and above 1 for the sum of probabilities, that rounding explains."""
 _Result = TypeVar("_Result")
 
 
@@ -61,13 +64,23 @@ class TokenGrades(NamedTuple):
         """Convert lists or arrays.
 
         Raises:
-            ValueError: there are not ``topk`` tokens at each position.
+            ValueError, TypeError, OverflowError: there are not ``topk`` different tokens at each position, or a number
+                is no log-prob.
         """
-        ids, values = (
-            np.asarray(part, dtype).reshape(len(log_probs), topk)
-            for part, dtype in zip(top, (np.int32, np.float32), strict=True)
-        )
-        return cls(np.asarray(log_probs, np.float32), ids, values)
+        ids, values = np.asarray(top[0]), np.asarray(top[1], np.float32)
+        if ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() > _LARGEST_ID):
+            raise ValueError(f"top token ids of type {ids.dtype} from {ids.min()} to {ids.max()}")
+        ids, values = ids.astype(np.int32).reshape(len(log_probs), topk), values.reshape(len(log_probs), topk)
+        if topk and (np.diff(np.sort(ids)) == 0).any():
+            raise ValueError("a token is twice among the top tokens of a position")
+        grades = cls(np.asarray(log_probs, np.float32), ids, values)
+        for numbers in (grades.log_probs, values):
+            wrong = numbers[~(np.isfinite(numbers) & (numbers <= _ROUNDING))]
+            if wrong.size:
+                raise ValueError(f"a log-prob of {wrong[0]}")
+        if (np.exp(values.astype(np.float64)).sum(-1) > 1 + _ROUNDING).any():
+            raise ValueError("the probabilities of the top tokens add up to more than 1")
+        return grades
 
 
 class TeacherServers:
@@ -102,7 +115,8 @@ class TeacherServers:
             topk: most probable tokens to return at each position.
 
         Raises:
-            TeacherError: a server refuses a request, fails after all attempts, or returns other tokens.
+            TeacherError: a server refuses a request, fails after all attempts, or returns other tokens or numbers that
+                are no log-probs.
         """
         size = self.config.rows_per_request
         filled = [row for row in rows if row.response]
@@ -123,7 +137,10 @@ class TeacherServers:
         async def texts(part: Sequence[int]) -> list[str]:
             fields = {"tokens": [[token] for token in part], "skip_special_tokens": False}
             answer = await self._send("/v1/detokenize", fields)
-            return list(answer["text"])
+            result = answer.get("text") if isinstance(answer, dict) else None
+            if not isinstance(result, list) or len(result) != len(part):
+                raise self._malformed(count_noun(len(part), "text"), f"{answer!r:.200}", "/v1/detokenize")
+            return result
 
         return [text for part in self._run(parts, texts) for text in part]
 
@@ -186,34 +203,32 @@ class TeacherServers:
         answers = await self._log_probs(fields, len(rows))
         return [self._grades(answer, row, topk) for answer, row in zip(answers, rows, strict=True)]
 
-    def _grades(self, answer: dict[str, Any], row: TokenRow, topk: int) -> TokenGrades:
+    def _grades(self, answer: Any, row: TokenRow, topk: int) -> TokenGrades:
         """Read the entries of a response; the tokens must be those that were sent."""
         count = len(row.response)
-        tokens = answer["input_token_logprobs"][-count:]
-        if len(tokens) < count:
-            raise self._unreadable(count)
-        log_probs = [log_prob for log_prob, *_ in tokens]
-        same = all(returned in (token, 0) for token, (_, returned, *_) in zip(row.response, tokens, strict=True))
-        if not same or None in log_probs:
-            raise self._unreadable(count)
         try:
+            tokens = answer["input_token_logprobs"][-count:]
+            log_probs = [log_prob for log_prob, *_ in tokens]
+            if any(returned not in (token, 0) for token, (_, returned, *_) in zip(row.response, tokens, strict=True)):
+                raise ValueError("log-probs of other tokens")
             return TokenGrades.of(log_probs, _top_tokens(answer, count, topk) if topk else ([], []), topk)
-        except ValueError:
-            raise self._unreadable(count) from None
+        except (ValueError, TypeError, KeyError, IndexError, OverflowError) as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise self._malformed(count_noun(count, "log-prob"), problem, "`input_token_logprobs`") from None
 
-    def _unreadable(self, count: int) -> TeacherError:
+    def _malformed(self, wanted: str, problem: str, form: str) -> TeacherError:
         return TeacherError(
-            f"{self.key}.urls={self.config.urls}: a server did not return {count_noun(count, 'log-prob')}, as asked; "
-            "megarl reads `input_token_logprobs` as SGLang 0.5 returns them"
+            f"{self.key}.urls={self.config.urls}: a server did not return {wanted}, as asked ({problem}); megarl reads "
+            f"{form} as SGLang 0.5 returns it. Check the server, its version and its model"
         )
 
-    async def _log_probs(self, fields: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    async def _log_probs(self, fields: dict[str, Any], count: int) -> list[Any]:
         """Request log-probs; return ``meta_info`` of each of the ``count`` sequences."""
         payload = {"sampling_params": {"max_new_tokens": 0}, "return_logprob": True, **fields}
         body = await self._send("/generate", payload)
-        if not isinstance(body, list) or len(body) != count:
-            raise self._unreadable(count)
-        return [part["meta_info"] for part in body]
+        if isinstance(body, list) and len(body) == count and all(isinstance(part, dict) for part in body):
+            return [part.get("meta_info") for part in body]
+        raise self._malformed(count_noun(count, "result"), f"{body!r:.200}", "`meta_info`")
 
     async def _send(self, path: str, fields: dict[str, Any]) -> Any:
         """Send a request, with retries; return the JSON of the answer."""
@@ -247,7 +262,7 @@ def _top_tokens(answer: Mapping[str, Any], count: int, topk: int) -> tuple[Any, 
     """Read the ids and log-probs of the most probable tokens at the last ``count`` positions: arrays or lists.
 
     Raises:
-        ValueError: the arrays are damaged, or in another number format.
+        ValueError, TypeError, KeyError, IndexError: the arrays are damaged, or in another form.
     """
     if _VALUES not in answer:
         best = answer["input_top_logprobs"][-count:]

@@ -28,6 +28,7 @@ from megarl.config.schema.distillation import TeacherConfig
 from megarl.config.schema.jobs import JobConfig, SupervisedConfig, own_pools
 from megarl.data import check_files
 from megarl.models import check_model_folder, read_model_config
+from megarl.models.multi_token import unused_tensors, warn_of_unused
 from megarl.tracking import check_trackers
 from megarl.trainer.jobs.devices import check_dashboard, check_devices
 from megarl.trainer.jobs.output_folders import check_output_files
@@ -54,10 +55,30 @@ def check_early(config: JobConfig) -> None:
         check_learners(config)
     if isinstance(config, TrainConfig | EvaluateConfig) and config.reward_model.enable:
         check_reward_model(config)
+    name_unused_tensors(config)
     check_rows(config)
     check_devices(config.trainer, own_pools(config))
     if not isinstance(config, GenerateConfig):  # it tracks nothing
         check_trackers(config.trainer.logger)
+
+
+def name_unused_tensors(config: JobConfig) -> None:
+    """Warn of tensors in the model folders that nothing loads, such as biases that ``config.json`` does not announce.
+
+    Args:
+        config: complete; its models have been checked.
+    """
+    paths: list[str | None] = []
+    if isinstance(config, SupervisedConfig):
+        paths = [config.model.path]
+    elif isinstance(config, TrainConfig):
+        teachers = config.distillation.local_teachers.values() if config.distillation.enabled else ()
+        paths = [config.actor_rollout_ref.model.path, *(teacher.model_path for teacher in teachers)]
+        paths += [config.critic.model.path] * config.uses_critic
+    if isinstance(config, TrainConfig | EvaluateConfig) and config.reward_model.enable:
+        paths.append(config.reward_model.model.path)
+    for path in dict.fromkeys(map(str, paths)):
+        warn_of_unused(path, unused_tensors(check_model_folder(path)))
 
 
 def check_packages(config: JobConfig) -> None:
@@ -97,19 +118,24 @@ def check_learners(config: TrainConfig | SupervisedConfig, *, weights: bool = Tr
     """
     if isinstance(config, SupervisedConfig):
         _check_model(config.model.path, config.megatron, "megatron", weights=weights)
-        _check_adapters(config.model.path, config.model, config.megatron, "model", config.role == "reward_model")
+        value_head = config.role == "reward_model"
+        _check_adapters(
+            config.model.path, config.model, config.megatron, "model", value_head=value_head, weights=weights
+        )
         check_export(config.trainer.hf_export_dir, [config.model.path])
         return
     policy = config.actor_rollout_ref
     _check_model(policy.model.path, policy.actor.megatron, "actor_rollout_ref.actor.megatron", weights=weights)
-    _check_adapters(policy.model.path, policy.model, policy.actor.megatron, "actor_rollout_ref.model")
+    _check_adapters(policy.model.path, policy.model, policy.actor.megatron, "actor_rollout_ref.model", weights=weights)
     check_router_replay(read_model_config(policy.model.path), policy.actor.router_replay.mode)
     if config.uses_reference and policy.ref.megatron is not None:
         _check_model(policy.model.path, policy.ref.megatron, "actor_rollout_ref.ref.megatron", weights=weights)
     if config.uses_critic:
         critic = config.critic
         _check_model(str(critic.model.path), critic.megatron, "critic.megatron", weights=weights)
-        _check_adapters(str(critic.model.path), critic.model, critic.megatron, "critic.model", value_head=True)
+        _check_adapters(
+            str(critic.model.path), critic.model, critic.megatron, "critic.model", value_head=True, weights=weights
+        )
     others = [path for path in (config.critic.model.path, config.reward_model.model.path) if path]
     others += [str(teacher.model_path) for teacher in check_teachers(config, weights=weights)]
     check_export(config.trainer.hf_export_dir, [policy.model.path, *others])
@@ -197,12 +223,12 @@ def _check_model(path: str, megatron: MegatronConfig, field: str, *, weights: bo
 
 
 def _check_adapters(
-    path: str, keys: AdapterKeys, megatron: MegatronConfig, field: str, value_head: bool = False
+    path: str, keys: AdapterKeys, megatron: MegatronConfig, field: str, *, value_head: bool = False, weights: bool
 ) -> None:
     model = read_model_config(path)
     if value_head and not model.is_value_model:
         model = model.as_reward_model(None)
-    check_adapters(model, keys, megatron, field, value_head=value_head)
+    check_adapters(model, keys, megatron, field, value_head=value_head, base=path if weights else None)
 
 
 def check_rows(config: JobConfig) -> None:

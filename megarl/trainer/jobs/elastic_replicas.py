@@ -153,7 +153,7 @@ class ElasticReplicas:
         """Return the number of replicas that the user wants."""
         most = self._group.world_size
         try:
-            text = self._file.read_text().strip()
+            text = self._file.read_text("utf-8", "replace").strip()
         except OSError:
             return most
         if text.isdecimal() and self._least <= int(text) <= most:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
 from megarl.agents.endpoint import check_endpoint
-from megarl.algorithms import missing_eos
 from megarl.algorithms.selection import best_of_groups
 from megarl.base.atomic_write import atomic_write
 from megarl.base.errors import DataError
+from megarl.base.json_text import format_json
 from megarl.base.run_writer import RUN_WRITER
 from megarl.cluster.agent_runners import AgentRunners
 from megarl.config.schema.jobs import REWARD_MODEL, BestAnswersConfig, EvaluateConfig
-from megarl.data import DataProto, sequence_lengths
+from megarl.data import DataProto
 from megarl.tracking import validation_table
 from megarl.trainer.jobs.frozen_policy import STREAM, FrozenPolicy, FrozenReplicas
 from megarl.trainer.jobs.output_folders import check_output_files
@@ -28,13 +26,14 @@ from megarl.trainer.jobs.preflight import check_answers
 from megarl.trainer.jobs.session import open_job
 from megarl.trainer.jobs.worker_groups import ready_reward_model
 from megarl.trainer.phases.data_loading import validation_loader
+from megarl.trainer.phases.end_tokens import policy_end_tokens
 from megarl.trainer.phases.reward_functions import runner_scorers
 from megarl.trainer.phases.reward_phase import RewardModelScorer, RewardPhase, SequenceReader, reward_manager
 from megarl.trainer.phases.validation import Validator
 from megarl.trainer.records.metrics import Metrics
 from megarl.trainer.records.reporting import RunReporter
 from megarl.trainer.records.samples import Sample, dump_samples, evenly_spaced
-from megarl.workers.row_math import counted_rows, generated_tokens, row_sums
+from megarl.workers.row_math import counted_rows, generated_tokens, row_sums, truncated_rows
 
 METRICS_FILE = "metrics.json"
 ANSWERS = "answers"
@@ -63,11 +62,12 @@ def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
     check_answers(config, policy.model.config)
     tokenizer, step = policy.tokenizer, policy.model.step
     check_output_files(config, step)
-    loader = validation_loader(config, tokenizer)
+    loader = validation_loader(policy.with_model_folder, tokenizer)
     reader = SequenceReader(config.reward_model, tokenizer) if config.reward_model.enable else None
     with open_job(config, output_dir) as session:
         functions = reward_manager(config, tokenizer, session.logs)
         session.config = config = policy.convert(session.console)
+        end_tokens = policy_end_tokens(config.actor_rollout_ref.model.path, tokenizer, session.console.warn)
         # The table below replaces the console's tracker.
         trackers = [name for name in config.trainer.logger if name != "console"]
         logged = dataclasses.replace(config.trainer, logger=trackers)
@@ -77,14 +77,14 @@ def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
         with session.starting_workers() as progress:
             scorers = runner_scorers(config, session.logs, config.trainer.nnodes)
             runners = session.enter(AgentRunners(config, tokenizer, pool, scorers))
-            replicas = FrozenReplicas(config, pool, progress)
+            replicas = FrozenReplicas(config, pool, progress, end_tokens)
             runners.wait_ready()
             scorer = None
             if reader:
                 workers = ready_reward_model(config, session.pools.of(REWARD_MODEL), progress)
                 scorer = RewardModelScorer(workers, reader)
         session.tracing.begin_step(0)
-        best = BestAnswers(config.best_answers, tokenizer, config.data.max_response_length)
+        best = BestAnswers(config.best_answers, tokenizer)
         with reporter.phase("testing"):
             rollout = replicas.rollout_phase(tokenizer, runners)
             rewards = RewardPhase(functions, tokenizer, config.reward_model, scorer)
@@ -100,7 +100,7 @@ def _record(config: EvaluateConfig, step: int, metrics: Metrics, samples: list[S
     trainer = config.trainer
     answers = Path(trainer.validation_data_dir or reporter.folder / ANSWERS)
     dump_samples(answers, step, samples)
-    RUN_WRITER.replace(reporter.folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
+    RUN_WRITER.replace(reporter.folder / METRICS_FILE, format_json(metrics, indent=2) + "\n")
     reporter.keep_samples(step, evenly_spaced(samples, SAMPLES_IN_REPORT), "validation")
     reporter.log_samples(step, evenly_spaced(samples, trainer.log_val_generations))
     reporter.log_validation(step, metrics)
@@ -124,16 +124,14 @@ class BestAnswers:
     Args:
         config: the section ``best_answers``.
         tokenizer: decodes samples.
-        max_length: tokens at which a sample was truncated.
 
     Attributes:
         prompts: number of prompts so far.
     """
 
-    def __init__(self, config: BestAnswersConfig, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
+    def __init__(self, config: BestAnswersConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self.max_length = max_length
         self.prompts = 0
         self._rows: list[dict[str, Any]] = []
 
@@ -143,7 +141,7 @@ class BestAnswers:
             return
         scores = row_sums(batch, "token_level_scores").numpy()
         uids = batch.non_tensor_batch["uid"]
-        usable = counted_rows(batch).numpy() & self._complete(batch)
+        usable = (counted_rows(batch) & ~truncated_rows(batch)).numpy()
         self.prompts += len(set(uids.tolist()))
         for row in best_of_groups(scores, uids, usable, self.config.keep):
             if usable[row] and (self.config.min_score is None or scores[row] >= self.config.min_score):
@@ -173,13 +171,6 @@ class BestAnswers:
         with atomic_write(path) as unfinished:
             pq.write_table(pa.Table.from_pylist(self._rows, schema=COLUMNS), unfinished)
         return f"best answers: {path}, {len(self._rows)} answers to {self.prompts} prompts"
-
-    def _complete(self, batch: DataProto) -> np.ndarray:
-        """Mark rows that were not truncated, ``[b]`` bool."""
-        lengths = sequence_lengths(batch)[1]
-        ended = ~missing_eos(batch.packed("responses"), lengths - 1, [self.tokenizer.eos_token_id], lengths)
-        complete: np.ndarray = (ended | (lengths < self.max_length)).numpy()
-        return complete
 
     def _turns(self, batch: DataProto, row: int) -> list[dict[str, str]]:
         """Split a response into turns of the policy and of its environment."""

@@ -23,11 +23,12 @@ from megarl.config.schema.jobs import EvaluateConfig, GenerateConfig
 from megarl.convert.conversion import ConversionOptions, convert
 from megarl.convert.open import open_source
 from megarl.convert.source import HUGGING_FACE, CheckpointSource
+from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.models import ModelConfig
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE
+from megarl.models.multi_token import warn_of_unused
 from megarl.tracking import Console
 from megarl.trainer.jobs.worker_groups import Progress, build_engines, restart_replicas, rollout_group
-from megarl.trainer.phases.data_loading import load_tokenizer
 from megarl.trainer.phases.rollout_phase import RolloutPhase
 from megarl.trainer.rollout_service.traffic import RolloutTraffic
 from megarl.trainer.state.checkpoint_manifest import MANIFEST, is_whole
@@ -107,6 +108,7 @@ def find_model(path: str) -> EvaluatedModel:
             source = open_source(exported)
     except MegarlError as error:
         raise CheckpointError(f"{KEY}={path}: {error}") from error
+    warn_of_unused(source.path, source.left_out)
     if source.has_value_head or source.config.is_value_model:
         raise CheckpointError(f"{KEY}={path}: {source.path} is a critic, which generates no text; name an actor")
     steps = _STEP.findall("/".join(source.path.absolute().parts[-4:]))
@@ -169,6 +171,11 @@ class FrozenPolicy(Generic[_Config]):
         from_model = keys.tokenizer_path == keys.path
         return load_tokenizer(str(self.model.tokenizer_folder if from_model else keys.tokenizer_path))
 
+    @property
+    def with_model_folder(self) -> _Config:
+        """The configuration with a model path that has a ``config.json``, also before :meth:`convert`."""
+        return with_values(self.config, {KEY: str(self.model.source.companions)})
+
     def describe(self) -> str:
         """Describe model and sampling in one line."""
         sampling = self.config.actor_rollout_ref.rollout.val_kwargs
@@ -205,14 +212,21 @@ class FrozenReplicas:
         config: complete; its model path is a Hugging Face folder.
         pool: devices of the replicas.
         progress: shows the start of the processes.
+        eos_token_ids: tokens that end every sequence.
 
     Raises:
         WorkerError: a process failed.
     """
 
-    def __init__(self, config: EvaluateConfig | GenerateConfig, pool: PlacedPool, progress: Progress) -> None:
+    def __init__(
+        self,
+        config: EvaluateConfig | GenerateConfig,
+        pool: PlacedPool,
+        progress: Progress,
+        eos_token_ids: tuple[int, ...] | None = None,
+    ) -> None:
         self.config = config
-        self.group: RolloutGroup = rollout_group(config.actor_rollout_ref, pool)
+        self.group: RolloutGroup = rollout_group(config.actor_rollout_ref, pool, eos_token_ids=eos_token_ids)
         wait_ready([self.group], progress=progress)
         build_engines(self.group, range(self.group.world_size))
         self.group.load_hf()

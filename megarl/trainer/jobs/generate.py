@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.agents.endpoint import check_endpoint
 from megarl.base.atomic_write import atomic_write
 from megarl.base.errors import DataError
+from megarl.base.json_text import format_json
 from megarl.cluster.agent_runners import AgentRunners
 from megarl.config import GenerateConfig
 from megarl.config.schema.jobs import STANDARD_INPUT
@@ -24,6 +25,7 @@ from megarl.trainer.jobs.frozen_policy import STREAM, FrozenPolicy, FrozenReplic
 from megarl.trainer.jobs.preflight import check_generation
 from megarl.trainer.jobs.session import open_job
 from megarl.trainer.phases.data_loading import generation_loader
+from megarl.trainer.phases.end_tokens import policy_end_tokens
 
 MESSAGES = "raw_prompt"
 PROMPTS_FILE, ANSWERS_FILE = "prompts.jsonl", "answers.jsonl"
@@ -50,17 +52,18 @@ def run(config: GenerateConfig, output_dir: Path) -> Path:
     policy = FrozenPolicy(config, output_dir)
     check_generation(config, policy.model.config)
     files = [*config.data.val_files, *prompt_files(config.data.prompts, output_dir / PROMPTS_FILE)]
-    loader = generation_loader(config, files, policy.tokenizer)
+    loader = generation_loader(policy.with_model_folder, files, policy.tokenizer)
     target = Path(config.data.output_path or output_dir / ANSWERS_FILE)
     samples = config.actor_rollout_ref.rollout.val_kwargs.n
     with open_job(config, output_dir) as session:
         console = session.console
         session.config = config = policy.convert(console)
+        end_tokens = policy_end_tokens(config.actor_rollout_ref.model.path, policy.tokenizer, console.warn)
         check_endpoint(config)
         pool = session.start()
         with session.starting_workers() as progress:
             runners = session.enter(AgentRunners(config, policy.tokenizer, pool))
-            replicas = FrozenReplicas(config, pool, progress)
+            replicas = FrozenReplicas(config, pool, progress, end_tokens)
             runners.wait_ready()
         session.tracing.begin_step(0)
         rollout = replicas.rollout_phase(policy.tokenizer, runners)
@@ -135,5 +138,5 @@ def write_answers(target: Path, rows: list[dict[str, Any]]) -> None:
         if target.suffix == ".parquet":
             pq.write_table(pa.Table.from_pylist(rows), unfinished)
         else:
-            lines = (json.dumps(row, ensure_ascii=False, default=str) for row in rows)
+            lines = (format_json(row, ensure_ascii=False, default=str) for row in rows)
             unfinished.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -87,6 +87,7 @@ class PairTraining(SupervisedJob):
             apply_chat_template=data.apply_chat_template,
             system_prompt=data.system_prompt,
             cache_dir=data.cache_dir,
+            vocab_size=self.vocab_size,
             **{"answer_keys": (data.chosen_key, data.rejected_key), **self.dataset_options()},
             **sample,
         )

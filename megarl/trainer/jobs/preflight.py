@@ -16,25 +16,20 @@ from megarl.base.errors import ConfigError
 from megarl.base.formatting import count_noun
 from megarl.config import EvaluateConfig, GenerateConfig, OptimConfig, TrainConfig
 from megarl.config.batch import BatchPlan
-from megarl.config.problems import InvalidConfigError, Problem, format_value
+from megarl.config.problems import InvalidConfigError, Problem
 from megarl.config.schema.algorithm import ScheduledWeightConfig
 from megarl.config.schema.distillation import TeacherServerConfig
 from megarl.config.schema.jobs import SupervisedConfig
+from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.models import ModelConfig, ParallelLayout, check_layout, read_model_config
-from megarl.models.hf_folder import all_eos_token_ids
 from megarl.rollout import check_engine_model
-from megarl.rollout.settings import engine_options
+from megarl.rollout.settings import context_tokens, engine_options
+from megarl.rollout.sglang.options import CACHE_TOKENS
 from megarl.rollout.sglang.teacher import TeacherServers
 from megarl.trainer.callbacks import load_callbacks
 from megarl.trainer.jobs.early_checks import check_prompt_rows
 from megarl.trainer.jobs.role_builder import run_updates
-from megarl.trainer.phases.data_loading import (
-    collate_function,
-    load_tokenizer,
-    mixture_weights,
-    reads_its_files,
-    user_sampler,
-)
+from megarl.trainer.phases.data_loading import collate_function, mixture_weights, reads_its_files, user_sampler
 from megarl.trainer.phases.reward_functions import check_rewards
 from megarl.workers.settings import schedule_steps
 
@@ -71,24 +66,13 @@ def check_data_classes(config: TrainConfig) -> None:
 
 
 def check_algorithm(config: TrainConfig) -> None:
-    """Check that estimator and loss load, and that a missing-EOS penalty has an EOS token.
+    """Check that estimator and loss load.
 
     Raises:
-        ConfigError, ModelError: names the key, its value, and the remedy.
+        ConfigError: names the key, its value, and the remedy.
     """
     load_advantage(config.algorithm.adv_estimator)
     load_policy_loss(config.actor_rollout_ref.actor.policy_loss.loss_mode)
-    model = config.actor_rollout_ref.model.path
-    readers = {
-        "missing_eos_penalty": config.algorithm.missing_eos_penalty,
-        "mask_truncated_completions": config.algorithm.mask_truncated_completions or None,
-    }
-    for name, value in readers.items():
-        if value is not None and not all_eos_token_ids(model):
-            raise ConfigError(
-                f"algorithm.{name}={format_value(value)}: generation_config.json and config.json of {model} name no "
-                "eos_token_id"
-            )
 
 
 def check_teacher_tokenizers(config: TrainConfig) -> None:
@@ -192,8 +176,24 @@ def check_generation(config: TrainConfig | EvaluateConfig | GenerateConfig, mode
     Raises:
         ModelError, ConfigError: names the key, its value, and the remedy.
     """
+    check_context(config, model)
     check_engine(config, model)
     check_agent_loops(config)
+
+
+def check_context(config: TrainConfig | EvaluateConfig | GenerateConfig, model: ModelConfig) -> None:
+    """Check that the longest response leaves room for a prompt; prompts are compared when they are measured.
+
+    Raises:
+        ConfigError: names the key, its value, and the remedy.
+    """
+    context = context_tokens(config.actor_rollout_ref.rollout, model)
+    if config.data.max_response_length >= context:
+        raise ConfigError(
+            f"data.max_response_length={config.data.max_response_length} leaves no room for a prompt in the context of "
+            f"{context} tokens (max_position_embeddings of {config.actor_rollout_ref.model.path}, or SGLang's "
+            f"{CACHE_TOKENS}); lower it"
+        )
 
 
 def check_engine(config: TrainConfig | EvaluateConfig | GenerateConfig, model: ModelConfig) -> None:

@@ -95,6 +95,7 @@ class RoleBuilder:
         folder: output folder of the run.
         notify: prints a line for the user.
         progress: shows the start of the processes.
+        eos_token_ids: tokens that end every sequence; None = those of the model folder and its tokenizer.
     """
 
     def __init__(
@@ -106,8 +107,10 @@ class RoleBuilder:
         folder: Path = Path(),
         notify: Callable[[str], None] = logger.info,
         progress: Progress | None = None,
+        eos_token_ids: tuple[int, ...] | None = None,
     ) -> None:
         self.config = config
+        self.eos_token_ids = eos_token_ids
         self.folder, self.notify = folder, notify
         self.policy = config.actor_rollout_ref
         self.batches = batches
@@ -127,7 +130,7 @@ class RoleBuilder:
         pool, hybrid = self.pools.of(ROLLOUT), self.config.hybrid_replicas
         if hybrid:
             pool = pool.joined(self.pools.trainer)
-        actor, rollout = self._actor(), rollout_group(self.policy, pool, hybrid)
+        actor, rollout = self._actor(), rollout_group(self.policy, pool, hybrid, self.eos_token_ids)
         critic = self._critic() if self._has_critic() else None
         reference_group = self._reference() if self._reference_has_workers() else None
         reward_model = None

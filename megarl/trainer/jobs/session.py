@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from megarl.base.errors import RayLost
 from megarl.base.files import PRIVATE_UMASK
 from megarl.base.logs import LOGS_FOLDER, ProcessLogs
+from megarl.base.provenance import command_with
 from megarl.base.run_clock import run_started
 from megarl.cluster import PlacedPool, RaySession
 from megarl.cluster.session import local_store_bytes
@@ -24,7 +25,7 @@ from megarl.trainer.records.tracing import RunTracing, role_profiles
 from megarl.trainer.records.watchdog import LaterLimits
 from megarl.trainer.state.run_identity import identify_run
 from megarl.trainer.state.run_state import Resume, RunState, find_resume
-from megarl.trainer.state.stopping import CTRL_C, RAY_LOST, StopCondition, ends_on_signals, process_deadlines
+from megarl.trainer.state.stopping import CTRL_C, KILLED, RAY_LOST, StopCondition, ends_on_signals, process_deadlines
 from megarl.workers.settings import needed_store_bytes
 
 ContextT = TypeVar("ContextT", bound=AbstractContextManager[object])
@@ -118,6 +119,8 @@ class JobSession(Generic[JobT]):
         if ray.dashboard_url:
             self.console.message(f"Ray's dashboard: {ray.dashboard_url} (its token is in {ray.token_file})")
         self._ray = ray
+        go_on = f"go on from {self.resume.path}" if self.resume else "start again"
+        ray.last_words(f"Ended before the first step ({KILLED}). To {go_on}:\n  {command_with([])}")
         self.pools = reserve_pools(ray, run, own_pools(self.config))
         pool = self.pools.trainer
         self.config = config = with_values(self.config, {"trainer.device": pool.pool.device})
@@ -152,8 +155,13 @@ class JobSession(Generic[JobT]):
 
         Raises:
             KeyboardInterrupt: training was ended by Ctrl-C; the summary is written.
-            RayLost: the GCS or the raylet died.
+            RayLost: the GCS or the raylet died; the summary is written.
         """
+
+        def leave_words() -> None:
+            self._ray.last_words(state.describe_interruption(KILLED), reporter.interrupted(KILLED))
+
+        state.on_step_begin = leave_words
         with ExitStack() as stack:
             if self._saves:
                 stack.enter_context(ends_on_signals(self.stop, self.console.warn))
@@ -163,6 +171,7 @@ class JobSession(Generic[JobT]):
             except BaseException as error:
                 lost = None if isinstance(error, SystemExit) else self._ray.lost()
                 if lost is not None:
+                    reporter.finish(None, stopped=RAY_LOST)
                     raise RayLost(f"{lost} died. {state.describe_interruption(RAY_LOST)}") from error
                 if not isinstance(error, KeyboardInterrupt):
                     raise

@@ -43,6 +43,7 @@ class FineTuning(SupervisedJob):
             system_prompt=data.system_prompt,
             workers=data.filter_overlong_prompts_workers,
             cache_dir=data.cache_dir,
+            vocab_size=self.vocab_size,
             **subset_options(data),
         )
 

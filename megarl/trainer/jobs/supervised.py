@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,14 +18,16 @@ from megarl.config.batch import PhasePlan, plan_batches, render_plan
 from megarl.config.schema.jobs import SupervisedConfig
 from megarl.data import PairDataset, SFTDataset, StatefulLoader
 from megarl.data.loader import PromptQueue
+from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.models import read_model_config
+from megarl.models.end_tokens import generation_config_with
 from megarl.models.sequence_cost import SequenceCost, sequence_cost
 from megarl.tracking import SFT_COLUMNS, MetricColumn, read_metrics
 from megarl.trainer.jobs.output_folders import check_output_folders
 from megarl.trainer.jobs.preflight import check_schedules
 from megarl.trainer.jobs.session import open_job
 from megarl.trainer.jobs.worker_groups import Progress, budget
-from megarl.trainer.phases.data_loading import load_tokenizer, mixture_weights, training_files, training_order
+from megarl.trainer.phases.data_loading import mixture_weights, training_files, training_order
 from megarl.trainer.records.metrics import Metrics, phase_tokens, rank_balance
 from megarl.trainer.records.reporting import RunReporter, RunSummary
 from megarl.trainer.records.tracing import RunTracing
@@ -90,6 +92,17 @@ class SupervisedJob(ABC):
     def dataset(self, files: Sequence[str]) -> SFTDataset | PairDataset:
         """Build the dataset of some files."""
 
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the model."""
+        return read_model_config(self.config.model.path).vocab_size
+
+    def export_files(self, dataset: SFTDataset | PairDataset) -> dict[str, str]:
+        """Return the files of an export that differ from the initial folder's: the end of a response as trained."""
+        if self.value_head or dataset.end_token is None:
+            return {}
+        return generation_config_with(Path(self.config.model.path), dataset.end_token)
+
     @abstractmethod
     def worker_arguments(self, phase: PhasePlan, cost: SequenceCost) -> dict[str, Any]:
         """Return the arguments of the worker besides its settings."""
@@ -118,7 +131,8 @@ def run_supervised(job: SupervisedJob, output_dir: Path) -> RunSummary:
         config, console = session.config, session.console
         check_output_folders(config, session.resume.path if session.resume else None)
         batches = plan_batches(config)
-        rows = PromptQueue(job.training_loader())
+        loader = job.training_loader()
+        rows, files = PromptQueue(loader), job.export_files(cast(SFTDataset | PairDataset, loader.dataset))
         if session.resume is not None:
             rows.load_state_dict(session.resume.state.dataloader)
         total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(rows)
@@ -140,7 +154,7 @@ def run_supervised(job: SupervisedJob, output_dir: Path) -> RunSummary:
             started=session.started,
         )
         with session.starting_workers() as progress:
-            workers = _start_workers(job, batches.phase(config.role), total_steps, pool, progress)
+            workers = _start_workers(job, batches.phase(config.role), total_steps, pool, progress, files)
         console.message(workers.describe())
         with session.training(state, reporter):
             _fit(job, workers, state, reporter, session.tracing)
@@ -202,7 +216,12 @@ def _reached(recent: Collection[float], target: float | None) -> bool:
 
 
 def _start_workers(
-    job: SupervisedJob, phase: PhasePlan, total_steps: int, pool: PlacedPool, progress: Progress
+    job: SupervisedJob,
+    phase: PhasePlan,
+    total_steps: int,
+    pool: PlacedPool,
+    progress: Progress,
+    files: Mapping[str, str],
 ) -> MegatronGroup:
     config = job.config
     settings = RoleSettings(
@@ -219,6 +238,7 @@ def _start_workers(
         lora=lora_options(config.model, config.trainer.seed),
         adapter_path=config.model.lora_adapter_path,
         reference_adapter=config.model.lora.reference == "adapter",
+        export_files=files,
     )
     cost = sequence_cost(read_model_config(config.model.path), value_head=job.value_head)
     kwargs = {"settings": settings, **job.worker_arguments(phase, cost)}

@@ -15,7 +15,7 @@ from megarl.config.batch import plan_batches, render_plan
 from megarl.config.schema.async_training import SYNC
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data.loader import PromptQueue
-from megarl.models.hf_folder import all_eos_token_ids
+from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.trainer.callbacks import load_callbacks
 from megarl.trainer.jobs.devices import JobPools
 from megarl.trainer.jobs.output_folders import check_output_folders, claim_response_folders
@@ -30,7 +30,8 @@ from megarl.trainer.phases.correction_phase import (
     RolloutCorrectionPhase,
     TruncatedResponsesPhase,
 )
-from megarl.trainer.phases.data_loading import load_tokenizer, prompt_loader, validation_loader
+from megarl.trainer.phases.data_loading import prompt_loader, validation_loader
+from megarl.trainer.phases.end_tokens import policy_end_tokens
 from megarl.trainer.phases.model_passes import ROW_VERB, ModelPass, TeacherPhase, simultaneous_passes, verb_pass
 from megarl.trainer.phases.reference_phase import AlignmentPhase, BatchPhase
 from megarl.trainer.phases.reward_functions import runner_scorers, val_reward_config
@@ -91,6 +92,7 @@ class TrainerBuilder:
         config = session.config
         self.batches = plan_batches(config)
         self.tokenizer = load_tokenizer(str(config.actor_rollout_ref.model.tokenizer_path))
+        self.end_tokens = policy_end_tokens(config.actor_rollout_ref.model.path, self.tokenizer, session.console.warn)
         self.reward_functions = reward_manager(config, self.tokenizer, session.logs)
         scoring = val_reward_config(config)
         self.val_functions = None if scoring is None else reward_manager(scoring, self.tokenizer, session.logs)
@@ -122,7 +124,7 @@ class TrainerBuilder:
         """
         session, config, console = self.session, self.session.config, self.session.console
         console.set_total_steps(self.total_steps)
-        advantage = AdvantagePhase(config.algorithm, all_eos_token_ids(config.actor_rollout_ref.model.path))
+        advantage = AdvantagePhase(config.algorithm)
         state = RunState(
             config,
             self.prompts,
@@ -147,7 +149,14 @@ class TrainerBuilder:
         scorers = runner_scorers(config, session.logs, config.trainer.nnodes)
         runners = session.enter(AgentRunners(config, self.tokenizer, pools.trainer, scorers))
         builder = RoleBuilder(
-            config, self.batches, self.total_steps, pools, session.output_dir, console.message, progress
+            config,
+            self.batches,
+            self.total_steps,
+            pools,
+            session.output_dir,
+            console.message,
+            progress,
+            self.end_tokens,
         )
         roles = builder.build()
         console.message("\n".join(filter(None, [roles.describe(), runners.wait_ready()])))
@@ -215,7 +224,7 @@ class TrainerBuilder:
         )
         update: list[BatchPhase] = [correction]
         if algorithm.mask_truncated_completions:
-            update.append(TruncatedResponsesPhase(all_eos_token_ids(config.actor_rollout_ref.model.path), rows))
+            update.append(TruncatedResponsesPhase(rows))
         if algorithm.use_pf_ppo:
             update.append(PreferencePhase(algorithm.pf_ppo, config.trainer.seed, rows))
         return StepPhases(

@@ -36,7 +36,9 @@ def update_plan(phase: PhasePlan, cost: SequenceCost, loss_agg_mode: str, horizo
     )
 
 
-def rollout_group(policy: PolicyConfig, pool: PlacedPool, hybrid: int = 0) -> RolloutGroup:
+def rollout_group(
+    policy: PolicyConfig, pool: PlacedPool, hybrid: int = 0, eos_token_ids: tuple[int, ...] | None = None
+) -> RolloutGroup:
     """Start one process per rollout replica; the verb ``init_model`` builds its engine.
 
     Elastic replicas whose devices are not reserved yet are absent.
@@ -45,6 +47,7 @@ def rollout_group(policy: PolicyConfig, pool: PlacedPool, hybrid: int = 0) -> Ro
         policy: complete section ``actor_rollout_ref``.
         pool: devices of the replicas.
         hybrid: number of further replicas, on the devices after those of ``rollout.own_devices``.
+        eos_token_ids: see :class:`~megarl.workers.settings.RolloutSettings`.
 
     Raises:
         ResourceError: the replicas need more devices than the pool has.
@@ -57,6 +60,7 @@ def rollout_group(policy: PolicyConfig, pool: PlacedPool, hybrid: int = 0) -> Ro
         policy.model.user_modules,
         return_routes=policy.replays_engine_routes,
         first_hybrid=(rollout.replicas or 1) if hybrid else None,
+        eos_token_ids=eos_token_ids,
     )
     kwargs, replicas = {"settings": settings}, range((rollout.replicas or 1) + hybrid)
     size, threads = rollout.devices_per_replica, rollout.agent.num_workers + SPARE_THREADS

@@ -1,8 +1,8 @@
-"""From scores to advantages: reward shaping, EOS and KL penalties, whitening, then the advantage estimator."""
+"""From scores to advantages: reward shaping, truncation and KL penalties, whitening, then the advantage estimator."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from megarl.algorithms import (
     warmup_steps,
 )
 from megarl.base.errors import DataError
+from megarl.base.reductions import Total
 from megarl.config.schema.algorithm import AlgorithmConfig, ScheduledWeightConfig
 from megarl.data import DataProto
 from megarl.data.row_map import RowMap, map_in_process, with_tokens
@@ -106,7 +107,7 @@ def _quality_metrics(facts: Mapping[str, Tensor], weight: float) -> Metrics:
     invalid = quality.isnan().nonzero()
     if len(invalid):
         raise DataError(f"ref_log_prob of row {int(invalid[0])} is not a number: ref_quality_score cannot blend it")
-    metrics = {"ref_quality/weight": weight, "ref_quality/left_out": float((~counted).sum())}
+    metrics = {"ref_quality/weight": weight, "ref_quality/left_out": Total((~counted).sum())}
     metrics |= summary("ref_quality/quality", quality[counted])
     return metrics | summary("ref_quality/reward_change", facts["quality_change"][counted])
 
@@ -134,15 +135,13 @@ class AdvantagePhase:
 
     Args:
         config: estimator, discount and penalties.
-        eos_token_ids: tokens that end a response; read with ``missing_eos_penalty``.
 
     Attributes:
         rows: runs the row functions; in this process until the workers have started.
     """
 
-    def __init__(self, config: AlgorithmConfig, eos_token_ids: Collection[int] = ()) -> None:
+    def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config
-        self.eos_token_ids = tuple(eos_token_ids)
         self.rows: RowMap = map_in_process
         self.estimate = load_advantage(config.adv_estimator)
         weighs = "sum_pi_squared" in self.estimate.needs and config.rollout_correction.rollout_is is not None
@@ -183,15 +182,14 @@ class AdvantagePhase:
         """Return the penalties of the next batch."""
         config, control = self.config, self.kl_controller
         return RewardTerms(
-            eos_penalty=config.missing_eos_penalty,
-            eos_token_ids=self.eos_token_ids,
+            truncation_penalty=config.missing_eos_penalty,
             kl_coefficient=None if control is None else control.value,
             kl_kind=None if config.uses_full_kl else config.kl_penalty,
             on_mask=config.whiten_rewards,
         )
 
     def _penalize(self, batch: DataProto, terms: RewardTerms, metrics: Metrics) -> tuple[DataProto, RowRewards]:
-        """Compute the rewards: shaped scores minus the EOS and KL penalties, then whitened."""
+        """Compute the rewards: shaped scores minus the penalties, then whitened."""
         columns, moments = self.rows(penalized_rewards_of_rows, terms.columns, batch, terms)
         batch, rewards = with_tokens(batch, columns), self._note_penalties(columns, metrics)
         if self.config.whiten_rewards:
@@ -204,7 +202,7 @@ class AdvantagePhase:
         facts, control = columns.tensors, self.kl_controller
         counted, sums, counts = (facts[name] for name in ("counted", "reward_sums", "trained_counts"))
         if self.config.missing_eos_penalty is not None:
-            metrics["reward/missing_eos_fraction"] = masked_mean(facts["missing_eos"].double(), counted).item()
+            metrics["reward/missing_eos_fraction"] = masked_mean(facts["truncated"].double(), counted).item()
         if control is not None:
             kl = masked_mean(facts["kl"], counted).item()
             metrics["actor/reward_kl_penalty"] = kl

@@ -6,7 +6,7 @@ Row functions compute tokens, in the processes that hold them; the driver merges
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -28,7 +28,7 @@ from megarl.workers.correction_rows import (
     untruncated_of_rows,
     weights_of_rows,
 )
-from megarl.workers.row_math import MASKS, scores_of_rows
+from megarl.workers.row_math import FINISH_REASON, MASKS, scores_of_rows
 
 
 class RolloutCorrectionPhase:
@@ -118,19 +118,17 @@ class RolloutCorrectionPhase:
 
 
 class TruncatedResponsesPhase:
-    """Masks responses without a final end-of-sequence token (TRL's ``mask_truncated_completions``).
+    """Masks responses that a limit of tokens or turns ended (TRL's ``mask_truncated_completions``).
 
     It runs after the advantages: a truncated response still counts in the baseline of its group.
 
     Args:
-        eos_token_ids: tokens that end a response.
         rows: computes the tokens.
     """
 
     name = "truncated_responses"
 
-    def __init__(self, eos_token_ids: Collection[int], rows: RowMap = map_in_process) -> None:
-        self.eos_token_ids = eos_token_ids
+    def __init__(self, rows: RowMap = map_in_process) -> None:
         self.rows = rows
 
     def is_active(self, batch: DataProto, step: int) -> bool:
@@ -139,7 +137,7 @@ class TruncatedResponsesPhase:
 
     def run(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
         """Clear ``response_mask`` of truncated responses; ``actor/truncated_masked_fraction`` is their share."""
-        columns, _ = self.rows(untruncated_of_rows, (*MASKS, "responses"), batch, self.eos_token_ids)
+        columns, _ = self.rows(untruncated_of_rows, (*MASKS, FINISH_REASON), batch)
         metrics["actor/truncated_masked_fraction"] = columns.tensors["truncated"].double().mean().item()
         return with_tokens(batch, columns)
 

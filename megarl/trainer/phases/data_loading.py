@@ -1,19 +1,18 @@
-"""Tokenizer, datasets and loaders of a job, built from the configuration and from classes of the user."""
+"""Datasets and loaders of a job, built from the configuration and from classes of the user."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import Dataset
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from megarl.agents import check_agent_names
 from megarl.agents.tools import load_tools
-from megarl.base.errors import ConfigError, DataError, ModelError
+from megarl.base.errors import ConfigError, DataError
 from megarl.base.user_code import import_spec, load_user_class, load_user_function
 from megarl.config.schema.data import CustomDatasetConfig, DataConfig, DataSourceConfig, PromptsConfig, SamplerConfig
 from megarl.config.schema.jobs import GenerationJobConfig, TrainConfig
@@ -23,36 +22,12 @@ from megarl.data.dataset import RowDataset, pad_id
 from megarl.data.order import EpochOrder, MixedSet, MixtureOrder, MixtureSchedule, RowOrder, SamplerOrder
 from megarl.data.rows import expand_files
 from megarl.data.tokenization import PromptEncoder, PromptReader
+from megarl.models import read_model_config
+from megarl.rollout.settings import context_tokens
 from megarl.trainer.phases.model_passes import check_teacher_keys
 from megarl.trainer.phases.rollout_phase import AGENT_NAME
 
 Prompts: TypeAlias = RLHFDataset | CustomPrompts
-
-
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model folder.
-
-    Raises:
-        ModelError: it cannot be loaded, or has no vocabulary, no chat template or no end-of-sequence token.
-    """
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
-        # Without False, transformers asks on a terminal whether to run code of the folder.
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"no tokenizer can be loaded from {path}: {error}") from error
-    # transformers builds an empty tokenizer for a folder without tokenizer files.
-    special = {*map(str, tokenizer.added_tokens_decoder.values()), *tokenizer.all_special_tokens}
-    if not tokenizer.get_vocab().keys() - special:
-        raise ModelError(
-            f"the tokenizer in {path} has no vocabulary: tokenizer.json (or vocab.json, tokenizer.model, ...) is "
-            "missing there. Copy the tokenizer files of the model into the folder, or name a folder that has them in "
-            "the model's tokenizer_path"
-        )
-    for name in ("chat_template", "eos_token"):
-        if getattr(tokenizer, name, None) is None:
-            raise ModelError(f"the tokenizer in {path} has no {name}; set it in its tokenizer_config.json")
-    return tokenizer
 
 
 def prompt_loader(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> StatefulLoader:
@@ -208,6 +183,7 @@ def _prompts(
     kind = dataset_class(keys)
     if issubclass(kind, RLHFDataset) and not reads_its_files(keys):
         return _dataset(config, files, tokenizer, kind, **subset)
+    vocab_size, prompt_room = _model_limits(config)
     return CustomPrompts(
         kind,
         files,
@@ -215,7 +191,8 @@ def _prompts(
         verls_section(data),
         subset["max_samples"],
         reader=PromptReader(data.prompt_key, data.system_prompt, _tool_schemas(config), data.apply_chat_template),
-        encoder=PromptEncoder(tokenizer, data.apply_chat_template_kwargs),
+        encoder=PromptEncoder(tokenizer, data.apply_chat_template_kwargs, vocab_size=vocab_size),
+        prompt_room=prompt_room,
         max_prompt_length=data.max_prompt_length,
         truncation=data.truncation,
         reward_fn_key=data.reward_fn_key,
@@ -230,6 +207,7 @@ def _dataset(
     **sample: Any,
 ) -> RLHFDataset:
     data: PromptsConfig = config.data
+    vocab_size, prompt_room = _model_limits(config)
     dataset = kind(
         files,
         tokenizer,
@@ -244,10 +222,20 @@ def _dataset(
         tool_schemas=_tool_schemas(config),
         workers=data.filter_overlong_prompts_workers,
         cache_dir=data.cache_dir,
+        vocab_size=vocab_size,
+        prompt_room=prompt_room,
         **sample,
     )
     check_agent_names(config, dataset.source.first_rows(AGENT_NAME), dataset.source.location)
     return dataset
+
+
+def _model_limits(config: GenerationJobConfig) -> tuple[int, int | None]:
+    """Return the policy's number of tokens, and the room of a prompt if ``data.max_prompt_length`` exceeds it."""
+    data, policy = config.data, config.actor_rollout_ref
+    model = read_model_config(policy.model.path)
+    room = context_tokens(policy.rollout, model) - data.max_response_length
+    return model.vocab_size, None if room >= data.max_prompt_length else room
 
 
 def _tool_schemas(config: GenerationJobConfig) -> dict[str, Mapping[str, Any]]:

@@ -10,9 +10,10 @@ import torch
 
 from megarl.algorithms.selection import best_of_groups, varied_groups
 from megarl.base.errors import DataError, StepImpossible
+from megarl.base.reductions import Total, combine_metrics
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data import DataProto, sequence_lengths
-from megarl.trainer.records.metrics import GENERATED_TOKENS, Metrics, combine_metrics
+from megarl.trainer.records.metrics import GENERATED_TOKENS, Metrics
 from megarl.workers.row_math import counted_rows, generated_tokens, row_sums, trained_tokens
 
 SCORES = ("score", "seq_reward")
@@ -104,11 +105,11 @@ class SampleCollector:
 
     def _filtered(self, metrics: Metrics) -> DataProto:
         missing = max(self.batch_size - self._kept, 0)
-        metrics["train/num_gen_batches"] = float(self.rounds)
-        metrics["filter_groups/asked"] = float(self._prompts)
-        metrics["filter_groups/dropped"] = float(self._prompts - self._kept)
-        metrics["filter_groups/surplus"] = float(max(self._kept - self.batch_size, 0))
-        metrics["filter_groups/filled"] = float(missing)
+        metrics["train/num_gen_batches"] = Total(self.rounds)
+        metrics["filter_groups/asked"] = Total(self._prompts)
+        metrics["filter_groups/dropped"] = Total(self._prompts - self._kept)
+        metrics["filter_groups/surplus"] = Total(max(self._kept - self.batch_size, 0))
+        metrics["filter_groups/filled"] = Total(missing)
         metrics["filter_groups/efficiency"] = (self.batch_size - missing) / self._prompts
         parts = [part for part in self._varied if len(part)]
         if missing:
@@ -147,7 +148,7 @@ def split_baselines(batch: DataProto) -> tuple[DataProto, Metrics]:
     has_baseline = torch.tensor([counted for _, counted in of_rows])
     baseline_scores = torch.tensor([score for score, _ in of_rows], dtype=torch.float32)
     valid = [score for score, counted in scores.values() if counted]
-    metrics = {"reward_baselines/failed": float(len(scores) - len(valid))}
+    metrics: Metrics = {"reward_baselines/failed": Total(len(scores) - len(valid))}
     if valid:
         metrics["reward_baselines/mean"] = sum(valid) / len(valid)
     rest.non_tensor_batch.pop("is_baseline")
@@ -165,7 +166,7 @@ def keep_best(batch: DataProto, keep: int, min_score: float | None, metrics: Met
     if counted.any():
         metrics["best_of_n/all/mean"] = float(scores[counted].mean())
         metrics["best_of_n/kept/mean"] = float(scores[best][counted[best]].mean())
-    metrics["best_of_n/masked"] = float((~trained).sum())
+    metrics["best_of_n/masked"] = Total((~trained).sum())
     return _train_rows(batch[best], torch.from_numpy(trained))
 
 

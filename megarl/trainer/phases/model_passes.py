@@ -10,6 +10,7 @@ import numpy as np
 
 from megarl.base.disjoint_groups import disjoint_groups
 from megarl.base.errors import DataError
+from megarl.base.reductions import Total
 from megarl.cluster import PlacedPool, WorkerGroup
 from megarl.cluster.calls import PendingCall, completed_call
 from megarl.data import DataProto
@@ -82,7 +83,7 @@ class TeacherPhase:
             (teacher,) = self.teachers.values()
             return _graded(teacher, batch)
         rows_of = self._routes(batch)
-        metrics |= {f"distillation/rows/{key}": float(len(rows)) for key, rows in rows_of.items()}
+        metrics |= {f"distillation/rows/{key}": Total(len(rows)) for key, rows in rows_of.items()}
         order = np.concatenate(list(rows_of.values())).argsort()
         parts = [_graded(self.teachers[key], batch[rows]).result() for key, rows in rows_of.items() if len(rows)]
         return completed_call(DataProto.concat(parts).reorder(order.tolist()))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms import Moments, WeightSchedule, row_cosine_similarity
+from megarl.base.reductions import Total
 from megarl.data import DataProto, attention_mask_of, pad_right, sequence_lengths
 from megarl.data.row_map import RowMap, map_in_process
 from megarl.models import ParallelLayout
@@ -114,8 +115,8 @@ class AlignmentPhase:
             partners = vectors[len(batch) :][torch.from_numpy(truths.of_row)[compared]]
             similarity[compared] = row_cosine_similarity(vectors[: len(batch)][compared], partners).float()
         metrics |= summary("repr_align/similarity", similarity[compared])
-        metrics["repr_align/empty_ground_truths"] = float((trained & ~compared).sum())
-        metrics["repr_align/cut_ground_truths"] = float(truths.num_truncated)
+        metrics["repr_align/empty_ground_truths"] = Total((trained & ~compared).sum())
+        metrics["repr_align/cut_ground_truths"] = Total(truths.num_truncated)
         return batch.with_columns({"ref_similarity": similarity}, {})
 
     def _representations(self, batch: DataProto) -> Tensor:

@@ -160,7 +160,8 @@ def check_rewards(config: ScoredJobConfig) -> None:
                 f"reward function {spec.spec!r} executes text of the policy, and reward_model.num_workers=0 would "
                 "execute it in the driver; set at least 1"
             )
-        if spec.spec == "code" and keys.sandbox_fusion.url is None and (problem := isolation_problem()):
+        is_local = spec.spec == "code" and keys.sandbox_fusion.url is None
+        if is_local and (problem := isolation_problem(keys.sandbox.allow_unfiltered)):
             raise RewardError(f"reward function 'code': {problem}")
         if spec.spec == "judge" and keys.judge.api_key_env and keys.judge.api_key_env not in os.environ:
             raise RewardError(
@@ -235,6 +236,7 @@ def _spec(config: ScoredJobConfig, name: str, workers: int) -> FunctionSpec:
             "disk_mb": sandbox.disk_mb,
             "max_cases": sandbox.max_cases,
             "continuous": sandbox.continuous,
+            "allow_unfiltered": sandbox.allow_unfiltered,
         }
         limit = (sandbox.max_cases or _CASES_WITHOUT_LIMIT) * 2 * sandbox.timeout_s + _MARGIN_S
         share = -(-remote.max_concurrent // workers) if remote.url else 1

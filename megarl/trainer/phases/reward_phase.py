@@ -13,22 +13,23 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.base.errors import ConfigError, RewardError
 from megarl.base.logs import ProcessLogs
+from megarl.base.reductions import Total
 from megarl.cluster.role_groups import RewardModelGroup
 from megarl.config.schema.jobs import ScoredJobConfig
 from megarl.config.schema.rewards import RewardModelConfig
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right, sequence_lengths
+from megarl.data.control_tokens import control_tokens
 from megarl.data.tokenization import Prompt, PromptEncoder
+from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.rewards.manager import NullReward, Scored, with_scores
-from megarl.trainer.phases.data_loading import load_tokenizer
+from megarl.rewards.outcome import EXTRA
 from megarl.trainer.phases.reward_functions import function_manager
-from megarl.trainer.records.metrics import summary
+from megarl.trainer.records.metrics import Metrics, summary
 from megarl.workers.row_math import row_sums
 
 logger = logging.getLogger(__name__)
 
 RM_SCORE, FUNCTION_SCORE = "rm_score", "function_score"
-EXTRA = "reward_extra_"
-"""Prefix of the columns with extra numbers of the reward, which dumps and validation report."""
 SEQUENCES = ["prompts", "responses", "attention_mask"]
 
 
@@ -81,8 +82,7 @@ class RewardPhase:
     """Scores batches of samples, in training and in validation.
 
     ``score = function_weight * function's score + model_weight * reward model's score``, at the last response token.
-    Scores that a function manager gives to other tokens stay there, weighted. A row whose function failed stays masked,
-    whatever the reward model's score.
+    A row whose function failed stays masked, whatever the reward model's score.
 
     Args:
         functions: manager of the reward functions; its processes are started.
@@ -128,7 +128,7 @@ class RewardPhase:
         parts = {RM_SCORE: model.scores} | ({FUNCTION_SCORE: functions} if weight else {})
         extras = {f"{EXTRA}{name}": _object_column(values, kept) for name, values in parts.items()}
         extras["reward_failed"] = failed.numpy().astype(object)
-        metrics = {"reward/failed": float(failed.sum()), "reward/rm_truncated": float(model.truncated)}
+        metrics: Metrics = {"reward/failed": Total(failed.sum()), "reward/rm_truncated": Total(model.truncated)}
         for name, values in parts.items():
             metrics |= summary(f"reward/{name}", values[kept])
         scores = weight * functions + self.keys.model_weight * model.scores
@@ -207,9 +207,10 @@ class SequenceReader:
         prompts = batch.non_tensor_batch.get("raw_prompt")
         if prompts is None:
             raise RewardError("the reward model has its own tokenizer and needs the column 'raw_prompt'")
-        sequences = []
+        sequences, control = [], control_tokens(self._encoder.tokenizer)
         for row, (messages, ids) in enumerate(zip(prompts, batch.unpadded("responses"), strict=True)):
-            response = decoder.decode(ids.tolist(), skip_special_tokens=True)
+            # The policy could write the reward model's control tokens as text.
+            response = control.hide(decoder.decode(ids.tolist(), skip_special_tokens=True), "user")
             conversation = [*messages, {"role": "assistant", "content": response}]
             sequences.append(self._encoder.encode(Prompt(conversation), f"row {row} for the reward model"))
         return sequences

@@ -137,7 +137,8 @@ class RolloutPhase:
     ) -> tuple[DataProto, Metrics]:
         params = SamplingParams.of(sampling, self.config.data.max_response_length)
         params_per_sample = [params] * samples + [dataclasses.replace(params, temperature=0.0)] * with_baseline
-        seeds, rows = self._seeds(stream, len(prompts)), range(len(prompts))
+        rows = range(len(prompts))
+        seeds = [self._seed(stream, row) for row in rows]
         # The rollout service numbers its groups from 0; these are in flight at the same time.
         numbers, keys = [-1 - row for row in rows], [str(row) for row in rows]
         with_routes = self.with_routes and sampling is self.rollout
@@ -200,7 +201,7 @@ class RolloutPhase:
             numbers: number of each group, from 0.
         """
         assert isinstance(self.rollout, TrainingRolloutConfig)
-        seeds = [self._seeds((TRAINING, step), place + 1)[place] for step, place in origins]
+        seeds = [self._seed((TRAINING, step), place) for step, place in origins]
         keys = [_uid((TRAINING, step), place) for step, place in origins]
         params = [self.training_params()] * self.rollout.n
         groups = self._groups(prompts, params, seeds, numbers, keys, TRAINING_REWARD, with_routes=self.with_routes)
@@ -225,10 +226,10 @@ class RolloutPhase:
         batch.meta_info |= self.batch_info
         return batch, trajectory_metrics(trajectories)
 
-    def _seeds(self, stream: tuple[int, ...], count: int) -> list[int]:
-        """Return the seeds of the first prompts of a stream."""
-        seeds: list[int] = np.random.default_rng([self.rollout.seed or 0, *stream]).integers(0, 2**62, count).tolist()
-        return seeds
+    def _seed(self, stream: tuple[int, ...], row: int) -> int:
+        """Return the seed of a prompt of a stream: number ``row`` of a generator, without drawing those before it."""
+        bits = np.random.PCG64([self.rollout.seed or 0, *stream]).advance(row)
+        return int(np.random.Generator(bits).integers(0, 2**62))  # 2^62 divides 2^64: one draw per number
 
     def _with_columns_of(
         self,

@@ -15,11 +15,14 @@ from transformers import PreTrainedTokenizerBase
 from megarl.base.errors import StepImpossible
 from megarl.cluster import WorkerGroup, seqlen_metrics
 from megarl.cluster.role_groups import ActorGroup, MegatronGroup
+from megarl.config.schema.async_training import SYNC
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data import token_counts
+from megarl.models import read_model_config
 from megarl.trainer.callbacks import Callback, TrainerView
 from megarl.trainer.phases.model_passes import ROW_VERB
 from megarl.trainer.phases.validation import Validator
+from megarl.trainer.records.engine_mismatch import explained_by_rounding
 from megarl.trainer.records.metrics import (
     Metrics,
     batch_metrics,
@@ -46,20 +49,37 @@ class StepMetrics(Callback):
     """Computes the metrics of the batch: progress, scores, lengths, throughput, balance and rollout mismatch.
 
     Adds those of groups without an update, which returns the other groups' metrics.
+
+    Args:
+        actor: worker group of the actor.
+        frozen: worker groups with a model that is not trained.
+        state: of the run.
+        compare_log_probs: compare the log-probs of engine and actor in every step.
+        explained: in the first step, compare the difference with this one, see :func:`batch_metrics`; None = do not.
     """
 
     def __init__(
-        self, actor: ActorGroup, frozen: Sequence[MegatronGroup], state: RunState, *, compare_log_probs: bool
+        self,
+        actor: ActorGroup,
+        frozen: Sequence[MegatronGroup],
+        state: RunState,
+        *,
+        compare_log_probs: bool,
+        explained: float | None = None,
     ) -> None:
         self.actor = actor
         self.frozen = frozen
         self.state = state
         self.compare_log_probs = compare_log_probs
+        self.explained = explained
 
     def on_step_end(self, view: TrainerView) -> Metrics:
         """Return the metrics, and update the prompt queue with the scores of its prompts."""
-        batch, data = view.batch, view.config.data
-        assert batch is not None
+        batch, trained, data = view.batch, view.trained, view.config.data
+        assert batch is not None and trained is not None
+        explained, self.explained = self.explained, None
+        if view.step > 1 and view.config.async_training.mode != SYNC:
+            explained = None  # a resumed run first trains on samples of older weights
         metrics = {"training/global_step": float(view.step), "training/epoch": float(view.epoch)}
         self.state.prompts.update(batch)
         metrics |= self.state.prompts.metrics()
@@ -68,13 +88,14 @@ class StepMetrics(Callback):
             data.max_prompt_length,
             data.max_response_length,
             self.actor.row_map(ROW_VERB),
-            compare_log_probs=self.compare_log_probs,
+            compare_log_probs=self.compare_log_probs or explained is not None,
+            explained=explained,
         )
-        metrics |= throughput_metrics(batch, view.seconds, view.config.num_devices, view.hidden)
-        lengths = token_counts(batch)
+        metrics |= throughput_metrics(batch, trained, view.seconds, view.config.num_devices, view.hidden)
+        lengths = token_counts(trained)
         costs = self.actor.budgets["update_actor"].cost.of(lengths)
-        rows = batch.meta_info["actor_mini_batch_rows"]
-        metrics |= seqlen_metrics(lengths, costs, self.actor.plan("update_actor", batch), rows)
+        rows = trained.meta_info["actor_mini_batch_rows"]
+        metrics |= seqlen_metrics(lengths, costs, self.actor.plan("update_actor", trained), rows)
         for group in self.frozen:
             metrics |= group.pass_metrics()
         return metrics
@@ -89,8 +110,8 @@ class BalanceRecorder(Callback):
 
     def on_step_end(self, view: TrainerView) -> None:
         """Append the ranks' lists of the step."""
-        assert view.batch is not None
-        self.reporter.keep_balance(view.step, rank_balance(view.batch, self.learners, view.seconds))
+        assert view.trained is not None
+        self.reporter.keep_balance(view.step, rank_balance(view.trained, self.learners, view.seconds))
 
 
 class SampleRecorder(Callback):
@@ -178,7 +199,7 @@ class MetricsLogger(Callback):
         """Log the metrics of all recorders before this one, and those of finished saves."""
         assert view.batch is not None
         metrics = {**view.metrics, **self.state.saver.take_metrics()}
-        self.reporter.log_step(view.step, metrics, phase_tokens(view.batch, view.seconds))
+        self.reporter.log_step(view.step, metrics, phase_tokens(view.batch, view.seconds, view.trained))
 
 
 class CheckpointRecorder(Callback):
@@ -240,8 +261,10 @@ def build_recorders(
     # In bypass mode, or with an estimate, the actor computes no log-probs to compare the engine's with.
     computes = not (config.algorithm.rollout_correction.bypass_mode or config.estimates_proximal_policy)
     compare_log_probs = config.actor_rollout_ref.rollout.calculate_log_probs and computes
+    model = read_model_config(config.actor_rollout_ref.model.path)
+    explained = explained_by_rounding(config, model) if computes else None
     return [
-        StepMetrics(actor, frozen, state, compare_log_probs=compare_log_probs),
+        StepMetrics(actor, frozen, state, compare_log_probs=compare_log_probs, explained=explained),
         BalanceRecorder(learners, reporter),
         SampleRecorder(tokenizer, reporter, compare_log_probs=compare_log_probs),
         ValidationRecorder(validator, state, learners, reporter, callbacks),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.base.json_text import format_json
 from megarl.base.logs import LOGS_FOLDER
 from megarl.base.run_writer import RUN_WRITER
 from megarl.config.schema.run import RunConfig, TrainingRunConfig
@@ -21,7 +21,8 @@ from megarl.tracking import Console, PhaseTimer, RunInfo, Trackers, open_tracker
 from megarl.tracking.jsonl_files import BALANCE_FILE, METRICS_FILE, BalanceFile, RankLists
 from megarl.tracking.run_summary import REPORT_FILE
 from megarl.tracking.sample_files import SampleFiles, begin_samples
-from megarl.trainer.records.metrics import Metrics, memory_warnings
+from megarl.trainer.records.engine_mismatch import mismatch_warnings
+from megarl.trainer.records.metrics import Metrics, empty_step_warnings, memory_warnings
 from megarl.trainer.records.samples import Sample
 from megarl.trainer.rollout_service.replay_order import REPLAY_FILE
 from megarl.trainer.state.run_identity import ID_FILE, identify_run
@@ -184,14 +185,16 @@ class RunReporter:
         return self.timer.hidden
 
     def log_step(self, step: int, metrics: Metrics, tokens: Mapping[str, int]) -> None:
-        """Log the metrics of a step with its timings; warn on the console if passes had to be repeated.
+        """Log the metrics of a step with its timings.
+
+        Warns on the console of repeated passes, empty updates and a rollout mismatch.
 
         Args:
             step: global step.
             metrics: without timings.
             tokens: number of tokens that each phase processed.
         """
-        for sentence in memory_warnings(metrics):
+        for sentence in (*memory_warnings(metrics), *empty_step_warnings(metrics), *mismatch_warnings(metrics)):
             self.console.warn(f"step {step}: {sentence}")
         seconds = self.seconds
         self._totals["steps"] += 1
@@ -247,10 +250,18 @@ class RunReporter:
         values = {**summary, "report": str(self.report)}
         if RUN_WRITER.refused_output:
             values["refused_output"] = RUN_WRITER.refused_output
-        for folder in (self.folder, self.folder.parent):
-            RUN_WRITER.replace(folder / "summary.json", json.dumps(values, indent=2) + "\n")
+        for path, text in self._summary_files(values).items():
+            RUN_WRITER.replace(Path(path), text)
         RUN_WRITER.close()
         self.console.summary(values, self.config.experiment_name)
+
+    def interrupted(self, stopped: str) -> dict[str, str]:
+        """Return the summary files, by path, of a run that ends now without a word."""
+        return self._summary_files(dataclasses.asdict(self._summary(None, stopped)))
+
+    def _summary_files(self, values: Mapping[str, Any]) -> dict[str, str]:
+        text = format_json(values, indent=2) + "\n"
+        return {str(folder.resolve() / "summary.json"): text for folder in (self.folder, self.folder.parent)}
 
     @property
     def report(self) -> Path:

@@ -10,17 +10,25 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from megarl.algorithms import sequence_counts, sequence_sums
+from megarl.base.redaction import mask_known
 from megarl.base.run_writer import RUN_WRITER
 from megarl.config.schema.jobs import ActorRolloutRefConfig
 from megarl.data import DataProto, sequence_lengths
 from megarl.data.rollout_dump import DumpMetadata, RolloutDump
 from megarl.data.tokenization import characters_per_token
+from megarl.rewards.outcome import EXTRA
 from megarl.tracking.sample_files import write_samples
 from megarl.tracking.token_columns import TokenValues
-from megarl.workers.row_math import generated_tokens, row_sums, trained_tokens
+from megarl.workers.row_math import FINISH_REASON, generated_tokens, row_sums, trained_tokens
 
 Sample = dict[str, Any]
 Item = TypeVar("Item")
+
+_FIELDS = (
+    *("input", "output", "gts", "score", "step", "data_source", "response_length", "advantage"),
+    *("finish_reason", "masked", "agent_error", "tokens"),
+)
+"""Fields of a record that no extra field of a reward function replaces."""
 
 _TOKEN_COLUMNS: dict[str, tuple[tuple[str, ...], Callable[..., Tensor]]] = {
     "advantage": (("advantages",), lambda advantages: advantages),
@@ -38,34 +46,39 @@ _TOKEN_COLUMNS: dict[str, tuple[tuple[str, ...], Callable[..., Tensor]]] = {
 def describe_samples(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> list[Sample]:
     """Decode each scored row to a record with the fields ``input, output, gts, score, step``.
 
-    A record also has the extra numbers of the reward function, ``data_source`` if the row has one, and
-    ``response_length`` in tokens. ``score`` is None if the reward failed. ``masked`` lists the characters of ``output``
-    that a tool or a search wrote, as ``[begin, end]`` pairs. ``advantage`` is the mean over the trained tokens. A
-    failed conversation has ``agent_error``.
+    A record also has the extra fields of the reward function (``reward_extra_<name>`` for the name of a field of its
+    own), ``data_source`` if the row has one, ``response_length`` in tokens, and ``finish_reason``. ``score`` is None if
+    the reward failed. ``masked`` lists the characters of ``output`` that a tool or a search wrote, as ``[begin, end]``
+    pairs. ``advantage`` is the mean over the trained tokens. A failed conversation has ``agent_error``.
     """
     scores = row_sums(batch, "token_level_scores").tolist()
     failed = batch.non_tensor_batch["reward_failed"]
-    extras = [name for name in batch.non_tensor_batch if name.startswith("reward_extra_")]
-    sources = batch.non_tensor_batch.get("data_source")
+    extras = {
+        column if (name := column.removeprefix(EXTRA)) in _FIELDS else name: column
+        for column in batch.non_tensor_batch
+        if column.startswith(EXTRA)
+    }
+    sources, reasons = (batch.non_tensor_batch.get(name) for name in ("data_source", FINISH_REASON))
     advantages = _mean_advantages(batch)
     masks = batch.unpadded("generated_mask") if "generated_mask" in batch.tensors else None
     samples = []
     for row, (prompt, response) in enumerate(zip(batch.unpadded("prompts"), batch.unpadded("responses"), strict=True)):
         ids, generated = response.tolist(), [] if masks is None else masks[row].tolist()
-        samples.append(
-            {
-                "input": tokenizer.decode(prompt.tolist(), skip_special_tokens=True),
-                "output": tokenizer.decode(ids, skip_special_tokens=True),
-                "gts": batch.non_tensor_batch["reward_model"][row]["ground_truth"],
-                "score": None if failed[row] else scores[row],
-                "step": step,
-                **({"data_source": str(sources[row])} if sources is not None else {}),
-                "response_length": len(ids),
-                **({"advantage": advantages[row]} if advantages is not None else {}),
-                **{name.removeprefix("reward_extra_"): batch.non_tensor_batch[name][row] for name in extras},
-                **_conversation_fields(batch, tokenizer, row, ids, generated),
-            }
-        )
+        sample = {
+            "input": tokenizer.decode(prompt.tolist(), skip_special_tokens=True),
+            "output": tokenizer.decode(ids, skip_special_tokens=True),
+            "gts": batch.non_tensor_batch["reward_model"][row]["ground_truth"],
+            "score": None if failed[row] else scores[row],
+            "step": step,
+            **({"data_source": str(sources[row])} if sources is not None else {}),
+            "response_length": len(ids),
+            **({"finish_reason": reasons[row]} if reasons is not None else {}),
+            **({"advantage": advantages[row]} if advantages is not None else {}),
+            **{name: batch.non_tensor_batch[column][row] for name, column in extras.items()},
+            **_conversation_fields(batch, tokenizer, row, ids, generated),
+        }
+        # A tool's result may show a key of the configuration.
+        samples.append({name: mask_known(value) if isinstance(value, str) else value for name, value in sample.items()})
     return samples
 
 

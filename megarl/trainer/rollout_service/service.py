@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -64,7 +64,8 @@ class RolloutService:
     while the trainer trains. A batch leaves as soon as its groups are complete. The next sync interrupts the responses
     in flight and continues them with the new weights (``partial_rollout``), or waits for their ends. In colocated mode
     they pause from the end of the batch on. With staleness 0 and one batch per sync, none is in flight: the samples,
-    their order and their seeds are those of synchronous training.
+    their order and their seeds are those of synchronous training. Their tokens are, too, if all requests fit
+    ``max_num_seqs``; otherwise timing decides which requests an engine computes together, in each mode.
 
     Args:
         config: complete.
@@ -110,7 +111,7 @@ class RolloutService:
     def _is_colocated(self) -> bool:
         return self.keys.mode == COLOCATED
 
-    def batches(self, step: int, phase: TimedPhase) -> Iterator[tuple[DataProto, Metrics]]:
+    def batches(self, step: int, phase: TimedPhase) -> Generator[tuple[DataProto, Metrics]]:
         """Yield the batches of a step; see :meth:`SampleSource.batches`."""
         self._idle.start()
         holds = self.config.holds_proximal_policy

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from megarl.base.reductions import combine_metrics
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data import DataProto
 from megarl.data.loader import PromptQueue
@@ -13,7 +14,7 @@ from megarl.trainer.jobs.roles import Roles
 from megarl.trainer.phases.dynamic_sampling import SampleCollector, join
 from megarl.trainer.phases.reward_phase import RewardPhase
 from megarl.trainer.phases.rollout_phase import RolloutPhase, check_weight_versions
-from megarl.trainer.records.metrics import GENERATED_TOKENS, Metrics, combine_metrics
+from megarl.trainer.records.metrics import GENERATED_TOKENS, Metrics
 
 TimedPhase = Callable[[str], AbstractContextManager[object]]
 """Times a phase of the step under its name."""
@@ -22,7 +23,7 @@ TimedPhase = Callable[[str], AbstractContextManager[object]]
 class SampleSource(Protocol):
     """Source of the scored samples that a step trains on."""
 
-    def batches(self, step: int, phase: TimedPhase) -> Iterator[tuple[DataProto, Metrics]]:
+    def batches(self, step: int, phase: TimedPhase) -> Generator[tuple[DataProto, Metrics]]:
         """Yield the batches of a step as their groups are complete, each with its metrics of generation and scoring.
 
         Args:
@@ -73,7 +74,7 @@ class StepRounds:
         self.roles = roles
         self.collector = SampleCollector(config)
 
-    def batches(self, step: int, phase: TimedPhase) -> Iterator[tuple[DataProto, Metrics]]:
+    def batches(self, step: int, phase: TimedPhase) -> Generator[tuple[DataProto, Metrics]]:
         """Yield the one batch of the step; see :meth:`SampleSource.batches`."""
         collector, missing = self.collector, self.collector.round_size
         while missing:
@@ -111,16 +112,18 @@ class TrainedBatches:
 
     def __init__(self) -> None:
         self._batches: list[DataProto] = []
+        self._trained: list[DataProto] = []
         self._metrics: list[tuple[Metrics, int]] = []
 
-    def add(self, batch: DataProto, metrics: Metrics) -> None:
-        """Add a batch that was trained on."""
+    def add(self, batch: DataProto, trained: DataProto, metrics: Metrics) -> None:
+        """Add a scored batch, and the rows of its updates: PF-PPO draws other rows of the batch."""
         self._batches.append(batch)
+        self._trained.append(trained)
         self._metrics.append((metrics, len(batch)))
 
-    def joined(self) -> tuple[DataProto, Metrics]:
-        """Return all rows of the step, and its metrics; see :func:`combine_metrics`."""
+    def joined(self) -> tuple[DataProto, DataProto, Metrics]:
+        """Return the scored rows and the trained rows of the step, and its metrics; see :func:`combine_metrics`."""
         tokens = sum(batch.meta_info[GENERATED_TOKENS] for batch in self._batches)
         for batch in self._batches:
             batch.meta_info[GENERATED_TOKENS] = tokens
-        return join(self._batches), combine_metrics(self._metrics)
+        return join(self._batches), join(self._trained), combine_metrics(self._metrics)

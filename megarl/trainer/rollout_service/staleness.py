@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megarl.agents.types import Trajectory
+from megarl.base.reductions import Largest, Total
 from megarl.rollout.interface import NO_VERSION
 from megarl.trainer.records.metrics import Metrics
 
@@ -40,12 +41,12 @@ def staleness_metrics(trajectories: Sequence[Trajectory], version: int, admissio
     partial = int((spans > 0).sum())
     return metrics | {
         "training/off_policy/token_staleness/mean": float(stale.mean()),
-        "training/off_policy/token_staleness/max": float(stale.max()),
+        "training/off_policy/token_staleness/max": Largest(stale.max()),
         "training/off_policy/trajectory_staleness": float((version - oldest).mean()),
-        "training/off_policy/trajectory_staleness_worst": float((version - oldest).max()),
-        "fully_async/partial/total_partial_num": float(partial),
+        "training/off_policy/trajectory_staleness_worst": Largest((version - oldest).max()),
+        "fully_async/partial/total_partial_num": Total(partial),
         "fully_async/partial/partial_ratio": partial / len(trajectories),
-        "fully_async/partial/max_partial_span": float(spans.max()),
+        "fully_async/partial/max_partial_span": Largest(spans.max()),
     }
 
 

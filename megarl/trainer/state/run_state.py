@@ -143,6 +143,7 @@ class RunState:
     Attributes:
         step: the current step, or the last finished one; counted from 1.
         saver: saves the checkpoints.
+        on_step_begin: called when a step begins.
         in_flight: returns the work in flight of an asynchronous run, which its checkpoints have.
     """
 
@@ -167,6 +168,7 @@ class RunState:
         self._position: tuple[int, dict[str, Any]] = (0, {})
         self._undone = False
         self.in_flight: Callable[[], dict[str, Any]] | None = None
+        self.on_step_begin: Callable[[], object] = lambda: None
         self.saver = CheckpointSaver(checkpoint_store(config, run_id), role_contents(config), message)
         self._best_by = self.saver.store.retention.best
         self._score: Score | None = None
@@ -200,6 +202,7 @@ class RunState:
         while not self.ends:
             self._position = self._position_now()
             self.step += 1
+            self.on_step_begin()
             yield self.step
 
     def undo_step(self) -> None:
@@ -291,7 +294,7 @@ class RunState:
                 model=fingerprints(self.config),
                 contents={role: saved.save_contents for role, saved in role_contents(self.config).items()},
             ).write(folder)
-            (folder / CONFIG_FILE).write_text(to_yaml(self.config))
+            (folder / CONFIG_FILE).write_text(to_yaml(self.config), encoding="utf-8")
             for file in files:
                 if file.exists():
                     shutil.copyfile(file, folder / file.name)

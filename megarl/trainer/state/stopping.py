@@ -24,7 +24,8 @@ EXPIRY_VARIABLES = (
 )
 """Environment variables with the UNIX time, in seconds, at which the machine or job ends."""
 
-CTRL_C, SIGTERM, SIGHUP, RAY_LOST = "Ctrl-C", "SIGTERM", "SIGHUP", "a lost process of Ray"
+CTRL_C, SIGTERM, SIGHUP = "Ctrl-C", "SIGTERM", "SIGHUP"
+RAY_LOST, KILLED = "a lost process of Ray", "the driver or a process of Ray was killed"
 _REASONS = {signal.SIGTERM: SIGTERM, signal.SIGHUP: SIGHUP, signal.SIGINT: CTRL_C}
 FIRST_SAVE_S = 60.0
 """Assumed seconds of a save before the first."""

@@ -40,7 +40,7 @@ def test_exception_is_a_failed_check_and_missing_package_a_row(tmp_path: Path) -
     bench.check("fails", fail)
     bench.check("lacks", lack)
     bench.finish()
-    stored = json.loads((tmp_path / "sample.json").read_text())
+    stored = json.loads((tmp_path / "sample.json").read_text(encoding="utf-8"))
     assert [(row["check"], row["outcome"], row["note"]) for row in stored["results"]] == [
         ("works", "ok", ""),
         ("fails", "FAIL", "RuntimeError: out of memory"),
@@ -67,7 +67,7 @@ def test_report_of_another_scale_is_not_reused(tmp_path: Path) -> None:
 
 
 def test_damaged_report_is_named(tmp_path: Path) -> None:
-    (tmp_path / "sample.json").write_text('{"stage": "sample"}')
+    (tmp_path / "sample.json").write_text('{"stage": "sample"}', encoding="utf-8")
     with pytest.raises(DataError, match=r"sample\.json is not a report .* remove it"):
         read_report(tmp_path, "sample", "tiny")
 

@@ -60,7 +60,7 @@ stages.main(["jobs", "--folder", sys.argv[2], "--scale", "tiny", "--device", "cp
 
 def test_killed_stage_leaves_no_job(tmp_path: Path) -> None:
     job = tmp_path / "job.sh"
-    job.write_text("#!/bin/sh\necho $$ > pid.new\nmv pid.new pid\nexec sleep 600\n")
+    job.write_text("#!/bin/sh\necho $$ > pid.new\nmv pid.new pid\nexec sleep 600\n", encoding="utf-8")
     job.chmod(0o755)
     for number in (signal.SIGTERM, signal.SIGKILL):
         folder = tmp_path / number.name
@@ -70,6 +70,6 @@ def test_killed_stage_leaves_no_job(tmp_path: Path) -> None:
             (file,) = folder.glob("scratch/jobs/*/pid")
             stage.send_signal(number)
             stage.wait(LIMIT_S)
-            wait_for_end(int(file.read_text()))
+            wait_for_end(int(file.read_text(encoding="utf-8")))
         finally:
             stage.kill()

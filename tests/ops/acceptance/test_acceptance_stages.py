@@ -32,7 +32,7 @@ def check(
 
 
 def rows(folder: Path, stage: str) -> dict[str, dict[str, Any]]:
-    report = json.loads((folder / f"{stage}.json").read_text())
+    report = json.loads((folder / f"{stage}.json").read_text(encoding="utf-8"))
     assert report["is_complete"]
     return {row["check"]: row for row in report["results"]}
 
@@ -70,7 +70,7 @@ def test_stage_runs_on_a_cpu(accepted: tuple[Path, str], stage: str) -> None:
 def test_table_has_a_row_per_check(accepted: tuple[Path, str]) -> None:
     folder, _ = accepted
     count = sum(len(rows(folder, stage)) for stage in STAGES)
-    assert (folder / "results.md").read_text().count("\n| ") == count + len(STAGES)
+    assert (folder / "results.md").read_text(encoding="utf-8").count("\n| ") == count + len(STAGES)
 
 
 EXPECTED_MISSING = {"engines": {"SGLang: contract tests"}}
@@ -103,11 +103,11 @@ def test_settled_stages_are_not_repeated_and_the_budget_ends_the_others(
 def test_tables_replace_those_of_a_page(accepted: tuple[Path, str], warm_python: Path, tmp_path: Path) -> None:
     folder, _ = accepted
     page = tmp_path / "page.md"
-    page.write_text("# Results\n\nText.\n\n### old\n\n| row |\n")
+    page.write_text("# Results\n\nText.\n\n### old\n\n| row |\n", encoding="utf-8")
     assert check(folder, "--page", str(page), python=warm_python).returncode == 0
-    text, _, tables = page.read_text().partition("\n### ")
+    text, _, tables = page.read_text(encoding="utf-8").partition("\n### ")
     assert text == "# Results\n\nText.\n"
-    assert "### " + tables == (folder / "results.md").read_text() and "### old" not in tables
+    assert "### " + tables == (folder / "results.md").read_text(encoding="utf-8") and "### old" not in tables
 
 
 def test_time_limit_is_a_row_and_the_same_command_continues(tmp_path: Path, warm_python: Path) -> None:

@@ -20,7 +20,7 @@ from megarl.ops.doctor.node.gpus import (
     parse_links,
 )
 
-HEALTHY = (Path(__file__).parent / "nvidia_smi.xml").read_text()
+HEALTHY = (Path(__file__).parent / "nvidia_smi.xml").read_text(encoding="utf-8")
 TOPOLOGY = """\
 	\x1b[4mGPU0	GPU1	GPU2	NIC0	CPU Affinity	NUMA Affinity	GPU NUMA ID\x1b[0m
 GPU0	 X 	NV18	SYS	PIX	0-47	0		N/A
@@ -112,7 +112,9 @@ def test_without_gpus() -> None:
 
 def test_driver_without_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = tmp_path / "nvidia-smi"
-    command.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch' >&2\nexit 18\n")
+    command.write_text(
+        "#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch' >&2\nexit 18\n", encoding="utf-8"
+    )
     command.chmod(command.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     (result,), _ = check_gpus(Needs())

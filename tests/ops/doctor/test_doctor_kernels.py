@@ -29,7 +29,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 def write(folder: Path, config: dict[str, object]) -> str:
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return str(folder)
 
 
@@ -55,7 +55,7 @@ def test_a_process_without_compiler_or_transformer_engine(monkeypatch: pytest.Mo
 def test_a_process_with_a_broken_transformer_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "transformer_engine"
     package.mkdir()
-    (package / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN2at')")
+    (package / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN2at')", encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
     monkeypatch.setenv("CXX", "/nowhere/g++")
     facts = observe("cpu")

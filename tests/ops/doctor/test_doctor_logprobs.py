@@ -142,7 +142,7 @@ def test_unreadable_dumps_and_models_are_refused(
         return capsys.readouterr().err
 
     assert "calculate_log_probs=true" in error_of(str(tmp_path), "--model", str(models[0]))
-    (tmp_path / "1.npz").write_text("no zip")
+    (tmp_path / "1.npz").write_text("no zip", encoding="utf-8")
     assert "is not a rollout dump" in error_of(str(tmp_path / "1.npz"), "--model", str(models[0]))
     (tmp_path / "2.npz").write_bytes(healthy.encoded())
     assert "cannot load a language model" in error_of(str(tmp_path / "2.npz"), "--model", str(tmp_path))

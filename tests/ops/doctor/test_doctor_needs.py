@@ -36,7 +36,7 @@ CRITIC = 32 * 8 + 3 * LAYER + 8 + 8  # a value head of one row instead of the ou
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN))
+    (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN), encoding="utf-8")
     return str(tmp_path / "model")
 
 

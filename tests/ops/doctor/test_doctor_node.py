@@ -111,16 +111,16 @@ def test_memory_is_limited_by_the_machine_and_the_container(tmp_path: Path, monk
     short = checks.check_memory(Needs(host_bytes=free * 4))
     assert short.status is Status.FAIL and "offload less" in short.remedy
     assert checks.free_cgroup_bytes(tmp_path) is None
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("5\n")
+    (tmp_path / "memory.max").write_text("max\n", encoding="utf-8")
+    (tmp_path / "memory.current").write_text("5\n", encoding="utf-8")
     assert checks.free_cgroup_bytes(tmp_path) is None  # no limit
-    (tmp_path / "memory.max").write_text(f"{4 * GIB}\n")
-    (tmp_path / "memory.current").write_text(f"{GIB}\n")
+    (tmp_path / "memory.max").write_text(f"{4 * GIB}\n", encoding="utf-8")
+    (tmp_path / "memory.current").write_text(f"{GIB}\n", encoding="utf-8")
     assert checks.free_cgroup_bytes(tmp_path) == 3 * GIB
     (tmp_path / "memory.max").unlink()
     (tmp_path / "memory").mkdir()
-    (tmp_path / "memory" / "memory.limit_in_bytes").write_text(str(2 * GIB))
-    (tmp_path / "memory" / "memory.usage_in_bytes").write_text(str(3 * GIB))
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text(str(2 * GIB), encoding="utf-8")
+    (tmp_path / "memory" / "memory.usage_in_bytes").write_text(str(3 * GIB), encoding="utf-8")
     assert checks.free_cgroup_bytes(tmp_path) == 0  # cgroup version 1, above its limit
 
 
@@ -202,7 +202,7 @@ def open_folder() -> Iterator[Path]:
 def test_unreadable_models_and_unwritable_checkpoint_folders(open_folder: Path) -> None:
     model, missing = open_folder / "model", open_folder / "data.parquet"
     model.mkdir()
-    (model / "config.json").write_text("{}")
+    (model / "config.json").write_text("{}", encoding="utf-8")
     shard = model / "model.safetensors"
     shard.write_bytes(b"weights")
     needs = Needs(models=(str(model),), readable=(str(missing),), checkpoint_dir=str(open_folder / "a" / "b"))
@@ -230,7 +230,7 @@ def test_space_for_two_checkpoints(tmp_path: Path) -> None:
     for size, status in cases.items():
         (result,) = check_checkpoint_room(Needs(checkpoint_dir=folder, checkpoint_bytes=size))
         assert result.status is status, size
-    (tmp_path / "runs").write_text("a file")
+    (tmp_path / "runs").write_text("a file", encoding="utf-8")
     (result,) = check_checkpoint_room(Needs(checkpoint_dir=folder))
     assert result.status is Status.FAIL and "is a file" in result.observation
 

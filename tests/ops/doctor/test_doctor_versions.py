@@ -42,7 +42,7 @@ def pins(python: str, *files: str) -> dict[str, str]:
     """Return the pinned versions for a Python version by package."""
     versions = {}
     for file in files:
-        for line in (ROOT / file).read_text().splitlines():
+        for line in (ROOT / file).read_text(encoding="utf-8").splitlines():
             line = re.sub(r"(^|\s+)#.*$", "", line)
             if line:
                 requirement = Requirement(line)
@@ -69,7 +69,7 @@ def known_distributions() -> Iterator[Distribution]:
 
 def setup_lists() -> dict:
     """Return the literals that ``setup.py`` assigns, by name."""
-    tree = ast.parse((ROOT / "setup.py").read_text())
+    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
     assigned = [
         node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.List | ast.Dict)
     ]
@@ -128,7 +128,7 @@ def test_gpu_environment_installs_torch_before_the_build_of_transformer_engine(
     shutil.copytree(ROOT / "launch", tmp_path / "launch")
     (tmp_path / "setup.py").touch()
     interpreter = tmp_path / "python3.12"
-    interpreter.write_text(INTERPRETER)
+    interpreter.write_text(INTERPRETER, encoding="utf-8")
     interpreter.chmod(interpreter.stat().st_mode | stat.S_IXUSR)
     (file,) = combination.files
     stack = Path(file).stem.removeprefix("constraints-gpu-")
@@ -137,7 +137,7 @@ def test_gpu_environment_installs_torch_before_the_build_of_transformer_engine(
     done = subprocess.run(["bash", "-euc", script], cwd=tmp_path, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{tmp_path}/.venv-gpu-{stack}/bin:")
-    torch, tools, megarl = (tmp_path / "log").read_text().splitlines()
+    torch, tools, megarl = (tmp_path / "log").read_text(encoding="utf-8").splitlines()
     for command in (torch, tools, megarl):
         assert re.findall(r"-c (\S+)", command) == [str(tmp_path / file)]
     assert torch.endswith(" torch") and "setuptools wheel" in tools

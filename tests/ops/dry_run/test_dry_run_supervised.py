@@ -148,8 +148,10 @@ def test_weights_are_optional(sft_config: MakeConfig, arithmetic: Path, tmp_path
 
 def test_a_run_that_does_not_fit_is_rejected_with_a_suggestion(tmp_path: Path) -> None:
     small = tmp_path / "small.yaml"
-    text = (ROOT / "configs" / "hardware" / "h100.yaml").read_text()
-    small.write_text(text.replace("name: h100", "name: small").replace("memory_gib: 79.1", "memory_gib: 32"))
+    text = (ROOT / "configs" / "hardware" / "h100.yaml").read_text(encoding="utf-8")
+    small.write_text(
+        text.replace("name: h100", "name: small").replace("memory_gib: 79.1", "memory_gib: 32"), encoding="utf-8"
+    )
 
     def memory(schema: type[SupervisedConfig], name: str, *overrides: str) -> list[str]:
         model = (f"model.path={MODELS / 'Qwen2.5-7B'}", "data.train_files=none", "trainer.device=cuda")

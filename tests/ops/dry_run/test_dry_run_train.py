@@ -194,8 +194,10 @@ def test_a_run_for_other_machines_only_warns(
 
 def test_a_run_that_does_not_fit_is_rejected_with_a_suggestion(tmp_path: Path) -> None:
     small = tmp_path / "small.yaml"
-    text = (ROOT / "configs" / "hardware" / "h100.yaml").read_text()
-    small.write_text(text.replace("name: h100", "name: small").replace("memory_gib: 79.1", "memory_gib: 24"))
+    text = (ROOT / "configs" / "hardware" / "h100.yaml").read_text(encoding="utf-8")
+    small.write_text(
+        text.replace("name: h100", "name: small").replace("memory_gib: 79.1", "memory_gib: 24"), encoding="utf-8"
+    )
     model = (f"{POLICY}.model.path={MODELS / 'Qwen2.5-7B'}", "data.train_files=none")
 
     def memory(*overrides: str) -> list[str]:
@@ -231,7 +233,8 @@ ALONE = {"critic.megatron.data_parallel_size": 1}
 def failing_reward(tmp_path: Path) -> str:
     file = tmp_path / "reward.py"
     file.write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    raise KeyError('gold')\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    raise KeyError('gold')\n",
+        encoding="utf-8",
     )
     return str(file)
 
@@ -284,7 +287,10 @@ def test_a_ground_truth_that_scores_nothing_is_a_warning(
     train_config: Callable[..., TrainConfig], tmp_path: Path, score: str, warns: bool
 ) -> None:
     file = tmp_path / "score.py"
-    file.write_text(f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {score}\n")
+    file.write_text(
+        f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {score}\n",
+        encoding="utf-8",
+    )
     lines = report(train_config({"custom_reward_function.path": str(file)}))
     warned = [line for line in lines if "the ground truth itself scores nothing" in line]
     assert len(warned) == warns and any(line.startswith("warn  rewards") for line in lines) == warns
@@ -296,7 +302,7 @@ def test_a_folder_with_the_work_of_another_run_fails_the_part_of_checkpoints(
 ) -> None:
     export = tmp_path / "export"
     export.mkdir()
-    (export / "config.json").write_text("{}")
+    (export / "config.json").write_text("{}", encoding="utf-8")
     lines: list[str] = []
     with pytest.raises(ConfigError, match="parts failed: checkpoints"):
         check_parts(TrainDryRun(train_config({"trainer.hf_export_dir": str(export)})), lines.append)
@@ -314,9 +320,20 @@ def test_a_tokenizer_of_another_model_is_rejected(
 ) -> None:
     other = tmp_path / "small"
     shutil.copytree(arithmetic / "model", other, ignore=shutil.ignore_patterns("*.safetensors"))
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 7}))
+    config = json.loads((other / "config.json").read_text(encoding="utf-8"))
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 7}), encoding="utf-8")
     lines: list[str] = []
     with pytest.raises(ConfigError):
         check_parts(TrainDryRun(train_config({f"{POLICY}.model.path": str(other)})), lines.append)
-    assert any("the model's vocabulary 7: name the model's own tokenizer" in line for line in lines)
+    text = "\n".join(lines)
+    assert "warn  tokenizer" in text and "the model has room for 7" in text
+    assert "fail  data" in text and "is beyond the model's vocabulary of 7 tokens" in text
+
+
+def test_files_that_name_different_ends_of_a_sequence_warn(
+    train_config: Callable[..., TrainConfig], arithmetic: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(arithmetic / "model", tmp_path / "other")
+    (other / "generation_config.json").write_text('{"eos_token_id": [5, 6]}', encoding="utf-8")
+    text = "\n".join(report(train_config({f"{POLICY}.model.path": str(other)})))
+    assert "warn  tokenizer" in text and "generation_config.json: 5, 6" in text

@@ -38,7 +38,7 @@ class FakeCommands:
         return {"PATH": path, "FAKE_CALLS": str(self.calls_file)}
 
     def calls(self, name: str) -> list[dict]:
-        lines = self.calls_file.read_text().splitlines() if self.calls_file.exists() else []
+        lines = self.calls_file.read_text(encoding="utf-8").splitlines() if self.calls_file.exists() else []
         return [call for call in map(json.loads, lines) if call["name"] == name]
 
 
@@ -96,11 +96,11 @@ class Launched:
     def __init__(self, argv: list[str], env: dict[str, str], folder: Path) -> None:
         self.output = folder / "output.txt"
         self.mark = f"{folder}"
-        with self.output.open("w") as file:
+        with self.output.open("w", encoding="utf-8") as file:
             self.process = subprocess.Popen(argv, env=env, cwd=folder, stdout=file, stderr=subprocess.STDOUT)
 
     def text(self) -> str:
-        return self.output.read_text()
+        return self.output.read_text(encoding="utf-8")
 
     def until(self, pattern: str) -> re.Match[str]:
         """Wait until the output contains a match of a regular expression, and return it."""

@@ -23,6 +23,7 @@ from megarl.ops.launch.protocol import (
     SetToken,
     Shutdown,
     StartCommand,
+    decode_event,
 )
 from megarl.ops.launch.remote import RemoteAgent
 
@@ -115,6 +116,46 @@ def test_used_port_is_reported_before_the_command_starts(agent):
         assert f"port {port} of 127.0.0.1 is taken" in wait_for(agent, REQUEST_FAILED, "second").facts["reason"]
     agent.send(StartCommand("third", ["/nowhere/python"]))
     assert "/nowhere/python cannot be started" in wait_for(agent, REQUEST_FAILED, "third").facts["reason"]
+
+
+MALFORMED = [
+    "no JSON",
+    "[" * 100_000,
+    *("5", "null", "[]", "{}", '"text"', '{"do": []}', '{"do": "Nothing"}', '{"do": "Heartbeat", "more": 1}'),
+    *(f'{{"do": "StartCommand", "name": "x", "argv": {value}}}' for value in ("5", "null", '"ls"', "[5]", "[]", "{}")),
+    *(
+        f'{{"do": "StartCommand", "name": "x", "argv": ["true"], "address": "127.0.0.1", {fields}}}'
+        for fields in (
+            *('"env": []', '"env": {"A": 5}', '"env": {"A": "\\u0000"}', '"env": {"A=": "b", "": "c"}', '"ports": 5'),
+            *('"ports": ["a"]', '"ports": [70000]', '"ports": [true]', '"listen_port": "80"', '"listen_port": 1.5'),
+        )
+    ),
+    '{"do": "StartCommand", "name": [], "argv": ["true"]}',
+    '{"do": "StartCommand", "name": "x", "argv": ["a\\u0000b"]}',
+    *(f'{{"do": "SendSignal", "name": "sleep", "number": {value}}}' for value in ("1000", "-5", '"9"', "null")),
+    *(f'{{"do": "SetToken", "token": {value}}}' for value in ("5", "null", '"\\ud800"')),
+    *(f'{{"do": "Shutdown", "keep_logs": {value}}}' for value in ("5", "null", "[]")),
+    "\udcff",
+]
+
+
+def test_a_malformed_request_ends_nothing(agent):
+    """Each is answered by one event; the command goes on."""
+    python(agent, "import sys, time; print('up', end='', flush=True); time.sleep(600)", "sleep")
+    wait_for(agent, OUTPUT, "sleep")
+    for line in MALFORMED:
+        agent._process.stdin.buffer.write(f"{line}\n".encode(errors="surrogateescape"))
+        agent._process.stdin.buffer.flush()
+        event = agent.events.get(timeout=180)
+        assert event.kind == REQUEST_FAILED, (line, event)
+    python(agent, "print('fine', end='')")
+    assert wait_for(agent, OUTPUT, "x").facts["text"] == "fine"
+
+
+def test_a_malformed_event_is_other_output():
+    for text in ("5", "[]", "{}", '{"kind": 5}', '{"kind": "output", "facts": []}', '{"kind": "output", "name": null}'):
+        assert decode_event(f"megarl-event {text}\n", "here") is None
+    assert decode_event('megarl-event {"kind": "output", "facts": {"text": "a"}}', "here").facts == {"text": "a"}
 
 
 def test_listening_server_is_reported(agent):

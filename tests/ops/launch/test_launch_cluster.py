@@ -20,7 +20,7 @@ DRIVER = (sys.executable, str(HERE / "two_nodes.py"))
 
 
 def runs_of(folder):
-    return [json.loads(line) for line in (folder / "runs.json").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "runs.json").read_text(encoding="utf-8").splitlines()]
 
 
 def test_worker_group_over_two_nodes_by_ssh(start_launcher, fake_commands, first_port, tmp_path):
@@ -73,9 +73,9 @@ def check_stall_on_the_other_node(hang, folder):
     assert re.match(rf"  actor rank {far} is in update .*, at hang \(tests/cluster/hanging_workers\.py:\d+\); ", line)
     assert f"actor rank {1 - far} waits for it in all_reduce #3 of all ranks [0, 1]" in line
     (stall,) = (folder / "stalls").iterdir()
-    stack = (stall / f"actor-{far}.txt").read_text()
+    stack = (stall / f"actor-{far}.txt").read_text(encoding="utf-8")
     assert stack.startswith(f"actor rank {far}, pid {pids[remote]} on {remote}: ") and "in hang" in stack
-    assert "all_reduce #3 of all ranks [0, 1]" in (stall / f"actor-{1 - far}.txt").read_text()
+    assert "all_reduce #3 of all ranks [0, 1]" in (stall / f"actor-{1 - far}.txt").read_text(encoding="utf-8")
     assert not any(psutil.pid_exists(pid) for pid in pids.values())
 
 

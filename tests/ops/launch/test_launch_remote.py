@@ -28,7 +28,7 @@ def test_srun_starts_the_agent_with_all_cpus_of_the_node():
 def test_hosts_from_a_list_or_a_file(tmp_path):
     assert parse_hosts("a,b, c") == ["a", "b", "c"]
     file = tmp_path / "hosts.txt"
-    file.write_text("# the head\nnode1 slots=8\n\nnode2  # the other\n")
+    file.write_text("# the head\nnode1 slots=8\n\nnode2  # the other\n", encoding="utf-8")
     assert parse_hosts(str(file)) == ["node1", "node2"]
 
 
@@ -51,6 +51,20 @@ def test_hosts_of_a_slurm_allocation(fake_commands, monkeypatch):
     assert slurm_hosts({"SLURM_JOB_NODELIST": "local[2-3]"}) == ["127.0.0.2", "127.0.0.3"]
     with pytest.raises(ConfigError, match="SLURM_JOB_NODELIST is not set"):
         slurm_hosts({})
+
+
+def test_credentials_of_other_programs_stay_here():
+    forwarded = {
+        "DATA": "/data",
+        "MODEL": "/m",
+        "RETRIEVER": "http://r",
+        "TORCH_LOGS": "dynamo",
+        "TORCHINDUCTOR_X": "1",
+    }
+    private = ("DATABASE_URL", "DATADOG_API_KEY", "MODELS_TOKEN", "RETRIEVER_KEY", "TORCHSERVE_TOKEN", "AWS_SECRET")
+    environment = {**forwarded, **dict.fromkeys(private, "secret")}
+    assert forwarded_environment(environment, [], inherits=False) == forwarded
+    assert forwarded_environment(environment, ["DATABASE_URL"], inherits=False)["DATABASE_URL"] == "secret"
 
 
 def test_forwarded_environment():

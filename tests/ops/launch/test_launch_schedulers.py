@@ -14,7 +14,7 @@ from megarl.ops.launch.schedulers import PodSettings, object_name, ray_job
 from megarl.ops.launch.settings import JobToRun, Ports
 
 JOB = JobToRun(("train", "--config-name", "grpo", "data.train_files=[/d/a b.parquet]"), True, "My_Run", 4, "cuda", 8)
-SCHEMA = json.loads(Path(__file__).with_name("rayjob_schema.json").read_text())
+SCHEMA = json.loads(Path(__file__).with_name("rayjob_schema.json").read_text(encoding="utf-8"))
 
 
 def test_manifest_matches_kuberays_schema():

@@ -135,5 +135,5 @@ def test_hosts_and_restarts_reach_the_launcher(fake_commands, tmp_path):
 
 def test_scripts_and_configurations_reference_each_other():
     for name in SCRIPTS:
-        assert f"launch/{name}.sh" in (ROOT / f"configs/{name}.yaml").read_text()
-        assert f"configs/{name}.yaml" in (ROOT / f"launch/{name}.sh").read_text()
+        assert f"launch/{name}.sh" in (ROOT / f"configs/{name}.yaml").read_text(encoding="utf-8")
+        assert f"configs/{name}.yaml" in (ROOT / f"launch/{name}.sh").read_text(encoding="utf-8")

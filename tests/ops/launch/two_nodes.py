@@ -64,7 +64,7 @@ with RaySession() as session:
     else:
         sleeper = WorkerGroup("sleeper", "tests.cluster.light_workers:Sleeper", {}, ParallelLayout(dp=2), pool)
         sleeper.pid()
-    with (folder / "runs.json").open("a") as file:
+    with (folder / "runs.json").open("a", encoding="utf-8") as file:
         file.write(json.dumps(run) + "\n")
     print("the driver is at work", flush=True)
     if "lose" in sys.argv and first_run:

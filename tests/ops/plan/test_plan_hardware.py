@@ -7,9 +7,9 @@ from megarl.ops.plan.hardware import FOLDER, known_hardware, read_hardware
 
 
 def custom_file(tmp_path, change):
-    text = (FOLDER / "h100.yaml").read_text()
+    text = (FOLDER / "h100.yaml").read_text(encoding="utf-8")
     file = tmp_path / "custom.yaml"
-    file.write_text(change(text))
+    file.write_text(change(text), encoding="utf-8")
     return str(file)
 
 

@@ -19,9 +19,9 @@ from megarl.ops.plan.step_times import time_step
 
 def reward_model_folder(path: Path) -> str:
     """Write the config of a reward model with the shape of Qwen2.5-7B."""
-    raw = json.loads((MODELS / "Qwen2.5-7B" / "config.json").read_text())
+    raw = json.loads((MODELS / "Qwen2.5-7B" / "config.json").read_text(encoding="utf-8"))
     raw |= {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1, "pad_token_id": 0}
-    (path / "config.json").write_text(json.dumps(raw))
+    (path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     return str(path)
 
 

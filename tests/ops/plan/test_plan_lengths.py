@@ -58,7 +58,7 @@ def test_lengths_from_files_of_an_earlier_run(tmp_path):
     assert lengths.responses.longest == 200, "cut at the maximum of the configuration"
     metrics = tmp_path / "metrics.jsonl"
     rows = [{"step": 1, "response_length/mean": 50.0}, {"step": 2, "response_length/mean": 80.0}, {"step": 3}]
-    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     lengths = read_lengths(str(metrics), 512, 1000)
     assert lengths.responses.mean == pytest.approx(80, rel=0.02) and lengths.prompts.mean == 512
 
@@ -87,10 +87,10 @@ def test_files_of_other_formats_are_rejected(tmp_path):
     with pytest.raises(ConfigError, match=r"is no <step>.npz"):
         read_lengths(str(broken), 1, 1)
     other = tmp_path / "other.jsonl"
-    other.write_text('{"step": 1}\n')
+    other.write_text('{"step": 1}\n', encoding="utf-8")
     with pytest.raises(ConfigError, match="no line has response_length/mean"):
         read_lengths(str(other), 1, 1)
     text = tmp_path / "lengths.txt"
-    text.write_text("600")
+    text.write_text("600", encoding="utf-8")
     with pytest.raises(ConfigError, match="it is neither"):
         read_lengths(str(text), 1, 1)

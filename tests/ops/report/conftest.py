@@ -35,7 +35,7 @@ def make_run(tmp_path: Path) -> MakeRun:
         for step, answers in chosen.items():
             write_samples(folder / "samples" / "train" / f"{step}.jsonl", answers)
         config = {"trainer": {"experiment_name": "exp", "total_training_steps": 10}, "optim": {"lr": lr, "on": True}}
-        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
         if facts:
             change = {"key": "optim.lr", "value": lr, "default": 1e-3, "origin": "command line"}
             record = {
@@ -48,9 +48,11 @@ def make_run(tmp_path: Path) -> MakeRun:
                 "machine": {"cpus": 2},
                 "differences": [change],
             }
-            (folder / "run.json").write_text(json.dumps(record))
+            (folder / "run.json").write_text(json.dumps(record), encoding="utf-8")
         if finished:
-            (folder / "summary.json").write_text(json.dumps({"steps": 10, "hf_dir": "/out/<hf>", "wall_seconds": 100}))
+            (folder / "summary.json").write_text(
+                json.dumps({"steps": 10, "hf_dir": "/out/<hf>", "wall_seconds": 100}), encoding="utf-8"
+            )
         return folder
 
     return make

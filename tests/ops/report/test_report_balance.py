@@ -57,7 +57,7 @@ def test_maps_are_shown_for_a_single_run_only(make_run: MakeRun) -> None:
 
 def test_broken_balance_file_is_reported(make_run: MakeRun) -> None:
     folder = make_run()
-    (folder / "balance.jsonl").write_text('[]\n{"step": 1}\n')
+    (folder / "balance.jsonl").write_text('[]\n{"step": 1}\n', encoding="utf-8")
     run = read_run(folder)
     assert run.balance == {} and len(run.rows) == 11
     assert [problem for problem in run.problems if "balance.jsonl, line 1: not a row" in problem]

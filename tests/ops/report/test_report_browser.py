@@ -211,6 +211,26 @@ def test_tokens_are_coloured_by_what_is_chosen(page: Browser) -> None:
     assert colours(page) == [""] * 4 and texts(page, "#legend") == [""]
 
 
+def test_grouped_answers_are_paged_filtered_and_sorted(browser: Browser, make_run: MakeRun) -> None:
+    """Fifteen prompts with four answers each: groups of one prompt have a heading between the rows."""
+    answers = [sample(number // 4, 1, f"answer {number}", score=number % 4) for number in range(60)]
+    browser.open(report_run(make_run(samples={1: answers})), READY)
+    assert browser.evaluate("document.querySelector('#grouped').checked")
+    seen = set()
+    for number in (1, 2, 3):
+        assert texts(browser, "#page") == [f"page {number} of 3"]
+        seen |= set(texts(browser, "#rows > tr:not(.group-row) td[data-label=Answer]"))
+        assert texts(browser, "#rows .group-row")
+        if number < 3:
+            browser.click("#next")
+    assert seen == {f"answer {number}" for number in range(60)}
+    browser.click("#table th[data-column=score] button")
+    assert texts(browser, "#page") == ["page 1 of 3"]
+    browser.type("#search", "answer 59")
+    browser.wait("document.querySelector('#count').innerText === '1 of 60 answers'")
+    assert texts(browser, "#rows td[data-label=Answer]") == ["answer 59"]
+
+
 def test_a_tokens_numbers_by_mouse_and_by_keys(page: Browser) -> None:
     open_answer(page)
     page.hover(".answer .token:nth-child(3)")

@@ -55,7 +55,9 @@ def test_verdict_of_a_run(make_run: MakeRun) -> None:
         ({"actor/entropy": [1.0, *[0.26] * 9]}, []),
         ({"actor/entropy": [1.0, *[0.01] * 4]}, []),  # too short
         ({"actor/entropy": [-1.0, *[-2.0] * 9]}, []),  # of a start below zero there is no share
-        ({"response_length/clip_ratio": [0.0, *[0.2] * 9]}, [("warn", "response_length/clip_ratio")]),
+        ({"response/truncated_ratio": [0.0, *[0.2] * 9]}, [("warn", "response/truncated_ratio")]),
+        ({"training/rollout_mismatch_excess": [1.2]}, [("warn", "training/rollout_mismatch_excess")]),
+        ({"training/rollout_mismatch_excess": [0.8]}, []),
         ({"training/rollout_probs_diff_mean": [0.03] * 5}, [("warn", "training/rollout_probs_diff_mean")]),
         ({"global_seqlen/balanced_imbalance": [1.3] * 5}, [("warn", "global_seqlen/balanced_imbalance")]),
         ({"critic/vf_explained_var": [-0.5] * 20}, [("warn", "critic/vf_explained_var")]),
@@ -118,7 +120,7 @@ def test_healthy_run_has_no_findings() -> None:
         "actor/ppo_kl": [0.002 * (-1) ** n for n in steps],
         "actor/reward_kl_penalty": [0.004 * n for n in steps],
         "actor/skipped_steps": [0.0 for _ in steps],
-        "response_length/clip_ratio": [0.03 for _ in steps],
+        "response/truncated_ratio": [0.03 for _ in steps],
         "training/rollout_probs_diff_mean": [0.004 for _ in steps],
         "global_seqlen/balanced_imbalance": [1.02 for _ in steps],
         "timing_s/step": [2.0 + 0.3 * (n % 3) for n in steps],
@@ -147,7 +149,7 @@ def test_failures_are_summed() -> None:
 
 def test_damaged_file_is_a_finding(make_run: MakeRun) -> None:
     folder = make_run()
-    (folder / "config.yaml").write_text("a: [")
+    (folder / "config.yaml").write_text("a: [", encoding="utf-8")
     (first, *_) = run_findings(read_run(folder))
     assert first.level == "bad" and "config.yaml cannot be read" in first.text
 

@@ -127,7 +127,7 @@ def test_page_of_ten_thousand_steps_is_small(make_run: MakeRun) -> None:
     rows = [{"step": step, **{name: noise.random() for name in names}} for step in range(1, 10_001)]
     rows[4321]["group/metric_7"] = 1e6
     folder = make_run(rows=[])
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     path = report_run(folder)
     assert path.stat().st_size < 10_000_000
     (run,) = Page(path).data["runs"]

@@ -29,9 +29,9 @@ def test_samples_are_selected_evenly_and_counted(tmp_path: Path) -> None:
         for step in steps:
             path = tmp_path / "samples" / kind / f"{step}.jsonl"
             write_samples(path, [{"input": f"q{n}", "output": "a", "gts": "g", "score": n} for n in range(100)])
-            with path.open("a") as file:
+            with path.open("a", encoding="utf-8") as file:
                 file.write('{"input": "half wri')
-    (tmp_path / "samples" / "train" / "notes.jsonl").write_text("not a dump")
+    (tmp_path / "samples" / "train" / "notes.jsonl").write_text("not a dump", encoding="utf-8")
     selection = read_rollouts([run_of(tmp_path)], PLENTY, max_rows=40)
     assert selection.total == 400 and len(selection.rows) == 40 and selection.cut == 0
     assert [row["step"] for row in selection.rows[::10]] == [1, 2, 10, 0]
@@ -66,11 +66,11 @@ def test_incomplete_lines_are_shown(tmp_path: Path) -> None:
     ]
     folder = tmp_path / "samples" / "train"
     folder.mkdir(parents=True)
-    (folder / "1.jsonl").write_text("\n".join(lines))
+    (folder / "1.jsonl").write_text("\n".join(lines), encoding="utf-8")
     rows = read_rollouts([run_of(tmp_path)], PLENTY).rows
     assert len(rows) == 3, "a list is not a sample"
     assert {row["score"] for row in rows} == {None} and all(row["masked"] is row["tokens"] is None for row in rows)
-    (folder / "1.jsonl").write_text(json.dumps({"output": "a\u2028b\x85"}, ensure_ascii=False))
+    (folder / "1.jsonl").write_text(json.dumps({"output": "a\u2028b\x85"}, ensure_ascii=False), encoding="utf-8")
     assert read_rollouts([run_of(tmp_path)], PLENTY).rows[0]["output"] == "a\u2028b\x85"
 
 

@@ -27,7 +27,7 @@ def test_find_runs_in_sweeps_and_experiments(make_run: MakeRun, tmp_path: Path) 
     (single / "checkpoints" / "global_step_5").mkdir(parents=True)
     (single / "checkpoints" / "global_step_5" / "metrics.jsonl").touch()
     saved = make_run("saves/global_step_5")
-    (saved / "trainer_state.json").write_text("{}")
+    (saved / "trainer_state.json").write_text("{}", encoding="utf-8")
     runs = find_runs([tmp_path / "sweep", single, tmp_path / "sweep" / "2"])
     assert [str(path.relative_to(tmp_path)) for path in runs] == ["sweep/0", "sweep/2", "sweep/10", "single"]
     with pytest.raises(NoRunError, match="saves: no run in it or below it"):
@@ -38,7 +38,7 @@ def test_find_runs_in_sweeps_and_experiments(make_run: MakeRun, tmp_path: Path) 
 
 def test_status_of_an_unfinished_run(make_run: MakeRun) -> None:
     folder = make_run(finished=False)
-    with (folder / "metrics.jsonl").open("a") as file:
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 11, "critic/sc')
     changed = (folder / "metrics.jsonl").stat().st_mtime
     assert read_run(folder, now=changed + 60).status == "running"
@@ -51,9 +51,9 @@ def test_status_of_an_unfinished_run(make_run: MakeRun) -> None:
 
 def test_missing_and_broken_files_are_reported(make_run: MakeRun) -> None:
     folder = make_run()
-    (folder / "run.json").write_text("[1]")
-    (folder / "summary.json").write_text("{")
-    (folder / "metrics.jsonl").write_text('{"step": 1}\nnot json\n{"step": 2}\n')
+    (folder / "run.json").write_text("[1]", encoding="utf-8")
+    (folder / "summary.json").write_text("{", encoding="utf-8")
+    (folder / "metrics.jsonl").write_text('{"step": 1}\nnot json\n{"step": 2}\n', encoding="utf-8")
     os.unlink(folder / "config.yaml")
     run = read_run(folder)
     assert run.config == run.facts == run.summary == {} and run.rows == [] and run.name == "run"

@@ -45,4 +45,7 @@ def check_sandbox(needs: Needs) -> CheckResult:
     active = [protection.name for protection in observed if protection.active]
     missing = [f"{p.name} ({p.remedy})" if p.remedy else p.name for p in observed if not p.active]
     text = ", ".join(active) + (f"; not active: {', '.join(missing)}" if missing else "")
+    if "seccomp filter" not in active:
+        remedy = "only for the reward function code: see the message, or set reward_model.sandbox.allow_unfiltered=true"
+        return CheckResult("code sandbox", Status.WARN, text, remedy)
     return CheckResult("code sandbox", Status.PASS, text)

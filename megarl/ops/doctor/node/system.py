@@ -45,7 +45,10 @@ def free_cgroup_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Return the bytes that the control group may still allocate; None without a limit."""
     for limit, used in zip(_CGROUP_LIMITS, _CGROUP_USED, strict=True):
         try:
-            most, now = (root / limit).read_text().strip(), int((root / used).read_text())
+            most, now = (
+                (root / limit).read_text(encoding="utf-8").strip(),
+                int((root / used).read_text(encoding="utf-8")),
+            )
         except (OSError, ValueError):
             continue
         if most.isdigit() and int(most) < 1 << 60:  # version 1 writes a huge number for "no limit"

@@ -27,9 +27,12 @@ function filterRows() {
 
 // ---------------------------------------------------------------- table
 
+// Not the headings of groups, which are in the table's body.
+const columnHeaders = () => [...document.querySelectorAll("#table thead th")];
+
 function columnsShown() {
   const several = { run: data.runs.length > 1, source: distinct(rollouts.source).length > 1, length: rollouts.length.some((value) => value !== null), advantage: rollouts.advantage.some((value) => value !== null) };
-  return [...document.querySelectorAll("#table th")].map((header) => header.dataset.column).filter((name) => several[name] ?? true);
+  return columnHeaders().map((header) => header.dataset.column).filter((name) => several[name] ?? true);
 }
 
 // A cell with the name of its column, which narrow windows show in place of the table's head.
@@ -87,7 +90,7 @@ function groupHeading(index, before, width) {
 function drawRows() {
   const pages = Math.max(1, Math.ceil(rowView.rows.length / PAGE_ROWS)), columns = columnsShown();
   rowView.page = Math.min(Math.max(rowView.page, 0), pages - 1);
-  for (const header of document.querySelectorAll("#table th")) header.hidden = !columns.includes(header.dataset.column);
+  for (const header of columnHeaders()) header.hidden = !columns.includes(header.dataset.column);
   const shown = rowView.rows.slice(rowView.page * PAGE_ROWS, (rowView.page + 1) * PAGE_ROWS)
     .flatMap((index, at, all) => [...groupHeading(index, all[at - 1], columns.length), ...rowElements(index, columns)]);
   if (!shown.length) {
@@ -283,7 +286,7 @@ function setUpRollouts() {
   for (const [id, by] of [["previous", -1], ["next", 1]]) {
     find(id).addEventListener("click", () => { rowView.page += by; drawRows(); });
   }
-  const headers = [...document.querySelectorAll("#table th")];
+  const headers = columnHeaders();
   const mark = () => headers.forEach((header) => {
     if (header.dataset.column !== rowView.sort) header.removeAttribute("aria-sort");
     else header.setAttribute("aria-sort", rowView.down ? "descending" : "ascending");

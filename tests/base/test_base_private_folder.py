@@ -1,0 +1,74 @@
+"""The private folder is this user's alone, whatever another user has put in its place."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from megarl.base.errors import ResourceError
+from megarl.base.private_folder import private_folder
+
+NAME = f"megarl-{os.geteuid()}"
+
+
+@pytest.fixture
+def root(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A short folder for temporary files."""
+    folder = tempfile.mkdtemp(dir="/tmp")
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+    return Path(folder)
+
+
+def test_it_is_made_for_this_user_only_and_found_again(root: Path) -> None:
+    folder = private_folder()
+    assert folder == private_folder() == root / NAME
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_long_folder_for_temporary_files_is_replaced_and_a_long_explicit_one_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = str(tmp_path / ("x" * 60))
+    monkeypatch.setattr(tempfile, "tempdir", long)
+    assert private_folder() == Path("/tmp") / NAME
+    with pytest.raises(ResourceError, match="too long"):
+        private_folder(long)
+
+
+def open_folder(path: Path, root: Path) -> None:
+    path.mkdir()
+    path.chmod(0o777)
+
+
+def link(path: Path, root: Path) -> None:
+    (root / "target").mkdir(0o700)
+    path.symlink_to(root / "target")
+
+
+def foreign(path: Path, root: Path) -> None:
+    path.mkdir(0o700)
+    os.chown(path, 12345, 12345)
+
+
+FORGERIES = [
+    open_folder,
+    link,
+    lambda path, root: os.mkfifo(path),
+    lambda path, root: path.write_text("", encoding="utf-8"),
+]
+
+
+@pytest.mark.parametrize("forge", [*FORGERIES, *([foreign] if os.geteuid() == 0 else [])])
+def test_what_another_user_has_put_there_is_refused_at_once(root: Path, forge) -> None:  # type: ignore[no-untyped-def]
+    forge(root / NAME, root)
+    with pytest.raises(ResourceError, match=NAME):
+        private_folder()
+
+
+def test_a_folder_that_cannot_be_made_is_named() -> None:
+    with pytest.raises(ResourceError, match="/nowhere"):
+        private_folder("/nowhere")
