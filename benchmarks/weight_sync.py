@@ -184,7 +184,7 @@ class Copier:
         from megarl.sharding.transports.host_memory import SharedMemoryHandle, SharedMemoryTransport
         from megarl.sharding.transports.interface import TransportOptions
 
-        transport = SharedMemoryTransport(TransportOptions())
+        transport = SharedMemoryTransport(TransportOptions(torch.device("cpu")))
         handles = {
             rank: SharedMemoryHandle(*where, *share)
             for rank, (where, share) in enumerate(zip(segments, shares, strict=True))

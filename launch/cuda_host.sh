@@ -17,9 +17,9 @@ _build_cuda_host() {
   mkdir -p "$folder"
   local flags=(-O1 -w -fPIC -I"$source/include" -I"$site/nvidia/cu13/include")
   cc "${flags[@]}" -c -o "$folder/runtime.o" "$source/host_runtime.c" || return 1
-  for lib in c10_cuda torch_cuda torch_python; do
+  for lib in c10_cuda torch_cpu torch_cuda torch_python; do
     nm -D --undefined-only "$site/torch/lib/lib$lib.so" | awk '{print $2}' | sed 's/@.*//'
-  done | grep -E '^(cuda|__cuda|cublas|cudnn|nccl|cuFile)' | sort -u >"$folder/needed"
+  done | grep -E '^(cuda|__cuda|cublas|cudnn|nccl|cuFile|cupti)' | sort -u >"$folder/needed"
   nm "$folder/runtime.o" | awk '$2 == "T" {print $3}' | sort -u >"$folder/defined"
   grep -vxFf "$folder/defined" "$folder/needed" | sed 's/.*/long &(void) { return 0; }/' >"$folder/rest.c"
   cc "${flags[@]}" -shared -o "$folder/libcuda_host.so" "$folder/rest.c" "$folder/runtime.o" -lpthread || return 1

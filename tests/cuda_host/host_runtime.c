@@ -351,6 +351,7 @@ size_t cudnnGetVersion(void) { return 91900; }
 size_t cudnnGetCudartVersion(void) { return 13000; }
 int cudnnBackendCreateDescriptor(int type, void **descriptor) { return 3000; }  // not supported: no plans here
 int cudnnBackendFinalize(void *descriptor) { return 3000; }
+const char *cudnnGetErrorString(int status) { return "cuDNN needs a GPU"; }
 
 // ---- NCCL with one rank
 
