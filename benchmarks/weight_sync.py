@@ -129,7 +129,7 @@ class TrainingRank:
         self.tensors = random_tensors(WeightMap(config).megatron_params(TRAIN, rank), rank)
         sent, device = plan.sent_by(rank), torch.device("cpu")
         peers = PeerTransports.for_sender(routes, rank, destination_ranks(sent), device, address)
-        self.sender = BucketSender(plan, rank, lambda: self.tensors, peers, torch.bfloat16)
+        self.sender = BucketSender(plan, rank, lambda: self.tensors, peers, torch.bfloat16, device)
         nbytes = sum(op_bytes(bucket.ops) for bucket in sent)
         self.flat = torch.ones(nbytes, dtype=torch.uint8)
         self.segment = SharedHostBuffer(nbytes)
@@ -184,7 +184,7 @@ class Copier:
         from megarl.sharding.transports.host_memory import SharedMemoryHandle, SharedMemoryTransport
         from megarl.sharding.transports.interface import TransportOptions
 
-        transport = SharedMemoryTransport(TransportOptions())
+        transport = SharedMemoryTransport(TransportOptions(torch.device("cpu")))
         handles = {
             rank: SharedMemoryHandle(*where, *share)
             for rank, (where, share) in enumerate(zip(segments, shares, strict=True))

@@ -9,6 +9,8 @@
 #   SGLANG=only bash launch/test.sh         only SGLang's tests
 #   BROWSER=/opt/chrome bash launch/test.sh the browser tests in that browser; BROWSER=0: none; default: the first browser
 #                                           of Chromium's family on PATH; see launch/browser.sh
+#   CUDA_HOST=1 bash launch/test.sh         only the tests of torch's CUDA host code, without a GPU, in an environment of
+#                                           their own with a CUDA build of torch (5 GB); not part of the other runs
 #   bash launch/test.sh tests/models -x     arguments go to pytest; SGLang and the browser are skipped then
 #
 # A failed test does not hide those of other stages. Ctrl-C ends all of them.
@@ -35,6 +37,12 @@ test_sglang() {
   return "$code"
 }
 
+if [ "${CUDA_HOST:-0}" = 1 ]; then
+  source "$MEGARL_ROOT/launch/cuda_host.sh"
+  ensure_cuda_host_environment
+  cd "$MEGARL_ROOT"
+  exec python -m pytest tests/cuda_host "$@"
+fi
 ensure_environment
 cd "$MEGARL_ROOT"
 status=0 missing=""

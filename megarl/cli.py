@@ -6,6 +6,7 @@ import argparse
 import atexit
 import importlib
 import json
+import logging
 import signal
 import sys
 from collections.abc import Sequence
@@ -432,8 +433,8 @@ def _close_sweep(folder: Path, local_results: Sequence[RunResult], minimize: boo
         print(f"sweep: {report.compare_runs([folder])}")
     except report.NoRunError:
         print(f"sweep: {folder} (no run finished its first step)")
-    except (OSError, ValueError) as error:  # the runs are complete: a full disk must not fail them now
-        print(f"the comparison could not be written: {error}; retry with: megarl report {folder}", file=sys.stderr)
+    except Exception as error:
+        _say_unwritten("comparison", folder, error)
     RUN_WRITER.close()
     return [result.error for result in results if result.error is not None]
 
@@ -450,8 +451,14 @@ def _write_report(folder: Path) -> None:
         return
     try:
         importlib.import_module(REPORT).report_run(folder)
-    except (OSError, ValueError) as error:  # the run is saved: a full disk must not fail it now
-        print(f"the report could not be written: {error}; retry with: megarl report {folder}", file=sys.stderr)
+    except Exception as error:
+        _say_unwritten("report", folder, error)
+
+
+def _say_unwritten(page: str, folder: Path, error: Exception) -> None:
+    """Tell that a page could not be written. The runs are complete: neither a full disk nor a bug fails them now."""
+    logging.getLogger(__name__).info("writing the %s failed", page, exc_info=error)
+    print(f"the {page} could not be written: {error}; retry with: megarl report {folder}", file=sys.stderr)
 
 
 def _record_start(

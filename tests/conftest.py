@@ -42,6 +42,7 @@ SLOW = (
     "data/test_data_tokenizer_folder.py",
     "docs/test_docs_site.py",
     "docs/test_docs_tools.py",
+    "ops/acceptance/test_acceptance_jobs.py",
     "models/test_models_foreign_files.py",
     "ops/acceptance/test_acceptance_stages.py",
     "ops/doctor",

@@ -16,6 +16,7 @@ import types
 import urllib.request
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
@@ -27,6 +28,7 @@ from megarl.base.run_writer import RUN_WRITER
 from megarl.config import EvaluateConfig, SFTConfig, TrainConfig
 from megarl.config.compose import to_yaml
 from megarl.tracking import Console
+from megarl.trainer.jobs import early_checks
 from megarl.trainer.records.reporting import RunReporter
 from megarl.trainer.state.run_identity import ID_FILE
 
@@ -364,17 +366,23 @@ def test_wrong_key_in_a_subprocess() -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_report_write_error_does_not_fail_a_finished_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "error",
+    [OSError(28, "No space left on device"), ModuleNotFoundError("No module named 'plotly'"), KeyError("metrics")],
+    ids=lambda error: type(error).__name__,
+)
+def test_report_that_cannot_be_written_does_not_fail_a_finished_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
 ) -> None:
-    def raise_no_space(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
     (tmp_path / cli.SUMMARY_FILE).write_text("{}", encoding="utf-8")
-    monkeypatch.setattr("megarl.ops.report.report_run", raise_no_space)
+    for page in ("report_run", "compare_runs"):
+        monkeypatch.setattr(f"megarl.ops.report.{page}", mock.Mock(side_effect=error))
     cli._write_report(tmp_path)
     message = capsys.readouterr().err
-    assert "No space left" in message and f"megarl report {tmp_path}" in message
+    assert str(error) in message and f"megarl report {tmp_path}" in message
+    assert cli._close_sweep(tmp_path, [], minimize=False) == []
+    message = capsys.readouterr().err
+    assert str(error) in message and f"megarl report {tmp_path}" in message
 
 
 @pytest.mark.parametrize("shared", ["hydra.run.dir", "trainer.default_local_dir", "trainer.hf_export_dir"])
@@ -486,3 +494,11 @@ def test_ctrl_c_after_the_run_shows_no_traceback(tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, preexec_fn=restore_interrupts
     )
     assert done.returncode == 0 and done.stderr == "", done.stderr
+
+
+def test_missing_plotly_is_a_warning_before_the_job(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    early_checks.check_packages(SFTConfig())
+    assert "plotly" in caplog.text

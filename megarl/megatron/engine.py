@@ -131,7 +131,7 @@ class MegatronEngine:
 
     def describe(self) -> str:
         """Describe layout, number format and kernels in one line."""
-        options = self.options
+        options, latent = self.options, self.model.latent
         used = kernels(
             self.runtime.device,
             options.dtype,
@@ -140,6 +140,7 @@ class MegatronEngine:
             has_windows=self.model.window is not None,
             has_sinks=self.model.sinks,
             has_delta_nets=self.model.linear is not None,
+            head_dims=(self.model.head_dim, self.model.head_dim if latent is None else latent.v_dim),
         )
         name = str(options.dtype).removeprefix("torch.")
         return f"{self.runtime.layout.describe()} on {self.runtime.device.type} in {name}; {used.describe()}"

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import __version__ as megatron_version
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from megarl.base.compilers import fusion_error
 from megarl.megatron.transformer_engine import has_transformer_engine
+from megarl.models.torch_attention import dot_product_attention
 
 logger = logging.getLogger(__name__)
 
@@ -68,13 +68,24 @@ def kernels(
     has_windows: bool = False,
     has_sinks: bool = False,
     has_delta_nets: bool = False,
+    head_dims: tuple[int, int] = (128, 128),
 ) -> Kernels:
     """Select the kernels for a model of this number format on this device.
 
     A model with sliding-window attention or sinks has torch's attention among Transformer Engine's other layers.
+
+    Args:
+        device: device of the rank.
+        dtype: number format of the weights.
+        trains: whether there is an optimizer.
+        has_experts: whether the model has experts.
+        has_windows: whether it has sliding-window attention.
+        has_sinks: whether it has attention sinks.
+        has_delta_nets: whether it has gated delta nets.
+        head_dims: widths of a head's keys and values, which differ with latent attention.
     """
     adam = adam_kernel(megatron_optimizer.Adam) if trains else ""
-    packed = device.type == "cuda" and dtype is torch.bfloat16 and packed_attention() is not None
+    packed = device.type == "cuda" and _packs(dtype, *head_dims)
     attention = "torch's varlen_attn" if packed else "torch's, length by length"
     if has_sinks:
         attention = f"torch's with sinks, {'in its flash kernels' if packed else 'in chunks'}"
@@ -128,9 +139,13 @@ def adam_kernel(adam: type) -> str:
 
 @functools.cache
 def packed_attention() -> Callable[..., Any] | None:
-    """Return torch's packed attention with grouped queries; None if the installed torch has none."""
+    """Return torch's packed attention with grouped queries; None if the installed torch has none.
+
+    Its first call imports torch's compiler, for seconds; imported here, they belong to the start and not to a pass.
+    """
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return None
+    importlib.import_module("torch._dynamo")
     return with_grouped_queries(importlib.import_module("torch.nn.attention.varlen").varlen_attn)
 
 
@@ -150,13 +165,13 @@ def with_grouped_queries(varlen_attn: Callable[..., Any]) -> Callable[..., Any] 
 
 def fits_packed_attention(query: Tensor, value: Tensor) -> bool:
     """Return whether :func:`packed_attention` supports these heads; it needs half precision and one head width."""
-    return (
-        query.is_cuda
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and query.shape[-1] == value.shape[-1] <= 256
-        and query.shape[-1] % 8 == 0
-        and packed_attention() is not None
-    )
+    return query.is_cuda and _packs(query.dtype, query.shape[-1], value.shape[-1])
+
+
+def _packs(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
+    if dtype not in (torch.bfloat16, torch.float16) or key_dim != value_dim or key_dim > 256 or key_dim % 8:
+        return False
+    return packed_attention() is not None
 
 
 def check_fusions(config: TransformerConfig, device: torch.device) -> None:
@@ -168,7 +183,8 @@ def check_fusions(config: TransformerConfig, device: torch.device) -> None:
         config: configuration of the model.
         device: of this rank.
     """
-    if device.type != "cuda" or not (config.bias_activation_fusion or config.bias_dropout_fusion):
+    compiles = config.bias_activation_fusion or config.bias_dropout_fusion or config.attention_output_gate
+    if device.type != "cuda" or not compiles:
         return
     errors = [""] * dist.get_world_size()
     dist.all_gather_object(errors, fusion_error(device.type))
@@ -195,12 +211,8 @@ def causal_attention(
     Returns:
         ``[sequences, heads, tokens, value's last dimension]``.
     """
-    if lacks_grouped_kernel(query):
-        key, value = (heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1) for heads in (key, value))
     is_causal = mask is None and query.shape[2] == key.shape[2]
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=True
-    )
+    return dot_product_attention(query, key, value, mask=mask, is_causal=is_causal, scale=scale)
 
 
 def window_attention(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float | None = None) -> Tensor:
@@ -230,11 +242,3 @@ def window_attention(query: Tensor, key: Tensor, value: Tensor, window: int, sca
         keys, values = key[:, :, first:last], value[:, :, first:last]
         outputs.append(causal_attention(query[:, :, start:stop], keys, values, mask=mask, scale=scale))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-
-
-def lacks_grouped_kernel(query: Tensor) -> bool:
-    """Return whether torch computes grouped queries only with all scores in memory: in single precision on a GPU.
-
-    Flash attention has no single precision, and the memory-efficient kernel no grouped queries.
-    """
-    return query.is_cuda and query.dtype is torch.float32

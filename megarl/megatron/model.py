@@ -29,7 +29,7 @@ from torch import Tensor
 from megarl.megatron.activations import GeGLU, SwiGLU
 from megarl.megatron.context_parallel import MicroBatchPart
 from megarl.megatron.gated_delta_net import delta_net_spec
-from megarl.megatron.kernels import check_fusions, uses_transformer_engine
+from megarl.megatron.kernels import check_fusions, packed_attention, uses_transformer_engine
 from megarl.megatron.layers import (
     NormedResidual,
     PackedAttention,
@@ -188,6 +188,8 @@ def build_model(model: ModelConfig, runtime: Runtime, options: MegatronOptions) 
     fused = uses_transformer_engine(runtime.device, options.dtype)
     config = build_transformer_config(model, layout, options, fused=fused)
     check_fusions(config, runtime.device)
+    if runtime.device.type == "cuda":
+        packed_attention()
     frequencies = inverse_frequencies(model).to(runtime.device)
     chunks = tuple(_build_chunk(model, runtime, options, config, chunk, fused) for chunk in range(layout.vpp))
     if _megatron_rotates(model, fused):

@@ -12,6 +12,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megarl.base.errors import ConfigError
 from megarl.megatron.moe import expert_settings
 from megarl.megatron.options import MegatronOptions, RecomputeOptions
 from megarl.megatron.versions import patch_megatron_gaps, supported_arguments
@@ -45,15 +46,22 @@ def build_transformer_config(
 
     Raises:
         TypeError: ``options.transformer`` names a field that the installed Megatron-Core does not have.
+        ConfigError: the recomputed modules need Transformer Engine's experts, which this role does not use.
     """
     patch_megatron_gaps()
+    grouped = fused and options.lora is None
+    if options.recompute is not None and "moe_act" in options.recompute.modules and not grouped:
+        raise ConfigError(
+            f"recompute_modules={list(options.recompute.modules)}: moe_act needs the grouped experts of Transformer "
+            "Engine, which needs a GPU, bfloat16 and no LoRA (`megarl doctor` tells whether it is installed); use moe"
+        )
     arguments = {
         **_shape(model),
         **_division(model.num_layers, layout, options.sequence_parallel),
         **_execution(options.dtype, fused),
         **_activation(model, fused),
         **_recomputation(options.recompute),
-        **expert_settings(model, layout, grouped=fused and options.lora is None),
+        **expert_settings(model, layout, grouped=grouped),
     }
     chosen = user_fields(options.transformer, fused=fused)
     if chosen.get("overlap_p2p_comm") and not torch.cuda.is_available():

@@ -90,7 +90,7 @@ class BucketSender:
         params: returns the parameters by their names in the weight map, on any device; called at each export.
         peers: transports to the rollout ranks.
         dtype: dtype of the engines' weights, in which the weights are sent.
-        device: device of this process; None = CPU.
+        device: device of this process, where transports between GPUs need the packed weights.
         delta: encoder of messages to other nodes; None = every message is sent as packed.
     """
 
@@ -101,7 +101,7 @@ class BucketSender:
         params: Callable[[], Mapping[str, Tensor]],
         peers: PeerTransports,
         dtype: torch.dtype,
-        device: torch.device | None = None,
+        device: torch.device,
         delta: DeltaEncoder | None = None,
     ) -> None:
         self._rank, self._params, self._peers = rank, params, peers
@@ -113,7 +113,6 @@ class BucketSender:
         for _, sizes in layouts:
             for kind, size in sizes.items():
                 largest[kind] = max(largest[kind], size)
-        device = device or torch.device("cpu")
         self.pools = {t.memory: buffer_pool(t.memory, largest[t.memory], device) for t in peers.transports.values()}
         self._exported: dict[int, list[Message]] = {}
         self._buffers: dict[int, dict[MemoryKind, Buffer]] = {}

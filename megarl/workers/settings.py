@@ -283,6 +283,7 @@ def check_adapters(
     if options is None:
         return
     _check_frozen_routers(megatron, keys)
+    _check_grouped_experts(megatron, "megatron", f"{field}.lora_rank={keys.lora_rank}")
     try:
         adapters = AdapterMap(WeightMap(model, value_head), options)
         adapters.check_layout(layout_of(megatron))
@@ -370,17 +371,25 @@ def _check_modules(model: ModelConfig, megatron: MegatronConfig, field: str) -> 
         absent |= {"moe", "moe_act"}
     elif all(model.experts.layers):
         absent |= {"mlp"}
-    if model.latent is None:
-        absent |= {"mla_up_proj"}
     if not model.input_norms:
         absent |= {"layernorm"}
     inapplicable = [name for name in megatron.recompute_modules if name in absent]
     if inapplicable:
-        modules = ("core_attn", "mlp", "moe", "moe_act", "layernorm", "mla_up_proj")
+        modules = ("core_attn", "mlp", "moe", "moe_act", "layernorm")
         valid = ", ".join(name for name in modules if name not in absent)
         raise ConfigError(
             f"{field}.recompute_modules={inapplicable}, but {model.architecture} has none; "
             f"valid for this model: {valid}"
+        )
+    if megatron.dtype == "float32":
+        _check_grouped_experts(megatron, field, f"{field}.dtype=float32")
+
+
+def _check_grouped_experts(megatron: MegatronConfig, field: str, reason: str) -> None:
+    if megatron.recompute_granularity == "selective" and "moe_act" in megatron.recompute_modules:
+        raise ConfigError(
+            f"{field}.recompute_modules={megatron.recompute_modules}: moe_act needs Transformer Engine's grouped "
+            f"experts, which {reason} excludes; use moe"
         )
 
 

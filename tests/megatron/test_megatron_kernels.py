@@ -225,6 +225,31 @@ def test_packed_kernel_equals_one_call_per_length(monkeypatch: pytest.MonkeyPatc
     assert bound.arguments["window_size"] == (-1, 0) and bound.arguments["max_q"] == bound.arguments["max_k"] == 5
 
 
+@pytest.mark.parametrize(
+    ("dims", "attention"),
+    [
+        ((128, 128), "torch's varlen_attn"),
+        ((192, 128), "torch's, length by length"),
+        ((320, 320), "torch's, length by length"),
+    ],
+    ids=str,
+)
+def test_attention_is_described_by_the_widths_of_its_heads(
+    monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], attention: str
+) -> None:
+    """Latent attention has wider keys than values, which torch's packed kernel does not accept."""
+    monkeypatch.setattr("megatron.core.extensions.transformer_engine.HAVE_TE", False)
+    chosen = kernels.kernels(torch.device("cuda"), torch.bfloat16, trains=False, head_dims=dims)
+    assert chosen.attention == attention
+
+
+def test_import_of_packed_attention_imports_what_its_first_call_needs() -> None:
+    code = "import sys; from megarl.megatron import kernels; {}; print('torch._dynamo' in sys.modules)"
+    for action, expected in (("None", "False"), ("kernels.packed_attention()", "True")):
+        done = subprocess.run([sys.executable, "-c", code.format(action)], capture_output=True, text=True, check=True)
+        assert done.stdout.split()[-1] == expected, action
+
+
 def test_heads_without_flash_kernel_use_one_call_per_length() -> None:
     on_gpu = mock.Mock(is_cuda=True, dtype=torch.bfloat16, shape=(17, 4, 64))
     assert kernels.fits_packed_attention(on_gpu, on_gpu) == (kernels.packed_attention() is not None)
@@ -232,29 +257,6 @@ def test_heads_without_flash_kernel_use_one_call_per_length() -> None:
         wrong = mock.Mock(**{"is_cuda": True, "dtype": torch.bfloat16, "shape": (17, 4, 64), **other})
         assert not kernels.fits_packed_attention(wrong, wrong)
     assert not kernels.fits_packed_attention(on_gpu, mock.Mock(shape=(17, 4, 32)))
-
-
-def test_single_precision_on_a_gpu_has_no_kernel_with_grouped_queries() -> None:
-    cases = ((True, torch.float32, True), (True, torch.bfloat16, False), (False, torch.float32, False))
-    for is_cuda, dtype, lacks in cases:
-        assert kernels.lacks_grouped_kernel(mock.Mock(is_cuda=is_cuda, dtype=dtype)) is lacks
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_repeated_key_value_heads_equal_grouped_queries(monkeypatch: pytest.MonkeyPatch, masked: bool) -> None:
-    query = torch.randn(2, 4, 5, 8, requires_grad=True)
-    key, value = (torch.randn(2, 2, 5, 8, requires_grad=True) for _ in range(2))
-    seed = torch.randn(2, 4, 5, 8)
-    mask = torch.ones(5, 5, dtype=torch.bool).tril(-1).logical_or(torch.eye(5).flip(0).bool()) if masked else None
-    grouped = kernels.causal_attention(query, key, value, mask=mask, scale=0.3)
-    expected = torch.autograd.grad(grouped, (query, key, value), seed)
-    plain = mock.Mock(side_effect=F.scaled_dot_product_attention)
-    monkeypatch.setattr(kernels, "lacks_grouped_kernel", lambda query: True)
-    monkeypatch.setattr(F, "scaled_dot_product_attention", plain)
-    repeated = kernels.causal_attention(query, key, value, mask=mask, scale=0.3)
-    assert [heads.shape[1] for heads in plain.call_args.args] == [4, 4, 4]
-    torch.testing.assert_close(repeated, grouped)
-    torch.testing.assert_close(torch.autograd.grad(repeated, (query, key, value), seed), expected)
 
 
 class FusionCase(NamedTuple):
@@ -269,18 +271,19 @@ def fusions_without_compiler(place: Place) -> FusionCase:
     error = "no C compiler" if place.rank == 1 else ""
     dynamo = importlib.import_module("torch._dynamo")
     runtime = init_runtime(ParallelLayout(dp=2), place.rank, 2, "127.0.0.1", place.port, device="cpu", timeout_s=60)
-    fused = mock.Mock(bias_activation_fusion=True, bias_dropout_fusion=False)
-    plain = mock.Mock(bias_activation_fusion=False, bias_dropout_fusion=False)
+    unused = dict.fromkeys(("bias_activation_fusion", "bias_dropout_fusion", "attention_output_gate"), False)
+    plain, *fused = (mock.Mock(**unused | changed) for changed in ({}, *({name: True} for name in unused)))
     compiled = torch.compile(lambda x: x * 2, backend=lambda graph, inputs: mock.Mock(side_effect=RuntimeError("no C")))
     try:
         with (
             mock.patch.object(kernels, "fusion_error", lambda device: error),
             mock.patch.object(kernels.logger, "warning", lambda text, *args: warnings.append(text % args)),
         ):
-            kernels.check_fusions(fused, runtime.device)  # a CPU: nothing to compile
+            kernels.check_fusions(fused[0], runtime.device)  # a CPU: nothing to compile
             kernels.check_fusions(plain, torch.device("cuda"))
             before = dynamo.config.disable
-            kernels.check_fusions(fused, torch.device("cuda"))
+            for config in fused:
+                kernels.check_fusions(config, torch.device("cuda"))
         return FusionCase([float(before), float(dynamo.config.disable), compiled(torch.ones(())).item()], warnings)
     finally:
         dynamo.config.disable = False
@@ -290,7 +293,7 @@ def fusions_without_compiler(place: Place) -> FusionCase:
 def test_fused_functions_run_uncompiled_on_all_ranks_if_one_lacks_a_compiler(pool: ProcessPool) -> None:
     text = "torch cannot compile, so fused operations run one by one (`megarl doctor`); rank 1: no C compiler"
     assert pool.run(fusions_without_compiler, 2) == [
-        FusionCase([0.0, 1.0, 2.0], [text]),
+        FusionCase([0.0, 1.0, 2.0], [text] * 3),
         FusionCase([0.0, 1.0, 2.0], []),
     ]
 

@@ -18,12 +18,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tiny_models import TEMPERATURE, rows, save_model
 from torch import Tensor
 
+from megarl.base.errors import ConfigError
+from megarl.config import MegatronConfig
 from megarl.config.checks.transformer_field_table import OWNED, REJECTED, SUPPORTED
 from megarl.config.checks.transformer_fields import attention_backends, transformer_fields
+from megarl.config.keys import key_at
 from megarl.megatron import MegatronOptions, OutputOptions, RecomputeOptions, transformer_config
 from megarl.megatron.transformer_config import build_transformer_config
 from megarl.models import ParallelLayout, read_model_config
 
+MODULES = key_at(MegatronConfig, "recompute_modules").limits.choices
 CHOSEN = {"deallocate_pipeline_outputs": False, "clone_scatter_output_in_embedding": False}
 
 
@@ -131,3 +135,17 @@ def test_every_field_of_the_installed_release_is_classified() -> None:
     """A failure here after an upgrade: classify the new fields in ``transformer_field_table.py``."""
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
     assert sorted(fields - SUPPORTED - OWNED.keys() - REJECTED.keys()) == []
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "qwen3_next", "gemma3"])
+@pytest.mark.parametrize("module", MODULES)
+def test_megatron_accepts_every_recomputed_module_with_torchs_layers(name: str, module: str, tmp_path: Path) -> None:
+    """Only the activation of grouped experts needs Transformer Engine, and megarl's error says so."""
+    save_model(tmp_path, **MODELS[name])
+    options = MegatronOptions(recompute=RecomputeOptions("selective", modules=(module,)))
+    if module != "moe_act":
+        config = build_transformer_config(read_model_config(tmp_path), ParallelLayout(), options, fused=False)
+        assert config.recompute_modules == [module]
+        return
+    with pytest.raises(ConfigError, match=r"^recompute_modules=\['moe_act'\]: .* Transformer Engine"):
+        build_transformer_config(read_model_config(tmp_path), ParallelLayout(), options, fused=False)

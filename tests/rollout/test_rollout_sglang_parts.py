@@ -466,7 +466,7 @@ class TestLoader:
         routes = Routes([current_location()], [current_location()])
         peers = PeerTransports.for_sender(routes, 0, [0], torch.device("cpu"), None)
         whole = build_plan(weight_map, LAYOUT, RolloutLayout(vocab_multiple=64), 9000, 4)
-        sender = BucketSender(whole, 0, lambda: tensors, peers, torch.float32)
+        sender = BucketSender(whole, 0, lambda: tensors, peers, torch.float32, torch.device("cpu"))
         ask("connect", ReceiverSpec(part, routes, None, "float32"))
         ask("begin", 4)
         ask("open", 0, None)

@@ -38,7 +38,7 @@ class WeightSync:
         routes = Routes([current_location()], engine.rank_locations(), transport)
         address = None if store is None else StoreAddress("127.0.0.1", store.port, 60.0)
         peers = PeerTransports.for_sender(routes, 0, destination_ranks(self.plan.sent_by(0)), CPU, address)
-        self.sender = BucketSender(self.plan, 0, lambda: self.tensors, peers, torch.float32, delta=delta)
+        self.sender = BucketSender(self.plan, 0, lambda: self.tensors, peers, torch.float32, torch.device("cpu"), delta)
         engine.connect_receivers([ReceiverSpec(part, routes, address, "float32") for part in receiver_plans(self.plan)])
 
     def begin(self, version):

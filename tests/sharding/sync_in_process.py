@@ -93,7 +93,9 @@ class Source(Side):
         def sender(rank):
             peers = PeerTransports.for_sender(routes, rank, destination_ranks(setup.plan.sent_by(rank)), CPU, address)
             delta = None if setup.delta is None else DeltaEncoder(setup.delta)
-            return BucketSender(setup.plan, rank, lambda: self.ranks[rank], peers, setup.dtype, delta=delta)
+            return BucketSender(
+                setup.plan, rank, lambda: self.ranks[rank], peers, setup.dtype, torch.device("cpu"), delta
+            )
 
         self.senders = [sender(rank) for rank in range(len(self.ranks))]
 

@@ -13,7 +13,7 @@ from megarl.sharding import RolloutLayout, Routes, build_plan, receiver_plans
 from megarl.sharding.placement import current_location
 from megarl.sharding.receiver import ReceiverSpec
 from megarl.sharding.sender import BucketSender
-from megarl.sharding.transports.interface import PeerTransports
+from megarl.sharding.transports.interface import PeerTransports, TransportOptions
 
 FLOAT32 = torch.float32
 
@@ -99,9 +99,12 @@ def test_every_parameter_has_the_checksum_of_the_model_folder(folder, layout, dt
     options = EngineOptions(dtype=dtype)
 
     def way(count):
-        return PeerTransports(dict.fromkeys(range(count), "shared_memory"))
+        return PeerTransports(dict.fromkeys(range(count), "shared_memory"), TransportOptions(torch.device("cpu")))
 
-    senders = [BucketSender(plan, rank, lambda rank=rank: ranks[rank], way(1), FLOAT32) for rank in range(len(ranks))]
+    senders = [
+        BucketSender(plan, rank, lambda rank=rank: ranks[rank], way(1), FLOAT32, torch.device("cpu"))
+        for rank in range(len(ranks))
+    ]
     engine, reference = EmbeddedEngine(reader.config, options), EmbeddedEngine(reader.config, options)
     connect(engine, plan, len(ranks))
 
@@ -125,8 +128,8 @@ def test_an_engine_of_another_model_refuses_the_sync(folder):
     weight_map = WeightMap(reader.config)
     plan = build_plan(weight_map, ParallelLayout(), RolloutLayout(), 1 << 20, 4)
     params = dict(load_local(reader, weight_map.megatron_params(ParallelLayout(), 0), torch.float32))
-    way = PeerTransports({0: "inline"})
-    message = BucketSender(plan, 0, lambda: params, way, FLOAT32).export_bucket(0)[0]
+    way = PeerTransports({0: "inline"}, TransportOptions(torch.device("cpu")))
+    message = BucketSender(plan, 0, lambda: params, way, FLOAT32, torch.device("cpu")).export_bucket(0)[0]
 
     kinds = reader.config.raw.get("layer_types")
     changes = {"num_hidden_layers": 1, "layer_types": kinds and kinds[:1]}

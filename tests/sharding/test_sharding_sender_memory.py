@@ -13,7 +13,7 @@ from resharding_cases import weight_map_of
 import torch
 from megarl.models import ParallelLayout
 from megarl.sharding import RolloutLayout, build_plan
-from megarl.sharding.transports.interface import PeerTransports
+from megarl.sharding.transports.interface import PeerTransports, TransportOptions
 from megarl.sharding.sender import BucketSender
 
 def peak():
@@ -24,7 +24,8 @@ layout, bucket = ParallelLayout(), int(sys.argv[2])
 weight_map = weight_map_of("Qwen2MoeForCausalLM", layers=4, hidden=512, ffn=1024, heads=8, head_dim=64, vocab=8192)
 plan = build_plan(weight_map, layout, RolloutLayout(2), bucket, 2)
 params = {p.name: torch.ones(p.shape) for p in weight_map.megatron_params(layout, 0)}
-sender = BucketSender(plan, 0, lambda: params, PeerTransports({0: "inline", 1: "inline"}), torch.bfloat16)
+peers = PeerTransports({0: "inline", 1: "inline"}, TransportOptions(torch.device("cpu")))
+sender = BucketSender(plan, 0, lambda: params, peers, torch.bfloat16, torch.device("cpu"))
 
 def sync():
     for index in range(len(plan.buckets)):

@@ -11,7 +11,9 @@ from megarl.models import ParallelLayout
 from megarl.sharding import Bucket, RolloutLayout, TransferOp, build_plan
 from megarl.sharding.receiver import BucketReceiver, route_messages
 from megarl.sharding.sender import BucketSender, message_layout
-from megarl.sharding.transports.interface import PeerTransports
+from megarl.sharding.transports.interface import PeerTransports, TransportOptions
+
+CPU = torch.device("cpu")
 
 
 class Engine:
@@ -38,7 +40,14 @@ PARAMS = {"src": torch.arange(12.0).reshape(4, 3)}
 
 
 def sender_of(plan, rank=0, params=PARAMS, dtype=torch.float32, transport="inline"):
-    return BucketSender(plan, rank, lambda: params, PeerTransports(dict.fromkeys(range(2), transport)), dtype)
+    return BucketSender(
+        plan,
+        rank,
+        lambda: params,
+        PeerTransports(dict.fromkeys(range(2), transport), TransportOptions(CPU)),
+        dtype,
+        CPU,
+    )
 
 
 def values_of(message, ops, dtype=torch.float32, float32_params=frozenset()):
@@ -117,8 +126,10 @@ def way():
     weight_map, layout = weight_map_of(), ParallelLayout()
     plan = build_plan(weight_map, layout, RolloutLayout(), 400, 4)
     params = training_tensors(weight_map, layout, labelled_checkpoint(weight_map, torch.float32))[0]
-    sender = BucketSender(plan, 0, lambda: params, PeerTransports({0: "inline"}), torch.float32)
-    receiver = BucketReceiver(plan, 0, Engine(), PeerTransports({0: "inline"}), torch.float32)
+    sender = BucketSender(
+        plan, 0, lambda: params, PeerTransports({0: "inline"}, TransportOptions(CPU)), torch.float32, CPU
+    )
+    receiver = BucketReceiver(plan, 0, Engine(), PeerTransports({0: "inline"}, TransportOptions(CPU)), torch.float32)
     receiver.begin(1)
     return plan, sender, receiver
 

@@ -26,19 +26,22 @@ from megarl.sharding.transports import (
 )
 from megarl.sharding.transports import cuda_ipc as ipc
 
+CPU = torch.device("cpu")
+ON_CPU = TransportOptions(CPU)
 READER = """
 import pickle, sys, torch
-from megarl.sharding.transports import create_transport
+from megarl.sharding.transports import TransportOptions, create_transport
 name, handle = pickle.load(sys.stdin.buffer)
-((rank, data),) = create_transport(name).receive({0: handle})
+((rank, data),) = create_transport(name, TransportOptions(torch.device("cpu"))).receive({0: handle})
 print(data.view(torch.float32).double().sum().item(), len(data))
 """
 HOLDER = """
 import pickle, sys, time, torch
-from megarl.sharding.transports import SharedHostBuffer, BufferSlice, create_transport
+from megarl.sharding.transports import SharedHostBuffer, BufferSlice, TransportOptions, create_transport
 buffer = SharedHostBuffer(4000)
 buffer.data.view(torch.float32).fill_(1)
-handle = create_transport("shared_memory").send(BufferSlice(buffer, 0, 4000), 0, 0)
+options = TransportOptions(torch.device("cpu"))
+handle = create_transport("shared_memory", options).send(BufferSlice(buffer, 0, 4000), 0, 0)
 sys.stdout.buffer.write(pickle.dumps(handle)); sys.stdout.flush()
 time.sleep(600)
 """
@@ -77,7 +80,8 @@ class Pair:
         self.name, self.store = name, host_store("127.0.0.1")
         self.sender, self.receiver = (
             create_transport(
-                name, TransportOptions(rendezvous=Rendezvous(rank, 1, 2, (1 - rank,), "127.0.0.1", self.store.port))
+                name,
+                TransportOptions(CPU, rendezvous=Rendezvous(rank, 1, 2, (1 - rank,), "127.0.0.1", self.store.port)),
             )
             for rank in range(2)
         )
@@ -141,7 +145,7 @@ def test_after_a_failure_a_new_session_starts_clean(pair):
 @pytest.mark.parametrize("name", ["inline", "shared_memory"])
 def test_an_unrelated_process_reads_the_slice(name):
     buffer = packed(torch.arange(1000.0))
-    handle = create_transport(name).send(BufferSlice(buffer, 400, 4000), 0, 0)
+    handle = create_transport(name, ON_CPU).send(BufferSlice(buffer, 400, 4000), 0, 0)
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", READER], input=pickle.dumps((name, handle)), capture_output=True
     )
@@ -149,7 +153,7 @@ def test_an_unrelated_process_reads_the_slice(name):
 
 
 def test_inline_accepts_a_read_only_array_of_an_object_store(recwarn):
-    transport, buffer = create_transport("inline"), packed(torch.ones(3))
+    transport, buffer = create_transport("inline", ON_CPU), packed(torch.ones(3))
     handle = transport.send(BufferSlice(buffer, 0, 12), 0, 0)
     data = np.frombuffer(handle.data.tobytes(), dtype=np.uint8)
     assert not data.flags.writeable
@@ -161,14 +165,19 @@ def test_unknown_transport_lists_the_known_ones():
     with pytest.raises(
         ConfigError, match=r"sync\.transport='mpi' is unknown; .*cuda_ipc, gloo, inline, nccl, shared_memory"
     ):
-        create_transport("mpi")
+        create_transport("mpi", ON_CPU)
+
+
+def test_a_transport_has_no_device_unless_its_process_names_one():
+    with pytest.raises(TypeError, match="device"):
+        TransportOptions()
 
 
 # ---- shared memory
 
 
 def test_a_closed_buffer_cannot_be_read():
-    transport, buffer = create_transport("shared_memory"), packed(torch.ones(3))
+    transport, buffer = create_transport("shared_memory", ON_CPU), packed(torch.ones(3))
     handle = transport.send(BufferSlice(buffer, 0, 12), 0, 0)
     buffer.close()
     with pytest.raises(WeightSyncError, match="has released it"):
@@ -176,7 +185,7 @@ def test_a_closed_buffer_cannot_be_read():
 
 
 def test_another_file_under_the_same_descriptor_is_refused(tmp_path):
-    transport, buffer = create_transport("shared_memory"), packed(torch.ones(3))
+    transport, buffer = create_transport("shared_memory", ON_CPU), packed(torch.ones(3))
     handle = transport.send(BufferSlice(buffer, 0, 12), 0, 0)
     buffer.close()
     (tmp_path / "other").write_bytes(b"x" * 100)
@@ -196,11 +205,11 @@ def test_shared_memory_of_a_killed_process_is_freed():
     holder = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE)
     try:
         handle = pickle.load(holder.stdout)
-        assert received(create_transport("shared_memory"), handle).view(torch.float32).sum() == 1000
+        assert received(create_transport("shared_memory", ON_CPU), handle).view(torch.float32).sum() == 1000
         holder.send_signal(signal.SIGKILL)
         holder.wait(timeout=120)
         with pytest.raises(WeightSyncError, match="the process is gone"):
-            received(create_transport("shared_memory"), handle)
+            received(create_transport("shared_memory", ON_CPU), handle)
     finally:
         holder.kill()
         holder.wait()
@@ -209,7 +218,7 @@ def test_shared_memory_of_a_killed_process_is_freed():
 
 
 def test_a_receiver_keeps_no_more_than_two_buffers_of_a_sender_mapped():
-    transport = create_transport("shared_memory")
+    transport = create_transport("shared_memory", ON_CPU)
     for _ in range(5):
         buffer = packed(torch.ones(3))
         received(transport, transport.send(BufferSlice(buffer, 0, 12), 0, 0))
@@ -231,7 +240,7 @@ def test_exhausted_memory_is_reported_without_a_leak(monkeypatch):
 def test_shared_memory_needs_linux_and_the_error_names_inline(monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(WeightSyncError, match="use 'inline'"):
-        SharedMemoryTransport(TransportOptions())
+        SharedMemoryTransport(ON_CPU)
     assert len(SharedHostBuffer(12).data) == 12  # in which inline and gloo pack there
 
 
@@ -276,7 +285,7 @@ def test_a_missing_store_is_reported(monkeypatch):
     from megarl.sharding.transports import process_group
 
     monkeypatch.setattr(process_group, "STORE_TIMEOUT", timedelta(seconds=1))
-    transport = create_transport("gloo", TransportOptions(rendezvous=Rendezvous(0, 1, 2, (1,), "127.0.0.1", 9)))
+    transport = create_transport("gloo", TransportOptions(CPU, rendezvous=Rendezvous(0, 1, 2, (1,), "127.0.0.1", 9)))
     with pytest.raises(WeightSyncError, match=r"training rank 0 could not join .* at 127\.0\.0\.1:9"):
         transport.open(0)
 
@@ -287,7 +296,7 @@ def test_only_needed_peers_are_awaited_and_a_missing_one_is_named():
 
     def end(rank, peers, timeout_s):
         rendezvous = Rendezvous(rank, 1, 4, peers, "127.0.0.1", store.port)
-        return create_transport("gloo", TransportOptions(rendezvous=rendezvous, timeout_s=timeout_s))
+        return create_transport("gloo", TransportOptions(CPU, rendezvous=rendezvous, timeout_s=timeout_s))
 
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(lambda end: end.open(0), (end(0, (1,), 60), end(1, (0,), 60))))
@@ -299,14 +308,14 @@ def test_only_needed_peers_are_awaited_and_a_missing_one_is_named():
 
 
 def test_send_without_an_open_sync_is_an_error():
-    transport = create_transport("gloo", TransportOptions(rendezvous=Rendezvous(0, 1, 2, (1,))))
+    transport = create_transport("gloo", TransportOptions(CPU, rendezvous=Rendezvous(0, 1, 2, (1,))))
     with pytest.raises(WeightSyncError, match="no sync is open"):
         transport.send(BufferSlice(packed(torch.zeros(1)), 0, 4), 0, 0)
 
 
 def test_nccl_refuses_a_process_on_the_cpu():
     with pytest.raises(WeightSyncError, match="'nccl' moves GPU memory and this process computes on cpu"):
-        create_transport("nccl", TransportOptions(rendezvous=Rendezvous(0, 1, 2, (1,))))
+        create_transport("nccl", TransportOptions(CPU, rendezvous=Rendezvous(0, 1, 2, (1,))))
 
 
 class SilentGroup:
@@ -404,7 +413,7 @@ def handles(monkeypatch):
 
 
 def test_a_gpu_buffer_is_opened_once_per_receiver_and_sync(handles):
-    sender, receiver = (CudaIpcTransport(TransportOptions()) for _ in range(2))
+    sender, receiver = (CudaIpcTransport(ON_CPU) for _ in range(2))
     buffers = [DeviceBuffer(100, torch.device("cpu")) for _ in range(2)]
     for sync in range(2):
         for bucket in range(6):
@@ -421,7 +430,7 @@ def test_a_gpu_buffer_is_opened_once_per_receiver_and_sync(handles):
 
 
 def test_each_receiver_gets_its_own_handle(handles):
-    sender = CudaIpcTransport(TransportOptions())
+    sender = CudaIpcTransport(ON_CPU)
     buffer = DeviceBuffer(100, torch.device("cpu"))
     for receiver in (0, 1, 0, 1):
         sender.send(BufferSlice(buffer, 0, 10), receiver, 0)
@@ -429,19 +438,19 @@ def test_each_receiver_gets_its_own_handle(handles):
 
 
 def test_an_invisible_gpu_is_named(handles, monkeypatch):
-    sender = CudaIpcTransport(TransportOptions())
+    sender = CudaIpcTransport(ON_CPU)
     handle = sender.send(BufferSlice(DeviceBuffer(100, torch.device("cpu")), 0, 10), 0, 0)
     with pytest.raises(WeightSyncError, match="GPU GPU-z holds weights for this process, which does not see it"):
-        received(CudaIpcTransport(TransportOptions()), handle._replace(uuid="GPU-z"))
+        received(CudaIpcTransport(ON_CPU), handle._replace(uuid="GPU-z"))
 
 
 def test_a_buffer_of_an_earlier_sync_is_refused(handles):
-    sender = CudaIpcTransport(TransportOptions())
+    sender = CudaIpcTransport(ON_CPU)
     buffer = DeviceBuffer(100, torch.device("cpu"))
     sender.send(BufferSlice(buffer, 0, 10), 0, 0)
     second = sender.send(BufferSlice(buffer, 0, 10), 0, 1)
     with pytest.raises(WeightSyncError, match="never opened here"):
-        received(CudaIpcTransport(TransportOptions()), second)
+        received(CudaIpcTransport(ON_CPU), second)
 
 
 def test_position_of_the_device_among_torchs_arguments():

@@ -79,6 +79,16 @@ def test_layout_that_does_not_fit_the_model_raises(keys: dict[str, Any], wrong: 
     assert f"megatron.{wrong}" in str(error.value) and str(error.value).endswith(f": {right}")
 
 
+def test_activation_of_experts_is_recomputed_in_transformer_engine_only() -> None:
+    model = replace(MODEL, experts=Experts(8, 2, 64, (True,) * MODEL.num_layers))
+    selective = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
+    check_role(model, MegatronConfig(**selective), "megatron")
+    with pytest.raises(ConfigError, match=r"^megatron\.recompute_modules=\['moe_act'\]: .*megatron\.dtype=float32"):
+        check_role(model, MegatronConfig(dtype="float32", **selective), "megatron")
+    with pytest.raises(ConfigError, match=r"^megatron\.recompute_modules=\['moe_act'\]: .*model\.lora_rank=8"):
+        check_adapters(model, AdapterKeys(lora_rank=8), MegatronConfig(**selective), "model")
+
+
 def test_norms_on_outputs_are_not_recomputed() -> None:
     config = MegatronConfig(recompute_granularity="selective", recompute_modules=["core_attn", "layernorm"])
     with pytest.raises(ConfigError, match=r"recompute_modules=\['layernorm'\], .*: core_attn, mlp$"):

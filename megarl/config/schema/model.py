@@ -141,8 +141,9 @@ class MegatronConfig:
     recompute_num_layers: int | None = key(None, "See `recompute_method`; null = 1.", at_least=1)
     recompute_modules: list[str] = key(
         ["core_attn"],
-        "Modules to recompute with granularity selective.",
-        choices=("core_attn", "mlp", "moe", "moe_act", "layernorm", "mla_up_proj"),
+        "Modules to recompute with granularity selective; moe_act needs Transformer Engine's experts, which neither "
+        "float32 nor LoRA uses.",
+        choices=("core_attn", "mlp", "moe", "moe_act", "layernorm"),
     )
     param_offload: bool = key(False, "Keep weights in host memory between the role's phases.")
     grad_offload: bool = key(False, "Release the memory of gradient buffers between the role's phases.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -23,12 +24,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-HOPPER_MEMORY = 100e9
-"""Memory that an H200 exceeds and an H100 does not, which differ in nothing else that the stages read."""
+KNOWN_GPUS = {
+    r"\bH100 80GB HBM3": "h100",  # the SXM5 card; those for PCIe have other peaks
+    r"\bH200\b": "h200",
+    r"\bB200\b": "b200",
+    r"\bA100": "a100",
+}
+"""Files of ``configs/hardware`` by pattern of the device's name; peaks of other devices are unknown."""
 
 
 class MissingError(Exception):
-    """A package, file or feature of the device is absent."""
+    """A package or file is absent; once it is installed, the check can pass."""
+
+
+class UnsupportedError(Exception):
+    """This device cannot run the check."""
 
 
 class Bench:
@@ -39,13 +49,22 @@ class Bench:
         folder: folder of the reports.
         device: ``cuda`` or ``cpu``.
         show: receives each new result.
+        pattern: regular expression of the checks to run; the others remain for a later run. None = all.
     """
 
-    def __init__(self, report: StageReport, folder: Path, device: str, show: Callable[[Result], None]) -> None:
-        self.report = replace(report, facts=facts(device), is_complete=False)
+    def __init__(
+        self,
+        report: StageReport,
+        folder: Path,
+        device: str,
+        show: Callable[[Result], None],
+        pattern: str | None = None,
+    ) -> None:
+        self.report = replace(report, facts=facts(device), is_complete=False, left_out=0)
         self.folder = folder
         self.device = torch.device(device)
         self._show = show
+        self._pattern = re.compile(pattern or "")
         self._started = time.monotonic()
 
     @property
@@ -61,31 +80,49 @@ class Bench:
         return folder
 
     @property
-    def hardware(self) -> Hardware:
-        """The device's row of ``configs/hardware``; an H100's for an unknown GPU."""
+    def hardware(self) -> Hardware | None:
+        """The device's file of ``configs/hardware``; None for a GPU without one."""
         from megarl.ops.plan.hardware import read_hardware  # imports Hydra, which not every stage needs
 
         if self.device.type == "cpu":
             return read_hardware("cpu")
-        properties = torch.cuda.get_device_properties(0)
-        names = {"B200": "b200", "A100": "a100"}
-        match = next((file for name, file in names.items() if name in properties.name), None)
-        return read_hardware(match or ("h200" if properties.total_memory > HOPPER_MEMORY else "h100"))
+        name = torch.cuda.get_device_properties(0).name
+        file = next((file for pattern, file in KNOWN_GPUS.items() if re.search(pattern, name)), None)
+        return None if file is None else read_hardware(file)
+
+    @property
+    def memory_bytes(self) -> float:
+        """Memory of the device."""
+        if self.device.type == "cuda":
+            return float(torch.cuda.get_device_properties(0).total_memory)
+        assert self.hardware is not None
+        return self.hardware.memory_bytes
+
+    @property
+    def peak_flops(self) -> float | None:
+        """Peak of dense bfloat16 products in FLOP/s; None if it is unknown."""
+        return None if self.hardware is None else self.hardware.peak_flops("bfloat16")
 
     def check(self, name: str, action: Callable[[], Result]) -> None:
         """Run a check unless it passed before, and record its result; an exception is a failed check.
 
         Args:
             name: name of the check; the result's is empty.
-            action: returns the result; raises :class:`MissingError` for an absent package.
+            action: returns the result; raises :class:`MissingError` for an absent package, and
+                :class:`UnsupportedError` if the device lacks what the check measures.
         """
         before = next((result for result in self.report.results if result.check == name), None)
         if before is not None and before.outcome in (Verdict.OK, Verdict.INFO):
+            return
+        if not self._pattern.search(name):
+            self.report = replace(self.report, left_out=self.report.left_out + 1)
             return
         try:
             result = replace(action(), check=name)
         except (MissingError, ModuleNotFoundError) as error:
             result = Result(name, Verdict.MISSING, note=str(error))
+        except UnsupportedError as error:
+            result = Result(name, Verdict.INFO, note=str(error))
         except Exception as error:
             logger.exception("%s failed", name)
             text = " ".join(str(error).split())
@@ -116,9 +153,9 @@ class Bench:
             taken.append(time.perf_counter() - started)
         return statistics.median(taken)
 
-    def speed(self, value: float, target: float, unit: str, note: str = "") -> Result:
-        """Report a speed; below its target it is no failure, and tiny sizes have no target."""
-        if self.is_tiny:
+    def speed(self, value: float, target: float | None, unit: str, note: str = "") -> Result:
+        """Report a speed; below its target it is no failure. Tiny sizes and unknown devices (None) have no target."""
+        if self.is_tiny or target is None:
             return Result("", Verdict.INFO, value, unit, note=note)
         outcome = Verdict.OK if value >= target else Verdict.BELOW
         return Result("", outcome, value, unit, f"at least {target:.3g}", note)

@@ -1,14 +1,17 @@
-"""Command line of ``megarl doctor --accept``: stages one after the other, each in a process with a time limit."""
+"""Command line of ``megarl doctor --accept``: stages in processes, within a time limit each or a budget for all."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import re
 import subprocess
 import sys
+import tarfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megarl.base.atomic_write import atomic_write_text
@@ -26,8 +29,16 @@ from megarl.ops.acceptance.results import (
 from megarl.ops.acceptance.stages import STAGES
 
 STAGE_LIMIT_S = 480.0
+CLOSING_S = 5.0
+"""Seconds of a budget for the archive and the table."""
+LEAST_S = 10.0
+"""A stage does not start with less: its imports take as long."""
 UNFINISHED = "process of the stage"
 """Check of a stage whose process crashed or reached the limit."""
+ARCHIVED = ("*.json", "*.md", "*.log", "*.txt", "scratch/jobs/*/output.txt", "scratch/jobs/**/metrics.jsonl",
+            "scratch/jobs/**/logs/*")  # fmt: skip
+ARCHIVED_BYTES = 8 * 2**20
+"""Larger files stay out of the archive."""
 EXIT_FAILED, EXIT_BAD_COMMAND, EXIT_INTERRUPTED = 1, 2, 130
 
 
@@ -40,9 +51,13 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit code: 0, 1 if a check failed or a stage did not finish, 2 for a wrong command line, 130 after Ctrl-C.
     """
+    started = time.monotonic()
     options = _parser().parse_args(argv)
     try:
-        reports = run_stages(_stages(options.stages), options)
+        if options.page is not None:
+            write_tables(options.out, options.page)
+            return 0
+        reports = run_stages(_stages(options.stages), options, started)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return EXIT_BAD_COMMAND
@@ -55,68 +70,149 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps([asdict(report) for report in reports]))
     else:
-        print("\n".join(line for report in reports for line in ["", *result_lines(report)]))
-        print(f"\n{count_verdicts(reports)}; tables for a page: {options.out / 'results.md'}")
+        print("\n".join(line for report in reports for line in ["", *_table(report)]))
+        print(f"\n{count_verdicts(reports)}; all rows, as tables for a page: {options.out / 'results.md'}")
     failed = any(report.count(Verdict.FAIL) or not report.is_complete for report in reports)
     return EXIT_FAILED if failed else 0
 
 
-def run_stages(names: Sequence[str], options: argparse.Namespace) -> list[StageReport]:
-    """Run stages; stages without a failed or missing check are not repeated unless ``--again``.
+def run_stages(names: Sequence[str], options: argparse.Namespace, started: float) -> list[StageReport]:
+    """Run stages: first those that measure no times, side by side, then the others, one at a time.
+
+    A stage whose checks are all settled is not repeated unless ``--again``.
+
+    Args:
+        names: names of stages, the most valuable first.
+        options: parsed command line.
+        started: when the command began, on the monotonic clock.
 
     Raises:
-        ConfigError: ``--device cuda`` without a GPU.
+        ConfigError: ``--device cuda`` without a GPU, or an invalid ``--checks``.
     """
     from megarl.ops.acceptance.bench import choose_device  # imports torch
 
+    try:
+        re.compile(options.checks or "")
+    except re.error as error:
+        raise ConfigError(f"--checks {options.checks}: not a regular expression: {error}") from error
     device = choose_device(options.device)
     scale = options.scale or ("full" if device == "cuda" else "tiny")
     options.out.mkdir(parents=True, exist_ok=True)
-    reports = []
-    for name in names:
-        report = StageReport(name, scale) if options.again else read_report(options.out, name, scale)
-        if not report.is_complete or report.count(Verdict.FAIL) or report.count(Verdict.MISSING):
-            report.write(options.out)
-            report = _run(name, scale, device, options)
-        reports.append(report)
-        atomic_write_text(options.out / "results.md", markdown(reports))
-    return reports
+    reports = {n: StageReport(n, scale) if options.again else read_report(options.out, n, scale) for n in names}
+    deadline = None if options.budget is None else started + options.budget - CLOSING_S
+    waiting = [name for name in names if reports[name].needs_run]
+    while waiting:
+        group = [name for name in waiting if not STAGES[name].is_timed] or waiting[:1]
+        left = None if deadline is None else deadline - time.monotonic()
+        limit = _limit(group, waiting, options.limit, left)
+        waiting = [name for name in waiting if name not in group]
+        if left is not None and limit < LEAST_S:
+            print(f"== {', '.join(group)}: no time left in the budget", file=sys.stderr, flush=True)
+            continue
+        for name in group:
+            reports[name].write(options.out)
+        for report in _run(group, scale, device, options, limit):
+            reports[report.stage] = report
+        atomic_write_text(options.out / "results.md", markdown(_read_reports(options.out)))
+        if options.archive is not None:
+            write_archive(options.out, options.archive)
+    return list(reports.values())
 
 
-def _run(name: str, scale: str, device: str, options: argparse.Namespace) -> StageReport:
-    """Run a stage in a process; a crash or the time limit is a failed check of its report."""
-    log = options.out / f"{name}.log"
-    print(f"== {name}: {STAGES[name].doc} ({scale} on {device}; log: {log})", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "megarl.ops.acceptance.stages", name, "--folder", str(options.out)]
-    started = time.monotonic()
-    with open(log, "w", encoding="utf-8") as errors:
-        process = subprocess.Popen(
-            [*command, "--scale", scale, "--device", device], stdout=2 if options.json else None, stderr=errors
-        )
+def write_tables(folder: Path, page: Path) -> None:
+    """Write the tables of all reports below a page's text, in place of earlier tables."""
+    text = page.read_text(encoding="utf-8").partition("\n### ")[0].rstrip() if page.is_file() else ""
+    atomic_write_text(page, f"{text}\n\n{markdown(_read_reports(folder))}".lstrip())
+
+
+def _read_reports(folder: Path) -> list[StageReport]:
+    """Reports of a folder that have results, in the order of the stages."""
+    found = (read_report(folder, name, scale) for name in STAGES for scale in ("full", "tiny"))
+    return [report for report in found if report.results]
+
+
+def write_archive(folder: Path, archive: Path) -> None:
+    """Write reports, logs, profiles, and outputs and metrics of jobs to a gzipped tar file; large files stay out."""
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    partial_archive = archive.with_name(f".{archive.name}.partial")
+    with tarfile.open(partial_archive, "w:gz") as tar:
+        for pattern in ARCHIVED:
+            for file in sorted(folder.glob(pattern)):
+                if file.is_file() and file.stat().st_size <= ARCHIVED_BYTES:
+                    tar.add(file, file.relative_to(folder))
+    partial_archive.replace(archive)
+
+
+def _limit(group: Sequence[str], waiting: Sequence[str], limit: float, left: float | None) -> float:
+    """Seconds for the first stages of those that wait: their estimate, or more if more is left than all estimates."""
+    if left is None:
+        return limit
+    own = max(STAGES[name].seconds for name in group)
+    later = sum(STAGES[name].seconds for name in waiting if name not in group)
+    return min(limit, left, own * max(1.0, left / (own + later)))
+
+
+@dataclass
+class _StageRun:
+    """A stage in a process; a crash or the time limit is a failed check of its report."""
+
+    name: str
+    scale: str
+    device: str
+    options: argparse.Namespace
+
+    def __post_init__(self) -> None:
+        options, self.log = self.options, self.options.out / f"{self.name}.log"
+        about = f"{STAGES[self.name].doc} ({self.scale} on {self.device}; log: {self.log})"
+        print(f"== {self.name}: {about}", file=sys.stderr, flush=True)
+        command = [sys.executable, "-m", "megarl.ops.acceptance.stages", self.name, "--folder", str(options.out)]
+        command += ["--scale", self.scale, "--device", self.device]
+        command += [] if options.checks is None else ["--checks", options.checks]
+        self.started = time.monotonic()
+        with open(self.log, "w", encoding="utf-8") as errors:
+            self.process = subprocess.Popen(command, stdout=2 if options.json else None, stderr=errors)
+
+    def finish(self, limit: float) -> StageReport:
+        """Wait for the process until ``limit`` seconds after its start; returns its report."""
         try:
-            ending = _ending(process.wait(options.limit))
+            status = self.process.wait(max(0.0, self.started + limit - time.monotonic()))
+            ending = f"its process ended with {status} before its last check"
         except subprocess.TimeoutExpired:
-            ending = f"ended after the limit of {options.limit:.0f} s; the same command continues"
-        finally:
-            kill_process_tree(process)
-    report = read_report(options.out, name, scale)
-    if report.is_complete:
-        report = report.without(UNFINISHED)
-        report.write(options.out)
+            ending = f"ended after the limit of {limit:.0f} s; the same command continues"
+            kill_process_tree(self.process)
+        report = read_report(self.options.out, self.name, self.scale)
+        if report.is_complete:
+            report = report.without(UNFINISHED)
+        else:
+            note = f"{ending}; {_last_line(self.log)}"
+            report = replace(report, seconds=time.monotonic() - self.started)
+            report = report.with_result(Result(UNFINISHED, Verdict.FAIL, note=note))
+        report.write(self.options.out)
         return report
-    report = replace(report, seconds=time.monotonic() - started)
-    report = report.with_result(Result(UNFINISHED, Verdict.FAIL, note=f"{ending}; {_last_line(log)}"))
-    report.write(options.out)
-    return report
 
 
-def _ending(status: int) -> str:
-    return f"its process ended with {status} before its last check"
+def _run(
+    names: Sequence[str], scale: str, device: str, options: argparse.Namespace, limit: float
+) -> Iterator[StageReport]:
+    """Run stages side by side; all have ended afterwards, also if the wait is interrupted."""
+    with contextlib.ExitStack() as ending:
+        runs = []
+        for name in names:
+            runs.append(_StageRun(name, scale, device, options))
+            ending.callback(kill_process_tree, runs[-1].process)
+        for run in runs:
+            yield run.finish(limit)
 
 
 def _last_line(log: Path) -> str:
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     return lines[-1][:300] if lines else "no output"
+
+
+def _table(report: StageReport) -> list[str]:
+    """Rows that failed or have a time; comparisons that passed are counted only."""
+    compares = STAGES[report.stage].module == STAGES["parity"].module
+    return result_lines(report, without=frozenset({Verdict.OK}) if compares else frozenset())
 
 
 def _stages(text: str | None) -> list[str]:
@@ -134,11 +230,17 @@ def _parser() -> argparse.ArgumentParser:
         f"A second run continues where the first ended. Stages: {stages}.",
     )
     parser.add_argument("--stages", help="names separated by commas; default: all")
+    parser.add_argument("--checks", metavar="REGEX", help="run the checks whose name matches; the others remain to do")
+    parser.add_argument(
+        "--budget", type=float, metavar="SECONDS", help="end in time; the most valuable stages run first"
+    )
     parser.add_argument("--out", type=Path, default=Path("gpu_check"), help="folder of reports and logs (gpu_check)")
+    parser.add_argument("--archive", type=Path, metavar="FILE", help="after each stage, put reports and logs in a .tgz")
     parser.add_argument("--scale", choices=("tiny", "full"), help="sizes; default: full on a GPU, tiny on a CPU")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--again", action="store_true", help="repeat checks that passed")
     parser.add_argument("--limit", type=float, default=STAGE_LIMIT_S, help=f"seconds of a stage ({STAGE_LIMIT_S:.0f})")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="only write the tables of --out to a Markdown page")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser
 

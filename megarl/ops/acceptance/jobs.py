@@ -11,18 +11,29 @@ import sys
 import time
 from collections.abc import Callable
 from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
 
-from megarl.base.child_process import kill_process_tree
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megarl.base.checkpoint_files import INDEX, read_index
+from megarl.base.child_process import kill_process_tree, parent_death_hook
 from megarl.ops.acceptance.bench import Bench, checkout, require_package, within
 from megarl.ops.acceptance.results import Result, Verdict
 
+DECAY, UPDATES = 0.95, 2
+"""Adam's beta2, and optimizer steps per step, of the configurations."""
 RISE = 0.05
 """Smallest rise of the mean score from the first to the last fifth of a run."""
 SAME_SCORE = 0.15
 """Largest difference of the mean score after a resume; on a CPU the difference must be zero."""
+ROUNDING = 1e-4
+"""Relative error of a second moment after a few steps in float32."""
 SAVE_FREQ = 2
-SAVING = (f"trainer.save_freq={SAVE_FREQ}", "trainer.resume_mode=auto")
+SAVING = (f"trainer.save_freq={SAVE_FREQ}", "trainer.resume_mode=auto", "trainer.max_actor_ckpt_to_keep=null")
 SCORE, ENTROPY = "critic/score/mean", "actor/entropy"
 
 
@@ -97,13 +108,17 @@ class _Case:
         """Kill a GRPO job after a checkpoint, resume it, and compare it with the undisturbed run."""
         overrides = [*self._overrides("quickstart_grpo"), *SAVING]
         whole = self.grpo
-        folder = self._job("train", "quickstart_grpo", *overrides, kill_after=SAVE_FREQ + 1)
+        # Late enough that a lost second moment is still far behind at the next checkpoint.
+        last = max(SAVE_FREQ, self.steps // 3) + 1
+        folder = self._job("train", "quickstart_grpo", *overrides, kill_after=last)
         before = max(_metric(folder, SCORE), default=0)
         self._job("train", "quickstart_grpo", *overrides, folder=folder)
         end = max(_metric(folder, SCORE), default=0)
         killed = f"killed in step {before + 1}"
         if end != self.steps:
             return Result("", Verdict.FAIL, end, "steps", f"{self.steps}", killed)
+        if lost := lost_moments(folder):
+            return Result("", Verdict.FAIL, target="the checkpoint's optimizer state", note=f"{killed}; lost: {lost}")
         is_exact = self.bench.device.type == "cpu"
         difference = max(
             _largest_difference(whole, folder, name) for name in ((SCORE, ENTROPY) if is_exact else (SCORE,))
@@ -144,6 +159,7 @@ class _Case:
             process = subprocess.Popen(
                 [sys.executable, "-m", f"megarl.{command}", "--config-name", config, *overrides],
                 cwd=folder, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                preexec_fn=parent_death_hook(os.getpid()),  # a stage that is killed leaves no job on the device
             )  # fmt: skip
             try:
                 while (status := process.poll()) is None:
@@ -156,6 +172,36 @@ class _Case:
             lines = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
             raise RuntimeError(f"megarl.{command} {config} ended with {status}: {' | '.join(lines[-3:])}; {log}")
         return folder
+
+
+def lost_moments(run: Path) -> str:
+    """Name a tensor whose second moments a run forgot between two of its checkpoints; empty if it forgot none.
+
+    A step decays a second moment by :data:`DECAY` and adds a square. So a moment that decays faster was not loaded.
+
+    Args:
+        run: folder of a run with checkpoints.
+    """
+    indices = {int(path.name.rpartition("_")[2]): path for path in run.glob("**/global_step_*")}
+    for before, after in pairwise(sorted(indices)):
+        earlier, later = (_second_moments(indices[step]) for step in (before, after))
+        floor = DECAY ** (UPDATES * (after - before)) * (1 - ROUNDING)
+        for name, moment in earlier.items():
+            if bool((later[name] < floor * moment).any()):
+                return f"{name} between steps {before} and {after}"
+    return ""
+
+
+def _second_moments(checkpoint: Path) -> dict[str, Tensor]:
+    (index,) = checkpoint.glob(f"actor/**/{INDEX}")
+    stored = read_index(index.parent).state_dict_metadata
+    moments = {
+        name: torch.empty(entry.size)
+        for name, entry in stored.items()
+        if name.startswith("exp_avg_sq/") and isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(moments, storage_reader=dcp.FileSystemReader(index.parent), no_dist=True)
+    return moments
 
 
 def _devices(bench: Bench, *roles: str) -> list[str]:

@@ -38,10 +38,11 @@ _LINEAR = {
     "linear_value_head_dim": 16,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 32},
+    "qwen3_moe": {"num_experts": 4, "head_dim": 16, "norm_topk_prob": True, **_EXPERTS},
+    "llama": {},
+    "mistral": {},
     "olmo2": {},
     "olmo3": {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
     "gemma3_text": {"head_dim": 16, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
@@ -49,8 +50,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64},
     "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 64, **_EXPERTS},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {"num_experts": 4, "head_dim": 16, "norm_topk_prob": True, **_EXPERTS},
-    "qwen3_next": {"num_experts": 4, "shared_expert_intermediate_size": 64, **_LINEAR, **_EXPERTS},
     "deepseek_v2": {"topk_method": "group_limited_greedy", **_LATENTS},
     "deepseek_v3": _LATENTS,
     "glm4_moe": {
@@ -61,8 +60,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
         **_EXPERTS,
     },
+    "qwen3_next": {"num_experts": 4, "shared_expert_intermediate_size": 64, **_LINEAR, **_EXPERTS},
 }
-"""Fields of a small model of each family, in addition to the common ones."""
+"""Fields of a small model of each family, in addition to the common ones; in the order of the checks: the most used
+families first, last the one whose first pass compiles a kernel."""
 
 QWEN: Mapping[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],

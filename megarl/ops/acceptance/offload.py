@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megarl.megatron import MegatronOptions, OptimizerOptions
-from megarl.megatron.offload import PARTS
-from megarl.ops.acceptance.bench import Bench, MissingError
+from megarl.megatron.offload import GRAD, PARTS
+from megarl.ops.acceptance.bench import Bench, UnsupportedError
 from megarl.ops.acceptance.models import SHAPES, SingleRankEngine
 from megarl.ops.acceptance.results import Result, Verdict
 from megarl.ops.acceptance.speed import one_step
@@ -48,7 +48,7 @@ class _Case:
         return Result("", Verdict.INFO, self._copy_rates[0 if to_host else 1], "GB/s")
 
     def moved(self, direction: str) -> Result:
-        """Rate of an offload or onload of weights, gradients and optimizer state."""
+        """Rate of an offload or onload of weights and optimizer state; gradients are emptied, not copied."""
         rates, nbytes = self._figures
         index = 0 if direction == "offload" else 1
         note = f"{nbytes / 1e9:.3g} GB, plain copy {self._copy_rates[index]:.3g} GB/s"
@@ -72,13 +72,14 @@ class _Case:
             seconds = self.bench.seconds(engine.optimizer_step)
             elements = sum(param.numel() for param in engine.weights.parameters().values())
             rate = ADAM_BYTES * elements / seconds / 1e9
-            target = SHARE_OF_BANDWIDTH * self.bench.hardware.memory_bandwidth
+            hardware = self.bench.hardware
+            target = None if hardware is None else SHARE_OF_BANDWIDTH * hardware.memory_bandwidth
             return self.bench.speed(rate, target, "GB/s", f"{seconds * 1e3:.3g} ms; {engine.describe()}")
 
     def snapshot(self) -> Result:
         """Write a snapshot of the allocator during a step, for pytorch.org/memory_viz."""
         if self.bench.device.type == "cpu":
-            raise MissingError("torch records no memory on a CPU")
+            raise UnsupportedError("torch records no memory on a CPU")
         path = self.bench.folder / "memory_snapshot.pickle"
         torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS)
         try:
@@ -103,7 +104,7 @@ class _Case:
 
     @cached_property
     def _figures(self) -> tuple[tuple[float, float], int]:
-        """GB/s of the second offload and onload, and their bytes; the first allocates the host memory."""
+        """GB/s of the second offload and onload, and the bytes they copy; the first allocates the host memory."""
         with self._engine() as engine:
             one_step(engine, self.fields)
             manager = engine.offload_manager
@@ -112,8 +113,9 @@ class _Case:
 
                 def offload() -> None:
                     nonlocal nbytes
-                    nbytes = sum(manager.offload().values())
+                    nbytes = sum(size for part, size in manager.offload().items() if part != GRAD)
 
+                manager.mark_changed(*PARTS)  # as an update does; an unchanged part is not copied
                 seconds = self._timed(offload), self._timed(partial(manager.onload, *PARTS))
         to_host, to_device = (nbytes / taken / 1e9 for taken in seconds)
         return (to_host, to_device), nbytes

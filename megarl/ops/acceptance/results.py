@@ -21,8 +21,8 @@ class Verdict(StrEnum):
     OK = "ok"
     FAIL = "FAIL"
     BELOW = "below"  # correct, but slower or larger than its target
-    MISSING = "missing"  # a package, file or feature of the device is absent
-    INFO = "info"
+    MISSING = "missing"  # a package or file is absent
+    INFO = "info"  # no target, or nothing to measure on this device
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class StageReport:
         facts: date, device and versions.
         seconds: duration of the last run.
         is_complete: whether the stage reached its end.
+        left_out: checks that ``--checks`` left for a later run.
     """
 
     stage: str
@@ -73,6 +74,13 @@ class StageReport:
     facts: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     is_complete: bool = False
+    left_out: int = 0
+
+    @property
+    def needs_run(self) -> bool:
+        """Whether another run can add or change a result."""
+        unsettled = self.count(Verdict.FAIL) + self.count(Verdict.MISSING)
+        return not self.is_complete or bool(self.left_out or unsettled)
 
     def with_result(self, result: Result) -> StageReport:
         """Add a result; a result of the same check is replaced."""
@@ -111,10 +119,19 @@ def read_report(folder: Path, stage: str, scale: str) -> StageReport:
     return report if report.scale == scale else StageReport(stage, scale)
 
 
-def result_lines(report: StageReport) -> list[str]:
-    """Format a report as lines of a text table."""
-    rows = [(r.outcome.value, r.check, r.number, r.target, r.note) for r in report.results]
+def result_lines(report: StageReport, *, without: frozenset[Verdict] = frozenset()) -> list[str]:
+    """Format a report as lines of a text table, failures first.
+
+    Args:
+        report: results of a stage.
+        without: outcomes that are only counted.
+    """
+    results = sorted(
+        (r for r in report.results if r.outcome not in without), key=lambda r: r.outcome is not Verdict.FAIL
+    )
+    rows = [(r.outcome.value, r.check, r.number, r.target, r.note) for r in results]
     ending = "" if report.is_complete else ", not finished"
+    ending += f", {report.left_out} left out" if report.left_out else ""
     return [f"== {report.stage}: {count_verdicts([report])}, {duration(report.seconds)}{ending}", *table_lines(rows)]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -12,7 +14,7 @@ from megarl.config import MegatronConfig
 from megarl.megatron import MegatronEngine, MegatronOptions, OptimizerOptions, PackedMicroBatch
 from megarl.megatron.kernels import uses_transformer_engine
 from megarl.models import ParallelLayout, parse_model_config
-from megarl.ops.acceptance.bench import Bench, MissingError, near_plan
+from megarl.ops.acceptance.bench import Bench, UnsupportedError, near_plan
 from megarl.ops.acceptance.models import SHAPES, SingleRankEngine
 from megarl.ops.acceptance.results import Result, Verdict
 from megarl.ops.plan.flops import SequenceStats, model_flops
@@ -42,7 +44,7 @@ class Sizes(NamedTuple):
         return self.tokens // (self.prompt + self.response)
 
 
-FULL = [Sizes(shape, tokens, 512, 1536) for shape in ("0.5B", "1.5B", "7B") for tokens in (16384, 32768)]
+FULL = [Sizes(shape, tokens, 512, 1536) for tokens in (16384, 32768) for shape in ("1.5B", "7B", "0.5B")]
 TINY = [Sizes("tiny", 256, 16, 48)]
 
 
@@ -62,8 +64,9 @@ def _matrix_product(bench: Bench) -> Result:
     size = 256 if bench.is_tiny else 8192
     a, b = (torch.randn(size, size, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
     flops = 2 * size**3 / bench.seconds(lambda: a @ b)
-    share = flops / bench.hardware.peak_flops("bfloat16")
-    return Result("", Verdict.INFO, flops / 1e12, "TFLOP/s", note=f"{share:.0%} of {bench.hardware.name}'s peak")
+    peak, hardware = bench.peak_flops, bench.hardware
+    note = f"{flops / peak:.0%} of {hardware.name}'s peak" if peak and hardware else "the device's peak is unknown"
+    return Result("", Verdict.INFO, flops / 1e12, "TFLOP/s", note=note)
 
 
 class _Figures(NamedTuple):
@@ -81,42 +84,46 @@ class _Case:
         self.dtype = torch.bfloat16
 
     def update(self) -> Result:
-        """MFU of forward, backward and optimizer step."""
-        share, note = self._share(self.figures.update_s, updates=True)
-        return self.bench.speed(share, MFU_TARGET, "% MFU", f"{note}; {self.figures.kernels}")
+        """MFU of forward, backward and optimizer step; TFLOP/s if the device's peak is unknown."""
+        value, unit, note = self._rate(self.figures.update_s, updates=True)
+        target = None if self.bench.peak_flops is None else MFU_TARGET
+        return self.bench.speed(value, target, unit, f"{note}; {self.figures.kernels}")
 
     def log_probs(self) -> Result:
-        """MFU of a forward pass with log-probs."""
-        share, note = self._share(self.figures.log_probs_s, updates=False)
-        return Result("", Verdict.INFO, share, "% MFU", note=note)
+        """MFU or TFLOP/s of a forward pass with log-probs."""
+        value, unit, note = self._rate(self.figures.log_probs_s, updates=False)
+        return Result("", Verdict.INFO, value, unit, note=note)
 
     def memory(self) -> Result:
         """Peak of torch's allocator compared with the plan."""
         if self.bench.device.type == "cpu":
-            raise MissingError("torch counts no memory on a CPU")
+            raise UnsupportedError("torch counts no memory on a CPU")
         return near_plan(self.figures.peak / 1e9, self._planned(self.fields) / 1e9, "GB", MEMORY_TOLERANCE)
 
     @cached_property
     def fields(self) -> dict[str, Any]:
         """The shape with as many layers as the plan expects to fit."""
         fields = SHAPES[self.sizes.shape]
-        room = USABLE * self.bench.hardware.memory_bytes
+        room = USABLE * self.bench.memory_bytes
         for layers in range(fields["num_hidden_layers"], 1, -1):
             if self._planned({**fields, "num_hidden_layers": layers}) <= room:
                 return {**fields, "num_hidden_layers": layers}
-        raise MissingError(f"two layers of {self.sizes.shape} need more than {room / 1e9:.0f} GB")
+        raise UnsupportedError(f"two layers of {self.sizes.shape} need more than {room / 1e9:.0f} GB")
 
     @cached_property
     def figures(self) -> _Figures:
         bench = self.bench
-        options = MegatronOptions(dtype=self.dtype, optimizer=OptimizerOptions(lr=1e-6))
-        with SingleRankEngine(self.fields, options, bench.device) as engine:
+        with self._engine() as engine:
             if bench.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             update_s = bench.seconds(partial(self._step, engine), repeats=3)
             peak = torch.cuda.max_memory_allocated() if bench.device.type == "cuda" else 0
             log_probs_s = bench.seconds(lambda: engine.forward(self._micro_batches), repeats=3)
             return _Figures(update_s, log_probs_s, peak, engine.describe())
+
+    def _engine(self) -> SingleRankEngine:
+        options = MegatronOptions(dtype=self.dtype, optimizer=OptimizerOptions(lr=1e-6))
+        return SingleRankEngine(self.fields, options, self.bench.device)
 
     def _step(self, engine: MegatronEngine) -> None:
         engine.forward_backward(self._micro_batches, _likelihood)
@@ -132,19 +139,17 @@ class _Case:
         ]
         return [PackedMicroBatch.from_rows([(p, r) for p, r in rows])] * MICRO_BATCHES
 
-    def _share(self, seconds: float, *, updates: bool) -> tuple[float, str]:
-        """Percent of the peak, and the other figures in words."""
+    def _rate(self, seconds: float, *, updates: bool) -> tuple[float, str, str]:
+        """Percent of the peak, or TFLOP/s without a known one; the unit; and the other figures in words."""
         sizes = self.sizes
         count = MICRO_BATCHES * sizes.rows
         role = self._role(self.fields)
         stats = SequenceStats.of(np.full(count, sizes.prompt), np.full(count, sizes.response), role.model)
         flops = model_flops(role, stats, updates=updates).total
-        share = 100 * flops / seconds / self.bench.hardware.peak_flops("bfloat16")
+        teraflops, peak = flops / seconds / 1e12, self.bench.peak_flops
         layers = f"{self.fields['num_hidden_layers']} of {SHAPES[sizes.shape]['num_hidden_layers']} layers"
-        return (
-            share,
-            f"{MICRO_BATCHES * sizes.tokens / seconds:,.0f} tokens/s, {flops / seconds / 1e12:.3g} TFLOP/s, {layers}",
-        )
+        note = f"{MICRO_BATCHES * sizes.tokens / seconds:,.0f} tokens/s, {teraflops:.3g} TFLOP/s, {layers}"
+        return (teraflops, "TFLOP/s", note) if peak is None else (100e12 * teraflops / peak, "% MFU", note)
 
     def _role(self, fields: dict[str, Any]) -> PlannedRole:
         model = parse_model_config(fields)
@@ -159,6 +164,14 @@ class _Case:
         planned = PlannedPass("update_actor", True, sizes.tokens, outputs, MICRO_BATCHES, 1, 0, longest=longest)
         fused = uses_transformer_engine(self.bench.device, self.dtype)
         return StateCounter(role).of(0).total + role_activations(role, planned, 0, fused=fused).total
+
+
+@contextlib.contextmanager
+def first_passes(bench: Bench) -> Iterator[dict[str, Callable[[], object]]]:
+    """Build the engine of the first size; yields its update and its log-prob pass by name."""
+    case = _Case((TINY if bench.is_tiny else FULL)[0], bench)
+    with case._engine() as engine:
+        yield {"update": partial(case._step, engine), "log_probs": partial(engine.forward, case._micro_batches)}
 
 
 def one_step(engine: MegatronEngine, fields: dict[str, Any], tokens: int = 64) -> None:

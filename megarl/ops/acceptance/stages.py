@@ -7,6 +7,7 @@ import gc
 import importlib
 import importlib.util
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,33 +25,45 @@ class Stage(NamedTuple):
     Attributes:
         module: has ``run(bench)``; imported in the stage's process.
         doc: description for the command's help.
+        seconds: share of a budget; on an H100 its most valuable checks take about as long.
+        is_timed: whether it measures times, which another stage on the device would lengthen.
         hides: package that the stage's process does not import although it is installed.
     """
 
     module: str
     doc: str
+    seconds: float
+    is_timed: bool = True
     hides: str | None = None
 
 
 _PARITY = "megarl.ops.acceptance.parity"
 STAGES = {
-    "parity": Stage(_PARITY, "log-probs, gradients and a step of every family against transformers"),
+    "parity": Stage(_PARITY, "log-probs, gradients and a step of every family against transformers", 150, False),
+    "jobs": Stage(
+        "megarl.ops.acceptance.jobs", "colocated GRPO and PPO jobs: learning curve, kill and resume", 170, False
+    ),
     "parity_torch": Stage(
-        _PARITY, "the same with torch's layers in place of Transformer Engine's", "transformer_engine"
+        _PARITY, "parity with torch's layers in place of Transformer Engine's", 150, False, "transformer_engine"
     ),
-    "speed": Stage("megarl.ops.acceptance.speed", "update and log-prob passes: MFU, peak memory against the plan"),
-    "engines": Stage("megarl.ops.acceptance.engines", "tokens per second of the engines; SGLang's contract tests"),
-    "sync": Stage("megarl.ops.acceptance.sync", "weight sync between two processes: bit equality, GB/s"),
+    "speed": Stage("megarl.ops.acceptance.speed", "update and log-prob passes: MFU, peak memory against the plan", 80),
+    "engines": Stage("megarl.ops.acceptance.engines", "tokens per second of the engines; SGLang's contract tests", 60),
+    "sync": Stage("megarl.ops.acceptance.sync", "weight sync between two processes: bit equality, GB/s", 45),
     "offload": Stage(
-        "megarl.ops.acceptance.offload", "offload, onload and the optimizer step in GB/s, memory snapshot"
+        "megarl.ops.acceptance.offload", "offload, onload and the optimizer step in GB/s, memory snapshot", 50
     ),
-    "jobs": Stage("megarl.ops.acceptance.jobs", "colocated GRPO and PPO jobs: learning curve, kill and resume"),
-    "fp8": Stage("megarl.ops.acceptance.fp8", "FP8 matrix products: error and speed"),
+    "profile": Stage(
+        "megarl.ops.acceptance.profile", "kernels of an update, of log-probs and of generation by time", 45
+    ),
+    "fp8": Stage("megarl.ops.acceptance.fp8", "FP8 matrix products: error and speed", 15),
 }
+"""Stages, the most valuable first; those that measure no times run side by side before the others."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one stage in this process; the command starts it as a child process.
+
+    A SIGTERM raises, so that the stage ends its own processes.
 
     Returns:
         The exit code: 0, or 1 if a check failed.
@@ -60,7 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--scale", choices=("tiny", "full"), required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
+    parser.add_argument("--checks")
     options = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     stage = STAGES[options.stage]
     hidden = stage.hides is not None and importlib.util.find_spec(stage.hides) is not None
@@ -69,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megarl.ops.acceptance.bench import Bench
 
     report = read_report(options.folder, options.stage, options.scale)
-    bench = Bench(report, options.folder, options.device, _show)
+    bench = Bench(report, options.folder, options.device, _show, options.checks)
     if stage.hides is not None and not hidden:
         bench.check("stage", lambda: Result("", Verdict.INFO, note=f"{stage.hides} is not installed: nothing to add"))
     elif module := _import(stage.module, bench):

@@ -105,26 +105,29 @@ class _Case:
 
 
 def _random(params: Sequence[LocalParam], device: torch.device) -> dict[str, Tensor]:
-    """Parameters with random bits, the same in every process; padding is zero."""
+    """Parameters with random bits, the same in every process of the device; padding is zero."""
     tensors = {}
     for param in params:
-        generator = torch.Generator().manual_seed(zlib.crc32(param.name.encode()))
-        bits = torch.randint(-(2**15), 2**15, param.shape, dtype=torch.int16, generator=generator)
-        mask = torch.zeros(param.shape, dtype=torch.bool)
+        generator = torch.Generator(device).manual_seed(zlib.crc32(param.name.encode()))
+        limit = 2**15
+        bits = torch.randint(-limit, limit, param.shape, dtype=torch.int16, device=device, generator=generator)
+        mask = torch.zeros(param.shape, dtype=torch.bool, device=device)
         for piece in param.pieces:
             mask[tuple(slice(a, a + n) for a, n in zip(piece.at, piece.local_shape, strict=True))] = True
-        tensors[param.name] = bits.masked_fill_(~mask, 0).view(DTYPE).to(device)
+        tensors[param.name] = bits.masked_fill_(~mask, 0).view(DTYPE)
     return tensors
 
 
 def _hf_tensors(model: ModelConfig, params: Sequence[LocalParam], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Assemble checkpoint tensors from the parameters of one rank."""
-    whole = {name: torch.zeros(shape, dtype=DTYPE) for name, shape in WeightMap(model).hf_shapes().items()}
+    device = next(iter(tensors.values())).device
+    shapes = WeightMap(model).hf_shapes()
+    whole = {name: torch.zeros(shape, dtype=DTYPE, device=device) for name, shape in shapes.items()}
     for param in params:
         for piece in param.pieces:
             source = tuple(slice(a, a + n) for a, n in zip(piece.at, piece.local_shape, strict=True))
             target = tuple(slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True))
-            whole[piece.hf_name][target] = tensors[param.name][source].cpu().reshape(piece.shape)
+            whole[piece.hf_name][target] = tensors[param.name][source].reshape(piece.shape)
     return whole
 
 
@@ -146,7 +149,7 @@ class _Trainer:
         self._params = WeightMap(model).export_params(ParallelLayout(), 0)
         self._tensors = _random(WeightMap(model).megatron_params(ParallelLayout(), 0), device)
         peers = PeerTransports.for_sender(routes, 0, destination_ranks(plan.sent_by(0)), device, None)
-        self._sender = BucketSender(plan, 0, lambda: self._tensors, peers, DTYPE)
+        self._sender = BucketSender(plan, 0, lambda: self._tensors, peers, DTYPE, device)
 
     def make_room(self) -> _Done:
         """Nothing to free."""
@@ -284,7 +287,7 @@ class _EngineProcess:
     def different(self) -> list[str]:
         """Checkpoint tensors that differ from the trainer's in any bit."""
         trained = WeightMap(self._model).megatron_params(ParallelLayout(), 0)
-        expected = _hf_tensors(self._model, trained, _random(trained, torch.device("cpu")))
+        expected = _hf_tensors(self._model, trained, _random(trained, self._device))
         present = _hf_tensors(self._model, self._params, self._store.tensors)
         return [n for n, t in expected.items() if not torch.equal(t.view(torch.int16), present[n].view(torch.int16))]
 

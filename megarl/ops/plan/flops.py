@@ -145,10 +145,6 @@ def _selective_flops(
         if "moe" in modules and with_experts and model.experts is not None:
             shared = 6.0 * model.hidden_size * model.experts.shared_ffn_hidden_size
             flops = flops.plus(FlopCount(shared * rows.tokens, expert_flops(model) * rows.tokens))
-        if "mla_up_proj" in modules and model.latent is not None:
-            latent = model.latent
-            expanded = latent.kv_lora_rank * (latent.nope_dim + latent.v_dim) + latent.q_lora_rank * model.head_dim
-            flops = flops.plus(FlopCount(2.0 * model.num_attention_heads * expanded * rows.tokens))
     return flops
 
 

@@ -18,6 +18,7 @@ from megarl.models import ModelConfig
 from megarl.models.delta_rule import ChunkPlan
 from megarl.models.rope import softmax_scale
 from megarl.models.sink_attention import masked_sink_attention, sink_attention
+from megarl.models.torch_attention import dot_product_attention
 from megarl.rollout.embedded.delta_states import DeltaStates, TokenInputs
 
 # Widths are multiples of this many tokens. On a GPU each width has its own CUDA graph of the decode step.
@@ -245,19 +246,7 @@ class PromptAttention:
             window = self._cache.window.size if self._cache.window is not None and has_window else None
             return sink_attention(rows, keys, values, sinks, self._cache.scale, window)
         mask = self._window_mask if has_window else self._mask
-        if mask is not None:
-            # With a mask, GPU kernels that keep no scores in memory need as many key heads as query heads.
-            shared = rows.shape[1] // keys.shape[1]
-            keys, values = keys.repeat_interleave(shared, 1), values.repeat_interleave(shared, 1)
-        return F.scaled_dot_product_attention(
-            rows,
-            keys,
-            values,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=self._cache.scale,
-            enable_gqa=mask is None,
-        )
+        return dot_product_attention(rows, keys, values, mask=mask, is_causal=mask is None, scale=self._cache.scale)
 
     def recur(self, layer: int, tokens: TokenInputs) -> Tensor:
         """See :class:`~megarl.rollout.embedded.delta_states.Recurrence`."""
@@ -337,8 +326,9 @@ class StepAttention:
         scale = self._cache.scale
         if sinks is not None:
             return masked_sink_attention(queries, keys, values, sinks.view(keys.shape[1], -1), scale, mask)
-        attend = _plain_attention if queries.dtype is torch.float32 else F.scaled_dot_product_attention
-        return attend(queries, keys, values, attn_mask=mask, scale=scale)
+        if queries.dtype is torch.float32:
+            return _plain_attention(queries, keys, values, mask, scale)
+        return dot_product_attention(queries, keys, values, mask=mask, is_causal=False, scale=scale)
 
     def recur(self, layer: int, tokens: TokenInputs) -> Tensor:
         """See :class:`~megarl.rollout.embedded.delta_states.Recurrence`."""
@@ -346,7 +336,7 @@ class StepAttention:
         return self._cache.delta.step(layer, tokens)
 
 
-def _plain_attention(queries: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor, scale: float) -> Tensor:
+def _plain_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Attention for few query tokens in three operations.
 
     With one query token torch's kernel spends most of its time between small products. For 128 sequences of 96 tokens
@@ -354,5 +344,5 @@ def _plain_attention(queries: Tensor, keys: Tensor, values: Tensor, attn_mask: T
     float32.
     """
     scores = queries @ keys.transpose(-1, -2)
-    weights = torch.add(attn_mask, scores, alpha=scale).softmax(-1)
+    weights = torch.add(mask, scores, alpha=scale).softmax(-1)
     return weights @ values

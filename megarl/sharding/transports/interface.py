@@ -82,7 +82,7 @@ class TransportOptions(NamedTuple):
         timeout_s: seconds without an answer until a peer counts as lost.
     """
 
-    device: torch.device = torch.device("cpu")
+    device: torch.device
     receive_bytes: int = 0
     rendezvous: Rendezvous | None = None
     timeout_s: float = 600.0
@@ -141,13 +141,13 @@ class Transport(Protocol):
         """Peak bytes of this end itself, without the sender's buffers."""
 
 
-def create_transport(name: str, options: TransportOptions | None = None) -> Transport:
+def create_transport(name: str, options: TransportOptions) -> Transport:
     """Create a transport for this process.
 
     Raises:
         ConfigError: the name is unknown; lists the known names.
     """
-    return TRANSPORT_CLASSES[name](options or TransportOptions())
+    return TRANSPORT_CLASSES[name](options)
 
 
 class StoreAddress(NamedTuple):
@@ -172,7 +172,7 @@ class PeerTransports:
         options: options of all transports.
     """
 
-    def __init__(self, names: Mapping[int, str], options: TransportOptions | None = None) -> None:
+    def __init__(self, names: Mapping[int, str], options: TransportOptions) -> None:
         self.names = dict(names)
         self.transports: dict[str, Transport] = {
             name: create_transport(name, options) for name in sorted(set(self.names.values()))

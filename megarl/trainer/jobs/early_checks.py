@@ -6,12 +6,13 @@ The command line runs these checks within a second or two, before the imports of
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megarl.base.errors import ConfigError, ModelError
 from megarl.base.files import WRITABLE, write_error
-from megarl.base.packages import require_sglang
+from megarl.base.packages import is_installed, require_sglang
 from megarl.config import (
     AdapterKeys,
     EvaluateConfig,
@@ -32,6 +33,8 @@ from megarl.tracking import check_trackers
 from megarl.trainer.jobs.devices import check_dashboard, check_devices
 from megarl.trainer.jobs.output_folders import check_output_files
 from megarl.workers.settings import check_adapters, check_role, check_router_replay
+
+logger = logging.getLogger(__name__)
 
 
 def check_early(config: JobConfig) -> None:
@@ -79,7 +82,7 @@ def name_unused_tensors(config: JobConfig) -> None:
 
 
 def check_packages(config: JobConfig) -> None:
-    """Check that SGLang and the packages of Ray's dashboard are installed, if the job uses them.
+    """Check that SGLang and the packages of Ray's dashboard are installed, if the job uses them; warn without plotly.
 
     Raises:
         ConfigError: one is missing; the message has the installation command.
@@ -87,6 +90,8 @@ def check_packages(config: JobConfig) -> None:
     if not isinstance(config, SupervisedConfig) and config.actor_rollout_ref.rollout.name == "sglang":
         require_sglang()
     check_dashboard(config.trainer)
+    if not is_installed("plotly"):
+        logger.warning("plotly is not installed, so the job will end without an HTML report: pip install plotly")
 
 
 def check_writable(config: JobConfig) -> None:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from megarl.base.errors import DataError
+from megarl.ops.acceptance import command
 from megarl.ops.acceptance.bench import Bench, MissingError, near_plan, within
+from megarl.ops.acceptance.engines import first_gap
+from megarl.ops.acceptance.models import FAMILIES
+from megarl.ops.acceptance.parity import _Case, _error
 from megarl.ops.acceptance.results import Result, StageReport, Verdict, markdown, read_report, result_lines
 
 PASSED = Result("", Verdict.OK, 1.0, "s")
@@ -91,3 +98,67 @@ def test_tables_have_a_row_per_check() -> None:
     assert result_lines(report)[0] == "== sample: 1 check: 1 ok, 0.0 s, not finished"
     assert result_lines(report)[1].split("  ") == ["ok", "a | b", "1,234 tokens/s", "at least 1e+03"]
     assert "| a / b | ok | 1,234 tokens/s | at least 1e+03 |  |" in markdown([report])
+
+
+@pytest.mark.parametrize(
+    ("name", "hardware"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA L40S", None),
+    ],
+)
+def test_peak_is_known_for_the_cards_of_the_hardware_files_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, hardware: str | None
+) -> None:
+    bench = Bench(StageReport("sample", "full"), tmp_path, "cpu", lambda result: None)
+    monkeypatch.setattr(bench, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name=name))
+    assert (bench.hardware and bench.hardware.name) == hardware
+    assert (bench.peak_flops is None) == (hardware is None)
+    assert bench.speed(1.0, bench.peak_flops, "FLOP/s").outcome is (Verdict.INFO if hardware is None else Verdict.BELOW)
+
+
+@pytest.mark.parametrize(
+    ("left", "waiting", "expected"),
+    [
+        (None, ["parity", "jobs", "speed"], 480),
+        (200, ["parity", "jobs", "speed", "sync"], 170),
+        (100, ["parity", "jobs", "speed", "sync"], 100),
+        (590, ["parity", "jobs", "speed", "sync"], 340),
+        (1000, ["speed"], 480),
+    ],
+)
+def test_budget_gives_each_group_its_share(left: float | None, waiting: list[str], expected: float) -> None:
+    """Estimates: parity beside jobs 170 s, speed 80 s, sync 45 s; a budget twice as large doubles each."""
+    group = waiting[:2] if "jobs" in waiting else waiting[:1]
+    assert command._limit(group, waiting, 480.0, left) == pytest.approx(expected)
+
+
+def test_near_tie_is_the_gap_of_the_logits_where_answers_part() -> None:
+    """A model whose logits are a row by the last token: after token 1 the words 2 and 3 are 0.25 apart."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = torch.nn.Parameter(torch.tensor([[0.0] * 4, [0.0, 1.0, 2.0, 2.25], [0.0] * 4, [0.0] * 4]))
+
+        def forward(self, ids: torch.Tensor) -> Any:
+            return mock.Mock(logits=self.rows[ids])
+
+    assert first_gap(Model(), [0], [1, 2, 0], [1, 3, 3]) == pytest.approx(0.25)
+    assert first_gap(Model(), [0, 1], [2], [3]) == pytest.approx(0.25)
+
+
+def test_error_of_one_rerouted_token_does_not_decide() -> None:
+    ours, theirs = torch.tensor([0.0, 0.1, 5.0]), torch.zeros(3)
+    assert _error(ours, theirs, typical=True) == pytest.approx(0.1)
+    assert _error(ours, theirs, typical=False) == 5.0
+    reroutes = {family: _Case(family, mock.Mock())._reroutes(torch.bfloat16) for family in FAMILIES}
+    dense = {"qwen2", "qwen3", "llama", "mistral", "olmo2", "olmo3", "gemma3_text"}
+    assert {family for family, is_rerouted in reroutes.items() if not is_rerouted} == dense
+    assert not _Case("qwen3_moe", mock.Mock())._reroutes(torch.float32)

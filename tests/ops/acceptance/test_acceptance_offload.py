@@ -1,0 +1,29 @@
+"""The rates of the offload stage belong to copies that take place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+from torch import Tensor
+
+from megarl.megatron.host_memory import HostBuffer
+from megarl.ops.acceptance.bench import Bench
+from megarl.ops.acceptance.offload import _Case
+from megarl.ops.acceptance.results import StageReport
+
+
+def test_each_measured_offload_copies_the_bytes_of_its_rate(tmp_path: Path) -> None:
+    """The first offload finds no copy in host memory; the second, which is reported, must copy as much."""
+    copied: list[int] = []
+    write = HostBuffer.write
+
+    def count(buffer: HostBuffer, data: list[Tensor]) -> list[int]:
+        copied.append(sum(map(len, data)))
+        return write(buffer, data)
+
+    with mock.patch.object(HostBuffer, "write", count):
+        _, nbytes = _Case(Bench(StageReport("offload", "tiny"), tmp_path, "cpu", print))._figures
+    parts = len(copied) // 2
+    assert copied[:parts] == copied[parts:]
+    assert sum(copied[parts:]) == nbytes

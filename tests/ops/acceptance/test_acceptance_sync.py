@@ -1,0 +1,22 @@
+"""The trainer's side of the sync stage packs on its own device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megarl.models import ParallelLayout, WeightMap, parse_model_config
+from megarl.ops.acceptance import sync
+from megarl.ops.acceptance.models import SHAPES
+from megarl.sharding import RolloutLayout, Routes, build_plan
+from megarl.sharding.placement import ProcessLocation
+
+
+def test_weights_for_cuda_ipc_are_packed_on_the_trainers_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sync, "_random", lambda params, device: {})  # no random numbers on this device
+    model = parse_model_config(SHAPES["tiny"])
+    plan = build_plan(WeightMap(model), ParallelLayout(), RolloutLayout(1), 2**20, 2)
+    gpu = ProcessLocation("node", "GPU-1", ("GPU-1",))
+    trainer = sync._Trainer(model, plan, Routes([gpu], [gpu]), torch.device("meta"))
+    assert trainer._sender.pools.keys() == {"device"}
+    assert trainer._sender.pools["device"].take().data.device == torch.device("meta")
