@@ -37,7 +37,7 @@ MODULES = (
 _HEADER_BYTES = 8
 _INTERPRETER = "WARM_PYTHON"
 """Environment variable of a fork: its ``sys.executable``."""
-_SCRIPT = """#!/usr/bin/env bash
+_SCRIPT = r"""#!/usr/bin/env bash
 # Python for the jobs that {module} starts: they, too, are forks of a server of tests/warm_drivers.py.
 export {variable}="$0"
 case "$1 ${{2:-}}" in

@@ -198,9 +198,9 @@ class TextConfigSource(FileConfigSource):
         Args:
             schema: configuration class of the job.
         """
-        cls.schema = schema
         Plugins.instance()  # registers Hydra's own reader, which is replaced
-        SourcesRegistry.instance().types[cls.scheme()] = cls
+        # A class of its own and of that name: launchers of sweeps pickle it by value, and Hydra compares names there.
+        SourcesRegistry.instance().types[cls.scheme()] = type(FileConfigSource.__name__, (cls,), {"schema": schema})
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Load a file as Hydra does."""
@@ -209,16 +209,17 @@ class TextConfigSource(FileConfigSource):
         package = result.header.get("package") or ".".join(Path(config_path).parts[:-1])
         node = yaml.compose(StringIO(file.read_text(encoding="utf-8")), get_yaml_loader())
         if isinstance(result.config, DictConfig) and isinstance(node, yaml.MappingNode):
-            _restore(result.config, node, ["", "" if package == "_global_" else f"{package}."])
+            _restore(result.config, node, self.schema, ["", "" if package == "_global_" else f"{package}."])
         return result
 
 
-def _restore(config: Any, node: yaml.Node, prefixes: Sequence[str]) -> None:
+def _restore(config: Any, node: yaml.Node, schema: type, prefixes: Sequence[str]) -> None:
     """Replace numbers and truth values of text keys by their characters, in place.
 
     Args:
         config: what OmegaConf made from ``node``, a mapping or a list.
         node: of the YAML file.
+        schema: configuration class of the job.
         prefixes: possible paths of ``config``, each with a dot at its end.
     """
     is_mapping = isinstance(node, yaml.MappingNode)
@@ -227,7 +228,7 @@ def _restore(config: Any, node: yaml.Node, prefixes: Sequence[str]) -> None:
         paths = [f"{prefix}{name}." for prefix in prefixes] if is_mapping else list(prefixes)
         if isinstance(value, yaml.ScalarNode):
             is_number = value.tag.rpartition(":")[2] in ("int", "float", "bool")
-            if is_number and any(is_text(TextConfigSource.schema, path[:-1]) for path in paths):
+            if is_number and any(is_text(schema, path[:-1]) for path in paths):
                 config[name] = value.value
         elif name in config or not is_mapping:
-            _restore(OmegaConf.select(config, str(name)) if is_mapping else config[name], value, paths)
+            _restore(OmegaConf.select(config, str(name)) if is_mapping else config[name], value, schema, paths)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from distributed import Place, ProcessPool, RemoteError
 from tiny_policies import CLIP_GRAD, EPS, LR, RESPONSE_WIDTH, TEMPERATURE, WARMUP, WEIGHT_DECAY
@@ -176,7 +177,7 @@ class Role:
         """Metrics of an update, equal on all ranks."""
         results = self.split(verb, batch, mini_batch_rows)
         for result in results:
-            torch.testing.assert_close(result, results[0], rtol=0, atol=0, equal_nan=True)
+            assert result == pytest.approx(results[0], rel=0, abs=0, nan_ok=True)
         return results[0]
 
     def rebuild(self, **attributes: Any) -> None:
