@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -92,7 +93,7 @@ def test_a_request_adds_no_control_token(tokenizer: Any, texts: list[str]) -> No
             ],
             "tools": [{"type": "function", "function": function}],
         }
-        return chat.prompt_ids(parse_request(json.dumps(request).encode()))
+        return asyncio.run(chat.prompt_ids(parse_request(json.dumps(request).encode())))
 
     assert controls(tokenizer, ids_of(*texts), SPECIAL) == controls(tokenizer, ids_of(*"ndpac"), SPECIAL)
 
@@ -105,7 +106,7 @@ def test_deep_tools_are_encoded_or_refused(tokenizer: Any, depth: int) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     request = ChatRequest([{"role": "user", "content": "?"}], tools)
     try:
-        assert ChatFormat(tokenizer, find_parser("hermes")).prompt_ids(request)
+        assert asyncio.run(ChatFormat(tokenizer, find_parser("hermes")).prompt_ids(request))
     except ApiError as error:
         assert error.status == 400 and depth > 100
 

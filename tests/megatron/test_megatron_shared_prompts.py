@@ -29,7 +29,8 @@ def step(
         micro_batches = [PackedMicroBatch.from_rows(pairs, columns, share_prompts=share)]
         (outputs,) = built.forward(micro_batches, OutputOptions(TEMPERATURE))
         built.forward_backward(micro_batches, policy_loss, OutputOptions(TEMPERATURE, with_entropy=True))
-        grads = {name: param.main_grad.clone() for name, param in built.weights.parameters().items()}
+        params = built.weights.parameters()
+        grads = {n: p.main_grad.clone() if p.requires_grad else torch.zeros_like(p) for n, p in params.items()}
         return outputs.log_probs, grads, micro_batches[0].num_tokens
 
 
