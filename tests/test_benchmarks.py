@@ -15,7 +15,7 @@ SCRIPTS = [
     for path in sorted((ROOT / "benchmarks").glob("*.py"))
     if "__main__" in path.read_text(encoding="utf-8") and path.stem != "grpo_trl"  # TRL is in another environment
 ]
-JOBS = {"asynchronous", "grpo_job", "learning", "plan_times", "quickstart", "soak", "startup"}
+JOBS = {"grpo_job", "learning", "plan_times", "quickstart", "soak", "startup"}
 """Start jobs, whose drivers and workers may be forks. The workers of the others are classes of the script."""
 LIMIT_S = 300.0
 

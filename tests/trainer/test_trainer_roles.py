@@ -31,9 +31,9 @@ def test_engines_are_built_after_the_roles_that_train_and_sleep_until_the_first_
         calls.append((self.role, verb, args))
         return submit(self, verb, *args, **kwargs)
 
-    def recording_on(self: WorkerGroup, ranks: Sequence[int], verb: str, *args: Any) -> Any:
+    def recording_on(self: WorkerGroup, ranks: Sequence[int], verb: str, *args: Any, **options: Any) -> Any:
         calls.append((self.role, verb, args))
-        return submit_on(self, ranks, verb, *args)
+        return submit_on(self, ranks, verb, *args, **options)
 
     monkeypatch.setattr(WorkerGroup, "submit", recording)
     monkeypatch.setattr(WorkerGroup, "submit_on", recording_on)
