@@ -15,8 +15,8 @@ SCRIPTS = [
     for path in sorted((ROOT / "benchmarks").glob("*.py"))
     if "__main__" in path.read_text(encoding="utf-8") and path.stem != "grpo_trl"  # TRL is in another environment
 ]
-JOBS = {"grpo_job", "learning", "plan_times", "quickstart", "soak", "startup"}
-"""Start jobs, whose drivers and workers may be forks. The workers of the others are classes of the script."""
+JOBS = {"learning", "plan_times", "quickstart", "soak", "startup"}
+"""Start jobs whose drivers and workers may be forks. Those of the others import the script or its folder."""
 LIMIT_S = 300.0
 
 

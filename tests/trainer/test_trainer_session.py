@@ -30,7 +30,8 @@ def interrupts() -> Iterator[None]:
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Order in which resources open and close; Ray, devices and tracing are fakes."""
     events: list[str] = []
-    ray = SimpleNamespace(dashboard_url="", lost=lambda: None, finish=lambda: None, spills=lambda needed: None)
+    quiet = dict.fromkeys(("lost", "finish"), lambda: None)
+    ray = SimpleNamespace(dashboard_url="", spills=lambda needed: None, last_words=lambda *_: None, **quiet)
     monkeypatch.setattr(session_module, "RaySession", lambda **_: resource("ray", events, ray))
     monkeypatch.setattr(session_module, "RunTracing", lambda *_: resource("tracing", events))
     pools = SimpleNamespace(trainer=SimpleNamespace(pool=SimpleNamespace(device="cpu")))
@@ -69,7 +70,7 @@ def test_signals_are_handled_while_a_job_that_saves_trains(
         session.start()
         with session.starting_workers():
             assert signal.getsignal(number) is previous
-        with session.training(cast(Any, None), cast(Any, None)):
+        with session.training(cast(Any, SimpleNamespace()), cast(Any, None)):
             assert (signal.getsignal(number) is not previous) == (save_freq > 0)
         assert signal.getsignal(number) is previous
 
@@ -80,7 +81,7 @@ def test_a_run_that_was_ended_by_ctrl_c_is_interrupted_after_its_last_save(
     saved = False
     with pytest.raises(KeyboardInterrupt), open_job(train_config({"trainer.save_freq": 5}), tmp_path) as session:
         session.start()
-        with session.training(cast(Any, None), cast(Any, None)):
+        with session.training(cast(Any, SimpleNamespace()), cast(Any, None)):
             os.kill(os.getpid(), signal.SIGINT)
             saved = session.stop.step_done(None) == "Ctrl-C"
     assert saved
@@ -90,15 +91,17 @@ def test_the_death_of_a_process_of_ray_ends_training_with_the_way_to_go_on(
     train_config: Callable[..., TrainConfig], events: list[str], tmp_path: Path
 ) -> None:
     state = SimpleNamespace(describe_interruption=lambda cause: f"({cause}). To go on: COMMAND")
+    summaries: list[str] = []
+    reporter = SimpleNamespace(finish=lambda folder, stopped: summaries.append(stopped))
     with (
         pytest.raises(RayLost, match=r"^the GCS died. \(a lost process of Ray\). To go on: COMMAND$"),
         open_job(train_config({"trainer.save_freq": 5}), tmp_path) as session,
     ):
         session.start()
         cast(Any, session._ray).lost = lambda: "the GCS"
-        with session.training(cast(Any, state), cast(Any, None)):
+        with session.training(cast(Any, state), cast(Any, reporter)):
             raise KeyboardInterrupt  # by the watch over Ray, or an error of a worker
-    assert events[-1] == "-ray"
+    assert events[-1] == "-ray" and summaries == ["a lost process of Ray"]
 
 
 def test_training_needs_its_checkpoint_before_any_process(

@@ -143,7 +143,7 @@ def test_results_equal_those_of_the_smaller_budget(role_pool: ProcessPool, model
         prefix = {"sft": "train"}.get(kind, kind)
         if kind == "ref":
             (shortage,) = {str(answer) for answer in role.call("pass_metrics")}
-            assert shortage == "{'ref/out_of_memory': 1.0, 'ref/forward_micro_batch_limit': 16}"
+            assert shortage == "{'ref/out_of_memory': 1.0, 'ref/forward_micro_batch_limit': 16.0}"
         else:
             found = {name: metrics.pop(f"{prefix}/{name}", None) for name in MEMORY_METRICS}
             limit = int(found["update_micro_batch_limit"])
