@@ -30,6 +30,7 @@ GENERATED_TOKENS = "generated_tokens"
 """Key in a batch's ``meta_info``: number of tokens generated for the step, including dropped samples."""
 
 UPDATES = ("update_actor", "update_critic")
+"""Phases that process the trained rows."""
 OUT_OF_MEMORY = "out_of_memory"
 """Metric of a role: out-of-memory errors after which a pass was repeated."""
 EMPTY_STEPS = "empty_steps"
