@@ -111,6 +111,10 @@ class Seconds(NamedTuple):
     cpu: float
 
 
+CLOCK_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+"""The unit in which the kernel counts processor time: a short run may take none."""
+
+
 def processor_seconds() -> float:
     """Return the processor time of this process and its children."""
     family = [psutil.Process(), *psutil.Process().children(recursive=True)]
@@ -125,7 +129,7 @@ def measure(runners: dict[str, Run], repeats: int) -> dict[str, Seconds]:
             wall, cpu = time.perf_counter(), processor_seconds()
             run()
             if number:
-                taken[name].append(Seconds(time.perf_counter() - wall, processor_seconds() - cpu))
+                taken[name].append(Seconds(time.perf_counter() - wall, max(processor_seconds() - cpu, CLOCK_TICK_S)))
     return {name: Seconds(*map(statistics.median, zip(*runs, strict=True))) for name, runs in taken.items()}
 
 

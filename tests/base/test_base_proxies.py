@@ -12,7 +12,8 @@ import requests
 from megarl.base.proxies import bypass_proxies
 
 CLIENTS = {
-    "urllib": lambda url: urllib.request.urlopen(url, timeout=60).read(),
+    # urlopen would keep the opener, and with it the proxies, of an earlier request of this process.
+    "urllib": lambda url: urllib.request.build_opener().open(url, timeout=60).read(),
     "httpx": lambda url: httpx.get(url, timeout=60).content,
     "requests": lambda url: requests.get(url, timeout=60).content,
 }
