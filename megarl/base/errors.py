@@ -1,8 +1,29 @@
 """Errors that a user can act on; each message names the config key, its value, and the remedy."""
 
+from __future__ import annotations
+
+import copyreg
+from typing import Any
+
 
 class MegarlError(Exception):
-    """Base class of megarl's errors; the command line prints them without a traceback."""
+    """Base class of megarl's errors; the command line prints them without a traceback.
+
+    Attributes:
+        text: the message without its code, for use inside another message.
+        code: stable name of the problem, such as ``layout.tp-heads``. It ends the printed message;
+            ``docs/reference/errors.md`` lists all codes.
+    """
+
+    def __init__(self, text: str, *, code: str = "") -> None:
+        super().__init__(text)
+        self.text, self.code = text, code
+
+    def __str__(self) -> str:
+        return f"{self.text} [{self.code}]" if self.code else self.text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class StallError(MegarlError):

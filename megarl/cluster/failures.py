@@ -41,9 +41,6 @@ class WorkerFailed(WorkerError):
         self.role, self.rank, self.verb, self.died = role, rank, verb, died
         self.remote_traceback = remote_traceback
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.role, self.rank, self.verb, self.died, self.remote_traceback)
-
 
 class WorkerSilent(WorkerError):
     """Workers did not respond in time.

@@ -96,7 +96,7 @@ def read(schema: type, values: Mapping[str, Any], problems: Sequence[Problem] = 
     wrong = {problem.path for problem in problems}
     for path in sorted(OmegaConf.missing_keys(typed) - wrong):
         item = key_at(schema, path)
-        problems.append(Problem(path, None, f"must be set, to {_expected(item)}", item.doc))
+        problems.append(Problem(path, None, f"must be set, to {_expected(item)}", doc=item.doc))
     if problems:
         raise InvalidConfigError(problems)
     return OmegaConf.to_object(typed)
@@ -208,18 +208,18 @@ def _fill_entries(node: DictConfig, item: Key, value: Mapping[str, Any], path: s
 
 def _assign(node: DictConfig, item: Key, value: Any, path: str) -> Problem | None:
     if isinstance(value, str) and value == REQUIRED:
-        return Problem(path, value, f"has no default and must be set, to {_expected(item)}", item.doc)
+        return Problem(path, value, f"has no default and must be set, to {_expected(item)}", doc=item.doc)
     if item.is_list and isinstance(value, str | int | float):
         value = [value]
     if isinstance(value, bool) and item.annotation is not bool:
-        return Problem(path, value, f"must be {_expected(item)}", item.doc)
+        return Problem(path, value, f"must be {_expected(item)}", doc=item.doc)
     try:
         node[item.name] = value
     except OmegaConfBaseException:
-        return Problem(path, value, f"must be {_expected(item)}", item.doc)
+        return Problem(path, value, f"must be {_expected(item)}", doc=item.doc)
     converted = node[item.name]
     complaint = item.limits.complaint(OmegaConf.to_container(converted) if OmegaConf.is_list(converted) else converted)
-    return Problem(path, value, complaint, item.doc) if complaint else None
+    return Problem(path, value, complaint, doc=item.doc) if complaint else None
 
 
 def unknown_key(path: str, value: Any, valid: list[str]) -> Problem:

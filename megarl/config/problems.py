@@ -16,34 +16,37 @@ class Problem(NamedTuple):
         path: full dotted path.
         value: value of the key.
         text: the problem and its remedy.
+        code: stable name of the problem (:class:`~megarl.base.errors.MegarlError`).
         doc: meaning of the key.
     """
 
     path: str
     value: Any
     text: str
+    code: str = ""
     doc: str = ""
 
     def describe(self) -> str:
         """Describe the problem in lines of text, with the key written as an override."""
-        lines = [f"{self.path}={format_value(self.value)}", f"    {self.text}"]
+        lines = [f"{self.path}={format_value(self.value)}", f"    {self.text}{f' [{self.code}]' if self.code else ''}"]
         if self.doc:
             lines.append(f"    meaning: {self.doc}")
         return "\n".join(lines)
 
 
 class InvalidConfigError(ConfigError):
-    """A configuration with one or more problems; ``problems`` lists them."""
+    """A configuration with one or more problems; ``problems`` lists them, ``code`` is the first one's."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
         count = len(self.problems)
         head = "The configuration has a problem:" if count == 1 else f"The configuration has {count} problems:"
         body = "\n".join(problem.describe() for problem in self.problems)
-        super().__init__(f"{head}\n" + "\n".join(f"  {line}" for line in body.splitlines()))
+        text = f"{head}\n" + "\n".join(f"  {line}" for line in body.splitlines())
+        super().__init__(text, code=self.problems[0].code if self.problems else "")
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.problems,)
+    def __str__(self) -> str:
+        return self.text  # each problem ends with its code
 
 
 def format_value(value: Any) -> str:
