@@ -1,9 +1,9 @@
-"""Reaper: a process that ends a local Ray, and deletes its files, after the driver was killed.
+"""Reaper: a process that speaks for a driver that was killed, ends its local Ray, and deletes its files.
 
 Ray's agents poll for their raylet and live for up to a minute after it. The reaper waits for the end of a pipe that the
 driver holds, so it notices any death of the driver at once. It recognizes the processes of its Ray by its own process
 group, which they join when they start, and by a mark in their environment. Ray's agents overwrite their environment;
-workers leave the group. A driver that joined a cluster has no reaper: the cluster is not its own.
+workers leave the group. In a cluster that the driver joined, the reaper finds no such process and only speaks.
 """
 
 from __future__ import annotations

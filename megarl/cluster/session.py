@@ -68,7 +68,8 @@ class RaySession:
     On every exit (normal, exception, Ctrl-C, SIGTERM or SIGHUP) the devices are released and worker processes are
     killed. If Ray was started here, all its processes have ended when the block is left, and its session folder is
     deleted. SIGTERM and SIGHUP raise :class:`SystemExit` at its next wait. If this process is killed outright, a
-    :class:`~megarl.cluster.reaper.Reaper` ends the Ray that was started here; a joined cluster stays.
+    :class:`~megarl.cluster.reaper.Reaper` prints its last words and ends the Ray that was started here; a joined
+    cluster stays.
 
     Args:
         address: cluster to join; default: ``RAY_ADDRESS`` if set, otherwise Ray is started here, reachable by loopback
@@ -278,6 +279,8 @@ class RaySession:
             # ``auto`` is not probed before
             build = unreachable if "Could not find any running Ray instance" in str(error) else not_joined
             raise build(address, str(error)) from error
+        self._token = ClusterToken(str(private_folder()))  # only its folder is used, for the last words
+        self._reaper = Reaper(self._token.file)
 
     def _find_daemons(self) -> list[psutil.Process]:
         """List the processes of a Ray that was started here, without the reaper, whose group they joined."""

@@ -314,6 +314,7 @@ with contextlib.ExitStack() as stack:
     pool = session.place([ResourcePool("main", "cpu", [1])])["main"]
     group = WorkerGroup("guest", "tests.cluster.light_workers.Sleeper", {}, ParallelLayout(), pool)
     print("pid", *group.pid(), flush=True)
+    session.last_words("ended in step 3", {sys.argv[1]: "summary"})
     if "killed" in sys.argv:
         os.kill(os.getpid(), 9)
 """
@@ -351,12 +352,14 @@ def test_other_processes_join_a_local_cluster_with_its_token_only_and_leave_it_a
         assert private_folder() in Path(ray._private.worker._global_node.get_session_dir_path()).parents
         assert os.environ["RAY_AUTH_MODE"] == "disabled" and os.environ["RAY_AUTH_TOKEN"] == "of another cluster"
         # A refused client tries again every second.
-        stranger = join(address, RAY_AUTH_MODE="disabled", RAY_NUM_REDIS_GET_RETRIES="2")
+        summary = tmp_path / "summary"
+        stranger = join(address, str(summary), RAY_AUTH_MODE="disabled", RAY_NUM_REDIS_GET_RETRIES="2")
         assert stranger.returncode == 1 and "refused: cannot join the Ray cluster" in stranger.stderr, stranger.stderr
         assert "RAY_AUTH_MODE is 'disabled' here: set RAY_AUTH_MODE=token" in stranger.stderr
         for arguments, code in (((), 0), (("killed",), -signal.SIGKILL)):  # and a joined cluster survives its driver
-            guest = join(address, *arguments, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
+            guest = join(address, str(summary), *arguments, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
             assert guest.returncode == code, guest.stderr
+            assert ("ended in step 3" in guest.stderr) == summary.is_file() == bool(code), "a killed driver only"
             pid = int(guest.stdout.split("pid")[1])
             deadline = time.monotonic() + 90
             while (psutil.pid_exists(pid) or ray.available_resources().get("CPU") != 1) and time.monotonic() < deadline:
