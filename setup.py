@@ -75,7 +75,7 @@ setup(
     license_files=["LICENSE"],
     keywords=["reinforcement learning", "RLHF", "PPO", "GRPO", "large language models", "Megatron-Core"],
     classifiers=[
-        "Development Status :: 4 - Beta",
+        "Development Status :: 3 - Alpha",
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3.11",
