@@ -56,6 +56,7 @@ from megarl.config.compose import (
 from megarl.config.overrides import restore_texts
 from megarl.config.problems import nearest_keys
 from megarl.config.schema.jobs import JobConfig
+from megarl.config.short_flags import add_flags, flag_overrides
 from megarl.config.stored import remember_references
 from megarl.config.sweeps import SweepFolder
 from megarl.config.verl.table import table_of
@@ -78,7 +79,10 @@ class Job(NamedTuple):
 
 
 JOBS = {
-    "train": Job(TrainConfig, "ppo", "megarl.trainer.jobs.train", "reinforcement learning (PPO, GRPO)"),
+    "train": Job(TrainConfig, "ppo", "megarl.trainer.jobs.train", "reinforcement learning with any configuration"),
+    "grpo": Job(TrainConfig, "grpo", "megarl.trainer.jobs.train", "GRPO: groups of answers, no critic"),
+    "ppo": Job(TrainConfig, "ppo", "megarl.trainer.jobs.train", "PPO: a critic and generalized advantages"),
+    "distill": Job(TrainConfig, "distill", "megarl.trainer.jobs.train", "on-policy distillation from a teacher"),
     "sft": Job(SFTConfig, "sft", "megarl.trainer.jobs.sft", "supervised fine-tuning"),
     "reward-model": Job(
         RewardTrainingConfig,
@@ -92,6 +96,7 @@ JOBS = {
         "megarl.trainer.jobs.preference",
         "preference optimization on pairs (DPO, IPO, SLiC, SimPO)",
     ),
+    "dpo": Job(PreferenceConfig, "preference", "megarl.trainer.jobs.preference", "DPO: preference with its first loss"),
     "evaluate": Job(
         EvaluateConfig, "evaluate", "megarl.trainer.jobs.evaluate", "mean@N, best@N, maj@N on held-out prompts"
     ),
@@ -202,8 +207,8 @@ def run_job(name: str, argv: Sequence[str] | None = None) -> int:
     bypass_proxies()  # for user code in this process and its children, such as rewards and trackers
     job = JOBS[name]
     options = _parser(name, job).parse_intermixed_args(argv)
-    request = _request(job, options)
     try:
+        request = _request(job, options)
         run = None if options.multirun else compose_run(request, name)
         configs = compose_sweep(request) if run is None else [run.config]
         for config in configs:
@@ -253,7 +258,7 @@ def _request(job: Job, options: argparse.Namespace) -> ConfigRequest[Any]:
     verl's scripts start from verl's defaults, selected by their name, or by ``model_engine`` (``engine`` for
     fine-tuning). Their config folder is inside verl's package; it is ignored if it does not exist.
     """
-    overrides, folder = tuple(options.overrides), options.config_dir
+    overrides, folder = (*flag_overrides(options, job.schema), *options.overrides), options.config_dir
     if options.quiet:
         overrides += ("trainer.quiet=true",)
     verl = table_of(job.schema)
@@ -483,6 +488,7 @@ def _parser(name: str, job: Job) -> argparse.ArgumentParser:
         description=f"{job.doc}. Every key is described in docs/config.md.",
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the YAML file")
+    add_flags(parser, job.schema)
     parser.add_argument("--config-name", "-cn", help=f"YAML file; default: {job.config_name}")
     parser.add_argument("--config-dir", "-cd", help="folder with YAML files, searched before megarl's own")
     parser.add_argument("--config-path", "-cp", help="same as --config-dir, for verl's scripts")

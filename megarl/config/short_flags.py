@@ -1,0 +1,119 @@
+"""Flags of a job's command line that stand for keys: ``megarl grpo --model FOLDER --data FILE --reward gsm8k``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from hydra.core.override_parser.types import Quote, QuotedString
+
+from megarl.base.errors import ConfigError
+from megarl.config.keys import walk
+from megarl.config.problems import nearest_keys
+from megarl.config.schema.jobs import TEACHERS
+from megarl.config.schema.rewards import BUILT_IN_REWARDS
+
+_MODEL = ("actor_rollout_ref.model.path", "model.path")
+_REWARD, _TEACHER = "reward_model.name", f"{TEACHERS}.teacher_models"
+
+
+class _Flag(NamedTuple):
+    """A flag; it exists in jobs with one of its keys, and sets the first of them that the job has."""
+
+    keys: tuple[str, ...]
+    metavar: str
+    help: str
+    overrides: Callable[[str, Any], Iterator[tuple[str, Any]]]
+    """Keys and values from the flag's key and value."""
+    many: bool = False
+
+
+def _same(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    yield key, value
+
+
+def _reward(key: str, value: str) -> Iterator[tuple[str, Any]]:
+    if value.startswith(("http://", "https://")):
+        yield from ((key, "judge"), ("reward_model.judge.base_url", value))
+    elif value in BUILT_IN_REWARDS or ":" in value or value.endswith(".py"):
+        yield key, value
+    elif "/" in value:
+        yield from (("reward_model.enable", True), ("reward_model.model.path", value))
+    else:
+        nearest = nearest_keys(value, BUILT_IN_REWARDS)
+        raise ConfigError(
+            f"--reward {value}: {f'did you mean {nearest[0]}? ' if nearest else ''}Give one of "
+            f"{', '.join(BUILT_IN_REWARDS)}, a function as path.py:name, a reward model (folder or owner/name of the "
+            "Hub), or the http:// address of a judge",
+            code="reward.unknown-name",
+        )
+
+
+def _teacher(key: str, value: str) -> Iterator[tuple[str, Any]]:
+    yield from ((f"{TEACHERS}.enabled", True), (f"{key}.teacher.model_path", value))
+
+
+FLAGS = {
+    "model": _Flag(_MODEL, "MODEL", "folder, or owner/name of the Hugging Face Hub", _same),
+    "data": _Flag(
+        ("data.train_files", "data.val_files"),
+        "FILE",
+        "parquet, JSONL, or folders of Hugging Face datasets",
+        _same,
+        True,
+    ),
+    "val-data": _Flag(("data.val_files",), "FILE", "the same, for validation", _same, True),
+    "reward": _Flag(
+        (_REWARD,), "REWARD", "name of a reward, path.py:function, a reward model, or the address of a judge", _reward
+    ),
+    "teacher": _Flag((_TEACHER,), "MODEL", "teacher of the distillation, as --model", _teacher),
+}
+
+
+def add_flags(parser: argparse.ArgumentParser, schema: type) -> None:
+    """Add the flags whose keys a job has."""
+    for name, (flag, key) in _flags_of(schema).items():
+        text = f"{flag.help}{'; may be repeated' if flag.many else ''} ({key})"
+        parser.add_argument(f"--{name}", metavar=flag.metavar, help=text, action="append" if flag.many else "store")
+
+
+def flag_overrides(options: argparse.Namespace, schema: type) -> list[str]:
+    """Translate the flags of a command line to overrides.
+
+    Args:
+        options: parsed by a parser with :func:`add_flags`.
+        schema: configuration class of the job.
+
+    Raises:
+        ConfigError: the reward is none.
+    """
+    values = {name: getattr(options, name.replace("-", "_")) for name in _flags_of(schema)}
+    settings = [
+        setting
+        for name, (flag, key) in _flags_of(schema).items()
+        if values[name] is not None
+        for setting in flag.overrides(key, values[name])
+    ]
+    return [f"{path}={_text(value)}" for path, value in settings]
+
+
+def _flags_of(schema: type) -> dict[str, tuple[_Flag, str]]:
+    """Flags of a job by name, each with its key."""
+    keys = {path for path, _ in walk(schema)}
+    result: dict[str, tuple[_Flag, str]] = {}
+    for name, flag in FLAGS.items():
+        key = next((key for key in flag.keys if key in keys), None)
+        if key is not None and key not in {other for _, other in result.values()}:
+            result[name] = flag, key
+    return result
+
+
+def _text(value: Any) -> str:
+    """Write a value in Hydra's syntax, with all texts in quotes."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_text, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    text: str = QuotedString(str(value), Quote.single).with_quotes()
+    return text
