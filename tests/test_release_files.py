@@ -47,6 +47,20 @@ def test_changelog_follows_keep_a_changelog() -> None:
     assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
+def test_workflow_runs_each_python_with_its_megatron() -> None:
+    (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8"))["jobs"].values()
+    pins = (ROOT / "launch" / "constraints.txt").read_text(encoding="utf-8")
+    expected = [
+        (version.rpartition(".")[0], sign)
+        for version, sign in re.findall(r"^megatron-core==(\S+) ; python_version (\S+)", pins, re.M)
+    ]
+    pythons = {"<": "3.11", ">=": "3.12"}
+    assert [(entry["megatron"], entry["python"]) for entry in job["strategy"]["matrix"]["include"]] == [
+        (megatron, pythons[sign]) for megatron, sign in expected
+    ]
+    assert any("bash launch/test.sh" in step.get("run", "") for step in job["steps"])
+
+
 INSTALLS_BY_NAME = re.compile(r"pip install[^\n`#;]*(?<![/\w'])'?megarl(\[|['\s`\"]|$)")
 REGISTRY_HOSTS = re.compile(r"pypi\.org|pythonhosted\.org|download\.pytorch\.org|pypi\.nvidia\.com")
 TEXTS = (

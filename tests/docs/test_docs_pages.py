@@ -44,12 +44,12 @@ def test_command_blocks_have_marks() -> None:
     assert not wrong, f"command blocks without a mark above them; expected one of {expected}: {wrong}"
 
 
-def test_every_page_is_in_the_navigation_and_in_the_readme() -> None:
+def test_every_page_is_in_the_navigation_and_in_the_index() -> None:
     files = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
     named = _files(SITE["nav"])
     assert sorted(named) == sorted(files)
-    in_readme = {link.partition("#")[0].removeprefix("docs/") for link in links(ROOT / "README.md")}
-    assert files - in_readme == {"index.md"}, "README.md's table of the documentation"
+    listed = {link.partition("#")[0] for link in links(ROOT / "docs" / "index.md")}
+    assert files - listed == {"index.md"}, "the table of docs/index.md"
 
 
 def _files(nav: object) -> list[str]:
