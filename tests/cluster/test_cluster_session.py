@@ -58,6 +58,7 @@ with RaySession(num_cpus=1) as session:
         group.explode()
     if sys.argv[1] == "with an agent":  # a runtime environment starts it
         ray.get(ray.remote(num_cpus=0, runtime_env={"env_vars": {"A": "B"}})(lambda: None).remote())
+        session.last_words("ended in step 3")
     call = group.submit("sleep", 600)
     print("busy", flush=True)
     call.result()
@@ -185,6 +186,7 @@ def test_killed_driver_leaves_no_process(script):
     process.wait(60)
     alive = wait_for_ends(started, 30)  # without the reaper, Ray's agents live for up to a minute
     assert alive == [] and marked_processes(mark) == []
+    assert run.output.count("ended in step 3") == 1, run.output
     before.remove(own)
     assert sessions(process.pid) == before, "only its own session folder is deleted"
 
