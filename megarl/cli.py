@@ -369,6 +369,7 @@ def _run_locked(
     _store_hydra(folder, values)
     _record_start(folder, name, config_name, config, values, overrides)
     config = with_hub_files(config, lambda line: print(line, file=sys.stderr))
+    check_models(config)
     with driver_log(folder / LOGS_FOLDER, config.trainer.log_level):
         if isinstance(config, TrainConfig | SupervisedConfig) and config.trainer.dry_run:
             _say(config, f"{title}: dry run, load libraries ...")

@@ -48,8 +48,7 @@ Four changes make a current run script of verl for Megatron start megarl:
    take the Python of the shell: activate megarl's environment.
 3. `INFER_BACKEND=sglang`: the scripts generate with vLLM by default. Scripts without this variable need the override
    `actor_rollout_ref.rollout.name=sglang` (or `embedded`, on a CPU).
-4. `MODEL_PATH`, and the files of data, are folders and files on disk, because megarl downloads nothing unless
-   `hub.enable=true`.
+4. The files of data are on disk, or named `hf://datasets/owner/name/file`.
 
 ```
 VERL_USE_UV=0 INFER_BACKEND=sglang MODEL_PATH=/models/Qwen3-8B bash examples/grpo_trainer/run_qwen3_8b_megatron.sh

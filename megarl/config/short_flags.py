@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -33,6 +35,13 @@ def _same(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     yield key, value
 
 
+def _data(key: str, value: list[str]) -> Iterator[tuple[str, Any]]:
+    split = "test" if key == "data.val_files" else "train"
+    is_hub = [re.fullmatch(r"[\w.-]+/[\w-]+", name) is not None and not Path(name).exists() for name in value]
+    url = f"hf://datasets/{{}}/**/{split}*.parquet"
+    yield key, [url.format(name) if hub else name for name, hub in zip(value, is_hub, strict=True)]
+
+
 def _reward(key: str, value: str) -> Iterator[tuple[str, Any]]:
     if value.startswith(("http://", "https://")):
         yield from ((key, "judge"), ("reward_model.judge.base_url", value))
@@ -59,11 +68,11 @@ FLAGS = {
     "data": _Flag(
         ("data.train_files", "data.val_files"),
         "FILE",
-        "parquet, JSONL, or folders of Hugging Face datasets",
-        _same,
+        "parquet, JSONL, a folder of datasets, or owner/name of the Hub",
+        _data,
         True,
     ),
-    "val-data": _Flag(("data.val_files",), "FILE", "the same, for validation", _same, True),
+    "val-data": _Flag(("data.val_files",), "FILE", "the same, for validation", _data, True),
     "reward": _Flag(
         (_REWARD,), "REWARD", "name of a reward, path.py:function, a reward model, or the address of a judge", _reward
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from expected_errors import raises
 
@@ -65,6 +67,15 @@ def test_model_and_data_are_flags_of_every_training_job(name: str) -> None:
 def test_evaluation_reads_its_data_by_the_same_flag() -> None:
     config = compose_job("evaluate", ["--model", "m", "--data", "d", "--reward", "gsm8k"])
     assert config.data.val_files == ["d"] and config.reward_model.name == "gsm8k"
+
+
+def test_a_name_of_the_hub_is_data_unless_a_folder_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own" / "local").mkdir(parents=True)
+    words = ["--model", "m", "--data", "own/sums", "--data", "own/local", "--data", "own/a.parquet"]
+    config = compose_job("grpo", [*words, "--val-data", "own/sums"])
+    assert config.data.train_files == ["hf://datasets/own/sums/**/train*.parquet", "own/local", "own/a.parquet"]
+    assert config.data.val_files == ["hf://datasets/own/sums/**/test*.parquet"]
 
 
 def test_overrides_win_over_flags() -> None:

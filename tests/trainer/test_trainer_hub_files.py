@@ -105,15 +105,14 @@ def resolve(folder: Path, values: dict[str, Any], **environment: str) -> subproc
 
 
 def test_download_then_cache(endpoint: str, tmp_path: Path) -> None:
-    values = VALUES | {"hub": {"enable": True}}
-    first = resolve(tmp_path, values, HF_ENDPOINT=endpoint)
+    first = resolve(tmp_path, VALUES, HF_ENDPOINT=endpoint)
     assert first.returncode == 0, first.stderr
     model, tokenizer, files = json.loads(first.stdout)
     assert model == tokenizer and sorted(os.listdir(model)) == ["config.json", "model.safetensors"]
     assert [Path(file).name for file in files] == ["a.parquet", "b.parquet", "here.parquet"]
     assert Path(files[1]).read_bytes() == b"b"
     assert "actor_rollout_ref.model.path: own/tiny of the Hugging Face Hub" in first.stderr
-    offline = resolve(tmp_path, values, HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="1")
+    offline = resolve(tmp_path, VALUES, HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="1")
     assert json.loads(offline.stdout) == json.loads(first.stdout), offline.stderr
 
 
@@ -128,15 +127,15 @@ def test_download_then_cache(endpoint: str, tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_had_is_named(
     endpoint: str, tmp_path: Path, environment: dict[str, str], changes: dict[str, Any], message: str
 ) -> None:
-    values = VALUES | {"hub": {"enable": True}} | changes
+    values = VALUES | changes
     result = resolve(tmp_path, values, **{"HF_ENDPOINT": endpoint, **environment})
     name = values["actor_rollout_ref"]["model"]["path"]
     assert result.returncode == 1 and f"actor_rollout_ref.model.path={name}: " in result.stderr
     assert message in result.stderr and "name a local folder" in result.stderr
 
 
-def test_nothing_is_downloaded_by_default(train_config: Callable[..., TrainConfig]) -> None:
-    config = train_config({"actor_rollout_ref.model.path": "own/tiny"})
+def test_nothing_is_downloaded_if_the_hub_is_off(train_config: Callable[..., TrainConfig]) -> None:
+    config = train_config({"actor_rollout_ref.model.path": "own/tiny", "hub.enable": False})
     assert with_hub_files(config, lambda line: pytest.fail(line)) is config
 
 

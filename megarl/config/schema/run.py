@@ -48,9 +48,9 @@ class HubConfig:
     """Downloads from the Hugging Face Hub before a run; see docs/data.md."""
 
     enable: bool = key(
-        False,
-        "Download models named `owner/name` (or `owner/name@revision`) and data files named "
-        "`hf://datasets/owner/name/file`; false = nothing is downloaded.",
+        True,
+        "Download models named `owner/name` (or `owner/name@revision`), unless such a folder exists here, and data "
+        "files named `hf://datasets/owner/name/file`; false = nothing is downloaded.",
     )
     cache_dir: str | None = key(
         None, "Folder of the downloads, which all nodes must see; null = Hugging Face's cache (`HF_HOME`)."

@@ -1,4 +1,4 @@
-"""Models and data files of the Hugging Face Hub, downloaded before a run that opts in (`hub.enable`); imports no torch.
+"""Models and data files of the Hugging Face Hub, downloaded before a run (`hub.enable`); imports no torch.
 
 `HF_HUB_OFFLINE=1` restricts downloads to the cache, `HF_HOME` moves the cache, and `HF_ENDPOINT` names a mirror, as in
 Hugging Face's own tools.
@@ -28,7 +28,7 @@ _DATA_URL = re.compile(r"hf://datasets/(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+?)(?:@
 
 
 def with_hub_files(config: JobT, message: Callable[[str], None]) -> JobT:
-    """Replace names of the Hub by the paths of their downloads, if ``hub.enable`` is set.
+    """Replace names of the Hub by the paths of their downloads, unless ``hub.enable`` is false.
 
     Args:
         config: complete.
