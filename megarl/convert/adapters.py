@@ -113,7 +113,7 @@ def base_of_role(path: Path, document: Mapping[str, Any], model: Path | None) ->
     part = identify_model(folder).difference(stored)
     if part is not None:
         text = f"{path} has adapters of {stored.path}; {folder} is another model: its {part} differ"
-        raise CheckpointError(text, code="convert.base-model-differs")
+        raise CheckpointError(text, code="convert.other-base-model")
     return folder
 
 

@@ -105,7 +105,7 @@ def _planned(source: CheckpointSource, kind: str, options: ConversionOptions) ->
         return plan_adapters(source.adapters, options.dtype)
     selection = select(source, options.dtype, options.keep_value_head)
     if kind == MEGARL and selection.config["architectures"][0].endswith("Model"):
-        text = f"{source.path} has no output layer but its scalar head; pass --value-head keep"
+        text = f"{source.path} has no output layer but its scalar head; omit --value-head strip"
         raise CheckpointError(text, code="convert.only-scalar-head")
     return _PLANS[kind](selection, options.max_shard_bytes)
 

@@ -360,7 +360,7 @@ def _state_facts(path: Path) -> dict[str, Any]:
         document = parse_json(file.read_text(encoding="utf-8"))
         if document["format"] != STATE_FORMAT:
             text = f"{file}: format={document['format']!r}, this megarl reads {STATE_FORMAT}"
-            raise CheckpointError(text, code="checkpoint.format-version")
+            raise CheckpointError(text, code="checkpoint.other-format")
         layout = ParallelLayout(**document["layout"]).describe()
         if document.get("lora"):
             options_of_role(document)

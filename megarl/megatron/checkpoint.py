@@ -312,8 +312,8 @@ def _check_contents(folder: Path, state: RoleState, requested: Collection[str]) 
     if missing:
         raise CheckpointError(
             f"checkpoint {folder} has no {' and no '.join(missing)}: it was saved with save_contents="
-            f"[{', '.join(state.contents)}]; load_contents without {' and '.join(missing)} takes the rest",
-            code="resume.contents-missing",
+            f"[{', '.join(state.contents)}]; leave {' and '.join(missing)} out of load_contents",
+            code="resume.missing-contents",
         )
 
 
@@ -327,7 +327,7 @@ def _check_fits(
     """Reject a checkpoint of another model or another number format."""
     if state.dtype != _dtype_name(engine):
         text = f"checkpoint {folder} has dtype={state.dtype}, this run dtype={_dtype_name(engine)}: they must agree"
-        raise CheckpointError(text, code="resume.dtype-differs")
+        raise CheckpointError(text, code="resume.other-dtype")
     _check_adapters(engine, folder, state)
     for kind, expected in _stored_shapes(engine, with_optimizer).items():
         shapes = saved_shapes.get(kind, {})
@@ -337,7 +337,7 @@ def _check_fits(
                 raise CheckpointError(
                     f"checkpoint {folder} is of another model: {kind} of '{name}' {saved} in the checkpoint, "
                     f"{here} here",
-                    code="resume.model-differs",
+                    code="resume.other-model",
                 )
 
 
@@ -347,7 +347,7 @@ def _check_adapters(engine: MegatronEngine, folder: Path, state: RoleState) -> N
     if (saved is None) != (here is None):
         saved_text, here_text = (f"lora_rank={0 if options is None else options.rank}" for options in (saved, here))
         text = f"checkpoint {folder} was saved with {saved_text}, this run has {here_text}"
-        raise CheckpointError(text, code="resume.adapter-differs")
+        raise CheckpointError(text, code="resume.other-adapters")
     if saved is None or here is None:
         return
     keys = {"lora_rank": "rank", "lora_alpha": "alpha", "lora.use_rslora": "rank_stabilized", "lora.type": "kind"}
@@ -355,7 +355,7 @@ def _check_adapters(engine: MegatronEngine, folder: Path, state: RoleState) -> N
         if getattr(saved, name) != getattr(here, name):
             raise CheckpointError(
                 f"checkpoint {folder} was saved with {key}={getattr(saved, name)}, this run has {getattr(here, name)}",
-                code="resume.adapter-differs",
+                code="resume.other-adapters",
             )
     part = engine.base.difference(state.base) if engine.base is not None and state.base is not None else None
     if part is not None and engine.base is not None and state.base is not None:
@@ -363,7 +363,7 @@ def _check_adapters(engine: MegatronEngine, folder: Path, state: RoleState) -> N
             f"checkpoint {folder} has adapters of the base model {state.base.path}, this run has {engine.base.path}: "
             f"its {part} differ ({getattr(state.base, part)} and {getattr(engine.base, part)}); start from the same "
             "base model",
-            code="resume.base-model-differs",
+            code="resume.other-base-model",
         )
 
 

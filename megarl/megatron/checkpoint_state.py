@@ -87,7 +87,7 @@ def read_state(folder: Path) -> RoleState:
         document = parse_json(path.read_text(encoding="utf-8"))
         if document["format"] != FORMAT:
             text = f"{path}: format={document['format']!r}, this megarl reads {FORMAT}"
-            raise CheckpointError(text, code="checkpoint.format-version")
+            raise CheckpointError(text, code="checkpoint.other-format")
         return _parse(document)
     except FileNotFoundError:
         text = f"{path} is missing: not a checkpoint of a role"

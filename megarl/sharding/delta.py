@@ -144,7 +144,7 @@ class DeltaDecoder:
         split = encoding.words * encoding.word_bytes
         if len(data) != split + encoding.words * _DISTANCE_BYTES:
             raise WeightSyncError(
-                f"delta of bucket {key[1]} from training rank {key[0]} has {len(data)} bytes, but {encoding.words} words",
+                f"delta of bucket {key[1]} from training rank {key[0]} has {len(data)} bytes, {encoding.words} words",
                 code="sync.delta-size",
             )
         received = data.cpu()
