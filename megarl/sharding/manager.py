@@ -217,11 +217,10 @@ class ShardingManager:
             self._abort(version, pauses=paused is not None)
             if not isinstance(error, Exception):
                 raise
-            cause = error if isinstance(error, MegarlError) else WeightSyncError(str(error), code="sync.failed")
             raise WeightSyncError(
                 f"weight sync to version {version} failed at {self._stage}; the rollout engines are stale and serve "
-                f"nothing: {cause.text}",
-                code=cause.code,
+                f"nothing: {error.text if isinstance(error, MegarlError) else error}",
+                code="sync.failed",
             ) from error
         self.version, self._completed, self.in_sync = version, self._completed + 1, True
         self._has_met = True
