@@ -70,8 +70,10 @@ def test_specs_of_user_code_are_loaded(tmp_path):
     file.write_text("def double(x):\n    return 2 * x\nnumber = 3\n", encoding="utf-8")
     registry = Registry("some.key", loader=load_user_function)
     assert registry.find(f"{file}:double")(4) == 8
-    with raises("config.user-code-function", "some.key", f"{file}:triple", "['double']"):
+    with raises("config.user-code-function") as caught:
         registry.find(f"{file}:triple")
+    text = f"some.key '{file}:triple': it has no 'triple'; its functions are ['double']"
+    assert str(caught.value) == f"{text} [config.user-code-function]"
     with raises("config.user-code-not-callable", "some.key", f"{file}:number", "int"):
         registry.find(f"{file}:number")
     with raises("config.unknown-name", "some.key='double'", "known ones: none", "path.py:name"):

@@ -202,5 +202,7 @@ def test_base_model_elsewhere_is_identified(trained: tuple[Path, Tensor], tmp_pa
     (gone / "adapter_config.json").write_text(
         json.dumps({**config, "base_model_name_or_path": "/nowhere"}), encoding="utf-8"
     )
-    with raises("convert.base-model-missing", gone, "/nowhere", "--model FOLDER"):
+    with raises("convert.base-model-missing") as caught:
         open_source(gone)
+    text = f"{gone}: its base model /nowhere does not exist here; pass its folder: --model FOLDER"
+    assert str(caught.value) == f"{text} [convert.base-model-missing]"
