@@ -65,7 +65,7 @@ def check_schema(path: str, schema: pa.Schema, expected: RowSchema) -> None:
     check_names(path, schema.names, expected)
     type_ = schema.field(expected.prompt).type if expected.prompt else None
     if type_ is not None and not (_is_text(type_) or _holds_messages(type_)):
-        text = f"{path}: column {expected.prompt!r} must be {PROMPT_FORM}, not {type_}"
+        text = f"{path}: column {expected.prompt!r} must be {PROMPT_FORM}, it is {type_}"
         raise DataError(text, code="data.column-type")
     if expected.source in expected.required and not _is_text(schema.field(expected.source).type):
         type_ = schema.field(expected.source).type
@@ -78,7 +78,7 @@ def check_schema(path: str, schema: pa.Schema, expected: RowSchema) -> None:
     if "reward_model" in expected.required:
         type_ = schema.field("reward_model").type
         if not pa.types.is_struct(type_) or type_.get_field_index("ground_truth") < 0:
-            text = f"{path}: column 'reward_model' must be {REWARD_MODEL_FORM}, not {type_}"
+            text = f"{path}: column 'reward_model' must be {REWARD_MODEL_FORM}, it is {type_}"
             raise DataError(text, code="data.column-type")
 
 
@@ -163,7 +163,7 @@ def _value_problem(name: str, value: Any, expected: RowSchema) -> DataError | No
         return DataError(f"must hold strings, not {value!r:.80}", code="data.column-type")
     if name == "reward_model" and name in expected.required:
         if not isinstance(value, Mapping) or "ground_truth" not in value:
-            return DataError(f"must be {REWARD_MODEL_FORM}, not {value!r:.80}", code="data.column-type")
+            return DataError(f"must be {REWARD_MODEL_FORM}, it is {value!r:.80}", code="data.column-type")
         if value["ground_truth"] is None:
             return DataError("has 'ground_truth' null; the reward function compares with it", code="data.null-value")
     return None
@@ -177,7 +177,7 @@ def messages_problem(value: Any, empty: bool = False) -> DataError | None:
         empty: whether there may be no message.
     """
     if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
-        return DataError(f"must be {PROMPT_FORM}, not {value!r:.80}", code="data.column-type")
+        return DataError(f"must be {PROMPT_FORM}, it is {value!r:.80}", code="data.column-type")
     if not value and not empty:
         return DataError(f"has no message; it must be {PROMPT_FORM}", code="data.empty-prompt")
     for message in value:
