@@ -129,12 +129,12 @@ def load_agent(spec: str) -> Agent:
     function: Agent | None = getattr(module, name, None)
     if not callable(function):
         text = f"agent {spec!r}: it has no function called {name!r}; there are {public_functions(module)}"
-        raise ConfigError(text, code="agent.no-function")
+        raise ConfigError(text, code="config.user-code-function")
     try:
         inspect.signature(function).bind(None)
     except TypeError as error:
         text = f"agent {spec!r} must take one argument, an AgentTask: {error}"
-        raise ConfigError(text, code="agent.wrong-signature") from error
+        raise ConfigError(text, code="config.user-code-signature") from error
     except ValueError:  # some built-ins have no signature
         pass
     return function

@@ -131,7 +131,7 @@ def check_signature(fn: Any, spec: str, kwargs: Mapping[str, Any] | None = None)
     """
     if not callable(fn):
         text = f"reward function {spec!r} is a {type(fn).__name__}; it must be a function"
-        raise RewardFunctionError(text, code="reward.not-function")
+        raise RewardFunctionError(text, code="config.user-code-not-callable")
     is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
     try:
         signature = inspect.signature(fn)

@@ -61,9 +61,7 @@ def test_a_file_with_any_json_is_refused_with_its_folder(folder: Path, name: str
     (folder / name).write_text(text, encoding="utf-8")
     with pytest.raises(ModelError) as caught:
         load_tokenizer(str(folder))
-    assert (
-        caught.value.code in ("tokenizer.cannot-load", "tokenizer.no-vocabulary") and str(folder) in caught.value.text
-    )
+    assert caught.value.code.startswith("tokenizer.") and str(folder) in caught.value.text
 
 
 def test_end_token_of_a_folder(folder: Path, tmp_path: Path) -> None:
