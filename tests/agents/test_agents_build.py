@@ -201,8 +201,13 @@ def test_rows_cannot_choose_code(files):
     """A file beside downloaded data would be executed, and so would a module of any installed package."""
     (files / "evil.py").write_text(f"open({str(files / 'executed')!r}, 'w')\nclass Loop: ...\n", encoding="utf-8")
     for name in (f"{files}/evil.py:Loop", "antigravity.Loop"):
-        with raises("agent.row-names-code", "row 7", f"agent_name={name!r}"):
+        with raises("agent.row-names-code") as caught:
             check_agent_names(configured(), {name: 7}, lambda row: f"row {row}")
+        assert str(caught.value) == (
+            f"row 7: agent_name={name!r} is code, which data must not choose; give the class a name in "
+            "actor_rollout_ref.rollout.agent.agent_loop_config_path, or set it as "
+            "actor_rollout_ref.rollout.agent.default_agent_loop [agent.row-names-code]"
+        )
     assert not (files / "executed").exists() and "antigravity" not in sys.modules
     own = f"{files}/custom.py:Mine"
     check_agent_names(configured(rollout={"agent": {"default_agent_loop": own}}), {own: 0}, str)

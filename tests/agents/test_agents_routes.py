@@ -105,5 +105,9 @@ def test_routes_become_a_ragged_column(record: RouteRecord) -> None:
 
 
 def test_an_engine_without_routes_is_an_error() -> None:
-    with raises("rollout.no-routes", "actor.router_replay.mode=R3"):
+    with raises("rollout.no-routes") as caught:
         trajectories_to_batch([trajectory([1], [2], [1])], 0, with_routes=True)
+    assert str(caught.value) == (
+        "the rollout engine returned no experts, which actor.router_replay.mode=R3 replays; set R2 to replay those of "
+        "the pass for old log-probs [rollout.no-routes]"
+    )
