@@ -21,6 +21,7 @@ PACKAGE = "megarl"
 OTHER_CODES = {"ApiError", "Refused"}
 """Errors of the chat endpoint, whose codes are those of OpenAI's API."""
 CODE = re.compile(r"[a-z][a-z0-9]*(\.[a-z0-9]+(-[a-z0-9]+)*)+")
+PLACEHOLDER = re.compile(r"\{[^}]*\}|<br>")
 HEAD = """<!-- Written by tools/list_errors.py: edit the messages in the source. -->
 # Error codes
 
@@ -63,7 +64,7 @@ def template(node: ast.expr, module: str, scope: ast.AST | None = None) -> str:
         return "".join(template(value, module, scope) for value in node.values)
     if isinstance(node, ast.FormattedValue):
         return template(node.value, module, scope)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+    if isinstance(node, ast.BinOp) and any(isinstance(side, ast.JoinedStr) for side in (node.left, node.right)):
         return template(node.left, module, scope) + template(node.right, module, scope)
     if isinstance(node, ast.IfExp):
         return template(node.body, module, scope) + " / " + template(node.orelse, module, scope)
@@ -96,19 +97,24 @@ def messages(module: str) -> Iterator[tuple[str, str]]:
     """Find the codes of a module, each with its message."""
     tree = tree_of(module)
     assert tree is not None
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    for call in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    scopes = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+    for call in nodes:
         if not isinstance(call, ast.Call) or (isinstance(call.func, ast.Name) and call.func.id in OTHER_CODES):
             continue
         for code in [word.value for word in call.keywords if word.arg == "code"]:
             if not (isinstance(code, ast.Constant) and isinstance(code.value, str)) or not code.value:
                 continue
-            around = [f for f in functions if f.lineno <= call.lineno <= (f.end_lineno or 0)]
-            scope = min(around, key=lambda f: (f.end_lineno or 0) - f.lineno, default=None)
-            texts = [template(argument, module, scope) for argument in call.args]
+            around = [scope for scope in scopes if scope.lineno <= call.lineno <= (scope.end_lineno or 0)]
+            around.sort(key=lambda scope: (scope.end_lineno or 0) - scope.lineno)
+            texts = [template(argument, module, around[0] if around else None) for argument in call.args]
             if isinstance(call.func, ast.Name) and call.func.id == "Problem":
                 texts = [f"{texts[0]}: {texts[2]}"]
-            yield code.value, max(texts, key=len, default="")
+            text = max(texts, key=len, default="")
+            if not PLACEHOLDER.sub("", text).strip():  # the text comes from elsewhere
+                docs = [ast.get_docstring(scope) for scope in around]
+                text = next((doc.splitlines()[0] for doc in docs if doc), "")
+            yield code.value, text
 
 
 def page() -> str:
