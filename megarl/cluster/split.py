@@ -163,7 +163,7 @@ def _plan_split(costs: tuple[float, ...], dp: int, mini_batch_rows: int | None, 
         return [sorted(rows) for rows in plan] + [[0]] * (dp - len(plan))
     size = len(costs) if mini_batch_rows is None else mini_batch_rows
     if size < 1 or len(costs) % size:
-        raise DataError(f"mini-batches of {size} rows do not divide {len(costs)} rows", code="batch.mini-batch-size")
+        raise DataError(f"mini-batches of {size} rows do not divide {len(costs)} rows", code="batch.mini-batch-rows")
     if size % dp:
         raise DataError(f"mini-batches of {size} rows do not divide over {dp} DP ranks", code="batch.mini-batch-ranks")
     mini_batches = balance_mini_batches(costs, len(costs) // size, dp, equal)

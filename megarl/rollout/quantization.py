@@ -115,7 +115,7 @@ class IncomingMatrices:
             raise WeightSyncError(
                 f"parameter '{part.name}' of the engine was not sent as {part.dtype} in this update; a verified sync "
                 "must send the engine's dtype",
-                code="sync.other-dtype",
+                code="sync.verify-dtype",
             )
         return self._checksums[key]
 

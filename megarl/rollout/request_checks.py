@@ -68,7 +68,7 @@ def check_routes(config: ModelConfig, options: EngineOptions) -> None:
     if options.return_routes and config.experts is None:
         raise ModelError(
             f"return_routes=True, but {config.architecture} is a dense model, whose tokens have no experts",
-            code="rollout.routes-dense-model",
+            code="model.no-experts",
         )
 
 

@@ -29,7 +29,7 @@ def check_complete(covers: Iterable[Coverage], version: int) -> None:
         raise WeightSyncError(
             f"weight version {version} is incomplete: {len(gaps)} of {len(covers)} parameters, first "
             f"'{first.name}' with {first.written} of {first.expected} elements written",
-            code="sync.incomplete-update",
+            code="sync.missing-elements",
         )
 
 

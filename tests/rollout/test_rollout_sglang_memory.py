@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from expected_errors import raises
 
 from megarl.base.errors import ConfigError
 from megarl.config.schema.rollout import EngineKwargsConfig, SGLangConfig, TrainingRolloutConfig
@@ -66,5 +67,5 @@ def test_the_share_is_set_beside_training_roles_only(gpus, monkeypatch):
 
 def test_a_full_gpu_is_refused_before_sglang_starts(gpus):
     gpus[0] = 20
-    with pytest.raises(ConfigError, match=r"mem_fraction_static .*20\.0 of 80\.0 GiB are free.* need 9\.0 GiB more"):
+    with raises("sglang.no-memory", "mem_fraction_static", "20.0 of 80.0 GiB", "9.0 GiB", error=ConfigError):
         engine_options(rollout(), "cuda", pending_bytes=9 * GIB)

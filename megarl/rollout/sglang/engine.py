@@ -218,7 +218,7 @@ class SGLangEngine(RolloutEngine):
         if absent:
             raise ModelError(
                 f"model folder {path} lacks {len(absent)} of {len(shapes)} tensors, first '{absent[0]}'",
-                code="model.missing-tensors",
+                code="model.missing-tensor",
             )
         self._prepare_update(version)
         if not self._asleep:

@@ -177,7 +177,7 @@ def attach(url: str, folder: str, options: SGLangOptions, loop: RequestLoop) -> 
     if not options.api_key:
         raise ConfigError(
             f"the SGLang server at {url} needs an API key; name its variable in {KEY}.api_key_env",
-            code="sglang.no-api-key",
+            code="sglang.no-api-key-env",
         )
     server = HttpBackend(url, options.api_key, loop)
     try:
