@@ -231,7 +231,7 @@ class TestEndOfSequence:
 @pytest.mark.parametrize(
     ("options", "code"),
     [
-        ({"tensor_parallel_size": 2}, "engine.embedded-one-device"),
+        ({"tensor_parallel_size": 2}, "engine.one-device"),
         ({"dtype": "float8"}, "engine.option-choice"),
         ({"max_num_seqs": 0}, "engine.option-range"),
     ],

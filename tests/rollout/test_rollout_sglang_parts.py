@@ -777,7 +777,7 @@ def test_token_filters_are_sent():
     request = replace(REQUEST, params=replace(REQUEST.params, min_p=0.1, repetition_penalty=1.2, top_k=3, top_p=0.5))
     sent = request_payload(request, "x-1", frozenset({7}), 0)["sampling_params"]
     assert [sent[name] for name in ("min_p", "repetition_penalty", "top_k", "top_p")] == [0.1, 1.2, 3, 0.5]
-    with raises("sglang.deterministic-min-p", "min_p=0.1", "sglang.deterministic=false", error=RolloutError):
+    with raises("sglang.no-min-p", "min_p=0.1", "sglang.deterministic=false", error=RolloutError):
         request_payload(request, "x-1", frozenset({7}), 50)
 
 

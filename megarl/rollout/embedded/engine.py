@@ -358,7 +358,7 @@ def _check_options(options: EngineOptions) -> None:
         raise ConfigError(
             f"tensor_parallel_size={options.tensor_parallel_size}: the embedded engine runs on one device; "
             "use 1 and as many replicas as there are devices",
-            code="engine.embedded-one-device",
+            code="engine.one-device",
         )
     if options.dtype not in DTYPES:
         raise ConfigError(

@@ -235,7 +235,7 @@ def request_payload(request: Request, rid: str, eos: frozenset[int], every_token
         raise RequestRefused(
             f"min_p={params.min_p}: SGLang's deterministic mode has no min_p; set it to 0, or set "
             "rollout.engine_kwargs.sglang.deterministic=false",
-            code="sglang.deterministic-min-p",
+            code="sglang.no-min-p",
         )
     sampling: dict[str, Any] = {
         "max_new_tokens": params.max_new_tokens,
