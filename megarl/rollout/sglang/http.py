@@ -64,8 +64,10 @@ class HttpBackend:
         """See :class:`SGLangBackend`."""
         status, body = await self._send("POST", "/generate", payload)
         if status != 200 or not isinstance(body, dict):
-            kind = RequestRefused if status in _INVALID else RolloutError
-            raise kind(f"SGLang refused a request ({status}): {_message(body)}")
+            text = f"SGLang refused a request ({status}): {_message(body)}"
+            if status in _INVALID:
+                raise RequestRefused(text, code="sglang.request-refused")
+            raise RolloutError(text, code="sglang.request-failed")
         return body
 
     async def post(self, path: str, fields: Mapping[str, Any]) -> tuple[int, Any]:
