@@ -395,7 +395,7 @@ def test_a_run_whose_replicas_are_lost_saves_its_work_in_flight(
     """Turns of unfinished samples are lost with the replicas, those of an earlier checkpoint are kept."""
 
     def lost(wait_s: float) -> None:
-        raise NoReplicaLeft("the only replica is lost")
+        raise NoReplicaLeft("the only replica is lost", code="rollout.no-replica-left")
 
     advance, advances = ContinuousBatcher.advance, list[None]()
 
