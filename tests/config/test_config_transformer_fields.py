@@ -41,7 +41,7 @@ def test_valid_fields(overrides: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ({"num_layers": 3}, "config.json"),
+        ({"num_layers": 3}, "config.owned-transformer-field: config.json"),
         ({"recompute_granularity": "full"}, "config.owned-transformer-field: recompute_granularity"),
         ({"params_dtype": "float32"}, "config.owned-transformer-field: key dtype"),
         ({"batch_p2p_comm": True}, "config.owned-transformer-field"),
@@ -62,7 +62,7 @@ def test_valid_fields(overrides: dict[str, Any]) -> None:
         ({"moe_input_jitter_eps": 0.1}, "config.owned-transformer-field"),
         ({"deterministic_mode": True}, "config.unsupported-transformer-field"),
         ({"tp_comm_overlap": True}, "config.unsupported-transformer-field"),
-        ({"window_size": [128, 0]}, "config.json"),
+        ({"window_size": [128, 0]}, "config.owned-transformer-field: config.json"),
         ({"cuda_graph_warmup_steps": 2}, "config.owned-transformer-field"),
         ({"attention_backend": "flashy"}, "config.transformer-field-value: flash, fused, unfused, auto"),
         ({"attention_backend": "local"}, "config.transformer-field-value: local"),

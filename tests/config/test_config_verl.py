@@ -118,7 +118,7 @@ def test_accepted_without_a_change(key: str, value: Any) -> None:
         ),
         (f"{ACTOR}.router_replay.record_file", "routes.pt", "config.verl-value"),
         ("actor_rollout_ref.ref.router_replay.mode", "R2", "config.verl-feature"),
-        (f"{ACTOR}.megatron.override_transformer_config.num_layers", 4, "config.json"),
+        (f"{ACTOR}.megatron.override_transformer_config.num_layers", 4, "config.owned-transformer-field"),
         (
             f"{ACTOR}.megatron.override_transformer_config.atention_backend",
             "flash",
@@ -127,7 +127,7 @@ def test_accepted_without_a_change(key: str, value: Any) -> None:
         (f"{ACTOR}.megatron.override_transformer_config.attention_backend", "flsh", "config.transformer-field-value"),
         (f"{ACTOR}.megatron.override_transformer_config.use_flash_attn", False, "config.verl-value: attention_backend"),
         (f"{ACTOR}.megatron.override_transformer_config.dsa_indexer_loss_coeff", 0.1, "config.verl-value"),
-        ("data.sampler.group_key", "source", "data.mixture"),
+        ("data.sampler.group_key", "source", "config.verl-key: data.mixture"),
         ("reward_model.strategy", "fsdp", "config.verl-value"),
         ("skip.rollout.enable", True, "config.verl-feature"),
         ("algorithm.rollout_correction.rollout_is_level", "token", "config.verl-key: rollout_is"),
