@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from expected_errors import raises
 
-from megarl.base.errors import ConfigError, DataError
+from megarl.base.errors import ConfigError
 from megarl.config import TrainConfig
 from megarl.config.batch import plan_batches
 from megarl.config.schema.algorithm import AlgorithmConfig, RefAlignmentConfig, RefQualityConfig, ReprAlignConfig
@@ -162,7 +163,7 @@ def test_advantages_are_estimated_from_shaped_rewards() -> None:
 
 def test_nan_log_probs_of_the_reference_are_an_error() -> None:
     broken = batch(ref_log_prob=torch.full((6, 4), math.nan))
-    with pytest.raises(DataError, match="ref_log_prob of row 0"):
+    with raises("algorithm.ref-log-prob-nan", "ref_log_prob of row 0", "algorithm.ref_quality_score"):
         shaping(ref_quality_score=QUALITY).shape(broken, 1, {})
 
 

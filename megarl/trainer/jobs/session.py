@@ -172,7 +172,7 @@ class JobSession(Generic[JobT]):
                 lost = None if isinstance(error, SystemExit) else self._ray.lost()
                 if lost is not None:
                     reporter.finish(None, stopped=RAY_LOST)
-                    text = f"{lost} died. {state.describe_interruption(RAY_LOST)}"
+                    text = f"{state.describe_interruption(RAY_LOST)}\n{lost} died"
                     raise RayLost(text, code="ray.process-died") from error
                 if not isinstance(error, KeyboardInterrupt):
                     raise

@@ -264,7 +264,7 @@ def user_sampler(keys: SamplerConfig) -> Any:
     module, name = import_spec(_spec(keys.class_path, keys.class_name), "data.sampler", "class")
     sampler = getattr(module, name, None)
     if not isinstance(sampler, type):
-        raise ConfigError(f"data.sampler: {keys.class_path} has no class {name!r}", code="data.no-sampler-class")
+        raise ConfigError(f"data.sampler: {keys.class_path} has no class {name!r}", code="config.user-code-class")
     return sampler
 
 

@@ -167,7 +167,7 @@ def check_rewards(config: ScoredJobConfig) -> None:
         if spec.spec == "judge" and keys.judge.api_key_env and keys.judge.api_key_env not in os.environ:
             raise RewardError(
                 f"reward_model.judge.api_key_env={keys.judge.api_key_env}: the environment variable is not set",
-                code="judge.no-api-key",
+                code="judge.api-key-unset",
             )
 
 

@@ -302,7 +302,8 @@ class Retention:
         for role, limit in self.limits.items():
             if limit is not None and limit < 1:
                 raise ConfigError(
-                    f"{limit_key(role)}={limit}, expected at least 1, or null to keep all", code="checkpoint.keep-limit"
+                    f"{limit_key(role)}={limit}, expected at least 1, or null to keep all",
+                    code="config.value-out-of-limits",
                 )
 
     def best_of(self, manifests: Iterable[Manifest]) -> Manifest | None:

@@ -202,7 +202,7 @@ class CheckpointStore:
             return newest
         raise ConfigError(
             f"trainer.resume_mode={resume_mode!r}, expected one of: {', '.join(RESUME_MODES)}",
-            code="resume.unknown-mode",
+            code="config.value-out-of-limits",
         )
 
     def verify(self, path: str | Path, roles: Collection[str] = ()) -> None:
