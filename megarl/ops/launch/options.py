@@ -320,7 +320,8 @@ def _check_restarts(trainer: TrainingRunConfig) -> tuple[str, ...]:
     if trainer.resume_mode not in RESUMING:
         raise ConfigError(
             f"trainer.resume_mode={trainer.resume_mode}: a restart (--max-restarts) would begin from scratch, or at "
-            "the same checkpoint again. Set trainer.resume_mode=auto, and a trainer.default_local_dir of this run",
+            "the same checkpoint again. Set trainer.resume_mode=auto, and give the run its own "
+            "trainer.default_local_dir",
             code="launch.restart-from-scratch",
         )
     if trainer.save_freq < 1:

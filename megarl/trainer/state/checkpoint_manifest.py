@@ -122,7 +122,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if document["format"] != FORMAT:
             raise CheckpointError(
-                f"{path}: format={document['format']!r}, this version of megarl reads {FORMAT}",
+                f"{path}: format={document['format']!r}, this megarl reads {FORMAT}",
                 code="checkpoint.other-format",
             )
         digest = document.pop("digest")

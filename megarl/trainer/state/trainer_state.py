@@ -89,7 +89,7 @@ class TrainerState:
         if not isinstance(document, dict) or document.get("format") not in FORMATS:
             version = document.get("format") if isinstance(document, dict) else document
             raise CheckpointError(
-                f"{path}: format={version!r}, this version of megarl reads {' and '.join(map(str, FORMATS))}",
+                f"{path}: format={version!r}, this megarl reads {' and '.join(map(str, FORMATS))}",
                 code="checkpoint.other-format",
             )
         for name in _LATER_FIELDS:
