@@ -150,7 +150,7 @@ def test_batch_script_runs_the_launcher_inside(fake_commands, monkeypatch, capsy
     assert capsys.readouterr().out == "4711\n"
     assert fake_commands.calls("sbatch")[0]["input"] == script
     assert megarl(["launch", "--submit", *own, "--sbatch=--partition=nowhere", *words]) == 1
-    assert capsys.readouterr().err.endswith("sbatch: error: invalid partition [launch.sbatch-refused]\n")
+    assert capsys.readouterr().err.endswith("nowhere [launch.sbatch-refused]\n")
 
 
 def test_nodes_of_the_engines_are_launched(monkeypatch, capsys, tmp_path):
