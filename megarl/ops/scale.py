@@ -34,11 +34,12 @@ def scale_run(folder: Path, replicas: int) -> Path:
     least, most = _bounds(folder, read_run(folder).config)
     if not least <= replicas <= most:
         raise ConfigError(
-            f"{folder}: {replicas} replicas, expected {least} (rollout.min_replicas) to {most} (rollout.replicas)"
+            f"{folder}: {replicas} replicas, expected {least} (rollout.min_replicas) to {most} (rollout.replicas)",
+            code="rollout.replica-count",
         )
     holder = read_holder(folder / LOCK_FILE)
     if holder is None or (holder.shares_process_ids() and holder.is_dead()):
-        raise ConfigError(f"{folder}: the run has ended")
+        raise ConfigError(f"{folder}: the run has ended", code="rollout.run-ended")
     path = folder / REPLICAS_FILE
     atomic_write_text(path, f"{replicas}\n")
     return path
@@ -68,5 +69,8 @@ def _bounds(folder: Path, config: Mapping[str, Any]) -> tuple[int, int]:
     rollout = config.get("actor_rollout_ref", {}).get("rollout", {})
     least = rollout.get("min_replicas")
     if least is None:
-        raise ConfigError(f"{folder}: the run's replicas are not elastic; start it with rollout.min_replicas")
+        raise ConfigError(
+            f"{folder}: the run's replicas are not elastic; start it with rollout.min_replicas",
+            code="rollout.not-elastic",
+        )
     return int(least), int(rollout["replicas"])

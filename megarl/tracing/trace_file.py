@@ -117,7 +117,9 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
     events = []
     with opened(file, "rt", encoding="utf-8") as lines:
         if next(lines, "").strip() != "[":
-            raise ConfigError(f"{file} is not a timeline: it does not begin with a line '['")
+            raise ConfigError(
+                f"{file} is not a timeline: it does not begin with a line '['", code="timeline.not-a-timeline"
+            )
         for line in lines:
             try:
                 event = parse_json(line.strip().removesuffix(","))
@@ -133,8 +135,13 @@ def _find(path: Path) -> Path:
     file = next((candidate for candidate in candidates if candidate.is_file()), None)
     if file is None:
         if not path.exists():
-            raise ConfigError(f"{path} does not exist; name a run's folder, or a trace file")
-        raise ConfigError(f"{path} has no timeline: trainer.timeline.enable=true writes it to timeline/{TRACE_FILE}")
+            raise ConfigError(
+                f"{path} does not exist; name a run's folder, or a trace file", code="timeline.no-such-path"
+            )
+        raise ConfigError(
+            f"{path} has no timeline: trainer.timeline.enable=true writes it to timeline/{TRACE_FILE}",
+            code="timeline.not-recorded",
+        )
     return file
 
 

@@ -139,7 +139,8 @@ class WandbTracker(Tracker):
             if settings.mode == "online" and not _has_wandb_login(settings):
                 raise ConfigError(
                     f"trainer.logger='wandb': there is no login for {settings.base_url}; log in with `wandb login`, "
-                    "or set WANDB_API_KEY, or WANDB_MODE=offline"
+                    "or set WANDB_API_KEY, or WANDB_MODE=offline",
+                    code="tracking.no-login",
                 )
         finally:
             wandb.teardown()  # ends the service process, which the tracker's own process starts again
@@ -221,14 +222,18 @@ class SwanlabTracker(Tracker):
 
         mode, modes = os.environ.get("SWANLAB_MODE", "cloud"), [mode.value for mode in SwanLabMode]
         if mode not in modes:
-            raise ConfigError(f"trainer.logger='swanlab': SWANLAB_MODE={mode!r} must be one of {', '.join(modes)}")
+            raise ConfigError(
+                f"trainer.logger='swanlab': SWANLAB_MODE={mode!r} must be one of {', '.join(modes)}",
+                code="tracking.swanlab-mode",
+            )
         try:
             if mode == "cloud":
                 swanlab.package.get_key()
         except swanlab.error.KeyFileError:
             raise ConfigError(
                 "trainer.logger='swanlab': there is no login; log in with `swanlab login`, or set SWANLAB_API_KEY, "
-                "or SWANLAB_MODE=offline or local"
+                "or SWANLAB_MODE=offline or local",
+                code="tracking.no-login",
             ) from None
 
     def __init__(self, run: RunInfo) -> None:
@@ -298,7 +303,8 @@ class MlflowTracker(Tracker):
                 mlflow.MlflowClient()  # refuses folders; a server is not contacted
         except (ImportError, ValueError, mlflow.exceptions.MlflowException) as error:
             raise ConfigError(
-                f"trainer.logger='mlflow': MLFLOW_TRACKING_URI={uri!r} cannot be used: {error}"
+                f"trainer.logger='mlflow': MLFLOW_TRACKING_URI={uri!r} cannot be used: {error}",
+                code="tracking.mlflow-uri",
             ) from error
 
     def __init__(self, run: RunInfo) -> None:

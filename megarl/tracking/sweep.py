@@ -65,14 +65,15 @@ def objective(rows: Sequence[MetricsRow], metric: str | None) -> tuple[str | Non
     if not values:
         logged = ", ".join(name for name in names if name.startswith(("val-core/", "critic/score/", "val/"))) or "none"
         raise ConfigError(
-            f"trainer.sweep_metric={metric}: the run logged no such metric; of its kind there are {logged}"
+            f"trainer.sweep_metric={metric}: the run logged no such metric; similar ones: {logged}",
+            code="tracking.no-sweep-metric",
         )
     return _finite(metric, values[-1])
 
 
 def _finite(metric: str, value: float) -> tuple[str, float]:
     if not math.isfinite(value):
-        raise ConfigError(f"the run's last {metric} is {value}")
+        raise ConfigError(f"the run's last {metric} is {value}", code="tracking.sweep-metric-not-finite")
     return metric, value
 
 

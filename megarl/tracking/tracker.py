@@ -98,7 +98,8 @@ def check_package(tracker: str, package: str) -> None:
         command = install_command(tracker) if tracker in TRACKERS else f"pip install '{package}'"
         raise ConfigError(
             f"trainer.logger={tracker!r} needs the package {package!r}, which is not installed: "
-            f"install it ({command}), or remove {tracker!r} from trainer.logger"
+            f"install it ({command}), or remove {tracker!r} from trainer.logger",
+            code="tracking.no-package",
         )
 
 
@@ -111,7 +112,10 @@ def check_trackers(names: Sequence[str]) -> None:
     """
     for name, factory in {name: TRACKERS.find(name) for name in names}.items():
         if hasattr(factory, "apart"):
-            raise ConfigError(f"trainer.logger={name!r}: rename the attribute `apart` of the class to `in_subprocess`")
+            raise ConfigError(
+                f"trainer.logger={name!r}: rename the attribute `apart` of the class to `in_subprocess`",
+                code="tracking.old-attribute",
+            )
         package = getattr(factory, "package", None)
         if package is not None:
             check_package(name, package)
@@ -120,5 +124,6 @@ def check_trackers(names: Sequence[str]) -> None:
                 factory.check()
             except ImportError as error:
                 raise ConfigError(
-                    f"trainer.logger={name!r}: the package {package!r} cannot be imported: {error}"
+                    f"trainer.logger={name!r}: the package {package!r} cannot be imported: {error}",
+                    code="tracking.broken-package",
                 ) from error

@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
+from expected_errors import raises
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.base.errors import ConfigError
 from megarl.ops.timeline.command import main
 from megarl.tracing import Event
 from megarl.tracing.trace_file import ClockReading, TraceFile, estimate_offset, read_trace
@@ -56,11 +56,15 @@ def test_file_of_a_killed_run_is_readable(tmp_path: Path) -> None:
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('{"a": 1}', encoding="utf-8")
-    with pytest.raises(ConfigError, match="is not a timeline"):
+    with raises("timeline.not-a-timeline", tmp_path / "other.json"):
         read_trace(tmp_path / "other.json")
-    with pytest.raises(ConfigError, match=r"has no timeline: trainer\.timeline\.enable=true"):
+    with raises("timeline.not-recorded") as caught:
         read_trace(tmp_path)
-    with pytest.raises(ConfigError, match="nowhere does not exist"):
+    assert str(caught.value) == (
+        f"{tmp_path} has no timeline: trainer.timeline.enable=true writes it to timeline/trace.json "
+        "[timeline.not-recorded]"
+    )
+    with raises("timeline.no-such-path", tmp_path / "nowhere"):
         read_trace(tmp_path / "nowhere")
 
 

@@ -51,7 +51,7 @@ class FileTracker(Tracker):
 class WithoutLogin(FileTracker):
     @classmethod
     def check(cls):
-        raise ConfigError("there is no login")
+        raise ConfigError("there is no login", code="tracking.no-login")
 
 
 class CannotBeImported(FileTracker):

@@ -7,9 +7,9 @@ import struct
 
 import pytest
 import yaml
+from expected_errors import raises
 from rich.console import Console as RichConsole
 
-from megarl.base.errors import ConfigError
 from megarl.tracking import Console, RunInfo, check_trackers, open_trackers, read_metrics
 
 RUN_ID = "0123456789abcdef0123"
@@ -83,17 +83,17 @@ def test_tensorboard_goes_on_after_a_full_disk(run):
 
 
 @pytest.mark.parametrize(
-    "uri, message",
+    "uri, valid",
     [
-        (None, None),  # mlflow.db in the working folder
-        ("sqlite:///other.db", None),
-        ("http://127.0.0.1:1", None),
-        ("sqlite:////proc/x/mlflow.db", "cannot be written to"),
-        ("./folder", "maintenance mode"),
-        ("mssql+nothing://a/b", "nothing"),
+        (None, True),  # mlflow.db in the working folder
+        ("sqlite:///other.db", True),
+        ("http://127.0.0.1:1", True),
+        ("sqlite:////proc/x/mlflow.db", False),
+        ("./folder", False),
+        ("mssql+nothing://a/b", False),
     ],
 )
-def test_check_of_mlflow_writes_nothing(uri, message, tmp_path, monkeypatch):
+def test_check_of_mlflow_writes_nothing(uri, valid, tmp_path, monkeypatch):
     """A dry run makes the same check."""
     monkeypatch.chdir(tmp_path)
     import mlflow
@@ -102,7 +102,7 @@ def test_check_of_mlflow_writes_nothing(uri, message, tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     if uri is not None:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+    with contextlib.nullcontext() if valid else raises("tracking.mlflow-uri", f"MLFLOW_TRACKING_URI={uri!r}"):
         check_trackers(["mlflow"])
     assert list(tmp_path.iterdir()) == []
 

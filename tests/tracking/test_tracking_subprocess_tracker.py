@@ -13,10 +13,10 @@ import threading
 
 import psutil
 import pytest
+from expected_errors import raises
 from subprocess_trackers import CannotBeImported, FileTracker, WithoutLogin
 from waits import wait_until
 
-from megarl.base.errors import ConfigError
 from megarl.base.ports import held_port
 from megarl.tracking import RunInfo, check_trackers, open_trackers
 from megarl.tracking.subprocess_tracker import RetryPolicy, SubprocessTracker, TrackerProcess
@@ -132,12 +132,12 @@ def test_tracker_finishes_if_the_driver_is_gone(start, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
-    [(WithoutLogin, "^there is no login"), (CannotBeImported, "'halfinstalled' cannot be imported")],
+    ("kind", "code", "named"),
+    [(WithoutLogin, "tracking.no-login", ""), (CannotBeImported, "tracking.broken-package", "'halfinstalled'")],
 )
-def test_wrong_setup_is_an_error_before_the_start(monkeypatch, kind, message):
+def test_wrong_setup_is_an_error_before_the_start(monkeypatch, kind, code, named):
     monkeypatch.setattr("megarl.tracking.tracker.is_installed", lambda package: True)
-    with pytest.raises(ConfigError, match=message):
+    with raises(code, named):
         check_trackers([f"subprocess_trackers.{kind.__name__}"])
 
 
@@ -208,7 +208,7 @@ def test_missing_login_is_an_error_before_the_start(tmp_path, monkeypatch, name)
     for variable in ("WANDB_MODE", "WANDB_API_KEY", "SWANLAB_MODE", "SWANLAB_API_KEY"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match=rf"trainer\.logger='{name}': there is no login.*{name} login"):
+    with raises("tracking.no-login", f"trainer.logger='{name}'", f"`{name} login`"):
         check_trackers([name])
 
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 from documented_metrics import undocumented
+from expected_errors import raises
 
 from megarl.agents.trajectories import trajectories_to_batch
 from megarl.agents.types import Trajectory
 from megarl.base.algorithm_names import ADV_ESTIMATORS
-from megarl.base.errors import DataError
 from megarl.config.schema.algorithm import AlgorithmConfig, GiGPOConfig, KLControlConfig, RolloutCorrectionConfig
 from megarl.data import DataProto
 from megarl.trainer.phases.advantage_phase import AdvantagePhase
@@ -188,7 +188,7 @@ def test_gigpo_reads_the_states_of_an_agent_loop() -> None:
     similar = GiGPOConfig(enable_similarity=True, similarity_thresh=0.9)
     AdvantagePhase(AlgorithmConfig(adv_estimator="gigpo", gigpo=similar)).compute(searches(rooms), metrics)
     assert metrics["gigpo/step_group_size/mean"] == pytest.approx((4 + 3) / 2)
-    with pytest.raises(DataError, match="row 1: anchor_states has 3 states, and its response has 2 turns"):
+    with raises("agent.states-per-turn", "row 1", "anchor_states has 3", "2 turns"):
         AdvantagePhase(AlgorithmConfig(adv_estimator="gigpo")).compute(
             searches([None, ["a", "b", "c"], None, None]), {}
         )

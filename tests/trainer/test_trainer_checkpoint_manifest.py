@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
+from expected_errors import raises
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.base.errors import ConfigError
 from megarl.base.files import FileEntry
 from megarl.trainer.state.checkpoint_manifest import BestBy, Manifest, Removal, Retention, Score
 
@@ -49,7 +49,7 @@ def test_best_checkpoint(mode: str, best: int) -> None:
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_a_limit_must_be_positive(role: str) -> None:
-    with pytest.raises(ConfigError, match=f"trainer.max_{role}_ckpt_to_keep=0, expected at least 1"):
+    with raises("config.value-out-of-limits", f"trainer.max_{role}_ckpt_to_keep=0"):
         Retention({role: 0})
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 from dying import run_and_die
+from expected_errors import raises
 
 from megarl.base import atomic_write as replacing
 from megarl.base.checkpoint_files import POINTER
-from megarl.base.errors import CheckpointError, ConfigError
 from megarl.base.files import FileEntry
 from megarl.trainer.state.checkpoint_manifest import MANIFEST, BestBy, Retention, Score
 from megarl.trainer.state.checkpoint_store import BEST_POINTER, CheckpointStore
@@ -78,67 +78,67 @@ def test_resume_modes(tmp_path: Path) -> None:
     assert store.resolve("auto") == second
     assert store.resolve("disable") is None
     assert store.resolve("resume_path", first) == first
-    with pytest.raises(CheckpointError, match="does not exist"):
+    with raises("checkpoint.no-folder", tmp_path / "global_step_9"):
         store.resolve("resume_path", tmp_path / "global_step_9")
-    with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
+    with raises("checkpoint.no-manifest", tmp_path / MANIFEST):
         store.resolve("resume_path", tmp_path)
-    with pytest.raises(ConfigError, match="resume_from_path must be set"):
+    with raises("resume.no-path", "trainer.resume_from_path", "trainer.resume_mode=resume_path"):
         store.resolve("resume_path")
-    with pytest.raises(ConfigError, match="'sometimes', expected one of: auto, must, disable, resume_path"):
+    with raises("config.value-out-of-limits", "'sometimes'", "auto, must, disable, resume_path"):
         store.resolve("sometimes")
 
 
-def truncate(folder: Path) -> str:
+def truncate(folder: Path) -> tuple[str, str]:
     os.truncate(folder / "actor" / "shard_0.bin", 100)
-    return r"actor/shard_0\.bin has 100 bytes, 5000 were saved"
+    return "checkpoint.corrupt-file", "actor/shard_0.bin has 100 bytes, 5000"
 
 
-def flip_a_bit(folder: Path) -> str:
+def flip_a_bit(folder: Path) -> tuple[str, str]:
     content = bytearray((folder / "critic" / "shard_0.bin").read_bytes())
     content[2500] ^= 4
     (folder / "critic" / "shard_0.bin").write_bytes(content)
-    return r"critic/shard_0\.bin: content differs"
+    return "checkpoint.corrupt-file", "critic/shard_0.bin: content"
 
 
-def remove(folder: Path) -> str:
+def remove(folder: Path) -> tuple[str, str]:
     (folder / "trainer_state.json").unlink()
-    return r"trainer_state\.json is missing"
+    return "checkpoint.corrupt-file", "trainer_state.json is missing"
 
 
-def add(folder: Path) -> str:
+def add(folder: Path) -> tuple[str, str]:
     (folder / "actor" / "shard_1.bin").write_bytes(b"x")
-    return r"actor/shard_1\.bin is not part of"
+    return "checkpoint.corrupt-file", "actor/shard_1.bin is not part"
 
 
-def link(folder: Path) -> str:
+def link(folder: Path) -> tuple[str, str]:
     (folder / "actor" / "shard_1.bin").symlink_to("/etc/passwd")
-    return r"actor/shard_1\.bin is a link"
+    return "checkpoint.link-or-device", "actor/shard_1.bin"
 
 
-def remove_manifest(folder: Path) -> str:
+def remove_manifest(folder: Path) -> tuple[str, str]:
     (folder / MANIFEST).unlink()
-    return r"manifest\.json is missing"
+    return "checkpoint.no-manifest", MANIFEST
 
 
-def cut_manifest(folder: Path) -> str:
+def cut_manifest(folder: Path) -> tuple[str, str]:
     os.truncate(folder / MANIFEST, 60)
-    return r"manifest\.json cannot be read"
+    return "checkpoint.unreadable-file", MANIFEST
 
 
-def edit_manifest(folder: Path) -> str:
+def edit_manifest(folder: Path) -> tuple[str, str]:
     text = (folder / MANIFEST).read_text(encoding="utf-8")
     (folder / MANIFEST).write_text(text.replace('"step": 2', '"step": 7'), encoding="utf-8")
-    return r"manifest\.json fails its own checksum"
+    return "checkpoint.corrupt-manifest", MANIFEST
 
 
-def strange_manifest(folder: Path) -> str:
+def strange_manifest(folder: Path) -> tuple[str, str]:
     (folder / MANIFEST).write_text('{"format": 1, "files": [], "digest": ""}', encoding="utf-8")
-    return r"manifest\.json is malformed"
+    return "checkpoint.malformed-manifest", MANIFEST
 
 
-def future_manifest(folder: Path) -> str:
+def future_manifest(folder: Path) -> tuple[str, str]:
     (folder / MANIFEST).write_text('{"format": 99}', encoding="utf-8")
-    return r"format=99, this megarl reads 1"
+    return "checkpoint.other-format", f"{MANIFEST}: format=99"
 
 
 DAMAGES = [truncate, flip_a_bit, remove, add, link, remove_manifest, cut_manifest, edit_manifest, strange_manifest,
@@ -150,10 +150,10 @@ def test_damage_is_named_and_the_older_checkpoint_is_used(damage, tmp_path, capl
     store = CheckpointStore(tmp_path)
     save(store, 1)
     newest = save(store, 2)
-    message = damage(newest)
-    with pytest.raises(CheckpointError, match=message):
+    code, named = damage(newest)
+    with raises(code, newest, named):
         store.verify(newest)
-    with pytest.raises(CheckpointError, match=message):
+    with raises(code, newest, named):
         store.resolve("resume_path", newest)
     with caplog.at_level(logging.WARNING):
         assert step_of(store.resolve("auto")) == 1
@@ -165,15 +165,19 @@ def test_only_damaged_checkpoints_are_an_error(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     truncate(save(store, 1))
     flip_a_bit(save(store, 2))
-    with pytest.raises(CheckpointError, match=r"critic/shard_0\.bin.*actor/shard_0\.bin.*resume_mode=disable"):
+    with raises("resume.nothing-complete", "critic/shard_0.bin", "actor/shard_0.bin", "trainer.resume_mode=disable"):
         store.resolve("auto")
 
 
 def test_a_renamed_checkpoint_is_rejected(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     save(store, 1).rename(tmp_path / "global_step_5")
-    with pytest.raises(CheckpointError, match="holds step 1: it was renamed"):
+    with raises("checkpoint.renamed-folder") as caught:
         store.verify(tmp_path / "global_step_5")
+    assert str(caught.value) == (
+        f"checkpoint {tmp_path}/global_step_5 holds step 1: it was renamed; name it global_step_1 "
+        "[checkpoint.renamed-folder]"
+    )
 
 
 @pytest.mark.parametrize("pointer", ["", "garbage", "9", "-1", "2 3", "\u0662", "1e3", None])
@@ -191,7 +195,7 @@ def test_a_bad_pointer_falls_back_loudly_to_the_newest(pointer: str | None, tmp_
 def test_a_pointer_to_nothing_is_not_step_zero(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     shutil.rmtree(save(store, 4))
-    with pytest.raises(CheckpointError, match=r"names step 4, but .*global_step_4 does not exist"):
+    with raises("resume.nothing-complete", POINTER, "step 4", tmp_path / "global_step_4"):
         store.resolve("auto")
 
 
@@ -246,7 +250,7 @@ def test_a_run_removes_its_own_checkpoints_only(tmp_path: Path) -> None:
     assert store.steps() == [2, 3, 10] and store.own_steps() == [2, 3]
     assert store.best().step == 2 and (tmp_path / BEST_POINTER).read_text(encoding="utf-8") == "2\n"
     assert tree(tmp_path / "global_step_10") == before
-    with pytest.raises(CheckpointError, match=r"global_step_10 is a checkpoint of another run; .*overwrite_output"):
+    with raises("checkpoint.other-run", tmp_path / "global_step_10", "trainer.overwrite_output=true"):
         save(store, 10)
     assert tree(tmp_path / "global_step_10") == before and not hidden(tmp_path)
 
@@ -262,7 +266,7 @@ def test_overwrite_replaces_other_runs_at_the_first_save(tmp_path: Path) -> None
     save(CheckpointStore(tmp_path, None, "other"), 10)
     truncate(save(CheckpointStore(tmp_path, None, "other"), 20))
     store = CheckpointStore(tmp_path, None, "mine", overwrite=True)
-    with pytest.raises(CheckpointError), store.saving(10):
+    with raises("checkpoint.save-failed", "disk full"), store.saving(10):
         raise OSError("disk full")
     assert store.steps() == [10, 20], "the save failed"
     save(store, 10)
@@ -279,10 +283,10 @@ def test_an_older_checkpoint_loses_one_role_and_stays_complete(can_exchange: boo
     assert sorted(path.name for path in first.iterdir()) == ["actor", MANIFEST, "trainer_state.json"]
     assert (second / "critic").is_dir() and not hidden(tmp_path)
     store.verify(first, ["actor"])
-    with pytest.raises(CheckpointError, match=r"holds no critic: .*trainer\.max_critic_ckpt_to_keep removed it"):
+    with raises("checkpoint.missing-role", first, "critic", "trainer.max_critic_ckpt_to_keep"):
         store.resolve("resume_path", first, ["actor", "critic"])
     truncate(second)
-    with pytest.raises(CheckpointError, match=r"actor/shard_0\.bin has 100 bytes.*global_step_1 holds no critic"):
+    with raises("resume.nothing-complete", "actor/shard_0.bin has 100 bytes", "global_step_1 holds no critic"):
         store.resolve("auto", None, ["actor", "critic"])
 
 
@@ -299,8 +303,12 @@ def test_the_best_checkpoint_keeps_all_roles_and_a_pointer(tmp_path: Path) -> No
 
 def test_resume_mode_must_needs_a_checkpoint(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
-    with pytest.raises(CheckpointError, match=r"resume_mode=must, but there is no checkpoint in .*default_local_dir"):
+    with raises("resume.no-checkpoint") as caught:
         store.resolve("must")
+    assert str(caught.value) == (
+        f"trainer.resume_mode=must, but there is no checkpoint in {tmp_path}: check trainer.default_local_dir, or "
+        "start a new run with trainer.resume_mode=auto [resume.no-checkpoint]"
+    )
     save(store, 1)
     assert step_of(store.resolve("must")) == 1
 
@@ -311,7 +319,7 @@ def test_entries_of_hashed_files_are_checked_by_size_only(tmp_path: Path) -> Non
         [{"actor/shard_0.bin": FileEntry(4999, "")}, {"actor/shard_7.bin": FileEntry(1, "")}]
     ):
         fill(store.begin(number), number)
-        with pytest.raises(CheckpointError, match=r"differs from .*: actor/shard_[07]\.bin"):
+        with raises("checkpoint.save-failed", *entries):
             store.commit(number, entries)
     assert store.steps() == []
     fill(store.begin(3), 3)
@@ -334,7 +342,7 @@ def test_saving_a_step_again_replaces_it(can_exchange: bool, tmp_path: Path, mon
 
 
 def test_commit_without_begin(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="was not started"):
+    with raises("checkpoint.not-started", "step 1"):
         CheckpointStore(tmp_path).commit(1)
 
 
@@ -362,7 +370,7 @@ def test_no_space_left_keeps_the_old_one(call: str, after: int, tmp_path: Path, 
         return real(*args)
 
     monkeypatch.setattr(os, call, full)
-    with pytest.raises(CheckpointError, match="No space left on device"):
+    with raises("checkpoint.save-failed", tmp_path, "step 2", "No space left on device"):
         save(store, 2)
     monkeypatch.undo()
     assert not hidden(tmp_path)
@@ -390,8 +398,8 @@ except CheckpointError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120)
-    assert "saving the checkpoint of step 2" in done.stdout, done.stderr
-    assert "File too large" in done.stdout
+    assert "step 2" in done.stdout and "File too large" in done.stdout, done.stderr
+    assert done.stdout.endswith("[checkpoint.save-failed]\n")
     assert sorted(os.listdir(tmp_path)) == ["global_step_1", POINTER]
 
 

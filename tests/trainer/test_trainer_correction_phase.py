@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
+from expected_errors import raises
 
-from megarl.base.errors import DataError
 from megarl.config.correction_bounds import REJECTION_OPTIONS
 from megarl.config.schema.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from megarl.data import DataProto
@@ -107,7 +107,7 @@ def test_non_finite_log_probs_name_row_and_token() -> None:
     config = RolloutCorrectionConfig(rollout_is="token")
     RolloutCorrectionPhase(config).run(batch(rollout_log_probs=log_probs), 1, {})
     log_probs[2, 1] = -math.inf
-    with pytest.raises(DataError, match="rollout_log_probs=-inf of row 2, token 1"):
+    with raises("algorithm.log-probs-not-finite", "rollout_log_probs=-inf", "row 2", "token 1"):
         RolloutCorrectionPhase(config).run(batch(rollout_log_probs=log_probs), 1, {})
 
 

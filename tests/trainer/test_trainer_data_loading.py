@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from expected_errors import raises
 from transformers import PreTrainedTokenizerBase
 
 from megarl.base.errors import ConfigError, DataError, ModelError
@@ -143,38 +145,36 @@ def test_sft_mixture_loader(sft_config: Callable[..., SFTConfig], arithmetic: Pa
 
 
 @pytest.mark.parametrize(
-    ("changes", "path", "message"),
+    ("changes", "path"),
     [
-        ({"data.train_files": []}, "data.train_files", "at least one file, or set data.mixture"),
-        ({"data.mixture": {"a": {"files": "x"}}}, "data.mixture", "keep one|set that to"),
-        ({"data.train_files": [], "data.mixture": {"a": 3}}, "data.mixture.a", "mapping with files and weight"),
-        ({"data.train_files": [], "data.mixture": {"a": {"files": "x", "w": 1}}}, "data.mixture.a.w", "unknown key"),
-        ({"data.train_files": [], "data.mixture": {"a": {}}}, "data.mixture.a.files", "a file or a list"),
+        ({"data.train_files": []}, "data.train_files"),
+        ({"data.mixture": {"a": {"files": "x"}}}, "data.mixture"),
+        ({"data.train_files": [], "data.mixture": {"a": 3}}, "data.mixture.a"),
+        ({"data.train_files": [], "data.mixture": {"a": {"files": "x", "w": 1}}}, "data.mixture.a.w"),
+        ({"data.train_files": [], "data.mixture": {"a": {}}}, "data.mixture.a.files"),
         (
             {"data.train_files": [], "data.mixture": {"a": {"files": "x"}}, "data.curriculum": {"column": "c"}},
             "data.curriculum.column",
-            "weights by step",
         ),
-        ({"data.sampler": {"class_path": "a.py"}}, "data.sampler.class_name", "go together"),
-        ({"data.custom_cls": {"name": "A"}}, "data.custom_cls.name", "go together"),
+        ({"data.sampler": {"class_path": "a.py"}}, "data.sampler.class_name"),
+        ({"data.custom_cls": {"name": "A"}}, "data.custom_cls.name"),
         (
             {"data.sampler": {"class_path": "a.py", "class_name": "A"}, "data.curriculum": {"column": "c"}},
             "data.sampler.class_path",
-            "the order of rows",
         ),
     ],
 )
 def test_contradicting_data_keys_are_errors(
-    train_config: Callable[..., TrainConfig], changes: dict[str, Any], path: str, message: str
+    train_config: Callable[..., TrainConfig], changes: dict[str, Any], path: str
 ) -> None:
-    with pytest.raises(InvalidConfigError, match=message) as caught:
+    with pytest.raises(InvalidConfigError) as caught:
         train_config(changes)
     assert path in {problem.path for problem in caught.value.problems}
 
 
 def test_mixture_errors_come_before_any_process(train_config: Callable[..., TrainConfig], sets: dict[str, Any]) -> None:
     sets["data.mixture"]["small"]["weight"] = "much"
-    with pytest.raises(DataError, match=r"data\.mixture\.small\.weight: must be a number"):
+    with pytest.raises(DataError, match=r"data\.mixture\.small\.weight: "):
         check_train(train_config(sets))
     sets["data.mixture"]["small"] = {"files": "nowhere.parquet"}
     with pytest.raises(DataError, match=r"data\.mixture\.small\.files: nowhere\.parquet"):
@@ -186,7 +186,7 @@ def test_curriculum_order(train_config: Callable[..., TrainConfig], tokenizer: P
     first = [row for batch in source for row in indices(batch)]
     assert first == list(range(88))
     assert [row for batch in source for row in indices(batch)] != first
-    with pytest.raises(DataError, match=r"data\.curriculum\.column=extra_info\.split: .*not a number"):
+    with pytest.raises(DataError, match=r"data\.curriculum\.column=extra_info\.split: .*row "):
         prompt_loader(train_config({"data.curriculum": {"column": "extra_info.split"}}), tokenizer)
 
 
@@ -206,10 +206,10 @@ def test_user_dataset_and_sampler_classes(
     assert indices(batch) == list(range(89, 81, -1)) and set(batch.non_tensor_batch["ability"]) == {"SHOUTING"}
     assert source.state_dict()["order"] == {"sampler": {"sizes": [8]}}
     grouped = {**own, "algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 2}
-    with pytest.raises(ConfigError, match=r"data\.sampler: Backwards has update.*filter_groups"):
+    with raises("data.sampler-update", "data.sampler: Backwards", "algorithm.filter_groups.enable=true"):
         prompt_loader(train_config({**grouped, "algorithm.filter_groups": {"enable": True}}), tokenizer)
     for key, name in (("data.sampler", "class_name"), ("data.custom_cls", "name")):
-        with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+        with pytest.raises(ConfigError, match=rf"{re.escape(key)}.*Nobody"):
             check_train(train_config({**own, key: {**own[key], name: "Nobody"}}))
 
 
@@ -237,7 +237,7 @@ def test_verls_dataset_sampler_and_collate_function(
     held_out = next(iter(validation_loader(config, tokenizer)))
     assert held_out.non_tensor_batch["source_row"].tolist() == [0, 1, 2, 3, 4]
     mixed = {**verls, "data.sampler": {}, "data.curriculum": {"column": "source_row"}}
-    with pytest.raises(ConfigError, match=r"data\.curriculum\.column: .*data\.custom_cls reads its files itself"):
+    with raises("data.custom-class-order", "data.curriculum.column", "data.custom_cls"):
         prompt_loader(train_config(mixed), tokenizer)
 
 
@@ -247,9 +247,9 @@ def test_files_of_a_custom_dataset_are_its_own(
     (tmp_path / "verls.py").write_text(VERLS, encoding="utf-8")
     keys = {"data.custom_cls": {"path": f"{tmp_path}/verls.py", "name": "Prompts"}, "data.train_files": "nowhere.bin"}
     check_train(train_config(keys))
-    with pytest.raises(ConfigError, match=r"Prompts\(data_files, tokenizer, config, processor\) failed: FileNotFound"):
+    with pytest.raises(ConfigError, match=r"Prompts\(.*FileNotFound"):
         prompt_loader(train_config(keys), tokenizer)
-    with pytest.raises(ConfigError, match=r"data\.collate_fn .*Prompts.* must be a function of 1 argument"):
+    with pytest.raises(ConfigError, match=r"data\.collate_fn .*Prompts.* 1 argument"):
         check_train(train_config({**keys, "data.collate_fn": f"{tmp_path}/verls.py:Prompts"}))
 
 
@@ -266,11 +266,11 @@ def test_the_context_of_model_and_engine_limits_prompts(
     room = 512 - longest  # of the 512 positions of the task's model
     changes: dict[str, Any] = {"data.max_prompt_length": 500, "data.max_response_length": room}
     assert prompt_rows(train_config(changes), tokenizer)
-    with pytest.raises(DataError, match=rf"the prompt has {longest} tokens, .* leaves room for {longest - 1} "):
+    with pytest.raises(DataError, match=rf" {longest} tokens.* {longest - 1} "):
         prompt_loader(train_config(changes | {"data.max_response_length": room + 1}), tokenizer)
     engine = {"name": "sglang", "engine_kwargs.sglang.server_args": {"max_total_tokens": longest + 5}}
     changes = {"data.max_response_length": 6, **{f"actor_rollout_ref.rollout.{key}": engine[key] for key in engine}}
-    with pytest.raises(DataError, match=rf"leaves room for {longest - 1} "):
+    with pytest.raises(DataError, match=rf" {longest} tokens.* {longest - 1} "):
         prompt_loader(train_config(changes), tokenizer)
 
 

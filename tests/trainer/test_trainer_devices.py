@@ -7,6 +7,7 @@ import socket
 from typing import Any
 
 import pytest
+from expected_errors import raises
 
 from megarl.base.errors import ConfigError, ResourceError
 from megarl.config.schema.devices import OwnDevicesConfig
@@ -32,22 +33,22 @@ def test_auto_is_cuda_if_the_cluster_has_a_gpu(gpus: int, device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cpus", "gpus", "keys", "message"),
+    ("cpus", "gpus", "keys", "code", "named"),
     [
-        (64, 0, {"device": "cuda"}, "0 GPUs and 64 CPU cores: run on a node with GPUs and a driver .*device=cpu"),
-        (64, 4, {"device": "cuda"}, "4 GPUs and 64 CPU cores: set trainer.n_gpus_per_node to at most 4"),
-        (64, 4, {"device": "auto"}, r"trainer.device=auto \(cuda\): this machine has 4 GPUs"),
-        (4, 8, {"device": "cuda"}, "each GPU takes a core: set trainer.n_gpus_per_node to at most 4"),
-        (2, 0, {"device": "cpu"}, "trainer.n_gpus_per_node to at most 2. .*ray start --head --num-cpus=8"),
-        (2, 0, {"device": "auto"}, r"trainer.device=auto \(cpu\): this machine has 0 GPUs and 2 CPU cores"),
-        (64, 8, {"nnodes": 2}, "a run on 2 nodes needs a Ray cluster.*megarl launch.*RAY_ADDRESS"),
+        (64, 0, {"device": "cuda"}, "ray.no-gpu", ["0 GPUs and 64 CPU cores", "trainer.device=cpu"]),
+        (64, 4, {"device": "cuda"}, "ray.too-few-gpus", ["4 GPUs and 64 CPU cores", "at most 4"]),
+        (64, 4, {"device": "auto"}, "ray.too-few-gpus", ["trainer.device=auto (cuda)", "4 GPUs"]),
+        (4, 8, {"device": "cuda"}, "ray.too-few-cores", ["8 GPUs and 4 CPU cores", "at most 4"]),
+        (2, 0, {"device": "cpu"}, "ray.too-few-cores", ["at most 2", "ray start --head --num-cpus=8"]),
+        (2, 0, {"device": "auto"}, "ray.too-few-cores", ["trainer.device=auto (cpu)", "0 GPUs and 2 CPU cores"]),
+        (64, 8, {"nnodes": 2}, "ray.needs-cluster", ["2 nodes", "megarl launch", "RAY_ADDRESS"]),
     ],
 )
 def test_too_few_devices_are_an_error_with_a_remedy(
-    monkeypatch: pytest.MonkeyPatch, cpus: int, gpus: int, keys: dict[str, Any], message: str
+    monkeypatch: pytest.MonkeyPatch, cpus: int, gpus: int, keys: dict[str, Any], code: str, named: list[str]
 ) -> None:
     monkeypatch.setattr(devices, "local_node", lambda: {"CPU": float(cpus), "GPU": float(gpus)})
-    with pytest.raises(ConfigError, match=rf"(?s)^trainer.nnodes=.*trainer.n_gpus_per_node=8.*{message}"):
+    with raises(code, "trainer.nnodes=", "trainer.n_gpus_per_node=8", *named, error=ConfigError):
         check_devices(run(n_gpus_per_node=8, **keys))
 
 
@@ -60,8 +61,13 @@ def test_enough_devices_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hidden_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "local_node", lambda: {"CPU": 8.0, "GPU": 1.0})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    with pytest.raises(ConfigError, match=r"1 GPU and 8 CPU cores \(CUDA_VISIBLE_DEVICES='3'\): set .* at most 1"):
+    with raises("ray.too-few-gpus") as caught:
         check_devices(run(n_gpus_per_node=2, device="cuda"))
+    assert str(caught.value) == (
+        "trainer.nnodes=1, trainer.n_gpus_per_node=2, trainer.device=cuda: this machine has 1 GPU and 8 CPU cores "
+        "(CUDA_VISIBLE_DEVICES='3'): set trainer.n_gpus_per_node to at most 1, or make more of them visible "
+        "(CUDA_VISIBLE_DEVICES, the scheduler's GPU request) [ray.too-few-gpus]"
+    )
 
 
 def test_devices_of_a_cluster_are_not_those_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,14 +83,14 @@ def test_devices_of_a_cluster_are_not_those_of_this_machine(monkeypatch: pytest.
 def test_a_dead_cluster_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
-    with pytest.raises(ResourceError, match="no Ray cluster answers at 127"):
+    with pytest.raises(ResourceError, match=r"127\.0\.0\.1:\d+"):
         check_devices(run())
 
 
 def test_a_dashboard_needs_its_packages_if_the_run_starts_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "dashboard_error", lambda: "No module named 'aiohttp_cors'")
     check_dashboard(run())
-    with pytest.raises(ConfigError, match=r"trainer.ray_dashboard=true .*'aiohttp_cors'.*ray\[default\]"):
+    with raises("ray.no-dashboard", "trainer.ray_dashboard=true", "'aiohttp_cors'", "ray[default]"):
         check_dashboard(run(ray_dashboard=True))
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     check_dashboard(run(ray_dashboard=True))
@@ -95,8 +101,7 @@ def test_roles_with_devices_of_their_own_need_devices_beside_the_trainers(monkey
     own = {"critic": OwnDevicesConfig(1, 1), "actor_rollout_ref.ref": OwnDevicesConfig(1, 1)}
     check_devices(run(n_gpus_per_node=2, device="cuda"), own)
     message = (
-        "trainer.n_gpus_per_node=2, critic.nnodes=1, critic.n_gpus_per_node=2, .*ref.nnodes=1.*"
-        "not enough GPUs: 5 needed, 4 available.*pool 'critic' needs 2 GPU"
+        "trainer.n_gpus_per_node=2, critic.nnodes=1, critic.n_gpus_per_node=2, .*ref.nnodes=1.*GPUs: 5 .*4 .*'critic'"
     )
     with pytest.raises(ConfigError, match=message):
         check_devices(run(n_gpus_per_node=2, device="cuda"), own | {"critic": OwnDevicesConfig(1, 2)})

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from expected_errors import raises
 
-from megarl.base.errors import ConfigError, DataError, StepImpossible
+from megarl.base.errors import StepImpossible
 from megarl.base.reductions import Total
 from megarl.config import TrainConfig
+from megarl.config.problems import InvalidConfigError
 from megarl.data import DataProto
 from megarl.trainer.phases.dynamic_sampling import SampleCollector, join, keep_best, split_baselines
 
@@ -89,8 +91,14 @@ def test_shortage_stops_or_fills_the_batch(collector: Callable[..., SampleCollec
     assert steps.add(samples({"a": [1, 0], "b": [1, 1]}), {}) > 0
     assert steps.add(samples({"c": [1, 1], "d": [0, 0]}), {}) == 0
     if way == "stop":
-        with pytest.raises(StepImpossible, match=r"2 rounds .* sampled 4 prompts.* only 1 of them differ in score"):
+        with raises("algorithm.too-few-groups", error=StepImpossible) as caught:
             steps.finish(metrics)
+        assert str(caught.value) == (
+            "2 rounds of generation (algorithm.filter_groups.max_num_gen_batches=2) sampled 4 prompts, and the samples "
+            "of only 1 of them differ in score; data.train_batch_size=4 are needed. The task is too easy or too hard "
+            "for the policy: change the data, allow more rounds, or set algorithm.filter_groups.on_shortage=fill "
+            "[algorithm.too-few-groups]"
+        )
     else:
         assert uids(steps.finish(metrics)) == [name for name in "abcd" for _ in range(2)]
         assert metrics["filter_groups/filled"] == 3 and metrics["filter_groups/efficiency"] == 0.25
@@ -102,7 +110,7 @@ def test_groups_are_filtered_by_a_number_of_the_reward_function(collector: Calla
     steps.add(samples(groups, reward_extra_acc=[True, True, 0.0, 1.0]), {})
     steps.add(samples(groups | {"c": [0, 0]}, reward_extra_acc=[0, 1, 1, 0, 1, 0]), {})
     assert uids(steps.finish({})) == ["b", "b", "a", "a", "b", "b", "c", "c"]
-    with pytest.raises(DataError, match=r"metric='acc'.*one of \['f1'\]"):
+    with raises("algorithm.no-filter-metric", "algorithm.filter_groups.metric='acc'", "['f1']"):
         steps.add(samples(groups, reward_extra_f1=[1, 2, 3, 4]), {})
 
 
@@ -131,19 +139,20 @@ def test_a_column_missing_in_a_round_is_none_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "path"),
     [
-        ({"algorithm.filter_groups.enable": True}, "compares the responses of a group; set at least 2"),
-        (FILTER | {"algorithm.filter_groups.metric": "seq_final_reward"}, "is known only after the reference"),
-        ({"data.gen_batch_size": 5}, "leave it null"),
-        (GROUPS | {"algorithm.best_of_n.enable": True, "algorithm.best_of_n.keep": 2}, "must be less than"),
+        ({"algorithm.filter_groups.enable": True}, "actor_rollout_ref.rollout.n"),
+        (FILTER | {"algorithm.filter_groups.metric": "seq_final_reward"}, "algorithm.filter_groups.metric"),
+        ({"data.gen_batch_size": 5}, "data.gen_batch_size"),
+        (GROUPS | {"algorithm.best_of_n.enable": True, "algorithm.best_of_n.keep": 2}, "algorithm.best_of_n.keep"),
     ],
 )
 def test_invalid_combinations_are_config_errors(
-    train_config: Callable[..., TrainConfig], changes: dict[str, Any], message: str
+    train_config: Callable[..., TrainConfig], changes: dict[str, Any], path: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(InvalidConfigError) as caught:
         train_config(changes)
+    assert path in {problem.path for problem in caught.value.problems}
 
 
 def test_updates_train_on_the_kept_samples(train_config: Callable[..., TrainConfig]) -> None:

@@ -17,6 +17,7 @@ from megarl.cluster.role_groups import RolloutGroup
 from megarl.models import ParallelLayout
 from megarl.trainer.jobs.elastic_replicas import MOST_FAILURES, ElasticReplicas, ReplicasMissing
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
+from tests.expected_errors import raises
 from tests.waits import wait_until
 
 WAIT_S = 120.0
@@ -33,7 +34,7 @@ class Engine:
         while self.broken.with_name("held").exists():
             time.sleep(0.05)
         if self.broken.exists():
-            raise MegarlError("no memory for the weights")
+            raise MegarlError("no memory for the weights", code="engine.device-memory")
 
     @verb(Dispatch.ALL)
     def number(self) -> int:
@@ -90,8 +91,8 @@ def test_too_few_replicas_wait_for_others(make: Callable[..., Any]) -> None:
     elastic.lose([1])  # returns when its successor has joined
     assert numbers(group) == [0, 1] and len(lines) == 1
     group, elastic, _ = make(least=3, join_timeout_s=0.5)
-    message = r"^[12] replicas? of 3, 3 are needed \(rollout.min_replicas\), .* 0.5 s \(rollout.health.join_timeout_s\)"
-    with pytest.raises(ReplicasMissing, match=message):
+    named = ("of 3, 3 are needed (rollout.min_replicas)", "0.5 s (rollout.health.join_timeout_s)")
+    with raises("rollout.too-few-replicas", *named, error=ReplicasMissing):
         elastic.lose([0])
 
 

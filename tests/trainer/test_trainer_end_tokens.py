@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from expected_errors import raises
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from megarl.base.errors import ModelError
 from megarl.config import GenerateConfig, SFTConfig
 from megarl.config.build import build
 from megarl.data.tokenizer_folder import load_tokenizer
@@ -49,9 +49,7 @@ def test_a_disagreement_is_named_with_every_file_and_the_remedy(folder: Path) ->
 
 def test_an_end_beyond_the_vocabulary_is_refused(folder: Path) -> None:
     name_end(folder, 10**6)
-    with pytest.raises(
-        ModelError, match=r"token 1000000 is beyond the model's vocabulary of 267 tokens .config\.json: 1000000"
-    ):
+    with raises("tokenizer.end-token-id", folder, 1000000, 267, "config.json", "tokenizer_path"):
         policy_end_tokens(str(folder), load_tokenizer(str(folder)), print)
 
 

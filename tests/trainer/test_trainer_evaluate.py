@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 import torch
+from expected_errors import raises
 
 from megarl.base.errors import CheckpointError, ConfigError, DataError, MegarlError, RewardError
 from megarl.config import EvaluateConfig
@@ -140,6 +141,6 @@ def test_complete_good_answers_become_sft_data(tokenizer, batch: DataProto, tmp_
 def test_no_good_answer_is_an_error(tokenizer, batch: DataProto, tmp_path: Path) -> None:
     best = BestAnswers(BestAnswersConfig(str(tmp_path / "best.parquet"), min_score=2.0), tokenizer)
     best.add(batch)
-    with pytest.raises(DataError, match=r"answers to 3 prompts .* best_answers.min_score=2.0; lower it"):
+    with raises("data.no-best-answer", best.config.file, "3 prompts", "best_answers.min_score=2.0"):
         best.write()
     assert not list(tmp_path.iterdir())

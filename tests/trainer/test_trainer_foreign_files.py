@@ -6,8 +6,8 @@ import logging
 from pathlib import Path
 
 import pytest
+from expected_errors import raises
 
-from megarl.base.errors import CheckpointError
 from megarl.trainer.state.checkpoint_manifest import MANIFEST, is_whole, read_manifest
 from megarl.trainer.state.checkpoint_store import CheckpointStore
 
@@ -39,13 +39,20 @@ def test_a_file_of_a_file_system_or_desktop_is_ignored(
 @pytest.mark.parametrize("name", [".nfs-not-hexadecimal", "DS_Store", "weights.pt", "._", "Thumbs.db.pt"])
 def test_any_other_file_is_named(checkpoint: Path, name: str) -> None:
     (checkpoint / "actor" / name).write_text("", encoding="utf-8")
-    with pytest.raises(CheckpointError, match=f"actor/{name} is not part of the checkpoint"):
+    with raises("checkpoint.corrupt-file", f"actor/{name}"):
         CheckpointStore(checkpoint.parent).verify(checkpoint)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, '{"format": 1, "step": 1e999}'])
-def test_a_hostile_manifest_is_an_ordinary_error(checkpoint: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("[" * 100_000, "checkpoint.unreadable-file"),
+        ('{"a":' * 100_000, "checkpoint.unreadable-file"),
+        ('{"format": 1, "step": 1e999}', "checkpoint.malformed-manifest"),
+    ],
+)
+def test_a_hostile_manifest_is_an_ordinary_error(checkpoint: Path, text: str, code: str) -> None:
     (checkpoint / MANIFEST).write_text(text, encoding="utf-8")
-    with pytest.raises(CheckpointError, match=MANIFEST):
+    with raises(code, MANIFEST):
         CheckpointStore(checkpoint.parent).verify(checkpoint)
     assert not is_whole(checkpoint)

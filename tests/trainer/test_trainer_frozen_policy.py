@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from expected_errors import raises
 from safetensors.torch import load_file
 
 from megarl.base.errors import CheckpointError
@@ -94,9 +96,9 @@ def make_critic(folder: Path, arithmetic: Path) -> Path:
     return folder
 
 
-def cut_off(run: Path, arithmetic: Path) -> Path:
+def altered(run: Path, arithmetic: Path) -> Path:
     (largest,) = sorted((run / "checkpoints" / f"global_step_{STEP}" / "actor").glob("*.distcp"))[-1:]
-    largest.write_bytes(largest.read_bytes()[:-1])
+    largest.write_bytes(largest.read_bytes() + b"x")
     return run
 
 
@@ -107,21 +109,24 @@ def critic_of_a_run(run: Path, arithmetic: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("break_it", "message"),
+    ("break_it", "code", "named"),
     [
-        (lambda run, _: run / "nowhere", "does not exist"),
-        (lambda run, _: run.parent / "latest", "there is no latest_checkpointed_iteration.txt in"),
-        (lambda run, _: run / "checkpoints" / "latest_checkpointed_iteration.txt", "is a file, expected a folder"),
-        (cut_off, "is not whole|is truncated"),
-        (critic_of_a_run, "is a critic, which generates no text"),
-        (lambda run, arithmetic: make_critic(run / "critic", arithmetic), "is a critic, which generates no text"),
+        (lambda run, _: run.parent / "latest", "checkpoint.no-pointer", "latest_checkpointed_iteration.txt"),
+        (altered, "checkpoint.corrupt-file", f"global_step_{STEP}"),
+        (critic_of_a_run, "model.critic-as-policy", "global_step_9/critic"),
+        (lambda run, arithmetic: make_critic(run / "critic", arithmetic), "model.critic-as-policy", "critic"),
     ],
-    ids=["nowhere", "no pointer", "a file", "cut off", "checkpoint of a critic", "folder of a critic"],
+    ids=["no pointer", "altered", "checkpoint of a critic", "folder of a critic"],
 )
 def test_invalid_models_are_errors(
-    break_it: Callable[[Path, Path], Path], message: str, run_folder: Path, arithmetic: Path
+    break_it: Callable[[Path, Path], Path], code: str, named: str, run_folder: Path, arithmetic: Path
 ) -> None:
     path = break_it(run_folder, arithmetic)
-    with pytest.raises(CheckpointError, match=message) as refused:
+    with raises(code, f"actor_rollout_ref.model.path={path}: ", named):
         find_model(str(path))
-    assert str(refused.value).startswith(f"actor_rollout_ref.model.path={path}: ")
+
+
+@pytest.mark.parametrize("name", ["nowhere", "checkpoints/latest_checkpointed_iteration.txt"])
+def test_a_path_that_is_no_folder_is_an_error(name: str, run_folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(f"actor_rollout_ref.model.path={run_folder / name}: ")):
+        find_model(str(run_folder / name))

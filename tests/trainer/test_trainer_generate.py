@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 import torch
+from expected_errors import raises
 from transformers import AutoTokenizer
 
 from megarl.base.errors import CheckpointError, ConfigError, DataError, MegarlError
@@ -56,7 +57,7 @@ def test_standard_input_lines_become_prompts(tmp_path: Path, monkeypatch: pytest
     assert [
         json.loads(line)["prompt"][0]["content"] for line in Path(file).read_text(encoding="utf-8").splitlines()
     ] == ["one", "two"]
-    with pytest.raises(DataError, match="the standard input has no line"):
+    with raises("data.no-stdin-line", "data.prompts=[-]"):
         prompt_files(["-"], tmp_path / "prompts.jsonl")
 
 

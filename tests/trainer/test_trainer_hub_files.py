@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from expected_errors import raises
 
-from megarl.base.errors import ConfigError
 from megarl.config import TrainConfig
 from megarl.trainer.jobs.hub_files import download_data, is_data_url, is_model_name, with_hub_files
 
@@ -117,21 +117,21 @@ def test_download_then_cache(endpoint: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "changes", "message"),
+    ("environment", "changes", "named"),
     [
-        ({"HF_HUB_OFFLINE": "1"}, {}, "HF_HUB_OFFLINE is set, and the cache does not have it"),
-        ({"HF_ENDPOINT": "http://127.0.0.1:9"}, {}, "the download failed"),
-        ({}, {"actor_rollout_ref": {"model": {"path": "own/missing"}}}, "the download failed (RepositoryNotFoundError"),
+        ({"HF_HUB_OFFLINE": "1"}, {}, "HF_HUB_OFFLINE is set"),
+        ({"HF_ENDPOINT": "http://127.0.0.1:9"}, {}, ""),
+        ({}, {"actor_rollout_ref": {"model": {"path": "own/missing"}}}, "(RepositoryNotFoundError"),
     ],
 )
 def test_a_model_that_cannot_be_had_is_named(
-    endpoint: str, tmp_path: Path, environment: dict[str, str], changes: dict[str, Any], message: str
+    endpoint: str, tmp_path: Path, environment: dict[str, str], changes: dict[str, Any], named: str
 ) -> None:
     values = VALUES | changes
     result = resolve(tmp_path, values, **{"HF_ENDPOINT": endpoint, **environment})
     name = values["actor_rollout_ref"]["model"]["path"]
     assert result.returncode == 1 and f"actor_rollout_ref.model.path={name}: " in result.stderr
-    assert message in result.stderr and "name a local folder" in result.stderr
+    assert named in result.stderr and result.stderr.endswith("[hub.download-failed]\n")
 
 
 def test_nothing_is_downloaded_if_the_hub_is_off(train_config: Callable[..., TrainConfig]) -> None:
@@ -146,5 +146,8 @@ def test_local_paths_are_no_names_of_the_hub(tmp_path: Path, monkeypatch: pytest
     assert not is_model_name("own/tiny")
     assert not any(map(is_model_name, ("tiny", "/own/tiny", "./own/tiny", "a/b/c", "~/tiny")))
     assert is_data_url("hf://datasets/a/b/c.parquet") and not is_data_url("a/b/c.parquet")
-    with pytest.raises(ConfigError, match=r"data\.train_files=hf://a/b: write hf://datasets/owner/name/file"):
+    with raises("hub.data-url") as caught:
         download_data("hf://a/b", "data.train_files")
+    assert str(caught.value) == (
+        "data.train_files=hf://a/b: write hf://datasets/owner/name/file, with a file or a pattern [hub.data-url]"
+    )

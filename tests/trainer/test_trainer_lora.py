@@ -62,10 +62,10 @@ def test_a_policy_continues_from_the_adapters_of_fine_tuning(
     assert rows[0]["actor/reward_kl_penalty"] == 0
 
     wrong = train_config({**policy, "actor_rollout_ref.model.lora_rank": 8})
-    with pytest.raises(ConfigError, match=r"actor_rollout_ref\.model\.lora_rank=8: the adapters of .* have 4"):
+    with pytest.raises(ConfigError, match=r"actor_rollout_ref\.model\.lora_rank=8: .* 4\b"):
         check_learners(wrong)
     wrong = train_config({**policy, "actor_rollout_ref.model.lora.type": "lora"})
-    with pytest.raises(ConfigError, match=r"actor_rollout_ref\.model\.lora\.type=lora: the adapters of .* have dora"):
+    with pytest.raises(ConfigError, match=r"actor_rollout_ref\.model\.lora\.type=lora: .* dora\b"):
         check_learners(wrong)
 
 
@@ -98,19 +98,19 @@ def test_a_reward_model_trains_adapters_and_its_head(
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
-        ({"target_modules": ["q_prj"]}, "target_modules: 'q_prj' matches no layer .* did you mean 'q_proj'"),
-        ({"target_modules": ["embed_tokens"]}, "target_modules: 'model.embed_tokens' cannot have an adapter; valid: "),
-        ({"exclude_modules": ["all_of_it"]}, "exclude_modules: 'all_of_it' matches no layer"),
-        ({"lora_adapter_path": "/nowhere"}, "lora_adapter_path=/nowhere: .*adapter_config.json is missing"),
+        ({"target_modules": ["q_prj"]}, r"target_modules: 'q_prj' .*'q_proj'"),
+        ({"target_modules": ["embed_tokens"]}, r"target_modules: 'model\.embed_tokens' "),
+        ({"exclude_modules": ["all_of_it"]}, "exclude_modules: 'all_of_it' "),
+        ({"lora_adapter_path": "/nowhere"}, r"lora_adapter_path=/nowhere: .*adapter_config\.json"),
     ],
 )
 def test_wrong_adapters_are_rejected_before_any_process_starts(
-    train_config: Callable[..., TrainConfig], changes: dict[str, object], message: str
+    train_config: Callable[..., TrainConfig], changes: dict[str, object], named: str
 ) -> None:
     keys = {"actor_rollout_ref.model.lora_rank": 4} | {f"actor_rollout_ref.model.{k}": v for k, v in changes.items()}
-    with pytest.raises(ConfigError, match=rf"actor_rollout_ref\.model\.{message}"):
+    with pytest.raises(ConfigError, match=rf"actor_rollout_ref\.model\.{named}"):
         check_learners(train_config(keys))
 
 

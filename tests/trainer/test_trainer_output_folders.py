@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from expected_errors import raises
 
-from megarl.base.errors import ConfigError
 from megarl.config import EvaluateConfig, GenerateConfig, SFTConfig, TrainConfig, build
 from megarl.config.outputs import may_save
 from megarl.trainer.jobs.output_folders import check_output_files, check_output_folders, claim_response_folders
@@ -52,14 +51,17 @@ def test_a_new_run_is_rejected_with_the_alternatives(train_config: Config, folde
     save(tmp_path / "checkpoints", 20, "other"), save(tmp_path / "checkpoints", 40, "other")
     export(tmp_path / "export", "other")
     config = train_config({**folders, "trainer.resume_mode": "disable"})
-    with pytest.raises(ConfigError) as raised:
+    with raises("disk.folder-of-other-run") as raised:
         check_output_folders(config, None)
-    text = str(raised.value)
-    assert f"trainer.default_local_dir={tmp_path}/checkpoints holds 2 checkpoints of another run, up to step 40" in text
-    assert f"trainer.hf_export_dir={tmp_path}/export is not empty, and this run did not write it" in text
-    assert re.findall(r"^  (.*?): ", text, re.M) == ["continue the other run", "keep both", "replace the other's"]
-    assert "trainer.resume_mode=auto" in text and "trainer.overwrite_output=true" in text
-    assert "trainer.default_local_dir=<another folder> trainer.hf_export_dir=<another folder>" in text
+    assert str(raised.value).splitlines() == [
+        f"trainer.default_local_dir={tmp_path}/checkpoints holds 2 checkpoints of another run, up to step 40",
+        f"trainer.hf_export_dir={tmp_path}/export is not empty, and this run did not write it",
+        "The run would replace this work, so it does not start. Choose one:",
+        "  continue the other run:  trainer.resume_mode=auto",
+        "  keep both:               trainer.default_local_dir=<another folder> trainer.hf_export_dir=<another folder> "
+        "(or another trainer.experiment_name, if the folder follows it)",
+        "  replace the other's:     trainer.overwrite_output=true [disk.folder-of-other-run]",
+    ]
     check_output_folders(train_config({**folders, "trainer.overwrite_output": True}), None)
 
 
@@ -69,9 +71,9 @@ def test_an_export_alone_cannot_be_resumed(
 ) -> None:
     """Also a folder without an ID, such as a downloaded model."""
     export(tmp_path / "export", run_id)
-    with pytest.raises(ConfigError, match=r"trainer\.hf_export_dir=") as raised:
+    with raises("disk.folder-of-other-run", f"trainer.hf_export_dir={tmp_path}/export") as raised:
         check_output_folders(train_config(folders), None)
-    assert "resume_mode" not in str(raised.value) and "default_local_dir" not in str(raised.value)
+    assert "resume_mode" not in raised.value.text and "default_local_dir" not in raised.value.text
     check_output_folders(train_config({**folders, "trainer.val_only": True, "data.val_files": "x"}), None)
 
 
@@ -101,7 +103,7 @@ def test_a_resumed_run_is_rejected_for_later_steps_of_another(
     mine = save(root, 20, "mine")
     check_output_folders(train_config(folders), mine)
     save(root, 40, "other")
-    with pytest.raises(ConfigError, match="holds 1 checkpoint of another run, up to step 40"):
+    with raises("disk.folder-of-other-run", f"trainer.default_local_dir={root}", "1 checkpoint", "step 40"):
         check_output_folders(train_config(folders), mine)
 
 
@@ -110,7 +112,7 @@ def test_a_checkpoint_from_elsewhere_does_not_open_a_folder_of_another_run(
 ) -> None:
     elsewhere = save(tmp_path / "elsewhere", 40, "mine")
     save(tmp_path / "checkpoints", 10, "other")
-    with pytest.raises(ConfigError, match="holds 1 checkpoint of another run"):
+    with raises("disk.folder-of-other-run", f"trainer.default_local_dir={tmp_path}/checkpoints", "1 checkpoint"):
         check_output_folders(train_config(folders), elsewhere)
 
 
@@ -125,7 +127,7 @@ def test_a_run_that_does_not_save_ignores_checkpoints(train_config: Config, fold
 
 def test_supervised_jobs_are_checked_too(sft_config: Callable[..., SFTConfig], folders: dict, tmp_path: Path) -> None:
     export(tmp_path / "export", "other")
-    with pytest.raises(ConfigError, match=r"trainer\.hf_export_dir="):
+    with raises("disk.folder-of-other-run", f"trainer.hf_export_dir={tmp_path}/export"):
         check_output_folders(sft_config(folders), None)
 
 
@@ -149,15 +151,15 @@ def test_responses_of_another_run_are_rejected_by_folder(train_config: Config, r
     claim_response_folders(config, "other")
     check_output_folders(config, None)  # nothing is lost
     dump(tmp_path / "rollouts", "1.jsonl", "1.npz")
-    with pytest.raises(ConfigError, match=r"rollout_data_dir=.* holds 2 files of responses of another run") as raised:
+    named = (f"trainer.rollout_data_dir={tmp_path}/rollouts", "2 files", "trainer.rollout_data_dir=<another folder>")
+    with raises("disk.folder-of-other-run", *named) as raised:
         check_output_folders(config, None)
-    assert "trainer.rollout_data_dir=<another folder>" in str(raised.value)
-    assert "validation_data_dir" not in str(raised.value)
+    assert "validation_data_dir" not in raised.value.text
     dump(tmp_path / "validation", "20.jsonl")
-    with pytest.raises(ConfigError, match=r"validation_data_dir=.* holds 1 file of"):
+    with raises("disk.folder-of-other-run", f"trainer.validation_data_dir={tmp_path}/validation", "1 file "):
         check_output_folders(train_config({**responses, "trainer.val_only": True}), None)
     check_output_folders(config, save(tmp_path / "elsewhere", 20, "other"))  # resumed: these are its own
-    with pytest.raises(ConfigError, match="rollout_data_dir"):
+    with raises("disk.folder-of-other-run", f"trainer.rollout_data_dir={tmp_path}/rollouts"):
         check_output_folders(config, save(tmp_path / "third", 20, "mine"))
 
 
@@ -193,12 +195,12 @@ def test_files_of_an_earlier_evaluation_are_rejected(tmp_path: Path) -> None:
     check_output_files(config, 20)  # another checkpoint's answers lie beside
     dump(tmp_path / "answers", "20.jsonl")
     check_output_files(config)
-    with pytest.raises(ConfigError, match=r"validation_data_dir: .*answers/20.jsonl exists"):
+    with raises("disk.file-exists", "trainer.validation_data_dir", tmp_path / "answers" / "20.jsonl"):
         check_output_files(config, 20)
     dump(tmp_path, "best.parquet")
-    with pytest.raises(ConfigError, match=r"best_answers.file: .* exists") as raised:
+    with raises("disk.file-exists", tmp_path / "best.parquet", "best_answers.file=<another path>") as raised:
         check_output_files(config)
-    assert "best_answers.file=<another path>" in str(raised.value) and "resume" not in str(raised.value)
+    assert "resume" not in raised.value.text
     check_output_files(evaluation(tmp_path, overwrite_output=True), 20)
 
 
@@ -210,5 +212,5 @@ def test_file_of_an_earlier_generation_is_rejected(tmp_path: Path) -> None:
     }
     check_output_files(build(GenerateConfig, values))
     dump(tmp_path, "answers.jsonl")
-    with pytest.raises(ConfigError, match=r"data.output_path: .* exists"):
+    with raises("disk.file-exists", "data.output_path", tmp_path / "answers.jsonl"):
         check_output_files(build(GenerateConfig, values))

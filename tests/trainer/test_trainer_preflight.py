@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import pytest
 import torch
 from arithmetic_task import RUN
 from dotted_keys import set_keys
+from expected_errors import raises
 from safetensors.torch import load_file, save_file
 
 from megarl.base.errors import ConfigError, DataError, MegarlError, ModelError, RewardError
@@ -61,19 +61,42 @@ def test_the_quickstart_task_passes(
 
 
 @pytest.mark.parametrize(
+    ("changes", "code", "named"),
+    [
+        (
+            {"trainer.default_local_dir": "/proc/x", "trainer.save_freq": 1},
+            "disk.not-writable",
+            "trainer.default_local_dir=/proc/x",
+        ),
+        ({"trainer.hf_export_dir": "/proc/x"}, "disk.not-writable", "trainer.hf_export_dir=/proc/x"),
+        ({"trainer.rollout_data_dir": "/proc/x"}, "disk.not-writable", "trainer.rollout_data_dir=/proc/x"),
+        ({"trainer.logger": ["console", "wandb"]}, "tracking.no-login", "trainer.logger='wandb'"),
+        ({"trainer.device": "cuda"}, "ray.no-gpu", "trainer.device=cuda"),
+        ({"trainer.n_gpus_per_node": 24}, "ray.too-few-cores", "trainer.n_gpus_per_node=24"),
+        ({"data.max_response_length": 512}, "data.no-prompt-room", "data.max_response_length=512"),
+        (
+            {
+                "data.max_response_length": 100,
+                f"{POLICY}.rollout.name": "sglang",
+                f"{POLICY}.rollout.engine_kwargs.sglang.server_args": {"max_total_tokens": 100},
+            },
+            "data.no-prompt-room",
+            "max_total_tokens",
+        ),
+    ],
+)
+def test_errors_have_code_and_key(
+    train_config: Callable[..., TrainConfig], changes: dict[str, Any], code: str, named: str
+) -> None:
+    sizes = {"actor_rollout_ref.actor.ppo_mini_batch_size": 24, "data.train_batch_size": 24}
+    with raises(code, named):
+        check_all(train_config({**sizes, **changes}))
+
+
+@pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
         ({f"{POLICY}.model.path": "/nowhere"}, ModelError, "/nowhere"),
-        (
-            {"trainer.default_local_dir": "/proc/x", "trainer.save_freq": 1},
-            ConfigError,
-            r"trainer.default_local_dir=/proc/x: cannot be written to \(No such file or directory\); name a folder",
-        ),
-        ({"trainer.hf_export_dir": "/proc/x"}, ConfigError, "trainer.hf_export_dir=/proc/x"),
-        ({"trainer.rollout_data_dir": "/proc/x"}, ConfigError, "trainer.rollout_data_dir=/proc/x"),
-        ({"trainer.logger": ["console", "wandb"]}, ConfigError, "trainer.logger='wandb': there is no login"),
-        ({"trainer.device": "cuda"}, ConfigError, "trainer.device=cuda: this machine has 0 GPUs"),
-        ({"trainer.n_gpus_per_node": 24}, ConfigError, "trainer.n_gpus_per_node=24.*set trainer.n_gpus_per_node to at"),
         ({f"{POLICY}.actor.megatron.tensor_model_parallel_size": 3}, ConfigError, f"{POLICY}.actor.megatron"),
         ({f"{POLICY}.actor.megatron.pipeline_model_parallel_size": 3}, ConfigError, f"{POLICY}.actor.megatron"),
         ({"critic.megatron.pipeline_model_parallel_size": 3}, ConfigError, "critic.megatron"),
@@ -86,21 +109,7 @@ def test_the_quickstart_task_passes(
         (
             {f"{POLICY}.rollout.name": "sglang", f"{POLICY}.rollout.tensor_model_parallel_size": 3},
             ConfigError,
-            f"{POLICY}.rollout.tensor_model_parallel_size=3 must divide",
-        ),
-        (
-            {"data.max_response_length": 512},
-            ConfigError,
-            "data.max_response_length=512 leaves no room for a prompt in the context of 512 tokens .* lower it",
-        ),
-        (
-            {
-                "data.max_response_length": 100,
-                f"{POLICY}.rollout.name": "sglang",
-                f"{POLICY}.rollout.engine_kwargs.sglang.server_args": {"max_total_tokens": 100},
-            },
-            ConfigError,
-            "data.max_response_length=100 leaves no room for a prompt in the context of 100 tokens .*max_total_tokens",
+            f"{POLICY}.rollout.tensor_model_parallel_size=3 ",
         ),
         ({"algorithm.adv_estimator": "/no.py:mine"}, ConfigError, "algorithm.adv_estimator.*/no.py"),
         ({f"{POLICY}.actor.policy_loss.loss_mode": "no.such.loss"}, ConfigError, "loss_mode.*no.such"),
@@ -130,7 +139,7 @@ def test_missing_sglang_is_refused_for_every_job_that_generates(
     monkeypatch.setattr(early_checks, "require_sglang", require_sglang)
     monkeypatch.setitem(sys.modules, "sglang", None)
     for make in (train_config, evaluate_config):
-        with pytest.raises(ConfigError, match="needs the package sglang"):
+        with pytest.raises(ConfigError, match="sglang"):
             check_early(make({f"{POLICY}.rollout.name": "sglang"}))
         check_early(make())
 
@@ -139,7 +148,7 @@ def test_generation_tracks_nothing_and_needs_no_login(arithmetic: Path, tmp_path
     keys = {"actor_rollout_ref.model.path": str(arithmetic / "model"), "data.prompts": ["1+1"], **RUN}
     config = build(GenerateConfig, set_keys({}, {**keys, "trainer.logger": ["wandb"]}), str(tmp_path))
     check_early(config)
-    with pytest.raises(DataError, match=r"data\.val_files: /no\.parquet: there is no such file"):
+    with pytest.raises(DataError, match=r"data\.val_files: /no\.parquet"):
         check_early(with_values(config, {"data.val_files": ["/no.parquet"]}))
 
 
@@ -149,20 +158,32 @@ def test_replicas_of_two_ranks_pass(train_config: Callable[..., TrainConfig]) ->
 
 
 @pytest.mark.parametrize(
-    ("changes", "key", "message"),
+    ("changes", "key", "code", "named"),
     [
-        ({"lr_warmup_steps": 21}, "lr_warmup_steps", "must be at most the schedule's 20 optimizer steps"),
-        ({"total_training_steps": 21}, "total_training_steps", "must be at most the run's 20 optimizer steps"),
-        ({"lr_warmup_steps": 20, "lr_decay_style": "linear"}, "lr_warmup_steps", "leaves none of the schedule's 20"),
-        ({"lr_warmup_steps_ratio": 1.0, "lr_decay_style": "cosine"}, "lr_warmup_steps_ratio", "leaves none"),
+        ({"lr_warmup_steps": 21}, "lr_warmup_steps", "algorithm.warmup-too-long", "schedule's 20"),
+        ({"total_training_steps": 21}, "total_training_steps", "algorithm.schedule-too-long", "run's 20"),
+        (
+            {"lr_warmup_steps": 20, "lr_decay_style": "linear"},
+            "lr_warmup_steps",
+            "algorithm.no-decay-steps",
+            "lr_decay_style=linear",
+        ),
+        (
+            {"lr_warmup_steps_ratio": 1.0, "lr_decay_style": "cosine"},
+            "lr_warmup_steps_ratio",
+            "algorithm.no-decay-steps",
+            "lr_decay_style=cosine",
+        ),
         (
             {"lr_warmup_steps": 5, "lr_wsd_decay_steps": 16, "lr_decay_style": "wsd"},
             "lr_wsd_decay_steps",
-            "a decay of 16 optimizer steps does not fit behind a warm-up of 5 into 20; at most 15",
+            "algorithm.decay-too-long",
+            "at most 15",
         ),
         (
             {"lr_warmup_steps_ratio": 0.5, "lr_wsd_decay_steps_ratio": 0.6, "lr_decay_style": "wsd"},
             "lr_wsd_decay_steps_ratio",
+            "algorithm.decay-too-long",
             "at most 10",
         ),
     ],
@@ -172,7 +193,8 @@ def test_schedules_longer_than_the_run_are_errors(
     sft_config: Callable[..., SFTConfig],
     changes: dict[str, Any],
     key: str,
-    message: str,
+    code: str,
+    named: str,
 ) -> None:
     """Of actor (which waits while the critic warms up), critic and supervised job; each run is one of 20 updates."""
     halves = {"data.train_batch_size": 16, "trainer.critic_warmup": 2}
@@ -182,9 +204,8 @@ def test_schedules_longer_than_the_run_are_errors(
         (sft_config(with_prefix("optim", changes)), 20, "optim"),
     ]
     for config, steps, path in cases:
-        with pytest.raises(ConfigError, match=re.escape(message)) as refused:
+        with raises(code, f"{path}.{key}=", named):
             check_schedules(config, plan_batches(config), steps)
-        assert f"{path}.{key}=" in str(refused.value)
         if "ratio" not in key:
             check_schedules(config, plan_batches(config), 10 * steps)
 
@@ -208,11 +229,11 @@ def test_the_export_cannot_replace_the_initial_model(
 ) -> None:
     config = train_config()
     folder = f"{config.actor_rollout_ref.model.path}/../{Path(config.critic.model.path).name}"
-    with pytest.raises(ConfigError, match="hf_export_dir"):
+    with raises("disk.export-replaces-model", f"trainer.hf_export_dir={folder}"):
         check_early(with_values(config, {"trainer.hf_export_dir": folder}))
     tuning = sft_config()
     tuning = with_values(tuning, {"trainer.hf_export_dir": tuning.model.path})
-    with pytest.raises(ConfigError, match="hf_export_dir"):
+    with raises("disk.export-replaces-model", f"trainer.hf_export_dir={tuning.model.path}"):
         check_early(tuning)
 
 
@@ -260,7 +281,7 @@ def test_sft_responses_must_be_text(
 
 def test_a_language_model_is_not_a_reward_model(train_config: Callable[..., TrainConfig], arithmetic: Path) -> None:
     config = train_config({"reward_model.enable": True, "reward_model.model.path": str(arithmetic / "model")})
-    with pytest.raises(ModelError, match=r"reward_model.model.path=.* is a language model and has no scalar head"):
+    with raises("reward.no-scalar-head", f"reward_model.model.path={arithmetic / 'model'}"):
         check_early(config)
 
 
@@ -281,7 +302,11 @@ def test_a_teacher_needs_the_policys_vocabulary(
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["3"], vocabulary["7"] = three, seven = vocabulary["7"], vocabulary["3"]
     file.write_text(json.dumps(tokenizer), encoding="utf-8")
-    with pytest.raises(ConfigError) as error:
+    with raises("teacher.other-vocabulary") as error:
         check_train(train_config(keys))
-    assert str(error.value).startswith(f"distillation.teacher_models.big.model_path={teacher}: its tokenizer differs")
-    assert f"in 2 tokens; '3' has id {three} there and {seven} here" in str(error.value)
+    policy = train_config(keys).actor_rollout_ref.model.tokenizer_path
+    assert str(error.value) == (
+        f"distillation.teacher_models.big.model_path={teacher}: its tokenizer differs from that of the policy "
+        f"({policy}) in 2 tokens; '3' has id {three} there and {seven} here. A teacher needs the policy's vocabulary "
+        "[teacher.other-vocabulary]"
+    )

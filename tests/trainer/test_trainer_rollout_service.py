@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from expected_errors import raises
 
 from megarl.agents.runner import AgentRunner
 from megarl.agents.types import Trajectory
@@ -536,7 +537,8 @@ def test_staleness_counts_from_the_oldest_generated_token() -> None:
     }
     check_staleness(batch[:2], 5, 2)
     check_staleness([trajectory([NO_VERSION])], 5, 0)
-    with pytest.raises(WeightSyncError, match=r"versions 3 to 4; version 5 trains samples of 4 or later .*staleness=1"):
+    named = ("versions 3 to 4", "version 5 trains samples of 4 or later", "async_training.max_staleness=1")
+    with raises("sync.stale-sample", *named, error=WeightSyncError):
         check_staleness(batch[:2], 5, 1)
-    with pytest.raises(WeightSyncError, match="versions 5 to 5; version 4"):
+    with raises("sync.stale-sample", "versions 5 to 5", "version 4"):
         check_staleness(batch[1:2], 4, 1)

@@ -9,11 +9,11 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from expected_errors import raises
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from megarl.agents.types import SampleId, VersionSpan
-from megarl.base.errors import CheckpointError, ConfigError
 from megarl.trainer.rollout_service.ledger import AdmissionRule, GroupLedger
 from megarl.trainer.rollout_service.replay_order import OrderedBatch, OrderFile, ReplayOrder, read_order
 
@@ -121,11 +121,11 @@ def test_the_ledger_refuses_what_would_break_its_promises() -> None:
     book.end_sample(0, 0)
     with pytest.raises(KeyError):
         book.end_sample(0, 0)
-    with pytest.raises(CheckpointError, match=r"work in flight of data\.train_batch_size=2, this run has 4"):
+    with raises("resume.batch-sizes", "data.train_batch_size=4", "a run with 2"):
         ledger(4, 0).load_state_dict(book.state_dict())
     stale = ledger(2, 3)
     stale.admit(8)
-    with pytest.raises(ConfigError, match=r"max_staleness=0: the checkpoint has work in flight of a larger bound"):
+    with raises("resume.staleness-bound", "async_training.max_staleness=0"):
         ledger(2, 0).load_state_dict(stale.state_dict())
 
 
@@ -139,15 +139,15 @@ def test_the_order_of_batches_survives_a_resume_and_is_read_again(tmp_path: Path
     order = ReplayOrder(str(path), partial_rollout=False)
     assert [order.groups(batch) for batch in range(3)] == [[0, 2], [1, 3], [4, 5]]
     assert order.spans(SampleId(0, 0)) == []
-    with pytest.raises(ConfigError, match="ends before batch 3; train fewer steps"):
+    with raises("async.replay-too-short", path, "batch 3"):
         order.groups(3)
-    with pytest.raises(ConfigError, match=r"of a run with async_training\.partial_rollout=false; replay it with that"):
+    with raises("async.replay-partial-rollout", path, "async_training.partial_rollout=false"):
         ReplayOrder(str(path), partial_rollout=True)
     with path.open("a", encoding="utf-8") as file:
         file.write('{"batch": 3, "gro')  # a killed process
     assert list(read_order(path)) == [0, 1, 2]
     path.write_text('{"batch": 0}\n{"batch": 1, "groups": [1]}\n', encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"batch_order\.jsonl, line 1: no batch with its groups"):
+    with raises("async.replay-bad-line", path, "line 1"):
         ReplayOrder(str(path), partial_rollout=False)
     assert OrderFile(path) and not path.read_text(encoding="utf-8")
 
@@ -163,10 +163,10 @@ def test_the_order_file_has_the_versions_of_interrupted_responses(tmp_path: Path
     assert replay.groups(0) == [6, 2] and replay.groups(1) == [4]
     names = [(6, 0), (6, 1), (2, 0), (4, 0), (3, 0), (9, 0)]
     assert [replay.spans(SampleId(*name)) for name in names] == [[], spans, spans[1:], spans, [], []]
-    with pytest.raises(ConfigError, match=r"of a run with async_training\.partial_rollout=true; replay it with that"):
+    with raises("async.replay-partial-rollout", path, "async_training.partial_rollout=true"):
         ReplayOrder(str(path), partial_rollout=False)
     path.write_text(
         '{"batch": 0, "groups": [1, 2], "versions": [[[]]]}\n{"batch": 1, "groups": [1]}\n', encoding="utf-8"
     )
-    with pytest.raises(ConfigError, match="line 1: no batch with its groups"):
+    with raises("async.replay-bad-line", path, "line 1"):
         read_order(path)

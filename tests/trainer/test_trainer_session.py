@@ -11,8 +11,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from expected_errors import raises
 
-from megarl.base.errors import CheckpointError, RayLost
+from megarl.base.errors import RayLost
 from megarl.config import EvaluateConfig, TrainConfig
 from megarl.trainer.jobs import session as session_module
 from megarl.trainer.jobs.session import open_job
@@ -94,7 +95,7 @@ def test_the_death_of_a_process_of_ray_ends_training_with_the_way_to_go_on(
     summaries: list[str] = []
     reporter = SimpleNamespace(finish=lambda folder, stopped: summaries.append(stopped))
     with (
-        pytest.raises(RayLost, match=r"^the GCS died. \(a lost process of Ray\). To go on: COMMAND$"),
+        raises("ray.process-died", "(a lost process of Ray). To go on: COMMAND\n", "the GCS died", error=RayLost),
         open_job(train_config({"trainer.save_freq": 5}), tmp_path) as session,
     ):
         session.start()
@@ -108,7 +109,7 @@ def test_training_needs_its_checkpoint_before_any_process(
     train_config: Callable[..., TrainConfig], events: list[str], tmp_path: Path
 ) -> None:
     with (
-        pytest.raises(CheckpointError, match="resume_mode=must"),
+        raises("resume.no-checkpoint", "trainer.resume_mode=must"),
         open_job(train_config({"trainer.resume_mode": "must"}), tmp_path),
     ):
         pass

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from expected_errors import raises
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from megarl.base.errors import CheckpointError
 from megarl.config import SFTConfig
 from megarl.convert.command import main as convert
 from megarl.ops.report.balance import balance_maps
@@ -69,7 +69,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     store = checkpoint_store(config("whole"))
     assert store.steps() == [4, STEPS]  # the last one whatever its number, and of the others the newest
     assert find_resume(config("whole", resume_mode="disable")) is None
-    with pytest.raises(CheckpointError, match="resume_mode=must, but there is no checkpoint"):
+    with raises("resume.no-checkpoint", "trainer.resume_mode=must", "trainer.default_local_dir"):
         find_resume(config("cut", resume_mode="must"))
 
     # A run that ends after its first step by a request, and one that resumes from there.

@@ -10,8 +10,8 @@ import sys
 import time
 
 import pytest
+from expected_errors import raises
 
-from megarl.base.errors import ConfigError
 from megarl.trainer.state.stopping import (
     EXPIRY_VARIABLES,
     FIRST_SAVE_S,
@@ -113,7 +113,7 @@ def test_a_jump_of_the_clock_neither_ends_the_run_nor_moves_a_deadline(
 
 @pytest.mark.parametrize("text", ["soon", "nan", "2026-01-01T00:00:00Z"])
 def test_a_malformed_expiry_is_an_error(text: str) -> None:
-    with pytest.raises(ConfigError, match=f"SLURM_JOB_END_TIME='{text}' is not a UNIX time"):
+    with raises("launch.job-end-time", f"SLURM_JOB_END_TIME='{text}'"):
         find_deadlines(None, 40.0, 1000.0, {"SLURM_JOB_END_TIME": text})
 
 

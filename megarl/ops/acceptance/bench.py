@@ -234,5 +234,7 @@ def choose_device(name: str) -> str:
     """
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
-        raise ConfigError("--device cuda: torch finds no CUDA device; use --device cpu for the tiny sizes")
+        raise ConfigError(
+            "--device cuda: torch finds no CUDA device; use --device cpu for the tiny sizes", code="acceptance.no-cuda"
+        )
     return "cuda" if available and name != "cpu" else "cpu"

@@ -94,7 +94,9 @@ def run_stages(names: Sequence[str], options: argparse.Namespace, started: float
     try:
         re.compile(options.checks or "")
     except re.error as error:
-        raise ConfigError(f"--checks {options.checks}: not a regular expression: {error}") from error
+        raise ConfigError(
+            f"--checks {options.checks}: not a regular expression: {error}", code="acceptance.checks-pattern"
+        ) from error
     device = choose_device(options.device)
     scale = options.scale or ("full" if device == "cuda" else "tiny")
     options.out.mkdir(parents=True, exist_ok=True)
@@ -218,7 +220,9 @@ def _table(report: StageReport) -> list[str]:
 def _stages(text: str | None) -> list[str]:
     names = list(STAGES) if text is None else text.split(",")
     if unknown := [name for name in names if name not in STAGES]:
-        raise ConfigError(f"--stages {text}: no stage {unknown[0]!r}; known: {', '.join(STAGES)}")
+        raise ConfigError(
+            f"--stages {text}: no stage {unknown[0]!r}; known: {', '.join(STAGES)}", code="acceptance.unknown-stage"
+        )
     return names
 
 

@@ -115,7 +115,9 @@ def read_report(folder: Path, stage: str, scale: str) -> StageReport:
         results = tuple(Result(**{**row, "outcome": Verdict(row["outcome"])}) for row in values.pop("results"))
         report = StageReport(**values, results=results)
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{file} is not a report of an acceptance stage: {error}; remove it") from error
+        raise DataError(
+            f"{file} is not a report of an acceptance stage: {error}; remove it", code="acceptance.not-a-report"
+        ) from error
     return report if report.scale == scale else StageReport(stage, scale)
 
 

@@ -75,7 +75,7 @@ def _needs(options: argparse.Namespace) -> Needs:
         name = options.config_name.removesuffix(".yaml")
         needs = needs_of(compose(ConfigRequest(TrainConfig, name, tuple(options.overrides), options.config_dir)))
     elif options.overrides:
-        raise ConfigError(f"{options.overrides[0]}: overrides need a --config-name")
+        raise ConfigError(f"{options.overrides[0]}: overrides need a --config-name", code="doctor.no-config-name")
     if options.checkpoint_dir is not None:
         needs = replace(needs, checkpoint_dir=options.checkpoint_dir)
     if options.device is not None:

@@ -57,7 +57,8 @@ def dump_files(arguments: Sequence[str]) -> Iterator[Path]:
         if not files or not files[0].is_file():
             raise DataError(
                 f"{files[0] if files else path / '*.npz'}: no such file; trainer.rollout_data_dir has one per step "
-                "with actor_rollout_ref.rollout.calculate_log_probs=true"
+                "with actor_rollout_ref.rollout.calculate_log_probs=true",
+                code="doctor.no-rollout-dump",
             )
         yield from files
 
@@ -77,7 +78,7 @@ def diagnose_dump(path: Path, model: str, rows: int, device: str) -> str:
     dump = _head(RolloutDump.load(path), rows)
     engine, actor = (_generated(dump, name) for name in ("rollout_log_probs", "old_log_probs"))
     if len(engine) == 0:
-        raise DataError(f"{path} has no generated token")
+        raise DataError(f"{path} has no generated token", code="doctor.no-generated-token")
     temperature = dump.metadata.temperature
     rounded = ReferenceModel(model, torch.bfloat16, device).log_probs(dump, [temperature])[0]
     exact = ReferenceModel(model, torch.float32, device)
@@ -108,7 +109,9 @@ class ReferenceModel:
                 str(folder), dtype=dtype, local_files_only=True, trust_remote_code=False
             )
         except Exception as error:  # a malformed file raises any error there
-            raise ModelError(f"cannot load a language model from {folder}: {error}") from error
+            raise ModelError(
+                f"cannot load a language model from {folder}: {error}", code="doctor.model-not-loaded"
+            ) from error
         self.model = model.to(device).eval()
         self.folder, self.device = folder, device
 
@@ -127,7 +130,8 @@ class ReferenceModel:
         vocabulary = self.model.get_input_embeddings().num_embeddings
         if int(ids.max()) >= vocabulary:
             raise ModelError(
-                f"row {row} of the dump has token {int(ids.max())}; the vocabulary of {self.folder} has {vocabulary}"
+                f"row {row} of the dump has token {int(ids.max())}; the vocabulary of {self.folder} has {vocabulary}",
+                code="doctor.dump-of-other-model",
             )
         ids = ids.to(self.device)
         logits = self.model(ids[None]).logits[0, len(dump.prompts[row]) - 1 : -1].float()

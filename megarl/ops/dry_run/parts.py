@@ -88,7 +88,9 @@ def check_parts(dry_run: DryRun, write: Callable[[str], None] | None = None) -> 
         for line in lines:
             write(f"      {line}")
     if failed:
-        raise ConfigError(f"dry run: {len(failed)} of {len(parts)} parts failed: {', '.join(failed)}")
+        raise ConfigError(
+            f"dry run: {len(failed)} of {len(parts)} parts failed: {', '.join(failed)}", code="config.dry-run-failed"
+        )
     result = f"no part failed; read the warnings of: {', '.join(doubtful)}" if doubtful else "every part is fine"
     write(f"dry run: {result}; without trainer.dry_run the workers would be started now")
 
@@ -160,15 +162,17 @@ class DryRun(ABC):
         Raises:
             ConfigError: a package is missing, or the run has more devices than this machine.
         """
-        config, trainer, problems = self.config, self.config.trainer, []
+        config, trainer = self.config, self.config.trainer
+        problems: list[MegarlError] = []
         for check in (lambda: check_packages(config), lambda: check_devices(trainer, own_pools(config))):
             try:
                 check()
             except MegarlError as error:
-                problems.append(str(error))
+                problems.append(error)
         if problems and trainer.nnodes == 1 and trainer.hardware is None:
             remedy = "a dry run for another machine needs trainer.hardware, and only warns"
-            raise ConfigError("; ".join([*problems, remedy]))
+            text = "; ".join([*(problem.text for problem in problems), remedy])
+            raise ConfigError(text, code=problems[0].code)
         yield from (f"{WARNING}{problem}" for problem in problems)
         if not problems:
             address = os.environ.get("RAY_ADDRESS")
@@ -233,7 +237,10 @@ class DryRun(ABC):
         name, usable = plan.hardware.name, plan.usable_bytes
         if not plan.fits:
             lines = "; ".join(shortfall_lines(plan, suggestion))
-            raise ConfigError(f"on {name} (trainer.hardware) it does not fit: {lines}. `megarl plan` prints details")
+            raise ConfigError(
+                f"on {name} (trainer.hardware) it does not fit: {lines}. `megarl plan` prints details",
+                code="plan.does-not-fit",
+            )
         for phase in plan.memory.phases:
             parts = ", ".join(f"{part.owner} {part.name} {gib(part.nbytes)}" for part in phase.components[:4])
             yield f"{phase.phase}: {gib(phase.nbytes)} GiB on device {phase.device} ({parts})"
@@ -246,7 +253,10 @@ class DryRun(ABC):
         if trainer.save_freq > 0:
             for finding in check_checkpoint_room(needs_of(config)):
                 if finding.status is Status.FAIL:
-                    raise CheckpointError(f"trainer.default_local_dir: {finding.observation}; {finding.remedy}")
+                    raise CheckpointError(
+                        f"trainer.default_local_dir: {finding.observation}; {finding.remedy}",
+                        code="disk.no-checkpoint-room",
+                    )
                 yield f"{finding.observation}; {finding.remedy}" if finding.remedy else finding.observation
             yield f"one every {trainer.save_freq} steps, in {trainer.default_local_dir}"
         else:
@@ -268,7 +278,9 @@ class DryRun(ABC):
     @staticmethod
     def _needed(result: Any, part: str) -> Any:
         if result is None:
-            raise ConfigError(f"needs the result of '{part}', which failed; fix that first")
+            raise ConfigError(
+                f"needs the result of '{part}', which failed; fix that first", code="config.dry-run-needs-part"
+            )
         return result
 
 

@@ -48,7 +48,10 @@ def parse_doctor_output(code: int, text: str) -> DoctorSummary:
         (line,) = [line for line in text.splitlines() if line.startswith("{")]
         reports = [NodeReport.from_json(node) for node in parse_json(line)["nodes"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise ResourceError(f"megarl doctor ended with code {code} and no report ({error}):\n{text.strip()}") from error
+        raise ResourceError(
+            f"megarl doctor ended with code {code} and no report ({error}):\n{text.strip()}",
+            code="launch.no-doctor-report",
+        ) from error
     lines: dict[Status, list[str]] = {status: [] for status in Status}
     for report in reports:
         for result in report.results:
@@ -78,7 +81,7 @@ def main() -> int:
         with RaySession():
             print(json.dumps(wait_for_nodes(options.names, options.device, options.devices, options.timeout_s)))
     except MegarlError as error:
-        print(error, file=sys.stderr)
+        print(error.text, file=sys.stderr)  # the launcher adds its code
         return 1
     return 0
 

@@ -124,7 +124,7 @@ class Launcher:
                     code, reason, final = self._run_session(number)
                     if final or number > self.max_restarts:
                         if reason:
-                            self.say(f"{reason.rstrip('.')}. {self._no_restart_reason(code, final)}")
+                            self.say(f"{reason}. {self._no_restart_reason(code, final)}")
                         return code
                     self._wait_before_restart(number, reason)
                 except LaunchInterrupted as interrupt:
@@ -172,7 +172,6 @@ class Launcher:
             LaunchInterrupted: the launcher received a signal.
         """
         delay = min(LONGEST_DELAY_S, self.delay_s * 2 ** (number - 1))
-        reason = reason.rstrip(".")
         self.say(f"{reason}. Restart {number} of {self.max_restarts} in {delay:g} s, from the newest checkpoint")
         deadline = time.monotonic() + delay
         while (remaining := deadline - time.monotonic()) > 0:
@@ -211,9 +210,12 @@ def _resolve_place(options: argparse.Namespace) -> str:
         place = "ssh" if options.hosts else "slurm" if "SLURM_JOB_NODELIST" in os.environ else "local"
     if (place == "ssh") != bool(options.hosts):
         hint = "needs --hosts=host1,host2,..." if place == "ssh" else f"detects its hosts, not --hosts={options.hosts}"
-        raise ConfigError(f"--on {place} {hint}")
+        raise ConfigError(f"--on {place} {hint}", code="launch.hosts-option")
     if options.submit and place not in ("sbatch", "kubernetes"):
-        raise ConfigError("--submit is for --on sbatch and --on kubernetes; the others start the job at once")
+        raise ConfigError(
+            "--submit is for --on sbatch and --on kubernetes; the others start the job at once",
+            code="launch.unused-option",
+        )
     return place
 
 
@@ -222,7 +224,8 @@ def _launch(place: str, options: argparse.Namespace, job: JobToRun) -> int:
     if len(hosts) < job.nodes:
         raise ConfigError(
             f"{job.size_keys}: {count_noun(job.nodes, 'node')}, but hosts are only {len(hosts)}: {', '.join(hosts)}. "
-            "Add hosts, lower the number of nodes, or let nodes share a machine by --devices-per-node"
+            "Add hosts, lower the number of nodes, or let nodes share a machine by --devices-per-node",
+            code="launch.too-few-hosts",
         )
     if len(hosts) > job.nodes:
         say(f"{job.nodes} of {len(hosts)} hosts are used; {', '.join(hosts[job.nodes :])} are spares")
@@ -240,11 +243,14 @@ def _agents_and_hosts(place: str, options: argparse.Namespace, job: JobToRun) ->
         agent_command = remote.srun_agent(python, folder, shlex.split(options.srun), wrap, os.environ)
         return agent_command, remote.slurm_hosts(os.environ)
     if wrap:
-        raise ConfigError("--wrap is for ssh and slurm; start the launcher itself in the container")
+        raise ConfigError(
+            "--wrap is for ssh and slurm; start the launcher itself in the container", code="launch.unused-option"
+        )
     if job.nodes > 1 and job.device == "cuda":
         raise ConfigError(
             f"{job.size_keys} on one machine: nodes would share its GPUs. List the other nodes by --hosts, or set one "
-            "node"
+            "node",
+            code="launch.nodes-share-gpus",
         )
     return remote.local_agent(python, folder), remote.local_hosts(job.nodes)
 
@@ -294,7 +300,9 @@ def _without_sbatch(arguments: Sequence[str]) -> list[str]:
 
 def _kubernetes(options: argparse.Namespace, job: JobToRun) -> int:
     if not options.image:
-        raise ConfigError("--on kubernetes needs --image: a container image with megarl and ray[default]")
+        raise ConfigError(
+            "--on kubernetes needs --image: a container image with megarl and ray[default]", code="launch.no-image"
+        )
     pods = schedulers.PodSettings(
         image=options.image,
         namespace=options.namespace,

@@ -60,8 +60,10 @@ def split_job(argv: Sequence[str]) -> tuple[list[str], list[str], bool]:
         else:
             nearest = " or ".join(nearest_keys(word, JOBS))
             guess = f"; did you mean {nearest}?" if nearest else "."
-            raise ConfigError(f"megarl launch: {word!r} is not a job{guess} Jobs are {JOB_NAMES}")
-    raise ConfigError("megarl launch: no job is named, such as train; see megarl launch --help")
+            raise ConfigError(
+                f"megarl launch: {word!r} is not a job{guess} Jobs are {JOB_NAMES}", code="launch.unknown-job"
+            )
+    raise ConfigError("megarl launch: no job is named, such as train; see megarl launch --help", code="launch.no-job")
 
 
 def check_unused_options(options: argparse.Namespace, place: str, *, is_megarl: bool) -> None:
@@ -80,11 +82,14 @@ def check_unused_options(options: argparse.Namespace, place: str, *, is_megarl: 
     for name in changed:
         places, option = _OPTION_PLACES.get(name, PLACES), f"--{name.replace('_', '-')}"
         if place not in places:
-            raise ConfigError(f"{option} is for --on {' and '.join(places)}; this is --on {place}")
+            raise ConfigError(
+                f"{option} is for --on {' and '.join(places)}; this is --on {place}", code="launch.unused-option"
+            )
         if is_megarl and name in _COMMAND_OPTIONS:
             raise ConfigError(
                 f"{option} is for a command after --; for a job set trainer.nnodes, trainer.n_gpus_per_node or "
-                "trainer.device"
+                "trainer.device",
+                code="launch.command-option",
             )
 
 
@@ -177,7 +182,7 @@ def parse_pairs(option: str, entries: Sequence[str]) -> dict[str, str]:
     """
     for entry in entries:
         if "=" not in entry.strip("="):
-            raise ConfigError(f"{option} {entry}: write it as NAME=VALUE")
+            raise ConfigError(f"{option} {entry}: write it as NAME=VALUE", code="launch.not-a-pair")
     return dict(entry.split("=", 1) for entry in entries)
 
 
@@ -243,7 +248,9 @@ def command_job(words: Sequence[str], nodes: int | None, devices: int | None, de
         ConfigError: the number of machines or devices is not set.
     """
     if nodes is None or devices is None:
-        raise ConfigError(f"-- {' '.join(words)}: set its requirements by --nodes and --devices-per-node")
+        raise ConfigError(
+            f"-- {' '.join(words)}: set its requirements by --nodes and --devices-per-node", code="launch.command-size"
+        )
     return JobToRun(tuple(words), False, "command", nodes, device, devices, size_keys=f"--nodes={nodes}")
 
 
@@ -274,13 +281,15 @@ def with_machines(job: JobToRun, place: str, devices_per_node: int | None) -> Jo
             sizes = " and ".join(f"{pool.section}.n_gpus_per_node={pool.devices}" for pool in pools)
             raise ConfigError(
                 f"{sizes} differ. Set the devices of each machine by --devices-per-node, so that the launcher knows "
-                "which nodes share one"
+                "which nodes share one",
+                code="launch.machine-size",
             )
     for pool in pools:
         if pool.devices > devices_per_node:
             raise ConfigError(
                 f"{pool.section}.n_gpus_per_node={pool.devices} exceeds --devices-per-node={devices_per_node}, the "
-                "devices of a machine"
+                "devices of a machine",
+                code="launch.node-exceeds-machine",
             )
     keys = " and ".join([job.size_keys, *(f"{pool.section}.nnodes={pool.nodes}" for pool in job.own_pools)])
     nodes = _machines([pool.devices for pool in pools for _ in range(pool.nodes)], devices_per_node)
@@ -311,7 +320,9 @@ def _check_restarts(trainer: TrainingRunConfig) -> tuple[str, ...]:
     if trainer.resume_mode not in RESUMING:
         raise ConfigError(
             f"trainer.resume_mode={trainer.resume_mode}: a restart (--max-restarts) would begin from scratch, or at "
-            "the same checkpoint again. Set trainer.resume_mode=auto, and a trainer.default_local_dir for this run only"
+            "the same checkpoint again. Set trainer.resume_mode=auto, and give the run its own "
+            "trainer.default_local_dir",
+            code="launch.restart-from-scratch",
         )
     if trainer.save_freq < 1:
         return ("trainer.save_freq=-1: nothing is saved, so a restart begins from scratch",)

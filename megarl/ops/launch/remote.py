@@ -79,16 +79,24 @@ def parse_hosts(text: str) -> list[str]:
         lines = [line.split("#")[0].split() for line in path.read_text("utf-8", "replace").splitlines()]
         hosts = [words[0] for words in lines if words]
     elif "/" in text or path.suffix == ".txt":
-        raise ConfigError(f"--hosts={text}: there is no such file; give a file with a host per line, or host1,host2")
+        raise ConfigError(
+            f"--hosts={text}: there is no such file; give a file with a host per line, or host1,host2",
+            code="launch.no-hosts-file",
+        )
     else:
         hosts = text.replace(",", " ").split()
-    duplicates = sorted({host for host in hosts if hosts.count(host) > 1})
-    if not hosts or duplicates:
-        problem = f"names {', '.join(duplicates)} more than once" if duplicates else "names no host"
-        raise ConfigError(f"--hosts={text} {problem}; give each host once: host1,host2 or a file with one per line")
+    if not hosts:
+        raise ConfigError(
+            f"--hosts={text} names no host; write host1,host2 or a file with a host per line", code="launch.no-host"
+        )
+    if duplicates := sorted({host for host in hosts if hosts.count(host) > 1}):
+        raise ConfigError(
+            f"--hosts={text} names {', '.join(duplicates)} more than once; name each host once",
+            code="launch.duplicate-host",
+        )
     invalid = [host for host in hosts if host.startswith("-")]
     if invalid:
-        raise ConfigError(f"--hosts: {invalid[0]} is not a host")
+        raise ConfigError(f"--hosts: {invalid[0]} is not a host", code="launch.host-name")
     return hosts
 
 
@@ -110,14 +118,17 @@ def slurm_hosts(environment: Mapping[str, str]) -> list[str]:
     if not nodes:
         raise ConfigError(
             "--on slurm works inside an allocation (salloc, or a batch script): SLURM_JOB_NODELIST is not set. "
-            "--on sbatch prints a batch script, and --submit submits it"
+            "--on sbatch prints a batch script, and --submit submits it",
+            code="launch.no-allocation",
         )
     try:
         process = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
     except OSError as error:
-        raise ResourceError(f"scontrol cannot be started: {error}") from error
+        raise ResourceError(f"scontrol cannot be started: {error}", code="launch.no-scontrol") from error
     except subprocess.CalledProcessError as error:
-        raise ResourceError(f"scontrol show hostnames {nodes} failed: {error.stderr.strip()}") from error
+        raise ResourceError(
+            f"scontrol show hostnames {nodes} failed: {error.stderr.strip()}", code="launch.scontrol-failed"
+        ) from error
     return process.stdout.split()
 
 
@@ -137,7 +148,9 @@ def forwarded_environment(environment: Mapping[str, str], entries: Sequence[str]
     for entry in entries:
         name, sign, value = entry.partition("=")
         if not sign and name not in environment:
-            raise ConfigError(f"--env {name}: it is not set here; write --env {name}=VALUE")
+            raise ConfigError(
+                f"--env {name}: it is not set here; write --env {name}=VALUE", code="launch.variable-not-set"
+            )
         variables[name] = value if sign else environment[name]
     return variables
 
@@ -183,7 +196,9 @@ class RemoteAgent:
                 start_new_session=True,
             )
         except OSError as error:
-            raise ResourceError(f"{host}: {argv[0]} cannot be started here: {error}") from error
+            raise ResourceError(
+                f"{host}: {argv[0]} cannot be started here: {error}", code="launch.no-remote-shell"
+            ) from error
         self._stderr_reader = threading.Thread(target=self._read_stderr, daemon=True)
         self._stderr_reader.start()
         self._event_reader = threading.Thread(target=self._read_events, daemon=True)

@@ -51,9 +51,11 @@ def submit_batch(script: str) -> str:
     try:
         process = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, check=True)
     except OSError as error:
-        raise ResourceError(f"sbatch cannot be started: {error}") from error
+        raise ResourceError(f"sbatch cannot be started: {error}", code="launch.no-sbatch") from error
     except subprocess.CalledProcessError as error:
-        raise ResourceError(f"sbatch refused the script: {error.stderr.strip()}") from error
+        raise ResourceError(
+            f"sbatch refused the script: {error.stderr.strip()}", code="launch.sbatch-refused"
+        ) from error
     return process.stdout.strip()
 
 
@@ -140,7 +142,10 @@ def object_name(text: str) -> str:
     """
     name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:_NAME_LENGTH].strip("-")
     if not name:
-        raise ConfigError(f"trainer.experiment_name={text!r} has no letter or digit for the name of a RayJob")
+        raise ConfigError(
+            f"trainer.experiment_name={text!r} has no letter or digit for the name of a RayJob",
+            code="launch.rayjob-name",
+        )
     return name
 
 
@@ -155,9 +160,11 @@ def apply_manifest(manifest: str) -> str:
             ["kubectl", "apply", "-f", "-"], input=manifest, capture_output=True, text=True, check=True
         )
     except OSError as error:
-        raise ResourceError(f"kubectl cannot be started: {error}") from error
+        raise ResourceError(f"kubectl cannot be started: {error}", code="launch.no-kubectl") from error
     except subprocess.CalledProcessError as error:
-        raise ResourceError(f"kubectl refused the manifest: {error.stderr.strip()}") from error
+        raise ResourceError(
+            f"kubectl refused the manifest: {error.stderr.strip()}", code="launch.kubectl-refused"
+        ) from error
     return process.stdout.strip()
 
 

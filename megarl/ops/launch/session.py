@@ -59,7 +59,7 @@ class NodeLost(ResourceError):
     """
 
     def __init__(self, host: str, reason: str) -> None:
-        super().__init__(f"node {host} is lost: {reason}")
+        super().__init__(f"node {host} is lost: {reason}", code="launch.node-lost")
         self.host = host
 
 
@@ -168,7 +168,10 @@ class ClusterSession:
         for warning in summary.warnings:
             self._say(f"warning: {warning}")
         if summary.failures:
-            raise ResourceError("checks of the nodes failed (--no-doctor skips them):\n" + "\n".join(summary.failures))
+            failures = "\n".join(summary.failures)
+            raise ResourceError(
+                f"checks of the nodes failed (--no-doctor skips them):\n{failures}", code="launch.checks-failed"
+            )
         self._say(f"doctor: {summary.passed} checks passed, {len(summary.warnings)} warnings")
 
     def run_driver(self) -> int:
@@ -251,7 +254,7 @@ class ClusterSession:
         self._wait_until(lambda: key in self._exit_codes, deadline + 60.0, lambda: late)
         text = self._output.get(key, "").strip()
         if self._exit_codes[key] != 0:
-            raise ResourceError(text or f"{argv} failed on {self.head}")
+            raise ResourceError(text or f"{argv} failed on {self.head}", code="launch.nodes-missing")
         addresses = json.loads(text.splitlines()[-1])
         nodes = ", ".join(f"{host} ({addresses[host]})" for host in self.settings.hosts)
         self._say(f"Ray at {self._cluster}: {nodes}")
@@ -270,7 +273,8 @@ class ClusterSession:
             if interface not in facts["addresses"]:
                 interfaces = ", ".join(f"{name} {address}" for name, address in facts["addresses"].items())
                 raise ResourceError(
-                    f"--interface={interface}: {host} has no such interface with an address; it has {interfaces}"
+                    f"--interface={interface}: {host} has no such interface with an address; it has {interfaces}",
+                    code="launch.no-interface",
                 )
             return str(facts["addresses"][interface])
         if is_address(host):
@@ -317,7 +321,10 @@ class ClusterSession:
             if now > deadline:
                 if late is None:
                     return
-                raise ResourceError(f"{late()} (after {self.settings.start_timeout_s:g} s, --start-timeout)")
+                raise ResourceError(
+                    f"{late()} (after {self.settings.start_timeout_s:g} s, --start-timeout)",
+                    code="launch.start-timeout",
+                )
             if now - self._last_heartbeat > _HEARTBEAT_S:
                 self._last_heartbeat = now
                 for agent in self._agents.values():
@@ -344,7 +351,7 @@ class ClusterSession:
         elif event.kind == OUTPUT:
             self._output[key] = (self._output.get(key, "") + event.facts["text"])[-20000:]
         elif event.kind == REQUEST_FAILED:
-            raise ResourceError(f"{event.host}: {event.facts['reason']}")
+            raise ResourceError(f"{event.host}: {event.facts['reason']}", code="launch.request-failed")
         elif event.kind == DISCONNECTED:
             self._lost.add(event.host)
             output = f": {event.facts['reason']}" if event.facts["reason"] else ""

@@ -83,10 +83,14 @@ class Ports:
     def __post_init__(self) -> None:
         last, (low, high) = self.first + PORTS_PER_NODE - 1, self.workers
         if not (self.first >= 1024 and last < 65536 and 1024 <= low <= high < 65536):
-            raise ConfigError(f"--port={self.first} and --worker-ports={low}-{high}: ports are from 1024 to 65535")
+            raise ConfigError(
+                f"--port={self.first} and --worker-ports={low}-{high}: ports are from 1024 to 65535",
+                code="launch.port-range",
+            )
         if self.first <= high and low <= last:
             raise ConfigError(
-                f"--port={self.first}: the ports from {self.first} to {last} overlap with --worker-ports={low}-{high}"
+                f"--port={self.first}: the ports from {self.first} to {last} overlap with --worker-ports={low}-{high}",
+                code="launch.port-overlap",
             )
 
     @property

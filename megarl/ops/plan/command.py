@@ -51,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             mode = config.async_training.mode
             raise ConfigError(
                 f"async_training.mode={mode}: --search covers shared devices only; leave --search out, which "
-                "also prints the fastest split of the devices, or set sync"
+                "also prints the fastest split of the devices, or set sync",
+                code="plan.search-async",
             )
         hardware = hardware_of(config, options.hardware)
         lengths = lengths_of(config, options.lengths)

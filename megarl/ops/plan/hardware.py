@@ -170,7 +170,8 @@ def hardware_of(config: TrainConfig | SupervisedConfig, name: str | None = None)
         if hardware.device == "cuda" and devices > hardware.devices_per_node:
             raise ConfigError(
                 f"{path}.n_gpus_per_node={devices}, but a node of {key}={hardware.name} has "
-                f"{hardware.devices_per_node} devices; set {hardware.devices_per_node} at most, and more {path}.nnodes"
+                f"{hardware.devices_per_node} devices; set {hardware.devices_per_node} at most, and more {path}.nnodes",
+                code="plan.devices-per-node",
             )
     return hardware
 
@@ -191,14 +192,18 @@ def read_hardware(name: str, key: str = "--hardware") -> Hardware:
         near = nearest_keys(name.lower(), names)
         guess = f"; did you mean {near[0]}?" if near else "."
         raise ConfigError(
-            f"{key}={name}: no such file: {file}{guess} Known: {', '.join(names)}, or the path of a custom file"
+            f"{key}={name}: no such file: {file}{guess} Known: {', '.join(names)}, or the path of a custom file",
+            code="plan.no-hardware-file",
         )
     try:
         values: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not valid YAML: {error}") from error
+        raise ConfigError(f"{file} is not valid YAML: {error}", code="plan.hardware-not-yaml") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{file} holds a {type(values).__name__}, expected the fields of a hardware file")
+        raise ConfigError(
+            f"{file} holds a {type(values).__name__}, expected the fields of a hardware file",
+            code="plan.hardware-no-fields",
+        )
     try:
         return cast(Hardware, read(Hardware, values))
     except InvalidConfigError as error:

@@ -126,10 +126,10 @@ def read_lengths(text: str, prompt_max: int, response_max: int) -> Lengths:
         return _of_metrics(path, prompt_max, response_max)
     if "=" not in text:
         reason = "it is neither .npz nor .jsonl" if path.exists() else "no such file"
-        raise ConfigError(f"--lengths={text}: {reason}. {_FORM}")
+        raise ConfigError(f"--lengths={text}: {reason}. {_FORM}", code="plan.lengths-file")
     fields = _numbers(text)
     if "mean" not in fields and "prompt_mean" not in fields:
-        raise ConfigError(f"--lengths={text}: no mean. {_FORM}")
+        raise ConfigError(f"--lengths={text}: no mean. {_FORM}", code="plan.lengths-mean")
     prompts = _distribution(fields, "prompt_", prompt_max, text)
     return Lengths(prompts, _distribution(fields, "", response_max, text), f"--lengths {text}")
 
@@ -151,11 +151,17 @@ def _distribution(fields: dict[str, float], prefix: str, limit: int, text: str) 
     longest = int(fields.get(f"{prefix}max", limit))
     mean, sigma = fields.get(f"{prefix}mean", float(longest)), fields.get(f"{prefix}sigma", 0.8)
     if not 1 <= longest <= limit:
-        raise ConfigError(f"--lengths={text}: {prefix}max={longest} must be between 1 and the configuration's {limit}")
+        raise ConfigError(
+            f"--lengths={text}: {prefix}max={longest} must be between 1 and the configuration's {limit}",
+            code="plan.lengths-range",
+        )
     if not 1 <= mean <= longest:
-        raise ConfigError(f"--lengths={text}: {prefix}mean={mean:g} must be between 1 and the longest, {longest}")
+        raise ConfigError(
+            f"--lengths={text}: {prefix}mean={mean:g} must be between 1 and the longest, {longest}",
+            code="plan.lengths-range",
+        )
     if sigma < 0:
-        raise ConfigError(f"--lengths={text}: {prefix}sigma={sigma:g} must be at least 0")
+        raise ConfigError(f"--lengths={text}: {prefix}sigma={sigma:g} must be at least 0", code="plan.lengths-range")
     return Quantiles.constant(longest) if mean == longest else Quantiles.log_normal(mean, sigma, longest)
 
 
@@ -166,13 +172,16 @@ def _numbers(text: str) -> dict[str, float]:
         if name not in _FIELDS:
             near = nearest_keys(name, _FIELDS)
             guess = f"; did you mean {near[0]}?" if near else "."
-            raise ConfigError(f"--lengths={text}: unknown field '{name}'{guess} Known: {', '.join(_FIELDS)}")
+            raise ConfigError(
+                f"--lengths={text}: unknown field '{name}'{guess} Known: {', '.join(_FIELDS)}",
+                code="plan.lengths-field",
+            )
         try:
             fields[name] = float(value)
         except ValueError:
             fields[name] = math.nan
         if not math.isfinite(fields[name]):
-            raise ConfigError(f"--lengths={text}: {name}={value} must be a number")
+            raise ConfigError(f"--lengths={text}: {name}={value} must be a number", code="plan.lengths-number")
     return fields
 
 
@@ -181,7 +190,9 @@ def _of_dump(path: Path, prompt_max: int, response_max: int) -> Lengths:
         with np.load(path, allow_pickle=False) as file:
             prompts, responses = file["prompt_lengths"], file["response_lengths"]
     except (OSError, ValueError, KeyError, BadZipFile) as error:
-        raise ConfigError(f"--lengths={path} is no <step>.npz of trainer.rollout_data_dir: {error}") from error
+        raise ConfigError(
+            f"--lengths={path} is no <step>.npz of trainer.rollout_data_dir: {error}", code="plan.lengths-dump"
+        ) from error
     cut = (Quantiles.of(np.minimum(prompts, prompt_max)), Quantiles.of(np.minimum(responses, response_max)))
     return Lengths(*cut, origin=f"{len(responses)} answers of {path}")
 
@@ -194,9 +205,9 @@ def _of_metrics(path: Path, prompt_max: int, response_max: int) -> Lengths:
             row = parse_json(line)
             last = row if "response_length/mean" in row else last
     except (ValueError, AttributeError, TypeError) as error:
-        raise ConfigError(f"--lengths={path} is no metrics.jsonl: {error}") from error
+        raise ConfigError(f"--lengths={path} is no metrics.jsonl: {error}", code="plan.lengths-metrics") from error
     if not last:
-        raise ConfigError(f"--lengths={path}: no line has response_length/mean")
+        raise ConfigError(f"--lengths={path}: no line has response_length/mean", code="plan.lengths-metrics")
 
     def distribution(name: str, limit: int) -> Quantiles:
         mean, longest = float(last[f"{name}/mean"]), min(limit, int(last.get(f"{name}/max", limit)))

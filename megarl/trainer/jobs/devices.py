@@ -60,8 +60,10 @@ def check_devices(run: RunConfig, own: Mapping[str, OwnDevicesConfig] = _NONE) -
     try:
         check_resources(pools, [node])
     except ResourceError as error:
-        shortage = str(error) if own else _local_shortage(pools[0], node)
-        raise ConfigError(f"{_keys(run, own, pools[0].device)}: {shortage}") from error
+        keys = _keys(run, own, pools[0].device)
+        if own:
+            raise ConfigError(f"{keys}: {error.text}", code=error.code) from error
+        raise _local_shortage(keys, pools[0], node) from error
 
 
 def reserve_pools(session: RaySession, run: RunConfig, own: Mapping[str, OwnDevicesConfig] = _NONE) -> JobPools:
@@ -80,7 +82,7 @@ def reserve_pools(session: RaySession, run: RunConfig, own: Mapping[str, OwnDevi
         placed = session.place(pools)
     except ResourceError as error:
         cluster = f" The cluster is that of RAY_ADDRESS={session.address}." if session.address else ""
-        raise ResourceError(f"{_keys(run, own, pools[0].device)}: {error}{cluster}") from error
+        raise ResourceError(f"{_keys(run, own, pools[0].device)}: {error.text}{cluster}", code=error.code) from error
     return JobPools(placed.pop(_TRAINER), placed)
 
 
@@ -116,30 +118,36 @@ def _keys(run: RunConfig, own: Mapping[str, OwnDevicesConfig], device: str) -> s
     return f"{', '.join(sizes)}, trainer.device={run.device}{resolved}"
 
 
-def _local_shortage(pool: ResourcePool, node: Mapping[str, float]) -> str:
-    """Message for a pool that this machine cannot hold."""
+def _local_shortage(keys: str, pool: ResourcePool, node: Mapping[str, float]) -> ConfigError:
+    """Error for a pool that this machine cannot hold."""
     cpus, gpus, nodes = int(node["CPU"]), int(node["GPU"]), len(pool.devices_per_node)
     if nodes > 1:
-        return (
-            f"a run on {nodes} nodes needs a Ray cluster, and this machine is one node: `megarl launch` starts a "
-            "cluster and runs the job on it, RAY_ADDRESS names a running one"
+        return ConfigError(
+            f"{keys}: a run on {nodes} nodes needs a Ray cluster, and this machine is one node: `megarl launch` starts "
+            "a cluster and runs the job on it, RAY_ADDRESS names a running one",
+            code="ray.needs-cluster",
         )
-    present = f"this machine has {count_noun(gpus, 'GPU')} and {count_noun(cpus, 'CPU core')}"
+    present = f"{keys}: this machine has {count_noun(gpus, 'GPU')} and {count_noun(cpus, 'CPU core')}"
     if pool.device == "cpu":
-        return (
+        return ConfigError(
             f"{present}, and each process of a role takes one: set trainer.n_gpus_per_node to at most {cpus}. For more "
             f"processes than cores: `ray start --head --num-cpus={pool.num_devices}`, then RAY_ADDRESS=auto, and "
-            "RAY_AUTH_MODE=token if Ray reports token authentication"
+            "RAY_AUTH_MODE=token if Ray reports token authentication",
+            code="ray.too-few-cores",
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     limit = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
     if gpus == 0:
-        return f"{present}{limit}: {NO_GPU_REMEDY}"
+        return ConfigError(f"{present}{limit}: {NO_GPU_REMEDY}", code="ray.no-gpu")
     if gpus >= pool.num_devices:
-        return f"{present}, and each GPU takes a core: set trainer.n_gpus_per_node to at most {cpus}, or request cores"
-    return (
+        return ConfigError(
+            f"{present}, and each GPU takes a core: set trainer.n_gpus_per_node to at most {cpus}, or request cores",
+            code="ray.too-few-cores",
+        )
+    return ConfigError(
         f"{present}{limit}: set trainer.n_gpus_per_node to at most {gpus}, or make more of them visible "
-        "(CUDA_VISIBLE_DEVICES, the scheduler's GPU request)"
+        "(CUDA_VISIBLE_DEVICES, the scheduler's GPU request)",
+        code="ray.too-few-gpus",
     )
 
 
@@ -152,5 +160,6 @@ def check_dashboard(run: RunConfig) -> None:
     if run.ray_dashboard and not os.environ.get("RAY_ADDRESS") and (problem := dashboard_error()):
         raise ConfigError(
             f"trainer.ray_dashboard=true needs the packages of Ray's dashboard ({problem}): pip install "
-            "'ray[default]', or set false"
+            "'ray[default]', or set false",
+            code="ray.no-dashboard",
         )

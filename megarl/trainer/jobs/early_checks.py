@@ -103,7 +103,7 @@ def check_writable(config: JobConfig) -> None:
     files = {key: str(Path(file).parent) for key, file in output_files(config).items()}
     for key, folder in (output_folders(config) | files).items():
         if problem := write_error(Path(folder)):
-            raise ConfigError(f"{key}={folder}: cannot be written to ({problem}); {WRITABLE}")
+            raise ConfigError(f"{key}={folder}: cannot be written to ({problem}); {WRITABLE}", code="disk.not-writable")
 
 
 def check_learners(config: TrainConfig | SupervisedConfig, *, weights: bool = True) -> None:
@@ -161,25 +161,31 @@ def check_teachers(config: TrainConfig, *, weights: bool = True) -> list[Teacher
     if loss.teacher_topk > vocab_size:
         raise ConfigError(
             f"distillation.distillation_loss.topk={loss.teacher_topk}: the policy has {vocab_size} tokens; set at most "
-            "that many"
+            "that many",
+            code="teacher.topk-tokens",
         )
     teachers = config.distillation.local_teachers
     for name, teacher in teachers.items():
         path, field = str(teacher.model_path), f"distillation.teacher_models.{name}"
         model = read_model_config(path)
         if model.is_value_model:
-            raise ModelError(f"{field}.model_path={path} has a scalar head; a teacher is a language model")
+            raise ModelError(
+                f"{field}.model_path={path} has a scalar head; a teacher is a language model",
+                code="teacher.scalar-head",
+            )
         tokens = min(model.vocab_size, vocab_size)
         if loss.reads_teacher_hidden and tokens < vocab_size:
             raise ConfigError(
                 f"distillation.distillation_loss.loss_mode={loss.loss_mode}: the teacher {field}.model_path={path} has "
                 f"{tokens} of the policy's {vocab_size} tokens, and the KL is infinite where it has no probability; "
-                "set k2 or k3, or take a teacher with as many tokens"
+                "set k2 or k3, or take a teacher with as many tokens",
+                code="teacher.fewer-tokens",
             )
         if loss.teacher_topk > tokens:
             raise ConfigError(
                 f"distillation.distillation_loss.topk={loss.teacher_topk}: teacher and student share {tokens} "
-                "tokens; set at most that many"
+                "tokens; set at most that many",
+                code="teacher.topk-tokens",
             )
         _check_model(path, teacher.megatron, f"{field}.megatron", weights=weights)
     return list(teachers.values())
@@ -194,7 +200,8 @@ def check_export(folder: str | None, models: Sequence[str]) -> None:
     if folder is not None and Path(folder).resolve() in {Path(path).resolve() for path in models}:
         raise ConfigError(
             f"trainer.hf_export_dir={folder} is the model that the run starts from, which the export would replace; "
-            "choose another folder"
+            "choose another folder",
+            code="disk.export-replaces-model",
         )
 
 
@@ -212,7 +219,8 @@ def check_reward_model(config: TrainConfig | EvaluateConfig, *, weights: bool = 
     if not read_model_config(path).is_value_model:
         raise ModelError(
             f"reward_model.model.path={path} is a language model and has no scalar head; name a model of sequence "
-            "classification with one label, such as megarl.reward_model writes"
+            "classification with one label, such as megarl.reward_model writes",
+            code="reward.no-scalar-head",
         )
     _check_model(path, config.reward_model.megatron, "reward_model.megatron", weights=weights)
 

@@ -94,7 +94,8 @@ class ElasticReplicas:
             if not self.admit() and time.monotonic() > deadline:
                 raise ReplicasMissing(
                     f"{self._count()}, {self._least} are needed (rollout.min_replicas), and no further one has joined "
-                    f"within {self._join_timeout_s:g} s (rollout.health.join_timeout_s)"
+                    f"within {self._join_timeout_s:g} s (rollout.health.join_timeout_s)",
+                    code="rollout.too-few-replicas",
                 )
             TRACER.progress()  # for the watchdog
             sleep(POLL_S)

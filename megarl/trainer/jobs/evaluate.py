@@ -165,7 +165,8 @@ class BestAnswers:
             raise DataError(
                 f"best_answers.file={path}: none of the answers to {self.prompts} prompts was ended by the policy and "
                 f"has at least best_answers.min_score={self.config.min_score}; lower it, or sample more answers "
-                "(actor_rollout_ref.rollout.val_kwargs.n)"
+                "(actor_rollout_ref.rollout.val_kwargs.n)",
+                code="data.no-best-answer",
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as unfinished:

@@ -107,10 +107,13 @@ def find_model(path: str) -> EvaluatedModel:
         if any((exported / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
             source = open_source(exported)
     except MegarlError as error:
-        raise CheckpointError(f"{KEY}={path}: {error}") from error
+        raise CheckpointError(f"{KEY}={path}: {error.text}", code=error.code) from error
     warn_of_unused(source.path, source.left_out)
     if source.has_value_head or source.config.is_value_model:
-        raise CheckpointError(f"{KEY}={path}: {source.path} is a critic, which generates no text; name an actor")
+        raise CheckpointError(
+            f"{KEY}={path}: {source.path} is a critic, which generates no text; name an actor",
+            code="model.critic-as-policy",
+        )
     steps = _STEP.findall("/".join(source.path.absolute().parts[-4:]))
     return EvaluatedModel(source, int(steps[-1]) if steps else 0)
 
@@ -123,7 +126,7 @@ def _resolve_pointer(path: Path) -> Path:
         if (folder / POINTER).is_file():
             return folder
     if latest:
-        raise CheckpointError(f"there is no {POINTER} in {root} or {root / CHECKPOINTS}")
+        raise CheckpointError(f"there is no {POINTER} in {root} or {root / CHECKPOINTS}", code="checkpoint.no-pointer")
     return path
 
 
@@ -131,7 +134,10 @@ def _check_complete(role: Path) -> None:
     """Check the files of a run's checkpoint against its manifest, by size."""
     for folder in (role, role.parent, role.parent.parent):
         if (folder / MANIFEST).is_file() and not is_whole(folder):
-            raise CheckpointError(f"checkpoint {folder} is not whole: its files are not those of its {MANIFEST}")
+            raise CheckpointError(
+                f"checkpoint {folder} is corrupt: its files differ from its {MANIFEST}; name another checkpoint",
+                code="checkpoint.corrupt-file",
+            )
 
 
 def _digest(source: CheckpointSource) -> str:

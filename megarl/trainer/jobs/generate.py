@@ -99,7 +99,9 @@ def prompt_files(prompts: list[str], target: Path) -> list[str]:
     if texts == [STANDARD_INPUT]:
         texts = [line.strip() for line in sys.stdin if line.strip()]
         if not texts:
-            raise DataError("data.prompts=[-]: the standard input has no line")
+            raise DataError(
+                "data.prompts=[-]: the standard input has no line; write one prompt per line", code="data.no-stdin-line"
+            )
     if not texts:
         return []
     rows = [json.dumps({"prompt": [{"role": "user", "content": text}]}, ensure_ascii=False) for text in texts]

@@ -111,11 +111,13 @@ def download_data(text: str, label: str, cache_dir: str | None = None) -> list[s
     """
     match = _DATA_URL.fullmatch(text)
     if match is None:
-        raise ConfigError(f"{label}={text}: write hf://datasets/owner/name/file, with a file or a pattern")
+        raise ConfigError(
+            f"{label}={text}: write hf://datasets/owner/name/file, with a file or a pattern", code="hub.data-url"
+        )
     folder = _snapshot(match, "dataset", [match["file"]], f"{label}={text}", cache_dir)
     files = sorted(glob.glob(match["file"], root_dir=folder, recursive=True))
     if not files:
-        raise ConfigError(f"{label}={text}: the data set {match['name']} has no such file")
+        raise ConfigError(f"{label}={text}: the data set {match['name']} has no such file", code="hub.no-file")
     return [f"{folder}/{file}" for file in files]
 
 
@@ -132,7 +134,8 @@ def _snapshot(match: re.Match[str], kind: str, files: list[str], setting: str, c
         first = str(error).strip().splitlines() or [""]
         raise ConfigError(
             f"{setting}: {state} ({type(error).__name__}: {first[0][:200]}); check the name, the network and HF_TOKEN, "
-            f"or name a local {'folder' if kind == 'model' else 'file'}"
+            f"or name a local {'folder' if kind == 'model' else 'file'}",
+            code="hub.download-failed",
         ) from error
     assert isinstance(folder, str)
     return folder

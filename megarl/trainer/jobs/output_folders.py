@@ -49,7 +49,8 @@ def check_output_folders(config: TrainConfig | SupervisedConfig, resumed: Path |
     if conflicts:
         problems = [f"{key}={text}" for key, text in conflicts.items()]
         can_resume = resumed is None and CHECKPOINTS_KEY in conflicts
-        raise ConfigError("\n".join([*problems, *_alternatives(list(conflicts), can_resume=can_resume)]))
+        text = "\n".join([*problems, *_alternatives(list(conflicts), can_resume=can_resume)])
+        raise ConfigError(text, code="disk.folder-of-other-run")
 
 
 def check_output_files(config: EvaluateConfig | GenerateConfig, step: int | None = None) -> None:
@@ -69,7 +70,8 @@ def check_output_files(config: EvaluateConfig | GenerateConfig, step: int | None
         files |= {key: str(Path(folder) / f"{step}.jsonl") for key, folder in response_folders(config).items()}
     if conflicts := {key: path for key, path in files.items() if Path(path).exists()}:
         problems = [f"{key}: {path} exists" for key, path in conflicts.items()]
-        raise ConfigError("\n".join([*problems, *_alternatives(list(conflicts), can_resume=False, kind="path")]))
+        text = "\n".join([*problems, *_alternatives(list(conflicts), can_resume=False, kind="path")])
+        raise ConfigError(text, code="disk.file-exists")
 
 
 def claim_response_folders(config: TrainConfig, run_id: str) -> None:
@@ -147,8 +149,8 @@ def locked_output_folders(config: JobConfig, folder: Path) -> Iterator[None]:
             try:
                 file.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                reason = error.strerror
-                raise ConfigError(f"{key}={file.parent}: cannot be written to ({reason}); {WRITABLE}") from error
+                text = f"{key}={file.parent}: cannot be written to ({error.strerror}); {WRITABLE}"
+                raise ConfigError(text, code="disk.not-writable") from error
             remedy = f"Wait for its end, or set {key}=<another folder>"
             stack.enter_context(folder_lock(file, own, remedy, _describe_holder))
         yield

@@ -92,7 +92,8 @@ def check_teacher_tokenizers(config: TrainConfig) -> None:
             raise ConfigError(
                 f"distillation.teacher_models.{name}.model_path={teacher.model_path}: its tokenizer differs from that "
                 f"of the policy ({student}) in {len(differing)} tokens; {token!r} has id {other.get(token)} there and "
-                f"{vocabulary.get(token)} here. A teacher needs the policy's vocabulary"
+                f"{vocabulary.get(token)} here. A teacher needs the policy's vocabulary",
+                code="teacher.other-vocabulary",
             )
 
 
@@ -144,7 +145,8 @@ def check_teacher_server(
                 raise ConfigError(
                     f"{key}.urls: {url} has another tokenizer than the policy: {count_noun(len(differing), 'token')} "
                     f"differ; token {ids[first]} is {others[first]!r} there and {texts[first]!r} here. A teacher needs "
-                    "the policy's vocabulary"
+                    "the policy's vocabulary",
+                    code="teacher.other-vocabulary",
                 )
             servers.check_token(vocab_size - 1)
             servers.check_length(longest)
@@ -192,7 +194,8 @@ def check_context(config: TrainConfig | EvaluateConfig | GenerateConfig, model: 
         raise ConfigError(
             f"data.max_response_length={config.data.max_response_length} leaves no room for a prompt in the context of "
             f"{context} tokens (max_position_embeddings of {config.actor_rollout_ref.model.path}, or SGLang's "
-            f"{CACHE_TOKENS}); lower it"
+            f"{CACHE_TOKENS}); lower it",
+            code="data.no-prompt-room",
         )
 
 
@@ -244,22 +247,26 @@ def _schedule(optim: OptimConfig, path: str, updates: int) -> Iterator[Problem]:
     total, warmup, decay, warmup_key, decay_key = schedule_steps(optim, updates)
     if total > updates:
         text = f"must be at most the run's {updates} optimizer steps; null = as many"
-        yield Problem(f"{path}.total_training_steps", total, text)
+        yield Problem(f"{path}.total_training_steps", total, text, code="algorithm.schedule-too-long")
     elif warmup > total:
         yield Problem(
             f"{path}.{warmup_key}",
             getattr(optim, warmup_key),
             f"must be at most the schedule's {total} optimizer steps",
+            code="algorithm.warmup-too-long",
         )
     elif optim.lr_decay_style != "constant" and warmup == total:
-        text = f"the warm-up of {warmup} optimizer steps leaves none of the schedule's {total} to lr_decay_style"
-        yield Problem(f"{path}.{warmup_key}", getattr(optim, warmup_key), f"{text}={optim.lr_decay_style}; lower it")
+        text = (
+            f"the warm-up of {warmup} optimizer steps leaves none of the schedule's {total} to lr_decay_style="
+            f"{optim.lr_decay_style}; lower it"
+        )
+        yield Problem(f"{path}.{warmup_key}", getattr(optim, warmup_key), text, code="algorithm.no-decay-steps")
     elif optim.lr_decay_style == "wsd" and warmup + decay > total:
         text = (
             f"a decay of {decay} optimizer steps does not fit behind a warm-up of {warmup} into {total}; "
             f"at most {total - warmup}"
         )
-        yield Problem(f"{path}.{decay_key}", getattr(optim, decay_key), text)
+        yield Problem(f"{path}.{decay_key}", getattr(optim, decay_key), text, code="algorithm.decay-too-long")
 
 
 def _weight(weight: ScheduledWeightConfig, path: str, total_steps: int) -> Iterator[Problem]:
@@ -268,8 +275,8 @@ def _weight(weight: ScheduledWeightConfig, path: str, total_steps: int) -> Itera
     warmup = warmup_steps(weight.warmup_ratio, total_steps)
     if weight.schedule == "step" and 0 < warmup < weight.steps:
         text = f"{warmup} of the run's {total_steps} training steps have no room for so many stairs; at most {warmup}"
-        yield Problem(f"{path}.steps", weight.steps, text)
+        yield Problem(f"{path}.steps", weight.steps, text, code="algorithm.too-many-stairs")
     try:
         load_schedule(weight.schedule)
     except ConfigError as error:
-        yield Problem(f"{path}.schedule", weight.schedule, str(error))
+        yield Problem(f"{path}.schedule", weight.schedule, error.text, code=error.code)

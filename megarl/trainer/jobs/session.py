@@ -172,7 +172,8 @@ class JobSession(Generic[JobT]):
                 lost = None if isinstance(error, SystemExit) else self._ray.lost()
                 if lost is not None:
                     reporter.finish(None, stopped=RAY_LOST)
-                    raise RayLost(f"{lost} died. {state.describe_interruption(RAY_LOST)}") from error
+                    text = f"{state.describe_interruption(RAY_LOST)}\n{lost} died"
+                    raise RayLost(text, code="ray.process-died") from error
                 if not isinstance(error, KeyboardInterrupt):
                     raise
                 # A second Ctrl-C must not wait for anything; a stall is reported by the watchdog.

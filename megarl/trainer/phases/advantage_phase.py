@@ -106,7 +106,10 @@ def _quality_metrics(facts: Mapping[str, Tensor], weight: float) -> Metrics:
     quality, counted = facts["quality"], facts["counted"]
     invalid = quality.isnan().nonzero()
     if len(invalid):
-        raise DataError(f"ref_log_prob of row {int(invalid[0])} is not a number: ref_quality_score cannot blend it")
+        raise DataError(
+            f"ref_log_prob of row {int(invalid[0])} is not a number: algorithm.ref_quality_score cannot use it",
+            code="algorithm.ref-log-prob-nan",
+        )
     metrics = {"ref_quality/weight": weight, "ref_quality/left_out": Total((~counted).sum())}
     metrics |= summary("ref_quality/quality", quality[counted])
     return metrics | summary("ref_quality/reward_change", facts["quality_change"][counted])
@@ -257,7 +260,8 @@ def _check_states(batch: DataProto, turn_counts: Tensor, counted: Tensor) -> Non
         if named is not None and counted[row] and len(named) != turn_counts[row]:
             raise DataError(
                 f"row {row}: {ANCHOR_STATES} has {len(named)} states, and its response has {int(turn_counts[row])} "
-                "turns; the agent loop must give one state per turn of the policy"
+                "turns; the agent loop must give one state per turn of the policy",
+                code="agent.states-per-turn",
             )
 
 

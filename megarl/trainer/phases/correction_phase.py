@@ -195,5 +195,6 @@ def _check_finite(batch: DataProto, non_finite: Tensor) -> None:
         numbers = {name: one.packed(name)[token].item() for name in LOG_PROB_COLUMNS if name in batch.tensors}
         name, number = next((name, number) for name, number in numbers.items() if not math.isfinite(number))
         raise DataError(
-            f"{name}={number} of row {row}, token {token}: algorithm.rollout_correction needs finite log-probs"
+            f"{name}={number} of row {row}, token {token}: algorithm.rollout_correction needs finite log-probs",
+            code="algorithm.log-probs-not-finite",
         )

@@ -102,7 +102,8 @@ def training_order(data: DataSourceConfig, dataset: RowDataset | CustomPrompts) 
         for key, value in (("data.mixture", data.mixture), ("data.curriculum.column", data.curriculum.column)):
             if value:
                 raise ConfigError(
-                    f"{key}: needs the rows of files, and data.custom_cls reads its files itself; remove one of them"
+                    f"{key}: needs the rows of files, and data.custom_cls reads its files itself; remove one of them",
+                    code="data.custom-class-order",
                 )
         return EpochOrder(len(dataset), size, seed, data.shuffle)
     if data.mixture:
@@ -116,7 +117,7 @@ def training_order(data: DataSourceConfig, dataset: RowDataset | CustomPrompts) 
     try:
         difficulty = dataset.numbers(curriculum.column)
     except DataError as error:
-        raise DataError(f"data.curriculum.column={curriculum.column}: {error}") from error
+        raise DataError(f"data.curriculum.column={curriculum.column}: {error.text}", code=error.code) from error
     return EpochOrder(len(dataset), size, seed, data.shuffle, difficulty=difficulty, sorted_epochs=curriculum.epochs)
 
 
@@ -131,7 +132,7 @@ def mixture_weights(data: DataSourceConfig) -> dict[str, MixtureSchedule]:
         try:
             weights[name] = MixtureSchedule.parse(entry.get("weight", 1.0))
         except DataError as error:
-            raise DataError(f"data.mixture.{name}.weight: {error}") from error
+            raise DataError(f"data.mixture.{name}.weight: {error.text}", code=error.code) from error
     return weights
 
 
@@ -154,12 +155,14 @@ def _sampler_order(sampler: Any, config: TrainConfig, dataset: Prompts) -> Sampl
         order = sampler(data_source=source, data_config=verls_section(data))
     except TypeError as error:
         raise ConfigError(
-            f"data.sampler: {sampler.__name__} failed on the arguments data_source and data_config: {error}"
+            f"data.sampler: {sampler.__name__} failed on the arguments data_source and data_config: {error}",
+            code="data.sampler-arguments",
         ) from error
     if hasattr(order, "update") and config.algorithm.filter_groups.enable:
         raise ConfigError(
             f"data.sampler: {sampler.__name__} has update(), which needs whole batches, and "
-            "algorithm.filter_groups.enable=true takes parts of them; set it to false"
+            "algorithm.filter_groups.enable=true takes parts of them; set it to false",
+            code="data.sampler-update",
         )
     return SamplerOrder(order, data.train_batch_size)
 
@@ -261,7 +264,7 @@ def user_sampler(keys: SamplerConfig) -> Any:
     module, name = import_spec(_spec(keys.class_path, keys.class_name), "data.sampler", "class")
     sampler = getattr(module, name, None)
     if not isinstance(sampler, type):
-        raise ConfigError(f"data.sampler: {keys.class_path} has no class {name!r}")
+        raise ConfigError(f"data.sampler: {keys.class_path} has no class {name!r}", code="config.user-code-class")
     return sampler
 
 

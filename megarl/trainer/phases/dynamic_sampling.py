@@ -92,7 +92,8 @@ class SampleCollector:
             names = [key.removeprefix("reward_extra_") for key in batch.non_tensor_batch if key.startswith("reward_ex")]
             raise DataError(
                 f"algorithm.filter_groups.metric={name!r}: the reward function returns no such number; set score, or "
-                f"one of {names}"
+                f"one of {names}",
+                code="algorithm.no-filter-metric",
             )
         return np.array([np.nan if value is None else float(value) for value in column])
 
@@ -119,7 +120,8 @@ class SampleCollector:
                     f"{self.filter.max_num_gen_batches}) sampled {self._prompts} prompts, and the samples of only "
                     f"{self._kept} of them differ in {self.filter.metric}; data.train_batch_size={self.batch_size} are "
                     "needed. The task is too easy or too hard for the policy: change the data, allow more rounds, or "
-                    "set algorithm.filter_groups.on_shortage=fill"
+                    "set algorithm.filter_groups.on_shortage=fill",
+                    code="algorithm.too-few-groups",
                 )
             parts += [part for part in self._zero_variance if len(part)]
         return join(parts)[: self.batch_size * self.samples]

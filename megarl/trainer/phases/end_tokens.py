@@ -29,7 +29,8 @@ def policy_end_tokens(folder: str, tokenizer: PreTrainedTokenizerBase, warn: Cal
         raise ModelError(
             f"{folder}: the end-of-sequence token {ends.ids[-1]} is beyond the model's vocabulary of {vocab_size} "
             f"tokens ({ends.describe()}); correct the file, or set the model's tokenizer_path to the tokenizer of the "
-            "model"
+            "model",
+            code="tokenizer.end-token-id",
         )
     if ends.disagree:
         warn(disagreement(folder, ends, tokenizer))

@@ -109,10 +109,12 @@ def check_teacher_keys(values: list[object] | None, valid: list[str], teacher_ke
     """
     field, text = f"distillation.teacher_key={teacher_key}", f"teachers have the keys {', '.join(valid)}"
     if values is None:
-        raise DataError(f"{field}: the data have no such column; {text}")
+        raise DataError(f"{field}: the data have no such column; {text}", code="teacher.no-key-column")
     unknown = sorted({repr(value) for value in values if value not in valid})
     if unknown:
-        raise DataError(f"{field}: no teacher for the rows with {', '.join(unknown[:5])}; {text}")
+        raise DataError(
+            f"{field}: no teacher for the rows with {', '.join(unknown[:5])}; {text}", code="teacher.unknown-key"
+        )
 
 
 def _graded(teacher: TeacherWorkers, rows: DataProto) -> PendingCall:

@@ -158,14 +158,16 @@ def check_rewards(config: ScoredJobConfig) -> None:
         if spec.spec in ISOLATED and keys.num_workers == 0:
             raise RewardError(
                 f"reward function {spec.spec!r} executes text of the policy, and reward_model.num_workers=0 would "
-                "execute it in the driver; set at least 1"
+                "execute it in the driver; set at least 1",
+                code="reward.needs-process",
             )
         is_local = spec.spec == "code" and keys.sandbox_fusion.url is None
         if is_local and (problem := isolation_problem(keys.sandbox.allow_unfiltered)):
-            raise RewardError(f"reward function 'code': {problem}")
+            raise RewardError(f"reward function 'code': {problem}", code="sandbox.no-isolation")
         if spec.spec == "judge" and keys.judge.api_key_env and keys.judge.api_key_env not in os.environ:
             raise RewardError(
-                f"reward_model.judge.api_key_env={keys.judge.api_key_env}: the environment variable is not set"
+                f"reward_model.judge.api_key_env={keys.judge.api_key_env}: the environment variable is not set",
+                code="judge.api-key-unset",
             )
 
 
@@ -190,7 +192,10 @@ def reward_plan(config: ScoredJobConfig, processes: int | None = None) -> Reward
     for name, weight in weights.items():
         label = _label(name)
         if label in {term.label for term in plan.terms}:
-            raise RewardError(f"reward_model.functions has two functions named {label!r}; rename one")
+            raise RewardError(
+                f"reward_model.functions has two functions named {label!r}; rename one",
+                code="reward.duplicate-function",
+            )
         if name == AUTO:
             sources = SourceMap(keys.data_sources)
             for spec in sources.specs():
@@ -297,5 +302,6 @@ def _check_manager(keys: RewardModelConfig, spec: FunctionSpec, traits: Function
         right = "batch" if traits.batch else "naive"
         raise RewardError(
             f"reward_model.reward_manager={manager}, but reward function {spec.spec!r} takes {takes}; set {right} or "
-            "null"
+            "null",
+            code="reward.manager-signature",
         )

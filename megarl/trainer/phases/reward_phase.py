@@ -142,9 +142,11 @@ class RewardPhase:
             f"the reward model's score of row {row} is {scores[row].item()} ({int(invalid.sum())} rows are not finite)"
         )
         if self.keys.on_error == "raise":
-            raise RewardError(f"{message}; reward_model.on_error=mask masks such rows")
+            raise RewardError(
+                f"{message}; reward_model.on_error=mask masks such rows", code="reward.model-score-not-finite"
+            )
         if (failed | invalid).all():
-            raise RewardError(f"none of {len(invalid)} rows could be scored: {message}")
+            raise RewardError(f"none of {len(invalid)} rows could be scored: {message}", code="reward.no-row-scored")
         logger.warning("masked: %s", message)
         return failed | invalid
 
@@ -183,7 +185,8 @@ class SequenceReader:
         if self._decoder.get_vocab() != policy_tokenizer.get_vocab():
             raise ConfigError(
                 f"reward_model.model.input_tokenizer={keys.model.input_tokenizer} has other tokens than the policy's "
-                f"tokenizer {policy_tokenizer.name_or_path}, whose responses it has to decode; name that one"
+                f"tokenizer {policy_tokenizer.name_or_path}, whose responses it has to decode; name that one",
+                code="reward.input-tokenizer",
             )
         self._encoder = PromptEncoder(model_tokenizer, generation_prompt=False, max_tokens=self.max_length)
 
@@ -206,7 +209,9 @@ class SequenceReader:
     def _encode(self, batch: DataProto, decoder: PreTrainedTokenizerBase) -> list[list[int]]:
         prompts = batch.non_tensor_batch.get("raw_prompt")
         if prompts is None:
-            raise RewardError("the reward model has its own tokenizer and needs the column 'raw_prompt'")
+            raise RewardError(
+                "the reward model has its own tokenizer and needs the column 'raw_prompt'", code="reward.no-raw-prompt"
+            )
         sequences, control = [], control_tokens(self._encoder.tokenizer)
         for row, (messages, ids) in enumerate(zip(prompts, batch.unpadded("responses"), strict=True)):
             # The policy could write the reward model's control tokens as text.
@@ -255,5 +260,6 @@ def _check_same_vocabulary(
         raise ConfigError(
             f"reward_model.model.path={keys.model.path}: its tokenizer has other tokens than the policy's, "
             f"{policy.name_or_path}, so it cannot read the policy's token ids; set "
-            f"reward_model.model.input_tokenizer={policy.name_or_path}"
+            f"reward_model.model.input_tokenizer={policy.name_or_path}",
+            code="reward.other-vocabulary",
         )

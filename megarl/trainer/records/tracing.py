@@ -157,7 +157,7 @@ def role_profiles(config: TrainConfig, folder: Path, device: str) -> dict[str, R
     if keys.tool is None or not keys.steps:
         return {}
     if keys.tool != "torch" and device == "cpu":
-        raise ConfigError(f"global_profiler.tool={keys.tool}: {needs_cuda(keys.tool)}")
+        raise ConfigError(f"global_profiler.tool={keys.tool}: {needs_cuda(keys.tool)}", code="timeline.needs-cuda")
     options = profile_options(keys, Path(keys.save_path or folder / PROFILES).absolute())
     chosen = {ROLES[path]: _ranks(profiler) for path, profiler in config.role_profilers.items()}
     return {role: RoleProfile(options, ranks) for role, ranks in chosen.items() if ranks is not None}

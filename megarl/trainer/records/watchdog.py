@@ -230,7 +230,7 @@ class Watchdog:
         write_stall(folder, summary, stacks)
         self.limits.double(phase)
         if ends:
-            self.stall = StallError(summary)
+            self.stall = StallError(summary, code="worker.phase-stalled")
         else:
             self._message(summary)
 

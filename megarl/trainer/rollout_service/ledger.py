@@ -173,7 +173,8 @@ class GroupLedger:
             raise ConfigError(
                 f"trainer.replay_order: batch {self.trained // len(numbers) if numbers else 0} has group "
                 f"{unknown[0] if unknown else None}, which is not in flight in this run; replay with the data, batch "
-                "sizes and async_training keys of the recorded run"
+                "sizes and async_training keys of the recorded run",
+                code="async.replay-other-run",
             )
         return None if any(self._entries[number].missing for number in numbers) else list(numbers)
 
@@ -231,7 +232,11 @@ class GroupLedger:
             ("samples", "actor_rollout_ref.rollout.n", self.samples),
         ):
             if state[name] != value:
-                raise CheckpointError(f"the checkpoint has work in flight of {key}={state[name]}, this run has {value}")
+                raise CheckpointError(
+                    f"{key}={value}: the checkpoint has samples in flight from a run with {state[name]}; resume with "
+                    "that value",
+                    code="resume.batch-sizes",
+                )
         self.admitted, self.trained = state["admitted"], state["trained"]
         self._entries = {
             number: LedgerEntry(version, set(missing), finished)
@@ -242,8 +247,9 @@ class GroupLedger:
         overdue = any(self._latest(number) < self.version for number in self._entries)
         if overdue or min(self._spare_places()) < 0:
             raise ConfigError(
-                f"async_training.max_staleness={self.rule.max_staleness:g}: the checkpoint has work in flight of a "
-                "larger bound; resume with that one"
+                f"async_training.max_staleness={self.rule.max_staleness:g}: the checkpoint has samples in flight from "
+                "a run with a larger bound; resume with that bound",
+                code="resume.staleness-bound",
             )
 
     def start_at(self, step: int) -> None:

@@ -52,7 +52,8 @@ class ReplayOrder:
             if (batch.versions is not None) != partial_rollout:
                 recorded = str(not partial_rollout).lower()
                 raise ConfigError(
-                    f"trainer.replay_order={path} is of a run with {PARTIAL_KEY}={recorded}; replay it with that value"
+                    f"trainer.replay_order={path} was recorded with {PARTIAL_KEY}={recorded}; set that value",
+                    code="async.replay-partial-rollout",
                 )
             for number, samples in zip(batch.groups, batch.versions or [[]] * len(batch.groups), strict=True):
                 self._spans |= {SampleId(number, sample): spans for sample, spans in enumerate(samples)}
@@ -64,7 +65,10 @@ class ReplayOrder:
             ConfigError: the file has no such batch.
         """
         if batch not in self._batches:
-            raise ConfigError(f"trainer.replay_order={self._path} ends before batch {batch}; train fewer steps")
+            raise ConfigError(
+                f"trainer.replay_order={self._path} ends before batch {batch}; train fewer steps",
+                code="async.replay-too-short",
+            )
         return self._batches[batch].groups
 
     def spans(self, name: SampleId) -> list[VersionSpan]:
@@ -101,7 +105,9 @@ def read_order(path: Path) -> dict[int, OrderedBatch]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"trainer.replay_order={path} cannot be read: {error}") from None
+        raise ConfigError(
+            f"trainer.replay_order={path} cannot be read: {error}", code="async.replay-unreadable"
+        ) from None
     batches: dict[int, OrderedBatch] = {}
     for number, line in enumerate(lines, 1):
         try:
@@ -110,7 +116,11 @@ def read_order(path: Path) -> dict[int, OrderedBatch]:
         except (ValueError, TypeError, KeyError):
             if number == len(lines):
                 break
-            raise ConfigError(f"trainer.replay_order={path}, line {number}: no batch with its groups") from None
+            raise ConfigError(
+                f"trainer.replay_order={path}, line {number}, is no batch with its groups; name the batch_order.jsonl "
+                "of a run",
+                code="async.replay-bad-line",
+            ) from None
     return batches
 
 

@@ -81,7 +81,8 @@ def write_manifest(
         problems = list(_layout_problems(folder, manifest))
         if problems:
             raise CheckpointError(
-                f"checkpoint {folder} differs from the files that were written: {'; '.join(problems)}"
+                f"checkpoint {folder} differs from the files that were written: {'; '.join(problems)}",
+                code="checkpoint.changed-while-saved",
             )
     return write_document(folder, manifest)
 
@@ -112,21 +113,29 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         document = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: not a checkpoint folder, or one that was never finished") from None
+        raise CheckpointError(
+            f"{path} is missing: the folder is no checkpoint, or its save never finished",
+            code="checkpoint.no-manifest",
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+        raise CheckpointError(f"{path} cannot be read: {error}", code="checkpoint.unreadable-file") from None
     try:
         if document["format"] != FORMAT:
-            raise CheckpointError(f"{path}: format={document['format']!r}, this megarl reads {FORMAT}")
+            raise CheckpointError(
+                f"{path}: format={document['format']!r}, this megarl reads {FORMAT}",
+                code="checkpoint.other-format",
+            )
         digest = document.pop("digest")
         files = {str(name): FileEntry(int(size), str(digest)) for name, (size, digest) in document["files"].items()}
         score = document.get("score")
         score = None if score is None else Score(str(score[0]), float(score[1]))
         manifest = Manifest(int(document["step"]), int(document["sequence"]), files, score)
     except (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} is malformed: {error!r}") from None
+        raise CheckpointError(f"{path} is malformed: {error!r}", code="checkpoint.malformed-manifest") from None
     if digest != _document_digest(document):
-        raise CheckpointError(f"{path} fails its own checksum: it was altered or is damaged")
+        raise CheckpointError(
+            f"{path} fails its own checksum: it was altered or is damaged", code="checkpoint.corrupt-manifest"
+        )
     return manifest
 
 
@@ -148,10 +157,12 @@ def verify_files(folder: Path) -> Manifest:
                 if entries.get(name) != entry
             ]
     except OSError as error:
-        raise CheckpointError(f"checkpoint {folder} cannot be read: {error}") from error
+        raise CheckpointError(
+            f"checkpoint {folder} cannot be read: {error}", code="checkpoint.unreadable-file"
+        ) from error
     if problems:
         shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-        raise CheckpointError(f"checkpoint {folder} is corrupt: {shown}")
+        raise CheckpointError(f"checkpoint {folder} is corrupt: {shown}", code="checkpoint.corrupt-file")
     return manifest
 
 
@@ -211,7 +222,8 @@ def _file_names(folder: Path) -> list[str]:
             mode = os.lstat(path).st_mode
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 raise CheckpointError(
-                    f"checkpoint {folder}: {path.relative_to(folder)} is a link or device, not a file"
+                    f"checkpoint {folder}: {path.relative_to(folder)} is a link or device, not a file",
+                    code="checkpoint.link-or-device",
                 )
             if stat.S_ISREG(mode):
                 names.append(path.relative_to(folder).as_posix())
@@ -289,7 +301,10 @@ class Retention:
     def __post_init__(self) -> None:
         for role, limit in self.limits.items():
             if limit is not None and limit < 1:
-                raise ConfigError(f"{limit_key(role)}={limit}, expected at least 1, or null to keep all")
+                raise ConfigError(
+                    f"{limit_key(role)}={limit}, expected at least 1, or null to keep all",
+                    code="config.value-out-of-limits",
+                )
 
     def best_of(self, manifests: Iterable[Manifest]) -> Manifest | None:
         """Select the best checkpoint, the newest of equal ones; None if none has a score."""

@@ -65,8 +65,11 @@ class BackgroundExport:
         """
         self._thread.join()
         if self._failure is not None:
-            reason = f"{type(self._failure).__name__}: " if not isinstance(self._failure, MegarlError) else ""
-            raise CheckpointError(f"the Hugging Face export failed: {reason}{self._failure}") from self._failure
+            failure = self._failure
+            reason = failure.text if isinstance(failure, MegarlError) else f"{type(failure).__name__}: {failure}"
+            raise CheckpointError(
+                f"the Hugging Face export failed: {reason}", code="checkpoint.export-failed"
+            ) from failure
 
     def _run(self) -> None:
         try:
@@ -164,7 +167,7 @@ class CheckpointSaver:
                 folder = self.store.begin(step)
                 write_driver_files(folder)
             except (OSError, CheckpointError) as error:
-                self._give_up(pending, str(error))
+                self._give_up(pending, error.text if isinstance(error, CheckpointError) else str(error))
                 return
             wait_all([self._submit(group, folder) for group in groups])
         if not any(self._saved[group.role].async_save for group in groups):
@@ -213,7 +216,7 @@ class CheckpointSaver:
             except CheckpointError as error:
                 failure = error
         if failure is not None:
-            self._give_up(pending, str(failure))
+            self._give_up(pending, failure.text)
         else:
             self._complete(pending)
 

@@ -90,7 +90,9 @@ class CheckpointStore:
             if self.run_id is not None:
                 (folder / ID_FILE).write_text(self.run_id, encoding="ascii")
         except OSError as error:
-            raise CheckpointError(f"no checkpoint of step {step} can be written to {self.root}: {error}") from error
+            raise CheckpointError(
+                f"no checkpoint of step {step} can be written to {self.root}: {error}", code="checkpoint.save-failed"
+            ) from error
         return folder
 
     def commit(self, step: int, entries: Mapping[str, FileEntry] = NO_ENTRIES, score: Score | None = None) -> Path:
@@ -110,7 +112,9 @@ class CheckpointStore:
         """
         unfinished, folder = self.unfinished(step), self.root / f"global_step_{step}"
         if not unfinished.is_dir():
-            raise CheckpointError(f"checkpoint of step {step} was not started: {unfinished} does not exist")
+            raise CheckpointError(
+                f"checkpoint of step {step} was not started: {unfinished} does not exist", code="checkpoint.not-started"
+            )
         try:
             sequence = 1 + max((manifest.sequence for manifest in self._manifests()), default=0)
             write_manifest(unfinished, step, sequence, entries, score)
@@ -149,8 +153,10 @@ class CheckpointStore:
         self.commit(step, score=score)
 
     def _failure(self, step: int, error: Exception) -> CheckpointError:
+        reason = error.text if isinstance(error, CheckpointError) else error
         return CheckpointError(
-            f"saving the checkpoint of step {step} to {self.root} failed: {error}; earlier checkpoints are kept"
+            f"saving the checkpoint of step {step} to {self.root} failed: {reason}; earlier checkpoints are kept",
+            code="checkpoint.save-failed",
         )
 
     def best(self) -> Manifest | None:
@@ -180,7 +186,9 @@ class CheckpointStore:
             return None
         if resume_mode == "resume_path":
             if not resume_from_path:
-                raise ConfigError("trainer.resume_from_path must be set with trainer.resume_mode=resume_path")
+                raise ConfigError(
+                    "trainer.resume_from_path must be set with trainer.resume_mode=resume_path", code="resume.no-path"
+                )
             self.verify(resume_from_path, roles)
             return Path(resume_from_path).absolute()
         if resume_mode in ("auto", "must"):
@@ -188,10 +196,14 @@ class CheckpointStore:
             if newest is None and resume_mode == "must":
                 raise CheckpointError(
                     f"trainer.resume_mode=must, but there is no checkpoint in {self.root}: check "
-                    "trainer.default_local_dir, or start a new run with trainer.resume_mode=auto"
+                    "trainer.default_local_dir, or start a new run with trainer.resume_mode=auto",
+                    code="resume.no-checkpoint",
                 )
             return newest
-        raise ConfigError(f"trainer.resume_mode={resume_mode!r}, expected one of: {', '.join(RESUME_MODES)}")
+        raise ConfigError(
+            f"trainer.resume_mode={resume_mode!r}, expected one of: {', '.join(RESUME_MODES)}",
+            code="config.value-out-of-limits",
+        )
 
     def verify(self, path: str | Path, roles: Collection[str] = ()) -> None:
         """Read all files of a checkpoint and compare them with its manifest.
@@ -205,16 +217,20 @@ class CheckpointStore:
         """
         folder = Path(path)
         if not folder.is_dir():
-            raise CheckpointError(f"checkpoint {folder} does not exist or is not a folder")
+            raise CheckpointError(f"checkpoint {folder} does not exist or is not a folder", code="checkpoint.no-folder")
         manifest = verify_files(folder)
         match = _FOLDER.fullmatch(folder.name)
         if match and int(match[1]) != manifest.step:
-            raise CheckpointError(f"checkpoint {folder} holds step {manifest.step}: it was renamed")
+            raise CheckpointError(
+                f"checkpoint {folder} holds step {manifest.step}: it was renamed; name it global_step_{manifest.step}",
+                code="checkpoint.renamed-folder",
+            )
         missing = [role for role in roles if role not in roles_in(manifest)]
         if missing:
             raise CheckpointError(
                 f"checkpoint {folder} holds no {' and no '.join(missing)}: it was saved without this role, or "
-                f"{limit_key(missing[0])} removed it"
+                f"{limit_key(missing[0])} removed it",
+                code="checkpoint.missing-role",
             )
 
     def steps(self) -> list[int]:
@@ -246,7 +262,7 @@ class CheckpointStore:
             try:
                 self.verify(folder, roles)
             except CheckpointError as error:
-                problems.append(str(error))
+                problems.append(error.text)
                 continue
             if problems:
                 logger.warning("Resuming from %s, because: %s", folder, "; ".join(problems))
@@ -254,7 +270,8 @@ class CheckpointStore:
         raise CheckpointError(
             f"nothing to continue from in {self.root}: {'; '.join(problems)}. "
             "To start at step 0, set trainer.resume_mode=disable and another trainer.default_local_dir, or "
-            "trainer.overwrite_output=true"
+            "trainer.overwrite_output=true",
+            code="resume.nothing-complete",
         )
 
     def _read_pointer(self) -> int | str:
@@ -294,7 +311,8 @@ class CheckpointStore:
         if not self.overwrite and is_of_another_run(folder, self.run_id):
             raise CheckpointError(
                 f"{folder} is a checkpoint of another run; set another trainer.default_local_dir, or "
-                "trainer.overwrite_output=true"
+                "trainer.overwrite_output=true",
+                code="checkpoint.other-run",
             )
 
     def _remove_others(self) -> None:

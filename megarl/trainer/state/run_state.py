@@ -120,7 +120,8 @@ def find_resume(config: TrainConfig | SupervisedConfig) -> Resume | None:
     if state.rollout and isinstance(config, TrainConfig) and config.async_training.mode == SYNC:
         raise CheckpointError(
             f"{path} has prompts in flight of asynchronous training, which async_training.mode=sync cannot continue; "
-            "resume with the mode of the run"
+            "resume with the mode of the run",
+            code="resume.async-to-sync",
         )
     if differing := state.differing_versions():
         logger.warning("%s was written by other software versions: %s", path, "; ".join(differing))
@@ -250,7 +251,8 @@ class RunState:
         if self._best_by.metric not in metrics:
             raise ConfigError(
                 f"trainer.best_metric={self._best_by.metric!r} is not a validation metric of this run; the metrics "
-                f"are: {', '.join(sorted(names))}"
+                f"are: {', '.join(sorted(names))}",
+                code="checkpoint.no-best-metric",
             )
         self._score = Score(self._best_by.metric, float(metrics[self._best_by.metric]))
 
@@ -323,14 +325,15 @@ class RunState:
         """Save the finished steps, and return the error with the last step and the checkpoint in its message."""
         folder = self.save_now(learners, files)
         saved = f"saved in {folder}; resume from there" if folder else "no step is finished"
-        return StepImpossible(f"{error}\nThe run ends after step {self.step}; {saved}.")
+        return StepImpossible(f"{error.text}\nThe run ends after step {self.step}; {saved}.", code=error.code)
 
     def stop_within_step(self, error: StepImpossible) -> StepImpossible:
         """Complete the last save, and return the error of a step that has trained in part and cannot be saved."""
         self.saver.wait()
         newest = self.saver.newest
         saved = f"resume from {newest}" if newest else "there is no checkpoint"
-        return StepImpossible(f"{error}\nStep {self.step} has trained in part and is not saved; {saved}.")
+        text = f"{error.text}\nStep {self.step} has trained in part and is not saved; {saved}."
+        return StepImpossible(text, code=error.code)
 
     @property
     def stopped(self) -> str | None:
@@ -380,5 +383,6 @@ class RunState:
         if self.saver.failure is not None:
             raise CheckpointError(
                 f"the last save of the run, after step {self.step}, failed: {self.saver.failure}; "
-                f"kept: {self.saver.newest or 'no checkpoint'}"
+                f"kept: {self.saver.newest or 'no checkpoint'}",
+                code="checkpoint.last-save-failed",
             )

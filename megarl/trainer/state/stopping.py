@@ -79,7 +79,8 @@ def find_deadlines(
             at = math.nan
         if not math.isfinite(at):
             raise ConfigError(
-                f"environment variable {name}={text!r} is not a UNIX time in seconds; correct or unset it"
+                f"environment variable {name}={text!r} is not a UNIX time in seconds; correct or unset it",
+                code="launch.job-end-time",
             )
         if at <= unix_now:
             logger.warning("%s=%s is in the past and has no effect", name, text)

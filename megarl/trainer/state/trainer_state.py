@@ -83,12 +83,15 @@ class TrainerState:
         try:
             document = parse_json(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise CheckpointError(f"{path} is missing") from None
+            raise CheckpointError(f"{path} is missing", code="checkpoint.no-trainer-state") from None
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from None
+            raise CheckpointError(f"{path} cannot be read: {error}", code="checkpoint.unreadable-file") from None
         if not isinstance(document, dict) or document.get("format") not in FORMATS:
             version = document.get("format") if isinstance(document, dict) else document
-            raise CheckpointError(f"{path}: format={version!r}, this megarl reads {' and '.join(map(str, FORMATS))}")
+            raise CheckpointError(
+                f"{path}: format={version!r}, this megarl reads {' and '.join(map(str, FORMATS))}",
+                code="checkpoint.other-format",
+            )
         for name in _LATER_FIELDS:
             document.setdefault(name, {})
         decoder = Decoder(path.with_name(ARRAY_FILE))
@@ -110,7 +113,9 @@ class TrainerState:
             if name not in saved or name not in expected or saved[name] != expected[name]
         ]
         if differing:
-            raise CheckpointError(f"the checkpoint is of another model: {'; '.join(differing)}")
+            raise CheckpointError(
+                f"the checkpoint is of another model: {'; '.join(differing)}", code="resume.other-model"
+            )
 
     def check_contents(self, role: str, load_contents: Collection[str], key: str) -> None:
         """Reject a checkpoint that lacks contents to restore.
@@ -135,7 +140,8 @@ class TrainerState:
         )
         raise CheckpointError(
             f"the checkpoint has no {' and no '.join(missing)} of the {role}, saved with save_contents="
-            f"[{','.join(saved)}]: {advice}"
+            f"[{','.join(saved)}]: {advice}",
+            code="resume.missing-contents",
         )
 
     def differing_versions(self) -> list[str]:
@@ -172,13 +178,13 @@ def model_fingerprint(config: ModelConfig) -> dict[str, Any]:
 
 def _field(path: Path, document: Mapping[str, Any], name: str, kind: type, decoder: Decoder) -> Any:
     if name not in document:
-        raise CheckpointError(f"{path}: {name} is missing")
+        raise CheckpointError(f"{path}: {name} is missing", code="checkpoint.malformed-state")
     try:
         value = decoder.decode(document[name])
     except (OSError, KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: {name} is malformed: {error!r}") from None
+        raise CheckpointError(f"{path}: {name} is malformed: {error!r}", code="checkpoint.malformed-state") from None
     if type(value) is not kind or (type(value) is int and value < 0):
-        raise CheckpointError(f"{path}: {name}={value!r}, expected {kind.__name__}")
+        raise CheckpointError(f"{path}: {name}={value!r}, expected {kind.__name__}", code="checkpoint.malformed-state")
     return value
 
 

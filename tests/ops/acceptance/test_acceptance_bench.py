@@ -10,8 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
+from expected_errors import raises
 
-from megarl.base.errors import DataError
 from megarl.ops.acceptance import command
 from megarl.ops.acceptance.bench import Bench, MissingError, near_plan, within
 from megarl.ops.acceptance.engines import first_gap
@@ -68,7 +68,7 @@ def test_report_of_another_scale_is_not_reused(tmp_path: Path) -> None:
 
 def test_damaged_report_is_named(tmp_path: Path) -> None:
     (tmp_path / "sample.json").write_text('{"stage": "sample"}', encoding="utf-8")
-    with pytest.raises(DataError, match=r"sample\.json is not a report .* remove it"):
+    with raises("acceptance.not-a-report", tmp_path / "sample.json"):
         read_report(tmp_path, "sample", "tiny")
 
 

@@ -141,16 +141,16 @@ def test_unreadable_dumps_and_models_are_refused(
         assert main(["doctor", "logprobs", *arguments]) == 1
         return capsys.readouterr().err
 
-    assert "calculate_log_probs=true" in error_of(str(tmp_path), "--model", str(models[0]))
+    assert error_of(str(tmp_path), "--model", str(models[0])).endswith("[doctor.no-rollout-dump]\n")
     (tmp_path / "1.npz").write_text("no zip", encoding="utf-8")
-    assert "is not a rollout dump" in error_of(str(tmp_path / "1.npz"), "--model", str(models[0]))
+    assert "1.npz" in error_of(str(tmp_path / "1.npz"), "--model", str(models[0]))
     (tmp_path / "2.npz").write_bytes(healthy.encoded())
-    assert "cannot load a language model" in error_of(str(tmp_path / "2.npz"), "--model", str(tmp_path))
+    assert error_of(str(tmp_path / "2.npz"), "--model", str(tmp_path)).endswith("[doctor.model-not-loaded]\n")
     responses = [row + 1000 for row in healthy.responses]
     (tmp_path / "3.npz").write_bytes(replace(healthy, responses=responses).encoded())
-    assert f"row 0 of the dump has token {responses[0].max()}; " in error_of(
-        str(tmp_path / "3.npz"), "--model", str(models[0])
-    )
+    text = error_of(str(tmp_path / "3.npz"), "--model", str(models[0]))
+    assert f"row 0 of the dump has token {responses[0].max()}; " in text
+    assert text.endswith("[doctor.dump-of-other-model]\n")
 
 
 def test_folder_reports_all_steps_with_limited_rows(

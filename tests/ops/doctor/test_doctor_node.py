@@ -257,11 +257,11 @@ def test_exception_in_a_check_fails_only_that_check(monkeypatch: pytest.MonkeyPa
 
 def test_command_refuses_invalid_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "trainer.nnodes=2"]) == 2
-    assert "need a --config-name" in capsys.readouterr().err
+    assert capsys.readouterr().err == "trainer.nnodes=2: overrides need a --config-name [doctor.no-config-name]\n"
     assert main(["doctor", "--config-name", "quickstart", "trainer.nodes=2"]) == 2
-    assert "did you mean trainer.nnodes" in capsys.readouterr().err
+    assert "trainer.nnodes" in capsys.readouterr().err
     assert main(["doctor", "--nodes", "--address", "not an address", "--quick"]) == 1
-    assert "no Ray cluster answers" in capsys.readouterr().err
+    assert "not an address" in capsys.readouterr().err
 
 
 def test_engine_and_logins_of_the_configuration_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -277,7 +277,9 @@ def test_engine_and_logins_of_the_configuration_are_checked(monkeypatch: pytest.
     )
     needs = needs_of(compose(ConfigRequest(TrainConfig, "quickstart", overrides)))
     (engine,) = check_engine_package(needs)
-    assert engine.status is Status.FAIL and "needs the package sglang" in engine.observation
+    assert engine.status is Status.FAIL and "sglang" in engine.observation
     console, wandb = check_logins(needs)
-    assert (console.status, wandb.status) == (Status.PASS, Status.FAIL) and "wandb login" in wandb.observation
+    assert (console.status, wandb.status) == (Status.PASS, Status.FAIL) and wandb.observation.endswith(
+        "[tracking.no-login]"
+    )
     assert check_engine_package(Needs()) == check_logins(Needs()) == []

@@ -11,9 +11,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import ray
+from expected_errors import raises
 from transformers import AutoTokenizer
 
-from megarl.base.errors import ConfigError
 from megarl.cli import main as megarl
 from megarl.config import PreferenceConfig, RewardTrainingConfig, SFTConfig, SupervisedConfig
 from megarl.config.compose import ConfigRequest, compose
@@ -53,7 +53,7 @@ def report(config: SupervisedConfig) -> list[str]:
 
 def failures(config: SupervisedConfig) -> list[str]:
     lines: list[str] = []
-    with pytest.raises(ConfigError, match=f"dry run: .* of {len(PARTS)} parts failed"):
+    with raises("config.dry-run-failed", f"of {len(PARTS)} parts"):
         check_parts(dry_run_of(config), lines.append)
     return [line for line in lines if line.startswith("fail")]
 
@@ -130,7 +130,7 @@ def test_dry_run_of_kto_on_pairs_and_labelled_rows(
     assert "3 batches per epoch; the run has 3 steps" in text
     assert "'good'" in failures(preference_config(labelled | {"data.label_key": "good"}))[0]
     pq.write_table(table.append_column("label", [["yes"] * 24]), file)
-    assert "column 'label' (data.label_key) is 'yes'; a label is true" in failures(preference_config(labelled))[0]
+    assert "column 'label' (data.label_key) is 'yes'" in failures(preference_config(labelled))[0]
 
 
 def test_weights_are_optional(sft_config: MakeConfig, arithmetic: Path, tmp_path: Path) -> None:
@@ -162,39 +162,39 @@ def test_a_run_that_does_not_fit_is_rejected_with_a_suggestion(tmp_path: Path) -
     for schema, name in ((SFTConfig, "sft"), (RewardTrainingConfig, "reward_model")):
         changes = ["megatron.recompute_granularity=full", "data.max_token_len_per_gpu=8192"]
         assert any(line.startswith("fits h100") for line in memory(schema, name, *changes))
-        with pytest.raises(ConfigError, match=r"on small \(trainer.hardware\) it does not fit: update") as error:
+        with raises("plan.does-not-fit", "on small (trainer.hardware)", "update") as error:
             memory(schema, name, *changes, f"trainer.hardware={small}")
-        suggestion = re.search(r"it would fit with .*?: (.*?)\. `megarl plan`", str(error.value))
+        suggestion = re.search(r"it would fit with .*?: (.*?)\. `megarl plan`", error.value.text)
         assert suggestion is not None, error.value
         changes += [*suggestion[1].split(), f"trainer.hardware={small}"]
         assert any("fits small" in line for line in memory(schema, name, *changes))
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
         ({"model.path": "/nowhere"}, "models and layouts: .*/nowhere"),
         (
             {"megatron.tensor_model_parallel_size": 3, "trainer.n_gpus_per_node": 3},
             "models and layouts: megatron.tensor_model_parallel_size",
         ),
-        ({"model.tokenizer_path": "/nowhere"}, "tokenizer: no tokenizer can be loaded from /nowhere"),
+        ({"model.tokenizer_path": "/nowhere"}, "tokenizer: .*/nowhere"),
         ({"data.train_files": ["/no.parquet"]}, "data: data.train_files: /no.parquet"),
         ({"data.prompt_key": "question"}, "data: .*'question'"),
-        ({"data.max_length": 3}, "data: .*raise data.max_length"),
-        ({"optim.lr_warmup_steps": 99}, "algorithm: .*optim.lr_warmup_steps"),
-        ({"trainer.hardware": "h10"}, "memory: trainer.hardware=h10: no such file"),
+        ({"data.max_length": 3}, "data: .*data.max_length"),
+        ({"optim.lr_warmup_steps": 99}, r"algorithm: .*optim.lr_warmup_steps.*\[algorithm\.warmup-too-long\]"),
+        ({"trainer.hardware": "h10"}, r"memory: trainer.hardware=h10\b.*\[plan\.no-hardware-file\]"),
         ({"trainer.save_freq": 1, "trainer.default_local_dir": "/proc/none"}, "checkpoints: trainer.default_local_dir"),
-        ({"trainer.resume_mode": "must"}, "checkpoints: trainer.resume_mode=must"),
+        ({"trainer.resume_mode": "must"}, r"checkpoints: trainer.resume_mode=must.*\[resume\.no-checkpoint\]"),
         ({"trainer.logger": ["no.such:Tracker"]}, "trackers: .*no.such"),
     ],
 )
 def test_an_error_in_each_part(
-    changes: dict[str, Any], message: str, sft_config: MakeConfig, pair_config: MakeConfig
+    changes: dict[str, Any], named: str, sft_config: MakeConfig, pair_config: MakeConfig
 ) -> None:
     for make in (sft_config, pair_config):
         lines = failures(make(changes))
-        assert any(re.match(f"fail  {message}", line, re.DOTALL) for line in lines), lines
+        assert any(re.match(f"fail  {named}", line, re.DOTALL) for line in lines), lines
 
 
 def test_columns_of_each_job(sft_config: MakeConfig, pair_config: MakeConfig, arithmetic: Path) -> None:
@@ -234,5 +234,5 @@ def test_exit_codes(
     }
     assert written == {"config.yaml", "run.json", "logs/driver.log"}
     assert megarl([job, "--config-name", name, *keys, "trainer.resume_mode=must"]) == 2
-    assert "1 of 9 parts failed: checkpoints" in capsys.readouterr().err
+    assert capsys.readouterr().err == "dry run: 1 of 9 parts failed: checkpoints [config.dry-run-failed]\n"
     assert megarl([job, "--config-name", name, *keys, "data.train_batch_size=0"]) == 2

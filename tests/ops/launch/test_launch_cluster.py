@@ -96,7 +96,7 @@ def test_lost_node_is_named_and_the_job_restarts_by_srun(start_launcher, fake_co
     raylet.kill()
     assert launched.code() == 0, launched.text()
     text = launched.text()
-    assert "node 127.0.0.3 is lost: its Ray ended with code 1" in text
+    assert "node 127.0.0.3 is lost: its Ray ended with code 1" in text and "[launch.node-lost]. Restart" in text
     assert "Restart 1 of 1 in 0.1 s" in text
     assert "driver: sleeper rank" in text and "127.0.0.3) died in sleep" in text
     assert len(runs_of(tmp_path)) == 2

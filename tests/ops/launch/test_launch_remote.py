@@ -1,6 +1,6 @@
 import pytest
+from expected_errors import raises
 
-from megarl.base.errors import ConfigError
 from megarl.ops.launch.remote import (
     forwarded_environment,
     local_hosts,
@@ -33,10 +33,15 @@ def test_hosts_from_a_list_or_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [(" , ", "names no host"), ("a,b,a", "names a more than once"), ("-oX", "is not a host")]
+    ("text", "code", "named"),
+    [
+        (" , ", "launch.no-host", "--hosts= , "),
+        ("a,b,a", "launch.duplicate-host", "names a more"),
+        ("-oX", "launch.host-name", "-oX"),
+    ],
 )
-def test_invalid_hosts(text, message):
-    with pytest.raises(ConfigError, match=message):
+def test_invalid_hosts(text, code, named):
+    with raises(code, named):
         parse_hosts(text)
 
 
@@ -49,7 +54,7 @@ def test_hosts_of_a_slurm_allocation(fake_commands, monkeypatch):
     for name, value in fake_commands.environment().items():
         monkeypatch.setenv(name, value)
     assert slurm_hosts({"SLURM_JOB_NODELIST": "local[2-3]"}) == ["127.0.0.2", "127.0.0.3"]
-    with pytest.raises(ConfigError, match="SLURM_JOB_NODELIST is not set"):
+    with raises("launch.no-allocation", "SLURM_JOB_NODELIST"):
         slurm_hosts({})
 
 
@@ -76,5 +81,5 @@ def test_forwarded_environment():
         "Y": "a=b",
     }
     assert forwarded_environment(environment, ["Y=2"], inherits=True) == {"Y": "2"}
-    with pytest.raises(ConfigError, match="--env Z"):
+    with raises("launch.variable-not-set", "--env Z=VALUE"):
         forwarded_environment(environment, ["Z"], inherits=False)

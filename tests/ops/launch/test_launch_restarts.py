@@ -78,15 +78,15 @@ def test_spare_replaces_a_lost_node(launch):
     code, used, messages = launch([NodeLost("b", "gone"), 0])
     assert code == 0
     assert [settings.hosts for settings in used] == [("a", "b"), ("a", "c")]
-    assert "node b is lost: gone. Restart 1 of 2" in messages
+    assert "node b is lost: gone [launch.node-lost]. Restart 1 of 2" in messages
 
 
 def test_cluster_that_never_started_is_not_restarted(launch):
-    code, used, messages = launch([(ResourceError("port taken"),)])
+    code, used, messages = launch([(ResourceError("port taken", code="launch.start-timeout"),)])
     assert (code, len(used)) == (1, 1)
-    assert "port taken. Nothing has run yet: no restart" in messages
+    assert "port taken [launch.start-timeout]. Nothing has run yet: no restart" in messages
     assert launch([(NodeLost("a", "x"),)])[0] == 1
-    assert launch([1, (ResourceError("not back yet"),), 0])[0] == 0
+    assert launch([1, (ResourceError("not back yet", code="launch.start-timeout"),), 0])[0] == 0
 
 
 @pytest.mark.parametrize(("driver", "code"), [(0, 0), (None, 128 + signal.SIGTERM), (143, 143)])

@@ -7,8 +7,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
+from expected_errors import raises
 
-from megarl.base.errors import ConfigError
 from megarl.ops.launch import command
 from megarl.ops.launch.schedulers import PodSettings, object_name, ray_job
 from megarl.ops.launch.settings import JobToRun, Ports
@@ -54,7 +54,7 @@ def test_single_node_job_has_no_worker_pods():
 
 def test_object_names_are_valid():
     assert object_name("Exp/lr=1e-6 " + "x" * 80) == "exp-lr-1e-6-" + "x" * 28
-    with pytest.raises(ConfigError, match="experiment_name"):
+    with raises("launch.rayjob-name", "trainer.experiment_name='___'"):
         object_name("___")
 
 
@@ -80,4 +80,6 @@ def test_manifest_is_printed_or_submitted(fake_commands, monkeypatch, capsys):
     (call,) = fake_commands.calls("kubectl")
     assert call["arguments"] == ["apply", "-f", "-"] and call["input"] == printed
     assert command.main([word for word in words if word != "--image=i"]) == 2
-    assert "needs --image" in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        "--on kubernetes needs --image: a container image with megarl and ray[default] [launch.no-image]\n"
+    )

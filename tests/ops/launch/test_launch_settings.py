@@ -1,9 +1,9 @@
 import pytest
+from expected_errors import raises
 from hypothesis import given
 from hypothesis import strategies as st
 from ray.scripts.scripts import start
 
-from megarl.base.errors import ConfigError
 from megarl.ops.launch.settings import ClusterSettings, JobToRun, Ports, node_ports, ray_environment, ray_start
 
 JOB = JobToRun(("python", "x.py"), False, "x", 2, "cpu", 4)
@@ -53,10 +53,12 @@ def test_separate_machines_use_the_same_ports():
     assert ports["node1"] == ports["node2"]
 
 
-@pytest.mark.parametrize(("first", "workers"), [(80, (10002, 19999)), (65530, (10002, 19999)), (9998, (10002, 19999))])
-def test_invalid_ports(first, workers):
-    with pytest.raises(ConfigError, match=f"--port={first}"):
-        Ports(first, workers)
+@pytest.mark.parametrize(
+    ("first", "code"), [(80, "launch.port-range"), (65530, "launch.port-range"), (9998, "launch.port-overlap")]
+)
+def test_invalid_ports(first, code):
+    with raises(code, f"--port={first}", "--worker-ports=10002-19999"):
+        Ports(first, (10002, 19999))
 
 
 def test_records_of_calls_in_the_gcs_are_limited():

@@ -4,10 +4,10 @@ import json
 
 import numpy as np
 import pytest
+from expected_errors import raises
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.base.errors import ConfigError
 from megarl.ops.plan.lengths import Quantiles, longest_lengths, read_lengths
 
 
@@ -64,33 +64,33 @@ def test_lengths_from_files_of_an_earlier_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "code", "named"),
     [
-        ("mean=600,max=99999", "max=99999 must be between 1 and the configuration's 1024"),
-        ("mean=0", "mean=0 must be between 1"),
-        ("mean=x", "mean=x must be a number"),
-        ("maen=3", "unknown field 'maen'; did you mean mean"),
-        ("mean=3,zzz=1", r"unknown field 'zzz'\. Known: mean, max"),
-        ("max=10", "no mean"),
-        ("mean=3,sigma=-1", "sigma=-1 must be at least 0"),
-        ("nothing.npz", "no such file"),
+        ("mean=600,max=99999", "plan.lengths-range", "1024"),
+        ("mean=0", "plan.lengths-range", ": mean=0 "),
+        ("mean=x", "plan.lengths-number", ": mean=x "),
+        ("maen=3", "plan.lengths-field", "'maen'; did you mean mean?"),
+        ("mean=3,zzz=1", "plan.lengths-field", "'zzz'. Known: mean, max"),
+        ("max=10", "plan.lengths-mean", "mean"),
+        ("mean=3,sigma=-1", "plan.lengths-range", ": sigma=-1 "),
+        ("nothing.npz", "plan.lengths-file", "no such file"),
     ],
 )
-def test_invalid_text_is_rejected(text, message):
-    with pytest.raises(ConfigError, match=message):
+def test_invalid_text_is_rejected(text, code, named):
+    with raises(code, f"--lengths={text}", named):
         read_lengths(text, 512, 1024)
 
 
 def test_files_of_other_formats_are_rejected(tmp_path):
     broken = tmp_path / "1.npz"
     broken.write_bytes(b"no archive")
-    with pytest.raises(ConfigError, match=r"is no <step>.npz"):
+    with raises("plan.lengths-dump", f"--lengths={broken}"):
         read_lengths(str(broken), 1, 1)
     other = tmp_path / "other.jsonl"
     other.write_text('{"step": 1}\n', encoding="utf-8")
-    with pytest.raises(ConfigError, match="no line has response_length/mean"):
+    with raises("plan.lengths-metrics", f"--lengths={other}", "response_length/mean"):
         read_lengths(str(other), 1, 1)
     text = tmp_path / "lengths.txt"
     text.write_text("600", encoding="utf-8")
-    with pytest.raises(ConfigError, match="it is neither"):
+    with raises("plan.lengths-file", f"--lengths={text}", "neither .npz nor .jsonl"):
         read_lengths(str(text), 1, 1)
