@@ -424,7 +424,7 @@ def test_two_concurrent_runs_share_no_folder(
     assert codes == [cli.EXIT_BAD_CONFIG] and len(job.calls) == 1
     error = capsys.readouterr().err
     assert f"quickstart in {job.calls[0][1]}, process " in error and ", run ID id-of-the-first" in error
-    assert f"{shared}=<another folder>" in error and "[launch.folder-in-use]" in error
+    assert f"{shared}=<another folder>" in error and "[disk.folder-in-use]" in error
     assert not list(tmp_path.rglob("*run_lock"))
 
 

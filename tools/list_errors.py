@@ -82,7 +82,7 @@ def local(name: ast.Name, module: str, scope: ast.AST | None) -> str | None:
     if scope is None:
         return None
     before = [
-        node.value
+        (node.lineno, node.value)
         for node in ast.walk(scope)
         if isinstance(node, ast.Assign) and node.lineno < name.lineno
         for target in node.targets
@@ -90,7 +90,7 @@ def local(name: ast.Name, module: str, scope: ast.AST | None) -> str | None:
         and target.id == name.id
         and isinstance(node.value, ast.JoinedStr | ast.Constant)
     ]
-    return template(before[-1], module) if before else None
+    return template(max(before, key=lambda entry: entry[0])[1], module) if before else None
 
 
 def messages(module: str) -> Iterator[tuple[str, str]]:

@@ -125,7 +125,7 @@ def _acquire(file: Path, own: LockHolder, rejection: Callable[[LockHolder | None
             locked = _flock(descriptor)
             holder = read_holder(file)
             if locked is False or (holder is not None and _lives(file, holder, flock=bool(locked))):
-                raise ConfigError(rejection(holder), code="launch.folder-in-use")
+                raise ConfigError(rejection(holder), code="disk.folder-in-use")
             if not _is_same(descriptor, file):
                 os.close(descriptor)  # the holder has just removed the file
                 continue
@@ -133,7 +133,7 @@ def _acquire(file: Path, own: LockHolder, rejection: Callable[[LockHolder | None
             if locked is None:
                 time.sleep(_SETTLE_S)
                 if (latest := read_holder(file)) is not None and latest.token != own.token:
-                    raise ConfigError(rejection(latest), code="launch.folder-in-use")
+                    raise ConfigError(rejection(latest), code="disk.folder-in-use")
         except BaseException:
             with contextlib.suppress(OSError):
                 os.close(descriptor)

@@ -396,7 +396,7 @@ class _Planner:
             self._add(key, f"{value} {text}; nearest that do: {f'{below} and ' if below else ''}{above}", code=code)
 
     def _add(self, key: _Key, text: str, *, code: str) -> None:
-        problem = Problem(key.path, key.value, text, code)
+        problem = Problem(key.path, key.value, text, code=code)
         if problem not in self.problems:
             self.problems.append(problem)
 

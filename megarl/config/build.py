@@ -77,7 +77,7 @@ def _external_problems(config: JobConfig) -> Iterator[Problem]:
         try:
             import_user_modules(spec)
         except ConfigError as error:
-            yield Problem(path, spec, error.text, error.code)
+            yield Problem(path, spec, error.text, code=error.code)
 
 
 def read(schema: type, values: Mapping[str, Any], problems: Sequence[Problem] = ()) -> Any:

@@ -23,12 +23,12 @@ class Problem(NamedTuple):
     path: str
     value: Any
     text: str
-    code: str = ""
+    code: str
     doc: str = ""
 
     def describe(self) -> str:
         """Describe the problem in lines of text, with the key written as an override."""
-        lines = [f"{self.path}={format_value(self.value)}", f"    {self.text}{f' [{self.code}]' if self.code else ''}"]
+        lines = [f"{self.path}={format_value(self.value)}", f"    {self.text} [{self.code}]"]
         if self.doc:
             lines.append(f"    meaning: {self.doc}")
         return "\n".join(lines)

@@ -55,10 +55,11 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             "the model's tokenizer_path",
             code="tokenizer.no-vocabulary",
         )
-    for name in ("chat_template", "eos_token"):
-        if getattr(tokenizer, name, None) is None:
-            text = f"the tokenizer in {path} has no {name}; set it in its tokenizer_config.json"
-            raise ModelError(text, code="tokenizer.no-special-token")
+    text = f"the tokenizer in {path} has no {{}}; set it in its tokenizer_config.json"
+    if tokenizer.chat_template is None:
+        raise ModelError(text.format("chat_template"), code="tokenizer.no-chat-template")
+    if tokenizer.eos_token is None:
+        raise ModelError(text.format("eos_token"), code="tokenizer.no-eos-token")
     return tokenizer
 
 

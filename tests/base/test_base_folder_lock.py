@@ -65,12 +65,12 @@ def test_a_second_process_is_rejected_until_the_first_is_killed(
 ) -> None:
     """A forked child of the killed holder, which lives on, does not keep the lock."""
     file = tmp_path / "lock"
-    with raises("launch.folder-in-use") as raised:
+    with raises("disk.folder-in-use") as raised:
         acquire(file)
     since = json.loads(file.read_text(encoding="utf-8"))["since"]
     assert str(raised.value) == (
         f"{tmp_path} is in use by another run: theirs in /runs/theirs, process {holder.pid} on {os.uname().nodename}, "
-        f"since {since} ({file}). {REMEDY} [launch.folder-in-use]"
+        f"since {since} ({file}). {REMEDY} [disk.folder-in-use]"
     )
     os.kill(holder.pid, signal.SIGKILL)
     os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
@@ -84,7 +84,7 @@ def test_a_file_system_without_locks_checks_the_process_of_the_record(
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", without_flock)
     monkeypatch.setattr(module, "_SETTLE_S", 0.0)
-    with raises("launch.folder-in-use", f"process {holder.pid} on"):
+    with raises("disk.folder-in-use", f"process {holder.pid} on"):
         acquire(tmp_path / "lock")
     os.kill(holder.pid, signal.SIGKILL)
     os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
@@ -98,7 +98,7 @@ def test_a_process_with_the_id_of_the_dead_holder_is_not_the_holder(
     monkeypatch.setattr(fcntl, "flock", without_flock)
     monkeypatch.setattr(module, "_SETTLE_S", 0.0)
     write_record(tmp_path / "lock")  # this process
-    with raises("launch.folder-in-use", f"process {os.getpid()} on"):
+    with raises("disk.folder-in-use", f"process {os.getpid()} on"):
         acquire(tmp_path / "lock")
     write_record(tmp_path / "lock", started="1")
     acquire(tmp_path / "lock")
@@ -124,7 +124,7 @@ def test_a_holder_on_another_host_lives_as_long_as_its_time_stamp_changes(
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        with raises("launch.folder-in-use", "on node7, since ", REMEDY):
+        with raises("disk.folder-in-use", "on node7, since ", REMEDY):
             acquire(file)
     finally:
         ended.set()

@@ -211,7 +211,7 @@ class _Adopter:
             layout.setdefault(name, copy.deepcopy(actors.get(name)))
 
     def _refuse(self, path: str, value: Any, text: str, *, code: str) -> None:
-        self.problems.append(Problem(path, value, text, code))
+        self.problems.append(Problem(path, value, text, code=code))
 
 
 @cache

@@ -20,7 +20,7 @@ from megarl.config import SupervisedConfig, TrainConfig
 from megarl.config.build import read
 from megarl.config.compose import HARDWARE, REPOSITORY_CONFIGS
 from megarl.config.keys import REQUIRED, key, section
-from megarl.config.problems import InvalidConfigError, Problem, nearest_keys
+from megarl.config.problems import InvalidConfigError, nearest_keys
 from megarl.config.schema.jobs import own_pools
 from megarl.models import ParallelLayout
 
@@ -207,7 +207,7 @@ def read_hardware(name: str, key: str = "--hardware") -> Hardware:
     try:
         return cast(Hardware, read(Hardware, values))
     except InvalidConfigError as error:
-        raise InvalidConfigError(Problem(f"{file.name}: {p.path}", *p[1:]) for p in error.problems) from None
+        raise InvalidConfigError(p._replace(path=f"{file.name}: {p.path}") for p in error.problems) from None
 
 
 @dataclass(frozen=True)
