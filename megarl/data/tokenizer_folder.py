@@ -55,11 +55,11 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             "the model's tokenizer_path",
             code="tokenizer.no-vocabulary",
         )
-    text = f"the tokenizer in {path} has no {{}}; set it in its tokenizer_config.json"
+    start, remedy = f"the tokenizer in {path} has no", "set it in its tokenizer_config.json"
     if tokenizer.chat_template is None:
-        raise ModelError(text.format("chat_template"), code="tokenizer.no-chat-template")
+        raise ModelError(f"{start} chat_template; {remedy}", code="tokenizer.no-chat-template")
     if tokenizer.eos_token is None:
-        raise ModelError(text.format("eos_token"), code="tokenizer.no-eos-token")
+        raise ModelError(f"{start} eos_token; {remedy}", code="tokenizer.no-eos-token")
     return tokenizer
 
 
