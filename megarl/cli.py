@@ -241,7 +241,9 @@ def compose_job(name: str, argv: Sequence[str]) -> JobConfig:
     job = JOBS[name]
     options = _parser(name, job).parse_intermixed_args(argv)
     if options.multirun or options.cfg:
-        raise ConfigError("--multirun and --cfg do not work with the launcher; remove them")
+        raise ConfigError(
+            "--multirun and --cfg do not work with the launcher; remove them", code="launch.multirun-or-cfg"
+        )
     config: JobConfig = compose(_request(job, options))
     check_models(config)
     return config

@@ -93,14 +93,15 @@ def _check_shape(spec: str, function: Callable[[float], Any]) -> None:
         try:
             share = float(function(progress))
         except Exception as error:
-            raise ConfigError(f"schedule {spec!r} failed at {progress:g}: {type(error).__name__}: {error}") from error
+            text = f"schedule {spec!r} failed at {progress:g}: {type(error).__name__}: {error}"
+            raise ConfigError(text, code="algorithm.schedule-failed") from error
         if not last <= share <= 1:  # also true for NaN
-            raise ConfigError(
-                f"schedule {spec!r} is {share:g} at {progress:g} after {last:g}; it must not fall or leave [0, 1]"
-            )
+            text = f"schedule {spec!r} is {share:g} at {progress:g} after {last:g}; it must not fall or leave [0, 1]"
+            raise ConfigError(text, code="algorithm.schedule-not-rising")
         last = share
     if last != 1:
-        raise ConfigError(f"schedule {spec!r} is {last:g} at the end of the warm-up, at progress 1; it must be 1 there")
+        text = f"schedule {spec!r} is {last:g} at the end of the warm-up, at progress 1; it must be 1 there"
+        raise ConfigError(text, code="algorithm.schedule-end")
 
 
 @SCHEDULES.register("linear")
@@ -170,25 +171,25 @@ class LearningRateSchedule:
     wsd_decay_style: str = "exponential"
 
     def __post_init__(self) -> None:
-        problem = _schedule_problem(self)
-        if problem is not None:
-            raise ConfigError("{}={!r} {}".format(*problem))
+        for name, valid in (("decay_style", DECAY_STYLES), ("wsd_decay_style", DECAY_SHAPES)):
+            if (style := getattr(self, name)) not in valid:
+                text = f"{name}={style!r} must be one of {', '.join(valid)}"
+                raise ConfigError(text, code="algorithm.schedule-style")
+        if problem := _steps_problem(self):
+            raise ConfigError(problem, code="algorithm.schedule-steps")
 
 
-def _schedule_problem(schedule: LearningRateSchedule) -> tuple[str, object, str] | None:
-    """Return the first wrong field, its value, and the rule that it breaks; None for a valid schedule."""
+def _steps_problem(schedule: LearningRateSchedule) -> str:
+    """Describe the first wrong number of steps; empty if warm-up and decay have room."""
     warmup, total, decay = schedule.warmup_steps, schedule.total_steps, schedule.wsd_decay_steps
-    if schedule.decay_style not in DECAY_STYLES:
-        return "decay_style", schedule.decay_style, f"must be one of {', '.join(DECAY_STYLES)}"
-    if schedule.wsd_decay_style not in DECAY_SHAPES:
-        return "wsd_decay_style", schedule.wsd_decay_style, f"must be one of {', '.join(DECAY_SHAPES)}"
     if schedule.decay_style == "constant":
-        return None
+        return ""
     if total <= warmup:
-        return "total_steps", total, f"must exceed warmup_steps={warmup} for decay_style={schedule.decay_style!r}"
+        return f"total_steps={total} must exceed warmup_steps={warmup} for decay_style={schedule.decay_style!r}"
     if schedule.decay_style == "wsd" and not 0 < decay <= total - warmup:
-        return "wsd_decay_steps", decay, f"must be 1 to {total - warmup}: total_steps={total} - warmup_steps={warmup}"
-    return None
+        most = total - warmup
+        return f"wsd_decay_steps={decay} must be 1 to {most}: total_steps={total} - warmup_steps={warmup}"
+    return ""
 
 
 def learning_rate(step: int, schedule: LearningRateSchedule) -> float:

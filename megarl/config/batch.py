@@ -278,7 +278,8 @@ class _Planner:
         data, megatron = config.data, config.megatron
         size, dp = _Key("data.train_batch_size", data.train_batch_size), megatron.data_parallel_size
         if dp is not None:
-            self._divides(size, size.value, dp, f"samples do not divide over {_ranks(dp)}", dp)
+            text = f"samples do not divide over {_ranks(dp)}"
+            self._divides(size, size.value, dp, text, dp, code="batch.samples-per-rank")
         count = config.sequences_per_row
         name = f"{count} x data.max_length" if count > 1 else "data.max_length"
         sizes = _MicroKeys(
@@ -296,7 +297,8 @@ class _Planner:
         megatron, n, dp = keys.megatron, step.samples_per_prompt, keys.megatron.data_parallel_size
         mini = _Key(f"{path}.ppo_mini_batch_size", keys.ppo_mini_batch_size)
         text = f"prompts do not divide into mini-batches of {mini.value} ({mini.path})"
-        self._divides(_Key("data.train_batch_size", step.prompts), step.prompts, mini.value, text, mini.value)
+        size = _Key("data.train_batch_size", step.prompts)
+        self._divides(size, step.prompts, mini.value, text, mini.value, code="batch.mini-batch-size")
         self._divides_samples(mini, step, dp)
         sizes = _MicroKeys(
             _Key(f"{path}.use_dynamic_bsz", keys.use_dynamic_bsz),
@@ -332,7 +334,7 @@ class _Planner:
             return MicroBatches(samples=samples, multiple=multiple)
         if samples is not None:
             text = f"has no effect while {keys.dynamic.path}=true; leave it null or set that to false"
-            self._add(keys.samples, text)
+            self._add(keys.samples, text, code="batch.unused-micro-batch-size")
         devices = megatron.context_parallel_size
         budget: int = keys.max_tokens.value * devices
         self._check_tokens(keys.max_tokens, budget, devices, share, longest, multiple)
@@ -342,7 +344,8 @@ class _Planner:
         """Check that micro-batches of a fixed number of samples divide the share into a multiple of ``multiple``."""
         samples: int | None = keys.samples.value
         if samples is None:
-            self._add(keys.samples, f"must be set while {keys.dynamic.path}=false")
+            text = f"must be set while {keys.dynamic.path}=false"
+            self._add(keys.samples, text, code="batch.no-micro-batch-size")
         elif share is not None and share % (samples * multiple):
             divisors = [d for d in range(1, share + 1) if share % (d * multiple) == 0]
             near = " and ".join(map(str, sorted(sorted(divisors, key=lambda d: abs(d - samples))[:2])))
@@ -351,7 +354,8 @@ class _Planner:
                 text += (
                     f" into a multiple of {multiple} micro-batches, which {multiple} interleaved pipeline stages need"
                 )
-            self._add(keys.samples, f"{text}; nearest that do: {near}" if near else f"{text}; no number does")
+            text = f"{text}; nearest that do: {near}" if near else f"{text}; no number does"
+            self._add(keys.samples, text, code="batch.micro-batch-division")
 
     def _check_tokens(
         self, key: _Key, budget: int, devices: int, share: int | None, longest: _Longest, multiple: int
@@ -363,16 +367,17 @@ class _Planner:
         """
         if budget < longest.tokens:
             per_device = "" if devices == 1 else f", on {devices} devices: {-(-longest.tokens // devices)} on each"
-            self._add(key, f"must hold the longest sample, {longest.name} = {longest.tokens} tokens{per_device}")
+            text = f"must hold the longest sample, {longest.name} = {longest.tokens} tokens{per_device}"
+            self._add(key, text, code="batch.token-budget")
         elif share is not None:
             most = -(-share // (budget // longest.tokens))
             if -(-most // multiple) * multiple > share:
-                self._add(
-                    key,
+                text = (
                     f"can make {most} micro-batches of the {share} samples that a data-parallel rank computes at a "
-                    f"time, which cannot be divided into a multiple of {multiple} as {multiple} interleaved pipeline "
-                    f"stages need it; raise the budget, or the batch size to a multiple of {multiple} samples per rank",
+                    f"time, and {multiple} interleaved pipeline stages need a multiple of {multiple}; raise the "
+                    f"budget, or the batch size to a multiple of {multiple} samples per rank"
                 )
+                self._add(key, text, code="batch.micro-batches-vpp")
 
     def _divides_samples(self, prompts: _Key, step: _Step, dp: int | None) -> None:
         if dp is None:
@@ -380,17 +385,18 @@ class _Planner:
         n = step.samples_per_prompt
         samples = prompts.value * n
         product = f"prompts x {_count(n, 'sample')} each ({step.samples_key}) = {_count(samples, 'sample')}"
-        self._divides(prompts, samples, dp, f"{product} do not divide over {_ranks(dp)}", dp // math.gcd(dp, n))
+        text = f"{product} do not divide over {_ranks(dp)}"
+        self._divides(prompts, samples, dp, text, dp // math.gcd(dp, n), code="batch.samples-per-rank")
 
-    def _divides(self, key: _Key, amount: int, parts: int, text: str, step: int) -> None:
+    def _divides(self, key: _Key, amount: int, parts: int, text: str, step: int, *, code: str) -> None:
         """Add a problem if ``amount`` is no multiple of ``parts``; multiples of ``step`` are valid values."""
         if amount % parts:
             value: int = key.value
             below, above = value // step * step, (value // step + 1) * step
-            self._add(key, f"{value} {text}; nearest that do: {f'{below} and ' if below else ''}{above}")
+            self._add(key, f"{value} {text}; nearest that do: {f'{below} and ' if below else ''}{above}", code=code)
 
-    def _add(self, key: _Key, text: str) -> None:
-        problem = Problem(key.path, key.value, text)
+    def _add(self, key: _Key, text: str, *, code: str) -> None:
+        problem = Problem(key.path, key.value, text, code)
         if problem not in self.problems:
             self.problems.append(problem)
 

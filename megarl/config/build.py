@@ -77,7 +77,7 @@ def _external_problems(config: JobConfig) -> Iterator[Problem]:
         try:
             import_user_modules(spec)
         except ConfigError as error:
-            yield Problem(path, spec, str(error))
+            yield Problem(path, spec, error.text, error.code)
 
 
 def read(schema: type, values: Mapping[str, Any], problems: Sequence[Problem] = ()) -> Any:
@@ -96,7 +96,9 @@ def read(schema: type, values: Mapping[str, Any], problems: Sequence[Problem] = 
     wrong = {problem.path for problem in problems}
     for path in sorted(OmegaConf.missing_keys(typed) - wrong):
         item = key_at(schema, path)
-        problems.append(Problem(path, None, f"must be set, to {_expected(item)}", doc=item.doc))
+        problems.append(
+            Problem(path, None, f"must be set, to {_expected(item)}", doc=item.doc, code="config.required-key")
+        )
     if problems:
         raise InvalidConfigError(problems)
     return OmegaConf.to_object(typed)
@@ -146,7 +148,9 @@ def _resolved(schema: type, values: Mapping[str, Any] | DictConfig) -> Mapping[s
         path, raw = str(error.full_key), OmegaConf.to_container(merged)
         for name in path.split("."):
             raw = raw.get(name) if isinstance(raw, dict) else None
-        raise InvalidConfigError([Problem(path, raw, str(error).strip().splitlines()[0])]) from error
+        raise InvalidConfigError(
+            [Problem(path, raw, str(error).strip().splitlines()[0], code="config.interpolation")]
+        ) from error
 
 
 def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,12 +186,17 @@ def _fill(node: DictConfig, schema: Any, values: Mapping[str, Any], prefix: str,
 def _fill_section(node: DictConfig, item: Key, value: Any, path: str, valid: list[str]) -> list[Problem]:
     assert item.section is not None
     if not isinstance(value, Mapping):
-        names = ", ".join(inner.name for inner in keys_of(item.section))
-        return [Problem(path, value, f"is a section, not a single value; its keys are {names}")]
+        return [_no_section(path, value, item.section)]
     if node[item.name] is None:
         node[item.name] = item.section()
         _writable(node[item.name])
     return _fill(node[item.name], item.section, value, f"{path}.", valid)
+
+
+def _no_section(path: str, value: Any, section: type) -> Problem:
+    names = ", ".join(inner.name for inner in keys_of(section))
+    text = f"is a section, not a single value; its keys are {names}"
+    return Problem(path, value, text, code="config.section-needs-keys")
 
 
 def _fill_entries(node: DictConfig, item: Key, value: Mapping[str, Any], path: str) -> list[Problem]:
@@ -196,8 +205,7 @@ def _fill_entries(node: DictConfig, item: Key, value: Mapping[str, Any], path: s
     problems = []
     for name, keys in value.items():
         if not isinstance(keys, Mapping):
-            names = ", ".join(inner.name for inner in keys_of(item.entry))
-            problems.append(Problem(f"{path}.{name}", keys, f"is a section, not a single value; its keys are {names}"))
+            problems.append(_no_section(f"{path}.{name}", keys, item.entry))
             continue
         node[item.name][name] = item.entry()
         _writable(node[item.name][name])
@@ -208,28 +216,31 @@ def _fill_entries(node: DictConfig, item: Key, value: Mapping[str, Any], path: s
 
 def _assign(node: DictConfig, item: Key, value: Any, path: str) -> Problem | None:
     if isinstance(value, str) and value == REQUIRED:
-        return Problem(path, value, f"has no default and must be set, to {_expected(item)}", doc=item.doc)
+        text = f"has no default and must be set, to {_expected(item)}"
+        return Problem(path, value, text, doc=item.doc, code="config.required-key")
     if item.is_list and isinstance(value, str | int | float):
         value = [value]
     if isinstance(value, bool) and item.annotation is not bool:
-        return Problem(path, value, f"must be {_expected(item)}", doc=item.doc)
+        return Problem(path, value, f"must be {_expected(item)}", doc=item.doc, code="config.wrong-type")
     try:
         node[item.name] = value
     except OmegaConfBaseException:
-        return Problem(path, value, f"must be {_expected(item)}", doc=item.doc)
+        return Problem(path, value, f"must be {_expected(item)}", doc=item.doc, code="config.wrong-type")
     converted = node[item.name]
     complaint = item.limits.complaint(OmegaConf.to_container(converted) if OmegaConf.is_list(converted) else converted)
-    return Problem(path, value, complaint, doc=item.doc) if complaint else None
+    return Problem(path, value, complaint, doc=item.doc, code="config.value-out-of-limits") if complaint else None
 
 
 def unknown_key(path: str, value: Any, valid: list[str]) -> Problem:
     """Describe a key that the job lacks, with its name in megarl, or else the nearest keys."""
     if path in _training_keys():
         nearest = " or ".join(namesakes(path, valid))
-        text = "is a key of training, without effect here"
-        return Problem(path, value, text + (f"; did you mean {nearest}?" if nearest else ": remove it"))
+        remedy = f"did you mean {nearest}?" if nearest else "remove it"
+        text = f"is a key of training, without effect here; {remedy}"
+        return Problem(path, value, text, code="config.training-key")
     nearest = " or ".join(synonyms(path, valid) or nearest_keys(path, valid))
-    return Problem(path, value, "unknown key" + (f"; did you mean {nearest}?" if nearest else ""))
+    text = "unknown key" + (f"; did you mean {nearest}?" if nearest else "")
+    return Problem(path, value, text, code="config.unknown-key")
 
 
 @cache

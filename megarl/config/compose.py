@@ -112,7 +112,7 @@ def compose_run(request: ConfigRequest[JobT], name: str = "megarl") -> ComposedR
     check_plugins(_parse(request), multirun=False)
     run = _compose(request, build, name)
     if run.values.hydra.mode == RunMode.MULTIRUN:
-        raise ConfigError("hydra.mode=MULTIRUN: a command runs a sweep with --multirun; add it")
+        raise ConfigError("hydra.mode=MULTIRUN: only a sweep uses it; add --multirun", code="config.needs-multirun")
     run.values.hydra.mode = RunMode.RUN
     return run
 
@@ -156,8 +156,11 @@ def compose_sweep(request: ConfigRequest[JobT]) -> list[JobT]:
             run = ConfigRequest(request.schema, request.config_name, overrides, request.config_dir)
             # as when it starts: files without an explicit path go to the folder of each run
             configs.append(_compose(run, partial(build, files_root=f"<folder of the sweep>/{number}")).config)
+        except InvalidConfigError as error:
+            raise InvalidConfigError(error.problems, run=" ".join(overrides)) from error
         except ConfigError as error:
-            raise ConfigError(f"In the run of the sweep with {' '.join(overrides)}:\n{error}") from error
+            text = f"In the run of the sweep with {' '.join(overrides)}:\n{error.text}"
+            raise ConfigError(text, code=error.code) from error
     check_sweep_outputs(configs)
     return configs[: len(runs)]
 
@@ -189,7 +192,8 @@ def _check_folder(key: str, folder: str) -> None:
     if problem := write_error(Path(folder)):
         raise ConfigError(
             f"the folder of the run, {folder}, cannot be created ({problem}); start the command in another folder, or "
-            f"{WRITABLE}: {key}"
+            f"{WRITABLE}: {key}",
+            code="disk.not-writable",
         )
 
 
@@ -244,7 +248,8 @@ def _override_problem(override: Override, keys: dict[str, Key], request: ConfigR
     path = override.key_or_group
     groups = table_of(request.schema).groups
     if path in groups and override.value() is not None and not isinstance(override.value(), dict):
-        return Problem(path, override.value(), f"must be {groups[path]}, as verl's group; keys go below {path}.")
+        text = f"must be {groups[path]}, as verl's group; keys go below {path}."
+        return Problem(path, override.value(), text, code="config.verl-group")
     if path.startswith("hydra.") or "/" in path or override.package is not None or _is_group(path, request):
         return None
     value = override.get_value_string() if override.value_type is not None else None
@@ -253,7 +258,7 @@ def _override_problem(override: Override, keys: dict[str, Key], request: ConfigR
         return unknown_key(path, value, list(keys))
     if override.is_sweep_override():
         text = "lists several values: add --multirun for one run each, or write a list as [a,b], a text as \"'a,b'\""
-        return Problem(path, value, text)
+        return Problem(path, value, text, code="config.several-values")
     return None
 
 
@@ -302,7 +307,8 @@ def _load(
             composed: DictConfig = hydra_compose(_JOB, overrides=arguments, return_hydra_config=True)
             return composed
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(f"Config '{request.config_name}' cannot be composed. {error}") from error
+        text = f"Config '{request.config_name}' cannot be composed. {error}"
+        raise ConfigError(text, code="config.cannot-compose") from error
 
 
 def _initialized(request: ConfigRequest[Any], name: str) -> AbstractContextManager[None]:
@@ -347,7 +353,7 @@ def _register(request: ConfigRequest[Any]) -> None:
 def _folders(request: ConfigRequest[Any]) -> list[Path]:
     user = [Path(request.config_dir).resolve()] if request.config_dir else []
     if user and not user[0].is_dir():
-        raise ConfigError(f"--config-dir={request.config_dir}: no such folder")
+        raise ConfigError(f"--config-dir={request.config_dir}: no such folder", code="config.no-config-dir")
     return [*user, REPOSITORY_CONFIGS]
 
 
@@ -359,7 +365,8 @@ def _find(config_name: str, folders: list[Path]) -> None:
     nearest, searched = " or ".join(nearest_keys(config_name, names)), ", ".join(map(str, folders))
     guess = f" Did you mean {nearest}?" if nearest else ""
     raise ConfigError(
-        f"--config-name={config_name}: no {config_name}.yaml in {searched}.{guess} There are: {', '.join(names)}"
+        f"--config-name={config_name}: no {config_name}.yaml in {searched}.{guess} There are: {', '.join(names)}",
+        code="config.no-config-file",
     )
 
 

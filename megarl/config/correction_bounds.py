@@ -16,6 +16,10 @@ EARLIER_NAMES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "se
 """Earlier names of verl for some of the options."""
 
 
+class UnknownRejection(ValueError):
+    """`rollout_rs` has an option that does not exist."""
+
+
 class WeightBounds(NamedTuple):
     """Bounds as a key holds them; ``lower`` is None for a single number."""
 
@@ -47,12 +51,13 @@ def rejection_rules(config: RolloutCorrectionConfig) -> list[RejectionRule]:
     """Parse the options of `rollout_rs` with their bounds; empty without rejection.
 
     Raises:
-        ValueError: an option is unknown, or the bounds do not fit; the message shows the right form.
+        UnknownRejection: an option is unknown.
+        ValueError: the bounds do not fit; the message shows the right form.
     """
     options = [EARLIER_NAMES.get(name, name) for name in _entries(config.rollout_rs)]
     for option in options:
         if option not in REJECTION_OPTIONS:
-            raise ValueError(f"{option!r} is not known; known are {', '.join(REJECTION_OPTIONS)}")
+            raise UnknownRejection(f"{option!r} is not known; known are {', '.join(REJECTION_OPTIONS)}")
     bounds = _entries(config.rollout_rs_threshold)
     if options and len(bounds) not in (1, len(options)):
         raise ValueError(f"needs bounds: one for all {len(options)} options of rollout_rs, or one for each")

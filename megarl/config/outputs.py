@@ -66,5 +66,6 @@ def check_sweep_outputs(configs: Sequence[JobConfig]) -> None:
                 raise ConfigError(
                     f"{key}={path}: runs {first} and {number} of the sweep would both write it. Set {key}=null: each "
                     "run then has its own folder, or writes no such files; or list a path for each run; or set "
-                    "trainer.overwrite_output=true to keep the last run's"
+                    "trainer.overwrite_output=true to keep the last run's",
+                    code="config.sweep-shared-output",
                 )

@@ -53,9 +53,11 @@ def parse_overrides(overrides: Sequence[str], schema: type) -> list[Override]:
             (override,) = _parse(with_quoted_texts(text, schema))
         except HydraException as error:
             reason = str(error).split("\nSee ")[0]
-            raise ConfigError(f"The override {text} cannot be read; {_REMEDY}. {reason}") from error
+            message = f"The override {text} cannot be read; {_REMEDY}. {reason}"
+            raise ConfigError(message, code="config.malformed-override") from error
         if not override.key_or_group:
-            raise ConfigError(f"The override {text} names no key; write it as key=value.")
+            message = f"The override {text} names no key; write it as key=value."
+            raise ConfigError(message, code="config.override-without-key")
         parsed.append(override)
     return parsed
 

@@ -35,13 +35,19 @@ class Problem(NamedTuple):
 
 
 class InvalidConfigError(ConfigError):
-    """A configuration with one or more problems; ``problems`` lists them, ``code`` is the first one's."""
+    """A configuration with one or more problems; ``problems`` lists them, ``code`` is the first one's.
 
-    def __init__(self, problems: Iterable[Problem]) -> None:
+    Args:
+        problems: all of them.
+        run: the run of a sweep that they belong to; empty for a single run.
+    """
+
+    def __init__(self, problems: Iterable[Problem], run: str = "") -> None:
         self.problems = tuple(problems)
         count = len(self.problems)
         head = "The configuration has a problem:" if count == 1 else f"The configuration has {count} problems:"
         body = "\n".join(problem.describe() for problem in self.problems)
+        head = f"In the run of the sweep with {run}:\n{head}" if run else head
         text = f"{head}\n" + "\n".join(f"  {line}" for line in body.splitlines())
         super().__init__(text, code=self.problems[0].code if self.problems else "")
 

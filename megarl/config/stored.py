@@ -53,7 +53,7 @@ def redacted_problems(config: JobConfig) -> Iterator[Problem]:
             text = (
                 f"the stored configuration does not have this secret: set it again, such as {path}='${{oc.env:NAME}}'"
             )
-            yield Problem(path, value, text)
+            yield Problem(path, value, text, code="config.redacted-secret")
 
 
 def _stored(value: Any, path: str) -> Any:

@@ -55,14 +55,17 @@ def check_plugins(overrides: Sequence[Override], *, multirun: bool) -> None:
             continue
         name, text = str(override.value()), str(override.input_line)
         if not multirun:
-            raise ConfigError(f"{text}: only a sweep uses it; add --multirun")
+            raise ConfigError(f"{text}: only a sweep uses it; add --multirun", code="config.needs-multirun")
         if name not in plugins:
             guess = " or ".join(nearest_keys(name, list(plugins)))
             hint = f"did you mean {guess}? " if guess else ""
-            raise ConfigError(f"{text}: {hint}there are {', '.join(plugins)}")
+            raise ConfigError(f"{text}: {hint}there are {', '.join(plugins)}", code="config.unknown-sweep-plugin")
         if plugins[name] and not is_installed(plugins[name]):
             package = plugins[name].removeprefix("hydra_plugins.").replace("_", "-")
-            raise ConfigError(f"{text}: {package} is not installed; {install_command('sweep')} installs it")
+            raise ConfigError(
+                f"{text}: {package} is not installed; {install_command('sweep')} installs it",
+                code="config.sweep-not-installed",
+            )
 
 
 def sweeper_of(overrides: Sequence[Override]) -> str:
@@ -82,12 +85,13 @@ def runs_of(overrides: Sequence[Override]) -> list[tuple[str, ...]]:
     intervals = [str(override.input_line) for override in overrides if isinstance(override.value(), IntervalSweep)]
     if intervals:
         raise ConfigError(
-            f"{intervals[0]}: values are sampled from an interval by hydra/sweeper=optuna only; list them, or add it"
+            f"{intervals[0]}: values are sampled from an interval by hydra/sweeper=optuna only; list them, or add it",
+            code="config.sweep-interval",
         )
     try:
         return [tuple(run) for run in BasicSweeper.split_arguments(list(overrides), None)[0]]
     except HydraException as error:
-        raise ConfigError(f"The sweep cannot be read. {error}") from error
+        raise ConfigError(f"The sweep cannot be read. {error}", code="config.malformed-sweep") from error
 
 
 def _corner(override: Override) -> str:

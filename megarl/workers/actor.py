@@ -315,7 +315,8 @@ class ActorWorker(PolicyWorker):
             origin = "which the rollout engine returns" if replay.from_engine else "which compute_log_prob records"
             raise DataError(
                 f"actor_rollout_ref.actor.router_replay.mode={replay.mode}: the batch has no {ROUTES}, {origin}; the "
-                "routers would select other experts"
+                "routers would select other experts",
+                code="rollout.no-routes",
             )
 
     def _chosen_tokens(

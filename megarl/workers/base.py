@@ -355,7 +355,8 @@ class MegatronWorker(SavingWorker):
             evidence = "\n".join(self._skips)
             raise SkippedStepsError(
                 f"{self.prefix}: {count} optimizer steps in a row had a non-finite loss or gradient and were skipped; "
-                f"optim.max_skipped_steps={allowed} allows no more\n{evidence}"
+                f"optim.max_skipped_steps={allowed} allows no more\n{evidence}",
+                code="algorithm.skipped-steps",
             )
 
     def _engine_options(self) -> MegatronOptions:

@@ -72,7 +72,7 @@ class MemoryBudgets:
             try:
                 return run(groups)
             except DeviceMemoryError as error:
-                text, can_repeat = f"{self._prefix}: {error}", error.repeatable
+                text, can_repeat = f"{self._prefix}: {error.text}", error.repeatable
             # Only here, outside of the handler, no traceback keeps the activations alive.
             smaller = self._shrink(kind, budget, rows, groups) if can_repeat else None
             if smaller is None:

@@ -55,7 +55,7 @@ class SavingWorker:
                 export_files=self.settings.export_files,
             )
         except CheckpointError as error:
-            self._begin_failure = str(error)
+            self._begin_failure = error.text
         self.free_device()
 
     @verb(Dispatch.ALL)
@@ -72,7 +72,7 @@ class SavingWorker:
         try:
             written = pending.finish()
         except CheckpointError as error:
-            return SavedPart(failure=str(error))
+            return SavedPart(failure=error.text)
         return SavedPart(written.entries, written.seconds)
 
     @verb(Dispatch.ALL)

@@ -80,7 +80,8 @@ class ServedTeacherWorker:
             raise TeacherError(
                 f"distillation.teacher_models.{self.name}.server.urls={self.server.urls}: token {int(ids.max())} is "
                 f"among the {self.topk} most probable, and the policy has {self.candidates} tokens; set a smaller "
-                "distillation.distillation_loss.topk"
+                "distillation.distillation_loss.topk",
+                code="teacher.token-outside-vocabulary",
             )
         values = np.concatenate([grade.top_log_probs for grade in grades])
         return {TEACHER_IDS: torch.from_numpy(ids), TEACHER_TOPK: torch.from_numpy(values)}

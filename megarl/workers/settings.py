@@ -293,7 +293,7 @@ def check_adapters(
             if base is not None:
                 folder.check_base(base)
     except ConfigError as error:
-        raise ConfigError(f"{field}.{error}") from error
+        raise ConfigError(f"{field}.{error.text}", code=error.code) from error
 
 
 def check_role(model: ModelConfig, megatron: MegatronConfig, field: str) -> None:
@@ -321,7 +321,8 @@ def _check_frozen_routers(megatron: MegatronConfig, keys: AdapterKeys) -> None:
     if rate:
         raise ConfigError(
             f"megatron.override_transformer_config.moe_router_bias_update_rate={rate} changes weights that "
-            f"lora_rank={keys.lora_rank} freezes; remove the key"
+            f"lora_rank={keys.lora_rank} freezes; remove the key",
+            code="adapter.frozen-router-bias",
         )
 
 
@@ -331,13 +332,15 @@ def _check_balance(model: ModelConfig, fields: Mapping[str, Any], field: str) ->
         if value and model.experts is None:
             raise ConfigError(
                 f"{field}.override_transformer_config.{name}={value}, but {model.architecture} is a dense model; "
-                "remove the key"
+                "remove the key",
+                code="model.no-experts",
             )
         is_bias = name == "moe_router_bias_update_rate"
         if value and is_bias and model.experts is not None and not model.experts.correction_bias:
             raise ConfigError(
                 f"{field}.override_transformer_config.{name}={value}, but the routers of {model.architecture} have no "
-                "correction bias; remove the key, or set moe_router_load_balancing_type=seq_aux_loss"
+                "correction bias; remove the key, or set moe_router_load_balancing_type=seq_aux_loss",
+                code="model.no-correction-bias",
             )
 
 
@@ -350,7 +353,8 @@ def check_router_replay(model: ModelConfig, mode: str) -> None:
     if mode != "disabled" and model.experts is None:
         raise ConfigError(
             f"actor_rollout_ref.actor.router_replay.mode={mode}, but {model.architecture} is a dense model without "
-            "routers; set disabled"
+            "routers; set disabled",
+            code="model.no-experts",
         )
 
 
@@ -361,7 +365,8 @@ def _check_groups(num_layers: int, layout: ParallelLayout, megatron: MegatronCon
         valid = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
         raise ConfigError(
             f"{field}.recompute_num_layers={group} must divide the layers of each pipeline chunk, "
-            f"{sorted(set(chunks))}; valid for this layout: {valid}"
+            f"{sorted(set(chunks))}; valid for this layout: {valid}",
+            code="layout.recompute-layers",
         )
 
 
@@ -379,7 +384,8 @@ def _check_modules(model: ModelConfig, megatron: MegatronConfig, field: str) -> 
         valid = ", ".join(name for name in modules if name not in absent)
         raise ConfigError(
             f"{field}.recompute_modules={inapplicable}, but {model.architecture} has none; "
-            f"valid for this model: {valid}"
+            f"valid for this model: {valid}",
+            code="layout.recompute-modules",
         )
     if megatron.dtype == "float32":
         _check_grouped_experts(megatron, field, f"{field}.dtype=float32")
@@ -389,7 +395,8 @@ def _check_grouped_experts(megatron: MegatronConfig, field: str, reason: str) ->
     if megatron.recompute_granularity == "selective" and "moe_act" in megatron.recompute_modules:
         raise ConfigError(
             f"{field}.recompute_modules={megatron.recompute_modules}: moe_act needs Transformer Engine's grouped "
-            f"experts, which {reason} excludes; use moe"
+            f"experts, which {reason} excludes; use moe",
+            code="config.recompute-moe-act",
         )
 
 

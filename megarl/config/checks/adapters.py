@@ -32,7 +32,8 @@ def adapters(config: TrainConfig | SupervisedConfig) -> Iterator[Problem]:
 
 def _role(model: AdapterKeys, path: str) -> Iterator[Problem]:
     if not model.target_modules:
-        yield Problem(f"{path}.target_modules", model.target_modules, "names no layer; set all-linear")
+        text = "names no layer; set all-linear"
+        yield Problem(f"{path}.target_modules", model.target_modules, text, code="adapter.no-target-modules")
     if model.lora_rank:
         return
     for section, holder, cls in ((path, model, AdapterKeys), (f"{path}.lora", model.lora, LoraConfig)):
@@ -40,7 +41,7 @@ def _role(model: AdapterKeys, path: str) -> Iterator[Problem]:
             value = getattr(holder, item.name)
             if item.section is None and value != item.default and item.name not in _IN_PRESETS:
                 text = f"has no effect with {path}.lora_rank=0, which trains all weights; set a rank, such as 32"
-                yield Problem(f"{section}.{item.name}", value, text)
+                yield Problem(f"{section}.{item.name}", value, text, code="adapter.rank-zero")
 
 
 def _reference(model: AdapterKeys, path: str, is_used: bool) -> Iterator[Problem]:
@@ -49,11 +50,12 @@ def _reference(model: AdapterKeys, path: str, is_used: bool) -> Iterator[Problem
         return
     if model.lora_adapter_path is None:
         text = f"needs {path}.lora_adapter_path: without one the first adapters are zero, which is base"
-        yield Problem(key, reference, text)
+        yield Problem(key, reference, text, code="adapter.reference-needs-path")
     elif not is_used:
-        yield Problem(key, reference, "this run has no reference policy; leave base")
+        yield Problem(key, reference, "this run has no reference policy; leave base", code="adapter.no-reference")
 
 
 def _no_reference(model: AdapterKeys, path: str) -> Iterator[Problem]:
     if model.lora.reference != "base" and model.lora_rank:
-        yield Problem(f"{path}.lora.reference", model.lora.reference, "this role has no reference; leave base")
+        text = "this role has no reference; leave base"
+        yield Problem(f"{path}.lora.reference", model.lora.reference, text, code="adapter.no-reference")

@@ -15,16 +15,17 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 def evaluation_files(config: EvaluateConfig) -> Iterator[Problem]:
     """Check that an evaluation has data."""
     if not config.data.val_files:
-        yield Problem("data.val_files", config.data.val_files, "must name at least one file")
+        yield Problem("data.val_files", config.data.val_files, "must name at least one file", code="data.no-val-files")
 
 
 def generation_prompts(config: GenerateConfig) -> Iterator[Problem]:
     """Check that a generation job has prompts and a valid output file."""
     data = config.data
     if not data.val_files and not data.prompts:
-        yield Problem("data.prompts", data.prompts, "no prompts: set texts here, or files as data.val_files")
+        text = "no prompts: set texts here, or files as data.val_files"
+        yield Problem("data.prompts", data.prompts, text, code="data.no-prompts")
     if data.output_path is not None and Path(data.output_path).suffix not in (".jsonl", ".parquet"):
-        yield Problem("data.output_path", data.output_path, "must end in .jsonl or .parquet")
+        yield Problem("data.output_path", data.output_path, "must end in .jsonl or .parquet", code="data.output-suffix")
 
 
 def validation_sampling(config: TrainConfig | EvaluateConfig | GenerateConfig) -> Iterator[Problem]:
@@ -32,7 +33,8 @@ def validation_sampling(config: TrainConfig | EvaluateConfig | GenerateConfig) -
     sampling = config.actor_rollout_ref.rollout.val_kwargs
     if sampling.n > 1 and sampling.temperature == 0:
         path = f"{_ROLLOUT}.val_kwargs"
-        yield Problem(f"{path}.n", sampling.n, f"{path}.temperature=0 is greedy and gives {sampling.n} equal answers")
+        text = f"{path}.temperature=0 is greedy and gives {sampling.n} equal answers"
+        yield Problem(f"{path}.n", sampling.n, text, code="rollout.greedy-duplicates")
 
 
 def token_filters(config: TrainConfig | EvaluateConfig | GenerateConfig) -> Iterator[Problem]:
@@ -47,7 +49,7 @@ def token_filters(config: TrainConfig | EvaluateConfig | GenerateConfig) -> Iter
     for path, keys in sections.items():
         if keys.min_p:
             text = f"SGLang's deterministic mode has no min_p; set 0, or {_ROLLOUT}.engine_kwargs.sglang.deterministic"
-            yield Problem(f"{path}.min_p", keys.min_p, f"{text}=false")
+            yield Problem(f"{path}.min_p", keys.min_p, f"{text}=false", code="sglang.no-min-p")
 
 
 def agents(config: GenerationJobConfig) -> Iterator[Problem]:
@@ -56,27 +58,28 @@ def agents(config: GenerationJobConfig) -> Iterator[Problem]:
     agent, loop, tools = rollout.agent, rollout.agent.default_agent_loop, rollout.multi_turn.tool_config_path
     if (config.do_search or loop == "search_agent") and retriever.url is None:
         text = "search_agent needs a server, such as http://127.0.0.1:8000/retrieve"
-        yield Problem("retriever.url", retriever.url, text)
+        yield Problem("retriever.url", retriever.url, text, code="tool.no-retriever")
     if retriever.url is not None and not retriever.url.startswith(("http://", "https://")):
-        yield Problem("retriever.url", retriever.url, "must begin with http:// or https://")
+        yield Problem("retriever.url", retriever.url, "must begin with http:// or https://", code="config.bad-url")
     uses_tools = rollout.multi_turn.enable or loop == "tool_agent"
     if uses_tools and loop in (None, "tool_agent") and not config.do_search and tools is None:
-        yield Problem(f"{_ROLLOUT}.multi_turn.tool_config_path", tools, "tool_agent needs a YAML file with its tools")
+        text = "tool_agent needs a YAML file with its tools"
+        yield Problem(f"{_ROLLOUT}.multi_turn.tool_config_path", tools, text, code="tool.no-file")
     if config.do_search and config.data.max_obs_length >= config.data.max_response_length:
         text = "must be below data.max_response_length, which holds search results and the policy's tokens"
-        yield Problem("data.max_obs_length", config.data.max_obs_length, text)
+        yield Problem("data.max_obs_length", config.data.max_obs_length, text, code="agent.observation-length")
     if loop == "external_agent" and agent.external_agent is None:
         text = "external_agent needs a function, path.py:function"
-        yield Problem(f"{_ROLLOUT}.agent.external_agent", agent.external_agent, text)
+        yield Problem(f"{_ROLLOUT}.agent.external_agent", agent.external_agent, text, code="agent.no-external-agent")
     if agent.external_agent and config.do_search and loop is None:
         text = "and do_search both lead trajectories; choose by agent.default_agent_loop"
-        yield Problem(f"{_ROLLOUT}.agent.external_agent", agent.external_agent, text)
+        yield Problem(f"{_ROLLOUT}.agent.external_agent", agent.external_agent, text, code="agent.two-agent-loops")
     if not rollout.endpoint.host.strip():
         text = "must not be empty; 127.0.0.1 is this machine alone"
-        yield Problem(f"{_ROLLOUT}.endpoint.host", rollout.endpoint.host, text)
+        yield Problem(f"{_ROLLOUT}.endpoint.host", rollout.endpoint.host, text, code="endpoint.empty-host")
     for name, file in (
         ("multi_turn.tool_config_path", tools),
         ("agent.agent_loop_config_path", agent.agent_loop_config_path),
     ):
         if file is not None and not Path(file).expanduser().is_file():
-            yield Problem(f"{_ROLLOUT}.{name}", file, "no such file")
+            yield Problem(f"{_ROLLOUT}.{name}", file, "no such file", code="config.no-such-file")

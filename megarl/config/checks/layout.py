@@ -25,8 +25,6 @@ from megarl.config.schema.model import REPLICA_SIZES, MegatronConfig
 from megarl.config.schema.rollout import RolloutConfig, TrainingRolloutConfig
 from megarl.config.schema.run import RunConfig
 
-_KeyProblems = Iterator[tuple[str, str]]
-
 
 def train_layouts(config: TrainConfig) -> Iterator[Problem]:
     """Check the layouts of all roles that the job has."""
@@ -56,14 +54,16 @@ def unused_devices(config: TrainConfig) -> Iterator[Problem]:
                 f"layout, such as {REFERENCE}.megatron.tensor_model_parallel_size"
             )
         if lacks:
-            yield Problem(f"{REFERENCE}.nnodes", policy.ref.nnodes, lacks)
+            yield Problem(f"{REFERENCE}.nnodes", policy.ref.nnodes, lacks, code="layout.unused-devices")
     if config.critic.nnodes and not config.uses_critic:
         text = f"algorithm.adv_estimator={config.algorithm.adv_estimator} has no critic; set 0"
-        yield Problem(f"{CRITIC}.nnodes", config.critic.nnodes, text)
+        yield Problem(f"{CRITIC}.nnodes", config.critic.nnodes, text, code="layout.unused-devices")
     if config.distillation.nnodes and not config.distillation.enabled:
-        yield Problem(f"{TEACHERS}.nnodes", config.distillation.nnodes, f"{TEACHERS}.enabled is false; set 0")
+        text = f"{TEACHERS}.enabled is false; set 0"
+        yield Problem(f"{TEACHERS}.nnodes", config.distillation.nnodes, text, code="layout.unused-devices")
     elif config.distillation.nnodes and not config.distillation.local_teachers:
-        yield Problem(f"{TEACHERS}.nnodes", config.distillation.nnodes, "all teachers are servers (server.urls); set 0")
+        text = "all teachers are servers (server.urls); set 0"
+        yield Problem(f"{TEACHERS}.nnodes", config.distillation.nnodes, text, code="layout.unused-devices")
 
 
 def supervised_layout(config: SupervisedConfig) -> Iterator[Problem]:
@@ -77,7 +77,8 @@ def reward_model_layout(config: ScoredJobConfig, trainer: RunConfig) -> Iterator
     if keys.enable:
         yield from _layout(keys.megatron, _pool(keys, REWARD_MODEL, trainer), f"{REWARD_MODEL}.megatron")
     elif keys.nnodes:
-        yield Problem(f"{REWARD_MODEL}.nnodes", keys.nnodes, f"{REWARD_MODEL}.enable is false; set 0")
+        text = f"{REWARD_MODEL}.enable is false; set 0"
+        yield Problem(f"{REWARD_MODEL}.nnodes", keys.nnodes, text, code="layout.unused-devices")
 
 
 def replicas(config: TrainConfig | EvaluateConfig | GenerateConfig) -> Iterator[Problem]:
@@ -86,39 +87,41 @@ def replicas(config: TrainConfig | EvaluateConfig | GenerateConfig) -> Iterator[
     sglang = rollout.engine_kwargs.sglang
     if rollout.server_urls and sglang.api_key_env is None:
         text = "name the environment variable with the API key that the servers of urls demand (--api-key)"
-        yield Problem(f"{ROLLOUT}.engine_kwargs.sglang.api_key_env", sglang.api_key_env, text)
+        yield Problem(f"{ROLLOUT}.engine_kwargs.sglang.api_key_env", None, text, code="sglang.no-api-key-env")
     tp, size = rollout.tensor_model_parallel_size, rollout.devices_per_replica
     pool = _pool(rollout if isinstance(rollout, TrainingRolloutConfig) else None, ROLLOUT, trainer)
     servers = len(rollout.server_urls)
     if rollout.replicas is None:
         text = f"replicas of {tp} devices do not divide {pool.text}"
-        yield Problem(f"{ROLLOUT}.tensor_model_parallel_size", tp, text)
+        yield Problem(f"{ROLLOUT}.tensor_model_parallel_size", tp, text, code="layout.replica-size")
     elif servers and servers != rollout.replicas:
         text = f"{ROLLOUT}.engine_kwargs.sglang.urls has {servers}, one per replica"
-        yield Problem(f"{ROLLOUT}.replicas", rollout.replicas, text)
+        yield Problem(f"{ROLLOUT}.replicas", rollout.replicas, text, code="sglang.urls-per-replica")
     elif rollout.replicas * size > pool.devices:
         total = f"{rollout.replicas} replicas x {size} = {rollout.replicas * size} devices"
-        yield Problem(f"{ROLLOUT}.replicas", rollout.replicas, f"{total} are more than {pool.text}")
+        text = f"{total} are more than {pool.text}"
+        yield Problem(f"{ROLLOUT}.replicas", rollout.replicas, text, code="layout.too-many-replicas")
     elif tp > 1 and rollout.name == "embedded":
         text = f"{ROLLOUT}.name=embedded runs each replica on one device; set 1"
-        yield Problem(f"{ROLLOUT}.tensor_model_parallel_size", tp, text)
+        yield Problem(f"{ROLLOUT}.tensor_model_parallel_size", tp, text, code="engine.one-device")
     elif (split := _nodes_of_replicas(rollout, trainer)) and split[1] % size:
         if size % split[1]:
             text = f"must divide {split[0]}={split[1]}, or be a multiple of it, for replicas on whole nodes"
-            yield Problem(f"{ROLLOUT}.tensor_model_parallel_size", tp, text)
+            yield Problem(f"{ROLLOUT}.tensor_model_parallel_size", tp, text, code="layout.replica-nodes")
         elif sglang.mode != "in_process":
             text = f"a server is on one node, and {size} devices are on {size // split[1]}; set in_process"
-            yield Problem(f"{ROLLOUT}.engine_kwargs.sglang.mode", sglang.mode, text)
+            yield Problem(f"{ROLLOUT}.engine_kwargs.sglang.mode", sglang.mode, text, code="sglang.server-on-nodes")
 
 
 def weight_sync(config: TrainConfig) -> Iterator[Problem]:
     """Check that the transport of the weight sync fits devices and nodes."""
     sync, trainer = config.sync, config.trainer
     if trainer.device == "cpu" and sync.transport in ("cuda_ipc", "nccl"):
-        yield Problem("sync.transport", sync.transport, "moves GPU memory and trainer.device is cpu; set auto")
+        text = "moves GPU memory and trainer.device is cpu; set auto"
+        yield Problem("sync.transport", sync.transport, text, code="sync.transport-on-cpu")
     if trainer.nnodes > 1 and sync.transport in ("shared_memory", "cuda_ipc"):
         text = f"does not lead from one node to another and trainer.nnodes={trainer.nnodes}; set auto"
-        yield Problem("sync.transport", sync.transport, text)
+        yield Problem("sync.transport", sync.transport, text, code="sync.transport-across-nodes")
 
 
 def _nodes_of_replicas(rollout: RolloutConfig, trainer: RunConfig) -> tuple[str, int] | None:
@@ -152,22 +155,13 @@ def _keyed_pool(path: str, nodes: int, per_node: int) -> _Pool:
 
 def _layout(megatron: MegatronConfig, pool: _Pool, path: str) -> Iterator[Problem]:
     """Check the layout of one role, as far as possible without its model; ``path`` is the key of its section."""
-    for key, text in (*_devices(megatron, pool), *_pipeline(megatron), *_memory(megatron)):
-        yield Problem(f"{path}.{key}", getattr(megatron, key), text)
     trains = not path.endswith(".ref.megatron")  # which has the actor's fields
-    problems = dict(override_problems(megatron.override_transformer_config, trains=trains))
-    if megatron.override_transformer_config.get("overlap_p2p_comm") is True and not _is_interleaved(megatron):
-        problems["overlap_p2p_comm"] = "needs virtual_pipeline_model_parallel_size of at least 2"
-    for name, text in problems.items():
-        value = megatron.override_transformer_config[name]
-        yield Problem(f"{path}.override_transformer_config.{name}", value, text)
+    fields = override_problems(megatron.override_transformer_config, trains=trains)
+    for problem in (*_devices(megatron, pool), *_pipeline(megatron), *_memory(megatron), *fields):
+        yield problem._replace(path=f"{path}.{problem.path}")
 
 
-def _is_interleaved(megatron: MegatronConfig) -> bool:
-    return (megatron.virtual_pipeline_model_parallel_size or 1) > 1
-
-
-def _devices(megatron: MegatronConfig, pool: _Pool) -> _KeyProblems:
+def _devices(megatron: MegatronConfig, pool: _Pool) -> Iterator[Problem]:
     sizes = {key: getattr(megatron, key) for key in REPLICA_SIZES}
     used = {key: size for key, size in sizes.items() if size > 1 or key != "context_parallel_size"}
     product = " x ".join(f"{REPLICA_SIZES[key]} parallel {size}" for key, size in used.items())
@@ -175,11 +169,13 @@ def _devices(megatron: MegatronConfig, pool: _Pool) -> _KeyProblems:
     if dp is None:
         key, right = _divide(sizes, pool.devices)
         text = f"{product} = {replica} devices per replica do not divide {pool.text}"
-        yield key, f"{text}; valid with the other sizes: {right}" if right else text
+        text = f"{text}; valid with the other sizes: {right}" if right else text
+        yield Problem(key, sizes[key], text, code="layout.replicas-do-not-divide")
     elif replica * dp > pool.devices:
         most = pool.devices // replica
         text = f"{product} x data parallel {dp} = {replica * dp} devices are more than {pool.text}"
-        yield "data_parallel_size", f"{text}; set {most} at most" if most else text
+        text = f"{text}; set {most} at most" if most else text
+        yield Problem("data_parallel_size", dp, text, code="layout.too-many-devices")
 
 
 def _divide(sizes: dict[str, int], devices: int) -> tuple[str, str]:
@@ -193,7 +189,7 @@ def _divide(sizes: dict[str, int], devices: int) -> tuple[str, str]:
     return large[0], ""
 
 
-def _pipeline(megatron: MegatronConfig) -> _KeyProblems:
+def _pipeline(megatron: MegatronConfig) -> Iterator[Problem]:
     fixed = {
         "num_layers_in_first_pipeline_stage": megatron.num_layers_in_first_pipeline_stage is not None,
         "num_layers_in_last_pipeline_stage": megatron.num_layers_in_last_pipeline_stage is not None,
@@ -202,27 +198,38 @@ def _pipeline(megatron: MegatronConfig) -> _KeyProblems:
         "account_for_embedding_in_pipeline_split": megatron.account_for_embedding_in_pipeline_split,
         "account_for_loss_in_pipeline_split": megatron.account_for_loss_in_pipeline_split,
     }
+    chunks = megatron.virtual_pipeline_model_parallel_size
+    interleaved = (chunks or 1) > 1
     if megatron.pipeline_model_parallel_size == 1:
-        if _is_interleaved(megatron):
-            yield "virtual_pipeline_model_parallel_size", "needs pipeline_model_parallel_size of at least 2; set null"
+        if interleaved:
+            text = "needs pipeline_model_parallel_size of at least 2; set null"
+            yield Problem("virtual_pipeline_model_parallel_size", chunks, text, code="layout.virtual-pipeline")
         for keys, off in ((fixed, "null"), (counted, "false")):
             for key in (key for key, is_set in keys.items() if is_set):
-                yield key, f"there is one stage only (pipeline_model_parallel_size=1); set {off}"
+                text = f"there is one stage only (pipeline_model_parallel_size=1); set {off}"
+                yield Problem(key, getattr(megatron, key), text, code="layout.single-stage")
     elif any(fixed.values()):
         names = " and ".join(name for name, is_set in fixed.items() if is_set)
         for key in (key for key, is_set in counted.items() if is_set):
-            yield key, f"{names} already sets the split of layers; set false, or set the latter null"
+            text = f"{names} already sets the split of layers; set false here, or null there"
+            yield Problem(key, True, text, code="layout.two-layer-splits")
+    if megatron.override_transformer_config.get("overlap_p2p_comm") is True and not interleaved:
+        key, text = "override_transformer_config.overlap_p2p_comm", "needs virtual_pipeline_model_parallel_size >= 2"
+        yield Problem(key, True, text, code="layout.overlap-p2p-comm")
 
 
-def _memory(megatron: MegatronConfig) -> _KeyProblems:
+def _memory(megatron: MegatronConfig) -> Iterator[Problem]:
     if megatron.overlap_param_gather and not megatron.use_distributed_optimizer:
-        yield "overlap_param_gather", "needs use_distributed_optimizer=true, which is false: nothing is gathered"
+        text = "needs use_distributed_optimizer=true, which is false: nothing is gathered"
+        yield Problem("overlap_param_gather", True, text, code="layout.overlap-param-gather")
     full = megatron.recompute_granularity == "full"
     for key, value in (
         ("recompute_method", megatron.recompute_method),
         ("recompute_num_layers", megatron.recompute_num_layers),
     ):
         if value is not None and not full:
-            yield key, "has no effect without recompute_granularity=full; set null"
+            text = "has no effect without recompute_granularity=full; set null"
+            yield Problem(key, value, text, code="layout.recompute-not-full")
     if megatron.recompute_granularity == "selective" and not megatron.recompute_modules:
-        yield "recompute_modules", "recompute_granularity=selective needs at least one"
+        text = "recompute_granularity=selective needs at least one"
+        yield Problem("recompute_modules", megatron.recompute_modules, text, code="layout.no-recompute-modules")

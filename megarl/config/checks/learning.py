@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.base.algorithm_names import ADV_ESTIMATORS, GIGPO, estimator_needs
-from megarl.config.correction_bounds import rejection_rules, weight_bounds
+from megarl.config.correction_bounds import UnknownRejection, rejection_rules, weight_bounds
 from megarl.config.keys import keys_of
 from megarl.config.problems import Problem
 from megarl.config.schema.algorithm import GiGPOConfig, RolloutCorrectionConfig
+from megarl.config.schema.async_training import LOGLINEAR
 from megarl.config.schema.jobs import PreferenceConfig, SupervisedConfig, TrainConfig
 from megarl.config.schema.model import OptimConfig
 
@@ -21,11 +22,12 @@ def estimator(config: TrainConfig) -> Iterator[Problem]:
     label = f"algorithm.adv_estimator={name}"
     if estimator_needs(name, "group_ids") and n == 1 and config.uses_task_rewards:
         text = f"{label} compares the responses of a group; set at least 2"
-        yield Problem("actor_rollout_ref.rollout.n", n, text)
+        yield Problem("actor_rollout_ref.rollout.n", n, text, code="algorithm.group-of-one")
     if enabled is False and estimator_needs(name, "values"):
-        yield Problem("critic.enable", enabled, f"{label} needs a critic; leave it null")
+        yield Problem("critic.enable", enabled, f"{label} needs a critic; leave it null", code="algorithm.needs-critic")
     if enabled and name in ADV_ESTIMATORS and not estimator_needs(name, "values"):
-        yield Problem("critic.enable", enabled, f"{label} reads no values; leave it null")
+        text = f"{label} reads no values; leave it null"
+        yield Problem("critic.enable", enabled, text, code="algorithm.unused-critic")
     yield from _sum_pi_squared(config, label)
     if name in ADV_ESTIMATORS and name != GIGPO:
         defaults = GiGPOConfig()
@@ -33,12 +35,13 @@ def estimator(config: TrainConfig) -> Iterator[Problem]:
             value = getattr(config.algorithm.gigpo, item.name)
             if value != getattr(defaults, item.name):
                 text = f"has no effect with {label}; remove it, or set {GIGPO}"
-                yield Problem(f"algorithm.gigpo.{item.name}", value, text)
+                yield Problem(f"algorithm.gigpo.{item.name}", value, text, code="algorithm.gigpo-unused")
     if config.algorithm.whiten_rewards and config.uses_baselines:
         text = f"{label} compares with the scores of greedy responses, which are not whitened; set false"
-        yield Problem("algorithm.whiten_rewards", config.algorithm.whiten_rewards, text)
+        yield Problem("algorithm.whiten_rewards", True, text, code="algorithm.whiten-baseline")
     if config.trainer.critic_warmup and not config.uses_critic:
-        yield Problem("trainer.critic_warmup", config.trainer.critic_warmup, f"{label} has no critic to warm up; set 0")
+        text = f"{label} has no critic to warm up; set 0"
+        yield Problem("trainer.critic_warmup", config.trainer.critic_warmup, text, code="algorithm.critic-warmup")
 
 
 def _sum_pi_squared(config: TrainConfig, label: str) -> Iterator[Problem]:
@@ -48,18 +51,20 @@ def _sum_pi_squared(config: TrainConfig, label: str) -> Iterator[Problem]:
     enabled = config.actor_rollout_ref.actor.calculate_sum_pi_squared
     needs = estimator_needs(name, "sum_pi_squared")
     if enabled is False and needs:
-        yield Problem(path, enabled, f"{label} needs the sum of squared probabilities; leave it null")
+        text = f"{label} needs the sum of squared probabilities; leave it null"
+        yield Problem(path, enabled, text, code="algorithm.needs-sum-pi-squared")
     if enabled and name in ADV_ESTIMATORS and not needs:
-        yield Problem(path, enabled, f"{label} reads no squared probabilities; leave it null")
+        text = f"{label} reads no squared probabilities; leave it null"
+        yield Problem(path, enabled, text, code="algorithm.unused-sum-pi-squared")
     if not config.uses_sum_pi_squared:
         return
     reader = label if needs else f"{path}=true"
     if config.algorithm.rollout_correction.bypass_mode:
         text = f"leaves out the pass of the actor that {reader} needs; set false"
-        yield Problem(f"{_CORRECTION}.bypass_mode", True, text)
+        yield Problem(f"{_CORRECTION}.bypass_mode", True, text, code="algorithm.bypass-sum-pi-squared")
     if config.estimates_proximal_policy:
         text = f"leaves out the pass of the actor that {reader} needs; set recompute"
-        yield Problem("async_training.proximal", config.async_training.proximal, text)
+        yield Problem("async_training.proximal", LOGLINEAR, text, code="async.loglinear-sum-pi-squared")
 
 
 def losses(config: TrainConfig) -> Iterator[Problem]:
@@ -68,7 +73,7 @@ def losses(config: TrainConfig) -> Iterator[Problem]:
     loss, path = actor.policy_loss, "actor_rollout_ref.actor.policy_loss"
     if loss.clip_cov_lb >= loss.clip_cov_ub:
         text = f"must be below {path}.clip_cov_ub={loss.clip_cov_ub:g}"
-        yield Problem(f"{path}.clip_cov_lb", loss.clip_cov_lb, text)
+        yield Problem(f"{path}.clip_cov_lb", loss.clip_cov_lb, text, code="algorithm.clip-cov-bounds")
     if config.actor_rollout_ref.ref.megatron is None:
         return
     text = (
@@ -76,9 +81,10 @@ def losses(config: TrainConfig) -> Iterator[Problem]:
         "that the reference shares the actor's processes"
     )
     if algorithm.uses_full_kl:
-        yield Problem("algorithm.kl_penalty", algorithm.kl_penalty, text)
+        yield Problem("algorithm.kl_penalty", algorithm.kl_penalty, text, code="algorithm.full-kl-layout")
     if actor.uses_full_kl:
-        yield Problem("actor_rollout_ref.actor.kl_loss_type", actor.kl_loss_type, text)
+        path = "actor_rollout_ref.actor.kl_loss_type"
+        yield Problem(path, actor.kl_loss_type, text, code="algorithm.full-kl-layout")
 
 
 def selection(config: TrainConfig) -> Iterator[Problem]:
@@ -86,19 +92,20 @@ def selection(config: TrainConfig) -> Iterator[Problem]:
     groups, best, n = config.algorithm.filter_groups, config.algorithm.best_of_n, config.actor_rollout_ref.rollout.n
     if groups.enable and n == 1:
         text = "algorithm.filter_groups compares the responses of a group; set at least 2"
-        yield Problem("actor_rollout_ref.rollout.n", n, text)
+        yield Problem("actor_rollout_ref.rollout.n", n, text, code="algorithm.group-of-one")
     if groups.enable and groups.metric == "seq_final_reward":
         text = "is known only after the reference's log-probs; set score, or a number of the reward function"
-        yield Problem("algorithm.filter_groups.metric", groups.metric, text)
+        yield Problem("algorithm.filter_groups.metric", groups.metric, text, code="algorithm.filter-metric")
     per_round, per_step = config.data.gen_batch_size, config.data.train_batch_size
     if not groups.enable and per_round not in (None, per_step):
         text = (
             f"only algorithm.filter_groups generates in rounds of another size than data.train_batch_size={per_step}; "
             "leave it null"
         )
-        yield Problem("data.gen_batch_size", per_round, text)
+        yield Problem("data.gen_batch_size", per_round, text, code="algorithm.rounds-without-filter")
     if best.enable and best.keep >= n:
-        yield Problem("algorithm.best_of_n.keep", best.keep, f"must be less than actor_rollout_ref.rollout.n={n}")
+        text = f"must be less than actor_rollout_ref.rollout.n={n}"
+        yield Problem("algorithm.best_of_n.keep", best.keep, text, code="algorithm.best-of-n-keep")
 
 
 def reference_shaping(config: TrainConfig) -> Iterator[Problem]:
@@ -106,13 +113,14 @@ def reference_shaping(config: TrainConfig) -> Iterator[Problem]:
     align = config.algorithm.repr_align
     path, inner = "algorithm.repr_align", "algorithm.repr_align.ref_alignment"
     if align.enable and not align.ref_alignment.enable:
-        yield Problem(f"{path}.enable", align.enable, f"there is nothing to align with; set {inner}.enable=true")
+        text = f"there is nothing to align with; set {inner}.enable=true"
+        yield Problem(f"{path}.enable", align.enable, text, code="algorithm.repr-align-partner")
     if align.ref_alignment.enable and not align.enable:
-        text = f"has no effect without {path}.enable=true"
-        yield Problem(f"{inner}.enable", align.ref_alignment.enable, text)
+        text = f"has no effect without {path}.enable=true; set false, or enable both"
+        yield Problem(f"{inner}.enable", align.ref_alignment.enable, text, code="algorithm.repr-align-disabled")
     if align.enable and config.algorithm.rollout_correction.bypass_mode:
         text = "needs the policy's entropy, which algorithm.rollout_correction.bypass_mode=true does not compute"
-        yield Problem(f"{path}.enable", align.enable, text)
+        yield Problem(f"{path}.enable", align.enable, text, code="algorithm.bypass-repr-align")
 
 
 def router_replay(config: TrainConfig) -> Iterator[Problem]:
@@ -120,12 +128,12 @@ def router_replay(config: TrainConfig) -> Iterator[Problem]:
     path, mode = "actor_rollout_ref.actor.router_replay.mode", config.actor_rollout_ref.actor.router_replay.mode
     if mode == "R2" and config.algorithm.rollout_correction.bypass_mode:
         text = f"needs the pass for old log-probs, which {_CORRECTION}.bypass_mode=true leaves out; set false or R3"
-        yield Problem(path, mode, text)
+        yield Problem(path, mode, text, code="algorithm.bypass-router-replay")
     if mode == "R2" and config.estimates_proximal_policy:
         text = (
             "needs the pass for old log-probs, which async_training.proximal=loglinear leaves out; set recompute or R3"
         )
-        yield Problem(path, mode, text)
+        yield Problem(path, mode, text, code="async.loglinear-router-replay")
 
 
 def rollout_correction(config: TrainConfig) -> Iterator[Problem]:
@@ -137,37 +145,38 @@ def rollout_correction(config: TrainConfig) -> Iterator[Problem]:
         active.append("bypass_mode")
     if active and not rollout.calculate_log_probs:
         text = f"{_CORRECTION}.{active[0]} needs the engine's log-probs; set true"
-        yield Problem("actor_rollout_ref.rollout.calculate_log_probs", rollout.calculate_log_probs, text)
+        path = "actor_rollout_ref.rollout.calculate_log_probs"
+        yield Problem(path, False, text, code="rollout.log-probs-needed")
     yield from _bounds(correction)
     if not correction.bypass_mode:
         return
     for name, value in comparisons.items():
         if value is not None:
             text = f"{_CORRECTION}.bypass_mode=true leaves nothing to compare the engine's log-probs with; set one only"
-            yield Problem(f"{_CORRECTION}.{name}", value, text)
+            yield Problem(f"{_CORRECTION}.{name}", value, text, code="algorithm.bypass-correction")
     if not config.actor_rollout_ref.actor.state_masking:
-        text = (
-            "without actor_rollout_ref.actor.state_masking the loss contains tokens that have no log-prob of the engine"
-        )
-        yield Problem(f"{_CORRECTION}.bypass_mode", correction.bypass_mode, text)
+        text = "trains on tokens without a log-prob of the engine; set actor_rollout_ref.actor.state_masking=true"
+        yield Problem(f"{_CORRECTION}.bypass_mode", correction.bypass_mode, text, code="algorithm.bypass-state-masking")
 
 
 def _bounds(correction: RolloutCorrectionConfig) -> Iterator[Problem]:
+    path, threshold = f"{_CORRECTION}.rollout_is_threshold", correction.rollout_is_threshold
     try:
         weight_bounds(correction)
     except ValueError as error:
-        yield Problem(f"{_CORRECTION}.rollout_is_threshold", correction.rollout_is_threshold, str(error))
-    path, threshold = f"{_CORRECTION}.rollout_rs_threshold", correction.rollout_rs_threshold
-    if correction.rollout_rs is None and threshold is not None:
-        yield Problem(path, threshold, f"has no effect without {_CORRECTION}.rollout_rs")
+        yield Problem(path, threshold, str(error), code="algorithm.weight-bounds")
+    path, bounds = f"{_CORRECTION}.rollout_rs_threshold", correction.rollout_rs_threshold
+    if correction.rollout_rs is None and bounds is not None:
+        text = f"has no effect without {_CORRECTION}.rollout_rs; set null"
+        yield Problem(path, bounds, text, code="algorithm.threshold-without-rejection")
         return
     try:
         rejection_rules(correction)
+    except UnknownRejection as error:
+        path = f"{_CORRECTION}.rollout_rs"
+        yield Problem(path, correction.rollout_rs, str(error), code="algorithm.unknown-rejection")
     except ValueError as error:
-        if "is not known" in str(error):
-            yield Problem(f"{_CORRECTION}.rollout_rs", correction.rollout_rs, str(error))
-        else:
-            yield Problem(path, threshold, str(error))
+        yield Problem(path, bounds, str(error), code="algorithm.rejection-bounds")
 
 
 def optimizers(config: TrainConfig | SupervisedConfig) -> Iterator[Problem]:
@@ -185,10 +194,10 @@ def preference_loss(config: PreferenceConfig) -> Iterator[Problem]:
     loss, smoothed = config.loss, ("dpo", "simpo")
     if loss.label_smoothing and loss.type not in smoothed:
         text = f"has no effect with loss.type={loss.type}; leave it 0, or use {' or '.join(smoothed)}"
-        yield Problem("loss.label_smoothing", loss.label_smoothing, text)
+        yield Problem("loss.label_smoothing", loss.label_smoothing, text, code="algorithm.preference-key-unused")
     if loss.simpo_gamma is not None and loss.type != "simpo":
         text = f"has no effect with loss.type={loss.type}; leave it null, or use simpo"
-        yield Problem("loss.simpo_gamma", loss.simpo_gamma, text)
+        yield Problem("loss.simpo_gamma", loss.simpo_gamma, text, code="algorithm.preference-key-unused")
     if loss.uses_pairs:
         unread: dict[str, object] = {
             "loss.desirable_weight": loss.desirable_weight,
@@ -197,17 +206,19 @@ def preference_loss(config: PreferenceConfig) -> Iterator[Problem]:
         }
         for path, value in unread.items():
             if value is not None:
-                yield Problem(path, value, f"has no effect with loss.type={loss.type}; leave it null, or use kto")
+                text = f"has no effect with loss.type={loss.type}; leave it null, or use kto"
+                yield Problem(path, value, text, code="algorithm.preference-key-unused")
     elif config.data.train_batch_size < 2:
         text = "loss.type=kto estimates the KL from responses to other prompts of the step; set at least 2"
-        yield Problem("data.train_batch_size", config.data.train_batch_size, text)
+        yield Problem("data.train_batch_size", config.data.train_batch_size, text, code="algorithm.kto-batch-of-one")
 
 
 def _optimizer(optim: OptimConfig, path: str) -> Iterator[Problem]:
     if optim.min_lr > optim.lr:
-        yield Problem(f"{path}.min_lr", optim.min_lr, f"must not exceed {path}.lr={optim.lr:g}")
+        text = f"must not exceed {path}.lr={optim.lr:g}"
+        yield Problem(f"{path}.min_lr", optim.min_lr, text, code="algorithm.min-lr-above-lr")
     if optim.total_training_steps is not None and optim.lr_warmup_steps > optim.total_training_steps:
         text = f"must not exceed {path}.total_training_steps={optim.total_training_steps}"
-        yield Problem(f"{path}.lr_warmup_steps", optim.lr_warmup_steps, text)
+        yield Problem(f"{path}.lr_warmup_steps", optim.lr_warmup_steps, text, code="algorithm.warmup-too-long")
     if 1 in optim.betas:
-        yield Problem(f"{path}.betas", optim.betas, "both must be below 1")
+        yield Problem(f"{path}.betas", optim.betas, "both must be below 1", code="algorithm.adam-betas")

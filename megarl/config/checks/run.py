@@ -16,33 +16,36 @@ def experiment_name(config: JobConfig) -> Iterator[Problem]:
     """Check that the run has a name."""
     name = config.trainer.experiment_name
     if not name.strip():
-        yield Problem("trainer.experiment_name", name, "must not be empty; the run's folder has this name")
+        text = "must not be empty; the run's folder has this name"
+        yield Problem("trainer.experiment_name", name, text, code="config.no-experiment-name")
 
 
 def training_data(config: TrainConfig | SupervisedConfig) -> Iterator[Problem]:
     """Check that training files, mixture and curriculum name the data once."""
     data = config.data
     if not data.train_files and not data.mixture:
-        yield Problem("data.train_files", data.train_files, "must name at least one file, or set data.mixture")
+        text = "must name at least one file, or set data.mixture"
+        yield Problem("data.train_files", data.train_files, text, code="data.no-train-files")
     if data.train_files and data.mixture:
         text = "names training files, as data.train_files does; set that to []"
-        yield Problem("data.mixture", data.mixture, text)
+        yield Problem("data.mixture", data.mixture, text, code="data.files-and-mixture")
     if data.mixture and data.curriculum.column:
         text = "sorts the rows of one data set, and data.mixture has several; set their weights by step there"
-        yield Problem("data.curriculum.column", data.curriculum.column, text)
+        yield Problem("data.curriculum.column", data.curriculum.column, text, code="data.curriculum-with-mixture")
     for name, entry in data.mixture.items():
         yield from _mixture_entry(f"data.mixture.{name}", entry)
 
 
 def _mixture_entry(path: str, entry: object) -> Iterator[Problem]:
     if not isinstance(entry, Mapping):
-        yield Problem(path, entry, "must be a mapping with files and weight")
+        yield Problem(path, entry, "must be a mapping with files and weight", code="data.mixture-entry")
         return
     for key in sorted(set(map(str, entry)) - set(_MIXTURE_KEYS)):
-        yield Problem(f"{path}.{key}", entry[key], "unknown key; there are files and weight")
+        text = "unknown key; there are files and weight"
+        yield Problem(f"{path}.{key}", entry[key], text, code="data.mixture-unknown-key")
     files = entry.get("files")
     if not files or not isinstance(files, str | list) or not all(isinstance(file, str) for file in files):
-        yield Problem(f"{path}.files", files, "must be a file or a list of files")
+        yield Problem(f"{path}.files", files, "must be a file or a list of files", code="data.mixture-files")
 
 
 def custom_data_classes(config: TrainConfig) -> Iterator[Problem]:
@@ -53,10 +56,11 @@ def custom_data_classes(config: TrainConfig) -> Iterator[Problem]:
         ("data.custom_cls.name", dataset.path, dataset.name),
     ):
         if (file is None) != (name is None):
-            yield Problem(path, name, "file and name of the class go together; set both or none")
+            text = "file and name of the class go together; set both or none"
+            yield Problem(path, name, text, code="data.custom-class-incomplete")
     if sampler.class_path and (config.data.mixture or config.data.curriculum.column):
         text = "decides the order of rows; set data.mixture={} and data.curriculum.column=null"
-        yield Problem("data.sampler.class_path", sampler.class_path, text)
+        yield Problem("data.sampler.class_path", sampler.class_path, text, code="data.two-orders")
 
 
 def validation(config: TrainConfig) -> Iterator[Problem]:
@@ -65,10 +69,11 @@ def validation(config: TrainConfig) -> Iterator[Problem]:
     if config.data.val_files:
         return
     if config.val_reward_fn.path is not None:
-        yield Problem("val_reward_fn.path", config.val_reward_fn.path, "needs data.val_files, which is empty")
+        text = "needs data.val_files, which is empty"
+        yield Problem("val_reward_fn.path", config.val_reward_fn.path, text, code="data.no-val-files")
     for name, enabled in (("val_only", trainer.val_only), ("val_before_train", trainer.val_before_train)):
         if enabled:
-            yield Problem(f"trainer.{name}", enabled, "needs data.val_files, which is empty")
+            yield Problem(f"trainer.{name}", enabled, "needs data.val_files, which is empty", code="data.no-val-files")
     if trainer.test_freq > 0:
         yield _no_validation_data(trainer.test_freq)
 
@@ -80,17 +85,19 @@ def pair_validation(config: PairTrainingConfig) -> Iterator[Problem]:
 
 
 def _no_validation_data(test_freq: int) -> Problem:
-    return Problem("trainer.test_freq", test_freq, "needs data.val_files, which is empty; -1 = never validate")
+    text = "needs data.val_files, which is empty; -1 = never validate"
+    return Problem("trainer.test_freq", test_freq, text, code="data.no-val-files")
 
 
 def resume(config: TrainConfig | SupervisedConfig) -> Iterator[Problem]:
     """Check that resume mode and resume path agree."""
     mode, path = config.trainer.resume_mode, config.trainer.resume_from_path
     if mode == "resume_path" and not path:
-        yield Problem("trainer.resume_from_path", path, "must be set with trainer.resume_mode=resume_path")
+        text = "must be set with trainer.resume_mode=resume_path"
+        yield Problem("trainer.resume_from_path", path, text, code="resume.no-path")
     if mode != "resume_path" and path:
         text = f"has no effect with trainer.resume_mode={mode}; set that to resume_path"
-        yield Problem("trainer.resume_from_path", path, text)
+        yield Problem("trainer.resume_from_path", path, text, code="resume.unused-path")
 
 
 def checkpoints(config: TrainConfig) -> Iterator[Problem]:
@@ -102,10 +109,10 @@ def checkpoints(config: TrainConfig) -> Iterator[Problem]:
     if trainer.best_metric is not None:
         if trainer.test_freq < 1:
             text = f"needs validation, and trainer.test_freq={trainer.test_freq} has none; set that to 1 or more"
-            yield Problem("trainer.best_metric", trainer.best_metric, text)
+            yield Problem("trainer.best_metric", trainer.best_metric, text, code="checkpoint.best-needs-validation")
         if trainer.save_freq < 1:
             text = f"keeps a checkpoint, and trainer.save_freq={trainer.save_freq} saves none; set that to 1 or more"
-            yield Problem("trainer.best_metric", trainer.best_metric, text)
+            yield Problem("trainer.best_metric", trainer.best_metric, text, code="checkpoint.best-needs-saves")
 
 
 def supervised_checkpoints(config: SupervisedConfig) -> Iterator[Problem]:
@@ -116,26 +123,28 @@ def supervised_checkpoints(config: SupervisedConfig) -> Iterator[Problem]:
 def _contents(checkpoint: CheckpointConfig, path: str) -> Iterator[Problem]:
     saved, loaded = checkpoint.save_contents, checkpoint.load_contents
     if not saved:
-        yield Problem(f"{path}.save_contents", saved, f"must name at least one of {', '.join(RESUMABLE)}")
+        text = f"must name at least one of {', '.join(RESUMABLE)}"
+        yield Problem(f"{path}.save_contents", saved, text, code="checkpoint.no-save-contents")
     elif "model" not in saved and saved != [HF_MODEL]:
         text = "no run can continue without model: add it, or save [hf_model] alone for other programs"
-        yield Problem(f"{path}.save_contents", saved, text)
+        yield Problem(f"{path}.save_contents", saved, text, code="checkpoint.save-without-model")
     if "model" not in loaded:
         text = (
             "must have model: without its weights there is nothing to continue; trainer.resume_mode=disable starts "
             "from scratch"
         )
-        yield Problem(f"{path}.load_contents", loaded, text)
+        yield Problem(f"{path}.load_contents", loaded, text, code="resume.contents-without-model")
     for name, values in (("save_contents", saved), ("load_contents", loaded)):
         if len(set(values)) < len(values):
-            yield Problem(f"{path}.{name}", values, "must name each entry once")
+            yield Problem(f"{path}.{name}", values, "must name each entry once", code="checkpoint.repeated-contents")
 
 
 def timeline(config: JobConfig) -> Iterator[Problem]:
     """Check the steps of the timeline."""
     steps = config.trainer.timeline.steps
     if any(step < 0 for step in steps):
-        yield Problem("trainer.timeline.steps", steps, "steps are counted from 0, the time before the first")
+        text = "steps are counted from 0, the time before the first"
+        yield Problem("trainer.timeline.steps", steps, text, code="timeline.negative-step")
 
 
 def profilers(config: TrainConfig) -> Iterator[Problem]:
@@ -145,24 +154,26 @@ def profilers(config: TrainConfig) -> Iterator[Problem]:
     for role, profiler in enabled.items():
         if keys.tool is None:
             text = "there is no profiler: set global_profiler.tool and global_profiler.steps"
-            yield Problem(f"{role}.profiler.enable", profiler.enable, text)
+            yield Problem(f"{role}.profiler.enable", profiler.enable, text, code="timeline.no-profiler")
         if not profiler.all_ranks and not profiler.ranks:
             text = f"no rank is profiled: name some, or set {role}.profiler.all_ranks=true"
-            yield Problem(f"{role}.profiler.ranks", profiler.ranks, text)
+            yield Problem(f"{role}.profiler.ranks", profiler.ranks, text, code="timeline.no-ranks")
     if _REF in enabled and config.actor_rollout_ref.ref.megatron is None:
         text = "the reference shares the actor's processes: set actor_rollout_ref.actor.profiler.enable"
-        yield Problem(f"{_REF}.profiler.enable", enabled[_REF].enable, text)
+        yield Problem(f"{_REF}.profiler.enable", enabled[_REF].enable, text, code="timeline.shared-processes")
     if keys.tool is None:
         return
     if not keys.steps:
         if enabled:
-            yield Problem("global_profiler.steps", keys.steps, "no step is profiled: name some, as [2]")
+            text = "no step is profiled: name some, as [2]"
+            yield Problem("global_profiler.steps", keys.steps, text, code="timeline.no-steps")
         return
     if not enabled:
         names = ", ".join(f"{role}.profiler.enable" for role in roles)
-        yield Problem("global_profiler.tool", keys.tool, f"no role is profiled: set one of {names}")
+        text = f"no role is profiled: set one of {names}"
+        yield Problem("global_profiler.tool", keys.tool, text, code="timeline.no-role")
     if keys.tool != "torch" and config.trainer.device == "cpu":
-        yield Problem("global_profiler.tool", keys.tool, needs_cuda(keys.tool))
+        yield Problem("global_profiler.tool", keys.tool, needs_cuda(keys.tool), code="timeline.needs-cuda")
 
 
 def needs_cuda(tool: str) -> str:

@@ -22,13 +22,14 @@ def reward_model(config: TrainConfig | EvaluateConfig) -> Iterator[Problem]:
     if not keys.enable:
         if keys.function_weight == 0:
             text = "leaves nothing to score with while reward_model.enable=false; leave it null"
-            yield Problem("reward_model.function_weight", keys.function_weight, text)
+            yield Problem("reward_model.function_weight", keys.function_weight, text, code="reward.nothing-scores")
         return
     if not keys.model.path:
-        yield Problem("reward_model.model.path", keys.model.path, "must be set with reward_model.enable=true")
+        text = "must be set with reward_model.enable=true"
+        yield Problem("reward_model.model.path", keys.model.path, text, code="reward.no-model-path")
     if keys.model_weight == 0:
         text = "leaves the reward model without effect; set reward_model.enable=false"
-        yield Problem("reward_model.model_weight", keys.model_weight, text)
+        yield Problem("reward_model.model_weight", keys.model_weight, text, code="reward.model-without-weight")
 
 
 def reward_model_batches(config: EvaluateConfig) -> Iterator[Problem]:
@@ -41,45 +42,54 @@ def reward_functions(config: ScoredJobConfig) -> Iterator[Problem]:
     reward, custom = config.reward_model, config.custom_reward_function.path
     functions, path = reward.functions, "reward_model.functions"
     if any(isinstance(weight, bool) or not isinstance(weight, int | float) for weight in functions.values()):
-        yield Problem(path, functions, "must give each function a number, its weight")
+        yield Problem(path, functions, "must give each function a number, its weight", code="reward.weight-not-number")
     if CUSTOM_REWARD in functions and custom is None:
-        yield Problem(path, functions, "has 'custom', and custom_reward_function.path is not set")
+        text = "has 'custom', and custom_reward_function.path is not set; set it"
+        yield Problem(path, functions, text, code="reward.custom-without-function")
     if custom is not None and functions and CUSTOM_REWARD not in functions:
-        yield Problem(path, functions, "leaves out custom_reward_function; give 'custom' a weight")
+        text = "leaves out custom_reward_function; give 'custom' a weight"
+        yield Problem(path, functions, text, code="reward.custom-without-weight")
     if any(not isinstance(name, str) for name in reward.data_sources.values()):
         text = "must give each data source the name of a function"
-        yield Problem("reward_model.data_sources", reward.data_sources, text)
+        yield Problem("reward_model.data_sources", reward.data_sources, text, code="reward.data-source-function")
     if any(not isinstance(kwargs, dict) for kwargs in reward.function_kwargs.values()):
         text = "must give each function a mapping of arguments"
-        yield Problem("reward_model.function_kwargs", reward.function_kwargs, text)
+        yield Problem("reward_model.function_kwargs", reward.function_kwargs, text, code="reward.function-kwargs")
     overlong, longest = reward.reward_kwargs.overlong_buffer_cfg, reward.reward_kwargs.max_resp_len
     if overlong.enable and not 0 < overlong.len <= (longest or config.data.max_response_length):
         text = "must be above 0 and at most the longest response (max_resp_len, or data.max_response_length)"
-        yield Problem("reward_model.reward_kwargs.overlong_buffer_cfg.len", overlong.len, text)
+        path = "reward_model.reward_kwargs.overlong_buffer_cfg.len"
+        yield Problem(path, overlong.len, text, code="reward.overlong-buffer")
     url = reward.sandbox_fusion.url
     if url is not None and not url.startswith(_URLS):
-        yield Problem("reward_model.sandbox_fusion.url", url, "must begin with http:// or https://")
+        text = "must begin with http:// or https://"
+        yield Problem("reward_model.sandbox_fusion.url", url, text, code="config.bad-url")
     yield from _judge(reward.judge, required=reward.name == "judge" or "judge" in functions)
 
 
 def _judge(judge: JudgeConfig, *, required: bool) -> Iterator[Problem]:
     path = "reward_model.judge"
     if judge.base_url is not None and not judge.base_url.startswith(_URLS):
-        yield Problem(f"{path}.base_url", judge.base_url, "must begin with http:// or https://")
+        yield Problem(f"{path}.base_url", judge.base_url, "must begin with http:// or https://", code="config.bad-url")
     for name, value in (("base_url", judge.base_url), ("model", judge.model)):
         if required and value is None:
-            yield Problem(f"{path}.{name}", value, "must be set for the reward function 'judge'")
+            text = "must be set for the reward function 'judge'"
+            yield Problem(f"{path}.{name}", value, text, code="judge.not-configured")
     if judge.score_range[0] >= judge.score_range[1]:
-        yield Problem(f"{path}.score_range", judge.score_range, "its first entry must be below its second")
+        text = "its first entry must be below its second"
+        yield Problem(f"{path}.score_range", judge.score_range, text, code="judge.score-range")
     try:
         groups = re.compile(judge.score_pattern).groups
     except re.error as error:
-        yield Problem(f"{path}.score_pattern", judge.score_pattern, f"is no regular expression: {error}")
+        text = f"is no regular expression: {error}"
+        yield Problem(f"{path}.score_pattern", judge.score_pattern, text, code="judge.bad-pattern")
     else:
         if groups == 0:
-            yield Problem(f"{path}.score_pattern", judge.score_pattern, "must have a group for the score")
+            text = "must have a group for the score"
+            yield Problem(f"{path}.score_pattern", judge.score_pattern, text, code="judge.pattern-without-group")
     file = judge.template_path
     if judge.template is not None and file is not None:
-        yield Problem(f"{path}.template_path", file, "and template are two templates; set one")
+        text = "cannot be set together with template; set one of them"
+        yield Problem(f"{path}.template_path", file, text, code="judge.two-templates")
     if file is not None and not Path(file).expanduser().is_file():
-        yield Problem(f"{path}.template_path", file, "no such file")
+        yield Problem(f"{path}.template_path", file, "no such file", code="config.no-such-file")

@@ -28,10 +28,10 @@ def watchdog_phases(config: JobConfig) -> Iterator[Problem]:
     for phase, seconds in limits.items():
         if phase not in PHASES:
             text = f"there is no phase {phase!r}; there are {', '.join(PHASES)}"
-            yield Problem(f"{_WATCHDOG}.phases", limits, text)
+            yield Problem(f"{_WATCHDOG}.phases", limits, text, code="config.watchdog-unknown-phase")
         elif seconds is not None and not (_is_number(seconds) and seconds > 0):
             text = f"{phase}: {seconds!r} must be seconds > 0, or null for no limit"
-            yield Problem(f"{_WATCHDOG}.phases", limits, text)
+            yield Problem(f"{_WATCHDOG}.phases", limits, text, code="config.watchdog-limit")
 
 
 def watchdog_before_collectives(config: JobConfig) -> Iterator[Problem]:
@@ -42,15 +42,16 @@ def watchdog_before_collectives(config: JobConfig) -> Iterator[Problem]:
     nccl = trainer.nccl_timeout
     if nccl >= RAY_SILENCE_S:
         text = f"must be below {RAY_SILENCE_S} s, after which Ray calls a silent process dead"
-        yield Problem("trainer.nccl_timeout", nccl, text)
+        yield Problem("trainer.nccl_timeout", nccl, text, code="config.collective-timeout")
     if keys.timeout_s is not None and keys.timeout_s + REPORT_S > nccl:
         key = f"{_WATCHDOG}.timeout_s"
-        yield Problem(key, keys.timeout_s, _no_time_to_report(key, keys.timeout_s, nccl))
+        text = _no_time_to_report(key, keys.timeout_s, nccl)
+        yield Problem(key, keys.timeout_s, text, code="config.watchdog-after-collectives")
     for name in _COLLECTIVE:
         seconds = keys.phases.get(name)
         if _is_number(seconds) and seconds + REPORT_S > nccl:
             text = _no_time_to_report(f"{_WATCHDOG}.phases.{name}", seconds, nccl)
-            yield Problem(f"{_WATCHDOG}.phases", keys.phases, text)
+            yield Problem(f"{_WATCHDOG}.phases", keys.phases, text, code="config.watchdog-after-collectives")
 
 
 def replicas_before_watchdog(config: TrainConfig | EvaluateConfig | GenerateConfig) -> Iterator[Problem]:
@@ -65,7 +66,7 @@ def replicas_before_watchdog(config: TrainConfig | EvaluateConfig | GenerateConf
             f"must be below {path}={seconds:g}, so that a silent replica is replaced before the phase counts as "
             f"stalled: set {_HEALTH}={0.75 * seconds:g}, or {path}={math.ceil(health / 0.75)}"
         )
-        yield Problem(_HEALTH, health, text)
+        yield Problem(_HEALTH, health, text, code="config.replica-after-watchdog")
 
 
 def sync_before_watchdog(config: TrainConfig) -> Iterator[Problem]:
@@ -78,7 +79,7 @@ def sync_before_watchdog(config: TrainConfig) -> Iterator[Problem]:
             f"the run ends: set sync.timeout_s={0.75 * seconds:g}, or {_WATCHDOG}.phases.update_weights="
             f"{math.ceil(sync / 0.75)}"
         )
-        yield Problem("sync.timeout_s", sync, text)
+        yield Problem("sync.timeout_s", sync, text, code="sync.timeout-after-watchdog")
 
 
 def _is_number(value: object) -> TypeGuard[float]:

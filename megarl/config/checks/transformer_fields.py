@@ -23,7 +23,7 @@ from megarl.config.checks.transformer_field_table import (
     REJECTED_VALUES,
     SUPPORTED,
 )
-from megarl.config.problems import format_value
+from megarl.config.problems import Problem, format_value
 
 _SOURCES = (
     ("model_parallel_config.py", "ModelParallelConfig"),
@@ -45,36 +45,39 @@ class TransformerField(NamedTuple):
     default: ast.expr | None
 
 
-def override_problems(overrides: Mapping[str, Any], *, trains: bool = True) -> Iterator[tuple[str, str]]:
-    """Fields that cannot be set, each with the reason; a role that does not train ignores losses."""
+def override_problems(overrides: Mapping[str, Any], *, trains: bool = True) -> Iterator[Problem]:
+    """Find fields that cannot be set, by path in the role's section; a role that does not train ignores losses."""
     fields = transformer_fields() if overrides else {}
     for name, value in overrides.items():
-        if problem := _problem(name, value, fields):
-            yield name, problem
+        path = f"override_transformer_config.{name}"
+        if problem := _problem(name, path, value, fields):
+            yield problem
         elif name == "moe_aux_loss_coeff" and trains and value and overrides.get(_BALANCING) != "seq_aux_loss":
-            yield name, f"needs {_BALANCING}=seq_aux_loss"
+            text = f"needs {_BALANCING}=seq_aux_loss"
+            yield Problem(path, value, text, code="config.transformer-field-without-effect")
 
 
-def _problem(name: str, value: Any, fields: Mapping[str, TransformerField]) -> str:
-    """The reason why a field cannot have a value; empty if it can."""
+def _problem(name: str, path: str, value: Any, fields: Mapping[str, TransformerField]) -> Problem | None:
+    """The problem of a field that cannot have a value."""
     if name in OWNED:
-        return f"cannot be set: {OWNED[name]}"
+        return Problem(path, value, f"cannot be set: {OWNED[name]}", code="config.owned-transformer-field")
     if not fields:
-        return ""
+        return None
     if name not in fields:
         near = difflib.get_close_matches(name, sorted(SUPPORTED & fields.keys()), n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        return f"the installed Megatron-Core's TransformerConfig has no such field{hint}"
+        text = f"the installed Megatron-Core's TransformerConfig has no such field{hint}"
+        return Problem(path, value, text, code="config.unknown-transformer-field")
     field = fields[name]
     if name in SUPPORTED:
         reason = REJECTED_VALUES.get(name, {}).get(value) if isinstance(value, str) else None
-        if reason:
-            return f"cannot be {format_value(value)}: that {reason}"
-        return "" if _fits(name, field, value) else f"must be {_describe(name, field)}, not {format_value(value)}"
+        text = f"cannot be {format_value(value)}: that {reason}" if reason else f"must be {_describe(name, field)}"
+        is_wrong = reason or not _fits(name, field, value)
+        return Problem(path, value, text, code="config.transformer-field-value") if is_wrong else None
     if _is_default(field, value):
-        return ""
+        return None
     reason = REJECTED.get(name, "megarl does not know this field of the installed Megatron-Core; remove the key")
-    return f"is not supported: {reason}"
+    return Problem(path, value, f"is not supported: {reason}", code="config.unsupported-transformer-field")
 
 
 def _is_default(field: TransformerField, value: Any) -> bool:

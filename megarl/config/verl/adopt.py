@@ -113,7 +113,8 @@ class _Adopter:
         rule = self.table.rule_for(path)
         if isinstance(rule, Only) and value not in rule.values:
             accepted = " or ".join(map(format_value, rule.values))
-            self._refuse(source, value, f"is accepted as {accepted} only: {rule.why}" if accepted else rule.why)
+            text = f"is accepted as {accepted} only: {rule.why}" if accepted else rule.why
+            self._refuse(source, value, text, code="config.verl-value")
         elif isinstance(rule, NoEffect):
             self.notes.append(f"{source}={format_value(value)} has no effect: {rule.why}")
         elif isinstance(rule, Renamed):
@@ -121,17 +122,18 @@ class _Adopter:
         elif isinstance(rule, Feature):
             self._switch(rule, path, value, source)
         elif isinstance(rule, Refused | OtherBackend):
-            self._refuse(source, value, rule.why)
+            self._refuse(source, value, rule.why, code="config.verl-key")
         elif path != source:
             nearest = " or ".join(nearest_keys(path, self.keys))
-            self._refuse(source, value, "unknown key" + (f"; did you mean {nearest}?" if nearest else ""))
+            text = "unknown key" + (f"; did you mean {nearest}?" if nearest else "")
+            self._refuse(source, value, text, code="config.unknown-key")
 
     def _switch(self, rule: Feature, path: str, value: Any, source: str) -> None:
         state = self.switches.get(rule.switch)
         if state is None or state in rule.off:
             return
         cause = "" if path == rule.switch else f" ({rule.switch}={format_value(state)})"
-        self._refuse(source, value, f"is not supported{cause}: {rule.why}")
+        self._refuse(source, value, f"is not supported{cause}: {rule.why}", code="config.verl-feature")
 
     def _rename(self, rule: Renamed, value: Any, source: str) -> None:
         if value in rule.left_out or (rule.switch in self.switches and self.switches[rule.switch] in rule.off):
@@ -145,9 +147,8 @@ class _Adopter:
         default = schema[rule.to].default if rule.to in schema else None
         current = _get(self.tree, rule.to)
         if current not in (None, default, value):
-            self._refuse(
-                source, value, f"is {rule.to} in megarl, which is {format_value(current)} already; set one of them"
-            )
+            text = f"is {rule.to} in megarl, which is {format_value(current)} already; set one of them"
+            self._refuse(source, value, text, code="config.verl-two-names")
             return
         _set(self.tree, rule.to, value)
         self.notes.append(
@@ -159,7 +160,8 @@ class _Adopter:
         keys = _get(self.tree, section)
         nodes = keys.get("nnodes") if isinstance(keys, dict) else None
         if is_on and not nodes:
-            self._refuse(source, is_on, f"needs devices: set {section}.nnodes and {section}.n_gpus_per_node")
+            text = f"needs devices: set {section}.nnodes and {section}.n_gpus_per_node"
+            self._refuse(source, is_on, text, code="config.verl-pool-devices")
         elif not is_on and nodes:
             keys["nnodes"] = 0
             self.notes.append(f"{section}.nnodes={format_value(nodes)} has no effect: {source}=false")
@@ -175,7 +177,7 @@ class _Adopter:
             holder[name] = [words.meanings.get(item, item) if isinstance(item, str) else item for item in value]
             return
         if value in words.refused:
-            self._refuse(path, value, f"is {words.refused[value]}")
+            self._refuse(path, value, f"is {words.refused[value]}", code="config.verl-value")
             holder[name] = self.keys[path].default
         elif value in words.meanings:
             holder[name] = words.meanings[value]
@@ -208,8 +210,8 @@ class _Adopter:
         for name in (*_FROM_ACTOR, *(_FROM_ACTOR_PIPELINE if same_pipeline else ())):
             layout.setdefault(name, copy.deepcopy(actors.get(name)))
 
-    def _refuse(self, path: str, value: Any, text: str) -> None:
-        self.problems.append(Problem(path, value, text))
+    def _refuse(self, path: str, value: Any, text: str, *, code: str) -> None:
+        self.problems.append(Problem(path, value, text, code))
 
 
 @cache
