@@ -91,13 +91,15 @@ def check_agent_names(
         if is_spec(str(name)) and name not in entries and name != default_agent_loop(config):
             raise ConfigError(
                 f"{locate(row)}: agent_name={name!r} is code, which data must not choose; give the class a name in "
-                f"{_KEY}, or set it as actor_rollout_ref.rollout.agent.default_agent_loop"
+                f"{_KEY}, or set it as actor_rollout_ref.rollout.agent.default_agent_loop",
+                code="agent.row-names-code",
             )
         try:
             _checked_class(config, entries, str(name))
         except ConfigError as error:
             hint = f"; the loops of {_KEY} are {', '.join(sorted(entries))}" if entries else ""
-            raise ConfigError(f"{locate(row)}: agent_name={name!r}: {error}{hint}") from error
+            text = f"{locate(row)}: agent_name={name!r}: {error.text}{hint}"
+            raise ConfigError(text, code=error.code) from error
 
 
 def _checked_class(
@@ -117,7 +119,8 @@ def _naming_options(name: str, options: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     except TypeError as error:
-        raise ConfigError(f"agent loop {name!r} cannot be built with the options {options}: {error}") from error
+        text = f"agent loop {name!r} cannot be built with the options {options}: {error}"
+        raise ConfigError(text, code="agent.loop-options") from error
 
 
 def build_agent_loops(
@@ -157,18 +160,20 @@ def read_loop_file(path: str | None) -> dict[str, Mapping[str, Any]]:
         return {}
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ConfigError(f"{_KEY}={path}: there is no such file")
+        raise ConfigError(f"{_KEY}={path}: there is no such file", code="agent.loop-file-missing")
     try:
         content = yaml.safe_load(file.read_bytes())  # YAML is UTF-8, whatever the locale
     except yaml.YAMLError as error:
-        raise ConfigError(f"{_KEY}={path} is no YAML file: {error}") from error
+        raise ConfigError(f"{_KEY}={path} is no YAML file: {error}", code="agent.loop-file-yaml") from error
     if not isinstance(content, list):
-        raise ConfigError(f"{_KEY}={path} must be a list of entries with 'name' and '_target_', got {content!r:.200}")
+        text = f"{_KEY}={path} must be a list of entries with 'name' and '_target_', got {content!r:.200}"
+        raise ConfigError(text, code="agent.loop-file-entries")
     entries: dict[str, Mapping[str, Any]] = {}
     for number, entry in enumerate(content):
         if not isinstance(entry, Mapping) or not {"name", "_target_"} <= entry.keys():
-            raise ConfigError(f"{path}, entry {number} must have 'name' and '_target_', got {entry!r:.200}")
+            text = f"{path}, entry {number} must have 'name' and '_target_', got {entry!r:.200}"
+            raise ConfigError(text, code="agent.loop-file-entries")
         if entry["name"] in entries:
-            raise ConfigError(f"{path}, entry {number}: there are two loops called {entry['name']!r}")
+            raise ConfigError(f"{path}, entry {number}: two loops are named {entry['name']!r}", code="agent.loop-twice")
         entries[str(entry["name"])] = {key: value for key, value in entry.items() if key != "name"}
     return entries

@@ -74,7 +74,8 @@ class ExternalAgent(AgentLoop):
         """Check that the endpoint is enabled and that the function can be imported."""
         rollout = config.actor_rollout_ref.rollout
         if not rollout.serves_endpoint:
-            raise ConfigError(f"external_agent generates over the chat endpoint; set {_PATH}.endpoint.enable=true")
+            text = f"external_agent generates over the chat endpoint; set {_PATH}.endpoint.enable=true"
+            raise ConfigError(text, code="agent.endpoint-disabled")
         load_agent(cls._spec(config, **options))
 
     @classmethod
@@ -86,7 +87,7 @@ class ExternalAgent(AgentLoop):
     def _spec(config: GenerationJobConfig, function: str | None = None) -> str:
         spec = function or config.actor_rollout_ref.rollout.agent.external_agent
         if spec is None:
-            raise ConfigError(f"external_agent needs {_PATH}.agent.external_agent, path.py:function")
+            raise ConfigError(f"set {_PATH}.agent.external_agent=path.py:function", code="agent.no-external-agent")
         return spec
 
     async def run(self, conversation: Conversation, generate: Generate) -> Trajectory:
@@ -96,7 +97,7 @@ class ExternalAgent(AgentLoop):
         it.
         """
         if self.endpoint is None:
-            raise AgentError("external_agent was built without the run's endpoint")
+            raise AgentError("external_agent was built without the run's endpoint", code="agent.no-endpoint")
         async with self.endpoint.session(conversation, generate) as access:
             task = AgentTask(
                 base_url=access.base_url,
@@ -127,11 +128,13 @@ def load_agent(spec: str) -> Agent:
     module, name = import_spec(spec, "agent", "function")
     function: Agent | None = getattr(module, name, None)
     if not callable(function):
-        raise ConfigError(f"agent {spec!r}: it has no function called {name!r}; there are {public_functions(module)}")
+        text = f"agent {spec!r}: it has no function called {name!r}; there are {public_functions(module)}"
+        raise ConfigError(text, code="config.user-code-function")
     try:
         inspect.signature(function).bind(None)
     except TypeError as error:
-        raise ConfigError(f"agent {spec!r} must take one argument, an AgentTask: {error}") from error
+        text = f"agent {spec!r} must take one argument, an AgentTask: {error}"
+        raise ConfigError(text, code="config.user-code-signature") from error
     except ValueError:  # some built-ins have no signature
         pass
     return function
@@ -159,7 +162,9 @@ async def run_agent(agent: Agent, task: AgentTask) -> Any:
         elif isinstance(error, Exception):
             done.set_exception(error)
         else:  # sys.exit in an agent must not end the run
-            done.set_exception(AgentError(f"the agent ended with {type(error).__name__}: {error}"))
+            done.set_exception(
+                AgentError(f"the agent ended with {type(error).__name__}: {error}", code="agent.exit-called")
+            )
 
     def work() -> None:
         result, failure = None, None
@@ -214,4 +219,5 @@ def _result_mapping(result: Any) -> Mapping[str, Any]:
         return dict(result)
     if isinstance(result, numbers.Real) and math.isfinite(result):
         return {"score": float(result)}
-    raise AgentError(f"an agent returns None, a finite number or a mapping, not {result!r:.100}")
+    text = f"the agent returned {result!r:.100}; it must return None, a finite number or a mapping"
+    raise AgentError(text, code="agent.result-type")

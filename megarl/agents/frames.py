@@ -67,9 +67,8 @@ def turn_frame(
     text = _render(tokenizer, [*start, *control.hide_messages(messages)], **(template_kwargs or {}))
     before, mark, frame = text.partition(_MARK)
     if not mark or _MARK in frame or _MARK in before:
-        raise AgentError(
-            "the chat template does not show an assistant's text once and verbatim, so no turn can be appended"
-        )
+        problem = "the chat template does not show an assistant's text once and verbatim, so no turn can be appended"
+        raise AgentError(problem, code="tokenizer.template-hides-turns")
     if last_token in control.special_ids:
         frame = _without_close(frame, control.special)
     return control.encode(frame)
@@ -94,4 +93,5 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **k
         )
     except TemplateError as error:
         roles = [message.get("role") for message in messages]
-        raise AgentError(f"the chat template refuses messages of roles {roles}: {error}") from error
+        text = f"the chat template refuses messages of roles {roles}: {error}"
+        raise AgentError(text, code="tokenizer.template-rejects") from error

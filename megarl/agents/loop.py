@@ -128,7 +128,8 @@ async def encode_messages(
     """
     texts, longest = [conversation.messages, json.dumps(tools, ensure_ascii=False)], conversation.limits.prompt_tokens
     if longest is not None and (tokens := fewest_tokens(tokenizer, texts)) > longest:
-        raise AgentError(f"the prompt has at least {tokens} tokens; data.max_prompt_length={longest} allows no more")
+        text = f"the prompt has at least {tokens} tokens; data.max_prompt_length={longest} allows no more"
+        raise AgentError(text, code="agent.prompt-too-long")
     return await in_tokenizer_thread(partial(encode_prompt, tokenizer, conversation.messages, tools, template_kwargs))
 
 
@@ -150,7 +151,8 @@ class Transcript:
         if longest is not None and len(self.prompt_ids) > longest:
             raise AgentError(
                 f"the prompt has {len(self.prompt_ids)} tokens, with the tools that it declares; "
-                f"data.max_prompt_length={longest} allows no more, raise it"
+                f"data.max_prompt_length={longest} allows no more, raise it",
+                code="agent.prompt-too-long",
             )
         self.response_ids: list[int] = []
         self.response_mask: list[int] = []
@@ -180,7 +182,7 @@ class Transcript:
         """
         params, room = params or self.conversation.params, self.room
         if room < 1:
-            raise AgentError(f"all {len(self.response_ids)} response tokens of the conversation are used up")
+            raise AgentError(f"all {len(self.response_ids)} response tokens are used up", code="agent.no-tokens-left")
         if params.max_new_tokens > room:
             params = replace(params, max_new_tokens=room)
         completion = await generate(
@@ -190,7 +192,7 @@ class Transcript:
             key=self.conversation.key,
         )
         if completion.finish_reason == "abort":
-            raise AgentError(f"the engine aborted turn {self.assistant_turns + 1}")
+            raise AgentError(f"the engine aborted turn {self.assistant_turns + 1}", code="agent.engine-aborted")
         self.append(completion)
         return completion
 

@@ -101,7 +101,7 @@ class RetrievalClient:
             except Exception as error:
                 for _, future in batch:
                     if not future.done():
-                        future.set_exception(RetrievalError(str(error)))
+                        future.set_exception(error)
                 continue
             for (_, future), hits in zip(batch, results, strict=True):
                 if not future.done():
@@ -129,7 +129,8 @@ class RetrievalClient:
                 break  # a retry would give the same result
         raise RetrievalError(
             f"retriever.url={options.url} did not answer {len(queries)} queries ({cause}); is the server running, "
-            "and is the address right?"
+            "and is the address right?",
+            code="tool.retriever-unreachable",
         )
 
     async def _post(self, queries: Sequence[str]) -> tuple[int, bytes]:
@@ -159,4 +160,4 @@ class RetrievalClient:
         return Hit(document["contents"], float(entry.get("score") or 0.0), str(document.get("id", "")))
 
     def _malformed(self, problem: str) -> RetrievalError:
-        return RetrievalError(f"retriever.url={self.options.url}: the answer {problem}")
+        return RetrievalError(f"retriever.url={self.options.url}: the answer {problem}", code="tool.retriever-answer")

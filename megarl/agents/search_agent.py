@@ -192,5 +192,6 @@ def _metrics(actions: list[Action]) -> dict[str, float]:
 
 def _url(config: GenerationJobConfig) -> str:
     if config.retriever.url is None:
-        raise ConfigError("retriever.url is null; search_agent needs a server such as http://127.0.0.1:8000/retrieve")
+        text = "retriever.url is null; search_agent needs a server such as http://127.0.0.1:8000/retrieve"
+        raise ConfigError(text, code="tool.no-retriever")
     return config.retriever.url

@@ -39,7 +39,7 @@ class SingleTurnLoop(AgentLoop):
         prompt_ids = conversation.prompt_ids or await self._encode(conversation)
         completion = await generate(prompt_ids, conversation.params, seed=conversation.seed, key=conversation.key)
         if completion.finish_reason == "abort":
-            raise AgentError("the engine aborted the response")
+            raise AgentError("the engine aborted the response", code="agent.engine-aborted")
         return Trajectory(
             prompt_ids=prompt_ids,
             response_ids=completion.token_ids,
@@ -53,5 +53,5 @@ class SingleTurnLoop(AgentLoop):
 
     async def _encode(self, conversation: Conversation) -> list[int]:
         if self.tokenizer is None:
-            raise AgentError("single_turn_agent got a prompt as messages and has no tokenizer to encode it with")
+            raise AgentError("single_turn_agent has no tokenizer to encode messages with", code="agent.no-tokenizer")
         return await encode_messages(self.tokenizer, conversation, template_kwargs=self.template_kwargs)

@@ -166,9 +166,8 @@ class ToolLoop(AgentLoop):
         names = [schema["function"]["name"] for schema in selection]
         missing = sorted(set(names) - self.tools.keys())
         if missing:
-            raise AgentError(
-                f"the row's column 'tools' has {missing}; the tools that can be called are {sorted(self.tools)}"
-            )
+            text = f"the row's column 'tools' has {missing}; the tools that can be called are {sorted(self.tools)}"
+            raise AgentError(text, code="tool.not-callable")
         return selection, {name: self.tools[name] for name in names}
 
 
@@ -176,5 +175,5 @@ def _tool_file(config: GenerationJobConfig) -> str:
     path: str | None = config.actor_rollout_ref.rollout.multi_turn.tool_config_path
     if path is None:
         key = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
-        raise ConfigError(f"{key} is null; tool_agent needs a YAML file with at least one tool")
+        raise ConfigError(f"{key} is null; tool_agent needs a YAML file with at least one tool", code="tool.no-file")
     return path

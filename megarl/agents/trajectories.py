@@ -30,7 +30,8 @@ def report_failures(trajectories: Sequence[Trajectory]) -> None:
     """
     errors = [trajectory.error for trajectory in trajectories if trajectory.error is not None]
     if errors and len(errors) == len(trajectories):
-        raise AgentError(f"all {len(errors)} conversations failed; the first: {errors[0]}")
+        text = f"all {len(errors)} conversations failed; the first: {errors[0]}"
+        raise AgentError(text, code="agent.all-conversations-failed")
     if errors:
         logger.warning("%d of %d conversations failed; the first: %s", len(errors), len(trajectories), errors[0])
 
@@ -158,7 +159,8 @@ def _routes(trajectories: Sequence[Trajectory], lengths: Sequence[int]) -> list[
     if example is None:
         raise AgentError(
             "the rollout engine returned no experts, which actor.router_replay.mode=R3 replays; set R2 to replay those "
-            "of the pass for old log-probs"
+            "of the pass for old log-probs",
+            code="rollout.no-routes",
         )
     rows = [np.full((length, *example.shape[1:]), -1, np.int16) for length in lengths]
     for row, trajectory in zip(rows, trajectories, strict=True):

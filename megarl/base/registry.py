@@ -68,9 +68,8 @@ class Registry(MutableMapping[str, _Entry], Generic[_Entry]):
             for name in names:
                 registered = self._entries.get(name, entry)
                 if not _is_same(registered, entry):
-                    raise self._error(
-                        f"{self.key}={name!r} is registered already, by {_origin(registered)}; choose another name"
-                    )
+                    text = f"{self.key}={name!r} is registered already, by {_origin(registered)}; choose another name"
+                    raise self._error(text, code="config.name-taken")
                 self._entries[name] = entry
             return entry
 
@@ -105,7 +104,7 @@ class Registry(MutableMapping[str, _Entry], Generic[_Entry]):
         if name not in self._entries and name in self._lazy:
             importlib.import_module(self._lazy[name])
         if name not in self._entries:
-            raise self._error(self._unknown(name))
+            raise self._error(self._unknown(name), code="config.unknown-name")
         return self._entries[name]
 
     def __setitem__(self, name: str, entry: _Entry) -> None:

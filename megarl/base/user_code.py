@@ -30,21 +30,22 @@ def import_file(path: str) -> ModuleType:
     """
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ConfigError(f"there is no file {path}")
+        raise ConfigError(f"there is no file {path}", code="config.user-code-file")
     # a module name per file, which shadows no installed module
     name = f"megarl_user_{file.stem}_{sha1(str(file.resolve()).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"{path} is not a Python file (*.py)")
+        raise ConfigError(f"{path} is not a Python file (*.py)", code="config.user-code-suffix")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise ConfigError(f"importing {path} failed: {type(error).__name__}: {error}") from error
+        text = f"importing {path} failed: {type(error).__name__}: {error}"
+        raise ConfigError(text, code="config.user-code-import") from error
     return module
 
 
@@ -57,7 +58,8 @@ def import_dotted(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"importing {name} failed: {type(error).__name__}: {error}") from error
+        text = f"importing {name} failed: {type(error).__name__}: {error}"
+        raise ConfigError(text, code="config.user-code-import") from error
 
 
 def import_user_modules(*specs: str) -> None:
@@ -89,11 +91,11 @@ def import_spec(spec: str, label: str, kind: str) -> tuple[ModuleType, str]:
     if not colon:
         path, _, name = spec.rpartition(".")
         if not path or spec.endswith(".py"):
-            raise ConfigError(f"{label} {spec!r} names no {kind}; {remedy}")
+            raise ConfigError(f"{label} {spec!r} names no {kind}; {remedy}", code="config.user-code-spec")
     try:
         return (import_file(path) if colon else import_dotted(path)), name
     except ConfigError as error:
-        raise ConfigError(f"{label} {spec!r}: {error}; {remedy}") from error
+        raise ConfigError(f"{label} {spec!r}: {error.text}; {remedy}", code=error.code) from error
 
 
 def load_user_class(spec: str, base: Callable[..., _Base], label: str) -> type[_Base]:
@@ -116,7 +118,8 @@ def load_user_class(spec: str, base: Callable[..., _Base], label: str) -> type[_
         reason = f"there are {classes}" if classes else "it has none at all"
         if isinstance(candidate, type):
             reason += f"; {name} must derive from {parent.__module__}.{parent.__qualname__}"
-        raise ConfigError(f"{label} {spec!r}: it has no {parent.__name__} called {name!r}; {reason}")
+        text = f"{label} {spec!r}: it has no {parent.__name__} called {name!r}; {reason}"
+        raise ConfigError(text, code="config.user-code-class")
     return candidate
 
 
@@ -135,17 +138,21 @@ def load_user_function(spec: str, label: str, *, arguments: int | None = None) -
     module, name = import_spec(spec, label, "function")
     function = getattr(module, name, None)
     if function is None:
-        raise ConfigError(f"{label} {spec!r}: it has no {name!r}; its functions are {public_functions(module)}")
+        text = f"{label} {spec!r}: it has no {name!r}; its functions are {public_functions(module)}"
+        raise ConfigError(text, code="config.user-code-function")
     if not callable(function):
-        raise ConfigError(f"{label} {spec!r} is a {type(function).__name__}; it must be a function")
+        text = f"{label} {spec!r} is a {type(function).__name__}; it must be a function"
+        raise ConfigError(text, code="config.user-code-not-callable")
     if arguments is not None:
         number = f"{arguments} argument" if arguments == 1 else f"{arguments} arguments"
         if inspect.iscoroutinefunction(function):
-            raise ConfigError(f"{label} {spec!r} is a coroutine function; it must be a plain function of {number}")
+            text = f"{label} {spec!r} is a coroutine function; it must be a plain function of {number}"
+            raise ConfigError(text, code="config.user-code-coroutine")
         try:
             inspect.signature(function).bind(*[None] * arguments)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{label} {spec!r} must be a function of {number}: {error}") from error
+            text = f"{label} {spec!r} must be a function of {number}: {error}"
+            raise ConfigError(text, code="config.user-code-signature") from error
     return cast("Callable[..., Any]", function)
 
 

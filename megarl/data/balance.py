@@ -56,12 +56,12 @@ def balanced_partition(costs: Sequence[float], k: int, equal_size: bool = False)
     """
     values = np.asarray(costs, dtype=np.float64)
     if k < 1:
-        raise DataError(f"k must be at least 1 part, got {k}")
+        raise DataError(f"k must be at least 1 part, got {k}", code="batch.too-few-parts")
     if not np.isfinite(values).all() or (values < 0).any():
         item = int(np.flatnonzero(~np.isfinite(values) | (values < 0))[0])
-        raise DataError(f"cost of item {item} is {values[item]}; costs must be finite and not negative")
+        raise DataError(f"cost {item} is {values[item]}; costs must be finite and not negative", code="batch.bad-cost")
     if equal_size and len(values) % k:
-        raise DataError(f"{len(values)} items cannot be cut into {k} parts of equal size")
+        raise DataError(f"{len(values)} items cannot be cut into {k} parts of equal size", code="batch.not-divisible")
     starts = (_greedy, _rounds, _snake) if equal_size else (_greedy,)
     best = _better(values, [start(values, k, equal_size) for start in starts])
     balanced = local_search(values, best, fixed_sizes=equal_size)
@@ -94,7 +94,8 @@ def balance_mini_batches(
     if num_mini_batches < 1 or dp < 1 or len(costs) % parts or (0 < len(costs) < num_mini_batches * dp):
         raise DataError(
             f"{len(costs)} rows cannot be cut into {num_mini_batches} mini-batches of equal size for {dp} ranks; "
-            f"the number of rows must be a multiple of {num_mini_batches} x {dp}"
+            f"the number of rows must be a multiple of {num_mini_batches} x {dp}",
+            code="batch.mini-batch-rows",
         )
     size = len(costs) // num_mini_batches
     return [
@@ -127,7 +128,8 @@ def stratified_minibatch_order(lengths: Sequence[int], num_mini_batches: int, gr
     if num_mini_batches < 1 or group < 1 or len(values) % (num_mini_batches * group):
         raise DataError(
             f"{len(values)} rows in groups of {group} do not divide into {num_mini_batches} mini-batches; the number "
-            f"of rows must be a multiple of {num_mini_batches} x {group}"
+            f"of rows must be a multiple of {num_mini_batches} x {group}",
+            code="batch.mini-batch-rows",
         )
     if num_mini_batches == 1 or not len(values):
         return list(range(len(values)))

@@ -204,7 +204,8 @@ class Columns(Mapping[str, Tensor]):
     def _of_tokens(self, column: Column, values: Tensor) -> RaggedColumn:
         lengths, starts, width = self._region(column)
         if len(values) != lengths.sum():
-            raise DataError(f"column {column.name!r} has {len(values)} values; its rows have {lengths.sum()} tokens")
+            text = f"column {column.name!r} has {len(values)} values; its rows have {lengths.sum()} tokens"
+            raise DataError(text, code="batch.column-tokens")
         return RaggedColumn.of_flat(column, values, lengths, starts, width)
 
     def _region(self, column: Column) -> tuple[np.ndarray, np.ndarray | None, int]:
@@ -222,7 +223,8 @@ class Columns(Mapping[str, Tensor]):
     def _known_spans(self, name: str) -> Spans:
         spans = read_spans(self)
         if spans is None:
-            raise DataError(f"rows of {name!r} without padding need 'attention_mask'; there are {sorted(self)}")
+            text = f"rows of {name!r} without padding need 'attention_mask'; there are {sorted(self)}"
+            raise DataError(text, code="batch.missing-column")
         return spans
 
     def to_ragged(self) -> Columns:
@@ -365,7 +367,8 @@ def _stack(name: str, tensors: list[Tensor]) -> Tensor:
         if tensor.shape[1:] != first.shape[1:] or tensor.dtype != first.dtype:
             raise DataError(
                 f"column {name!r} cannot be joined: {list(first.shape)} {first.dtype} and "
-                f"{list(tensor.shape)} {tensor.dtype}; only the columns of megarl.data.COLUMNS may differ in width"
+                f"{list(tensor.shape)} {tensor.dtype}; only the columns of megarl.data.COLUMNS may differ in width",
+                code="batch.join-shapes",
             )
     return torch.cat(tensors)
 

@@ -54,7 +54,8 @@ def declare_column(column: Column) -> Column:
         DataError: the name is already declared with another meaning.
     """
     if COLUMNS.get(column.name, column) != column:
-        raise DataError(f"column {column.name!r} is declared already, as {COLUMNS[column.name]}; choose another name")
+        text = f"column {column.name!r} is declared already, as {COLUMNS[column.name]}; rename it"
+        raise DataError(text, code="batch.column-declared")
     COLUMNS[column.name] = column
     return column
 
@@ -207,7 +208,8 @@ def column_widths(tensors: Mapping[str, Tensor]) -> Widths:
         if width != tensor.shape[1]:
             raise DataError(
                 f"columns {first!r} and {name!r} are both {column.alignment}-aligned but {width} and {tensor.shape[1]} "
-                "wide; pad both to the same width"
+                "wide; pad both to the same width",
+                code="batch.column-width",
             )
     prompt, response = (part_widths[part][1] if part in part_widths else None for part in ("prompt", "response"))
     if "sequence" not in part_widths:
@@ -218,9 +220,8 @@ def column_widths(tensors: Mapping[str, Tensor]) -> Widths:
     prompt = total - (response or 0) if prompt is None else prompt
     response = total - prompt if response is None else response
     if prompt < 0 or response < 0 or prompt + response != total:
-        raise DataError(
-            f"column {name!r} is {total} wide; it must cover prompts and responses, here {prompt} + {response} wide"
-        )
+        text = f"column {name!r} is {total} wide; it must cover prompts and responses, here {prompt} + {response} wide"
+        raise DataError(text, code="batch.column-width")
     return Widths(prompt, response)
 
 
@@ -229,6 +230,7 @@ def _check_kind(column: Column, tensor: Tensor) -> None:
     dimensions = 1 if column.alignment == "row" else 2
     if tensor.dim() < dimensions:
         shape = {"prompt": "[b, P]", "response": "[b, R]", "sequence": "[b, P+R]", "row": "[b]"}[column.alignment]
-        raise DataError(f"column {column.name!r} has shape {list(tensor.shape)}; it must be {shape}")
+        text = f"column {column.name!r} has shape {list(tensor.shape)}, not {shape}"
+        raise DataError(text, code="batch.column-shape")
     if tensor.dtype.is_floating_point != column.dtype.is_floating_point:
-        raise DataError(f"column {column.name!r} has dtype {tensor.dtype}; it must be like {column.dtype}")
+        raise DataError(f"column {column.name!r} is {tensor.dtype}, not like {column.dtype}", code="batch.column-dtype")

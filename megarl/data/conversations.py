@@ -63,20 +63,21 @@ class ConversationEncoder:
                 template rejects it or renders earlier turns differently later on.
         """
         if isinstance(values[self.reader.key], str):
-            raise DataError(f"{location}: column {self.reader.key!r} holds a text, not the messages of a conversation")
+            problem = f"{location}: column {self.reader.key!r} holds a text, not the messages of a conversation"
+            raise DataError(problem, code="data.not-messages")
         prompt = self.reader.read(values, location)
         fewest = fewest_tokens(self.before.tokenizer, [prompt.messages, prompt.tools or ()])
         if fewest > measured_tokens(self.max_tokens):
             raise DataError(
                 f"{location}: the conversation has at least {fewest} tokens, data.max_length={self.max_tokens} allows "
-                "no more, and data.truncation cuts no conversation that is this long; shorten the row, or remove it"
+                "no more, and data.truncation cuts no conversation that is this long; shorten the row, or remove it",
+                code="data.conversation-too-long",
             )
         trained = [i for i, message in enumerate(prompt.messages) if message["role"] == TRAINED_ROLE]
         if not trained or trained[0] == 0:
             roles = [message["role"] for message in prompt.messages]
-            raise DataError(
-                f"{location}: a conversation needs an {TRAINED_ROLE} message after its prompt; roles {roles}"
-            )
+            problem = f"{location}: a conversation needs an {TRAINED_ROLE} message after its prompt; roles {roles}"
+            raise DataError(problem, code="data.no-assistant-message")
         ids, mask, first, written = list[int](), list[int](), 0, ""
         for turn in trained:
             for encoder, end, is_trained in ((self.before, turn, 0), (self.complete, turn + 1, 1)):
@@ -84,7 +85,8 @@ class ConversationEncoder:
                 if not text.startswith(written):
                     raise DataError(
                         f"{location}: the chat template renders the turns before message {end - 1} differently once it "
-                        "follows (as templates do that remove thinking); make one row per assistant message"
+                        "follows (as templates do that remove thinking); make one row per assistant message",
+                        code="tokenizer.template-rewrites-turns",
                     )
                 rendered = encoder.encode_rendered(text)
                 if rendered[: len(ids)] != ids:  # a token would extend over the border, as two line breaks

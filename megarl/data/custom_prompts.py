@@ -78,11 +78,13 @@ class CustomPrompts(torch.utils.data.Dataset[Sample]):
         except Exception as error:  # user code may raise any error
             raise ConfigError(
                 f"data.custom_cls: {self.name}({', '.join(given)}) failed: {type(error).__name__}: {error}; a class "
-                "with verl's constructor takes data_files, tokenizer, config, processor and max_samples"
+                "with verl's constructor takes data_files, tokenizer, config, processor and max_samples",
+                code="data.custom-class-failed",
             ) from error
         missing = [name for name in ("__len__", "__getitem__") if not hasattr(self.source, name)]
         if missing:
-            raise ConfigError(f"data.custom_cls: {self.name} must have {' and '.join(missing)}")
+            text = f"data.custom_cls: {self.name} must have {' and '.join(missing)}"
+            raise ConfigError(text, code="data.custom-class-methods")
         self.reader = reader
         self.encoder = encoder
         self.max_prompt_length = max_prompt_length
@@ -115,7 +117,8 @@ class CustomPrompts(torch.utils.data.Dataset[Sample]):
             raise DataError(
                 f"{location}: the prompt has {self.encoder.describe(len(ids))} tokens, at most "
                 f"{self.max_prompt_length} are allowed; let the class drop it, raise data.max_prompt_length, or set "
-                "data.truncation=left, right or middle"
+                "data.truncation=left, right or middle",
+                code="data.prompt-too-long",
             )
         dropped = (self.reader.key, SYSTEM_COLUMN, TOOLS_COLUMN, *RESERVED, *_PADDED)
         entries = {name: value for name, value in sample.items() if name not in dropped and name not in COLUMNS}
@@ -123,7 +126,7 @@ class CustomPrompts(torch.utils.data.Dataset[Sample]):
         tools = {TOOLS_COLUMN: prompt.tools} if TOOLS_COLUMN in sample else {}
         ids = truncate(ids, self.max_prompt_length, self.truncation)
         if self.prompt_room is not None and len(ids) > self.prompt_room:
-            raise DataError(no_room(f"{location}: the prompt", len(ids), self.prompt_room))
+            raise no_room(location, len(ids), self.prompt_room)
         return {"prompt_ids": ids, RAW_PROMPT: prompt.messages, **entries, **facts, **tools}
 
     def collate(self, samples: Sequence[Sample]) -> DataProto:
@@ -133,7 +136,8 @@ class CustomPrompts(torch.utils.data.Dataset[Sample]):
     def _sample(self, item: int) -> dict[str, Any]:
         sample = self.source[item]
         if not isinstance(sample, Mapping):
-            raise DataError(f"data.custom_cls: {self.name}, row {item} is a {type(sample).__name__}, not a mapping")
+            text = f"data.custom_cls: {self.name}, row {item} is a {type(sample).__name__}, not a mapping"
+            raise DataError(text, code="data.sample-not-mapping")
         return {name: _plain(value) for name, value in sample.items()}
 
 
@@ -158,15 +162,18 @@ class CustomCollate:
         """
         columns = self.function([dict(sample) for sample in samples])
         if not isinstance(columns, Mapping):
-            raise DataError(f"data.collate_fn returned a {type(columns).__name__}, not a mapping of columns")
+            problem = f"data.collate_fn returned a {type(columns).__name__}, not a mapping of columns"
+            raise DataError(problem, code="data.collate-not-mapping")
         rows = {name: [_plain(value) for value in values] for name, values in columns.items()}
         for name, values in rows.items():
             if len(values) != len(samples):
                 text = f"column {name!r} has {len(values)} entries for {len(samples)} samples"
-                raise DataError(f"data.collate_fn: {text}; return one entry per sample, in the same order")
+                problem = f"data.collate_fn: {text}; return one entry per sample, in the same order"
+                raise DataError(problem, code="data.collate-length")
         for name in ("prompt_ids", RAW_PROMPT):
             if rows.pop(name, None) not in (None, [sample[name] for sample in samples]):
-                raise DataError(f"data.collate_fn changed {name}; change prompts in the data set (data.custom_cls)")
+                problem = f"data.collate_fn changed {name}; change prompts in the data set (data.custom_cls)"
+                raise DataError(problem, code="data.collate-changed-prompt")
         for name in _PADDED:
             rows.pop(name, None)
         kept = ("prompt_ids", RAW_PROMPT, "index", "data_source", "reward_model", "extra_info")

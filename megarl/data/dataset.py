@@ -84,7 +84,8 @@ class RowDataset(torch.utils.data.Dataset[Sample]):
         """
         column, *fields = path.split(".")
         if column not in self.source.columns:
-            raise DataError(f"there is no column {column!r} to order rows by; there are {list(self.source.columns)}")
+            text = f"there is no column {column!r} to order rows by; there are {list(self.source.columns)}"
+            raise DataError(text, code="data.missing-column")
         numbers = np.full(len(self.source), np.nan)
         for row, value in enumerate(self.source.scan(column)):
             for name in fields:
@@ -94,7 +95,7 @@ class RowDataset(torch.utils.data.Dataset[Sample]):
         missing = np.flatnonzero(np.isnan(numbers[self._rows]))
         if len(missing):
             location = self.source.location(int(self._rows[missing[0]]))
-            raise DataError(f"{location}: {path!r} is not a number; rows are ordered by it")
+            raise DataError(f"{location}: {path!r} is not a number; rows are ordered by it", code="data.not-number")
         kept: np.ndarray = numbers[self._rows]
         return kept
 
@@ -126,7 +127,7 @@ def require_eos(tokenizer: PreTrainedTokenizerBase) -> None:
         DataError: it has none.
     """
     if tokenizer.eos_token_id is None:
-        raise DataError(f"the tokenizer {tokenizer.name_or_path!r} has no end-of-sequence token; set eos_token")
+        raise DataError(f"tokenizer {tokenizer.name_or_path!r} has no eos_token; set it", code="tokenizer.no-eos-token")
 
 
 def collate_prompts(samples: Sequence[Sample], pad: int) -> DataProto:
@@ -258,7 +259,8 @@ class RLHFDataset(RowDataset):
                 f"{self.source.location(row)}: the prompt has {tokens} tokens, at most {self.max_prompt_length} are "
                 f"allowed ({too_long.sum()} of {len(lengths)} prompts are too long, the longest has {longest}); raise "
                 "data.max_prompt_length, set data.truncation=left, right or middle, or "
-                "data.filter_overlong_prompts=True"
+                "data.filter_overlong_prompts=True",
+                code="data.prompt-too-long",
             )
         self._check_room(np.where(too_long, 0 if drop else self.max_prompt_length, lengths))
         if not drop or not too_long.any():
@@ -267,7 +269,8 @@ class RLHFDataset(RowDataset):
         if not len(self):
             raise DataError(
                 f"all {self.dropped} prompts are longer than {self.max_prompt_length} tokens (the shortest has "
-                f"{lengths.min()}), so none is left; raise data.max_prompt_length"
+                f"{lengths.min()}), so none is left; raise data.max_prompt_length",
+                code="data.all-prompts-too-long",
             )
         logger.warning(
             "dropped %d of %d prompts: longer than %d tokens", self.dropped, len(lengths), self.max_prompt_length
@@ -277,14 +280,14 @@ class RLHFDataset(RowDataset):
         """Check the length of each row after truncation, 0 for a dropped one."""
         if self.prompt_room is not None and lengths.max(initial=0) > self.prompt_room:
             row = int(self._rows[lengths.argmax()])
-            location = self.source.location(row)
-            raise DataError(no_room(f"{location}: the prompt", int(lengths.max()), self.prompt_room))
+            raise no_room(self.source.location(row), int(lengths.max()), self.prompt_room)
 
 
-def no_room(prompt: str, tokens: int, room: int) -> str:
-    """Describe a prompt after which the longest response exceeds the context, and the remedy."""
-    return (
-        f"{prompt} has {tokens} tokens, and data.max_response_length leaves room for {room} in the context of the "
-        "model (max_position_embeddings) or of its engine; lower data.max_response_length, or let "
-        f"data.max_prompt_length={room} and data.filter_overlong_prompts=true drop longer prompts"
+def no_room(location: str, tokens: int, room: int) -> DataError:
+    """Return the error of a prompt after which the longest response exceeds the context."""
+    return DataError(
+        f"{location}: the prompt has {tokens} tokens, and data.max_response_length leaves room for {room} in the "
+        "context of the model (max_position_embeddings) or of its engine; lower data.max_response_length, or let "
+        f"data.max_prompt_length={room} and data.filter_overlong_prompts=true drop longer prompts",
+        code="data.no-response-room",
     )

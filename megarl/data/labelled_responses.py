@@ -102,7 +102,8 @@ class LabelledResponses(PairDataset):
         location = self.source.location(row)
         raise DataError(
             f"{location}: column {self.label_key!r} (data.label_key) is {value!r}; a label is true or 1 for a "
-            "desirable response, false or 0 for an undesirable one"
+            "desirable response, false or 0 for an undesirable one",
+            code="data.label-value",
         )
 
     def _check_rows(self) -> int:

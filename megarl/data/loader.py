@@ -110,7 +110,8 @@ class StatefulLoader:
             if state.get(name) != value:
                 raise DataError(
                     f"the saved loader state has {name}={state.get(name)}, this run has {value}; resume with the same "
-                    "data, batch size and seed, or start a new run with trainer.resume_mode=disable"
+                    "data, batch size and seed, or start a new run with trainer.resume_mode=disable",
+                    code="resume.data-changed",
                 )
         self.epoch, self._position = state["epoch"], state["position"]
         self._restored = True

@@ -15,7 +15,7 @@ def require_same_keys(keys: Sequence[Any], kind: str) -> None:
     """Raise DataError for keys that some of the parts lack."""
     common, union = set(keys[0]).intersection(*keys[1:]), set().union(*keys)
     if common != union:
-        raise DataError(f"{kind} {sorted(union - common)} are in some parts and not in others; add or drop them")
+        raise DataError(f"some parts lack {kind} {sorted(union - common)}; add or drop them", code="batch.keys-differ")
 
 
 def merge_mappings(parts: Sequence[Mapping[str, Any]], kind: str) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def merge_mappings(parts: Sequence[Mapping[str, Any]], kind: str) -> dict[str, A
     for part in parts:
         for key, value in part.items():
             if key in merged and not same_value(merged[key], value):
-                raise DataError(f"{kind} {key!r} has two different values; rename or drop one of them")
+                raise DataError(f"{kind} {key!r} has two values; rename or drop one", code="batch.values-differ")
             merged[key] = value
     return merged
 

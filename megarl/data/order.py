@@ -159,10 +159,12 @@ class SamplerOrder:
         if hasattr(sampler, "update") and not all(stateful):
             raise DataError(
                 f"data.sampler: {name} has update(), so its order depends on the run; it also needs state_dict() and "
-                "load_state_dict(), so that a run can be resumed"
+                "load_state_dict(), so that a run can be resumed",
+                code="data.sampler-state",
             )
         if not (hasattr(sampler, "__iter__") and hasattr(sampler, "__len__")):
-            raise DataError(f"data.sampler: {name} must have __iter__ over row numbers, and __len__")
+            text = f"data.sampler: {name} must have __iter__ over row numbers, and __len__"
+            raise DataError(text, code="data.sampler-methods")
         self.sampler = sampler
         self.batch_size = batch_size
         rows = len(sampler)
@@ -182,7 +184,8 @@ class SamplerOrder:
         for _ in range(position, self.batches_per_epoch):
             batch = [int(row) for row in islice(rows, self.batch_size)]
             if len(batch) < self.batch_size:
-                raise DataError(f"data.sampler: {type(self.sampler).__name__} returned fewer rows than its length")
+                text = f"data.sampler: {type(self.sampler).__name__} returned fewer rows than its length"
+                raise DataError(text, code="data.sampler-length")
             yield batch
 
     def update(self, batch: Any) -> None:
@@ -211,9 +214,8 @@ def check_enough_rows(rows: int, batch_size: int, drop_last: bool) -> None:
         DataError: there is no row, or with ``drop_last`` less than a batch.
     """
     if rows == 0 or (drop_last and rows < batch_size):
-        raise DataError(
-            f"the data set has {rows} rows, a batch needs {batch_size}; add rows, or lower data.train_batch_size"
-        )
+        text = f"the data set has {rows} rows, a batch needs {batch_size}; add rows, or lower data.train_batch_size"
+        raise DataError(text, code="data.too-few-rows")
 
 
 @dataclass(frozen=True)
@@ -240,11 +242,10 @@ class MixtureSchedule:
             points = ()
         weights = [weight for _, weight in points]
         if not points or isinstance(setting, bool) or not all(0 <= weight < float("inf") for weight in weights):
-            raise DataError(
-                f"must be a number >= 0, or such numbers by step as {{1: 0.2, 100: 1}}, got {setting!r:.80}"
-            )
+            text = f"must be a number >= 0, or such numbers by step as {{1: 0.2, 100: 1}}, got {setting!r:.80}"
+            raise DataError(text, code="data.mixture-weight")
         if not any(weights):
-            raise DataError(f"must be above 0 at some step, got {setting!r:.80}")
+            raise DataError(f"must be above 0 at some step, got {setting!r:.80}", code="data.mixture-zero")
         return cls(points)
 
     def at(self, step: int) -> float:
@@ -288,7 +289,7 @@ class MixtureOrder:
     def __init__(self, sets: Sequence[MixedSet], batch_size: int, seed: int, shuffle: bool = True) -> None:
         for data_set in sets:
             if not data_set.rows:
-                raise DataError(f"data.mixture: {data_set.name} has no row left")
+                raise DataError(f"data.mixture: {data_set.name} has no row left", code="data.mixture-empty")
         self.sets = list(sets)
         self.batch_size = batch_size
         self.seed = seed
@@ -321,7 +322,7 @@ class MixtureOrder:
         weights = [data_set.weight.at(step) for data_set in self.sets]
         total = sum(weights)
         if total <= 0:
-            raise DataError(f"data.mixture: no data set has a weight above 0 at step {step}")
+            raise DataError(f"data.mixture: no data set has a weight above 0 at step {step}", code="data.mixture-zero")
         return [weight / total for weight in weights]
 
     def update(self, batch: Any) -> None:

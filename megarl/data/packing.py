@@ -64,7 +64,8 @@ def plan_micro_batches(
     if not len(groups) <= count <= len(lengths):
         raise DataError(
             f"{len(lengths)} rows that need {len(groups)} micro-batches cannot be cut into {count}; give each "
-            "data-parallel rank more rows, or a larger budget per micro-batch"
+            "data-parallel rank more rows, or a larger budget per micro-batch",
+            code="batch.micro-batch-count",
         )
     if max_tokens is None:
         return (
@@ -93,20 +94,21 @@ def check_longest(lengths: Sequence[int], max_tokens: int, name: Callable[[int],
         if not 0 <= length <= max_tokens:
             raise DataError(
                 f"{name(row)} has {length} tokens, a micro-batch may hold {max_tokens}; raise the token budget per "
-                "device (*max_token_len_per_gpu) to at least the longest prompt plus response"
+                "device (*max_token_len_per_gpu) to at least the longest prompt plus response",
+                code="batch.micro-batch-tokens",
             )
 
 
 def _fewest(lengths: Sequence[int], max_tokens: int | None, size: int | None) -> list[list[int]]:
     if (max_tokens is None) == (size is None):
-        raise DataError(f"set either max_tokens or size, got max_tokens={max_tokens} and size={size}")
+        raise DataError(f"set one of max_tokens={max_tokens} and size={size}", code="batch.size-and-tokens")
     if size is not None:
         if size < 1:
-            raise DataError(f"size must be at least 1 row, got {size}")
+            raise DataError(f"size must be at least 1 row, got {size}", code="batch.micro-batch-size")
         return [list(range(start, min(start + size, len(lengths)))) for start in range(0, len(lengths), size)]
     assert max_tokens is not None  # one of the two is given
     if max_tokens < 1:
-        raise DataError(f"max_tokens must be at least 1, got {max_tokens}")
+        raise DataError(f"max_tokens must be at least 1, got {max_tokens}", code="batch.micro-batch-size")
     check_longest(lengths, max_tokens)
     return _first_fit_decreasing(lengths, max_tokens)
 

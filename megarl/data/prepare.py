@@ -97,7 +97,8 @@ def rows_of(origin: Origin, files: Iterable[str | Path], split: str, wording: Wo
                 fields = origin.convert(entry)
                 question, truth = str(fields.pop("question")), fields.pop("ground_truth")
             except (KeyError, TypeError, ValueError) as error:
-                raise DataError(f"{location}: is no entry of {origin.data_source}: {error!r}") from error
+                text = f"{location} is no entry of {origin.data_source}: {error!r}"
+                raise DataError(text, code="data.entry-malformed") from error
             rows.append(
                 {
                     "data_source": origin.data_source,
@@ -108,7 +109,7 @@ def rows_of(origin: Origin, files: Iterable[str | Path], split: str, wording: Wo
                 }
             )
     if not rows:
-        raise DataError(f"{', '.join(map(str, files)) or split}: there is no entry")
+        raise DataError(f"{', '.join(map(str, files)) or split}: there is no entry", code="data.no-rows")
     return rows
 
 
@@ -121,7 +122,7 @@ def write_parquet(rows: list[Row], path: Path) -> None:
 def file_entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Iterate over the entries of a JSON-lines, JSON-list or parquet file, with their locations."""
     if not path.is_file():
-        raise DataError(f"{path}: there is no such file")
+        raise DataError(f"{path}: there is no such file", code="data.file-missing")
     if path.suffix == ".parquet":
         return _numbered(path, pq.read_table(path).to_pylist())
     with open(path, "rb") as file:
@@ -155,7 +156,7 @@ def _parse_json(location: Path | str, text: bytes) -> Any:
     try:
         return parse_json(text)
     except ValueError as error:
-        raise DataError(f"{location}: is not JSON ({error})") from error
+        raise DataError(f"{location} is not JSON ({error})", code="data.not-json") from error
 
 
 def gsm8k_entry(entry: Mapping[str, Any]) -> Row:
@@ -281,7 +282,7 @@ def prepare(origin: Origin, options: argparse.Namespace) -> dict[str, int]:
     if options.download:
         files |= {split: [_download(origin, split, options.out)] for split in SPLITS if not files[split]}
     if not any(files.values()):
-        raise DataError("no file is named; name files with --train and --test, or use --download")
+        raise DataError("name files with --train and --test, or use --download", code="data.no-file-named")
     wording = _wording(origin.wording, options)
     written = {}
     for split, paths in files.items():
@@ -305,7 +306,7 @@ def _download(origin: Origin, split: str, out: Path) -> Path:
         DataError: the file cannot be downloaded.
     """
     if split not in origin.urls:
-        raise DataError(f"{origin.data_source} cannot be downloaded directly; get its files and name them")
+        raise DataError(f"{origin.data_source} has no download; name files with --{split}", code="data.no-download")
     url = origin.urls[split]
     target = out / "original" / url.rpartition("/")[2]
     if not target.is_file():
@@ -315,7 +316,8 @@ def _download(origin: Origin, split: str, out: Path) -> Path:
             with urllib.request.urlopen(url, timeout=60) as source, open(unfinished, "wb") as file:
                 shutil.copyfileobj(source, file)
         except OSError as error:
-            raise DataError(f"{url} cannot be downloaded ({error}); name a file with --{split}") from error
+            text = f"{url} cannot be downloaded ({error}); name a file with --{split}"
+            raise DataError(text, code="data.download-failed") from error
         unfinished.replace(target)
     return target
 

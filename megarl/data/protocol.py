@@ -52,11 +52,12 @@ class DataProto:
             _check_rows(f"column {name!r}", len(tensor), rows)
         for name, values in self.non_tensor_batch.items():
             if not isinstance(values, np.ndarray) or values.dtype != object or values.ndim != 1:
-                raise DataError(f"non-tensor column {name!r} must be an object array [rows], got {values!r:.200}")
+                text = f"non-tensor column {name!r} must be an object array [rows], got {values!r:.200}"
+                raise DataError(text, code="batch.column-type")
             _check_rows(f"non-tensor column {name!r}", len(values), rows)
         both = sorted(self.non_tensor_batch.keys() & shapes.keys())
         if both:
-            raise DataError(f"columns {both} are both tensors and non-tensors; rename one of each")
+            raise DataError(f"{both} are tensor and non-tensor columns; rename one of each", code="batch.column-twice")
         column_widths(shapes)
 
     @property
@@ -285,7 +286,7 @@ class DataProto:
             DataError: ``times`` is below 1.
         """
         if times < 1:
-            raise DataError(f"times must be at least 1, got {times}")
+            raise DataError(f"times must be at least 1, got {times}", code="batch.repeat-count")
         rows = np.arange(len(self))
         return self[np.repeat(rows, times) if interleave else np.tile(rows, times)]
 
@@ -297,7 +298,8 @@ class DataProto:
         """
         order = np.asarray(indices, dtype=np.int64)
         if not np.array_equal(np.sort(order), np.arange(len(self))):
-            raise DataError(f"indices must name each of the {len(self)} rows once, got {order.tolist()!s:.200}")
+            text = f"indices must name each of the {len(self)} rows once, got {order.tolist()!s:.200}"
+            raise DataError(text, code="batch.row-order")
         return self[order]
 
     def split(self, sizes: Sequence[int]) -> list[DataProto]:
@@ -307,7 +309,7 @@ class DataProto:
             DataError: the sizes do not add up to the batch.
         """
         if sum(sizes) != len(self) or min(sizes, default=0) < 0:
-            raise DataError(f"sizes must add up to the {len(self)} rows of the batch, got {list(sizes)}")
+            raise DataError(f"the sizes {list(sizes)} must add up to {len(self)} rows", code="batch.split-sizes")
         ends = np.cumsum(sizes).tolist()
         return [self[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
@@ -318,7 +320,8 @@ class DataProto:
             DataError: the rows do not divide; use :meth:`pad_to_divisor` first.
         """
         if chunks < 1 or len(self) % chunks:
-            raise DataError(f"{len(self)} rows cannot be cut into {chunks} equal chunks; use pad_to_divisor or split")
+            text = f"{len(self)} rows cannot be cut into {chunks} equal chunks; use pad_to_divisor or split"
+            raise DataError(text, code="batch.not-divisible")
         return self.split([len(self) // chunks] * chunks)
 
     @staticmethod
@@ -333,9 +336,9 @@ class DataProto:
             DataError: there are no parts, their columns differ, or two have different values for a meta_info key.
         """
         if not parts:
-            raise DataError("concat needs at least one part")
+            raise DataError("concat needs at least one part", code="batch.no-parts")
         if len({part._columns is None for part in parts}) > 1:
-            raise DataError("some parts have tensors and others have none; add or drop them")
+            raise DataError("some parts have tensors and others have none; add or drop them", code="batch.keys-differ")
         require_same_keys([part.non_tensor_batch.keys() for part in parts], "non-tensor columns")
         columns = None if parts[0]._columns is None else join_rows([part._stored() for part in parts], rows)
         names, chosen = parts[0].non_tensor_batch, slice(None) if rows is None else rows
@@ -349,7 +352,7 @@ class DataProto:
             DataError: the divisor is below 1, or the batch has no row to repeat.
         """
         if divisor < 1 or not len(self):
-            raise DataError(f"cannot pad {len(self)} rows to a multiple of {divisor}; both must be at least 1")
+            raise DataError(f"cannot pad {len(self)} rows to a multiple of {divisor}", code="batch.pad-divisor")
         added = -len(self) % divisor
         return (self[np.arange(len(self) + added) % len(self)] if added else self), added
 
@@ -360,7 +363,7 @@ class DataProto:
             DataError: the batch has fewer rows.
         """
         if not 0 <= added <= len(self):
-            raise DataError(f"cannot take {added} rows off a batch of {len(self)}")
+            raise DataError(f"cannot take {added} rows off a batch of {len(self)}", code="batch.unpad-rows")
         return self[: len(self) - added]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -389,13 +392,14 @@ def _checked(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return tensors
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tensor.dim() == 0:
-            raise DataError(f"column {name!r} must be a tensor with one entry per row, got {tensor!r:.200}")
+            text = f"column {name!r} must be a tensor with one entry per row, got {tensor!r:.200}"
+            raise DataError(text, code="batch.column-type")
     return dict(tensors)
 
 
 def _check_rows(what: str, rows: int, wanted: int) -> None:
     if rows != wanted:
-        raise DataError(f"{what} has {rows} rows; the batch has {wanted}")
+        raise DataError(f"{what} has {rows} rows; the batch has {wanted}", code="batch.column-rows")
 
 
 def _pick(mapping: Mapping[str, Any], keys: Sequence[str], what: str) -> dict[str, Any]:
@@ -403,7 +407,8 @@ def _pick(mapping: Mapping[str, Any], keys: Sequence[str], what: str) -> dict[st
         if key not in mapping:
             near = difflib.get_close_matches(key, mapping, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise DataError(f"{what} {key!r} is not in the batch; {hint}there are {sorted(mapping)}")
+            text = f"{what} {key!r} is not in the batch; {hint}there are {sorted(mapping)}"
+            raise DataError(text, code="batch.missing-column")
     return {key: mapping[key] for key in keys}
 
 
@@ -416,7 +421,8 @@ def _row_selector(index: Index, rows: int) -> slice | np.ndarray:
     positions = np.asarray(index)
     if positions.dtype == bool:
         if positions.shape != (rows,):
-            raise DataError(f"a mask must have one flag for each of the {rows} rows, got shape {list(positions.shape)}")
+            text = f"a mask must have one flag for each of the {rows} rows, got shape {list(positions.shape)}"
+            raise DataError(text, code="batch.mask-shape")
         return positions.nonzero()[0]
     positions = positions.astype(np.int64).reshape(-1)
     if len(positions) and not -rows <= positions.min() <= positions.max() < rows:

@@ -339,7 +339,8 @@ def _number(value: Any, dtype: torch.dtype) -> float:
 def _several_paddings(column: Column, row: int) -> DataError:
     return DataError(
         f"column {column.name!r}, row {row}: entries outside attention_mask hold several values and would be "
-        f"lost in transport; set them to {column.pad:g}"
+        f"lost in transport; set them to {column.pad:g}",
+        code="batch.values-in-padding",
     )
 
 

@@ -105,9 +105,8 @@ class RolloutDump:
             ragged = {name: _rows(arrays[name], prompts if name == "prompts" else responses) for name in _RAGGED}
             return cls(metadata, **ragged, weight_versions=arrays["weight_versions"])
         except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
-            raise DataError(
-                f"{path} is not a rollout dump (<step>.npz of trainer.rollout_data_dir): {error}"
-            ) from error
+            text = f"{path} is not a rollout dump (<step>.npz of trainer.rollout_data_dir): {error}"
+            raise DataError(text, code="data.not-rollout-dump") from error
 
 
 def _rows(values: np.ndarray, lengths: np.ndarray) -> RaggedArray:

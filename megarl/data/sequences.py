@@ -98,7 +98,8 @@ def _spans_of(mask: Tensor, prompt_width: int, response_width: int) -> Spans:
     if len(broken):
         raise DataError(
             f"column 'attention_mask', row {int(broken[0])}: real tokens are not contiguous; prompts must be padded at "
-            f"their left and responses at their right (the prompt part is {prompt_width} wide)"
+            f"their left and responses at their right (the prompt part is {prompt_width} wide)",
+            code="batch.mask-holes",
         )
     return spans
 
@@ -115,9 +116,8 @@ def sequence_lengths(batch: TensorBatch) -> tuple[Tensor, Tensor]:
     tensors = batch.tensors
     spans = read_spans(tensors)
     if spans is None:
-        raise DataError(
-            f"sequence lengths need 'attention_mask' and 'prompts' or a response column; there are {sorted(tensors)}"
-        )
+        text = f"sequence lengths need 'attention_mask' and 'prompts' or a response column; there are {sorted(tensors)}"
+        raise DataError(text, code="batch.missing-column")
     return spans.prompt_lengths, spans.response_lengths
 
 
@@ -140,13 +140,15 @@ def attention_mask_of(
         DataError: a length exceeds its width, or the numbers of prompts and responses differ.
     """
     if len(prompt_lengths) != len(response_lengths):
-        raise DataError(f"{len(prompt_lengths)} prompt lengths for {len(response_lengths)} response lengths")
+        text = f"{len(prompt_lengths)} prompt lengths for {len(response_lengths)} response lengths"
+        raise DataError(text, code="batch.length-counts")
     for part, lengths, width in (
         ("prompt", prompt_lengths, prompt_width),
         ("response", response_lengths, response_width),
     ):
         if len(lengths) and not 0 <= min(lengths) <= max(lengths) <= width:
-            raise DataError(f"{part} lengths must be between 0 and {width}, got {min(lengths)} to {max(lengths)}")
+            text = f"{part} lengths must be between 0 and {width}, got {min(lengths)} to {max(lengths)}"
+            raise DataError(text, code="batch.length-range")
     prompt, response = (torch.tensor(lengths, dtype=torch.int64) for lengths in (prompt_lengths, response_lengths))
     return Spans(prompt_width, response_width, prompt, response).mask("sequence").long()
 

@@ -90,7 +90,8 @@ class SFTDataset(RowDataset):
     ) -> None:
         check_truncation(truncation)
         if truncation == "middle":
-            raise DataError("truncation=middle would cut prompt and response at their boundary; set left or right")
+            text = "data.truncation=middle would cut prompt and response at their boundary; set left or right"
+            raise DataError(text, code="data.truncation-middle")
         require_eos(tokenizer)
         responses = () if messages_key else (response_key,)
         source = Rows(files, messages_key or prompt_key, text_columns=responses, cache_dir=cache_dir)
@@ -182,14 +183,16 @@ class SFTDataset(RowDataset):
             if self.truncation == "error":
                 raise DataError(
                     f"{problem}, at most {self.max_length} together are allowed; raise data.max_length, or set "
-                    "data.truncation to left or right"
+                    "data.truncation to left or right",
+                    code="data.sequence-too-long",
                 )
             left_over = self.max_length - (prompt if self.truncation == "right" else response)
             if left_over < 1:
                 lost = "response" if self.truncation == "right" else "prompt"
                 raise DataError(
                     f"{problem}, and data.truncation={self.truncation} to {self.max_length} leaves no {lost}; "
-                    "raise data.max_length"
+                    "raise data.max_length",
+                    code="data.truncation-leaves-nothing",
                 )
 
 
@@ -321,7 +324,8 @@ class PairDataset(RowDataset):
         value = values[key]
         if isinstance(value, str):
             if self.prompt_key is None:
-                raise DataError(f"{location}: column {key!r} holds text, but data.conversations=true expects messages")
+                text = f"{location}: column {key!r} holds text, but data.conversations=true expects messages"
+                raise DataError(text, code="data.not-messages")
             return values[self.prompt_key], value
         messages = list(value)
         shortest = 1 if self.prompt_key else 2
@@ -331,15 +335,15 @@ class PairDataset(RowDataset):
             or not isinstance(messages[-1]["content"], str)
         ):
             roles = [message["role"] for message in messages]
-            raise DataError(
-                f"{location}: column {key!r} must end with an assistant message after a prompt; roles {roles}"
-            )
+            text = f"{location}: column {key!r} must end with an assistant message after a prompt; roles {roles}"
+            raise DataError(text, code="data.no-assistant-message")
         if self.prompt_key is None:
             return messages[:-1], messages[-1]["content"]
         if len(messages) > 1:
             raise DataError(
                 f"{location}: column {key!r} holds {len(messages)} messages, a response is one; set "
-                "data.conversations=true for complete conversations"
+                "data.conversations=true for complete conversations",
+                code="data.several-messages",
             )
         return values[self.prompt_key], messages[0]["content"]
 
@@ -354,20 +358,22 @@ class PairDataset(RowDataset):
         if prompt + response > self.max_length and self.truncation == "error":
             raise DataError(
                 f"{problem}{self.max_length} are allowed; raise data.max_length, or set data.truncation to left or "
-                "right"
+                "right",
+                code="data.sequence-too-long",
             )
         kept = self._prompt_tokens(prompt, response)
         if self.with_prompt_tokens and not 0 < kept < self.max_length:
             lost = "response" if kept > 0 else "prompt"
             raise DataError(
                 f"{problem}{self.max_length} are kept, and data.truncation={self.truncation} leaves no {lost}; raise "
-                "data.max_length"
+                "data.max_length",
+                code="data.truncation-leaves-nothing",
             )
 
     def _margin(self, value: Any, row: int) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             location = self.source.location(row)
-            raise DataError(f"{location}: column {self.margin_key!r} is {value!r}, not a finite number")
+            raise DataError(f"{location}: {self.margin_key!r} is {value!r}, no finite number", code="data.not-number")
         return float(value)
 
     def _check_rows(self) -> int:

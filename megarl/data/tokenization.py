@@ -87,13 +87,13 @@ class PromptReader:
         messages = [_user_message(prompt)] if isinstance(prompt, str) else clean_messages(prompt)
         column, has_system = values.get(SYSTEM_COLUMN), messages[0]["role"] == "system"
         if column is not None and has_system:
-            raise DataError(
-                f"{location}: has a column {SYSTEM_COLUMN!r} and a prompt that starts with a system message; keep one"
-            )
+            text = f"{location}: column {SYSTEM_COLUMN!r} and the prompt both have a system message; remove one"
+            raise DataError(text, code="data.two-system-messages")
         system = self.system_prompt if column is None else column
         if system is not None and not has_system:
             if not isinstance(system, str):
-                raise DataError(f"{location}: column {SYSTEM_COLUMN!r} must hold strings, it holds {system!r:.80}")
+                text = f"{location}: column {SYSTEM_COLUMN!r} must hold strings, not {system!r:.80}"
+                raise DataError(text, code="data.column-type")
             messages = [{"role": "system", "content": system}, *messages]
         return Prompt(messages, self._tools(values.get(TOOLS_COLUMN), location))
 
@@ -104,10 +104,8 @@ class PromptReader:
             (f"column {TOOLS_COLUMN!r}", values.get(TOOLS_COLUMN)),
         ):
             if entry:
-                raise DataError(
-                    f"{location}: {source} has no place in a plain-text prompt; remove it, or set "
-                    "data.apply_chat_template=true"
-                )
+                problem = f"{location}: {source} has no place in a plain-text prompt; set data.apply_chat_template=true"
+                raise DataError(problem, code="data.plain-text-prompt")
         return Prompt([_user_message(text)], None, text)
 
     def _tools(self, entry: Any, location: str) -> list[dict[str, Any]] | None:
@@ -115,21 +113,24 @@ class PromptReader:
             return None
         tools = _parse_tools(entry, location) if isinstance(entry, str) else entry
         if not isinstance(tools, Sequence) or isinstance(tools, str):
-            raise DataError(f"{location}: column {TOOLS_COLUMN!r} must be a list of tools, it is {tools!r:.80}")
+            text = f"{location}: column {TOOLS_COLUMN!r} must be a list of tools, not {tools!r:.80}"
+            raise DataError(text, code="data.column-type")
         return [self._tool(tool, location) for tool in tools]
 
     def _tool(self, tool: Any, location: str) -> dict[str, Any]:
         if isinstance(tool, str) and not tool.lstrip().startswith("{"):
             if tool not in self.schemas:
                 names = sorted(self.schemas) or "none, set actor_rollout_ref.rollout.multi_turn.tool_config_path"
-                raise DataError(f"{location}: column {TOOLS_COLUMN!r} names the tool {tool!r}; known tools: {names}")
+                text = f"{location}: column {TOOLS_COLUMN!r} names the tool {tool!r}; known tools: {names}"
+                raise DataError(text, code="data.unknown-tool")
             return dict(self.schemas[tool])
         schema = _parse_tools(tool, location) if isinstance(tool, str) else tool
         function = schema.get("function") if isinstance(schema, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise DataError(
                 f"{location}: column {TOOLS_COLUMN!r} has {tool!r:.120}; a tool is its name, or its schema "
-                '{"type": "function", "function": {"name", "description", "parameters"}}'
+                '{"type": "function", "function": {"name", "description", "parameters"}}',
+                code="data.tool-schema",
             )
         return {"type": "function", **clean_messages([schema])[0]}
 
@@ -162,8 +163,8 @@ class ModelVocabulary:
         if self.limit is not None and largest >= self.limit:
             raise DataError(
                 f"{location}: token {largest} ({self.tokenizer.convert_ids_to_tokens(largest)!r}) is beyond the "
-                f"model's vocabulary of {self.limit} tokens; remove its text from the row, or set the model's "
-                "tokenizer_path to the tokenizer of the model"
+                f"model's {self.limit} tokens; remove its text, or set the model's tokenizer_path to its tokenizer",
+                code="tokenizer.beyond-vocabulary",
             )
 
 
@@ -192,10 +193,9 @@ class PromptEncoder:
         max_tokens: int | None = None,
     ) -> None:
         if not getattr(tokenizer, "chat_template", None):
-            raise DataError(
-                f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template; "
-                "add one to its tokenizer_config.json, or use a tokenizer that has one"
-            )
+            name = getattr(tokenizer, "name_or_path", "")
+            text = f"the tokenizer {name!r} has no chat template; add one to its tokenizer_config.json"
+            raise DataError(text, code="tokenizer.no-chat-template")
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
         self.generation_prompt = generation_prompt
@@ -270,7 +270,8 @@ class PromptEncoder:
         if ids <= {self.tokenizer.unk_token_id}:
             raise DataError(
                 f"{location}: the tokenizer {self.tokenizer.name_or_path!r} knows nothing of the first prompts, such "
-                f"as {texts[0][:60]!r}; set the model's tokenizer_path to the tokenizer of the model"
+                f"as {texts[0][:60]!r}; set the model's tokenizer_path to the tokenizer of the model",
+                code="tokenizer.unknown-text",
             )
 
     def describe(self, tokens: int) -> str:
@@ -315,7 +316,8 @@ def _named(prompt: Prompt, location: str) -> Iterator[None]:
         roles = [message.get("role") for message in prompt.messages]
         raise DataError(
             f"{location}: the chat template rejects a prompt with roles {roles}: {error}; "
-            "change the messages to a form that the model's template accepts"
+            "change the messages to a form that the model's template accepts",
+            code="tokenizer.template-rejects",
         ) from error
 
 
@@ -339,7 +341,8 @@ def clean_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 def check_truncation(truncation: str) -> None:
     """Raise DataError for an unknown truncation."""
     if truncation not in TRUNCATIONS:
-        raise DataError(f"truncation must be one of {', '.join(TRUNCATIONS)}, got {truncation!r}")
+        text = f"data.truncation={truncation} must be one of {', '.join(TRUNCATIONS)}"
+        raise DataError(text, code="data.unknown-truncation")
 
 
 def truncate(ids: list[int], limit: int, truncation: str) -> list[int]:
@@ -351,7 +354,7 @@ def truncate(ids: list[int], limit: int, truncation: str) -> list[int]:
     if len(ids) <= limit:
         return ids
     if truncation == "error":
-        raise DataError(f"{len(ids)} tokens, at most {limit} allowed")
+        raise DataError(f"{len(ids)} tokens, at most {limit} allowed", code="data.prompt-too-long")
     head = {"left": 0, "right": limit, "middle": limit // 2}[truncation]
     return ids[:head] + ids[len(ids) - (limit - head) :]
 
@@ -360,7 +363,7 @@ def _parse_tools(text: str, location: str) -> Any:
     try:
         return parse_json(text)
     except ValueError as error:
-        raise DataError(f"{location}: column {TOOLS_COLUMN!r} is text but not JSON ({error})") from error
+        raise DataError(f"{location}: column {TOOLS_COLUMN!r} is not JSON ({error})", code="data.not-json") from error
 
 
 class EncodedResponse(NamedTuple):
@@ -413,12 +416,12 @@ class ResponseEncoder:
             return [{"role": TRAINED_ROLE, "content": response}]
         pieces = list(response)
         if any(piece["role"] is None or piece["content"] is None for piece in pieces):
-            raise DataError(f"{location}: a piece of the response lacks role or content; each needs both as strings")
+            text = f"{location}: a piece of the response lacks role or content; each needs both as strings"
+            raise DataError(text, code="data.response-piece")
         if not any(piece["role"] == TRAINED_ROLE for piece in pieces):
             roles = [piece["role"] for piece in pieces]
-            raise DataError(
-                f"{location}: no piece of the response has the trained role {TRAINED_ROLE!r}; roles {roles}"
-            )
+            text = f"{location}: no piece of the response has the trained role {TRAINED_ROLE!r}; roles {roles}"
+            raise DataError(text, code="data.no-assistant-message")
         return pieces
 
 

@@ -33,7 +33,8 @@ def open_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ModelError(
             f"no tokenizer can be loaded from {path} ({reason:.300}); copy the tokenizer files of the model into the "
-            "folder again, or name a folder that has them in the model's tokenizer_path"
+            "folder again, or name a folder that has them in the model's tokenizer_path",
+            code="tokenizer.cannot-load",
         ) from error
     return tokenizer
 
@@ -51,11 +52,13 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise ModelError(
             f"the tokenizer in {path} has no vocabulary: tokenizer.json (or vocab.json, tokenizer.model, ...) is "
             "missing there. Copy the tokenizer files of the model into the folder, or name a folder that has them in "
-            "the model's tokenizer_path"
+            "the model's tokenizer_path",
+            code="tokenizer.no-vocabulary",
         )
     for name in ("chat_template", "eos_token"):
         if getattr(tokenizer, name, None) is None:
-            raise ModelError(f"the tokenizer in {path} has no {name}; set it in its tokenizer_config.json")
+            text = f"the tokenizer in {path} has no {name}; set it in its tokenizer_config.json"
+            raise ModelError(text, code="tokenizer.no-special-token")
     return tokenizer
 
 

@@ -139,7 +139,8 @@ class LoadedFunction:
         try:
             results = list(self.fn(**columns, **self.spec.kwargs))
             if len(results) != len(tasks):
-                raise RewardError(f"the function returned {len(results)} results for a batch of {len(tasks)}")
+                text = f"the function returned {len(results)} results for a batch of {len(tasks)}"
+                raise RewardError(text, code="reward.result-count")
         except (Exception, SystemExit) as error:
             yield from [_survived(error)] * len(tasks)
             return

@@ -116,7 +116,8 @@ class FailurePolicy:
 
     def __post_init__(self) -> None:
         if self.on_error not in ON_ERROR:
-            raise RewardError(f"reward_model.on_error must be one of {', '.join(ON_ERROR)}, got {self.on_error!r}")
+            text = f"reward_model.on_error={self.on_error} must be one of {', '.join(ON_ERROR)}"
+            raise RewardError(text, code="reward.unknown-on-error")
 
 
 class ScoringStopped(RewardError, StepImpossible):
@@ -221,9 +222,10 @@ class RewardManager:
         for row, outcome in failures:
             if outcome.kind == BAD_SAMPLE and self.policy.on_error == "raise":
                 sample = self._describe(samples, row, outcome)
-                raise ScoringStopped(f"{sample}\n  (reward_model.on_error=mask masks such rows)")
+                raise ScoringStopped(f"{sample}\n  (reward_model.on_error=mask masks it)", code="reward.row-failed")
         if len(failures) == len(outcomes):
-            raise ScoringStopped(f"none of {len(outcomes)} rows could be scored; the first: {first}")
+            text = f"none of {len(outcomes)} rows could be scored; the first: {first}"
+            raise ScoringStopped(text, code="reward.no-row-scored")
         reward_failures = [(row, outcome) for row, outcome in failures if outcome.kind != CONVERSATION]
         if len(reward_failures) > self.policy.max_failure_ratio * len(outcomes):
             kinds = ", ".join(
@@ -232,7 +234,8 @@ class RewardManager:
             raise ScoringStopped(
                 f"{len(reward_failures)} of {len(outcomes)} rows could not be scored ({kinds}), more than "
                 f"reward_model.max_failure_ratio={self.policy.max_failure_ratio:g} allows; the first: "
-                f"{self._describe(samples, *reward_failures[0])}"
+                f"{self._describe(samples, *reward_failures[0])}",
+                code="reward.too-many-failures",
             )
         logger.warning("masked %d of %d rows; the first: %s", len(failures), len(outcomes), first)
 
@@ -277,9 +280,8 @@ class NullReward:
         if errors is not None:
             kept &= torch.tensor([error is None for error in errors], dtype=torch.bool)
         if not kept.any():
-            raise RewardError(
-                f"none of {len(kept)} rows could be scored: none has a response, or all conversations failed"
-            )
+            text = f"none of {len(kept)} rows could be scored: none has a response, or all conversations failed"
+            raise RewardError(text, code="reward.no-row-scored")
         batch = with_scores(batch, torch.zeros(len(kept)), kept)
         extras = {"reward_failed": (~kept).numpy().astype(object)}
         return Scored(batch.with_columns({}, extras), {"reward/failed": Total((~kept).sum())}, extras)
@@ -366,7 +368,8 @@ def _require_columns(batch: RewardBatch) -> None:
     present = {*batch.tensors, *batch.non_tensor_batch}
     missing = {"prompts", "responses", "attention_mask", "data_source", "reward_model"} - present
     if missing:
-        raise RewardError(f"a batch needs {sorted(missing)} to be scored; it has {sorted(present)}")
+        text = f"a batch needs {sorted(missing)} to be scored; it has {sorted(present)}"
+        raise RewardError(text, code="reward.missing-column")
 
 
 def _excerpt(text: str) -> str:

@@ -49,12 +49,14 @@ def read_result(result: Any) -> Outcome:
     score, extras = result, {}
     if isinstance(result, Mapping):
         if "score" not in result:
-            raise RewardError(f"the function returned a mapping without 'score'; it has {sorted(map(str, result))}")
+            text = f"the function returned a mapping without 'score'; it has {sorted(map(str, result))}"
+            raise RewardError(text, code="reward.no-score")
         score = result["score"]
         extras = {str(name): to_json_value(value) for name, value in result.items() if name != "score"}
     number = as_number(score)
     if number is None or not abs(number) <= LARGEST:  # also False for NaN
-        raise RewardError(f"the function returned {score!r:.200}; it must return a finite number, or one under 'score'")
+        text = f"the function returned {score!r:.200}; it must return a finite number, or one under 'score'"
+        raise RewardError(text, code="reward.score-not-number")
     return Outcome(number, extras)
 
 

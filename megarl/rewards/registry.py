@@ -118,7 +118,7 @@ def load_reward_function(spec: str, kwargs: Mapping[str, Any] | None = None) -> 
     except RewardFunctionError:
         raise
     except ConfigError as error:
-        raise RewardFunctionError(str(error)) from error
+        raise RewardFunctionError(error.text, code=error.code) from error
     check_signature(fn, spec, kwargs)
     return fn
 
@@ -130,7 +130,8 @@ def check_signature(fn: Any, spec: str, kwargs: Mapping[str, Any] | None = None)
         RewardFunctionError: it is not callable, or does not take the keyword arguments.
     """
     if not callable(fn):
-        raise RewardFunctionError(f"reward function {spec!r} is a {type(fn).__name__}; it must be a function")
+        text = f"reward function {spec!r} is a {type(fn).__name__}; it must be a function"
+        raise RewardFunctionError(text, code="config.user-code-not-callable")
     is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
     try:
         signature = inspect.signature(fn)
@@ -145,12 +146,12 @@ def check_signature(fn: Any, spec: str, kwargs: Mapping[str, Any] | None = None)
     except TypeError as error:
         raise RewardFunctionError(
             f"reward function {spec!r} has the signature {signature} ({error}); it is called with the keyword "
-            f"arguments {', '.join((*names, *(kwargs or {})))} (or, if it takes batches, {', '.join(BATCH_ARGUMENTS)})"
+            f"arguments {', '.join((*names, *(kwargs or {})))} (or, if it takes batches, {', '.join(BATCH_ARGUMENTS)})",
+            code="reward.wrong-signature",
         ) from error
     if batch and is_async:
-        raise RewardFunctionError(
-            f"reward function {spec!r} takes a batch and is a coroutine function; it can be one of both"
-        )
+        text = f"reward function {spec!r} takes a batch and is a coroutine function; it can be one of both"
+        raise RewardFunctionError(text, code="reward.async-batch")
     return FunctionTraits(batch, is_async, wants_prompt)
 
 
@@ -177,7 +178,8 @@ class SourceMap:
                 sources = ", ".join(sorted(dict(self.patterns)))
                 raise RewardFunctionError(
                     f"no reward function is known for data_source={data_source!r}; known are {sources}. Name one under "
-                    "reward_model.data_sources, for all data in reward_model.name, or in custom_reward_function.path"
+                    "reward_model.data_sources, for all data in reward_model.name, or in custom_reward_function.path",
+                    code="reward.unknown-data-source",
                 )
             self._cache[data_source] = matching[0]
         return self._cache[data_source]

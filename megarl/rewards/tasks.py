@@ -37,7 +37,8 @@ class TaskBuilder:
         """
         model = columns["reward_model"]
         if not hasattr(model, "get") or model.get("ground_truth") is None:
-            raise RewardError(f"column 'reward_model', row {row} is {model!r:.200}; it must have a 'ground_truth'")
+            text = f"column 'reward_model', row {row} is {model!r:.200}; it must have a 'ground_truth'"
+            raise RewardError(text, code="reward.no-ground-truth")
         result = columns.get(AGENT_RESULT)
         return RewardTask(
             data_source=columns["data_source"],

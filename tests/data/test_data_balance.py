@@ -2,10 +2,10 @@ import itertools
 
 import numpy as np
 import pytest
+from expected_errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.base.errors import DataError
 from megarl.data import balance_mini_batches, balanced_partition, stratified_minibatch_order
 from megarl.data.balance import Capacity, local_search, makespan_lower_bound
 
@@ -126,16 +126,16 @@ def test_free_sizes_reach_the_bound_of_the_longest_row():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "code", "value"),
     [
-        (([1, 2, 3], 0), "k must be at least 1"),
-        (([1, -2, 3], 2), "cost of item 1 is -2.0"),
-        (([1, float("nan")], 2), "cost of item 1 is nan"),
-        (([1, 2, 3], 2, True), "3 items cannot be cut into 2 parts of equal size"),
+        (([1, 2, 3], 0), "batch.too-few-parts", 0),
+        (([1, -2, 3], 2), "batch.bad-cost", "cost 1 is -2.0"),
+        (([1, float("nan")], 2), "batch.bad-cost", "cost 1 is nan"),
+        (([1, 2, 3], 2, True), "batch.not-divisible", "3 items"),
     ],
 )
-def test_bad_arguments(arguments, message):
-    with pytest.raises(DataError, match=message):
+def test_bad_arguments(arguments, code, value):
+    with raises(code, value):
         balanced_partition(*arguments)
 
 
@@ -157,7 +157,7 @@ def test_mini_batches_are_independent_of_dp(num_mini_batches, twelves, dp, equal
 
 @pytest.mark.parametrize(("rows", "num_mini_batches", "dp"), [(10, 3, 1), (12, 2, 4), (4, 0, 1), (4, 1, 0)])
 def test_mini_batches_that_do_not_divide_are_rejected(rows, num_mini_batches, dp):
-    with pytest.raises(DataError, match=f"{rows} rows cannot be cut into {num_mini_batches} mini-batches"):
+    with raises("batch.mini-batch-rows", rows, num_mini_batches, dp):
         balance_mini_batches([1] * rows, num_mini_batches, dp)
 
 
@@ -195,5 +195,5 @@ def test_stratified_order_keeps_groups_together(num_mini_batches, each, group, r
 
 @pytest.mark.parametrize("arguments", [([1] * 12, 5), ([1] * 12, 2, 4), ([1] * 4, 0), ([1] * 4, 1, 0)])
 def test_groups_that_do_not_divide_are_rejected(arguments):
-    with pytest.raises(DataError, match="do not divide into"):
+    with raises("batch.mini-batch-rows", len(arguments[0]), arguments[1]):
         stratified_minibatch_order(*arguments)

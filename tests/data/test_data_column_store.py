@@ -3,10 +3,10 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from expected_errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.base.errors import DataError
 from megarl.data import (
     COLUMNS,
     Column,
@@ -121,7 +121,7 @@ def test_parts_without_an_attention_mask_or_tensors():
 def test_a_part_with_several_paddings_is_rejected():
     batch = batch_of([1, 1, 1], [1, 3, 1])
     batch.tensors["old_log_probs"][2, 1:] = torch.tensor([1.0, 2.0])
-    with pytest.raises(DataError, match=r"column 'old_log_probs', row 2: .* several values"):
+    with raises("batch.values-in-padding", "'old_log_probs'", "row 2"):
         batch.parts([[0, 1]])
 
 
@@ -229,9 +229,7 @@ def test_padded_tensors_are_freed_beyond_the_limit(monkeypatch):
 
 
 def test_rows_without_padding_need_an_attention_mask():
-    with pytest.raises(
-        DataError, match=r"rows of 'values' without padding need 'attention_mask'; there are \['values'\]"
-    ):
+    with raises("batch.missing-column", "'values'", "'attention_mask'"):
         DataProto.from_dict({"values": torch.ones(1, 2)}).unpadded("values")
 
 
@@ -299,19 +297,19 @@ def test_empty_batch_keeps_its_columns():
 def test_mask_with_holes_is_rejected(mask):
     batch = batch_of([3, 3], [2, 2])
     batch.batch["attention_mask"] = torch.tensor([[1] * 5, mask])
-    with pytest.raises(DataError, match="'attention_mask', row 1: real tokens are not contiguous"):
+    with raises("batch.mask-holes", "'attention_mask'", "row 1"):
         pickle.dumps(batch)
 
 
 def test_values_in_the_padding_are_an_error():
     batch = batch_of([3, 3], [2, 4])
     batch.batch["old_log_probs"][0, 3] = -1.0
-    with pytest.raises(DataError, match="'old_log_probs', row 0: entries outside attention_mask"):
+    with raises("batch.values-in-padding", "'old_log_probs'", "row 0"):
         pickle.dumps(batch)
 
 
 def test_sequence_lengths_names_required_columns():
-    with pytest.raises(DataError, match=r"need 'attention_mask' .* there are \['responses'\]"):
+    with raises("batch.missing-column", "'attention_mask'", "['responses']"):
         sequence_lengths(DataProto.from_dict({"responses": torch.ones(2, 2, dtype=torch.int64)}))
 
 
@@ -327,7 +325,7 @@ def test_custom_column():
     del COLUMNS[column.name]  # the receiver need not know it
     assert len(payload) < whole + 400
     assert torch.equal(pickle.loads(payload).batch[column.name], values)
-    with pytest.raises(DataError, match="'prompts' is declared already"):
+    with raises("batch.column-declared", "'prompts'"):
         declare_column(Column("prompts", "row", torch.int64, 0, ""))
 
 
@@ -365,7 +363,7 @@ def test_padded_rectangles(rows):
 
 
 def test_attention_mask_of_checks_lengths():
-    with pytest.raises(DataError, match="response lengths must be between 0 and 2, got 1 to 3"):
+    with raises("batch.length-range", "response", "0 and 2", "1 to 3"):
         attention_mask_of([1, 1], [1, 3], 1, 2)
-    with pytest.raises(DataError, match="1 prompt lengths for 2"):
+    with raises("batch.length-counts", 1, 2):
         attention_mask_of([1], [1, 3], 1, 3)

@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from expected_errors import raises
 from omegaconf import OmegaConf
 
-from megarl.base.errors import ConfigError, DataError
 from megarl.data import RLHFDataset
 from megarl.data.custom_prompts import CustomCollate, CustomPrompts, takes_verls_arguments
 from megarl.data.tokenization import PromptEncoder, PromptReader
@@ -93,7 +93,7 @@ def test_batch_equals_that_of_the_own_data_set(write, question_rows, tokenizer, 
 def test_max_samples_are_passed_on(write, question_rows, tokenizer):
     path = write(question_rows(4))
     assert len(built(LikeVerl, path, tokenizer, max_samples=3)) == 3
-    with pytest.raises(ConfigError, match=r"OlderVersion.*max_samples.* failed: TypeError"):
+    with raises("data.custom-class-failed", "OlderVersion", "max_samples", "TypeError"):
         built(OlderVersion, path, tokenizer, max_samples=3)
 
 
@@ -102,14 +102,14 @@ def test_a_token_that_the_model_lacks_is_named_at_the_start(write, question_rows
     encoder = PromptEncoder(tokenizer, vocab_size=size)
     assert len(built(LikeVerl, write(rows), tokenizer, encoder=encoder)) == 2
     rows[1]["prompt"][0]["content"] = "Z"
-    with pytest.raises(DataError, match=rf"LikeVerl, row 1: token {size} "):
+    with raises("tokenizer.beyond-vocabulary", "LikeVerl, row 1", f"token {size} "):
         built(LikeVerl, write(rows), tokenizer, encoder=encoder)
 
 
 def test_a_prompt_that_leaves_no_room_for_a_response_is_named_at_the_start(write, question_rows, tokenizer):
     path = write(question_rows(3))
     assert len(built(LikeVerl, path, tokenizer, prompt_room=6)) == 3
-    with pytest.raises(DataError, match=r"LikeVerl, row 2: the prompt has 6 tokens, .* leaves room for 5 "):
+    with raises("data.no-response-room", "LikeVerl, row 2", "6 tokens", "room for 5"):
         built(LikeVerl, path, tokenizer, prompt_room=5)
 
 
@@ -127,18 +127,22 @@ def with_entries(**entries):
 
 
 @pytest.mark.parametrize(
-    ("entries", "message"),
+    ("entries", "code", "values"),
     [
-        ({"raw_prompt": "absent", "prompt": "absent"}, "Changed: column 'prompt', row 1 is null"),
-        ({"raw_prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "row 1 must be a text, or a list of chat"),
-        ({"reward_model": "absent"}, "column 'reward_model', row 1 is null"),
-        ({"reward_model": {"ground_truth": None}}, "has 'ground_truth' null"),
-        ({"data_source": 3}, "column 'data_source', row 1 must hold strings"),
-        ({"raw_prompt": "x" * 10}, "row 1: the prompt has 13 tokens, at most 9 .*data.truncation"),
+        ({"raw_prompt": "absent", "prompt": "absent"}, "data.null-value", ("Changed", "'prompt'")),
+        (
+            {"raw_prompt": [{"role": "user", "content": [{"type": "image"}]}]},
+            "data.column-type",
+            ("'content'",),
+        ),
+        ({"reward_model": "absent"}, "data.null-value", ("'reward_model'",)),
+        ({"reward_model": {"ground_truth": None}}, "data.null-value", ("'ground_truth'",)),
+        ({"data_source": 3}, "data.column-type", ("'data_source'",)),
+        ({"raw_prompt": "x" * 10}, "data.prompt-too-long", ("13 tokens", "at most 9", "data.truncation")),
     ],
 )
-def test_malformed_samples_are_named(write, question_rows, tokenizer, entries, message):
-    with pytest.raises(DataError, match=message):
+def test_malformed_samples_are_named(write, question_rows, tokenizer, entries, code, values):
+    with raises(code, "row 1", *values):
         built(with_entries(**entries), write(question_rows(2)), tokenizer)[1]
 
 
@@ -152,7 +156,7 @@ def test_megabytes_of_a_prompt_are_not_tokenized(write, question_rows, tokenizer
     options = {"encoder": PromptEncoder(tokenizer, max_tokens=9)}
     dataset = built(kind, path, tokenizer, truncation="left", **options)
     assert tokenizer.decode(dataset[0]["prompt_ids"]) == "3456789<|end|><|assistant|>"
-    with pytest.raises(DataError, match=r"row 0: the prompt has at least \d+ tokens, at most 9"):
+    with raises("data.prompt-too-long", "row 0", "at least", "at most 9"):
         built(kind, path, tokenizer, **options)[0]
     assert max(tokenized) < 20_000
 
@@ -182,15 +186,15 @@ def test_collate_function_adds_and_drops_columns(write, question_rows, tokenizer
 
 
 @pytest.mark.parametrize(
-    ("collate", "message"),
+    ("collate", "code", "value"),
     [
-        (lambda samples: samples, "returned a list, not a mapping"),
-        (lambda samples: {"a": [1]}, "column 'a' has 1 entries for 2 samples"),
-        (lambda samples: {"raw_prompt": [[], []]}, "changed raw_prompt"),
-        (lambda samples: collate_as_verl(samples[::-1]), "changed prompt_ids"),
+        (lambda samples: samples, "data.collate-not-mapping", "list"),
+        (lambda samples: {"a": [1]}, "data.collate-length", "column 'a'"),
+        (lambda samples: {"raw_prompt": [[], []]}, "data.collate-changed-prompt", "raw_prompt"),
+        (lambda samples: collate_as_verl(samples[::-1]), "data.collate-changed-prompt", "prompt_ids"),
     ],
 )
-def test_malformed_collate_function(write, question_rows, tokenizer, collate, message):
+def test_malformed_collate_function(write, question_rows, tokenizer, collate, code, value):
     dataset = RLHFDataset(write(question_rows(2)), tokenizer, 9)
-    with pytest.raises(DataError, match=rf"data\.collate_fn.*{message}"):
+    with raises(code, "data.collate_fn", value):
         CustomCollate(collate, 0)([dataset[0], dataset[1]])

@@ -5,11 +5,11 @@ from functools import partial
 
 import numpy as np
 import pytest
+from expected_errors import raises
 from tokenizers import Tokenizer, models
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from megarl.base.errors import DataError
 from megarl.data import DataProto, RLHFDataset, SFTDataset, lengths, sequence_lengths
 
 TEMPLATE_TOKENS = 3  # <|user|>, <|end|>, <|assistant|>
@@ -94,9 +94,9 @@ def test_text_prompt_without_the_chat_template_is_its_tokens(write, question_row
     dataset = RLHFDataset(write_path, tokenizer, 3, apply_chat_template=False)
     assert [tokenizer.decode(dataset[row]["prompt_ids"]) for row in range(3)] == ["x", "xx", "xxx"]
     assert dataset[1]["raw_prompt"] == [{"role": "user", "content": "xx"}]
-    with pytest.raises(DataError, match="row 2: the prompt has 3 tokens, at most 2"):
+    with raises("data.prompt-too-long", "row 2", "3 tokens", "at most 2"):
         RLHFDataset(write_path, tokenizer, 2, apply_chat_template=False)
-    with pytest.raises(DataError, match=r"row 0: data\.system_prompt has no place in a plain-text prompt"):
+    with raises("data.plain-text-prompt", "row 0", "data.system_prompt"):
         RLHFDataset(write_path, tokenizer, 9, apply_chat_template=False, system_prompt="Be brief.")
     source = [row | {"response": "4"} for row in with_texts(question_rows(2))]
     trained = SFTDataset(write(source, "sft.parquet"), tokenizer, 9, apply_chat_template=False)
@@ -145,11 +145,13 @@ def test_optional_tensors_may_be_missing(write, question_rows, tokenizer):
 
 def test_overlong_prompt_is_an_error_at_start(write, question_rows, tokenizer):
     path = write(question_rows(6))
-    with pytest.raises(
-        DataError, match=r"row 3: the prompt has 7 tokens, at most 6 .*3 of 6 .*longest has 9"
-    ) as caught:
+    with raises("data.prompt-too-long") as caught:
         RLHFDataset(path, tokenizer, max_prompt_length=6)
-    assert path in str(caught.value)
+    assert str(caught.value) == (
+        f"{path}, row 3: the prompt has 7 tokens, at most 6 are allowed (3 of 6 prompts are too long, the longest has "
+        "9); raise data.max_prompt_length, set data.truncation=left, right or middle, or "
+        "data.filter_overlong_prompts=True [data.prompt-too-long]"
+    )
     assert len(RLHFDataset(path, tokenizer, max_prompt_length=9)) == 6
 
 
@@ -187,7 +189,7 @@ def test_megabytes_of_a_prompt_are_not_tokenized(write, question_rows, tokenizer
     dataset = RLHFDataset(path, tokenizer, 6, apply_chat_template=template, filter_overlong_prompts=True)
     assert [sample["index"] for sample in map(dataset.__getitem__, range(2))] == [0, 1]
     assert dataset.dropped == (1 if as_text else 2)  # the template has three tokens
-    with pytest.raises(DataError, match=r"row 2: the prompt has at least \d+ tokens, at most 7 are allowed"):
+    with raises("data.prompt-too-long", "row 2", "at least", "at most 7"):
         RLHFDataset(path, tokenizer, 7, apply_chat_template=template)
     assert max(tokenized) < 20_000
 
@@ -214,7 +216,7 @@ def test_megabytes_are_cut_as_if_they_were_tokenized(
 
 
 def test_filtering_everything_is_an_error(write, question_rows, tokenizer):
-    with pytest.raises(DataError, match=r"all 3 prompts are longer than 2 tokens .the shortest has 4"):
+    with raises("data.all-prompts-too-long", "all 3 prompts", "2 tokens", "the shortest has 4"):
         RLHFDataset(write(question_rows(3)), tokenizer, 2, filter_overlong_prompts=True)
 
 
@@ -226,7 +228,7 @@ def test_a_tokenizer_that_knows_nothing_of_the_prompts_is_rejected(write, questi
     stranger = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>", unk_token=unknown)
     stranger.chat_template = tokenizer.chat_template
     rows = [{**row, "response": "x"} for row in question_rows(3)]
-    with pytest.raises(DataError, match=r"train\.parquet, row 0: the tokenizer .* knows nothing of the first prompts"):
+    with raises("tokenizer.unknown-text", "train.parquet, row 0"):
         kind(write(rows), stranger, 50)
 
 
@@ -236,7 +238,7 @@ def test_a_prompt_with_a_token_that_the_model_lacks_is_named_at_the_start(write,
     make = partial(RLHFDataset, tokenizer=tokenizer, max_prompt_length=20, truncation=truncation, vocab_size=size)
     assert len(make(write(rows))[2]["prompt_ids"]) == 6
     rows[1]["prompt"][0]["content"] = "aZ"
-    with pytest.raises(DataError, match=rf"train\.parquet, row 1: token {size} \('Z'\) .* vocabulary of {size} tokens"):
+    with raises("tokenizer.beyond-vocabulary", "train.parquet, row 1", f"token {size} ('Z')", f"{size} tokens"):
         make(write(rows))
     assert len(RLHFDataset(write(rows), tokenizer, 20, vocab_size=len(tokenizer))) == 3
 
@@ -246,7 +248,7 @@ def test_rows_are_not_measured_again_for_a_tokenizer_within_the_vocabulary(write
     rows[1]["prompt"][0]["role"] = "tool"  # which the template refuses
     size = max(tokenizer.get_vocab().values()) + 1
     assert len(RLHFDataset(write(rows), tokenizer, 20, truncation="left", vocab_size=size)) == 3
-    with pytest.raises(DataError, match="no tools here"):
+    with raises("tokenizer.template-rejects", "no tools here"):
         RLHFDataset(write(rows), tokenizer, 20, truncation="left", vocab_size=size - 1)
 
 
@@ -257,7 +259,7 @@ def test_a_prompt_that_leaves_no_room_for_a_response_is_named_at_the_start(
     path = write(question_rows(3))  # of 4, 5 and 6 tokens
     make = partial(RLHFDataset, path, tokenizer, longest, truncation=truncation)
     assert len(make(prompt_room=6)) == 3
-    with pytest.raises(DataError, match=r"train\.parquet, row 2: the prompt has 6 tokens, .* leaves room for 5 "):
+    with raises("data.no-response-room", "train.parquet, row 2", "6 tokens", "room for 5"):
         make(prompt_room=5)
     assert len(RLHFDataset(path, tokenizer, 5, truncation="left", prompt_room=5)) == 3
     dropped = RLHFDataset(path, tokenizer, 5, filter_overlong_prompts=True, prompt_room=5)
@@ -267,20 +269,24 @@ def test_a_prompt_that_leaves_no_room_for_a_response_is_named_at_the_start(
 def test_prompt_rejected_by_the_template(write, question_rows, tokenizer):
     rows = question_rows(3)
     rows[1]["prompt"][0]["role"] = "tool"
-    with pytest.raises(DataError, match=r"train.parquet, row 1: .* roles \['tool'\]: no tools here"):
+    with raises("tokenizer.template-rejects", "train.parquet, row 1", ["tool"], "no tools here"):
         RLHFDataset(write(rows), tokenizer, 20)
     lazy = RLHFDataset(write(rows), tokenizer, 20, truncation="left")
-    with pytest.raises(DataError, match=r"train.parquet, row 1: .*no tools here"):
+    with raises("tokenizer.template-rejects", "train.parquet, row 1", "no tools here"):
         lazy[1]
 
 
 def test_bad_arguments(write, question_rows, tokenizer, monkeypatch):
     path = write(question_rows(1))
-    with pytest.raises(DataError, match="truncation must be one of error, left, right, middle, got 'center'"):
+    with raises("data.unknown-truncation", "data.truncation=center", "error, left, right, middle"):
         RLHFDataset(path, tokenizer, 20, truncation="center")
     monkeypatch.setattr(tokenizer, "chat_template", None)
-    with pytest.raises(DataError, match="has no chat template"):
+    monkeypatch.setattr(tokenizer, "name_or_path", "base")
+    with raises("tokenizer.no-chat-template") as caught:
         RLHFDataset(path, tokenizer, 20)
+    assert str(caught.value) == (
+        "the tokenizer 'base' has no chat template; add one to its tokenizer_config.json [tokenizer.no-chat-template]"
+    )
 
 
 def sft_rows(*pairs):
@@ -312,15 +318,15 @@ def test_sft_trains_on_assistant_pieces_only(write, tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("response", "message"),
+    ("response", "code", "value"),
     [
-        (pieces(("tool", "12")), r"row 1: no piece of the response has the trained role 'assistant'.*\['tool'\]"),
-        (pieces(("assistant", None)), "row 1: a piece of the response lacks role or content"),
-        ([], "row 1: no piece of the response"),
+        (pieces(("tool", "12")), "data.no-assistant-message", ["tool"]),
+        (pieces(("assistant", None)), "data.response-piece", "content"),
+        ([], "data.no-assistant-message", []),
     ],
 )
-def test_unusable_sft_pieces_are_rejected(write, tokenizer, response, message):
-    with pytest.raises(DataError, match=message):
+def test_unusable_sft_pieces_are_rejected(write, tokenizer, response, code, value):
+    with raises(code, "row 1", value):
         SFTDataset(write(sft_rows(("1", pieces(("assistant", "1"))), ("2", response))), tokenizer, 20)
 
 
@@ -342,37 +348,37 @@ def test_sft_truncation_cuts_the_whole_sequence(write, tokenizer, truncation, pr
 
 
 @pytest.mark.parametrize(
-    ("truncation", "limit", "message"),
+    ("truncation", "limit", "code", "value"),
     [
-        ("error", 12, r"row 1: prompt and response have 8 \+ 5 tokens, at most 12 .*raise data.max_length"),
-        ("right", 8, "leaves no response"),
-        ("left", 5, "leaves no prompt"),
+        ("error", 12, "data.sequence-too-long", "8 + 5 tokens, at most 12"),
+        ("right", 8, "data.truncation-leaves-nothing", "no response"),
+        ("left", 5, "data.truncation-leaves-nothing", "no prompt"),
     ],
 )
-def test_overlong_sft_rows_are_rejected(write, tokenizer, truncation, limit, message):
+def test_overlong_sft_rows_are_rejected(write, tokenizer, truncation, limit, code, value):
     rows = write(sft_rows(("", ""), ("12345", "6789")))
-    with pytest.raises(DataError, match=message):
+    with raises(code, "row 1", value, "data.max_length"):
         SFTDataset(rows, tokenizer, limit, truncation=truncation)
 
 
 def test_sft_needs_responses_and_an_end_of_sequence_token(write, question_rows, tokenizer):
-    with pytest.raises(DataError, match="there is no column 'response'"):
+    with raises("data.missing-column", "'response'"):
         SFTDataset(write(question_rows(2)), tokenizer, 20)
-    with pytest.raises(DataError, match="column 'response', row 1 is null"):
+    with raises("data.null-value", "'response'", "row 1"):
         SFTDataset(write(sft_rows(("1", "1"), ("2", None))), tokenizer, 20)
-    with pytest.raises(DataError, match=r"column 'response' must hold strings or lists of .*, it holds int64"):
+    with raises("data.column-type", "'response'", "int64"):
         SFTDataset(write(sft_rows(("1", 1), ("2", 2))), tokenizer, 20)
     path = write(sft_rows(("1", "1")))
     endless = copy.deepcopy(tokenizer)
     endless.eos_token = None
-    with pytest.raises(DataError, match="no end-of-sequence token"):
+    with raises("tokenizer.no-eos-token", "eos_token"):
         SFTDataset(path, endless, 20)
 
 
 def test_truncation_in_the_middle(write, question_rows, tokenizer):
     dataset = RLHFDataset(write(question_rows(6)), tokenizer, max_prompt_length=5, truncation="middle")
     assert tokenizer.decode(dataset[5]["prompt_ids"]) == "<|user|>xx<|end|><|assistant|>"
-    with pytest.raises(DataError, match="truncation=middle would cut prompt and response"):
+    with raises("data.truncation-middle", "data.truncation=middle"):
         SFTDataset(write(sft_rows(("1", "1"))), tokenizer, 20, truncation="middle")
 
 
@@ -386,7 +392,7 @@ def test_system_prompts(write, question_rows, tokenizer):
     assert dataset[1]["raw_prompt"] == [{"role": "system", "content": "c"}, {"role": "user", "content": "xx"}]
     assert "system" not in dataset[1]
     rows[2]["system"] = "twice"
-    with pytest.raises(DataError, match="row 2: has a column 'system' and a prompt that starts with a system message"):
+    with raises("data.two-system-messages", "row 2", "'system'"):
         RLHFDataset(write(rows), tokenizer, 20)
 
 
@@ -415,7 +421,7 @@ def test_tools_of_a_row(write, question_rows, tokenizer, monkeypatch, as_text):
     assert [tokenizer.decode(dataset[row]["prompt_ids"])[:3] for row in (0, 2)] == ["add", "add"]
     assert tokenizer.decode(dataset[1]["prompt_ids"]).startswith("<|user|>")
     assert batch.non_tensor_batch["tools"].tolist() == [[TOOL], None, [TOOL]]
-    with pytest.raises(DataError, match="row 2: the prompt has 9 tokens, at most 8"):  # 3 of the tools are counted
+    with raises("data.prompt-too-long", "row 2", "9 tokens", "at most 8"):  # 3 of the tools are counted
         RLHFDataset(write(rows), tokenizer, 8, tool_schemas={"add": TOOL})
 
 
@@ -432,18 +438,18 @@ def test_nulls_of_a_schema_stay_if_they_are_json(write, question_rows, tokenizer
 
 
 @pytest.mark.parametrize(
-    ("tools", "message"),
+    ("tools", "code", "values"),
     [
-        (["subtract"], r"names the tool 'subtract'; known tools: \['add'\]"),
-        ("[{", "is text but not JSON"),
-        ('{"a": 1}', "must be a list of tools"),
-        (['{"type": "function"}'], "a tool is its name, or its schema"),
+        (["subtract"], "data.unknown-tool", ("'subtract'", ["add"])),
+        ("[{", "data.not-json", ()),
+        ('{"a": 1}', "data.column-type", ({"a": 1},)),
+        (['{"type": "function"}'], "data.tool-schema", ('{"type": "function"}',)),
     ],
 )
-def test_malformed_tools_are_rejected(write, question_rows, tokenizer, tools, message):
+def test_malformed_tools_are_rejected(write, question_rows, tokenizer, tools, code, values):
     rows = question_rows(2)
     rows[0]["tools"], rows[1]["tools"] = None, tools
-    with pytest.raises(DataError, match=f"row 1: column 'tools' .*{message}"):
+    with raises(code, "row 1: column 'tools'", *values):
         RLHFDataset(write(rows), tokenizer, 20, tool_schemas={"add": TOOL})
 
 
@@ -475,9 +481,9 @@ def test_numbers_of_rows(write, question_rows, tokenizer):
     rows = question_rows(4)
     dataset = RLHFDataset(write(rows), tokenizer, 6, filter_overlong_prompts=True)
     assert dataset.numbers("extra_info.index").tolist() == [0, 1, 2]
-    with pytest.raises(DataError, match=r"row 0: 'extra_info\.split' is not a number"):
+    with raises("data.not-number", "row 0", "'extra_info.split'"):
         dataset.numbers("extra_info.split")
-    with pytest.raises(DataError, match="no column 'level'"):
+    with raises("data.missing-column", "'level'"):
         dataset.numbers("level")
 
 
@@ -505,6 +511,6 @@ def test_lengths_are_measured_by_processes_and_cached(write, question_rows, toke
 def test_rejected_row_of_a_large_data_set_is_named(write, question_rows, tokenizer, tmp_path):
     rows = question_rows(1) * 5000
     rows[4321] = {**rows[4321], "prompt": [{"role": "tool", "content": "x"}]}
-    with pytest.raises(DataError, match=r"train\.parquet, row 4321: .*no tools here"):
+    with raises("tokenizer.template-rejects", "train.parquet, row 4321", "no tools here"):
         RLHFDataset(write(rows), tokenizer, 20, cache_dir=str(tmp_path / "cache"), workers=1)
     assert not list((tmp_path / "cache").glob("*"))

@@ -3,10 +3,10 @@ import logging
 
 import pytest
 import torch
+from expected_errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.base.errors import DataError
 from megarl.data import DataProto, StatefulLoader
 
 
@@ -119,13 +119,16 @@ def test_state_of_other_data_is_rejected(change):
     source = loader()
     next(iter(source))
     (name,) = change
-    with pytest.raises(DataError, match=f"the saved loader state has {name}="):
+    with raises("resume.data-changed", f"{name}="):
         loader(**change).load_state_dict(source.state_dict())
 
 
 def test_too_few_rows_are_rejected():
-    with pytest.raises(DataError, match="the data set has 2 rows, a batch needs 3"):
+    with raises("data.too-few-rows") as caught:
         loader(2, 3)
-    with pytest.raises(DataError, match="the data set has 0 rows"):
+    assert str(caught.value) == (
+        "the data set has 2 rows, a batch needs 3; add rows, or lower data.train_batch_size [data.too-few-rows]"
+    )
+    with raises("data.too-few-rows", "0 rows"):
         loader(0, None, drop_last=False)
     assert epoch(loader(2, 3, shuffle=False, drop_last=False)) == [[0, 1]]

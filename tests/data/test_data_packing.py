@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
+from expected_errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.base.errors import DataError
 from megarl.data import common_micro_batch_count, fewest_micro_batches, plan_micro_batches
 
 QUICK = settings(max_examples=50)
@@ -74,7 +74,7 @@ def test_common_micro_batch_count(counts, multiple, common):
 
 @pytest.mark.parametrize(("limits", "count"), [({"max_tokens": 10}, 1), ({"max_tokens": 10}, 4), ({"size": 1}, 2)])
 def test_impossible_counts_are_errors(limits, count):
-    with pytest.raises(DataError, match=f"3 rows that need . micro-batches cannot be cut into {count}; give each"):
+    with raises("batch.micro-batch-count", "3 rows", count):
         plan_micro_batches([6, 6, 3], **limits, count=count)
 
 
@@ -88,15 +88,15 @@ def test_fixed_size(rows, size):
 
 
 @pytest.mark.parametrize(
-    ("limits", "message"),
+    ("limits", "code", "values"),
     [
-        ({"max_tokens": 9}, r"row 1 has 10 tokens, a micro-batch may hold 9; raise"),
-        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
-        ({"size": 0}, "size must be at least 1 row, got 0"),
-        ({}, "either max_tokens or size"),
-        ({"size": 1, "max_tokens": 20}, "either max_tokens or size"),
+        ({"max_tokens": 9}, "batch.micro-batch-tokens", ("row 1", 10, 9)),
+        ({"max_tokens": 0}, "batch.micro-batch-size", ("max_tokens", 0)),
+        ({"size": 0}, "batch.micro-batch-size", ("size", 0)),
+        ({}, "batch.size-and-tokens", ("max_tokens=None", "size=None")),
+        ({"size": 1, "max_tokens": 20}, "batch.size-and-tokens", ("max_tokens=20", "size=1")),
     ],
 )
-def test_bad_limits(limits, message):
-    with pytest.raises(DataError, match=message):
+def test_bad_limits(limits, code, values):
+    with raises(code, *values):
         plan_micro_batches([3, 10], **limits)

@@ -1,7 +1,6 @@
 """Small files in the formats of the published data sets."""
 
 import json
-import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -127,24 +126,24 @@ def test_questions_of_search_r1_and_original_files(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("data_set", "content", "message"),
+    ("data_set", "content", "code", "values"),
     [
-        ("gsm8k", '{"question": "a", "answer": "12"}', "line 1: is no entry of openai/gsm8k: .*no number after ####"),
-        ("gsm8k", '{"answer": "#### 1"}', "line 1: is no entry of openai/gsm8k: KeyError.*question"),
-        ("gsm8k", "{", "line 1: is not JSON"),
-        ("gsm8k", "", "there is no entry"),
-        ("math", '{"problem": "a", "solution": "b"}', "has no .*boxed answer"),
-        ("math", '{"problem": "a", "solution": "\\\\boxed{b"}', "has no .*boxed answer"),
-        ("nq", '{"question": "a", "answer": []}', "it has no answer"),
-        ("nq", '{"question": "a"}', "golden_answers"),
+        ("gsm8k", '{"question": "a", "answer": "12"}', "data.entry-malformed", ("line 1", "openai/gsm8k", "####")),
+        ("gsm8k", '{"answer": "#### 1"}', "data.entry-malformed", ("line 1", "openai/gsm8k", "KeyError('question')")),
+        ("gsm8k", "{", "data.not-json", ("line 1",)),
+        ("gsm8k", "", "data.no-rows", ()),
+        ("math", '{"problem": "a", "solution": "b"}', "data.entry-malformed", ("boxed",)),
+        ("math", '{"problem": "a", "solution": "\\\\boxed{b"}', "data.entry-malformed", ("boxed",)),
+        ("nq", '{"question": "a", "answer": []}', "data.entry-malformed", ("no answer",)),
+        ("nq", '{"question": "a"}', "data.entry-malformed", ("golden_answers",)),
     ],
 )
-def test_malformed_entry_is_named(run, tmp_path, data_set, content, message):
+def test_malformed_entry_is_named(run, tmp_path, data_set, content, code, values):
     file = tmp_path / "a.jsonl"
     file.write_text(content, encoding="utf-8")
     status, rows, complaint = run(data_set, "--train", file)
     assert status == 2 and not rows
-    assert re.search(message, complaint), complaint
+    assert f"[{code}]" in complaint and all(value in complaint for value in ("a.jsonl", *values)), complaint
 
 
 def test_download_only_on_request(run, tmp_path, monkeypatch):

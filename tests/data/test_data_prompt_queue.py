@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 import torch
+from expected_errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.base.errors import DataError
 from megarl.data import DataProto, StatefulLoader
 from megarl.data.loader import PromptQueue
 
@@ -63,5 +62,5 @@ def test_complete_batches_keep_the_loader_state() -> None:
 def test_state_of_other_data_is_rejected() -> None:
     queue = PromptQueue(loader())
     queue.take(4)
-    with pytest.raises(DataError, match="seed=5"):
+    with raises("resume.data-changed", "seed=5"):
         PromptQueue(loader(seed=6)).load_state_dict(queue.state_dict())

@@ -1,8 +1,8 @@
 """The format reward."""
 
 import pytest
+from expected_errors import raises
 
-from megarl.base.errors import RewardError
 from megarl.rewards.rules import format_reward
 
 
@@ -24,5 +24,5 @@ def test_the_whole_response_must_match(text, kwargs, score):
 
 
 def test_invalid_pattern_is_refused():
-    with pytest.raises(RewardError, match=r"pattern '\(' is no regular expression"):
+    with raises("reward.format-pattern", "'('"):
         format_reward("d", "x", None, {}, pattern="(")

@@ -7,10 +7,11 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from expected_errors import raises
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megarl.base.errors import RewardError, StepImpossible
+from megarl.base.errors import StepImpossible
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
 from megarl.rewards import FailurePolicy, RewardManager, agent_score, exact_integer, in_driver
 from megarl.rewards.shaping import LengthShaping, OverlongPenalty
@@ -130,33 +131,40 @@ def test_extra_fields_are_recorded(tokenizer, batch_of):
 
 
 FAILURES = [
-    (divide, r"ZeroDivisionError: division by zero \(.*test_rewards_manager\.py:\d+\)"),
-    (lambda: math.nan, "the function returned nan; it must return a finite number"),
-    (lambda: -math.inf, "the function returned -inf"),
-    (lambda: 1e300, r"the function returned 1e\+300"),
-    (lambda: 10**400, "must return a finite number"),
-    (lambda: None, "the function returned None"),
-    (lambda: "1.0", "the function returned '1.0'"),
-    (lambda: torch.ones(2), r"the function returned tensor\(\[1., 1.\]\)"),
-    (lambda: {"reward": 1.0}, r"a mapping without 'score'; it has \['reward'\]"),
-    (lambda: {"score": math.nan}, "the function returned nan"),
-    (lambda: exit(0), "SystemExit: 0"),
+    (divide, ("ZeroDivisionError: division by zero", "test_rewards_manager.py:")),
+    (lambda: math.nan, (" nan;", "[reward.score-not-number]")),
+    (lambda: -math.inf, (" -inf;", "[reward.score-not-number]")),
+    (lambda: 1e300, (" 1e+300;", "[reward.score-not-number]")),
+    (lambda: 10**400, ("[reward.score-not-number]",)),
+    (lambda: None, (" None;", "[reward.score-not-number]")),
+    (lambda: "1.0", (" '1.0';", "[reward.score-not-number]")),
+    (lambda: torch.ones(2), (" tensor([1., 1.]);", "[reward.score-not-number]")),
+    (lambda: {"reward": 1.0}, (["reward"], "[reward.no-score]")),
+    (lambda: {"score": math.nan}, (" nan;", "[reward.score-not-number]")),
+    (lambda: exit(0), ("SystemExit: 0",)),
 ]
 
 
-@pytest.mark.parametrize(("how", "message"), FAILURES)
-def test_failure_stops_and_shows_the_sample(tokenizer, batch_of, how, message):
+@pytest.mark.parametrize(("how", "values"), FAILURES)
+def test_failure_stops_and_shows_the_sample(tokenizer, batch_of, how, values):
     batch = batch_of(("1+1=", "2", "2"), ("3+4=", "oops", "7"))
-    with pytest.raises(RewardError, match=message) as caught:
+    sample = ("row 1", "data_source: 'toy'", "prompt: '3+4='", "solution_str: 'oops'", "ground_truth: '7'")
+    with raises("reward.row-failed", *sample, *values, "reward_model.on_error=mask", error=StepImpossible):
         RewardManager(in_driver(fails_on(["oops"], how)), tokenizer).score(batch)
-    text = str(caught.value)
-    assert "the reward of row 1 failed" in text
-    for part in ("data_source: 'toy'", "prompt: '3+4='", "solution_str: 'oops'", "ground_truth: '7'", "on_error=mask"):
-        assert part in text
 
 
-@pytest.mark.parametrize(("how", "message"), FAILURES)
-def test_masked_failure_is_excluded_and_counted(tokenizer, batch_of, how, message, caplog):
+def test_message_of_a_result_that_is_no_score(tokenizer, batch_of):
+    with raises("reward.row-failed") as caught:
+        RewardManager(in_driver(fails_on(["2"], lambda: None)), tokenizer).score(batch_of(("1+1=", "2", "2")))
+    assert str(caught.value) == (
+        "the reward of row 0 failed: the function returned None; it must return a finite number, or one under 'score' "
+        "[reward.score-not-number]\n  data_source: 'toy'\n  prompt: '1+1='\n  solution_str: '2'\n  ground_truth: '2'\n"
+        "  (reward_model.on_error=mask masks it) [reward.row-failed]"
+    )
+
+
+@pytest.mark.parametrize("how", [how for how, _ in FAILURES])
+def test_masked_failure_is_excluded_and_counted(tokenizer, batch_of, how, caplog):
     batch = batch_of(("1+1=", "2", "2"), ("3+4=", "oops", "7"), ("1+1=", "22", "2"))
     with caplog.at_level(logging.WARNING):
         scored = RewardManager(in_driver(fails_on(["oops"], how)), tokenizer, FailurePolicy("mask")).score(batch)
@@ -187,7 +195,7 @@ def test_existing_response_mask_is_kept(tokenizer, batch_of):
 
 def test_empty_response_is_a_failure(tokenizer, batch_of):
     batch = batch_of(("1+1=", "2", "2"), ("3+4=", None, "7"))
-    with pytest.raises(RewardError, match="row 1 failed: the response has no token"):
+    with raises("reward.row-failed", "row 1", "no token"):
         RewardManager(in_driver(exact_integer), tokenizer).score(batch)
     scored = RewardManager(in_driver(exact_integer), tokenizer, FailurePolicy("mask")).score(batch)
     assert scored.metrics["reward/failed"] == 1.0
@@ -196,31 +204,31 @@ def test_empty_response_is_a_failure(tokenizer, batch_of):
 
 def test_only_failures_stop_even_under_mask(tokenizer, batch_of):
     batch = batch_of(("1+1=", "2", "2"), ("3+4=", "2", "7"))
-    with pytest.raises(RewardError, match=r"none of 2 rows could be scored; the first: .*row 0 .*ZeroDivision"):
+    with raises("reward.no-row-scored", "2 rows", "row 0", "ZeroDivision"):
         RewardManager(in_driver(fails_on(["2"], divide)), tokenizer, FailurePolicy("mask")).score(batch)
 
 
 def test_long_samples_are_truncated_in_messages(tokenizer, batch_of):
     batch = batch_of(("1+1=", "a" * 30000, "2"))
-    with pytest.raises(RewardError) as caught:
+    with raises("reward.row-failed") as caught:
         RewardManager(in_driver(exact_integer), tokenizer).score(batch_of(("1", "a" * 30000, "x")))
     assert len(str(caught.value)) < 10000
     assert RewardManager(in_driver(exact_integer), tokenizer).score(batch).metrics["reward/failed"] == 0
 
 
 def test_invalid_arguments(tokenizer, batch_of):
-    with pytest.raises(RewardError, match="on_error must be one of raise, mask, got 'ignore'"):
+    with raises("reward.unknown-on-error", "reward_model.on_error=ignore", "raise, mask"):
         FailurePolicy("ignore")
-    with pytest.raises(RewardError, match="keyword arguments data_source, solution_str"):
+    with raises("reward.wrong-signature", "data_source, solution_str"):
         RewardManager(in_driver(lambda text: 0.0), tokenizer)
     batch = batch_of(("1", "2", "2"))
-    with pytest.raises(RewardError, match=r"needs \['data_source', 'responses'\] to be scored"):
+    with raises("reward.missing-column", ["data_source", "responses"]):
         RewardManager(in_driver(exact_integer), tokenizer).score(
             batch.select(["prompts", "attention_mask"], ["reward_model"])
         )
     for wrong in ({"style": "rule"}, None):
         broken = batch.with_columns(None, {"reward_model": [wrong]})
-        with pytest.raises(RewardError, match=r"column 'reward_model', row 0 is .* must have a 'ground_truth'"):
+        with raises("reward.no-ground-truth", "row 0", wrong):
             RewardManager(in_driver(exact_integer), tokenizer, FailurePolicy("mask")).score(broken)
 
 
@@ -254,7 +262,7 @@ def test_agent_result_reaches_the_reward_function(tokenizer, batch_of):
 
     RewardManager(in_driver(fn), tokenizer).score(batch)
     assert seen == [{"level": 1, "agent_result": results[0]}, {"agent_result": results[1]}]
-    with pytest.raises(RewardError, match=r"the agent returned no score but \{\}; it must return a number"):
+    with raises("reward.row-failed", "[reward.agent-score]", {}):
         RewardManager(in_driver(agent_score), tokenizer).score(batch_of(("1", "2", 2), agent_result=[{}]))
 
 
@@ -280,8 +288,8 @@ def test_max_failure_ratio(tokenizer, batch_of):
     scored = manager.score(batch)  # an infrastructure failure is masked even under ``raise``
     assert scored.extra_columns["reward_failure"].tolist() == [None, "infrastructure", None, None]
     assert scored.metrics["reward/infrastructure_failures"] == scored.metrics["reward/failed"] == 1
-    message = r"1 of 4 rows .* \(0 raised .* 1 had an infrastructure failure\), more than .*max_failure_ratio=0\.2 "
-    with pytest.raises(StepImpossible, match=message):
+    values = ("1 of 4 rows", "0 raised", "1 had an infrastructure failure", "reward_model.max_failure_ratio=0.2 ")
+    with raises("reward.too-many-failures", *values, error=StepImpossible):
         RewardManager(in_driver(unreachable), tokenizer, FailurePolicy("raise", 0.2)).score(batch)
     lost = batch.with_columns(None, {"agent_error": ["gone", "gone", None, None]})
     assert manager.score(lost).metrics["reward/failed"] == 2  # failed conversations do not count in the ratio

@@ -2,8 +2,8 @@
 
 import pytest
 import sympy
+from expected_errors import raises
 
-from megarl.base.errors import RewardError
 from megarl.rewards.rules import gsm8k, math_dapo, mathematics
 from megarl.rewards.rules.mathematics import normalize_math_answer
 
@@ -31,7 +31,7 @@ def test_gsm8k(text, truth, strict, flexible):
 def test_gsm8k_refuses_invalid_arguments():
     with pytest.raises(ValueError, match="has no number"):
         gsm8k("d", "#### 1", "one", {})
-    with pytest.raises(RewardError, match="one of strict, flexible, got 'loose'"):
+    with raises("reward.gsm8k-method", "method='loose'", "strict, flexible"):
         gsm8k("d", "#### 1", "1", {}, method="loose")
 
 

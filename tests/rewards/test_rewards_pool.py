@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from expected_errors import raises
 
 from megarl.base.child_process import ChildEnvironment
 from megarl.base.errors import RewardError
@@ -196,7 +197,7 @@ def test_missing_file_in_a_process_is_reported(tmp_path):
     spec = FunctionSpec(f"{file}:f")
     traits = spec.load().traits
     file.unlink()
-    with RewardPool([spec], [traits], 1) as pool, pytest.raises(RewardError, match=r"there is no file .*missing\.py"):
+    with RewardPool([spec], [traits], 1) as pool, raises("config.user-code-file", "missing.py", error=RewardError):
         pool.run([RewardJob(0, task("x"))])
 
 
@@ -297,7 +298,7 @@ def test_results_do_not_wait_for_other_jobs(stream_of):
 def test_the_results_of_a_failed_run_are_its_error(stream_of):
     _, stream = stream_of(FunctionSpec(f"{FUNCTIONS.with_name('missing.py')}:score", {}, 5.0, 1), 1)
     for _ in range(2):
-        with pytest.raises(RewardError, match=r"there is no file .*missing\.py"):
+        with raises("config.user-code-file", "missing.py", error=RewardError):
             results(stream.submit(jobs("misbehaving", "a")))
 
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from expected_errors import raises
 
 from megarl.base.errors import RewardError
 from megarl.rewards import custom_reward_spec, exact_integer, load_reward_function, register_reward
@@ -41,12 +42,12 @@ def path(tmp_path):
 
 def test_find_by_name():
     assert load_reward_function("arithmetic") is exact_integer
-    with pytest.raises(RewardError, match=r"reward_function='arithmetics' is unknown; did you mean 'arithmetic'\?"):
+    with raises("config.unknown-name", "reward_function='arithmetics'", "'arithmetic'", error=RewardError):
         load_reward_function("arithmetics")
 
 
 def test_duplicate_name_is_refused():
-    with pytest.raises(RewardError, match=r"'arithmetic' is registered already, by megarl\.rewards\.rules"):
+    with raises("config.name-taken", "'arithmetic'", "megarl.rewards.rules", error=RewardError):
         register_reward("arithmetic")(lambda **kwargs: 0.0)
     assert register_reward("arithmetic")(exact_integer) is exact_integer
     assert REWARDS["arithmetic"] is exact_integer
@@ -64,45 +65,39 @@ def test_find_by_dotted_path():
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
+    ("function", "code", "values"),
     [
-        (
-            "compute",
-            r"my-reward\.py:compute': it has no 'compute'; its functions are .*'compute_score', .*'other_names'",
-        ),
-        ("number", "is a int; it must be a function"),
-        (
-            "other_names",
-            r"has the signature \(source, answer, truth, info\).*called with the keyword arguments data_source",
-        ),
+        ("compute", "config.user-code-function", ("'compute'", "'compute_score', ", "'other_names'")),
+        ("number", "config.user-code-not-callable", ("int",)),
+        ("other_names", "reward.wrong-signature", ("(source, answer, truth, info)", "data_source, solution_str")),
     ],
 )
-def test_invalid_function_is_refused(path, function, message):
-    with pytest.raises(RewardError, match=message):
+def test_invalid_function_is_refused(path, function, code, values):
+    with raises(code, f"my-reward.py:{function}", *values, error=RewardError):
         load_reward_function(f"{path}:{function}")
 
 
 def test_import_errors(tmp_path):
-    with pytest.raises(RewardError, match=r"there is no file .*nowhere\.py"):
+    with raises("config.user-code-file", f"{tmp_path}/nowhere.py", error=RewardError):
         load_reward_function(f"{tmp_path}/nowhere.py:compute_score")
     broken = tmp_path / "broken.py"
     broken.write_text("import no_such_package_here\n", encoding="utf-8")
     for _ in range(2):  # a failed import leaves nothing behind
-        with pytest.raises(RewardError, match=r"importing .*broken\.py failed: ModuleNotFoundError: No module named"):
+        with raises("config.user-code-import", "broken.py", "ModuleNotFoundError", "no_such_package_here"):
             load_reward_function(f"{broken}:compute_score")
     exits = tmp_path / "exits.py"
     exits.write_text("raise SystemExit(0)\n", encoding="utf-8")
-    with pytest.raises(RewardError, match=r"importing .*exits\.py failed: SystemExit"):
+    with raises("config.user-code-import", "exits.py", "SystemExit"):
         load_reward_function(f"{exits}:compute_score")
     text = tmp_path / "reward.txt"
     text.write_text("x", encoding="utf-8")
-    with pytest.raises(RewardError, match="is not a Python file"):
+    with raises("config.user-code-suffix", text):
         load_reward_function(f"{text}:compute_score")
-    with pytest.raises(RewardError, match=r"'reward\.py' names no function; write path\.py:function"):
+    with raises("config.user-code-spec", "'reward.py'", "path.py:function"):
         load_reward_function("reward.py")
-    with pytest.raises(RewardError, match="importing no_such_package failed: ModuleNotFoundError"):
+    with raises("config.user-code-import", "no_such_package", "ModuleNotFoundError"):
         load_reward_function("no_such_package.compute_score")
-    with pytest.raises(RewardError, match=r"'megarl\.rewards\.rules\.nothing': it has no 'nothing'"):
+    with raises("config.user-code-function", "'megarl.rewards.rules.nothing'", "'nothing'"):
         load_reward_function("megarl.rewards.rules.nothing")
 
 

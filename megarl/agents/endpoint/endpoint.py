@@ -245,13 +245,14 @@ def check_endpoint(config: GenerationJobConfig) -> None:
     except OSError as error:
         raise _no_address(address, error) from error
     if address.access_file is not None and address.access_file.is_dir():
-        raise ConfigError(f"{_KEY}.access_file={address.access_file} cannot be written: it is a folder")
+        text = f"{_KEY}.access_file={address.access_file} is a folder; name a file"
+        raise ConfigError(text, code="endpoint.access-file")
     make_token()
 
 
 def _no_address(address: EndpointAddress, error: OSError) -> ConfigError:
     keys = f"{_KEY}.host={address.host}, {_KEY}.port={address.port}"
-    return ConfigError(f"{keys}: cannot listen there: {error.strerror or error}")
+    return ConfigError(f"{keys}: cannot listen there: {error.strerror or error}", code="endpoint.cannot-listen")
 
 
 def _supports_stop_strings(rollout: RolloutConfig, model_path: str) -> bool:

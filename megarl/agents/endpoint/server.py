@@ -168,7 +168,8 @@ def make_token() -> str:
     if len(token) < _MIN_TOKEN_LENGTH or not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(
             f"the environment variable {TOKEN_VARIABLE} must hold at least {_MIN_TOKEN_LENGTH} printable ASCII "
-            f"characters without a blank; it holds {len(token)}"
+            f"characters without a blank; it holds {len(token)}",
+            code="endpoint.weak-token",
         )
     return token
 
@@ -195,4 +196,4 @@ def write_access_file(path: Path, base_url: str, token: str, model: str) -> None
             file.write(content)
     except OSError as error:
         key = "actor_rollout_ref.rollout.endpoint.access_file"
-        raise ConfigError(f"{key}={path} cannot be written: {error}") from error
+        raise ConfigError(f"{key}={path} cannot be written: {error}", code="endpoint.access-file") from error

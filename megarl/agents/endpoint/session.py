@@ -138,7 +138,7 @@ class Session:
             AgentError: no turn was generated.
         """
         if not self._turns:
-            raise AgentError("the agent got no turn of the policy, so that there is nothing to learn from")
+            raise AgentError("the agent got no turn of the policy: there is nothing to learn", code="agent.no-turn")
         leaves = [turn for turn in self._turns if not turn.has_child]
         leaf = max(leaves, key=lambda turn: (_generated_tokens(turn.path()), turn.number))
         path, counts = leaf.path(), self._counts

@@ -174,7 +174,7 @@ async def answer_call(call: ToolCall, tools: Mapping[str, ToolEntry], conversati
         arguments = entry.tool.check(call.arguments)
         result = await _call_with_retries(entry, arguments, conversation)
     except ToolError as error:
-        return ToolAnswer(f"Error: {error}", malformed=True)
+        return ToolAnswer(f"Error: {error.text}", malformed=True)
     return ToolAnswer(result.text, malformed=False, metrics=result.metrics)
 
 
@@ -196,7 +196,7 @@ async def _call_with_retries(
             late = isinstance(error, TimeoutError) and limit.expired()
             cause = f"it took longer than {entry.timeout_s:g} s" if late else f"{type(error).__name__}: {error}"
             logger.debug("tool %s, attempt %d: %s", tool.name, attempt + 1, cause)
-    raise AgentError(f"tool {tool.name} failed {entry.retries + 1} times; the last: {cause}")
+    raise AgentError(f"tool {tool.name} failed {entry.retries + 1} times; the last: {cause}", code="tool.call-failed")
 
 
 def check_truncate_side(side: str) -> str:
@@ -207,7 +207,7 @@ def check_truncate_side(side: str) -> str:
     """
     if side not in TRUNCATE_SIDES:
         key = "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side"
-        raise ConfigError(f"{key}={side} must be one of {', '.join(TRUNCATE_SIDES)}")
+        raise ConfigError(f"{key}={side} must be one of {', '.join(TRUNCATE_SIDES)}", code="tool.truncate-side")
     return side
 
 

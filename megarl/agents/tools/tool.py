@@ -22,6 +22,9 @@ _ENTRY_KEYS = {"class_name", "config", "tool_schema", "timeout_s", "retries"}
 class ToolError(MegarlError):
     """A model's mistake in a tool call; the message becomes the tool's result, for a retry."""
 
+    def __init__(self, text: str) -> None:
+        super().__init__(text, code="tool.wrong-call")
+
 
 @dataclass(frozen=True)
 class ToolResult:
@@ -103,14 +106,14 @@ def checked_schema(schema: Mapping[str, Any] | None, owner: str) -> Mapping[str,
     if schema is None or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ConfigError(
             f"tool {owner}: tool_schema={schema!r:.200} must be a mapping with type: function and function: name, "
-            "description, parameters"
+            "description, parameters",
+            code="tool.bad-schema",
         )
     try:
         jsonschema.Draft202012Validator.check_schema(function.get("parameters", {}))
     except jsonschema.SchemaError as error:
-        raise ConfigError(
-            f"tool {owner}: tool_schema.function.parameters is no JSON schema: {error.message}"
-        ) from error
+        text = f"tool {owner}: tool_schema.function.parameters is no JSON schema: {error.message}"
+        raise ConfigError(text, code="tool.bad-schema") from error
     return {"type": "function", **schema}
 
 
@@ -173,36 +176,39 @@ def load_tools(path: str) -> dict[str, ToolEntry]:
     """
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ConfigError(f"actor_rollout_ref.rollout.multi_turn.tool_config_path={path}: there is no such file")
+        text = f"actor_rollout_ref.rollout.multi_turn.tool_config_path={path}: there is no such file"
+        raise ConfigError(text, code="tool.file-missing")
     try:
         content = yaml.safe_load(file.read_bytes())  # YAML is UTF-8, whatever the locale
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is no YAML file: {error}") from error
+        raise ConfigError(f"{path} is no YAML file: {error}", code="tool.file-yaml") from error
     entries = content.get("tools") if isinstance(content, Mapping) else None
     if not isinstance(entries, list) or not entries:
-        raise ConfigError(f"{path} must have 'tools', a list with at least one entry; it has {content!r:.200}")
+        text = f"{path} must have 'tools', a list with at least one entry; it has {content!r:.200}"
+        raise ConfigError(text, code="tool.file-entries")
     tools: dict[str, ToolEntry] = {}
     for number, fields in enumerate(entries):
         entry = _build_entry(fields, f"{path}, tools[{number}]")
         if entry.tool.name in tools:
-            raise ConfigError(f"{path}, tools[{number}]: there are two tools called {entry.tool.name!r}")
+            text = f"{path}, tools[{number}]: two tools are named {entry.tool.name!r}"
+            raise ConfigError(text, code="tool.name-twice")
         tools[entry.tool.name] = entry
     return tools
 
 
 def _build_entry(fields: Any, position: str) -> ToolEntry:
     if not isinstance(fields, Mapping) or "class_name" not in fields:
-        raise ConfigError(f"{position} must be a mapping with 'class_name', got {fields!r:.200}")
+        raise ConfigError(f"{position} needs 'class_name', got {fields!r:.200}", code="tool.file-entries")
     unknown = sorted(fields.keys() - _ENTRY_KEYS)
     if unknown:
-        raise ConfigError(f"{position}: unknown keys {unknown}; known are {sorted(_ENTRY_KEYS)}")
+        raise ConfigError(f"{position}: unknown keys {unknown}; use {sorted(_ENTRY_KEYS)}", code="tool.unknown-key")
     policy = {name: fields[name] for name in ("timeout_s", "retries") if name in fields}
     for name, minimum in (("timeout_s", 0.001), ("retries", 0)):
         value = policy.get(name, minimum)
         if isinstance(value, bool) or not isinstance(value, int | float) or value < minimum:
-            raise ConfigError(f"{position}: {name}={value!r} must be a number of at least {minimum}")
+            raise ConfigError(f"{position}: {name}={value!r} must be a number >= {minimum}", code="tool.entry-limits")
     try:
         tool = find_tool(str(fields["class_name"]))(schema=fields.get("tool_schema"), config=fields.get("config"))
     except ConfigError as error:
-        raise ConfigError(f"{position}: {error}") from error
+        raise ConfigError(f"{position}: {error.text}", code=error.code) from error
     return ToolEntry(tool, **policy)

@@ -52,9 +52,8 @@ class Cache:
                 if older != path:
                     older.unlink(missing_ok=True)
         except OSError as error:
-            raise DataError(
-                f"data.cache_dir: {self.folder} cannot be written ({error}); name a folder with enough free space"
-            ) from error
+            text = f"data.cache_dir: {self.folder} cannot be written ({error}); name a folder with enough free space"
+            raise DataError(text, code="data.cache-unwritable") from error
         return path
 
 

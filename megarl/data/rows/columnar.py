@@ -111,7 +111,7 @@ def open_parquet(path: str) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a readable parquet file ({error})") from error
+        raise DataError(f"{path} is not a readable parquet file ({error})", code="data.unreadable-file") from error
 
 
 def parquet_bytes(path: str) -> int:
@@ -154,7 +154,7 @@ def saved_dataset_source(folder: str) -> ColumnarSource:
             reader = pa.ipc.open_stream(pa.memory_map(path))
             batches += list(reader)
         except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{path}: not a readable Arrow file ({error})") from error
+            raise DataError(f"{path} is not a readable Arrow file ({error})", code="data.unreadable-file") from error
         schema = reader.schema if schema is None else schema
         identities.append(file_identity(path))
     assert schema is not None
@@ -171,9 +171,10 @@ def saved_dataset_files(folder: str) -> list[str]:
         state = parse_json((Path(folder) / HF_STATE).read_text(encoding="utf-8"))
         files = [str(Path(folder) / file["filename"]) for file in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{folder}/{HF_STATE}: is not a file of datasets.save_to_disk ({error!r})") from error
+        text = f"{folder}/{HF_STATE} is no file of datasets.save_to_disk ({error!r})"
+        raise DataError(text, code="data.unreadable-file") from error
     if not files:
-        raise DataError(f"{folder}: there is no row")
+        raise DataError(f"{folder} has no row", code="data.no-rows")
     return files
 
 
@@ -192,7 +193,7 @@ def _batches(path: str, reader: pq.ParquetFile) -> Iterator[pa.RecordBatch]:
         for batch in reader.iter_batches(_BATCH_ROWS):
             yield batch if batch.schema.equals(schema) else batch.cast(schema)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: cannot be read ({error})") from error
+        raise DataError(f"{path} cannot be read ({error})", code="data.unreadable-file") from error
 
 
 def _plain(schema: pa.Schema) -> pa.Schema:

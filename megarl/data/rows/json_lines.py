@@ -92,12 +92,13 @@ class JsonListSource:
         if Path(path).stat().st_size > MAX_LIST_BYTES:
             raise DataError(
                 f"{path}: a JSON list is read into memory and limited to {MAX_LIST_BYTES >> 20} MiB; write one object "
-                "per line (JSONL), or parquet"
+                "per line (JSONL), or parquet",
+                code="data.json-list-size",
             )
         try:
             self._rows = parse_json(Path(path).read_bytes())
         except ValueError as error:
-            raise DataError(f"{path}: is not JSON ({error})") from error
+            raise DataError(f"{path}: is not JSON ({error})", code="data.not-json") from error
         for number, row in enumerate(self._rows):
             _check_object(path, f"row {number}", row)
         self.columns = tuple(dict.fromkeys(name for row in self._rows for name in row))
@@ -198,11 +199,11 @@ def _parse(path: str, line: bytes, number: int) -> dict[str, Any]:
     try:
         row = parse_json(line)
     except ValueError as error:
-        raise DataError(f"{path}, line {number}: is not JSON ({error})") from error
+        raise DataError(f"{path}, line {number}: is not JSON ({error})", code="data.not-json") from error
     return _check_object(path, f"line {number}", row)
 
 
 def _check_object(path: str, location: str, row: Any) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise DataError(f"{path}, {location}: must be a JSON object with the row's columns, it is {row!r:.80}")
+        raise DataError(f"{path}, {location}: must be a JSON object, not {row!r:.80}", code="data.row-not-object")
     return row

@@ -41,13 +41,14 @@ def _expand(pattern: str) -> list[str]:
     if "://" in pattern:
         raise DataError(
             f"{pattern}: only files of this machine's file systems are supported; copy the file to one, or set "
-            "hub.enable=true for a file of the Hugging Face Hub (hf://datasets/owner/name/file)"
+            "hub.enable=true for a file of the Hugging Face Hub (hf://datasets/owner/name/file)",
+            code="data.remote-path",
         )
     path = os.path.expanduser(os.path.expandvars(pattern))
     if not os.path.exists(path) and glob.has_magic(path):
         matches = sorted(glob.glob(path, recursive=True))
         if not matches:
-            raise DataError(f"{pattern}: the pattern matches no file; name existing files")
+            raise DataError(f"{pattern} matches no file; name existing files", code="data.pattern-no-match")
         return [_checked(file, file) for file in matches]
     return [_checked(path, pattern)]
 
@@ -58,13 +59,14 @@ def _checked(path: str, named: str) -> str:
     if target.is_file():
         return path
     if not target.exists():
-        raise DataError(f"{named}: there is no such file; name an existing parquet or JSONL file")
+        raise DataError(f"{named}: there is no such file; name a parquet or JSONL file", code="data.file-missing")
     if (target / HF_STATE).is_file():
         return path
     if (target / _HF_SPLITS).is_file():
         splits = sorted(str(state.parent) for state in target.glob(f"*/{HF_STATE}"))
-        raise DataError(f"{named}: holds several splits; name one of {', '.join(splits)}")
-    raise DataError(f"{named}: is a folder, and not one of Hugging Face datasets; name its files, as {named}/*.parquet")
+        raise DataError(f"{named} holds several splits; name one of {', '.join(splits)}", code="data.several-splits")
+    text = f"{named} is a folder, but not one of Hugging Face datasets; name its files, as {named}/*.parquet"
+    raise DataError(text, code="data.unknown-folder")
 
 
 class RowSource(Protocol):
@@ -113,14 +115,14 @@ def check_files(
     """
     schema = RowSchema(prompt_key, tuple(required_columns), tuple(text_columns), source_key)
     if not files:
-        raise DataError(f"{field} is empty; name at least one parquet or JSONL file")
+        raise DataError(f"{field} is empty; name at least one parquet or JSONL file", code="data.no-file-named")
     try:
         paths = expand_files(files)
         rows = sum(_check_file(path, schema) for path in paths)
     except DataError as error:
-        raise DataError(f"{field}: {error}") from error.__cause__
+        raise DataError(f"{field}: {error.text}", code=error.code) from error.__cause__
     if rows == 0:
-        raise DataError(f"{field}: there is no row in {', '.join(paths)}")
+        raise DataError(f"{field}: there is no row in {', '.join(paths)}", code="data.no-rows")
     return rows
 
 
@@ -182,7 +184,7 @@ class Rows:
         for source in self._sources:
             source.check(schema)
         if not len(self):
-            raise DataError(f"there is no row in {', '.join(self.files) or 'an empty list of files'}")
+            raise DataError(f"there is no row in {', '.join(self.files) or '[]'}", code="data.no-rows")
 
     def _open(self) -> None:
         small = _total_bytes(self.files) <= SMALL_BYTES

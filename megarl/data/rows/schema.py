@@ -53,7 +53,7 @@ def check_names(path: str, names: Sequence[str], expected: RowSchema) -> None:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise DataError(f"{path}: there is no column {name!r}{hint}; there are {list(names)}")
+            raise DataError(f"{path} has no column {name!r}{hint}; it has {list(names)}", code="data.missing-column")
 
 
 def check_schema(path: str, schema: pa.Schema, expected: RowSchema) -> None:
@@ -65,18 +65,21 @@ def check_schema(path: str, schema: pa.Schema, expected: RowSchema) -> None:
     check_names(path, schema.names, expected)
     type_ = schema.field(expected.prompt).type if expected.prompt else None
     if type_ is not None and not (_is_text(type_) or _holds_messages(type_)):
-        raise DataError(f"{path}: column {expected.prompt!r} must be {PROMPT_FORM}, it is {type_}")
+        text = f"{path}: column {expected.prompt!r} must be {PROMPT_FORM}, it is {type_}"
+        raise DataError(text, code="data.column-type")
     if expected.source in expected.required and not _is_text(schema.field(expected.source).type):
         type_ = schema.field(expected.source).type
-        raise DataError(f"{path}: column {expected.source!r} must hold strings, it holds {type_}")
+        raise DataError(f"{path}: column {expected.source!r} must hold strings, not {type_}", code="data.column-type")
     for name in expected.texts:
         type_ = schema.field(name).type
         if not (_is_text(type_) or _holds_messages(type_)):
-            raise DataError(f"{path}: column {name!r} must hold strings or {MESSAGES_FORM}, it holds {type_}")
+            text = f"{path}: column {name!r} must hold strings or {MESSAGES_FORM}, not {type_}"
+            raise DataError(text, code="data.column-type")
     if "reward_model" in expected.required:
         type_ = schema.field("reward_model").type
         if not pa.types.is_struct(type_) or type_.get_field_index("ground_truth") < 0:
-            raise DataError(f"{path}: column 'reward_model' must be {REWARD_MODEL_FORM}, it is {type_}")
+            text = f"{path}: column 'reward_model' must be {REWARD_MODEL_FORM}, it is {type_}"
+            raise DataError(text, code="data.column-type")
 
 
 def check_batch(path: str, batch: pa.RecordBatch, first: int, expected: RowSchema) -> None:
@@ -94,23 +97,25 @@ def check_batch(path: str, batch: pa.RecordBatch, first: int, expected: RowSchem
     check_media(path, batch, first)
     for name in expected.names:
         needed = PROMPT_FORM if name == expected.prompt else "a value"
-        _refuse(path, name, pc.is_null(batch.column(name)), first, f"is null; every row needs {needed}")
+        why = f"is null; every row needs {needed}"
+        _refuse(path, name, pc.is_null(batch.column(name)), first, why, code="data.null-value")
     if expected.prompt and _is_text(batch.schema.field(expected.prompt).type):
         empty = pc.equal(pc.utf8_length(_decoded(batch.column(expected.prompt))), 0)
-        _refuse(path, expected.prompt, empty, first, "is an empty text")
+        _refuse(path, expected.prompt, empty, first, "is an empty text", code="data.empty-prompt")
     elif expected.prompt:
         prompts = batch.column(expected.prompt)
         empty = pc.equal(pc.list_value_length(prompts), 0)
-        _refuse(path, expected.prompt, empty, first, f"has no message; it must be {PROMPT_FORM}")
+        why = f"has no message; it must be {PROMPT_FORM}"
+        _refuse(path, expected.prompt, empty, first, why, code="data.empty-prompt")
         messages, rows = pc.list_flatten(prompts), pc.list_parent_indices(prompts)
         for part in ("role", "content"):
             missing = pc.is_null(pc.struct_field(messages, part))
             why = f"has a message whose {part!r} is null; it must be a string"
-            _refuse(path, expected.prompt, missing, first, why, rows)
+            _refuse(path, expected.prompt, missing, first, why, rows, code="data.null-value")
     if "reward_model" in expected.required:
         missing = pc.is_null(pc.struct_field(batch.column("reward_model"), "ground_truth"))
         why = "has 'ground_truth' null; the reward function compares with it"
-        _refuse(path, "reward_model", missing, first, why)
+        _refuse(path, "reward_model", missing, first, why, code="data.null-value")
 
 
 def check_media(path: str, batch: pa.RecordBatch, first: int) -> None:
@@ -120,14 +125,14 @@ def check_media(path: str, batch: pa.RecordBatch, first: int) -> None:
             column = batch.column(name)
             is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
             flags = pc.greater(pc.list_value_length(column), 0) if is_list else pc.is_valid(column)
-            _refuse(path, name, flags, first, _MEDIA_PROBLEM)
+            _refuse(path, name, flags, first, _MEDIA_PROBLEM, code="data.media-column")
 
 
-def _refuse(path: str, column: str, flags: Any, first: int, why: str, rows: Any = None) -> None:
+def _refuse(path: str, column: str, flags: Any, first: int, why: str, rows: Any = None, *, code: str) -> None:
     index = pc.index(flags, True).as_py()
     if index >= 0:
         row = index if rows is None else rows[index].as_py()
-        raise DataError(f"{path}: column {column!r}, row {first + row} {why}")
+        raise DataError(f"{path}: column {column!r}, row {first + row} {why}", code=code)
 
 
 def check_row(path: str, number: int, row: Mapping[str, Any], expected: RowSchema) -> None:
@@ -138,48 +143,51 @@ def check_row(path: str, number: int, row: Mapping[str, Any], expected: RowSchem
     """
     for name in expected.names:
         if problem := _value_problem(name, row.get(name), expected):
-            raise DataError(f"{path}: column {name!r}, row {number} {problem}")
+            raise DataError(f"{path}: column {name!r}, row {number} {problem.text}", code=problem.code)
     if media := next(filter(row.get, MEDIA), None):
-        raise DataError(f"{path}: column {media!r}, row {number} {_MEDIA_PROBLEM}")
+        raise DataError(f"{path}: column {media!r}, row {number} {_MEDIA_PROBLEM}", code="data.media-column")
 
 
-def _value_problem(name: str, value: Any, expected: RowSchema) -> str | None:
-    """Return the problem of a value; None for a valid value."""
+def _value_problem(name: str, value: Any, expected: RowSchema) -> DataError | None:
+    """Return the problem of a value, without file and row; None for a valid value."""
     if value is None:
-        return f"is null; every row needs {PROMPT_FORM if name == expected.prompt else 'a value'}"
+        needed = PROMPT_FORM if name == expected.prompt else "a value"
+        return DataError(f"is null; every row needs {needed}", code="data.null-value")
     if name == expected.prompt:
         if isinstance(value, str):
-            return None if value else "is an empty text"
+            return None if value else DataError("is an empty text", code="data.empty-prompt")
         return messages_problem(value)
     if name in expected.texts and not isinstance(value, str) and messages_problem(value, empty=True):
-        return f"must hold strings or {MESSAGES_FORM}, it holds {value!r:.80}"
+        return DataError(f"must hold strings or {MESSAGES_FORM}, not {value!r:.80}", code="data.column-type")
     if name == expected.source and name in expected.required and not isinstance(value, str):
-        return f"must hold strings, it holds {value!r:.80}"
+        return DataError(f"must hold strings, not {value!r:.80}", code="data.column-type")
     if name == "reward_model" and name in expected.required:
         if not isinstance(value, Mapping) or "ground_truth" not in value:
-            return f"must be {REWARD_MODEL_FORM}, it is {value!r:.80}"
+            return DataError(f"must be {REWARD_MODEL_FORM}, it is {value!r:.80}", code="data.column-type")
         if value["ground_truth"] is None:
-            return "has 'ground_truth' null; the reward function compares with it"
+            return DataError("has 'ground_truth' null; the reward function compares with it", code="data.null-value")
     return None
 
 
-def messages_problem(value: Any, empty: bool = False) -> str | None:
-    """Describe the problem of a value that must be chat messages; None for valid messages.
+def messages_problem(value: Any, empty: bool = False) -> DataError | None:
+    """Return the problem of a value that must be chat messages; None for valid messages.
 
     Args:
         value: the value.
         empty: whether there may be no message.
     """
     if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
-        return f"must be {PROMPT_FORM}, it is {value!r:.80}"
+        return DataError(f"must be {PROMPT_FORM}, it is {value!r:.80}", code="data.column-type")
     if not value and not empty:
-        return f"has no message; it must be {PROMPT_FORM}"
+        return DataError(f"has no message; it must be {PROMPT_FORM}", code="data.empty-prompt")
     for message in value:
         for part in ("role", "content"):
             if message.get(part) is None:
-                return f"has a message whose {part!r} is null; it must be a string"
+                text = f"has a message whose {part!r} is null; it must be a string"
+                return DataError(text, code="data.null-value")
             if not isinstance(message[part], str):
-                return f"must be {PROMPT_FORM}, it has {part!r}: {message[part]!r:.80}"
+                text = f"must be {PROMPT_FORM}, it has {part!r}: {message[part]!r:.80}"
+                return DataError(text, code="data.column-type")
     return None
 
 

@@ -130,7 +130,7 @@ class RewardStream:
         with contextlib.suppress(BlockingIOError):  # woken by something else
             os.read(self.wake_handle, 65536)
         if self._has_ended:
-            raise StreamEnded("the reward processes have ended")
+            raise StreamEnded("the reward processes have ended", code="reward.processes-ended")
         with self._lock:
             new, self._new = self._new, []
         return new
@@ -146,7 +146,9 @@ class RewardStream:
         with self._lock:
             futures, self._open = list(self._open.values()), {}
         for future in futures:
-            future.set_exception(self._run.exception() or StreamEnded("the reward processes have ended"))
+            future.set_exception(
+                self._run.exception() or StreamEnded("the reward processes have ended", code="reward.processes-ended")
+            )
 
     def _wake(self) -> None:
         if self._waker >= 0:

@@ -192,7 +192,7 @@ class RewardPool:
             if self._failed_starts >= MAX_FAILED_STARTS:
                 del self._workers[at]
                 text = f"{self._failed_starts} processes for rewards in a row did not start; the last {manner}"
-                raise RewardError(text + _end_of_log(worker.log))
+                raise RewardError(text + _end_of_log(worker.log), code="reward.processes-die")
         self._workers[at] = self._new_process(at)
         batch.reassign(worker, overdue, manner)
 

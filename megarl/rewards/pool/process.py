@@ -110,7 +110,7 @@ class RewardProcess:
             while self.connection.poll():
                 message = json.loads(self.connection.recv_bytes())
                 if message[0] == REFUSED:
-                    raise RewardError(message[1])
+                    raise RewardError(message[1], code=message[2])
                 if message[0] == READY:
                     self.loaded.add(message[1])
                     self._restart_deadline()
@@ -176,7 +176,7 @@ def main(handle: int, parent: int, log: tuple[str, str] | None = None) -> None:
         except MemoryError:
             os._exit(_OUT_OF_MEMORY_STATUS)  # a new process replaces this one
         except RewardError as error:
-            connection.send_bytes(json.dumps([REFUSED, str(error)]).encode())
+            connection.send_bytes(json.dumps([REFUSED, error.text, error.code]).encode())
 
 
 class FunctionServer:

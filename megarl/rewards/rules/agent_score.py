@@ -26,7 +26,6 @@ def agent_score(data_source: str, solution_str: str, ground_truth: Any, extra_in
     """
     result = extra_info.get(AGENT_RESULT, {})
     if "score" not in result:
-        raise RewardError(
-            f"the agent returned no score but {result!r:.200}; it must return a number, or one as 'score'"
-        )
+        text = f"the agent returned no score but {result!r:.200}; it must return a number, or one as 'score'"
+        raise RewardError(text, code="reward.agent-score")
     return dict(result)

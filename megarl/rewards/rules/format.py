@@ -57,4 +57,5 @@ def _compile(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
-        raise RewardError(f"format's pattern {pattern!r} is no regular expression: {error}") from error
+        text = f"format's pattern {pattern!r} is no regular expression: {error}"
+        raise RewardError(text, code="reward.format-pattern") from error

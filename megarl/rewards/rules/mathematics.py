@@ -75,7 +75,7 @@ def gsm8k(
         ValueError: the ground truth has no number.
     """
     if method not in GSM8K_METHODS:
-        raise RewardError(f"gsm8k's method must be one of {', '.join(GSM8K_METHODS)}, got {method!r}")
+        raise RewardError(f"method={method!r} must be one of {', '.join(GSM8K_METHODS)}", code="reward.gsm8k-method")
     right = _last_number(_MARKED_NUMBER, str(ground_truth)) or _last_number(_ANY_NUMBER, str(ground_truth))
     if right is None:
         raise ValueError(f"ground_truth={ground_truth!r:.200} has no number")
