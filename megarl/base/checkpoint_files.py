@@ -58,13 +58,14 @@ def read_index(folder: Path) -> Metadata:
         with open(path, "rb") as file:
             metadata = _IndexUnpickler(file).load()
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
+        text = f"{path} is missing: the checkpoint is incomplete"
+        raise CheckpointError(text, code="checkpoint.missing-index") from None
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
+        raise CheckpointError(f"{path}: {error.text}", code=error.code) from None
     except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointError(f"{path} is malformed: {error!r}") from error
+        raise CheckpointError(f"{path} is malformed: {error!r}", code="checkpoint.malformed-index") from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise CheckpointError(f"{path} is malformed: it holds no index")
+        raise CheckpointError(f"{path} is malformed: it holds no index", code="checkpoint.malformed-index")
     return metadata
 
 
@@ -78,7 +79,8 @@ class _Placeholder:
 def _member(kind: Any, name: str) -> Enum:
     """Return an enumeration member, which early releases of Python 3.11 pickle as ``getattr(kind, name)``."""
     if not (isinstance(kind, type) and issubclass(kind, Enum)):
-        raise CheckpointError(f"refused to take {name!r} of {kind!r}, which is no enumeration")
+        text = f"refused to take {name!r} of {kind!r}, which is no enumeration"
+        raise CheckpointError(text, code="checkpoint.unsafe-pickle")
     return kind[name]
 
 
@@ -90,5 +92,6 @@ class _IndexUnpickler(pickle.Unpickler):
         if (module, name) == ("builtins", "getattr"):
             return _member
         if name not in _CLASSES.get(module, ()):
-            raise CheckpointError(f"refused to load '{module}.{name}', which no checkpoint index contains")
+            text = f"refused to load '{module}.{name}', which no checkpoint index contains"
+            raise CheckpointError(text, code="checkpoint.unsafe-pickle")
         return super().find_class(module, name)

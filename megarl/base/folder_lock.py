@@ -91,7 +91,8 @@ def folder_lock(
     try:
         descriptor = _acquire(file, own, lambda holder: _held(file, holder, describe, remedy))
     except OSError as error:
-        raise ConfigError(f"{file}, the lock of the folder, cannot be written: {error}") from error
+        text = f"{file}, the lock of the folder, cannot be written: {error}"
+        raise ConfigError(text, code="disk.lock-not-writable") from error
     stop = threading.Event()
     heart = threading.Thread(target=_renew, args=(descriptor, stop), name="folder lock", daemon=True)
     heart.start()
@@ -124,7 +125,7 @@ def _acquire(file: Path, own: LockHolder, rejection: Callable[[LockHolder | None
             locked = _flock(descriptor)
             holder = read_holder(file)
             if locked is False or (holder is not None and _lives(file, holder, flock=bool(locked))):
-                raise ConfigError(rejection(holder))
+                raise ConfigError(rejection(holder), code="launch.folder-in-use")
             if not _is_same(descriptor, file):
                 os.close(descriptor)  # the holder has just removed the file
                 continue
@@ -132,7 +133,7 @@ def _acquire(file: Path, own: LockHolder, rejection: Callable[[LockHolder | None
             if locked is None:
                 time.sleep(_SETTLE_S)
                 if (latest := read_holder(file)) is not None and latest.token != own.token:
-                    raise ConfigError(rejection(latest))
+                    raise ConfigError(rejection(latest), code="launch.folder-in-use")
         except BaseException:
             with contextlib.suppress(OSError):
                 os.close(descriptor)

@@ -77,11 +77,11 @@ def read_json_object(file: Path, error: type[MegarlError]) -> dict[str, Any]:
         if _is_deeper(values, _LEVELS):
             raise ValueError(_TOO_DEEP)
     except OSError as problem:
-        raise error(f"{file} cannot be read: {problem.strerror or problem}") from None
+        raise error(f"{file} cannot be read: {problem.strerror or problem}", code="model.unreadable-file") from None
     except ValueError as problem:
-        raise error(f"{file} is not valid JSON: {problem}") from None
+        raise error(f"{file} is not valid JSON: {problem}", code="model.malformed-json") from None
     if not isinstance(values, dict):
-        raise error(f"{file} holds a {type(values).__name__}, expected a JSON object")
+        raise error(f"{file} holds a {type(values).__name__}, expected a JSON object", code="model.not-json-object")
     return values
 
 

@@ -36,7 +36,8 @@ def require_sglang() -> None:
         raise ConfigError(
             "actor_rollout_ref.rollout.name=sglang needs the package sglang (0.5.17 or later): "
             f"{install_command('sglang')}; on a machine without a GPU, the environment of launch/sglang_cpu.sh. "
-            "Without SGLang: actor_rollout_ref.rollout.name=embedded"
+            "Without SGLang: actor_rollout_ref.rollout.name=embedded",
+            code="sglang.not-installed",
         )
 
 

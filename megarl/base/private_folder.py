@@ -28,7 +28,8 @@ def private_folder(root: str | None = None) -> Path:
     above = root or tempfile.gettempdir()
     if len(os.fsencode(above)) > _LONGEST_ROOT:
         if root is not None:
-            raise ResourceError(f"{root} is too long for the addresses of sockets: give at most {_LONGEST_ROOT} bytes")
+            text = f"{root} is too long for the addresses of sockets: give at most {_LONGEST_ROOT} bytes"
+            raise ResourceError(text, code="disk.socket-path-length")
         above = "/tmp"
     folder, user = Path(above, f"megarl-{os.geteuid()}"), os.geteuid()
     remedy = "remove it, or set TMPDIR to a folder of your own"
@@ -37,12 +38,15 @@ def private_folder(root: str | None = None) -> Path:
             folder.mkdir(0o700)
         state = folder.lstat()
     except OSError as error:
-        raise ResourceError(f"{folder}, for private files, cannot be created: {error}; {remedy}") from error
+        text = f"{folder}, for private files, cannot be created: {error}; {remedy}"
+        raise ResourceError(text, code="disk.private-folder-create") from error
     if not stat.S_ISDIR(state.st_mode):
-        raise ResourceError(f"{folder}, for private files, is no folder; {remedy}")
+        raise ResourceError(f"{folder}, for private files, is no folder; {remedy}", code="disk.private-folder-type")
     if state.st_uid != user:
-        raise ResourceError(f"{folder}, for private files, belongs to user {state.st_uid}, not {user}; {remedy}")
+        text = f"{folder}, for private files, belongs to user {state.st_uid}, not {user}; {remedy}"
+        raise ResourceError(text, code="disk.private-folder-owner")
     if stat.S_IMODE(state.st_mode) & 0o077:
         mode = f"{stat.S_IMODE(state.st_mode):o}"
-        raise ResourceError(f"{folder}, for private files, is open to other users (mode {mode}); {remedy}")
+        text = f"{folder}, for private files, is open to other users (mode {mode}); {remedy}"
+        raise ResourceError(text, code="disk.private-folder-mode")
     return folder

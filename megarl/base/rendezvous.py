@@ -34,7 +34,8 @@ def host_store(host: str, port: int = 0, timeout: timedelta = STORE_TIMEOUT, wor
     except OSError as error:
         raise ResourceError(
             f"the rendezvous of the ranks cannot listen on {host}:{port} ({error}): the address must be one of this "
-            "machine's and the port free"
+            "machine's and the port free",
+            code="launch.rendezvous-address",
         ) from error
     port = listener.getsockname()[1]
     # The store owns the descriptor and closes it.

@@ -72,7 +72,8 @@ def with_base(
     shapes = adapters.hf_shapes()
     for name in sorted(shapes.keys() | views.keys()):
         if name not in views or views[name].shape != shapes.get(name):
-            raise CheckpointError(f"{source.path}: '{name}' does not fit the base model {base.path}")
+            text = f"{source.path}: '{name}' does not fit the base model {base.path}"
+            raise CheckpointError(text, code="convert.adapter-misfit")
     tensors = {name: _merged(name, adapters, base, views) for name in weights.hf_shapes()}
     return replace(source, tensors=tensors, adapters=StoredAdapters(adapters, views, base.path))
 
@@ -82,7 +83,7 @@ def _merged(name: str, adapters: AdapterMap, base: CheckpointSource, views: Mapp
         return views[name]
     weight = base.tensors.get(name)
     if weight is None:
-        raise CheckpointError(f"the base model {base.path} lacks '{name}'")
+        raise CheckpointError(f"the base model {base.path} lacks '{name}'", code="convert.adapter-misfit")
     if name not in adapters.targets:
         return weight
     a, b = (views[f"{name.removesuffix('.weight')}.lora_{part}.weight"] for part in "AB")
@@ -106,11 +107,13 @@ def base_of_role(path: Path, document: Mapping[str, Any], model: Path | None) ->
     folder = Path(stored.path) if model is None else model
     if not folder.is_dir():
         raise CheckpointError(
-            f"{path} has adapters only; their base model {folder} does not exist here; pass its folder: --model FOLDER"
+            f"{path} has adapters only; their base model {folder} does not exist here; pass its folder: --model FOLDER",
+            code="convert.base-model-missing",
         )
     part = identify_model(folder).difference(stored)
     if part is not None:
-        raise CheckpointError(f"{path} has adapters of {stored.path}; {folder} is another model: its {part} differ")
+        text = f"{path} has adapters of {stored.path}; {folder} is another model: its {part} differ"
+        raise CheckpointError(text, code="convert.other-base-model")
     return folder
 
 

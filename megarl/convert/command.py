@@ -53,9 +53,11 @@ def _convert(arguments: argparse.Namespace) -> int:
     kind = _KINDS[arguments.command]
     source = open_source(arguments.source, arguments.model, arguments.role)
     if kind == MEGARL and source.kind != HUGGING_FACE:
-        raise CheckpointError(f"{source.path} is a {source.kind} checkpoint already, expected a Hugging Face folder")
+        text = f"{source.path} is a {source.kind} checkpoint already, expected a Hugging Face folder"
+        raise CheckpointError(text, code="convert.same-format")
     if kind == HUGGING_FACE and source.kind == HUGGING_FACE:
-        raise CheckpointError(f"{source.path} is a Hugging Face folder already, expected a Megatron checkpoint")
+        text = f"{source.path} is a Hugging Face folder already, expected a Megatron checkpoint"
+        raise CheckpointError(text, code="convert.same-format")
     _print_source(source)
     options = ConversionOptions(
         dtype=getattr(torch, arguments.dtype) if arguments.dtype != "auto" else None,
@@ -93,7 +95,8 @@ def _open_with_config_of(path: Path, other_path: Path, arguments: argparse.Names
     try:
         return open_source(path, arguments.model, arguments.role)
     except CheckpointError as error:
-        if arguments.model is None and "--model" in str(error) and (other_path / "config.json").is_file():
+        needs_model = error.code in ("convert.unknown-model", "convert.base-model-missing")
+        if arguments.model is None and needs_model and (other_path / "config.json").is_file():
             return open_source(path, other_path, arguments.role)
         raise
 

@@ -78,7 +78,8 @@ def convert(source: CheckpointSource, destination: Path, kind: str, options: Con
     if source.lacks:
         raise CheckpointError(
             f"{source.path} lacks {' and '.join(source.lacks)}, which every engine needs; inspect and "
-            f"verify can read it"
+            f"verify can read it",
+            code="convert.source-lacks-files",
         )
     plan = _planned(source, kind, options)
     if kind == HUGGING_FACE and not source.carried and not source.has_value_head:
@@ -100,11 +101,12 @@ def _planned(source: CheckpointSource, kind: str, options: ConversionOptions) ->
     if kind == PEFT:
         if source.adapters is None:
             raise CheckpointError(f"{source.path} has no adapters: it was trained without LoRA; expected a checkpoint "
-                                  "of a run with lora_rank above 0")  # fmt: skip
+                                  "of a run with lora_rank above 0", code="convert.no-adapters")  # fmt: skip
         return plan_adapters(source.adapters, options.dtype)
     selection = select(source, options.dtype, options.keep_value_head)
     if kind == MEGARL and selection.config["architectures"][0].endswith("Model"):
-        raise CheckpointError(f"{source.path} has no output layer except its scalar head, which must be kept")
+        text = f"{source.path} has no output layer but its scalar head; omit --value-head strip"
+        raise CheckpointError(text, code="convert.only-scalar-head")
     return _PLANS[kind](selection, options.max_shard_bytes)
 
 
@@ -121,7 +123,8 @@ def _check_separate(source: CheckpointSource, destination: Path) -> None:
     target = destination.resolve()
     for path in (source.path.resolve(), source.companions.resolve()):
         if target == path or target in path.parents:
-            raise CheckpointError(f"{destination} contains the source, {path}: choose another destination")
+            text = f"{destination} contains the source, {path}: choose another destination"
+            raise CheckpointError(text, code="convert.overlapping-folders")
 
 
 def _check_disk_space(folder: Path, needed: int) -> None:
@@ -133,6 +136,8 @@ def _check_disk_space(folder: Path, needed: int) -> None:
         raise CheckpointError(
             f"{folder.parent} has {free / 1e9:.1f} GB free, and {needed / 1e9:.1f} GB more are needed"
             + (f" (in addition to {written / 1e9:.1f} GB of an interrupted conversion)" if written else "")
+            + "; free some space or choose another destination",
+            code="disk.no-space",
         )
 
 
@@ -173,7 +178,8 @@ class UnfinishedOutput:
         self._writing = threading.Lock()
         restore_replaced_folder(self.path)
         if os.path.lexists(self.path) and not overwrite:
-            raise CheckpointError(f"{path} exists already; choose another destination, or pass --overwrite")
+            text = f"{path} exists already; choose another destination, or pass --overwrite"
+            raise CheckpointError(text, code="convert.destination-exists")
 
     @contextlib.contextmanager
     def opened(self, plan: Mapping[str, Any], restart: bool) -> Iterator[None]:
@@ -194,11 +200,12 @@ class UnfinishedOutput:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    raise CheckpointError(f"another process is converting to {self.path}") from None
+                    text = f"another process is converting to {self.path}; wait for it or choose another destination"
+                    raise CheckpointError(text, code="convert.in-progress") from None
                 self._take_over(restart)
                 yield
         except OSError as error:
-            raise CheckpointError(f"cannot write {self.folder}: {error}") from error
+            raise CheckpointError(f"cannot write {self.folder}: {error}", code="convert.write-failed") from error
 
     def record(self, name: str) -> None:
         """Record a file that is complete and flushed to disk."""
@@ -221,7 +228,8 @@ class UnfinishedOutput:
         if journal is not None and not restart and journal.get("plan") != self._fingerprint:
             raise CheckpointError(
                 f"{self.folder} is left from an interrupted conversion of another source or with other options: "
-                f"--restart discards it"
+                f"--restart discards it",
+                code="convert.interrupted-other",
             )
         finished = [] if journal is None or restart else journal["finished"]
         self.finished = {name for name in finished if (self.folder / name).is_file()}

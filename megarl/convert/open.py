@@ -86,7 +86,8 @@ def find_checkpoint(path: Path, role: str | None = None) -> Path:
         CheckpointError: no checkpoint; the message lists the expected files.
     """
     if not path.is_dir():
-        raise CheckpointError(f"{path} does not exist" if not path.exists() else f"{path} is a file, expected a folder")
+        text = f"{path} does not exist" if not path.exists() else f"{path} is a file, expected a folder"
+        raise CheckpointError(text, code="convert.no-folder")
     if (path / INDEX).is_file() or (path / ADAPTER_CONFIG).is_file():
         return path
     if (path / POINTER).is_file():
@@ -100,14 +101,16 @@ def find_checkpoint(path: Path, role: str | None = None) -> Path:
         if any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
             return folder
     if (path / STATE_FILE).is_file() or any(path.glob("*.distcp")):
-        raise CheckpointError(f"{path / INDEX} is missing: the checkpoint is incomplete")
+        text = f"{path / INDEX} is missing: the checkpoint is incomplete"
+        raise CheckpointError(text, code="checkpoint.missing-index")
     if (path / CONFIG).is_file():
         return path
     pickled = [name for name in _PICKLED if (path / name).exists()]
     reason = f" ({pickled[0]} is a pickle, which could run code: save as safetensors or torch_dist)" if pickled else ""
     raise CheckpointError(
         f"{path} is neither a Hugging Face folder ({CONFIG}, *.safetensors) nor a Megatron checkpoint ({INDEX}, "
-        f"*.distcp), nor a folder of checkpoints, such as a run's trainer.default_local_dir ({POINTER}){reason}"
+        f"*.distcp), nor a folder of checkpoints, such as a run's trainer.default_local_dir ({POINTER}){reason}",
+        code="convert.unknown-source",
     )
 
 
@@ -119,7 +122,10 @@ def _pointed(path: Path) -> Path:
     for name in names:
         if (path / name).is_dir():
             return path / name
-    raise CheckpointError(f"{path / POINTER} names {text[:40]!r}, but that checkpoint does not exist")
+    problem = (
+        f"{path / POINTER} names {text[:40]!r}, but that checkpoint does not exist; name a checkpoint's own folder"
+    )
+    raise CheckpointError(problem, code="checkpoint.stale-pointer")
 
 
 def _find_model(folder: Path, model: Path | None) -> Path:
@@ -131,7 +137,8 @@ def _find_model(folder: Path, model: Path | None) -> Path:
             return candidate
     raise CheckpointError(
         f"checkpoint {folder} does not name its Hugging Face model; pass a folder with its {CONFIG} and "
-        f"tokenizer: --model FOLDER"
+        f"tokenizer: --model FOLDER",
+        code="convert.unknown-model",
     )
 
 
@@ -246,7 +253,8 @@ def _bytes(name: str, entry: TensorEntry) -> StoredTensor:
 
 def _stored(name: str, entry: TensorEntry) -> StoredTensor:
     if entry.dtype not in DTYPES:
-        raise ModelError(f"{entry.file}: tensor '{name}' has dtype {entry.dtype}, expected one of {', '.join(DTYPES)}")
+        text = f"{entry.file}: tensor '{name}' has dtype {entry.dtype}, expected one of {', '.join(DTYPES)}"
+        raise ModelError(text, code="model.tensor-dtype")
     chunk = Chunk((0,) * len(entry.shape), entry.shape, entry.file, entry.offset)
     return StoredTensor(name, entry.shape, DTYPES[entry.dtype], (chunk,))
 
@@ -289,9 +297,8 @@ def open_adapter_folder(path: Path, model: Path | None = None) -> CheckpointSour
     folder = AdapterFolder(path)
     base_path = model or Path(str(folder.config.get("base_model_name_or_path")))
     if not base_path.is_dir():
-        raise CheckpointError(
-            f"{path}: its base model {base_path} does not exist here; pass its folder: --model FOLDER"
-        )
+        text = f"{path}: its base model {base_path} does not exist here; pass its folder: --model FOLDER"
+        raise CheckpointError(text, code="convert.base-model-missing")
     folder.check_base(base_path)
     base = open_hugging_face(base_path)
     config = base.config.as_reward_model() if SCORE[0] in folder.tensors else base.config
@@ -332,9 +339,8 @@ def open_role(path: Path, config: ModelConfig, companions: Path, model: Path | N
         if name not in stored or expected.get(name) != stored[name].shape:
             actual = f"has shape {list(stored[name].shape)}" if name in stored else "is absent"
             expected_shape = f"of shape {list(expected[name])}" if name in expected else "not part of the model"
-            raise CheckpointError(
-                f"checkpoint {path}: tensor '{name}' {actual}; by {companions}/config.json it is {expected_shape}"
-            )
+            text = f"checkpoint {path}: tensor '{name}' {actual}; by {companions}/config.json it is {expected_shape}"
+            raise CheckpointError(text, code="convert.config-mismatch")
     source = CheckpointSource(
         path,
         MEGARL,
@@ -353,7 +359,8 @@ def _state_facts(path: Path) -> dict[str, Any]:
     try:
         document = parse_json(file.read_text(encoding="utf-8"))
         if document["format"] != STATE_FORMAT:
-            raise CheckpointError(f"{file}: format={document['format']!r}, this megarl reads {STATE_FORMAT}")
+            text = f"{file}: format={document['format']!r}, this megarl reads {STATE_FORMAT}"
+            raise CheckpointError(text, code="checkpoint.other-format")
         layout = ParallelLayout(**document["layout"]).describe()
         if document.get("lora"):
             options_of_role(document)
@@ -364,4 +371,4 @@ def _state_facts(path: Path) -> dict[str, Any]:
             "optimizer steps": document["steps"],
         }
     except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{file} is malformed: {error!r}") from error
+        raise CheckpointError(f"{file} is malformed: {error!r}", code="checkpoint.malformed-state") from error

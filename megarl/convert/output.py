@@ -90,7 +90,7 @@ def select(source: CheckpointSource, dtype: torch.dtype | None = None, keep_valu
     if not keep_value_head:
         tensors = {name: view for name, view in tensors.items() if name not in SCORE}
     if not tensors:
-        raise CheckpointError(f"{source.path} holds no tensors")
+        raise CheckpointError(f"{source.path} holds no tensors", code="convert.no-tensors")
     float32 = WeightMap(source.config).is_float32
     dtypes = {n: view.dtype if float32(n) else dtype or view.dtype for n, view in tensors.items()}
     carried = {} if SCORE[0] in source.tensors else source.carried
@@ -255,7 +255,8 @@ def plan_role(selection: Selection, max_shard_bytes: int) -> OutputPlan:
     mixed = trained - {selection.dtype, torch.float32}
     if mixed:
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in {*mixed, selection.dtype}))
-        raise CheckpointError(f"the weights have several dtypes ({names}): choose one with --dtype")
+        text = f"the weights have several dtypes ({names}): choose one with --dtype"
+        raise CheckpointError(text, code="convert.mixed-dtypes")
     index = Metadata({}, storage_data={}, storage_meta=StorageMeta())
     files: list[FilePlan] = []
     for name, view in selection.tensors.items():

@@ -98,9 +98,10 @@ class CheckpointSource:
                         ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.length)
         for file, end in ends.items():
             if not file.is_file():
-                raise CheckpointError(f"{file} is missing, which {INDEX} names")
+                raise CheckpointError(f"{file} is missing, which {INDEX} names", code="checkpoint.missing-file")
             if file.stat().st_size < end:
-                raise CheckpointError(f"{file} is truncated: {file.stat().st_size} bytes, expected at least {end}")
+                text = f"{file} is truncated: {file.stat().st_size} bytes, expected at least {end}"
+                raise CheckpointError(text, code="checkpoint.truncated-file")
 
 
 def whole_view(name: str, stored: StoredTensor) -> TensorView:
@@ -147,15 +148,16 @@ def _chunk(
     if location is None and not any(start):
         location = locations.get((name, ()))
     if location is None:
-        raise CheckpointError(f"{folder / INDEX}: '{name}' at {list(start)} is in no file")
+        text = f"{folder / INDEX}: '{name}' at {list(start)} is in no file"
+        raise CheckpointError(text, code="checkpoint.malformed-index")
     if Path(location.relative_path).name != location.relative_path:
-        raise CheckpointError(
-            f"{folder / INDEX} names the file {location.relative_path!r}, which is outside the checkpoint"
-        )
+        text = f"{folder / INDEX} names the file {location.relative_path!r}, which is outside the checkpoint"
+        raise CheckpointError(text, code="checkpoint.file-outside")
     if getattr(location, "transform_descriptors", None):
         raise CheckpointError(
             f"{folder / location.relative_path}: '{name}' is stored as {location.transform_descriptors}, only plain "
-            f"tensors can be read"
+            f"tensors can be read",
+            code="checkpoint.transformed-tensor",
         )
     return Chunk(start, shape, folder / location.relative_path, location.offset, location.length, dtype)
 

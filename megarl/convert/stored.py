@@ -65,12 +65,13 @@ class Files:
             while view:
                 count = os.preadv(descriptor, [view], offset)
                 if count == 0:
-                    raise CheckpointError(f"{file} is truncated: {len(view)} bytes are missing at byte {offset}")
+                    text = f"{file} is truncated: {len(view)} bytes are missing at byte {offset}"
+                    raise CheckpointError(text, code="checkpoint.truncated-file")
                 view, offset = view[count:], offset + count
         except FileNotFoundError:
-            raise CheckpointError(f"{file} is missing") from None
+            raise CheckpointError(f"{file} is missing", code="checkpoint.missing-file") from None
         except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from error
+            raise CheckpointError(f"{file} cannot be read: {error}", code="checkpoint.unreadable-file") from error
 
     def close(self) -> None:
         """Close all files."""
@@ -112,13 +113,16 @@ class Chunk:
             with open(self.file, "rb") as file:
                 saved = locate_tensor(io.BufferedReader(_Window(file, self.offset, self.length)))
         except FileNotFoundError:
-            raise CheckpointError(f"{self.file} is missing") from None
+            raise CheckpointError(f"{self.file} is missing", code="checkpoint.missing-file") from None
         except CheckpointError as error:
-            raise CheckpointError(f"{self.file}, archive at byte {self.offset}: {error}") from None
+            raise CheckpointError(
+                f"{self.file}, archive at byte {self.offset}: {error.text}", code=error.code
+            ) from None
         if saved.shape != self.shape or saved.dtype != self.dtype:
             raise CheckpointError(
                 f"{self.file}, archive at byte {self.offset}: {saved.dtype} of shape {list(saved.shape)}, the index "
-                f"lists {self.dtype} of shape {list(self.shape)}"
+                f"lists {self.dtype} of shape {list(self.shape)}",
+                code="checkpoint.index-mismatch",
             )
         return ElementLocation(self.offset + saved.offset, saved.stride)
 
@@ -149,7 +153,8 @@ class StoredTensor:
                                  scratch)  # fmt: skip
                 copied += target.numel()
         if copied != out.numel():
-            raise CheckpointError(f"'{self.name}': only {copied} of {out.numel()} elements at {list(start)} are stored")
+            text = f"'{self.name}': only {copied} of {out.numel()} elements at {list(start)} are stored"
+            raise CheckpointError(text, code="checkpoint.elements-missing")
 
     def _read_chunk(self, chunk: Chunk, first: Index, target: Tensor, files: Files, scratch: Scratch) -> None:
         location = chunk.location
@@ -210,9 +215,8 @@ class TensorView:
                 at = (*region.at[:extra], region.at[extra] + low - region.start[0], *region.at[extra + 1 :])
                 region.stored.read(at, target[(None,) * extra] if extra else target, files, scratch)
         if copied != out.numel():
-            raise CheckpointError(
-                f"'{self.name}': only {copied} of {out.numel()} elements of rows {first} to {last} are stored"
-            )
+            text = f"'{self.name}': only {copied} of {out.numel()} elements of rows {first} to {last} are stored"
+            raise CheckpointError(text, code="checkpoint.elements-missing")
         return out
 
 

@@ -59,7 +59,8 @@ def open_torch_dist(path: Path, config: ModelConfig, companions: Path) -> Checkp
     if stacked_parts(config):
         raise CheckpointError(
             f"checkpoint {path}: a torch_dist checkpoint of {config.architecture} cannot be read: other programs order "
-            "the rows of its experts differently; use its Hugging Face export"
+            "the rows of its experts differently; use its Hugging Face export",
+            code="convert.torch-dist-experts",
         )
     index = read_index(path)
     names = [name for name in index.state_dict_metadata if not _STATE.search(name) and not _EXTRA.search(name)]
@@ -99,9 +100,8 @@ def _locate_all(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, lis
             for full, index, row in _names(_PREFIX.sub("", name), tensor.shape):
                 result[full].append(_Located(tensor, index, row))
         except IndexError:
-            raise CheckpointError(
-                f"checkpoint {path}: '{name}' of shape {list(tensor.shape)} lacks a dimension"
-            ) from None
+            text = f"checkpoint {path}: '{name}' of shape {list(tensor.shape)} lacks a dimension"
+            raise CheckpointError(text, code="convert.config-mismatch") from None
     for locations in result.values():
         locations.sort(key=lambda location: location.row)
     return result
@@ -132,7 +132,8 @@ def _check_rows(
 ) -> list[_Located]:
     """Return the stored tensors of a parameter after checking their shapes; the vocabulary may have any padding."""
     if not located:
-        raise CheckpointError(f"checkpoint {path} lacks '{param.name}' of the model of {companions}/config.json")
+        text = f"checkpoint {path} lacks '{param.name}' of the model of {companions}/config.json"
+        raise CheckpointError(text, code="convert.config-mismatch")
     height, row_shapes = sum(location.shape[0] for location in located), {location.shape[1:] for location in located}
     vocab = param.name == _EMBEDDING or (param.name == _OUTPUT and not weight_map.value_head)
     minimum = weight_map.config.vocab_size if vocab else param.shape[0]
@@ -140,7 +141,8 @@ def _check_rows(
         names = " and ".join(f"'{location.stored.name}' {list(location.shape)}" for location in located)
         raise CheckpointError(
             f"checkpoint {path}: {names}; by {companions}/config.json '{param.name}' has shape "
-            f"{[minimum, *param.shape[1:]]}"
+            f"{[minimum, *param.shape[1:]]}",
+            code="convert.config-mismatch",
         )
     return located
 

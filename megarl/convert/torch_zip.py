@@ -63,29 +63,32 @@ def locate_tensor(archive: BinaryIO) -> SavedTensor:
             root = next(name for name in names if name.endswith("/data.pkl")).removesuffix("data.pkl")
             order = _content(archive, entries.getinfo(root + "byteorder")) if root + "byteorder" in names else b"little"
             if order != b"little":
-                raise CheckpointError(f"byte order {order!r} is not supported, only little")
+                text = f"byte order {order!r} is not supported, only little"
+                raise CheckpointError(text, code="checkpoint.byte-order")
             tensor = _TensorUnpickler(io.BytesIO(_content(archive, entries.getinfo(root + "data.pkl")))).load()
             if not (isinstance(tensor, _Tensor) and isinstance(tensor.storage, _Storage)):
-                raise CheckpointError("it contains no tensor")
+                raise CheckpointError("it contains no tensor", code="checkpoint.corrupt-file")
             return _saved_tensor(archive, entries.getinfo(f"{root}data/{tensor.storage.key}"), tensor)
     except CheckpointError:
         raise
     except Exception as error:  # a damaged archive can raise anything
-        raise CheckpointError(f"it is damaged: {error!r}") from error
+        raise CheckpointError(f"it is damaged: {error!r}", code="checkpoint.corrupt-file") from error
 
 
 def _saved_tensor(archive: BinaryIO, entry: zipfile.ZipInfo, tensor: _Tensor) -> SavedTensor:
     dtype = tensor.storage.dtype
     last = tensor.first + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride, strict=True)) + 1
     if min(tensor.shape, default=1) and last * dtype.itemsize > entry.file_size:
-        raise CheckpointError(f"its tensor of shape {list(tensor.shape)} needs more than {entry.file_size} bytes")
+        text = f"its tensor of shape {list(tensor.shape)} needs more than {entry.file_size} bytes"
+        raise CheckpointError(text, code="checkpoint.corrupt-file")
     return SavedTensor(_start(archive, entry) + tensor.first * dtype.itemsize, dtype, tensor.shape, tensor.stride)
 
 
 def _start(archive: BinaryIO, entry: zipfile.ZipInfo) -> int:
     """Return the offset of an entry's content."""
     if entry.compress_type != zipfile.ZIP_STORED:
-        raise CheckpointError(f"'{entry.filename}' is compressed, which is not supported")
+        text = f"'{entry.filename}' is compressed, which is not supported"
+        raise CheckpointError(text, code="checkpoint.compressed-file")
     archive.seek(entry.header_offset + _LOCAL_HEADER - 4)
     name, extra = struct.unpack("<HH", archive.read(4))
     return entry.header_offset + _LOCAL_HEADER + int(name) + int(extra)
@@ -127,11 +130,12 @@ class _TensorUnpickler(pickle.Unpickler):
             return _FUNCTIONS[module, name]
         if module == "torch" and name in _STORAGES:
             return _STORAGES[name]
-        raise CheckpointError(f"refused to load '{module}.{name}', which no tensor contains")
+        text = f"refused to load '{module}.{name}', which no tensor contains"
+        raise CheckpointError(text, code="checkpoint.unsafe-pickle")
 
     def persistent_load(self, pid: Any) -> _Storage:
         """Return the dtype and archive key of a storage."""
         kind, dtype, key, *_ = pid
         if kind != "storage" or not isinstance(dtype, torch.dtype):
-            raise CheckpointError(f"unknown storage {pid!r}")
+            raise CheckpointError(f"unknown storage {pid!r}", code="checkpoint.corrupt-file")
         return _Storage(dtype, str(key))

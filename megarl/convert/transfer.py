@@ -115,7 +115,7 @@ def transfer(
     try:
         in_parallel(move, bands(), workers)
     except OSError as error:
-        raise CheckpointError(f"writing to {folder} failed: {error}") from error
+        raise CheckpointError(f"writing to {folder} failed: {error}", code="convert.write-failed") from error
     finally:
         sources.close()
 

@@ -306,12 +306,14 @@ def _stored_state(engine: MegatronEngine, with_optimizer: bool) -> StoredState:
 def _check_contents(folder: Path, state: RoleState, requested: Collection[str]) -> None:
     """Reject a checkpoint that lacks a part to restore."""
     if MODEL not in requested:
-        raise CheckpointError(f"load_contents={sorted(requested)} restores no {MODEL}: include it")
+        text = f"load_contents={sorted(requested)} restores no {MODEL}: include it"
+        raise CheckpointError(text, code="resume.contents-without-model")
     missing = [name for name in RESUMABLE if name in requested and name not in state.contents]
     if missing:
         raise CheckpointError(
             f"checkpoint {folder} has no {' and no '.join(missing)}: it was saved with save_contents="
-            f"[{', '.join(state.contents)}]; load_contents without {' and '.join(missing)} takes the rest"
+            f"[{', '.join(state.contents)}]; leave {' and '.join(missing)} out of load_contents",
+            code="resume.missing-contents",
         )
 
 
@@ -324,9 +326,8 @@ def _check_fits(
 ) -> None:
     """Reject a checkpoint of another model or another number format."""
     if state.dtype != _dtype_name(engine):
-        raise CheckpointError(
-            f"checkpoint {folder} has dtype={state.dtype}, this run dtype={_dtype_name(engine)}: they must agree"
-        )
+        text = f"checkpoint {folder} has dtype={state.dtype}, this run dtype={_dtype_name(engine)}: they must agree"
+        raise CheckpointError(text, code="resume.other-dtype")
     _check_adapters(engine, folder, state)
     for kind, expected in _stored_shapes(engine, with_optimizer).items():
         shapes = saved_shapes.get(kind, {})
@@ -335,7 +336,8 @@ def _check_fits(
                 saved, here = (_shape(table.get(name)) for table in (shapes, expected))
                 raise CheckpointError(
                     f"checkpoint {folder} is of another model: {kind} of '{name}' {saved} in the checkpoint, "
-                    f"{here} here"
+                    f"{here} here",
+                    code="resume.other-model",
                 )
 
 
@@ -344,21 +346,24 @@ def _check_adapters(engine: MegatronEngine, folder: Path, state: RoleState) -> N
     saved, here = state.lora, engine.options.lora
     if (saved is None) != (here is None):
         saved_text, here_text = (f"lora_rank={0 if options is None else options.rank}" for options in (saved, here))
-        raise CheckpointError(f"checkpoint {folder} was saved with {saved_text}, this run has {here_text}")
+        text = f"checkpoint {folder} was saved with {saved_text}, this run has {here_text}"
+        raise CheckpointError(text, code="resume.other-adapters")
     if saved is None or here is None:
         return
     keys = {"lora_rank": "rank", "lora_alpha": "alpha", "lora.use_rslora": "rank_stabilized", "lora.type": "kind"}
     for key, name in keys.items():
         if getattr(saved, name) != getattr(here, name):
             raise CheckpointError(
-                f"checkpoint {folder} was saved with {key}={getattr(saved, name)}, this run has {getattr(here, name)}"
+                f"checkpoint {folder} was saved with {key}={getattr(saved, name)}, this run has {getattr(here, name)}",
+                code="resume.other-adapters",
             )
     part = engine.base.difference(state.base) if engine.base is not None and state.base is not None else None
     if part is not None and engine.base is not None and state.base is not None:
         raise CheckpointError(
             f"checkpoint {folder} has adapters of the base model {state.base.path}, this run has {engine.base.path}: "
             f"its {part} differ ({getattr(state.base, part)} and {getattr(engine.base, part)}); start from the same "
-            "base model"
+            "base model",
+            code="resume.other-base-model",
         )
 
 
@@ -368,7 +373,8 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 def _check_empty(folder: Path) -> None:
     if any(folder.iterdir()):
-        raise CheckpointError(f"{folder} is not empty")
+        text = f"checkpoint folder {folder} is not empty; remove its files or save into another folder"
+        raise CheckpointError(text, code="checkpoint.folder-not-empty")
 
 
 def _dtype_name(engine: MegatronEngine) -> str:

@@ -171,7 +171,10 @@ def read_items(runtime: Runtime, folder: Path, metadata: Metadata, items: Sequen
     try:
         dcp.load({}, storage_reader=_Reader(runtime, folder, metadata), planner=_LoadPlanner(items))
     except CheckpointException as error:
-        raise CheckpointError(f"checkpoint {folder} cannot be loaded: {_reasons(error)}") from error
+        reasons = _reasons(error)
+        text = "; ".join(f"rank {rank}: {reason.text}" for rank, reason in reasons.items())
+        code = next(iter(reasons.values())).code
+        raise CheckpointError(f"checkpoint {folder} cannot be loaded: {text}", code=code) from error
 
 
 def check_index(index: Metadata, shapes: Shapes) -> None:
@@ -189,16 +192,20 @@ def check_index(index: Metadata, shapes: Shapes) -> None:
     for key in sorted(expected.keys() | stored.keys()):
         shape, tensor = expected.get(key), stored.get(key)
         if shape is None:
-            raise CheckpointError(f"'{key}' is to be written, but is no tensor of this checkpoint")
+            text = f"'{key}' is to be written, but is no tensor of this checkpoint"
+            raise CheckpointError(text, code="checkpoint.extra-tensor")
         if not isinstance(tensor, TensorStorageMetadata):
-            raise CheckpointError(f"no rank writes '{key}' of shape {list(shape)}")
+            text = f"no rank writes '{key}' of shape {list(shape)}"
+            raise CheckpointError(text, code="checkpoint.tensor-not-written")
         if tuple(tensor.size) != shape:
-            raise CheckpointError(f"'{key}' has shape {list(shape)}, but is written with {list(tensor.size)}")
+            text = f"'{key}' has shape {list(shape)}, but is written with {list(tensor.size)}"
+            raise CheckpointError(text, code="checkpoint.tensor-shape")
         cover = Coverage(key, shape, CheckpointError)
         for chunk in tensor.chunks:
             cover.add(chunk.offsets, chunk.sizes)
         if cover.written != cover.expected:
-            raise CheckpointError(f"'{key}': the ranks write {cover.written} of {cover.expected} elements")
+            text = f"'{key}': the ranks write {cover.written} of {cover.expected} elements"
+            raise CheckpointError(text, code="checkpoint.tensor-incomplete")
 
 
 def check_written(index: Metadata, written: Collection[tuple[str, torch.Size | None]]) -> None:
@@ -214,7 +221,8 @@ def check_written(index: Metadata, written: Collection[tuple[str, torch.Size | N
     for key, tensor in index.state_dict_metadata.items():
         for chunk in tensor.chunks if isinstance(tensor, TensorStorageMetadata) else ():
             if (key, chunk.offsets) not in written:
-                raise CheckpointError(f"'{key}': the block at {list(chunk.offsets)} was not written")
+                text = f"'{key}': the block at {list(chunk.offsets)} was not written"
+                raise CheckpointError(text, code="checkpoint.block-not-written")
 
 
 def tensor_shapes(metadata: Metadata) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -308,7 +316,8 @@ class _LoadPlanner(DefaultLoadPlanner):
         stored_count = sum(math.prod(read.lengths) for read in reads)
         count = sum(block.numel for block in blocks)
         if stored_count != count:
-            raise CheckpointError(f"'{key}': {stored_count} of {count} wanted elements are in the checkpoint")
+            text = f"'{key}': the checkpoint has {stored_count} of {count} elements"
+            raise CheckpointError(text, code="checkpoint.elements-missing")
         # The index of a destination is its position among the chunks of this key; make it that among all items.
         return [
             replace(read, dest_index=replace(read.dest_index, index=positions[read.dest_index.index or 0]))
@@ -348,11 +357,13 @@ class _Reader(FileSystemReader):
         for name, end in ends.items():
             path = Path(self.path) / name
             if Path(name).name != name:
-                raise CheckpointError(f"{INDEX} names the file {name!r}, which is outside the checkpoint")
+                text = f"{INDEX} names the file {name!r}, which is outside the checkpoint"
+                raise CheckpointError(text, code="checkpoint.file-outside")
             if not path.is_file():
-                raise CheckpointError(f"{path} is missing")
+                raise CheckpointError(f"{path} is missing", code="checkpoint.missing-file")
             if path.stat().st_size < end:
-                raise CheckpointError(f"{path} is truncated: {path.stat().st_size} bytes, expected at least {end}")
+                text = f"{path} is truncated: {path.stat().st_size} bytes, expected at least {end}"
+                raise CheckpointError(text, code="checkpoint.truncated-file")
         return plan
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
@@ -377,16 +388,20 @@ class _Reader(FileSystemReader):
             try:
                 super().read_data(replace(plan, items=reads), planner)
             except Exception as error:  # a damaged file may raise anything
-                raise CheckpointError(f"{Path(self.path) / name} is damaged: {error}") from error
+                text = f"{Path(self.path) / name} is damaged: {error}"
+                raise CheckpointError(text, code="checkpoint.corrupt-file") from error
 
 
-def _reasons(error: CheckpointException) -> str:
-    """Reasons of a failure, each once, with the first rank that reported it."""
-    reasons: dict[str, int] = {}
+def _reasons(error: CheckpointException) -> dict[int, CheckpointError]:
+    """Reasons of a failure, each once, by the first rank that reported it."""
+    reasons: dict[int, CheckpointError] = {}
     for rank, (exception, _) in sorted(error.failures.items()):
-        text = str(exception) if isinstance(exception, CheckpointError) else f"{type(exception).__name__}: {exception}"
-        reasons.setdefault(text, rank)
-    return "; ".join(f"rank {rank}: {text}" for text, rank in reasons.items())
+        reason = exception
+        if not isinstance(reason, CheckpointError):
+            reason = CheckpointError(f"{type(exception).__name__}: {exception}", code="checkpoint.read-failed")
+        if reason.text not in {known.text for known in reasons.values()}:
+            reasons[rank] = reason
+    return reasons
 
 
 class TensorBlock(NamedTuple):

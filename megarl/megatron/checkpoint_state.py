@@ -86,12 +86,14 @@ def read_state(folder: Path) -> RoleState:
     try:
         document = parse_json(path.read_text(encoding="utf-8"))
         if document["format"] != FORMAT:
-            raise CheckpointError(f"{path}: format={document['format']!r}, this megarl reads {FORMAT}")
+            text = f"{path}: format={document['format']!r}, this megarl reads {FORMAT}"
+            raise CheckpointError(text, code="checkpoint.other-format")
         return _parse(document)
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: not a checkpoint of a role") from None
+        text = f"{path} is missing: not a checkpoint of a role"
+        raise CheckpointError(text, code="checkpoint.missing-state") from None
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is malformed: {error!r}") from error
+        raise CheckpointError(f"{path} is malformed: {error!r}", code="checkpoint.malformed-state") from error
 
 
 def _parse(document: Mapping[str, Any]) -> RoleState:
@@ -167,7 +169,8 @@ def load_random_state(path: Path, device: torch.device) -> None:
         get_cuda_rng_tracker().set_states(states)
         torch.set_rng_state(tensors["torch"])
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: random states cannot be restored: {error!r}") from error
+        text = f"{path}: random states cannot be restored: {error!r}"
+        raise CheckpointError(text, code="checkpoint.random-state") from error
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

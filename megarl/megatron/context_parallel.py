@@ -223,7 +223,8 @@ def context_parallel_part(
     """
     if micro_batch.shared is not None:
         if ranks > 1:
-            raise DataError(f"context parallelism over {ranks} ranks cannot divide sequences that share a prompt")
+            text = f"context parallelism over {ranks} ranks cannot divide sequences that share a prompt"
+            raise DataError(text, code="layout.cp-shared-prompts")
         return _with_shared_prompts(micro_batch, micro_batch.shared, multiple)
     lengths = padded_lengths(micro_batch.lengths, ranks, multiple)
     total = sum(lengths)

@@ -77,9 +77,8 @@ class MegatronEngine:
     def __init__(self, model: ModelConfig, layout: ParallelLayout, runtime: Runtime, options: MegatronOptions) -> None:
         with cuda_on_cpu.active():
             if layout != runtime.layout:
-                raise ConfigError(
-                    f"layout {layout.describe()} is not that of the process group: {runtime.layout.describe()}"
-                )
+                text = f"layout {layout.describe()} is not that of the process group: {runtime.layout.describe()}"
+                raise ConfigError(text, code="layout.process-group")
             check_layout(model, layout, "megatron")
             self.model = model
             self.runtime = runtime
@@ -437,7 +436,8 @@ class MegatronEngine:
 
     def _need_optimizer(self) -> Optimizer:
         if self.optimizer is None:
-            raise ConfigError("this engine was built with optimizer=None: it only computes forward")
+            text = "this engine was built with optimizer=None: it only computes forward"
+            raise ConfigError(text, code="engine.no-optimizer")
         return self.optimizer
 
     def _drop_graphs(self) -> None:

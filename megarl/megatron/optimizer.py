@@ -216,7 +216,8 @@ def check_steps(optimizer: Optimizer) -> None:
         counts |= {int(state["step"]) for state in part.optimizer.state.values() if "step" in state}
         counts |= {int(group["step"]) for group in part.optimizer.param_groups if group["params"] and "step" in group}
     if counts - {optimizer.steps}:
-        raise CheckpointError(f"the optimizer took {optimizer.steps} steps, but Adam counts {sorted(counts)}")
+        text = f"the optimizer took {optimizer.steps} steps, but Adam counts {sorted(counts)}"
+        raise CheckpointError(text, code="resume.optimizer-steps")
 
 
 def set_steps(optimizer: Optimizer, steps: int) -> None:

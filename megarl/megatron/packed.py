@@ -117,16 +117,18 @@ class PackedMicroBatch:
             DataError: there is no row, a prompt is empty, or a column's length differs from the number of outputs.
         """
         if not rows:
-            raise DataError("a micro-batch needs at least one row")
+            raise DataError("a micro-batch needs at least one row", code="batch.no-rows")
         prompt_lengths = [len(prompt) for prompt, _ in rows]
         response_lengths = tuple(len(response) for _, response in rows)
         if 0 in prompt_lengths:
-            raise DataError(f"row {prompt_lengths.index(0)} of a micro-batch has no prompt token to predict from")
+            text = f"row {prompt_lengths.index(0)} of a micro-batch has no prompt token to predict from"
+            raise DataError(text, code="batch.empty-prompt")
         store = _Store.of([prompt for prompt, _ in rows], response_lengths, share_prompts)
         read_at = store.ends() if at_end else store.responses_themselves() if at_tokens else store.predictors()
         for name, column in (columns or {}).items():
             if len(column) != len(read_at):
-                raise DataError(f"column '{name}' has {len(column)} entries for {len(read_at)} response tokens")
+                text = f"column '{name}' has {len(column)} entries for {len(read_at)} response tokens"
+                raise DataError(text, code="batch.column-length")
         tokens = store.stored([prompt for prompt, _ in rows], [response for _, response in rows]).to(torch.int64)
         if routes is not None:
             halves = [each.tensor_split([length]) for each, length in zip(routes, prompt_lengths, strict=True)]

@@ -42,7 +42,7 @@ class DeviceMemoryError(MegarlError):
     """
 
     def __init__(self, message: str, *, repeatable: bool) -> None:
-        super().__init__(message)
+        super().__init__(message, code="engine.device-memory")
         self.repeatable = repeatable
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.base.allocators import keep_freed_memory
-from megarl.base.errors import CheckpointError, ConfigError, ResourceError
+from megarl.base.errors import CheckpointError, ConfigError, MegarlError, ResourceError
 from megarl.base.rendezvous import join_rendezvous
 from megarl.megatron import cuda_on_cpu
 from megarl.megatron.gloo_device import one_gloo_device
@@ -124,9 +124,8 @@ def init_runtime(
         ResourceError: CUDA is requested and not available, or rank 0 cannot listen on the address.
     """
     if layout.world_size != world_size:
-        raise ConfigError(
-            f"layout {layout.describe()} has {layout.world_size} processes, but {world_size} were started"
-        )
+        text = f"layout {layout.describe()} has {layout.world_size} processes, but {world_size} were started"
+        raise ConfigError(text, code="layout.world-size")
     torch_device = _choose_device(device, rank)
     # Lets Megatron overlap collectives with matrix products; CUDA reads it at its start.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -185,10 +184,10 @@ def shutdown_runtime() -> None:
 
 def _choose_device(device: str, rank: int) -> torch.device:
     if device not in DEVICES:
-        raise ConfigError(f"device={device!r} must be one of {', '.join(DEVICES)}")
+        raise ConfigError(f"device={device!r} must be one of {', '.join(DEVICES)}", code="launch.unknown-device")
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
-        raise ResourceError("device='cuda' but torch finds no CUDA device; use 'cpu' or 'auto'")
+        raise ResourceError("device='cuda' but torch finds no CUDA device; use 'cpu' or 'auto'", code="launch.no-cuda")
     if device == "cpu" or not available:
         return torch.device("cpu")
     return torch.device("cuda", rank % torch.cuda.device_count())
@@ -208,15 +207,16 @@ def all_ranks_or_raise(runtime: Runtime, action: Callable[[], _T], doing: str) -
     failure, result = None, None
     try:
         result = action()
-    except CheckpointError as error:
-        failure = str(error)
+    except MegarlError as error:
+        failure = error.text, error.code
     except Exception as error:
-        failure = f"{type(error).__name__}: {error}"
-    failures: list[str | None] = [None] * runtime.layout.world_size
+        failure = f"{type(error).__name__}: {error}", "checkpoint.rank-failed"
+    failures: list[tuple[str, str] | None] = [None] * runtime.layout.world_size
     dist.all_gather_object(failures, failure)
-    for rank, text in enumerate(failures):
-        if text is not None:
-            raise CheckpointError(f"{doing} failed on rank {rank}: {text}")
+    for rank, reason in enumerate(failures):
+        if reason is not None:
+            text, code = reason
+            raise CheckpointError(f"{doing} failed on rank {rank}: {text}", code=code)
     return cast(_T, result)  # no failure: the action has returned
 
 

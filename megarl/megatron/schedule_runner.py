@@ -214,12 +214,13 @@ class ScheduleRunner:
 
     def _check_number(self, micro_batches: int) -> None:
         if not micro_batches:
-            raise ConfigError("each data-parallel rank needs at least one micro-batch")
+            raise ConfigError("each data-parallel rank needs at least one micro-batch", code="batch.no-micro-batch")
         layout = self._runtime.layout
         if layout.vpp > 1 and micro_batches % layout.pp:
             raise ConfigError(
                 f"{micro_batches} micro-batches with virtual_pipeline_model_parallel_size={layout.vpp}: the "
-                f"interleaved schedule needs a multiple of pipeline_model_parallel_size={layout.pp}"
+                f"interleaved schedule needs a multiple of pipeline_model_parallel_size={layout.pp}",
+                code="batch.micro-batches-vpp",
             )
 
     def _has_outputs(self, chunk: Any) -> bool:

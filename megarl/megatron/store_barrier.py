@@ -62,9 +62,10 @@ class StoreBarrier:
         pause, end = _FIRST_PAUSE_S, time.monotonic() + self._longest_wait_s
         while not store.check([key]):
             if failed and store.check([failed]):
-                raise CheckpointError(f"rank 0 failed: {store.get(failed).decode()}")
+                raise CheckpointError(f"rank 0 failed: {store.get(failed).decode()}", code="checkpoint.rank-failed")
             if time.monotonic() > end:
-                raise CheckpointError(f"a rank waited {self._longest_wait_s:.0f} s for the others")
+                text = f"a rank waited {self._longest_wait_s:.0f} s for the others"
+                raise CheckpointError(text, code="checkpoint.rank-timeout")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 

@@ -53,7 +53,8 @@ def build_transformer_config(
     if options.recompute is not None and "moe_act" in options.recompute.modules and not grouped:
         raise ConfigError(
             f"recompute_modules={list(options.recompute.modules)}: moe_act needs the grouped experts of Transformer "
-            "Engine, which needs a GPU, bfloat16 and no LoRA (`megarl doctor` tells whether it is installed); use moe"
+            "Engine, which needs a GPU, bfloat16 and no LoRA (`megarl doctor` tells whether it is installed); use moe",
+            code="config.recompute-moe-act",
         )
     arguments = {
         **_shape(model),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor, nn
 
-from megarl.base.errors import ModelError
+from megarl.base.errors import MegarlError, ModelError
 from megarl.megatron.lora import Adapters
 from megarl.megatron.offload import PARAM, OffloadManager
 from megarl.megatron.parameter_names import first_expert, global_names
@@ -110,13 +110,15 @@ class RankWeights:
             param = self._params.get(name)
             if param is None or param.shape != tensor.shape:
                 has = "no such parameter" if param is None else f"shape {list(param.shape)}"
-                raise ModelError(f"weight map: '{name}' has shape {list(tensor.shape)}, the model has {has}")
+                text = f"weight map: '{name}' has shape {list(tensor.shape)}, the model has {has}"
+                raise ModelError(text, code="model.weight-map-shape")
             param.copy_(tensor)
             loaded.add(name)
         heads = {"output_layer.weight", "output_layer.bias"} if self._map.value_head else set()
         absent = set(self._params) - loaded - heads
         if absent:
-            raise ModelError(f"weight map has no entry for the model's parameters {sorted(absent)}")
+            text = f"weight map has no entry for the model's parameters {sorted(absent)}"
+            raise ModelError(text, code="model.weight-map-missing")
         if self._adapters is not None:
             self._adapters.reset_magnitudes(self._params)
 
@@ -157,7 +159,7 @@ class RankWeights:
                         param, (self._values(param, merged) if mine else self._receive(param, owner, turns)).cpu()
                     )
         except BaseException as error:
-            turns.fail(f"{type(error).__name__}: {error}")
+            turns.fail(error.text if isinstance(error, MegarlError) else f"{type(error).__name__}: {error}")
             raise
         for other in range(1, self._runtime.layout.world_size):
             turns.call(other)

@@ -65,11 +65,13 @@ class LoraOptions:
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise ConfigError(f"lora_rank={self.rank} must be at least 1 (0 = no adapters)")
+            text = f"lora_rank={self.rank} must be at least 1 (0 = no adapters)"
+            raise ConfigError(text, code="adapter.rank-below-one")
         if not self.alpha > 0:
-            raise ConfigError(f"lora_alpha={self.alpha} must be above 0: the adapters would have no effect")
+            text = f"lora_alpha={self.alpha} must be above 0: the adapters would have no effect"
+            raise ConfigError(text, code="adapter.alpha-not-positive")
         if self.kind not in KINDS:
-            raise ConfigError(f"lora.type={self.kind} must be one of {', '.join(KINDS)}")
+            raise ConfigError(f"lora.type={self.kind} must be one of {', '.join(KINDS)}", code="adapter.unknown-type")
 
     @property
     def scale(self) -> float:
@@ -211,14 +213,16 @@ class AdapterMap:
             if not self.megatron_params(layout, stage * layout.ranks_per_stage):
                 raise ConfigError(
                     f"target_modules={list(self.options.targets)}: pipeline stage {stage + 1} of {layout.pp} has no "
-                    "layer with an adapter; add targets that every stage has, such as all-linear"
+                    "layer with an adapter; add targets that every stage has, such as all-linear",
+                    code="adapter.stage-without-adapter",
                 )
         vocab = self._weights.config.vocab_size
         height = -(-vocab // (VOCAB_MULTIPLE * layout.tp)) * VOCAB_MULTIPLE
         if "lm_head.weight" in self.targets and (layout.tp - 1) * height >= vocab:
             raise ConfigError(
                 f"target_modules: lm_head of {vocab} rows leaves a rank of tensor_model_parallel_size={layout.tp} "
-                "without rows; choose a smaller size"
+                "without rows; choose a smaller size",
+                code="adapter.lm-head-rows",
             )
 
     @cached_property
@@ -298,14 +302,15 @@ class AdapterMap:
         for key, names in (("target_modules", self.options.targets), ("exclude_modules", self.options.excludes)):
             for name in names:
                 if name != ALL_LINEAR and not any(self._matches(tensor, (name,)) for tensor in self._shapes):
-                    raise ConfigError(f"{key}: '{name}' matches no layer of the model{_nearest(name, layers)}")
+                    text = f"{key}: '{name}' matches no layer of the model{_nearest(name, layers)}"
+                    raise ConfigError(text, code="adapter.unknown-target")
         refused = [name for name in self.targets if name not in self._layer_of]
         if refused:
-            raise ConfigError(
-                f"target_modules: '{_module(refused[0])}' cannot have an adapter; valid: {', '.join(layers)}"
-            )
+            text = f"target_modules: '{_module(refused[0])}' cannot have an adapter; valid: {', '.join(layers)}"
+            raise ConfigError(text, code="adapter.unsupported-target")
         if not self.targets:
-            raise ConfigError(f"exclude_modules={list(self.options.excludes)} leaves no layer with an adapter")
+            text = f"exclude_modules={list(self.options.excludes)} leaves no layer with an adapter; remove an entry"
+            raise ConfigError(text, code="adapter.no-target-left")
 
 
 def _split_of(layer: str) -> AdapterSplit:

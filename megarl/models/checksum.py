@@ -100,7 +100,8 @@ class ParamRectangle(NamedTuple):
         if param.dtype != dtype and not convert:
             raise WeightSyncError(
                 f"parameter '{self.name}' of the engine is {param.dtype} and was sent as {dtype}; a verified sync must "
-                "send the engine's dtype"
+                "send the engine's dtype",
+                code="sync.verify-dtype",
             )
         box = tuple(slice(a, a + n) for a, n in zip(self.at, self.extent, strict=True))
         return rectangle_checksum(param[box].reshape(*self.shape), self.start, dtype)

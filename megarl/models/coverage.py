@@ -42,11 +42,13 @@ class Coverage:
             0 <= a < b <= n for a, b, n in zip(start, stop, whole, strict=True)
         )
         if not fits:
-            raise self._error(f"'{name}': slice {list(shape)} at {list(start)} does not fit shape {whole}")
+            text = f"'{name}': slice {list(shape)} at {list(start)} does not fit shape {whole}"
+            raise self._error(text, code="model.slice-outside")
         if other := self._overlapping(list(start), stop):
-            raise self._error(
+            text = (
                 f"'{name}': slice [{list(start)}, {stop}) overlaps [{other[0]}, {other[1]}), which is already written"
             )
+            raise self._error(text, code="model.slice-overlap")
         self._recent.append((list(start), stop))
         if len(self._recent) == _RECENT:
             self._earlier = np.concatenate([self._earlier, np.array(self._recent, dtype=np.int64)])

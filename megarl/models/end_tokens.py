@@ -74,7 +74,8 @@ def eos_in(settings: Mapping[str, Any], file: str = "config.json") -> tuple[int,
     eos = settings.get(_KEY)
     ids = tuple(entries({_KEY: eos if eos is None or isinstance(eos, list) else [eos]}, _KEY, int, file))
     if any(token < 0 for token in ids):
-        raise ModelError(f"{file}: {_KEY}={eos!r:.80}, expected token ids; remove negative ones")
+        text = f"{file}: {_KEY}={eos!r:.80}, expected token ids; remove negative ones"
+        raise ModelError(text, code="model.field-value")
     return ids
 
 

@@ -48,11 +48,13 @@ class HFReader:
         """
         entry = self.folder.tensors.get(piece.hf_name)
         if entry is None:
-            raise ModelError(f"model folder {self.folder.path} lacks tensor '{piece.hf_name}'")
+            text = f"model folder {self.folder.path} lacks tensor '{piece.hf_name}'"
+            raise ModelError(text, code="model.missing-tensor")
         if len(entry.shape) != len(piece.stop) or any(b > n for b, n in zip(piece.stop, entry.shape, strict=True)):
             raise ModelError(
                 f"{entry.file}: tensor '{piece.hf_name}' has shape {list(entry.shape)}, "
-                f"expected at least {list(piece.stop)}"
+                f"expected at least {list(piece.stop)}",
+                code="model.tensor-shape",
             )
         try:
             if entry.scales is not None:
@@ -65,7 +67,8 @@ class HFReader:
             values: Tensor = self._slice(entry.file, entry.stored_as or piece.hf_name)[tuple(ranges)]
             return values
         except SafetensorError as error:
-            raise ModelError(f"{entry.file}: cannot read tensor '{piece.hf_name}': {error}") from None
+            text = f"{entry.file}: cannot read tensor '{piece.hf_name}': {error}"
+            raise ModelError(text, code="model.unreadable-file") from None
 
     def _dequantized(self, entry: TensorEntry, scales_entry: TensorEntry, piece: Piece) -> Tensor:
         """Read a rectangle of an expert's matrix in MXFP4: all blocks with its columns, without the other columns."""

@@ -54,7 +54,7 @@ def read_model_config(path: str | Path, *, may_be_bare: bool = False) -> ModelCo
     try:
         return parse_model_config(raw, may_be_bare=may_be_bare)
     except ModelError as error:
-        raise ModelError(f"model folder {path}: {error}") from None
+        raise ModelError(f"model folder {path}: {error.text}", code=error.code) from None
 
 
 def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> ModelConfig:
@@ -63,7 +63,8 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
     if not (isinstance(architectures, list) and architectures and isinstance(architectures[0], str)):
         raise ModelError(
             f"config.json: architectures={architectures!r}, expected a list with a class of transformers, such as "
-            f"LlamaForCausalLM; families with a weight map: {', '.join(known_families())}"
+            f"LlamaForCausalLM; families with a weight map: {', '.join(known_families())}",
+            code="model.no-architecture",
         )
     causal = architectures[0].removesuffix("Model").removesuffix("Text") + "ForCausalLM"
     is_bare = may_be_bare and architectures[0].endswith("Model") and causal in known_architectures()
@@ -143,7 +144,8 @@ def check_layout(config: ModelConfig, layout: ParallelLayout, field: str, *, of_
         if layout.tp < 1 or size % layout.tp:
             raise ConfigError(
                 f"{field}.tensor_model_parallel_size={layout.tp} must divide the model's {name}={size}; "
-                f"valid for this model: {choices}"
+                f"valid for this model: {choices}",
+                code="layout.tp-heads",
             )
     check_pipeline(config.num_layers, layout, field)
     _check_experts(config, layout, field)
@@ -151,7 +153,8 @@ def check_layout(config: ModelConfig, layout: ParallelLayout, field: str, *, of_
         raise ConfigError(
             f"{field}.expert_tensor_parallel_size={layout.expert_tp} (by default tensor_model_parallel_size) is not "
             f"supported for {config.architecture}: each of these ranks would add the biases of its experts; set "
-            f"{field}.expert_tensor_parallel_size=1"
+            f"{field}.expert_tensor_parallel_size=1",
+            code="layout.etp-expert-biases",
         )
 
 
@@ -161,7 +164,8 @@ def _check_linear(config: ModelConfig, layout: ParallelLayout, field: str) -> No
         raise ConfigError(
             f"{field}.context_parallel_size={layout.cp} is not supported for {config.architecture}: its gated delta "
             "net layers pass a state from token to token, and no rank has a whole sequence; set it to 1 and use "
-            "tensor_model_parallel_size"
+            "tensor_model_parallel_size",
+            code="layout.cp-linear-attention",
         )
 
 
@@ -176,20 +180,23 @@ def _check_experts(config: ModelConfig, layout: ParallelLayout, field: str) -> N
     if experts is None:
         for key, size, plain in ((ep, layout.ep, (1,)), (etp, layout.etp, (0, 1, layout.tp))):
             if size not in plain:
-                raise ConfigError(f"{key}={size}, but {config.architecture} has no experts; valid for this model: 1")
+                text = f"{key}={size}, but {config.architecture} has no experts; valid for this model: 1"
+                raise ConfigError(text, code="layout.ep-without-experts")
         return
     if layout.expert_tp < 1 or experts.ffn_hidden_size % layout.expert_tp or ranks % layout.expert_tp:
         raise ConfigError(
             f"{etp}={layout.expert_tp} must divide the width of an expert, {experts.ffn_hidden_size}, and the {ranks} "
             f"ranks of a pipeline stage (tensor x context x data parallel); valid for this model: "
-            f"{_divisors(ranks, lambda n: not experts.ffn_hidden_size % n)}"
+            f"{_divisors(ranks, lambda n: not experts.ffn_hidden_size % n)}",
+            code="layout.etp-expert-width",
         )
     groups = ranks // layout.expert_tp
     if layout.ep < 1 or experts.count % layout.ep or groups % layout.ep:
         raise ConfigError(
             f"{ep}={layout.ep} must divide the model's {experts.count} experts and the {groups} groups of "
             f"{layout.expert_tp} ranks of a pipeline stage (expert_tensor_parallel_size={layout.expert_tp}); valid for "
-            f"this model: {_divisors(groups, lambda n: not experts.count % n)}"
+            f"this model: {_divisors(groups, lambda n: not experts.count % n)}",
+            code="layout.ep-experts",
         )
 
 
@@ -201,25 +208,28 @@ def _read_json(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise ModelError(
             f"model folder {folder} does not exist; expected a folder with config.json and *.safetensors. A run "
-            "downloads nothing unless hub.enable=true; `hf download NAME --local-dir FOLDER` fetches a model of the Hub"
+            "downloads a model only with hub.enable=true; `hf download NAME --local-dir FOLDER` also downloads one",
+            code="model.folder-missing",
         )
     file = folder / "config.json"
     if not file.is_file():
-        raise ModelError(f"model folder {folder} has no config.json")
+        raise ModelError(f"model folder {folder} has no config.json", code="model.no-config-json")
     return read_json_object(file, ModelError)
 
 
 def _key_value_heads(raw: Mapping[str, Any], heads: int) -> int:
     kv_heads = count(raw, "num_key_value_heads", heads)
     if heads % kv_heads:
-        raise ModelError(f"config.json: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
+        text = f"config.json: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}"
+        raise ModelError(text, code="model.kv-heads")
     return kv_heads
 
 
 def _head_dim(raw: Mapping[str, Any], heads: int) -> int:
     hidden = count(raw, "hidden_size")
     if raw.get("head_dim") is None and hidden % heads:
-        raise ModelError(f"config.json: num_attention_heads={heads} does not divide hidden_size={hidden}")
+        text = f"config.json: num_attention_heads={heads} does not divide hidden_size={hidden}"
+        raise ModelError(text, code="model.head-dim")
     return count(raw, "head_dim", hidden // heads)
 
 
@@ -233,7 +243,8 @@ def _quantization(raw: Mapping[str, Any], family: Family) -> str:
     if supported is None or method != supported:
         raise ModelError(
             f"config.json: {QUANTIZATION} has quant_method={method!r}, which is not supported"
-            f"{f', only {supported!r}' if supported else ''}; convert the checkpoint to bfloat16"
+            f"{f', only {supported!r}' if supported else ''}; convert the checkpoint to bfloat16",
+            code="model.unsupported-quantization",
         )
     return supported
 
@@ -256,12 +267,15 @@ def _check_combination(traits: Traits) -> None:
     }
     together = [name for name, is_set in latent.items() if is_set and traits.latent is not None]
     if together:
-        raise ModelError(f"latent attention with {' and '.join(together)} is not supported")
+        text = f"latent attention with {' and '.join(together)} is not supported"
+        raise ModelError(text, code="model.unsupported-combination")
     if traits.linear is not None and traits.window is not None:
-        raise ModelError("gated delta net layers with sliding-window attention are not supported")
+        text = "gated delta net layers with sliding-window attention are not supported"
+        raise ModelError(text, code="model.unsupported-combination")
     _check_biases(traits)
     if traits.experts is not None and traits.activation != "silu":
-        raise ModelError(f"experts with activation={traits.activation!r} are not supported, only 'silu'")
+        text = f"experts with activation={traits.activation!r} are not supported, only 'silu'"
+        raise ModelError(text, code="model.unsupported-combination")
 
 
 def _check_biases(traits: Traits) -> None:
@@ -274,7 +288,8 @@ def _check_biases(traits: Traits) -> None:
     if others or not (traits.output_bias and traits.qkv_bias and of_experts):
         raise ModelError(
             "output_bias and biases of experts are supported only together, with qkv_bias, experts in all layers and "
-            "no shared experts"
+            "no shared experts",
+            code="model.unsupported-combination",
         )
 
 
@@ -285,18 +300,21 @@ def _checked(experts: Experts | None) -> Experts | None:
     if experts.count % experts.groups or experts.groups_per_token > experts.groups:
         raise ModelError(
             f"config.json: topk_group={experts.groups_per_token} of n_group={experts.groups} groups of "
-            f"{experts.count} experts: n_group must divide the experts, and topk_group not exceed it"
+            f"{experts.count} experts: n_group must divide the experts, and topk_group not exceed it",
+            code="model.expert-groups",
         )
     if experts.groups > 1 and experts.count // experts.groups < experts.group_best:
         raise ModelError(
             f"config.json: n_group={experts.groups} makes groups of {experts.count // experts.groups} of the "
-            f"{experts.count} experts, and a group is ranked by its {experts.group_best} best"
+            f"{experts.count} experts, and a group is ranked by its {experts.group_best} best",
+            code="model.expert-groups",
         )
     reachable = experts.count // experts.groups * experts.groups_per_token
     if experts.per_token > reachable:
         raise ModelError(
             f"config.json: num_experts_per_tok={experts.per_token} exceeds the {reachable} experts that a token may "
-            f"choose from"
+            f"choose from",
+            code="model.experts-per-token",
         )
     return experts
 
@@ -309,7 +327,8 @@ def _check_rotary_width(config: ModelConfig) -> None:
     origin = f"head_dim={config.head_dim} times partial_rotary_factor={config.rotary_factor:g}"
     raise ModelError(
         f"config.json: the rotary width of a head is {width} ({'qk_rope_head_dim' if config.latent else origin}); "
-        f"rotary embeddings rotate pairs of dimensions, so it must be even, from 2 to {config.head_dim}"
+        f"rotary embeddings rotate pairs of dimensions, so it must be even, from 2 to {config.head_dim}",
+        code="model.rotary-width",
     )
 
 
@@ -319,7 +338,8 @@ def _limiting(window: SlidingWindow | None, raw: Mapping[str, Any]) -> SlidingWi
         return None
     layers = count(raw, "num_hidden_layers")
     if len(window.layers) != layers:
-        raise ModelError(f"config.json: layer_types has {len(window.layers)} entries for num_hidden_layers={layers}")
+        text = f"config.json: layer_types has {len(window.layers)} entries for num_hidden_layers={layers}"
+        raise ModelError(text, code="model.layer-types-count")
     return window
 
 
@@ -339,15 +359,18 @@ def _rope(raw: Mapping[str, Any], traits: Traits) -> tuple[float, dict[str, Any]
     effective = {**parameters, "rope_type": kind, "rope_theta": theta, "partial_rotary_factor": traits.rotary_factor}
     _check_sections(raw, effective, by_kind)
     if not isinstance(kind, str) or kind not in ROPE_TYPES:
-        raise ModelError(f"config.json: rope_type={kind!r} is not supported, only {', '.join(ROPE_TYPES)}")
+        text = f"config.json: rope_type={kind!r} is not supported, only {', '.join(ROPE_TYPES)}"
+        raise ModelError(text, code="model.unsupported-rope")
     parameters.pop("partial_rotary_factor", None)
     factor = rotary_factor(raw, traits.rotary_factor)
     if factor != traits.rotary_factor:
-        raise ModelError(f"config.json: partial_rotary_factor={factor} is not supported, only {traits.rotary_factor}")
+        text = f"config.json: partial_rotary_factor={factor} is not supported, only {traits.rotary_factor}"
+        raise ModelError(text, code="model.unsupported-setting")
     _check_rope_numbers(parameters)
     missing = [name for name in ROPE_TYPES[kind] if parameters.get(name) is None]
     if missing:
-        raise ModelError(f"config.json: rope_type={kind!r} needs a number for {', '.join(missing)}")
+        text = f"config.json: rope_type={kind!r} needs a number for {', '.join(missing)}"
+        raise ModelError(text, code="model.field-missing")
     if kind == "default":
         return theta, None
     if kind != "linear":
@@ -368,13 +391,15 @@ def _check_sections(raw: Mapping[str, Any], effective: Mapping[str, Any], by_kin
     new = raw.get("rope_parameters") or {}
     if by_kind:
         if False in (new.get("truncate"), effective.get("truncate")):
-            raise ModelError("config.json: truncate=False is not supported with rope_parameters per kind of layers")
+            text = "config.json: truncate=False is not supported with rope_parameters per kind of layers"
+            raise ModelError(text, code="model.unsupported-rope")
         return
     sections = [name for name, value in new.items() if isinstance(value, Mapping)]
     if sections:
         raise ModelError(
             f"config.json: rope_parameters has a section {sections[0]!r}, but all layers of this architecture have the "
-            "same rotary embeddings; write its fields into rope_parameters itself"
+            "same rotary embeddings; write its fields into rope_parameters itself",
+            code="model.rope-sections",
         )
     ignored = {
         name: value for name, value in new.items() if name != "type" and value not in (None, effective.get(name))
@@ -385,7 +410,8 @@ def _check_sections(raw: Mapping[str, Any], effective: Mapping[str, Any], by_kin
         raise ModelError(
             "config.json has rope_parameters and rope_scaling, of which transformers reads rope_scaling only, without "
             f"{', '.join(f'{name}={value!r}' for name, value in ignored.items())}; write all fields into "
-            "rope_parameters, and remove rope_scaling"
+            "rope_parameters, and remove rope_scaling",
+            code="model.rope-conflict",
         )
 
 

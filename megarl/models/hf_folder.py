@@ -78,7 +78,8 @@ def check_model_folder(path: str | Path, *, may_lack_head: bool = False) -> Mode
         if name not in tensors:
             if may_lack_head and name in HEADS:
                 continue
-            raise ModelError(f"model folder {folder} lacks tensor '{name}' of shape {list(shape)}")
+            text = f"model folder {folder} lacks tensor '{name}' of shape {list(shape)}"
+            raise ModelError(text, code="model.missing-tensor")
         if name != SCORE:
             _check_shape(tensors[name], name, shape)
     if SCORE in tensors:
@@ -87,7 +88,8 @@ def check_model_folder(path: str | Path, *, may_lack_head: bool = False) -> Mode
         raise ModelError(
             f"{tensors[HEAD].file}: tensor '{HEAD}' differs from '{EMBEDDING}', but {folder / 'config.json'} has "
             f"tie_word_embeddings=true, with which '{HEAD}' has no effect; set tie_word_embeddings=false there to use "
-            "it, as transformers does, or remove the tensor"
+            "it, as transformers does, or remove the tensor",
+            code="model.tied-head-differs",
         )
     return ModelFolder(folder, config, tensors)
 
@@ -146,7 +148,8 @@ def _expert_entry(whole: TensorEntry, part: StackedPart, config: ModelConfig) ->
     if whole.shape[:1] != (config.experts.count,):
         raise ModelError(
             f"{whole.file}: tensor '{part.name}' has shape {list(whole.shape)}, config.json implies "
-            f"{config.experts.count} experts"
+            f"{config.experts.count} experts",
+            code="model.tensor-shape",
         )
     nbytes = whole.nbytes // config.experts.count
     return whole._replace(
@@ -163,7 +166,8 @@ def _mxfp4_entry(blocks: TensorEntry, scales: TensorEntry, part: StackedPart, co
     if (blocks.dtype, scales.dtype) != ("U8", "U8") or blocks.shape != (*scales.shape, BLOCK // 2):
         raise ModelError(
             f"{blocks.file}: '{part.name}{BLOCKS}' is {blocks.dtype} of shape {list(blocks.shape)}, its scales "
-            f"{scales.dtype} of shape {list(scales.shape)}; MXFP4 has U8, and {BLOCK // 2} bytes for each scale"
+            f"{scales.dtype} of shape {list(scales.shape)}; MXFP4 has U8, and {BLOCK // 2} bytes for each scale",
+            code="model.mxfp4-layout",
         )
     entry = _expert_entry(blocks, part, config)
     return entry._replace(
@@ -180,7 +184,8 @@ def _check_scalar_head(tensors: Mapping[str, TensorEntry], config: ModelConfig) 
     if entry.shape[:1] != (1,) and entry.shape[1:] == (config.hidden_size,):
         raise ModelError(
             f"{entry.file}: the head '{entry.stored_as or SCORE}' of {config.architecture} has {entry.shape[0]} "
-            "labels; a value or reward model has one (num_labels=1)"
+            "labels; a value or reward model has one (num_labels=1)",
+            code="model.head-labels",
         )
     _check_shape(entry, SCORE, (1, config.hidden_size))
     if SCORE_BIAS in tensors and config.is_value_model and not config.has_head_bias:
@@ -188,39 +193,42 @@ def _check_scalar_head(tensors: Mapping[str, TensorEntry], config: ModelConfig) 
         raise ModelError(
             f"{bias.file}: tensor '{bias.stored_as or SCORE_BIAS}' would be dropped: the head of "
             f"{config.architecture} has no bias, here and in transformers; remove it (it shifts all scores equally) "
-            f"or name the architecture {config.architecture_with(VALUE_MODELS[1])}"
+            f"or name the architecture {config.architecture_with(VALUE_MODELS[1])}",
+            code="model.head-bias",
         )
 
 
 def _check_shape(entry: TensorEntry, name: str, shape: tuple[int, ...]) -> None:
     if entry.shape != shape:
-        raise ModelError(
-            f"{entry.file}: tensor '{name}' has shape {list(entry.shape)}, config.json implies {list(shape)}"
-        )
+        text = f"{entry.file}: tensor '{name}' has shape {list(entry.shape)}, config.json implies {list(shape)}"
+        raise ModelError(text, code="model.tensor-shape")
 
 
 def _tensor_entries(folder: Path) -> dict[str, TensorEntry]:
     index = folder / INDEX_FILE
     if not index.is_file():
         if not (folder / SINGLE_FILE).is_file():
-            raise ModelError(f"model folder {folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
+            text = f"model folder {folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there"
+            raise ModelError(text, code="model.no-weights")
         return read_header(folder / SINGLE_FILE)
     file_of = _read_index(index)
     shards: dict[str, dict[str, TensorEntry]] = {}
     for file in dict.fromkeys(file_of.values()):
         if not os.path.isfile(folder / file):  # also for a name that no file can have
-            raise ModelError(f"model folder {folder} lacks shard '{file}', which {INDEX_FILE} names")
+            text = f"model folder {folder} lacks shard '{file}', which {INDEX_FILE} names"
+            raise ModelError(text, code="model.missing-shard")
         shards[file] = read_header(folder / file)
     for name, file in file_of.items():
         if name not in shards[file]:
-            raise ModelError(f"{folder / file} lacks tensor '{name}', which {INDEX_FILE} places there")
+            text = f"{folder / file} lacks tensor '{name}', which {INDEX_FILE} places there"
+            raise ModelError(text, code="model.index-mismatch")
     return {name: shards[file][name] for name, file in file_of.items()}
 
 
 def _read_index(index: Path) -> dict[str, str]:
     file_of = read_json_object(index, ModelError).get("weight_map")
     if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
-        raise ModelError(f"{index}: weight_map must map tensor names to file names")
+        raise ModelError(f"{index}: weight_map must map tensor names to file names", code="model.malformed-index")
     return file_of
 
 
@@ -236,19 +244,21 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
             prefix = stream.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             if not 2 <= length <= size - 8:
-                raise ModelError(f"{file} is truncated or not a safetensors file ({size} bytes)")
+                text = f"{file} is truncated or not a safetensors file ({size} bytes)"
+                raise ModelError(text, code="model.truncated-file")
             header = parse_json(stream.read(length))
     except OSError as error:
-        raise ModelError(f"{file} cannot be read: {error.strerror or error}") from None
+        raise ModelError(f"{file} cannot be read: {error.strerror or error}", code="model.unreadable-file") from None
     except ValueError as error:
-        raise ModelError(f"{file} is not a safetensors file: {error}") from None
+        raise ModelError(f"{file} is not a safetensors file: {error}", code="model.not-safetensors") from None
     if not isinstance(header, dict):
-        raise ModelError(f"{file} is not a safetensors file: its header holds a {type(header).__name__}")
+        text = f"{file} is not a safetensors file: its header holds a {type(header).__name__}"
+        raise ModelError(text, code="model.not-safetensors")
     header.pop("__metadata__", None)
     entries = {name: _header_entry(file, name, entry, 8 + length) for name, entry in header.items()}
     end = max((entry.offset + entry.nbytes for entry in entries.values()), default=8 + length)
     if size != end:
-        raise ModelError(f"{file} is truncated: {size} bytes, its header describes {end}")
+        raise ModelError(f"{file} is truncated: {size} bytes, its header describes {end}", code="model.truncated-file")
     return entries
 
 
@@ -268,7 +278,8 @@ def _header_entry(file: Path, name: str, entry: Any, first: int) -> TensorEntry:
     ):
         raise ModelError(
             f"{file} is not a safetensors file: tensor '{name:.80}' has the entry {entry!r:.120}, expected dtype, "
-            "shape and data_offsets; download the file again"
+            "shape and data_offsets; download the file again",
+            code="model.not-safetensors",
         )
     return TensorEntry(file, tuple(shape), dtype, offset=first + offsets[0], nbytes=offsets[1] - offsets[0])
 

@@ -144,9 +144,8 @@ class _Assembly:
         for earlier in self._arrived:
             bounds = zip(piece.start, piece.stop, earlier.start, earlier.stop, strict=True)
             if all(a < d and c < b for a, b, c, d in bounds):
-                raise CheckpointError(
-                    f"tensor '{piece.hf_name}': elements {list(piece.start)} to {list(piece.stop)} arrived twice"
-                )
+                text = f"tensor '{piece.hf_name}': elements {list(piece.start)} to {list(piece.stop)} arrived twice"
+                raise CheckpointError(text, code="checkpoint.export-overlap")
         region(self.tensor, piece.start, piece.shape).copy_(values)
         self._arrived.append(piece)
         self.missing -= values.numel()
@@ -220,7 +219,8 @@ class HFWriter:
     def __enter__(self) -> HFWriter:
         restore_replaced_folder(self.path)
         if self.path.exists() and not self._overwrite:
-            raise CheckpointError(f"{self.path} exists already; remove it or choose another folder for the export")
+            text = f"{self.path} exists already; remove it or choose another folder for the export"
+            raise CheckpointError(text, code="checkpoint.export-exists")
         with self._writing():
             self._folder.mkdir(parents=True)
         return self
@@ -238,9 +238,8 @@ class HFWriter:
     def add(self, param: LocalParam, tensor: Tensor) -> None:
         """Add all pieces of a local parameter (:meth:`WeightMap.export_params`); errors as in :meth:`add_piece`."""
         if tuple(tensor.shape) != param.shape:
-            raise CheckpointError(
-                f"parameter '{param.name}' has shape {list(tensor.shape)}, expected {list(param.shape)}"
-            )
+            text = f"parameter '{param.name}' has shape {list(tensor.shape)}, expected {list(param.shape)}"
+            raise CheckpointError(text, code="checkpoint.export-shape")
         for piece in param.pieces:
             self.add_piece(piece, region(tensor, piece.at, piece.shape))
 
@@ -254,16 +253,19 @@ class HFWriter:
         piece, values = self._in_file(piece, values)
         shape = self._shapes.get(piece.hf_name)
         if shape is None:
-            raise CheckpointError(f"tensor '{piece.hf_name}' is not part of the exported model")
+            text = f"tensor '{piece.hf_name}' is not part of the exported model"
+            raise CheckpointError(text, code="checkpoint.export-unknown-tensor")
         inside = len(shape) == len(piece.stop) and all(b <= n for b, n in zip(piece.stop, shape, strict=True))
         if not inside or tuple(values.shape) != piece.shape:
             raise CheckpointError(
                 f"tensor '{piece.hf_name}' of shape {list(shape)}: {list(values.shape)} elements do not fit at "
-                f"{list(piece.start)} to {list(piece.stop)}"
+                f"{list(piece.start)} to {list(piece.stop)}",
+                code="checkpoint.export-shape",
             )
         self._check_dtype(piece.hf_name, values.dtype)
         if piece.hf_name not in self._unwritten[self._shard_of[piece.hf_name]]:
-            raise CheckpointError(f"tensor '{piece.hf_name}': elements at {list(piece.start)} arrived twice")
+            text = f"tensor '{piece.hf_name}': elements at {list(piece.start)} arrived twice"
+            raise CheckpointError(text, code="checkpoint.export-overlap")
         assembly = self._assemblies.get(piece.hf_name)
         if assembly is None:
             assembly = self._assemblies[piece.hf_name] = _Assembly(shape, values.dtype)
@@ -287,11 +289,13 @@ class HFWriter:
             return
         if name in self._float32:
             if dtype is not torch.float32:
-                raise CheckpointError(f"tensor '{name}' arrived as {dtype}, but is kept as {torch.float32}")
+                text = f"tensor '{name}' arrived as {dtype}, but the export stores it as {torch.float32}"
+                raise CheckpointError(text, code="checkpoint.export-dtype")
             return
         self._dtype = self._dtype or dtype
         if dtype != self._dtype:
-            raise CheckpointError(f"tensor '{name}' arrived as {dtype}, the tensors before it as {self._dtype}")
+            text = f"tensor '{name}' arrived as {dtype}, the tensors before it as {self._dtype}"
+            raise CheckpointError(text, code="checkpoint.export-dtype")
 
     def _assign_shards(self, element_bytes: int) -> None:
         """Assign tensors to shards in checkpoint order; file names contain the number of shards."""
@@ -323,7 +327,8 @@ class HFWriter:
         except (OSError, SafetensorError) as error:
             raise ExportError(
                 f"{self.path} cannot be written: {error}. Free some space or choose another folder; `megarl convert` "
-                "exports a checkpoint of the run"
+                "exports a checkpoint of the run",
+                code="disk.export-write",
             ) from error
 
     def _in_file_dtype(self, name: str, tensor: Tensor) -> Tensor:
@@ -344,7 +349,8 @@ class HFWriter:
         missing = [name for names in self._unwritten for name in sorted(names)] if self._unwritten else [*self._shapes]
         if missing:
             raise CheckpointError(
-                f"export to {self.path}: {len(missing)} tensors are incomplete, the first is '{missing[0]}'"
+                f"export to {self.path}: {len(missing)} tensors are incomplete, the first is '{missing[0]}'",
+                code="checkpoint.export-incomplete",
             )
         if len(self._unwritten) > 1:
             self._write_index()

@@ -198,7 +198,8 @@ def check_pipeline(num_layers: int, layout: ParallelLayout, field: str) -> None:
         if value != default and valid:
             raise ConfigError(
                 f"{field}.{key}={value} does not divide {_layer_count(num_layers, layout)} over "
-                f"pipeline_model_parallel_size={layout.pp}; valid for this model: {_listed(valid)}"
+                f"pipeline_model_parallel_size={layout.pp}; valid for this model: {_listed(valid)}",
+                code="layout.pipeline-split",
             )
     stages = range(1, num_layers + layout.embedding_as_layer + layout.loss_as_layer + 1)
     even = layout._replace(vpp=1, first_stage_layers=None, last_stage_layers=None)
@@ -206,7 +207,8 @@ def check_pipeline(num_layers: int, layout: ParallelLayout, field: str) -> None:
     problem = "exceeds" if layout.pp > stages[-1] else "does not divide"
     raise ConfigError(
         f"{field}.pipeline_model_parallel_size={layout.pp} {problem} {_layer_count(num_layers, layout)}; "
-        f"valid for this model: {_listed(valid)}"
+        f"valid for this model: {_listed(valid)}",
+        code="layout.pp-layers",
     )
 
 

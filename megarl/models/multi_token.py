@@ -75,7 +75,7 @@ def carried_tensors(folder: Path | None, config: ModelConfig, exported: Collecti
     try:
         entries = {} if folder is None else tensor_entries(folder)
     except ModelError as error:
-        name = f"{error}; {name}"
+        name = f"{error.text}; {name}"
     carried = {tensor: entry for tensor, entry in entries.items() if is_multi_token(config, tensor)}
     if not carried:
         warn_of_missing_layers(config, name)

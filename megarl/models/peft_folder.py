@@ -69,14 +69,13 @@ class AdapterFolder:
         self.path = Path(path)
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             if not (self.path / name).is_file():
-                raise ConfigError(
-                    f"{_KEY}={path}: {self.path / name} is missing; expected {CONFIG_FILE} and {WEIGHTS_FILE}"
-                )
+                text = f"{_KEY}={path}: {self.path / name} is missing; expected {CONFIG_FILE} and {WEIGHTS_FILE}"
+                raise ConfigError(text, code="adapter.missing-file")
         try:
             self.config = _read_config(self.path / CONFIG_FILE)
             stored = read_header(self.path / WEIGHTS_FILE)
         except ModelError as error:
-            raise ConfigError(f"{_KEY}={path}: {error}") from None
+            raise ConfigError(f"{_KEY}={path}: {error.text}", code=error.code) from None
         tensors = {name.removeprefix(PREFIX): entry._replace(stored_as=name) for name, entry in stored.items()}
         self.base_weights = {n.replace(_BASE_WEIGHT, "."): e for n, e in tensors.items() if _is_base_weight(n)}
         """Copies of the base model's weights: peft adds those of an adapted output layer, and of resized embeddings."""
@@ -103,7 +102,8 @@ class AdapterFolder:
         }
         for key, (value, stored) in settings.items():
             if stored != value:
-                raise ConfigError(f"{key}={_text(value)}: the adapters of {_KEY}={self.path} have {_text(stored)}")
+                text = f"{key}={_text(value)}: the adapters of {_KEY}={self.path} have {_text(stored)}"
+                raise ConfigError(text, code="adapter.setting-differs")
         shapes = adapters.hf_shapes()
         for name in sorted(shapes.keys() | self.tensors.keys()):
             stored_shape = self.tensors[name].shape if name in self.tensors else None
@@ -114,9 +114,8 @@ class AdapterFolder:
                     "is absent" if shape is None else f"has shape {list(shape)}"
                     for shape in (shapes.get(name), stored_shape)
                 )
-                raise ConfigError(
-                    f"{_KEY}={self.path}: '{name}' {in_folder} there, and {here} with this model and target_modules"
-                )
+                text = f"{_KEY}={self.path}: '{name}' {in_folder} there, and {here} with this model and target_modules"
+                raise ConfigError(text, code="adapter.tensor-differs")
 
     def as_model_folder(self, adapters: AdapterMap) -> ModelFolder:
         """Return the tensors by their names in :class:`AdapterMap`, for a reader of model folders."""
@@ -140,7 +139,8 @@ class AdapterFolder:
                 raise ConfigError(
                     f"{_KEY}={self.path}: '{entry.stored_as}' is not '{name}' of the base model {path}: the adapters "
                     "belong to a changed model. Save that model and name its folder, or train adapters without "
-                    "modules_to_save and resized embeddings"
+                    "modules_to_save and resized embeddings",
+                    code="adapter.changed-base",
                 )
 
     def check_supported(self) -> None:
@@ -150,18 +150,21 @@ class AdapterFolder:
             ConfigError: names the setting.
         """
         if self.config.get("peft_type") != "LORA":
-            raise ConfigError(f"{_KEY}={self.path}: peft_type={self.config.get('peft_type')!r}, expected 'LORA'")
+            text = f"{_KEY}={self.path}: peft_type={self.config.get('peft_type')!r}, expected 'LORA'"
+            raise ConfigError(text, code="adapter.not-lora")
         for name, value in self.config.items():
             if name in _READ or name in _WITHOUT_EFFECT or (name in _ONLY and value is None):
                 continue
             if name not in _ONLY:
                 raise ConfigError(
                     f"{_KEY}={self.path}: megarl does not know the setting {name}={value!r} of {CONFIG_FILE}, which "
-                    "may change what the adapters compute; remove it if it has no effect"
+                    "may change what the adapters compute; remove it if it has no effect",
+                    code="adapter.unknown-setting",
                 )
             if not any(type(value) is type(valid) and value == valid for valid in _ONLY[name]):
                 valid_text = " or ".join(map(repr, _ONLY[name] or (None,)))
-                raise ConfigError(f"{_KEY}={self.path}: megarl supports {name}={valid_text} only, not {value!r}")
+                text = f"{_KEY}={self.path}: megarl supports {name}={valid_text} only, not {value!r}"
+                raise ConfigError(text, code="adapter.unsupported-setting")
 
 
 def _is_base_weight(name: str) -> bool:

@@ -95,7 +95,8 @@ def family_of(architecture: str) -> Family:
     if architecture not in FAMILIES:
         raise ModelError(
             f"architecture '{architecture}' has no weight map; families with one: {', '.join(known_families())}; "
-            "declare a custom family in a file and name it in external_lib (docs/add_a_model.md)"
+            "declare a custom family in a file and name it in external_lib (docs/add_a_model.md)",
+            code="model.no-weight-map",
         )
     return FAMILIES[architecture]
 
@@ -123,13 +124,15 @@ def refuse_other_kinds(architecture: str, raw: Mapping[str, Any]) -> None:
     elif lacks:
         raise ModelError(
             f"architecture '{architecture}' {lacks}; families with a weight map: {', '.join(known_families())}; "
-            "declare a custom family in a file and name it in external_lib (docs/add_a_model.md)"
+            "declare a custom family in a file and name it in external_lib (docs/add_a_model.md)",
+            code="model.no-weight-map",
         )
     else:
         return
     raise ModelError(
         f"architecture '{architecture}' is {kind}, and megarl trains decoders of text only; name a text-only model of "
-        f"one of the families {', '.join(known_families())}{lacks and f'. Its decoder also {lacks}'}"
+        f"one of the families {', '.join(known_families())}{lacks and f'. Its decoder also {lacks}'}",
+        code="model.not-text-decoder",
     )
 
 
@@ -145,7 +148,8 @@ def refuse_settings(raw: Mapping[str, Any], **supported: Any) -> None:
     """
     for field, value in supported.items():
         if raw.get(field) not in (None, value):
-            raise ModelError(f"config.json: {field}={raw[field]!r} is not supported, only {value!r}")
+            text = f"config.json: {field}={raw[field]!r} is not supported, only {value!r}"
+            raise ModelError(text, code="model.unsupported-setting")
 
 
 def under_all_names(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,10 +162,9 @@ def under_all_names(raw: Mapping[str, Any]) -> dict[str, Any]:
     for names in SYNONYMS:
         values = {name: raw[name] for name in names if raw.get(name) is not None}
         if any(value != next(iter(values.values())) for value in values.values()):
-            text = " and ".join(f"{name}={value!r}" for name, value in values.items())
-            raise ModelError(
-                f"config.json: {text} are names of one setting with different values; remove the wrong one"
-            )
+            fields = " and ".join(f"{name}={value!r}" for name, value in values.items())
+            text = f"config.json: {fields} are names of one setting with different values; remove the wrong one"
+            raise ModelError(text, code="model.synonyms-differ")
         if values:
             fields |= dict.fromkeys(names, next(iter(values.values())))
     return fields
@@ -259,7 +262,9 @@ def entries(raw: Mapping[str, Any], name: str, kind: type[_T], file: str = _CONF
 
 
 def _wrong(file: str, name: str, value: Any, expected: str) -> ModelError:
-    return ModelError(f"{file}: {name}={value!r:.80}, expected {expected}")
+    if value is None:
+        return ModelError(f"{file}: {name} is missing or null, expected {expected}", code="model.field-missing")
+    return ModelError(f"{file}: {name}={value!r:.80}, expected {expected}", code="model.field-value")
 
 
 def rope_section(raw: Mapping[str, Any], *, by_kind: bool = False) -> Mapping[str, Any]:
@@ -303,11 +308,11 @@ def linear_layers(raw: Mapping[str, Any], every: int) -> tuple[bool, ...]:
     """
     layers, number = _layers_of_kind(raw, LINEAR, every), count(raw, "num_hidden_layers")
     if len(layers) != number:
-        raise ModelError(f"config.json: layer_types has {len(layers)} entries for num_hidden_layers={number}")
+        text = f"config.json: layer_types has {len(layers)} entries for num_hidden_layers={number}"
+        raise ModelError(text, code="model.layer-types-count")
     if all(layers):
-        raise ModelError(
-            f"config.json: no layer of layer_types is {FULL!r}; models without attention are not supported"
-        )
+        text = f"config.json: no layer of layer_types is {FULL!r}; models without attention are not supported"
+        raise ModelError(text, code="model.no-full-attention")
     return layers
 
 
@@ -317,7 +322,8 @@ def _layers_of_kind(raw: Mapping[str, Any], special: str, every: int) -> tuple[b
         return tuple((layer + 1) % every != 0 for layer in range(count(raw, "num_hidden_layers")))
     unknown = sorted(set(kinds) - {FULL, special})
     if unknown:
-        raise ModelError(f"config.json: layer_types has {unknown[0]!r}, expected {FULL!r} or {special!r}")
+        text = f"config.json: layer_types has {unknown[0]!r}, expected {FULL!r} or {special!r}"
+        raise ModelError(text, code="model.layer-kind")
     return tuple(kind == special for kind in kinds)
 
 
@@ -335,11 +341,13 @@ def window_theta(raw: Mapping[str, Any], default: float) -> float:
     if not parameters:
         return default
     if FULL not in parameters or SLIDING not in parameters:
-        raise ModelError(f"config.json: rope_parameters needs the sections {FULL!r} and {SLIDING!r}")
+        text = f"config.json: rope_parameters needs the sections {FULL!r} and {SLIDING!r}"
+        raise ModelError(text, code="model.rope-sections")
     window = json_object(parameters, SLIDING)
     kind = window.get("rope_type", "default")
     if kind != "default":
-        raise ModelError(f"config.json: rope_type={kind!r} of {SLIDING!r} is not supported, only 'default'")
+        text = f"config.json: rope_type={kind!r} of {SLIDING!r} is not supported, only 'default'"
+        raise ModelError(text, code="model.unsupported-rope")
     return number(window, "rope_theta", default, above=1)
 
 
@@ -374,7 +382,8 @@ def refuse_sliding_window(raw: Mapping[str, Any], default: int | None = None) ->
         raise ModelError(
             f"config.json: sliding_window={window} is less than max_position_embeddings={longest}, and sliding-window "
             "attention is not supported; if no sequence is "
-            f"longer than {window}, set max_position_embeddings to it: the model then computes the same"
+            f"longer than {window}, set max_position_embeddings to it: the model then computes the same",
+            code="model.sliding-window",
         )
 
 

@@ -138,12 +138,14 @@ class DeltaDecoder:
         if kept is None or encoding.number != kept.number + 1:
             raise WeightSyncError(
                 f"delta {encoding.number} of bucket {key[1]} from training rank {key[0]} follows number "
-                f"{encoding.number - 1}, this process holds {'none' if held is None else held}"
+                f"{encoding.number - 1}, this process holds {'none' if held is None else held}",
+                code="sync.delta-order",
             )
         split = encoding.words * encoding.word_bytes
         if len(data) != split + encoding.words * _DISTANCE_BYTES:
             raise WeightSyncError(
-                f"delta of bucket {key[1]} from training rank {key[0]} has {len(data)} bytes for {encoding.words} words"
+                f"delta of bucket {key[1]} from training rank {key[0]} has {len(data)} bytes, {encoding.words} words",
+                code="sync.delta-size",
             )
         received = data.cpu()
         positions = received[split:].view(torch.int16).long().cumsum(0)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from megarl.base.errors import WeightSyncError
+from megarl.base.errors import MegarlError, WeightSyncError
 from megarl.sharding.plan import ReshardPlan, SyncWave, TransferUsage
 from megarl.sharding.verification import PartialChecksums, compare_checksums
 
@@ -219,7 +219,8 @@ class ShardingManager:
                 raise
             raise WeightSyncError(
                 f"weight sync to version {version} failed at {self._stage}; the rollout engines are stale and serve "
-                f"nothing: {error}"
+                f"nothing: {error.text if isinstance(error, MegarlError) else error}",
+                code="sync.failed",
             ) from error
         self.version, self._completed, self.in_sync = version, self._completed + 1, True
         self._has_met = True

@@ -168,7 +168,8 @@ class Routes:
         if problem:
             raise ConfigError(
                 f"sync.transport={self.transport}: {problem} (actor rank {train_rank}, rollout rank {rollout_rank}); "
-                "use 'auto', which chooses the best transport for each pair of processes"
+                "use 'auto', which chooses the best transport for each pair of processes",
+                code="sync.transport-unavailable",
             )
         return self.transport
 

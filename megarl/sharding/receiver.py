@@ -111,13 +111,15 @@ class BucketReceiver:
                 or a slice does not fit the parameters.
         """
         if index != self._next:
-            raise WeightSyncError(f"rollout rank {self.rank} received bucket {index}, expected {self._next}")
+            text = f"rollout rank {self.rank} received bucket {index}, expected {self._next}"
+            raise WeightSyncError(text, code="sync.bucket-order")
         layouts = self._buckets[index]
         senders = sorted(message.src_rank for message in messages)
         if senders != sorted(layouts):
             raise WeightSyncError(
                 f"rollout rank {self.rank} received messages of training ranks {senders}, the plan has "
-                f"{sorted(layouts)}"
+                f"{sorted(layouts)}",
+                code="sync.senders-differ",
             )
         encodings = {message.src_rank: message.encoding for message in messages}
         by_transport: dict[str, dict[int, Any]] = defaultdict(dict)
@@ -142,7 +144,8 @@ class BucketReceiver:
         if received != len(self._wave):
             raise WeightSyncError(
                 f"rollout rank {self.rank} received {received} of {len(self._wave)} weight buckets; "
-                f"version {version} is incomplete"
+                f"version {version} is incomplete",
+                code="sync.incomplete",
             )
         self._weights.end(version)
 
@@ -159,7 +162,8 @@ class BucketReceiver:
         if len(data) != layout.nbytes:
             raise WeightSyncError(
                 f"the message of training rank {src_rank} to rollout rank {self.rank} has {len(data)} bytes, the "
-                f"plan has {layout.nbytes}"
+                f"plan has {layout.nbytes}",
+                code="sync.message-size",
             )
         views = zip(layout.ops, layout.views(data), strict=True)
         return [(op.dst_param, op.dst_start, values) for op, values in views]
@@ -174,7 +178,8 @@ def route_messages(messages: Iterable[Message], ranks: Sequence[int]) -> list[li
     routed: dict[int, list[Message]] = {rank: [] for rank in ranks}
     for message in messages:
         if message.dst_rank not in routed:
-            raise WeightSyncError(f"rollout ranks {list(ranks)} received a message for rank {message.dst_rank}")
+            text = f"rollout ranks {list(ranks)} received a message for rank {message.dst_rank}"
+            raise WeightSyncError(text, code="sync.wrong-rank")
         routed[message.dst_rank].append(message)
     return list(routed.values())
 

@@ -217,13 +217,15 @@ def source_slice(params: Mapping[str, Tensor], op: TransferOp) -> Tensor:
     """
     tensor = params.get(op.src_param)
     if tensor is None:
-        raise WeightSyncError(f"training rank {op.src_rank} has no parameter '{op.src_param}', the plan needs it")
+        text = f"training rank {op.src_rank} has no parameter '{op.src_param}', the plan needs it"
+        raise WeightSyncError(text, code="sync.parameter-missing")
     shape = op.shape[len(op.shape) - len(op.src_start) :]
     part = tensor[tuple(slice(a, a + n) for a, n in zip(op.src_start, shape, strict=True))]
     if tuple(part.shape) != shape:
         raise WeightSyncError(
             f"parameter '{op.src_param}' of training rank {op.src_rank} has shape {list(tensor.shape)}, "
-            f"the plan reads {list(shape)} elements at {list(op.src_start)}"
+            f"the plan reads {list(shape)} elements at {list(op.src_start)}",
+            code="sync.parameter-shape",
         )
     return part
 

@@ -47,7 +47,8 @@ def check_coverage(plan: ReshardPlan | RankPlan, params: Mapping[int, Sequence[L
         for param in held:
             _check_param(rank, param, written.pop(param.name, []))
         for name in written:
-            raise WeightSyncError(f"the plan writes parameter '{name}' to rollout rank {rank}, which does not hold it")
+            text = f"the plan writes parameter '{name}' to rollout rank {rank}, which does not hold it"
+            raise WeightSyncError(text, code="sync.plan-extra-parameter")
 
 
 def _check_param(rank: int, param: LocalParam, written: list[Box]) -> None:
@@ -69,7 +70,8 @@ def _check_param(rank: int, param: LocalParam, written: list[Box]) -> None:
     expected_times = int(_count(expected, edges)[cell])
     raise WeightSyncError(
         f"the plan writes elements {start} to {stop} of parameter '{param.name}' on rollout rank {rank} "
-        f"{times} times instead of {expected_times}"
+        f"{times} times instead of {expected_times}",
+        code="sync.plan-coverage",
     )
 
 
@@ -191,7 +193,8 @@ def compare_checksums(
             _check(name, partial, held.get(name, NO_ELEMENTS), owner)
         unknown = held.keys() - expected.keys()
         if unknown:
-            raise WeightSyncError(f"{owner} holds '{min(unknown)}', which the actor does not")
+            text = f"{owner} holds '{min(unknown)}', which the actor does not"
+            raise WeightSyncError(text, code="sync.extra-parameter")
 
 
 def _check(name: str, expected: PartialChecksum, held: PartialChecksum, owner: str) -> None:
@@ -199,10 +202,12 @@ def _check(name: str, expected: PartialChecksum, held: PartialChecksum, owner: s
     if rest or not copies:
         raise WeightSyncError(
             f"{owner} holds {held.elements} elements of '{name}', the actor {expected.elements}: neither all of them "
-            "nor the same number of copies of each"
+            "nor the same number of copies of each",
+            code="sync.element-count",
         )
     if held.checksum != expected.checksum * copies % 2**64:
-        raise WeightSyncError(f"'{name}' of {owner} differs from the actor's, by checksum")
+        text = f"'{name}' of {owner} differs from the actor's, by checksum"
+        raise WeightSyncError(text, code="sync.checksum-differs")
 
 
 def _sum(checksums: Sequence[PartialChecksums]) -> dict[str, PartialChecksum]:

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from expected_errors import raises
 
 from megarl.base import folder_lock as module
-from megarl.base.errors import ConfigError
 from megarl.base.folder_lock import LockHolder, folder_lock
 
 REMEDY = "Wait for its end."
@@ -65,14 +65,13 @@ def test_a_second_process_is_rejected_until_the_first_is_killed(
 ) -> None:
     """A forked child of the killed holder, which lives on, does not keep the lock."""
     file = tmp_path / "lock"
-    with pytest.raises(ConfigError) as raised:
+    with raises("launch.folder-in-use") as raised:
         acquire(file)
-    text = str(raised.value)
-    assert (
-        f"{tmp_path} is in use by another run: theirs in /runs/theirs, process {holder.pid} on {os.uname().nodename}"
-        in text
+    since = json.loads(file.read_text(encoding="utf-8"))["since"]
+    assert str(raised.value) == (
+        f"{tmp_path} is in use by another run: theirs in /runs/theirs, process {holder.pid} on {os.uname().nodename}, "
+        f"since {since} ({file}). {REMEDY} [launch.folder-in-use]"
     )
-    assert text.endswith(REMEDY)
     os.kill(holder.pid, signal.SIGKILL)
     os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
     monkeypatch.delattr(module.time, "sleep")  # without a wait
@@ -85,7 +84,7 @@ def test_a_file_system_without_locks_checks_the_process_of_the_record(
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", without_flock)
     monkeypatch.setattr(module, "_SETTLE_S", 0.0)
-    with pytest.raises(ConfigError, match=f"process {holder.pid} on"):
+    with raises("launch.folder-in-use", f"process {holder.pid} on"):
         acquire(tmp_path / "lock")
     os.kill(holder.pid, signal.SIGKILL)
     os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
@@ -99,7 +98,7 @@ def test_a_process_with_the_id_of_the_dead_holder_is_not_the_holder(
     monkeypatch.setattr(fcntl, "flock", without_flock)
     monkeypatch.setattr(module, "_SETTLE_S", 0.0)
     write_record(tmp_path / "lock")  # this process
-    with pytest.raises(ConfigError, match=f"process {os.getpid()} on"):
+    with raises("launch.folder-in-use", f"process {os.getpid()} on"):
         acquire(tmp_path / "lock")
     write_record(tmp_path / "lock", started="1")
     acquire(tmp_path / "lock")
@@ -125,7 +124,7 @@ def test_a_holder_on_another_host_lives_as_long_as_its_time_stamp_changes(
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        with pytest.raises(ConfigError, match=r"on node7, since .*Wait for its end\."):
+        with raises("launch.folder-in-use", "on node7, since ", REMEDY):
             acquire(file)
     finally:
         ended.set()

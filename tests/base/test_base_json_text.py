@@ -152,5 +152,5 @@ def test_files_of_a_run_are_reported(tmp_path, deep):
 @pytest.mark.parametrize("deep", DEEP, ids=["list", "object"])
 def test_metadata_of_a_rollout_dump_is_checked(tmp_path, deep):
     np.savez(tmp_path / "1.npz", facts=np.array(deep))
-    with pytest.raises(DataError, match="is not a rollout dump"):
+    with pytest.raises(DataError, match=r"1\.npz"):
         RolloutDump.load(tmp_path / "1.npz")

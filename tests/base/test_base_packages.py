@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from expected_errors import raises
 
-from megarl.base.errors import ConfigError
-from megarl.base.packages import import_large, is_installed, require_sglang, without_garbage_collection
+from megarl.base.packages import import_large, install_command, is_installed, require_sglang, without_garbage_collection
 
 
 def test_packages_are_found_without_an_import() -> None:
@@ -20,10 +20,13 @@ def test_packages_are_found_without_an_import() -> None:
 
 def test_missing_sglang_is_an_error_with_the_key_and_the_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sglang", None)
-    with pytest.raises(
-        ConfigError, match=r"rollout\.name=sglang needs the package sglang .*ensure_gpu_environment sglang.*embedded"
-    ):
+    with raises("sglang.not-installed", "ensure_gpu_environment sglang") as caught:
         require_sglang()
+    assert str(caught.value) == (
+        "actor_rollout_ref.rollout.name=sglang needs the package sglang (0.5.17 or later): "
+        f"{install_command('sglang')}; on a machine without a GPU, the environment of launch/sglang_cpu.sh. "
+        "Without SGLang: actor_rollout_ref.rollout.name=embedded [sglang.not-installed]"
+    )
 
 
 def test_collection_is_off_during_the_import_and_on_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from expected_errors import raises
 
-from megarl.base.errors import ResourceError
 from megarl.base.private_folder import private_folder
 
 NAME = f"megarl-{os.geteuid()}"
@@ -35,7 +35,7 @@ def test_a_long_folder_for_temporary_files_is_replaced_and_a_long_explicit_one_r
     long = str(tmp_path / ("x" * 60))
     monkeypatch.setattr(tempfile, "tempdir", long)
     assert private_folder() == Path("/tmp") / NAME
-    with pytest.raises(ResourceError, match="too long"):
+    with raises("disk.socket-path-length", long):
         private_folder(long)
 
 
@@ -55,20 +55,20 @@ def foreign(path: Path, root: Path) -> None:
 
 
 FORGERIES = [
-    open_folder,
-    link,
-    lambda path, root: os.mkfifo(path),
-    lambda path, root: path.write_text("", encoding="utf-8"),
+    (open_folder, "mode"),
+    (link, "type"),
+    (lambda path, root: os.mkfifo(path), "type"),
+    (lambda path, root: path.write_text("", encoding="utf-8"), "type"),
 ]
 
 
-@pytest.mark.parametrize("forge", [*FORGERIES, *([foreign] if os.geteuid() == 0 else [])])
-def test_what_another_user_has_put_there_is_refused_at_once(root: Path, forge) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(("forge", "fault"), [*FORGERIES, *([(foreign, "owner")] if os.geteuid() == 0 else [])])
+def test_what_another_user_has_put_there_is_refused_at_once(root: Path, forge, fault: str) -> None:  # type: ignore[no-untyped-def]
     forge(root / NAME, root)
-    with pytest.raises(ResourceError, match=NAME):
+    with raises(f"disk.private-folder-{fault}", root / NAME):
         private_folder()
 
 
 def test_a_folder_that_cannot_be_made_is_named() -> None:
-    with pytest.raises(ResourceError, match="/nowhere"):
+    with raises("disk.private-folder-create", "/nowhere"):
         private_folder("/nowhere")

@@ -8,8 +8,8 @@ from datetime import timedelta
 
 import psutil
 import pytest
+from expected_errors import raises
 
-from megarl.base.errors import ResourceError
 from megarl.base.ports import held_port
 from megarl.base.rendezvous import host_store, join_rendezvous
 
@@ -49,9 +49,9 @@ def test_rank_0_uses_the_store_of_torchruns_agent(monkeypatch: pytest.MonkeyPatc
 
 
 def test_foreign_address_and_taken_port_are_errors_with_the_address() -> None:
-    with pytest.raises(ResourceError, match=r"cannot listen on 192\.0\.2\.1:0 .*must be one of this machine's"):
+    with raises("launch.rendezvous-address", "192.0.2.1:0"):
         host_store("192.0.2.1")  # an address of the documentation range
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ResourceError, match=rf"127\.0\.0\.1:{port} .*the port free"):
+        with raises("launch.rendezvous-address", f"127.0.0.1:{port}"):
             host_store("127.0.0.1", port)

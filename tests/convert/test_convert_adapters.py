@@ -13,6 +13,7 @@ import pytest
 import torch
 from distributed import Place, ProcessPool
 from engine_cases import Setup, engine, in_parts, refusal
+from expected_errors import raises
 from safetensors.torch import load_file, save_file
 from test_megatron_lora import ADAM, adapted_step, check_log_probs, log_probs, peft_model, saved_name
 from tiny_models import policy_reference, rows, save_model
@@ -162,21 +163,27 @@ def restored(place: Place, base: Path, checkpoint: Path, setup: Setup) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "code", "values"),
     [
-        ({}, "its weights differ"),
-        ({"lora": None}, "was saved with lora_rank=2, this run has lora_rank=0"),
-        ({"lora": replace(DORA, alpha=4.0)}, "lora_alpha=2.0, this run has 4.0"),
-        ({"lora": replace(DORA, kind="lora")}, "lora.type=dora, this run has lora"),
+        ({}, "resume.other-base-model", ["weights"]),
+        ({"lora": None}, "resume.other-adapters", ["lora_rank=2", "lora_rank=0"]),
+        ({"lora": replace(DORA, alpha=4.0)}, "resume.other-adapters", ["lora_alpha=2.0", "4.0"]),
+        ({"lora": replace(DORA, kind="lora")}, "resume.other-adapters", ["lora.type=dora", "lora"]),
     ],
 )
 def test_checkpoint_of_another_base_is_rejected(
-    pool: ProcessPool, trained: tuple[Path, Tensor], tmp_path: Path, changes: dict[str, Any], message: str
+    pool: ProcessPool,
+    trained: tuple[Path, Tensor],
+    tmp_path: Path,
+    changes: dict[str, Any],
+    code: str,
+    values: list[str],
 ) -> None:
     folder, _ = trained
     base = other_weights(folder / "base", tmp_path / "other")
     setup = Setup(ParallelLayout(), optimizer=ADAM, lora=DORA)._replace(**changes)
-    assert message in pool.run(refusal, 1, restored, base, folder / "checkpoint", setup)[0]
+    message = pool.run(refusal, 1, restored, base, folder / "checkpoint", setup)[0]
+    assert message.endswith(f"[{code}]") and all(value in message for value in values), message
 
 
 def test_base_model_elsewhere_is_identified(trained: tuple[Path, Tensor], tmp_path: Path) -> None:
@@ -188,12 +195,14 @@ def test_base_model_elsewhere_is_identified(trained: tuple[Path, Tensor], tmp_pa
     transformers.AutoModelForCausalLM.from_pretrained(folder / "base").save_pretrained(copy, max_shard_size="20KB")
     assert (copy / "model.safetensors.index.json").is_file()
     assert open_source(folder / "checkpoint", copy).adapters.base == copy
-    with pytest.raises(CheckpointError, match="its weights differ"):
+    with raises("convert.other-base-model", tmp_path / "other", "weights", error=CheckpointError):
         open_source(folder / "checkpoint", other_weights(folder / "base", tmp_path / "other"))
     gone = shutil.copytree(folder / "peft", tmp_path / "peft")
     config = json.loads((gone / "adapter_config.json").read_text(encoding="utf-8"))
     (gone / "adapter_config.json").write_text(
         json.dumps({**config, "base_model_name_or_path": "/nowhere"}), encoding="utf-8"
     )
-    with pytest.raises(CheckpointError, match="pass its folder: --model"):
+    with raises("convert.base-model-missing") as caught:
         open_source(gone)
+    text = f"{gone}: its base model /nowhere does not exist here; pass its folder: --model FOLDER"
+    assert str(caught.value) == f"{text} [convert.base-model-missing]"

@@ -14,9 +14,9 @@ from shutil import copytree
 import pytest
 import torch
 from checkpoints import assert_same, run, tensors_of
+from expected_errors import raises
 from safetensors.torch import save_file
 
-from megarl.base.errors import MegarlError
 from megarl.convert import conversion
 from megarl.convert.conversion import UnfinishedOutput
 from megarl.convert.open import open_source
@@ -71,13 +71,13 @@ def broken(model: Path, folder: Path, damage: str) -> Path:
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
-        ("no config", ["has no config.json"]),
-        ("unknown architecture", ["GPT2LMHeadModel", "families with one", "qwen2"]),
-        ("missing shard", ["lacks shard 'model-00001-of-00001.safetensors'"]),
-        ("truncated", ["model.safetensors is truncated: 100000 bytes"]),
-        ("wrong shape", ["'model.norm.weight' has shape [31], config.json implies [32]"]),
-        ("neither", ["is neither a Hugging Face folder", "nor a Megatron checkpoint", "trainer.default_local_dir"]),
-        ("pickled", ["pytorch_model.bin is a pickle"]),
+        ("no config", ["[model.no-config-json]"]),
+        ("unknown architecture", ["GPT2LMHeadModel", "qwen2", "[model.no-weight-map]"]),
+        ("missing shard", ["'model-00001-of-00001.safetensors'", "[model.missing-shard]"]),
+        ("truncated", ["bad/model.safetensors", "100000 bytes", "[model.truncated-file]"]),
+        ("wrong shape", ["'model.norm.weight'", "[31]", "[32]", "[model.tensor-shape]"]),
+        ("neither", ["config.json", ".metadata", "trainer.default_local_dir", "[convert.unknown-source]"]),
+        ("pickled", ["pytorch_model.bin", "safetensors", "[convert.unknown-source]"]),
     ],
 )
 def test_invalid_model_folders_are_rejected(
@@ -93,16 +93,16 @@ def test_invalid_model_folders_are_rejected(
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
-        ("missing", "__0_0.distcp is missing"),
-        ("truncated", "__0_0.distcp is truncated"),
-        ("no index", ".metadata is missing"),
-        ("damaged", "__0_0.distcp, archive at byte"),
-        ("state", "state.json is malformed"),
-        ("other model", "tensor 'model.layers.1.input_layernorm.weight' has shape [32]; by"),
+        ("missing", ["__0_0.distcp", "[checkpoint.missing-file]"]),
+        ("truncated", ["__0_0.distcp", "1000 bytes", "[checkpoint.truncated-file]"]),
+        ("no index", [".metadata", "[checkpoint.missing-index]"]),
+        ("damaged", ["__0_0.distcp", "at byte", "[checkpoint.corrupt-file]"]),
+        ("state", ["state.json", "[checkpoint.malformed-state]"]),
+        ("other model", ["'model.layers.1.input_layernorm.weight'", "[32]", "[convert.config-mismatch]"]),
     ],
 )
 def test_invalid_role_checkpoints_are_rejected(
-    damage: str, expected: str, model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    damage: str, expected: list[str], model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     role = tmp_path / "role"
     run("hf-to-megatron", model("qwen2"), role)
@@ -130,7 +130,8 @@ def test_invalid_role_checkpoints_are_rejected(
             )
     capsys.readouterr()
     run("megatron-to-hf", role, tmp_path / "out", expect=1)
-    assert expected in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert all(part in message for part in expected), message
     assert not (tmp_path / "out").exists()
 
 
@@ -179,11 +180,12 @@ def test_tokenizer_and_config_files_are_copied(model: Model, tmp_path: Path) -> 
 def test_existing_output_needs_overwrite(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("hf-to-megatron", model("qwen2"), tmp_path / "role")
     run("hf-to-megatron", model("qwen3"), tmp_path / "role", expect=1)
-    assert "exists already" in capsys.readouterr().err
+    text = f"{tmp_path / 'role'} exists already; choose another destination, or pass --overwrite"
+    assert f"error: {text} [convert.destination-exists]\n" in capsys.readouterr().err
     run("hf-to-megatron", model("qwen3"), tmp_path / "role", "--overwrite")
     run("verify", model("qwen3"), tmp_path / "role")
     run("megatron-to-hf", tmp_path / "role", tmp_path / "role", "--overwrite", expect=1)
-    assert "contains the source" in capsys.readouterr().err
+    assert "[convert.overlapping-folders]" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["role"]
 
 
@@ -192,7 +194,7 @@ def test_a_full_disk_is_reported_before_writing(
 ) -> None:
     monkeypatch.setattr(conversion, "SPARE_BYTES", 1 << 60)
     run("hf-to-megatron", model("qwen2"), tmp_path / "role", expect=1)
-    assert "GB free" in capsys.readouterr().err
+    assert "[disk.no-space]" in capsys.readouterr().err
     assert not list(tmp_path.rglob("*.distcp"))
 
 
@@ -209,11 +211,12 @@ def test_a_killed_conversion_leaves_no_output_and_resumes(
     assert killed.returncode == -signal.SIGKILL
     assert not out.exists()
     left = tmp_path / ".out.converting"
-    with pytest.raises(MegarlError, match=r"neither|\.metadata is missing"):
+    with raises("convert.unknown-source" if command == "megarl-to-hf" else "checkpoint.missing-index", left):
         open_source(left)
     capsys.readouterr()
     run(*line, "--dtype", "bfloat16", expect=1)
-    assert "--restart discards it" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "--restart" in message and "[convert.interrupted-other]" in message
     run(*line)
     assert "2 of them from the interrupted conversion" in capsys.readouterr().out
     assert not left.exists() and not any("conversion" in path.name for path in out.iterdir())

@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers
 from checkpoints import SETTINGS, run, tensors_of
+from expected_errors import raises
 from mxfp4_folders import quantize_experts
 from tiny_models import save_model
 
-from megarl.base.errors import CheckpointError
 from megarl.convert.torch_dist import open_torch_dist
 from megarl.models import read_model_config
 
@@ -41,5 +41,5 @@ def test_mxfp4_converts_to_the_values_of_transformers(quantized: Path, tmp_path:
 
 
 def test_a_torch_dist_checkpoint_with_stacked_experts_is_refused(quantized: Path) -> None:
-    with pytest.raises(CheckpointError, match="order the rows of its experts differently"):
+    with raises("convert.torch-dist-experts", quantized, "GptOssForCausalLM"):
         open_torch_dist(quantized, read_model_config(quantized), quantized)

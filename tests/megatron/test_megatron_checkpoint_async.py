@@ -172,6 +172,7 @@ def test_full_disk_raises_on_every_rank_and_training_continues(
 ) -> None:
     (first, *_), (second, *_) = results = pool.run(save_on_a_full_disk, 2, str(tmp_path), in_background)
     assert first == second and "rank 1" in first and "File too large" in first, first
+    assert first.endswith("[checkpoint.save-failed]")
     resumed = pool.run(load_and_train, 2, DP2, str(tmp_path / "room"), {})
     assert_same_bits(resumed, [reports for _, _, reports in results])
 
@@ -189,14 +190,21 @@ def test_save_and_load_of_selected_contents(pool: ProcessPool, tmp_path: Path) -
     assert all(torch.equal(tensor, saved[name]) for name, tensor in exported.items())
     assert (tmp_path / "both" / "huggingface" / "tokenizer.json").is_file()
     (message,) = pool.run(load_parts, 1, str(tmp_path / "both"), ["model", "optimizer", "extra"])
-    assert "has no optimizer and no extra: it was saved with save_contents=[model, hf_model]" in message
+    assert message == (
+        f"checkpoint {tmp_path / 'both'} has no optimizer and no extra: it was saved with "
+        "save_contents=[model, hf_model]; leave optimizer and extra out of load_contents "
+        "[resume.missing-contents]"
+    )
     (message,) = pool.run(load_parts, 1, str(tmp_path / "export"), ["model"])
-    assert "has no model" in message and read_state(tmp_path / "export").contents == ("hf_model",)
+    assert "no model" in message and message.endswith("[resume.missing-contents]")
+    assert read_state(tmp_path / "export").contents == ("hf_model",)
 
 
 def test_failed_export_raises_on_every_rank(pool: ProcessPool, tmp_path: Path) -> None:
     for messages in pool.run(export_on_a_full_disk, 2, str(tmp_path)):
         assert ["No space left on device" in message for message in messages] == [True, True], messages
+        codes = [message.rpartition("[")[2] for message in messages]
+        assert codes == ["disk.export-write]", "checkpoint.rank-failed]"], messages
 
 
 @pytest.mark.parametrize("chunk_bytes", [16, 100, 2**20])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from expected_errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_megatron_packed import ROWS, make_rows
 
-from megarl.base.errors import DataError
 from megarl.megatron import PackedMicroBatch
 from megarl.megatron.context_parallel import MicroBatchPart, context_parallel_part, padded_lengths, rank_indices
 
@@ -123,5 +122,5 @@ def test_shared_prompts_raise_on_several_ranks() -> None:
     assert part.tokens[part.shared.spread].tolist() == [9, 8, 5, 6, 7, 5, 6, 1, 2, 0]
     assert part.shared.spread[part.shared.kept].tolist() == list(range(8))
     assert part.read_at.tolist() == [3, 0, 3, 5]
-    with pytest.raises(DataError, match="context parallelism over 2 ranks cannot divide"):
+    with raises("layout.cp-shared-prompts", "2 ranks"):
         context_parallel_part(packed, 2, 0)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from distributed import Place, ProcessPool
 from engine_cases import Setup, engine, in_parts, micro_batches, policy_loss
+from expected_errors import raises
 from tiny_models import TEMPERATURE, Row, policy_reference, rows, save_model
 from torch import Tensor
 
-from megarl.base.errors import ConfigError
 from megarl.megatron import MegatronEngine, OptimizerOptions, OutputOptions, RecomputeOptions
 from megarl.megatron.checkpoint import load_sharded, save_sharded
 from megarl.megatron.lora import initial_a
@@ -269,16 +269,24 @@ def test_initial_values_do_not_depend_on_the_layout(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "fault", "named"),
     [
-        ({"rank": 0}, "lora_rank=0 must be at least 1"),
-        ({"kind": "doras"}, "lora.type=doras must be one of lora, dora"),
-        ({"alpha": 0.0}, "lora_alpha=0.0 must be above 0"),
-        ({"targets": ("q_prj",)}, r"'q_prj' matches no layer .*; did you mean 'q_proj'\? valid: o_proj, q_proj,"),
-        ({"targets": ("embed_tokens",)}, "'model.embed_tokens' cannot have an adapter"),
-        ({"targets": ("q_proj",), "excludes": ("self_attn.q_proj",)}, "leaves no layer"),
+        ({"rank": 0}, "rank-below-one", ["lora_rank=0"]),
+        ({"kind": "doras"}, "unknown-type", ["lora.type=doras", "lora, dora"]),
+        ({"alpha": 0.0}, "alpha-not-positive", ["lora_alpha=0.0"]),
+        ({"targets": ("embed_tokens",)}, "unsupported-target", ["target_modules", "'model.embed_tokens'"]),
+        ({"targets": ("q_proj",), "excludes": ("self_attn.q_proj",)}, "no-target-left", ["['self_attn.q_proj']"]),
     ],
 )
-def test_wrong_options_are_rejected(path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_wrong_options_are_rejected(path: Path, changes: dict[str, Any], fault: str, named: list[str]) -> None:
+    with raises(f"adapter.{fault}", *named):
         AdapterMap(WeightMap(read_model_config(path)), LoraOptions(**{"rank": 2, "alpha": 4.0, **changes}))
+
+
+def test_an_unknown_target_is_named_with_the_nearest(path: Path) -> None:
+    with raises("adapter.unknown-target") as caught:
+        AdapterMap(WeightMap(read_model_config(path)), LoraOptions(rank=2, alpha=4.0, targets=("q_prj",)))
+    assert str(caught.value) == (
+        "target_modules: 'q_prj' matches no layer of the model; did you mean 'q_proj'? valid: o_proj, q_proj, k_proj, "
+        "v_proj, down_proj, gate_proj, up_proj [adapter.unknown-target]"
+    )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from expected_errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -92,13 +93,13 @@ def test_columns_keep_row_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "columns", "message"),
+    ("lengths", "columns", "code", "named"),
     [
-        ([], None, "at least one row"),
-        ([(2, 1), (0, 3)], None, "row 1 .* has no prompt token"),
-        ([(1, 2)], {"advantages": torch.zeros(3)}, "'advantages' has 3 entries for 2 response tokens"),
+        ([], None, "batch.no-rows", []),
+        ([(2, 1), (0, 3)], None, "batch.empty-prompt", ["row 1"]),
+        ([(1, 2)], {"advantages": torch.zeros(3)}, "batch.column-length", ["'advantages'", "3 entries", "2 response"]),
     ],
 )
-def test_malformed_rows_raise(lengths: list[tuple[int, int]], columns: object, message: str) -> None:
-    with pytest.raises(DataError, match=message):
+def test_malformed_rows_raise(lengths: list[tuple[int, int]], columns: object, code: str, named: list[str]) -> None:
+    with raises(code, *named, error=DataError):
         PackedMicroBatch.from_rows(make_rows(lengths), columns)

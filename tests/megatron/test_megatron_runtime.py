@@ -7,27 +7,27 @@ from typing import Any
 import pytest
 import torch
 from distributed import Place, ProcessPool
+from expected_errors import raises
 from megatron.core import parallel_state
 
-from megarl.base.errors import ConfigError, ResourceError
 from megarl.base.ports import free_port
 from megarl.megatron import init_runtime, shutdown_runtime
 from megarl.models import ParallelLayout
 
 
 def test_layout_of_another_world_size_raises() -> None:
-    with pytest.raises(ConfigError, match="TP2 PP1 DP1 has 2 processes, but 3 were started"):
+    with raises("layout.world-size", "TP2 PP1 DP1", "2 processes", 3):
         init_runtime(ParallelLayout(tp=2), 0, 3, "127.0.0.1", 1)
 
 
 def test_unknown_device_raises() -> None:
-    with pytest.raises(ConfigError, match="device='gpu' must be one of auto, cpu, cuda"):
+    with raises("launch.unknown-device", "device='gpu'", "auto, cpu, cuda"):
         init_runtime(ParallelLayout(), 0, 1, "127.0.0.1", 1, device="gpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
 def test_cuda_without_a_device_raises() -> None:
-    with pytest.raises(ResourceError, match="no CUDA device"):
+    with raises("launch.no-cuda", "device='cuda'"):
         init_runtime(ParallelLayout(), 0, 1, "127.0.0.1", 1, device="cuda")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from distributed import Place, ProcessPool
+from expected_errors import raises
 from test_megatron_checkpoint import build, fill
 
 from megarl.base.errors import CheckpointError
@@ -84,16 +85,17 @@ def test_late_rank_fails_a_collective(pool: ProcessPool) -> None:
 
 
 def test_failed_export_is_raised_on_the_ranks_that_wait_for_rank_0(pool: ProcessPool, tmp_path: Any) -> None:
-    for message in pool.run(export_to_an_existing_folder, 2, str(tmp_path)):
-        assert f"{tmp_path} exists already" in message
+    first, waiting = pool.run(export_to_an_existing_folder, 2, str(tmp_path))
+    assert str(tmp_path) in first and first.endswith("[checkpoint.export-exists]")
+    assert str(tmp_path) in waiting and waiting.endswith("[checkpoint.rank-failed]")
 
 
 def test_rank_that_never_comes_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     monkeypatch.setattr("megarl.megatron.store_barrier._get_default_store", lambda: store)
-    with pytest.raises(CheckpointError, match="waited 0 s"):
+    with raises("checkpoint.rank-timeout", "0 s"):
         StoreBarrier(0, 2, longest_wait_s=0.05).wait_for_all()
-    with pytest.raises(CheckpointError, match="waited 0 s"):
+    with raises("checkpoint.rank-timeout", "0 s"):
         StoreBarrier(1, 2, longest_wait_s=0.05).turns().wait()
 
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from distributed import Place, ProcessPool
 from engine_cases import Setup, engine, micro_batches
+from expected_errors import raises
 from family_cases import MODELS
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tiny_models import TEMPERATURE, rows, save_model
 from torch import Tensor
 
-from megarl.base.errors import ConfigError
 from megarl.config import MegatronConfig
 from megarl.config.checks.transformer_field_table import OWNED, REJECTED, SUPPORTED
 from megarl.config.checks.transformer_fields import attention_backends, transformer_fields
@@ -147,5 +147,5 @@ def test_megatron_accepts_every_recomputed_module_with_torchs_layers(name: str, 
         config = build_transformer_config(read_model_config(tmp_path), ParallelLayout(), options, fused=False)
         assert config.recompute_modules == [module]
         return
-    with pytest.raises(ConfigError, match=r"^recompute_modules=\['moe_act'\]: .* Transformer Engine"):
+    with raises("config.recompute-moe-act", "recompute_modules=['moe_act']", "Transformer Engine", "use moe"):
         build_transformer_config(read_model_config(tmp_path), ParallelLayout(), options, fused=False)

@@ -67,13 +67,13 @@ def test_tied_output_layer_that_is_not_the_embedding_raises(pool: ProcessPool, t
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] * 2}, tmp_path / "model.safetensors")
     for message in pool.run(refusal, 2, build, tmp_path, Setup(ParallelLayout(tp=2))):
-        assert message.startswith("ModelError") and "lm_head.weight" in message
+        assert "lm_head.weight" in message and message.endswith("[model.tied-head-differs]")
 
 
 def test_export_keeps_an_existing_folder(pool: ProcessPool, tmp_path: Path) -> None:
     save_model(tmp_path, "llama")
     (message,) = pool.run(refusal, 1, export, tmp_path, Setup(ParallelLayout()), tmp_path)
-    assert message.startswith("CheckpointError") and str(tmp_path) in message
+    assert str(tmp_path) in message and message.endswith("[checkpoint.export-exists]")
 
 
 def test_folder_without_a_tensor_raises(pool: ProcessPool, tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_folder_without_a_tensor_raises(pool: ProcessPool, tmp_path: Path) -> No
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (message,) = pool.run(refusal, 1, forward, tmp_path, Setup(ParallelLayout()), rows())
-    assert message.startswith("ModelError") and "model.layers.1.mlp.up_proj.weight" in message
+    assert "model.layers.1.mlp.up_proj.weight" in message and message.endswith("[model.missing-tensor]")
 
 
 def swap(place: Place, path: Path, setup: Setup) -> dict[str, Any]:
@@ -157,13 +157,14 @@ def another_layout(place: Place, path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "message"),
+    ("case", "code", "named"),
     [
-        (step_without_optimizer, "optimizer=None"),
-        (forward_of_nothing, "at least one micro-batch"),
-        (another_layout, "layout TP2 PP1 DP1 is not that of the process group: TP1 PP1 DP1"),
+        (step_without_optimizer, "engine.no-optimizer", "optimizer=None"),
+        (forward_of_nothing, "batch.no-micro-batch", "micro-batch"),
+        (another_layout, "layout.process-group", "TP2 PP1 DP1 is not that of the process group: TP1 PP1 DP1"),
     ],
 )
-def test_misuse_raises(pool: ProcessPool, tmp_path: Path, case: Callable[..., None], message: str) -> None:
+def test_misuse_raises(pool: ProcessPool, tmp_path: Path, case: Callable[..., None], code: str, named: str) -> None:
     save_model(tmp_path, "llama")
-    assert message in pool.run(refusal, 1, case, tmp_path)[0]
+    (message,) = pool.run(refusal, 1, case, tmp_path)
+    assert named in message and message.endswith(f"[{code}]"), message

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import transformers
+from expected_errors import raises
 
-from megarl.base.errors import ModelError
 from megarl.models.end_tokens import generation_config_with, read_end_tokens
 
 
@@ -49,15 +49,23 @@ def test_a_sequence_ends_at_the_tokens_of_any_file(folder, config, generation, t
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 def test_other_values_than_token_ids_are_named_with_their_file(folder, file, value):
     path = folder(*((value, None) if file == "config.json" else (1, value)))
-    with pytest.raises(ModelError, match=f"{file}.*eos_token_id"):
+    with raises("model.field-value", file, "eos_token_id="):
         read_end_tokens(path)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "5", '{"a": ' * 100_000])
-def test_malformed_generation_config_is_named(folder, text):
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("{", "model.malformed-json"),
+        ("[]", "model.not-json-object"),
+        ("5", "model.not-json-object"),
+        ('{"a": ' * 100_000, "model.malformed-json"),
+    ],
+)
+def test_malformed_generation_config_is_named(folder, text, code):
     path = folder(1)
     (path / "generation_config.json").write_text(text, encoding="utf-8")
-    with pytest.raises(ModelError, match=r"generation_config\.json"):
+    with raises(code, path / "generation_config.json"):
         read_end_tokens(path)
 
 

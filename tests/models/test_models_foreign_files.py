@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import transformers
+from expected_errors import raises
 
 from megarl.base.errors import ConfigError, ModelError
 from megarl.convert.adapters import options_of_folder
@@ -48,6 +49,7 @@ VALUES: tuple[Any, ...] = (
 )
 """One or several of each type of JSON, and the numbers at the borders."""
 DEEP = ('{"a":' * 100_000 + "1" + "}" * 100_000, "[" * 100_000 + "]" * 100_000, "[" * 500 + "]" * 500)
+MALFORMED = ("model.malformed-json", "model.not-json-object")
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -123,7 +125,8 @@ def test_a_config_with_any_value_in_a_field_is_read_or_refused(architecture: str
                 compute(parse_model_config(changed if document is raw else {**base, **changed}, may_be_bare=True))
                 results.append(True)
             except ModelError as error:
-                assert "config.json" in str(error) or "architecture" in str(error)
+                assert error.code.startswith("model.")
+                assert "config.json" in error.text or "architecture" in error.text
                 results.append(False)
             except Exception as error:
                 pytest.fail(f"{architecture}, {change}: {error!r}")
@@ -148,10 +151,10 @@ def test_a_config_with_any_value_in_a_field_is_read_or_refused(architecture: str
 def test_a_value_of_another_type_is_named(field: str, value: Any) -> None:
     raw = published("Olmo3ForCausalLM")
     del raw["rope_parameters"]
-    with pytest.raises(ModelError) as caught:
-        parse_model_config({**raw, "rope_theta": 5e5, field: value})
     name, shown = (field, value) if not isinstance(value, dict) else ("factor", "4")
-    assert f"config.json: {name}={shown!r:.80}" in str(caught.value)
+    code, named = ("model.field-missing", name) if value is None else ("model.field-value", f"{name}={shown!r:.80}")
+    with raises(code, "config.json", named):
+        parse_model_config({**raw, "rope_theta": 5e5, field: value})
 
 
 @pytest.fixture
@@ -167,9 +170,10 @@ def test_a_file_with_any_json_is_named(folder: Path, name: str, text: str) -> No
         try:
             read(folder)
         except ModelError as error:
-            assert name in str(error)
-    with pytest.raises(ModelError, match=name):
+            assert name in error.text and error.code in MALFORMED
+    with pytest.raises(ModelError) as caught:
         (check_model_folder if "index" in name else read_end_tokens)(folder)
+    assert name in caught.value.text and caught.value.code in MALFORMED
 
 
 @pytest.mark.parametrize("text", DEEP)
@@ -178,7 +182,7 @@ def test_a_field_nested_too_deeply_is_refused(folder: Path, text: str) -> None:
     for name in (*raw, "an_unknown_field"):
         document = json.dumps({**raw, name: "DEEP"}).replace('"DEEP"', text)
         (folder / "config.json").write_text(document, encoding="utf-8")
-        with pytest.raises(ModelError, match="nested too deeply"):
+        with raises("model.malformed-json", folder / "config.json", "deep"):
             read_model_config(folder)
 
 
@@ -215,7 +219,7 @@ def test_a_safetensors_header_with_any_value_in_a_field(folder: Path) -> None:
             identify_model(folder)
             results.append(True)
         except ModelError as error:
-            assert str(folder) in str(error)
+            assert str(folder) in error.text and error.code.startswith("model.")
             results.append(False)
         except Exception as error:
             pytest.fail(f"{change}: {error!r}")
@@ -225,7 +229,7 @@ def test_a_safetensors_header_with_any_value_in_a_field(folder: Path) -> None:
 @pytest.mark.parametrize("text", [*DEEP, "5", "[]", "null", '{"a": 5}', '{"a": {"data_offsets": [0]}}', '{"a": []}'])
 def test_a_safetensors_header_with_any_json_is_named(folder: Path, text: str) -> None:
     write_header(folder / "model.safetensors", text + " " * 8, b"")
-    with pytest.raises(ModelError, match=r"model\.safetensors is not a safetensors file"):
+    with raises("model.not-safetensors", folder / "model.safetensors"):
         check_model_folder(folder)
 
 
@@ -241,7 +245,7 @@ def test_an_index_with_any_value_in_a_field(folder: Path) -> None:
         try:
             check_model_folder(folder)
         except ModelError as error:
-            assert str(folder) in str(error)
+            assert str(folder) in error.text and error.code.startswith("model.")
         except Exception as error:
             pytest.fail(f"{change}: {error!r}")
 
@@ -273,7 +277,7 @@ def test_an_adapter_config_with_any_value_in_a_field(adapters: tuple[Path, Adapt
             read.check(expected)
             options_of_folder(read)
         except ConfigError as error:
-            assert str(folder) in str(error)
+            assert str(folder) in error.text and error.code.partition(".")[0] in ("adapter", "model")
         except Exception as error:
             pytest.fail(f"{change}: {error!r}")
 
@@ -282,5 +286,7 @@ def test_an_adapter_config_with_any_value_in_a_field(adapters: tuple[Path, Adapt
 def test_an_adapter_config_with_any_json_is_named(adapters: tuple[Path, AdapterMap], text: str) -> None:
     folder, expected = adapters
     (folder / "adapter_config.json").write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match="adapter"):
+    with pytest.raises(ConfigError) as caught:
         AdapterFolder(folder).check(expected)
+    assert str(folder) in caught.value.text
+    assert caught.value.code in ((*MALFORMED,) if text != "{}" else ("model.field-missing",))

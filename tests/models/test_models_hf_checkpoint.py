@@ -4,10 +4,10 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from expected_errors import raises
 from reference_weights import megatron_reference, rollout_reference
 from safetensors.torch import load_file, save_file
 
-from megarl.base.errors import ModelError
 from megarl.models import ParallelLayout, Piece, WeightMap
 from megarl.models.hf_checkpoint import HFReader, load_local
 
@@ -55,7 +55,7 @@ def test_only_the_head_may_be_missing(real_model_folder):
     params = WeightMap(reader.config, value_head=True).megatron_params(ParallelLayout(), 0)
     names = [name for name, _ in load_local(reader, params, torch.float32, optional=("score.weight",))]
     assert len(names) == len(params) - 1 and "output_layer.weight" not in names
-    with pytest.raises(ModelError, match=r"lacks tensor 'score\.weight'"):
+    with raises("model.missing-tensor", "'score.weight'"):
         list(load_local(reader, params, torch.float32))
 
 
@@ -77,7 +77,7 @@ def test_value_model_has_a_score_and_no_output_layer(real_model_folder, tmp_path
 def test_rectangles_outside_the_file_are_rejected(real_model_folder):
     reader = HFReader(real_model_folder())
     assert reader.read(Piece("model.norm.weight", (3,), (7,), (0,))).shape == (4,)
-    with pytest.raises(ModelError, match=r"'model\.norm\.weight' has shape \[32\], expected at least \[33\]"):
+    with raises("model.tensor-shape", "'model.norm.weight'", [32], [33]):
         reader.read(Piece("model.norm.weight", (3,), (33,), (0,)))
-    with pytest.raises(ModelError, match=r"lacks tensor 'model\.other'"):
+    with raises("model.missing-tensor", "'model.other'"):
         reader.read(Piece("model.other", (0,), (1,), (0,)))

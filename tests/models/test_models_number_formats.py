@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from expected_errors import raises
 from mxfp4_folders import quantize_experts
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from megarl.base.errors import ModelError
 from megarl.models import ParallelLayout, WeightMap, read_model_config
 from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.models.number_formats import (
@@ -203,22 +203,22 @@ def test_a_bfloat16_run_reads_what_a_float32_run_reads(folder):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "code", "named"),
     [
-        (lambda tensor: tensor[:3], "shape .* 4 experts"),
-        (lambda tensor: tensor[..., :1, :], "MXFP4 has U8, and 16 bytes for each scale"),
-        (lambda tensor: tensor.to(torch.int32), "is I32 .* MXFP4 has U8"),
+        (lambda tensor: tensor[:3], "model.tensor-shape", "4 experts"),
+        (lambda tensor: tensor[..., :1, :], "model.mxfp4-layout", "16 bytes"),
+        (lambda tensor: tensor.to(torch.int32), "model.mxfp4-layout", "is I32"),
     ],
     ids=["experts", "blocks", "dtype"],
 )
-def test_damaged_blocks_are_named(folder, tmp_path, change, message):
+def test_damaged_blocks_are_named(folder, tmp_path, change, code, named):
     tensors, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.experts.down_proj"
     tensors[f"{name}_blocks"] = change(tensors[f"{name}_blocks"]).contiguous()
     if len(tensors[f"{name}_blocks"]) == 3:
         tensors[f"{name}_scales"] = tensors[f"{name}_scales"][:3].contiguous()
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((folder / "config.json").read_text(encoding="utf-8"), encoding="utf-8")
-    with pytest.raises(ModelError, match=message):
+    with raises(code, tmp_path / "model.safetensors", name, named):
         HFReader(tmp_path)
 
 
@@ -229,5 +229,5 @@ def test_a_missing_scale_names_the_tensor_of_the_first_expert(folder, tmp_path):
     (tmp_path / "config.json").write_text(
         json.dumps(json.loads((folder / "config.json").read_text(encoding="utf-8"))), encoding="utf-8"
     )
-    with pytest.raises(ModelError, match=r"lacks tensor 'model.layers.0.mlp.experts.0.down_proj.weight'"):
+    with raises("model.missing-tensor", tmp_path, "'model.layers.0.mlp.experts.0.down_proj.weight'"):
         HFReader(tmp_path)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import transformers
+from expected_errors import raises
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megarl.base.errors import ModelError
 from megarl.models import parse_model_config
 from megarl.models.rope import attention_factor, inverse_frequencies, window_frequencies
 
@@ -21,6 +21,7 @@ SIZES = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+CONFLICT, SYNONYMS = "model.rope-conflict", "model.synonyms-differ"
 EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 SIGMOID = {**EXPERTS, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}
 
@@ -61,36 +62,49 @@ def test_a_scaling_beside_sections_belongs_to_full_attention():
 
 
 @pytest.mark.parametrize(
-    ("model_type", "fields", "lost"),
+    ("model_type", "fields", "code", "lost"),
     [
-        ("llama", {"rope_parameters": {**PLAIN, "rope_theta": 1e6}, "rope_scaling": YARN}, "rope_theta=1000000"),
-        ("llama", {"rope_parameters": {**YARN, "factor": 8.0}, "rope_scaling": YARN}, "factor=8"),
-        ("llama", {"rope_parameters": YARN, "rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type='yarn'"),
+        (
+            "llama",
+            {"rope_parameters": {**PLAIN, "rope_theta": 1e6}, "rope_scaling": YARN},
+            CONFLICT,
+            "rope_theta=1000000",
+        ),
+        ("llama", {"rope_parameters": {**YARN, "factor": 8.0}, "rope_scaling": YARN}, CONFLICT, "factor=8"),
+        (
+            "llama",
+            {"rope_parameters": YARN, "rope_scaling": {"type": "linear", "factor": 4.0}},
+            CONFLICT,
+            "rope_type='yarn'",
+        ),
         (
             "glm4_moe",
             {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.25}, "rope_scaling": YARN, **SIGMOID},
+            CONFLICT,
             "partial_rotary_factor=0.25",
         ),
-        ("llama", {"rope_parameters": {"full_attention": YARN}}, "full_attention"),
-        ("olmo3", {"rope_theta": 1e6}, "rope_theta=1000000"),
+        ("llama", {"rope_parameters": {"full_attention": YARN}}, "model.rope-sections", "full_attention"),
+        ("olmo3", {"rope_theta": 1e6}, "model.unsupported-setting", "rope_theta=1000000"),
         (
             "olmo3",
             {"rope_parameters": {"full_attention": {**YARN, "truncate": False}, "sliding_attention": PLAIN}},
+            "model.unsupported-rope",
             "truncate=False",
         ),
         (
             "olmo3",
             {"rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN, "truncate": False}},
+            "model.unsupported-rope",
             "truncate=False",
         ),
-        ("mixtral", {"num_local_experts": 4, "num_experts": 8}, "num_experts=8 and num_local_experts=4"),
-        ("glm4_moe", {**SIGMOID, "num_local_experts": 4}, "num_local_experts=4"),
-        ("deepseek_v3", {"num_nextn_predict_layers": 1, "num_mtp_layers": 2}, "num_mtp_layers=2"),
+        ("mixtral", {"num_local_experts": 4, "num_experts": 8}, SYNONYMS, "num_experts=8 and num_local_experts=4"),
+        ("glm4_moe", {**SIGMOID, "num_local_experts": 4}, SYNONYMS, "num_local_experts=4"),
+        ("deepseek_v3", {"num_nextn_predict_layers": 1, "num_mtp_layers": 2}, SYNONYMS, "num_mtp_layers=2"),
     ],
 )
-def test_names_that_contradict_each_other_are_refused(model_type, fields, lost):
+def test_names_that_contradict_each_other_are_refused(model_type, fields, code, lost):
     name = transformers.CONFIG_MAPPING[model_type].__name__.removesuffix("Config")
-    with pytest.raises(ModelError, match=lost):
+    with raises(code, lost):
         parse_model_config({**SIZES, "architectures": [f"{name}ForCausalLM"], **fields})
 
 

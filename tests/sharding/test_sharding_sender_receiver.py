@@ -3,10 +3,10 @@ import sys
 
 import pytest
 import torch
+from expected_errors import raises
 from plan_cases import ListedPlan
 from resharding_cases import labelled_checkpoint, training_tensors, weight_map_of
 
-from megarl.base.errors import WeightSyncError
 from megarl.models import ParallelLayout
 from megarl.sharding import Bucket, RolloutLayout, TransferOp, build_plan
 from megarl.sharding.receiver import BucketReceiver, route_messages
@@ -61,21 +61,21 @@ def test_a_rank_exports_its_messages_by_receiver():
     assert {rank: set(export) for rank, export in exports.items()} == {0: {0, 1}, 1: set(), 2: {1}}
     messages = [message for export in exports.values() for message in export.values()]
     assert [[s.src_rank for s in group] for group in route_messages(messages, [0, 1])] == [[0], [0, 2]]
-    with pytest.raises(WeightSyncError, match=r"rollout ranks \[1\] received a message for rank 0"):
+    with raises("sync.wrong-rank", "rollout ranks [1]", "rank 0"):
         route_messages(messages, [1])
     assert torch.equal(values_of(exports[2][1], [BUCKET.ops[1]])[BUCKET.ops[1]], PARAMS["src"][1:3])
 
 
 @pytest.mark.parametrize(
-    "params,message",
+    "params,code,named",
     [
-        ({}, "rank 0 has no parameter 'src'"),
-        ({"src": torch.zeros(2, 3)}, r"'src' of training rank 0 has shape \[2, 3\]"),
+        ({}, "sync.parameter-missing", ["rank 0", "'src'"]),
+        ({"src": torch.zeros(2, 3)}, "sync.parameter-shape", ["'src'", "rank 0", [2, 3]]),
     ],
 )
-def test_parameters_that_do_not_fit_the_plan_are_refused_and_buffers_are_freed(params, message):
+def test_parameters_that_do_not_fit_the_plan_are_refused_and_buffers_are_freed(params, code, named):
     sender = sender_of(ListedPlan((BUCKET,)), params=params)
-    with pytest.raises(WeightSyncError, match=message):
+    with raises(code, *named):
         sender.export_bucket(0)
     assert not sender.pools["host"]._lent
 
@@ -138,11 +138,11 @@ def test_missing_extra_and_short_messages_are_refused(way):
     _, sender, receiver = way
     (message,) = sender.export_bucket(0).values()
     for wrong in ([], [message, message], [message._replace(src_rank=7)]):
-        with pytest.raises(WeightSyncError, match="rollout rank 0 received messages of training ranks"):
+        with raises("sync.senders-differ", "rollout rank 0", sorted(each.src_rank for each in wrong), [0]):
             receiver.import_bucket(0, wrong)
     size = len(message.handle.data)
     short = message._replace(handle=message.handle._replace(data=message.handle.data[4:]))
-    with pytest.raises(WeightSyncError, match=f"has {size - 4} bytes, the plan has {size}"):
+    with raises("sync.message-size", f"{size - 4} bytes", f"the plan has {size}"):
         receiver.import_bucket(0, [short])
 
 
@@ -170,9 +170,9 @@ def test_an_update_ends_only_after_every_bucket_in_order(way):
 
     receiver.import_bucket(0, exported(0))
     for wrong in (0, 2):
-        with pytest.raises(WeightSyncError, match=f"received bucket {wrong}, expected 1"):
+        with raises("sync.bucket-order", f"bucket {wrong}, expected 1"):
             receiver.import_bucket(wrong, exported(wrong))
-    with pytest.raises(WeightSyncError, match=f"received 1 of {count} weight buckets; version 1 is incomplete"):
+    with raises("sync.incomplete", f"1 of {count} weight buckets", "version 1"):
         receiver.end(1)
     assert "end" not in calls
     receiver.begin(1)

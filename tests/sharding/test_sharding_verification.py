@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from expected_errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import ListedPlan, plan_cases, rollout_params
 from resharding_cases import cases, labelled_checkpoint, rollout_tensors, training_tensors, weight_map_of
 
-from megarl.base.errors import WeightSyncError
 from megarl.models import LocalParam, ParallelLayout, Piece
 from megarl.sharding import Bucket, RolloutLayout, TransferOp, build_plan, check_coverage
 from megarl.sharding.verification import PartialChecksum, compare_checksums, partial_checksums
@@ -30,20 +30,24 @@ def test_any_exact_tiling_passes_the_coverage_check():
 
 
 @pytest.mark.parametrize(
-    "ops,message",
+    "ops,named",
     [
-        ([], r"elements \[0, 0\] to \[3, 6\] of parameter 'w' on rollout rank 0 0 times instead of 1"),
-        ([op((0, 0), (2, 6))], r"elements \[2, 0\] to \[3, 6\] of parameter 'w' on rollout rank 0 0 times"),
-        ([op((0, 0), (3, 6)), op((1, 1), (1, 2))], r"\[1, 1\] to \[2, 3\] of parameter 'w'.* 2 times instead of 1"),
-        ([op((0, 0), (4, 6))], r"\[3, 0\] to \[4, 6\] of parameter 'w'.* 1 times instead of 0"),
-        ([op((0, 0), (3, 6)), op((0,), (1,), param="v")], "'v' to rollout rank 0, which does not hold it"),
+        ([], ["[0, 0] to [3, 6]", "0 times instead of 1"]),
+        ([op((0, 0), (2, 6))], ["[2, 0] to [3, 6]", "0 times instead of 1"]),
+        ([op((0, 0), (3, 6)), op((1, 1), (1, 2))], ["[1, 1] to [2, 3]", "2 times instead of 1"]),
+        ([op((0, 0), (4, 6))], ["[3, 0] to [4, 6]", "1 times instead of 0"]),
         # Right in number, wrong in place.
-        ([op((0, 0), (2, 6)), op((1, 0), (1, 6))], r"\[1, 0\] to \[2, 6\] .* 2 times instead of 1"),
+        ([op((0, 0), (2, 6)), op((1, 0), (1, 6))], ["[1, 0] to [2, 6]", "2 times instead of 1"]),
     ],
 )
-def test_a_coverage_error_names_the_elements(ops, message):
-    with pytest.raises(WeightSyncError, match=message):
+def test_a_coverage_error_names_the_elements(ops, named):
+    with raises("sync.plan-coverage", "'w'", "rollout rank 0", *named):
         check_coverage(plan_of(*ops), {0: [PARAM]})
+
+
+def test_a_parameter_that_the_rank_does_not_hold_is_named():
+    with raises("sync.plan-extra-parameter", "'v'", "rollout rank 0"):
+        check_coverage(plan_of(op((0, 0), (3, 6)), op((0,), (1,), param="v")), {0: [PARAM]})
 
 
 def test_only_requested_ranks_are_checked():
@@ -62,13 +66,13 @@ def test_a_plan_with_a_lost_repeated_or_shifted_op_is_refused(case, data):
     shifted = victim._replace(dst_start=(victim.dst_start[0] + 1, *victim.dst_start[1:]))
     for damage in ([], [victim, victim], [shifted]):
         damaged = plan_of(*ops[:index], *damage, *ops[index + 1 :])
-        with pytest.raises(WeightSyncError, match=victim.dst_param.replace(".", r"\.")):
+        with raises("sync.plan-coverage", f"'{victim.dst_param}'"):
             check_coverage(damaged, params)
 
 
 def test_a_plan_for_another_model_is_refused():
     plan = build_plan(weight_map_of(layers=2), ParallelLayout(), RolloutLayout(), 1 << 20, 4)
-    with pytest.raises(WeightSyncError, match=r"model\.layers\.2\."):
+    with raises("sync.plan-coverage", "'model.layers.2."):
         check_coverage(plan, {0: weight_map_of(layers=3).rollout_params(1, 0)})
 
 
@@ -121,18 +125,16 @@ def check(sides, dtype=FLOAT32):
 def test_the_first_differing_tensor_is_named(sides, damage):
     check(sides)
     damage(sides[2][3]["model.layers.1.mlp.down_proj.weight"])
-    with pytest.raises(
-        WeightSyncError, match=r"'model\.layers\.1\.mlp\.down_proj\.weight' of rollout replica 1 \(rank 2"
-    ):
+    with raises("sync.checksum-differs", "'model.layers.1.mlp.down_proj.weight' of rollout replica 1 (rank 2"):
         check(sides)
     sides[2][3]["model.layers.0.self_attn.qkv_proj.weight"][0] += 1
-    with pytest.raises(WeightSyncError, match=r"'model\.layers\.0\.self_attn\.q_proj\.weight' of rollout replica 1"):
+    with raises("sync.checksum-differs", "'model.layers.0.self_attn.q_proj.weight' of rollout replica 1"):
         check(sides)
 
 
 def test_a_differing_copy_on_one_rank_is_detected(sides):
     sides[2][1]["model.norm.weight"][0] += 1  # both ranks of a replica hold it
-    with pytest.raises(WeightSyncError, match=r"'model\.norm\.weight' of rollout replica 0 \(rank 0 to 1\) differs"):
+    with raises("sync.checksum-differs", "'model.norm.weight' of rollout replica 0 (rank 0 to 1)"):
         check(sides)
 
 
@@ -140,17 +142,17 @@ def test_checksums_are_of_the_sent_dtype(sides):
     weight_map, train, engines = sides
     engines = [{name: t.bfloat16() for name, t in rank.items()} for rank in engines]
     check((weight_map, train, engines), torch.bfloat16)
-    with pytest.raises(WeightSyncError, match=r"is torch\.bfloat16 and was sent as torch\.float32"):
+    with raises("sync.verify-dtype", torch.bfloat16, FLOAT32):
         check((weight_map, train, engines))
 
 
 def test_missing_and_unknown_tensors_are_named():
     whole = [{"w": PartialChecksum(5, 10)}]
     compare_checksums(whole, [{"w": PartialChecksum(5, 10)}, {"w": PartialChecksum(10, 20)}], 1)
-    for held, message in (
-        ({}, "holds 0 elements of 'w', the actor 10"),
-        ({"w": PartialChecksum(5, 15)}, "holds 15 elements of 'w', the actor 10"),
-        ({"w": PartialChecksum(5, 10), "v": PartialChecksum(0, 1)}, "holds 'v', which the actor does not"),
+    for held, code, named in (
+        ({}, "sync.element-count", "0 elements of 'w', the actor 10"),
+        ({"w": PartialChecksum(5, 15)}, "sync.element-count", "15 elements of 'w', the actor 10"),
+        ({"w": PartialChecksum(5, 10), "v": PartialChecksum(0, 1)}, "sync.extra-parameter", "'v'"),
     ):
-        with pytest.raises(WeightSyncError, match=message):
+        with raises(code, named):
             compare_checksums(whole, [held], 1)

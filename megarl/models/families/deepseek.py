@@ -34,7 +34,8 @@ class DeepseekV2:
         refuse_settings(raw, scoring_func="softmax", moe_layer_freq=1)
         method = raw.get("topk_method") or "greedy"
         if method not in ("greedy", "group_limited_greedy"):
-            raise ModelError(f"config.json: topk_method={method!r}, expected 'greedy' or 'group_limited_greedy'")
+            text = f"config.json: topk_method={method!r}, expected 'greedy' or 'group_limited_greedy'"
+            raise ModelError(text, code="model.unsupported-setting")
         grouped = method == "group_limited_greedy"
         experts = _experts(
             raw,

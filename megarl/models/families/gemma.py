@@ -35,7 +35,7 @@ class Gemma3:
         refuse_settings(raw, attn_logit_softcapping=None, final_logit_softcapping=None)
         refuse_settings(raw, use_bidirectional_attention=False)
         if raw.get("head_dim") is None:
-            raise ModelError("config.json: head_dim is missing")
+            raise ModelError("config.json: head_dim is missing", code="model.field-missing")
         layers = window_layers(raw, every=count(raw, "sliding_window_pattern", 6))
         theta = window_theta(raw, number(raw, "rope_local_base_freq", 10000.0))
         return Traits(

@@ -32,9 +32,10 @@ class GptOss:
         refuse_settings(raw, hidden_act="silu", attention_bias=True)
         for field in ("head_dim", "rms_norm_eps"):
             if raw.get(field) is None:
-                raise ModelError(f"config.json: {field} is missing")
+                raise ModelError(f"config.json: {field} is missing", code="model.field-missing")
         if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
-            raise ModelError("config.json: rope_parameters is missing; gpt-oss has rope_type 'yarn' or 'default'")
+            text = "config.json: rope_parameters is missing; gpt-oss has rope_type 'yarn' or 'default'"
+            raise ModelError(text, code="model.field-missing")
         alpha, limit = number(raw, "swiglu_alpha", 1.702), number(raw, "swiglu_limit", 7.0)
         experts = Experts(
             count=count(raw, "num_local_experts", 128),

@@ -91,10 +91,11 @@ def _shared(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _traits(raw: Mapping[str, Any], experts: Experts | None, *, grouped: bool, text_suffix: str = "") -> Traits:
     refuse_settings(raw, hidden_act="silu", attention_bias=False)
     if raw.get("head_dim") is None:
-        raise ModelError("config.json: head_dim is missing")
+        raise ModelError("config.json: head_dim is missing", code="model.field-missing")
     keys, values = count(raw, "linear_num_key_heads", 16), count(raw, "linear_num_value_heads", 32)
     if values % keys:
-        raise ModelError(f"config.json: linear_num_key_heads={keys} does not divide linear_num_value_heads={values}")
+        text = f"config.json: linear_num_key_heads={keys} does not divide linear_num_value_heads={values}"
+        raise ModelError(text, code="model.linear-heads")
     linear = LinearAttention(
         layers=linear_layers(raw, every=count(raw, "full_attention_interval", 4)),
         key_heads=keys,

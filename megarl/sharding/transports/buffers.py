@@ -42,7 +42,8 @@ class SharedHostBuffer:
             self.close()
             raise WeightSyncError(
                 f"no shared memory for {nbytes} bytes ({error.strerror}); use a smaller sync.bucket_megabytes or more "
-                "memory"
+                "memory",
+                code="sync.no-shared-memory",
             ) from error
         self._pinned = pinned and nbytes > 0
         if self._pinned:
@@ -114,7 +115,7 @@ class BufferPool:
         """
         if not self._idle:
             if len(self._lent) == self._count:
-                raise WeightSyncError(f"all {self._count} weight buffers are in use")
+                raise WeightSyncError(f"all {self._count} weight buffers are in use", code="sync.buffers-in-use")
             self._idle.append(self._allocate(self.size))
         buffer = self._idle.pop()
         self._lent.append(buffer)

@@ -86,10 +86,12 @@ class CudaIpcTransport:
             if handle.rebuild is None:
                 raise WeightSyncError(
                     f"training rank {rank} sent a part of a GPU buffer that was never opened here; the two sides are "
-                    "not in the same sync"
+                    "not in the same sync",
+                    code="sync.buffer-not-opened",
                 )
             if len(buffers) == BUFFERS:
-                raise WeightSyncError(f"training rank {rank} uses more than {BUFFERS} GPU buffers in one sync")
+                text = f"training rank {rank} uses more than {BUFFERS} GPU buffers in one sync"
+                raise WeightSyncError(text, code="sync.too-many-buffers")
             buffers[handle.name] = open_handle(handle, _local_index(handle.uuid))
         return buffers[handle.name]
 
@@ -118,7 +120,8 @@ def _local_index(uuid: str) -> int:
             return index
     raise WeightSyncError(
         f"GPU {uuid} holds weights for this process, which does not see it (CUDA_VISIBLE_DEVICES); "
-        "set sync.transport to 'auto' or 'shared_memory'"
+        "set sync.transport to 'auto' or 'shared_memory'",
+        code="sync.gpu-not-visible",
     )
 
 

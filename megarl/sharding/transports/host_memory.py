@@ -82,7 +82,8 @@ class SharedMemoryTransport:
 
     def __init__(self, options: TransportOptions) -> None:
         if not hasattr(os, "memfd_create"):
-            raise WeightSyncError("weight transport 'shared_memory' needs Linux; use 'inline' here")
+            text = "weight transport 'shared_memory' needs Linux; use 'inline' here"
+            raise WeightSyncError(text, code="sync.needs-linux")
         self._mapped: dict[int, dict[str, Tensor]] = {}  # by training rank and buffer, least recently used first
 
     def open(self, session: int) -> None:
@@ -138,5 +139,6 @@ def _map(handle: SharedMemoryHandle) -> Tensor:
 def _unreachable(handle: SharedMemoryHandle) -> WeightSyncError:
     return WeightSyncError(
         f"weight buffer of process {handle.pid} cannot be opened: the process is gone, has released it, or runs on "
-        "another host or in another container; set sync.transport to 'auto', or to 'inline', which works everywhere"
+        "another host or in another container; set sync.transport to 'auto', or to 'inline', which works everywhere",
+        code="sync.buffer-unreachable",
     )

@@ -53,7 +53,8 @@ class PointToPointTransport(abc.ABC):
 
     def __init__(self, options: TransportOptions) -> None:
         if options.rendezvous is None:
-            raise WeightSyncError("a transport with a process group needs a rendezvous address")
+            text = "a transport with a process group needs a rendezvous address"
+            raise WeightSyncError(text, code="sync.no-rendezvous")
         self._rendezvous: Rendezvous = options.rendezvous
         self._receive_bytes = options.receive_bytes
         self._timeout = timedelta(seconds=options.timeout_s)
@@ -90,7 +91,8 @@ class PointToPointTransport(abc.ABC):
             self._leave()
             raise WeightSyncError(
                 f"{group.name_of(group.rank)} could not join the group that carries the weights, at "
-                f"{group.host}:{group.port}: {error}"
+                f"{group.host}:{group.port}: {error}",
+                code="sync.group-join",
             ) from error
         except WeightSyncError:
             self._leave()
@@ -145,7 +147,8 @@ class PointToPointTransport(abc.ABC):
                 raise WeightSyncError(
                     f"{group.name_of(group.rank)} waited {self._timeout.total_seconds():g} s (sync.timeout_s) for "
                     f"{group.name_of(peer)}, which did not join the group that carries the weights, at "
-                    f"{group.host}:{group.port}"
+                    f"{group.host}:{group.port}",
+                    code="sync.peer-timeout",
                 ) from error
 
     def _greet(self) -> None:
@@ -154,21 +157,22 @@ class PointToPointTransport(abc.ABC):
 
     def _call(self, action: str, peer: int, data: Tensor, tag: int) -> Any:
         if self._group is None:
-            raise WeightSyncError(f"cannot {action} {self._rendezvous.name_of(peer)}: no sync is open")
+            text = f"cannot {action} {self._rendezvous.name_of(peer)}: no sync is open"
+            raise WeightSyncError(text, code="sync.not-open")
         group, rank = self._channel(peer)
         operation = group.send if action == "send to" else group.recv
         try:
             return operation([data], rank, tag)
         except RuntimeError as error:
-            raise WeightSyncError(f"cannot {action} {self._rendezvous.name_of(peer)}: {error}") from error
+            text = f"cannot {action} {self._rendezvous.name_of(peer)}: {error}"
+            raise WeightSyncError(text, code="sync.transfer-failed") from error
 
     def _wait(self, work: Any, action: str) -> None:
         try:
             work.wait()
         except RuntimeError as error:
-            raise WeightSyncError(
-                f"could not {action} within {self._timeout.total_seconds():g} s (sync.timeout_s): {error}"
-            ) from error
+            text = f"could not {action} within {self._timeout.total_seconds():g} s (sync.timeout_s): {error}"
+            raise WeightSyncError(text, code="sync.transfer-timeout") from error
 
     def _receive_buffer(self, nbytes: int) -> Tensor:
         if self._buffer is None or len(self._buffer) < nbytes:
@@ -225,7 +229,8 @@ class NcclTransport(PointToPointTransport):
         if options.device.type != "cuda":
             raise WeightSyncError(
                 f"weight transport 'nccl' moves GPU memory and this process computes on {options.device}; "
-                "set sync.transport to 'auto', or to 'gloo'"
+                "set sync.transport to 'auto', or to 'gloo'",
+                code="sync.nccl-needs-gpu",
             )
 
     def _join(self, store: PrefixStore) -> Any:
@@ -280,7 +285,6 @@ class NcclTransport(PointToPointTransport):
             if time.monotonic() >= deadline:
                 self._group.abort()
                 self._leave()
-                raise WeightSyncError(
-                    f"could not {action} within {self._timeout.total_seconds():g} s (sync.timeout_s): no answer"
-                )
+                text = f"could not {action} within {self._timeout.total_seconds():g} s (sync.timeout_s): no answer"
+                raise WeightSyncError(text, code="sync.transfer-timeout")
             time.sleep(POLL_S)
