@@ -183,7 +183,7 @@ class ReplicaProcess:
             return await self._handle.call(verb, *args)
         except WorkerFailed as failure:
             if failure.died:
-                raise ReplicaLost(str(failure)) from failure
+                raise ReplicaLost(failure.text, code=failure.code) from failure
             raise
 
 

@@ -343,7 +343,7 @@ class AgentRunners:
             if not self._unfinished[name.group]:
                 del self._unfinished[name.group], self._groups[name.group]
 
-    def _lose(self, rank: int, error: Exception) -> None:
+    def _lose(self, rank: int, error: WorkerError) -> None:
         """Replace a lost runner: the other runners, or a new one, repeat its unfinished conversations.
 
         Raises:
@@ -358,7 +358,8 @@ class AgentRunners:
             processes = [replica for replica in self._replicas.values() if isinstance(replica, ReplicaProcess)]
             gather([replica.forget(runner.client) for replica in processes], self._timeout_s)
         if self._losses > MOST_LOST:
-            raise RunnersLost(f"{self._losses} agent runners were lost in one step; the last: {error}") from error
+            text = f"{self._losses} agent runners were lost in one step; the last: {error.text}"
+            raise RunnersLost(text, code="agent.runners-lost") from error
         if not self._runners:
             self._group.restart(self._dead)
             self._runners = {lost: self._open(lost) for lost in self._dead}

@@ -74,7 +74,8 @@ def unreachable(address: str, problem: str) -> ResourceError:
     """Build the error for a cluster that does not answer."""
     return ResourceError(
         f"no Ray cluster answers at {address}: {problem}. Start one there (`ray start --head`, or `megarl "
-        "launch`), or unset RAY_ADDRESS: the run then starts Ray on this machine"
+        "launch`), or unset RAY_ADDRESS: the run then starts Ray on this machine",
+        code="ray.no-cluster",
     )
 
 
@@ -85,7 +86,8 @@ def not_joined(address: str, problem: str) -> ResourceError:
         f"cannot join the Ray cluster at {address}: {problem}. Usual cause: the cluster uses token authentication "
         "(`ray start --head` turns it on if ~/.ray/auth_token exists), and RAY_AUTH_MODE is "
         f"{'not set' if mode is None else repr(mode)} here: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH if the "
-        "cluster's token is in another file. To start Ray on this machine, unset RAY_ADDRESS"
+        "cluster's token is in another file. To start Ray on this machine, unset RAY_ADDRESS",
+        code="ray.not-joined",
     )
 
 

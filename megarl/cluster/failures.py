@@ -36,8 +36,10 @@ class WorkerFailed(WorkerError):
         remote_traceback: traceback of the worker, or the end of its log if it died.
     """
 
-    def __init__(self, message: str, role: str, rank: int, verb: str, died: bool, remote_traceback: str) -> None:
-        super().__init__(message)
+    def __init__(
+        self, message: str, role: str, rank: int, verb: str, died: bool, remote_traceback: str, *, code: str
+    ) -> None:
+        super().__init__(message, code=code)
         self.role, self.rank, self.verb, self.died = role, rank, verb, died
         self.remote_traceback = remote_traceback
 
@@ -50,7 +52,7 @@ class WorkerSilent(WorkerError):
     """
 
     def __init__(self, message: str, late: Sequence[tuple[str, int]]) -> None:
-        super().__init__(message)
+        super().__init__(message, code="worker.no-answer")
         self.late = tuple(late)
 
 
@@ -154,14 +156,18 @@ def worker_failure(call: WorkerCall, error: RayError) -> WorkerFailed:
         message = f"{worker} failed in {cause.verb}{phase}: {cause.kind}: {cause.message}"
         if cause.trace:
             message += f"\n--- traceback of {worker} ---\n{cause.trace}{_log_end(cause.log, cause.last_lines)}"
-        return WorkerFailed(message, cause.role, cause.rank, cause.verb, cause.lost, cause.trace)
+        if cause.code:
+            return WorkerFailed(message, cause.role, cause.rank, cause.verb, cause.lost, cause.trace, code=cause.code)
+        return WorkerFailed(message, cause.role, cause.rank, cause.verb, cause.lost, cause.trace, code="worker.raised")
     died = isinstance(error, RayActorError)
     last_lines = _last_lines(call.info)
     process = f" (pid {call.info.pid} on {call.info.host})" if call.info else ""
     event = "died in" if died else "could not be called for"
     message = f"{call.role} rank {call.rank}{process} {event} {call.verb}: {_reason(error)}"
     message += _log_end(call.info.log if call.info else "", last_lines)
-    return WorkerFailed(message, call.role, call.rank, call.verb, died, last_lines)
+    if died:
+        return WorkerFailed(message, call.role, call.rank, call.verb, True, last_lines, code="worker.died")
+    return WorkerFailed(message, call.role, call.rank, call.verb, False, last_lines, code="worker.call-failed")
 
 
 def _reason(error: RayError) -> str:

@@ -151,7 +151,10 @@ def fork_server(enabled: bool = True) -> Iterator[None]:
         return
     shared = os.path.isabs(setting)
     if shared and not Path(setting).is_socket():
-        raise ConfigError(f"{ENVIRONMENT}={setting}: no fork server listens there; unset it, or 0 = no fork server")
+        raise ConfigError(
+            f"{ENVIRONMENT}={setting}: no fork server listens there; unset it, or 0 = no fork server",
+            code="worker.no-fork-server",
+        )
     server = None if shared else ForkServer()
     _address = setting if server is None else server.address
     try:

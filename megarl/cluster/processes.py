@@ -115,7 +115,7 @@ class RunProcesses:
             except RayActorError:
                 continue
             except RayError as error:
-                raise WorkerError(f"a profiler failed: {error}") from error
+                raise WorkerError(f"a profiler failed: {error}", code="worker.profiler-failed") from error
 
     def record(self, on: bool) -> list[tuple[Member, ray.ObjectRef]]:
         """Turn recording on or off in all processes, after their current call.

@@ -47,11 +47,12 @@ class ResourcePool:
 
     def __post_init__(self) -> None:
         if self.device not in RESOURCE_NAMES:
-            raise ResourceError(f"pool {self.name!r}: device={self.device!r} is neither 'cpu' nor 'cuda'")
+            raise ResourceError(f"pool {self.name!r}: device={self.device!r}, not cpu or cuda", code="ray.pool-device")
         if not self.devices_per_node or min(self.devices_per_node) < 1:
             raise ResourceError(
                 f"pool {self.name!r}: devices_per_node={list(self.devices_per_node)} must list at least one node, "
-                "each with at least one device"
+                "each with at least one device",
+                code="ray.pool-size",
             )
 
     @property
@@ -96,7 +97,7 @@ def check_resources(pools: Iterable[ResourcePool], nodes: Sequence[Mapping[str, 
         need = {name: count * each for name, each in pool.bundle().items()}
         fitting = [node for node in free if all(node.get(name, 0.0) >= amount for name, amount in need.items())]
         if not fitting:
-            raise ResourceError(_shortage(pools, pool, nodes))
+            raise ResourceError(_shortage(pools, pool, nodes), code="ray.too-few-devices")
         # Best fit: keeps the larger nodes whole for other pools.
         tightest = min(fitting, key=lambda node: node[RESOURCE_NAMES[pool.device]])
         for name, amount in need.items():
@@ -197,7 +198,10 @@ class PlacedPool:
         """
         if len({self._node(rank) for rank in ranks}) > 1:
             devices = [self.device_of(rank) for rank in ranks]
-            raise ResourceError(f"pool {self.pool.name!r}: devices {devices} of one process are on different nodes")
+            raise ResourceError(
+                f"pool {self.pool.name!r}: devices {devices} of one process are on different nodes",
+                code="ray.process-over-nodes",
+            )
         probe = ray.remote(_gpu_id)
         gpu_ids: list[str] = ray.get([probe.options(**self.actor_options(rank)).remote() for rank in ranks])
         return gpu_ids
@@ -286,7 +290,8 @@ def _wait_until_placed(
             free = ", ".join(f"{available.get(kind, 0.0):g} {kind}" for kind in ("CPU", "GPU"))
             raise ResourceError(
                 f"the devices of pool {pool.name!r} were not free within {timeout_s:g} s: the cluster has them, but "
-                f"other jobs hold some (free now: {free}). Stop them, or give the pool fewer devices."
+                f"other jobs hold some (free now: {free}). Stop them, or give the pool fewer devices.",
+                code="ray.devices-busy",
             )
 
 
@@ -316,7 +321,7 @@ def wait_for_nodes(
         if all(name in nodes for name in names):
             break
         if time.monotonic() > deadline:
-            raise ResourceError(_missing(names, list(nodes), timeout_s))
+            raise ResourceError(_missing(names, list(nodes), timeout_s), code="launch.nodes-missing")
         sleep(_POLL_S)
     if device != "auto":
         _check_devices({name: nodes[name] for name in names}, device, devices)
@@ -339,5 +344,6 @@ def _check_devices(nodes: Mapping[str, Mapping[str, Any]], device: Literal["cpu"
     if short:
         raise ResourceError(
             f"{count_noun(devices, kind)} are needed on every node, but {short}. Use nodes that have them, make them "
-            "visible (CUDA_VISIBLE_DEVICES, the scheduler's GPU request), or lower trainer.n_gpus_per_node."
+            "visible (CUDA_VISIBLE_DEVICES, the scheduler's GPU request), or lower trainer.n_gpus_per_node.",
+            code="launch.too-few-devices",
         )

@@ -104,10 +104,11 @@ class RaySession:
         dashboard: bool = False,
     ) -> None:
         if num_cpus is not None and num_cpus < 1:
-            raise ResourceError(f"num_cpus={num_cpus} must be at least 1")
+            raise ResourceError(f"num_cpus={num_cpus} must be at least 1", code="ray.num-cpus")
         if object_store_bytes < _MINIMUM_OBJECT_STORE_BYTES:
             raise ResourceError(
-                f"object_store_bytes={object_store_bytes} is below Ray's minimum of {_MINIMUM_OBJECT_STORE_BYTES}"
+                f"object_store_bytes={object_store_bytes} is below Ray's minimum of {_MINIMUM_OBJECT_STORE_BYTES}",
+                code="ray.object-store-size",
             )
         self.address = address or os.environ.get("RAY_ADDRESS") or None
         self.num_cpus = num_cpus
@@ -127,7 +128,7 @@ class RaySession:
 
     def __enter__(self) -> RaySession:
         if ray.is_initialized():
-            raise ResourceError("a Ray session is already open in this process; close it before opening another")
+            raise ResourceError("this process has a Ray session already; close it first", code="ray.session-open")
         self._signals.enter_context(signals_exit_in_order())
         try:
             # Until Ray is complete: half a Ray cannot be shut down, and Ray installs handlers that abort this process.
@@ -165,7 +166,7 @@ class RaySession:
             logger.warning("%s died when the work was complete; nothing is lost", lost)
             return True
         if lost is not None and not isinstance(error, RayLost):
-            raise RayLost(f"{lost} died, so the run ends{self._logs_of_ray()}") from error
+            raise RayLost(f"{lost} died, so the run ends{self._logs_of_ray()}", code="ray.process-died") from error
         return False
 
     def lost(self) -> str | None:
@@ -262,7 +263,8 @@ class RaySession:
                     raise ResourceError(
                         f"Ray did not start on this machine, in two attempts: {error}{self._logs_of_ray()}. Usual "
                         "causes are a full /tmp or /dev/shm, a limit of processes (ulimit -u) and a machine under "
-                        "load; `megarl doctor` checks them"
+                        "load; `megarl doctor` checks them",
+                        code="ray.start-failed",
                     ) from error
                 logger.warning("Ray did not start and is started again: %s", error)
 

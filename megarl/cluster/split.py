@@ -157,15 +157,15 @@ def plan_split(costs: Sequence[float], dp: int, mini_batch_rows: int | None = No
 @functools.lru_cache(maxsize=8)  # update and metrics of a step have one plan
 def _plan_split(costs: tuple[float, ...], dp: int, mini_batch_rows: int | None, equal: bool) -> Plan:
     if not costs:
-        raise DataError("a batch of 0 rows cannot be split over data-parallel ranks; it needs at least 1")
+        raise DataError("a batch of 0 rows cannot be split over data-parallel ranks", code="batch.no-rows")
     if not equal and mini_batch_rows is None:
         plan = balanced_partition(costs, min(dp, len(costs)), equal_size=False)
         return [sorted(rows) for rows in plan] + [[0]] * (dp - len(plan))
     size = len(costs) if mini_batch_rows is None else mini_batch_rows
     if size < 1 or len(costs) % size:
-        raise DataError(f"mini-batches of {size} rows do not divide a batch of {len(costs)} rows")
+        raise DataError(f"mini-batches of {size} rows do not divide {len(costs)} rows", code="batch.mini-batch-rows")
     if size % dp:
-        raise DataError(f"a mini-batch of {size} rows does not divide over {dp} data-parallel ranks")
+        raise DataError(f"mini-batches of {size} rows do not divide over {dp} DP ranks", code="batch.mini-batch-ranks")
     mini_batches = balance_mini_batches(costs, len(costs) // size, dp, equal)
     return [[row for parts in mini_batches for row in parts[rank]] for rank in range(dp)]
 
@@ -197,7 +197,7 @@ def split(
     """
     rows = 1 + max(max(indices) for indices in plan)
     if rows != len(batch):
-        raise DataError(f"all batches of one call must have the same rows: {len(batch)}, expected {rows}")
+        raise DataError(f"the batches of one call have {rows} and {len(batch)} rows", code="batch.different-rows")
     if write is not None:
         write_values(batch, plan, write)
     chunks = batch.parts(plan)
@@ -225,11 +225,14 @@ def collect(results: Sequence[Any], plan: Plan) -> Any:
     if not isinstance(results[0], DataProto):
         return results[0]
     if not all(isinstance(result, DataProto) for result in results):
-        raise DataError(f"DP ranks returned different types: {[type(result).__name__ for result in results]}")
+        raise DataError(
+            f"DP ranks returned different types: {[type(result).__name__ for result in results]}",
+            code="worker.result-types",
+        )
     copies = len(results[0]) // len(plan[0])
     for dp, (result, rows) in enumerate(zip(results, plan, strict=True)):
         if len(result) != copies * len(rows) or not len(result):
-            raise DataError(f"DP rank {dp} returned {len(result)} rows for a chunk of {len(rows)}")
+            raise DataError(f"DP rank {dp} returned {len(result)} rows for its {len(rows)}", code="worker.result-rows")
     _, first = np.unique(np.concatenate([np.asarray(rows, np.int64) for rows in plan]), return_index=True)
     order = (first[:, None] * copies + np.arange(copies)).reshape(-1)
     # Ranks may return different meta_info; the joined batch takes the first rank's.

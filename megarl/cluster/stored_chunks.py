@@ -93,7 +93,8 @@ class StoredChunk(ChunkReference):
             stored = ray.get([reference.ref for reference in references])
         except RayError as error:
             raise WorkerError(
-                f"token values of the batch are lost with the node that held them: {error}; resume from a checkpoint"
+                f"token values of the batch are lost with the node that held them: {error}; resume from a checkpoint",
+                code="ray.values-lost",
             ) from error
         return [
             {name: values.dense() if isinstance(values, RunValues) else values for name, values in chunk.items()}

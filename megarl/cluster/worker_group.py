@@ -79,7 +79,8 @@ class WorkerGroup:
             raise ResourceError(
                 f"{role} with {layout.describe()} needs {needed} GPUs, pool {pool.pool.name!r} has "
                 f"{pool.pool.num_devices}, and two ranks of one role cannot share one: use a smaller layout or a "
-                "larger pool"
+                "larger pool",
+                code="layout.pool-too-small",
             )
         self.role = role
         self.layout = layout
@@ -428,7 +429,8 @@ class WorkerGroup:
 
     def _mark(self, verb: str, *, after_failure: bool = False) -> VerbMark:
         if self._failure is not None and not after_failure:
-            raise WorkerError(f"{self.role} cannot run {verb}: it failed before. {self._failure}") from self._failure
+            text = f"{self.role} cannot run {verb}: it failed before. {self._failure.text}"
+            raise WorkerError(text, code=self._failure.code) from self._failure
         if verb not in self.verbs:
             raise AttributeError(f"{self.role} has no verb {verb!r}; it has: {', '.join(sorted(self.verbs))}")
         return self.verbs[verb]

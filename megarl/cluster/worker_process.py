@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
-from megarl.base.errors import ExportError, WorkerLost
+from megarl.base.errors import ExportError, MegarlError, WorkerLost
 from megarl.base.logs import ProcessLogs, output_log, redirect_output, tail
 from megarl.base.packages import import_large
 from megarl.base.ports import collective_interfaces, reserve_port
@@ -60,7 +60,8 @@ class RemoteFailure(Exception):
         rank: rank of the worker.
         verb: the verb that raised.
         kind: class name of the exception.
-        message: text of the exception.
+        message: text of the exception, without its code.
+        code: code of an error of megarl; empty = another exception.
         trace: traceback of the exception.
         lost: whether the worker is unusable from now on.
         log: path of the worker's log file; empty if unknown.
@@ -74,14 +75,15 @@ class RemoteFailure(Exception):
         verb: str,
         kind: str,
         message: str,
+        code: str,
         trace: str,
         lost: bool,
         log: str = "",
         last_lines: str = "",
     ) -> None:
-        super().__init__(role, rank, verb, kind, message, trace, lost, log, last_lines)
+        super().__init__(role, rank, verb, kind, message, code, trace, lost, log, last_lines)
         self.role, self.rank, self.verb = role, rank, verb
-        self.kind, self.message, self.trace = kind, message, trace
+        self.kind, self.message, self.code, self.trace = kind, message, code, trace
         self.lost, self.log, self.last_lines = lost, log, last_lines
 
 
@@ -344,7 +346,8 @@ def _remote_failure(
     name, lost = type(error).__name__, isinstance(error, WorkerLost)
     if isinstance(error, ExportError):  # the message has the cause and the remedy
         trace = log = ""
-    return RemoteFailure(role, rank, verb, name, str(error), trace, lost, log, last_lines)
+    text, code = (error.text, error.code) if isinstance(error, MegarlError) else (str(error), "")
+    return RemoteFailure(role, rank, verb, name, text, code, trace, lost, log, last_lines)
 
 
 def _import_class(worker: str | type) -> type:

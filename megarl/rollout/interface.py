@@ -103,21 +103,26 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "top_k"):
             if not is_integer_type(type(getattr(self, name))):
-                raise RequestRefused(f"{name}={getattr(self, name)!r}, expected an integer")
-        if self.max_new_tokens < 1:
-            raise RequestRefused(f"max_new_tokens={self.max_new_tokens}, expected at least 1")
-        if not 0 <= self.temperature < float("inf"):
-            raise RequestRefused(f"temperature={self.temperature}, expected a number >= 0 (0 = greedy)")
-        if not 0 < self.top_p <= 1:
-            raise RequestRefused(f"top_p={self.top_p}, expected a number in (0, 1]")
-        if self.top_k != -1 and not 1 <= self.top_k <= MAX_INT32:
-            raise RequestRefused(f"top_k={self.top_k}, expected -1 (all) or 1 to {MAX_INT32}")
-        if not 0 <= self.min_p <= 1:
-            raise RequestRefused(f"min_p={self.min_p}, expected a number in [0, 1]")
-        if not 0 < self.repetition_penalty <= 2:
-            raise RequestRefused(f"repetition_penalty={self.repetition_penalty}, expected a number in (0, 2]")
+                raise RequestRefused(
+                    f"{name}={getattr(self, name)!r}, expected an integer", code="rollout.sampling-type"
+                )
+        limits = {
+            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
+            "temperature": (0 <= self.temperature < float("inf"), "a number >= 0 (0 = greedy)"),
+            "top_p": (0 < self.top_p <= 1, "a number in (0, 1]"),
+            "top_k": (self.top_k == -1 or 1 <= self.top_k <= MAX_INT32, f"-1 (all) or 1 to {MAX_INT32}"),
+            "min_p": (0 <= self.min_p <= 1, "a number in [0, 1]"),
+            "repetition_penalty": (0 < self.repetition_penalty <= 2, "a number in (0, 2]"),
+        }
+        for name, (holds, expected) in limits.items():
+            if not holds:
+                raise RequestRefused(
+                    f"{name}={getattr(self, name)}, expected {expected}", code="rollout.sampling-range"
+                )
         if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
-            raise RequestRefused(f"stop={self.stop!r:.100}, expected a tuple of texts that are not empty")
+            raise RequestRefused(
+                f"stop={self.stop!r:.100}, expected a tuple of non-empty texts", code="rollout.sampling-type"
+            )
 
     @classmethod
     def of(cls, keys: TrainingRolloutConfig | ValSamplingConfig, max_new_tokens: int) -> SamplingParams:
@@ -193,7 +198,7 @@ class Completion:
             :attr:`Request.routes_from` on except the last, whose output the engine does not compute. Tokens of an
             interrupted response keep their first experts. None if the request has no ``routes_from``, or the engine
             has computed nothing.
-        refusal: why the engine cannot serve the request, which then has no tokens; empty = it serves it.
+        refusal: why the engine cannot serve the request, which then has no tokens; None = it serves it.
         discarded_tokens: generated tokens of the request that an engine could not continue and threw away.
     """
 
@@ -204,7 +209,7 @@ class Completion:
     weight_version: int
     weight_versions: tuple[int, ...] = ()
     routes: np.ndarray | None = field(default=None, compare=False, repr=False)
-    refusal: str = ""
+    refusal: RequestRefused | None = None
     discarded_tokens: int = field(default=0, compare=False)
 
     @property
@@ -349,12 +354,16 @@ class RolloutEngine(abc.ABC):
         """
         if self.stale:
             raise WeightSyncError(
-                "the engine's weights are absent or incomplete; it serves requests after a whole weight sync"
+                "the engine's weights are absent or incomplete; it serves requests after a complete weight sync",
+                code="engine.stale-weights",
             )
         names = set(running)
         for request in requests:
             if request.request_id in names:
-                raise RequestRefused(f"request '{request.request_id}' is running already: ids must differ")
+                raise RequestRefused(
+                    f"request '{request.request_id}' is running already: ids must differ",
+                    code="rollout.duplicate-request",
+                )
             names.add(request.request_id)
         return names
 
@@ -372,7 +381,7 @@ class RolloutEngine(abc.ABC):
         while len(done) < len(requests):
             done.update((completion.request_id, completion) for completion in self.poll(POLL_S))
         if refusals := [completion.refusal for completion in done.values() if completion.refusal]:
-            raise RequestRefused(refusals[0])
+            raise refusals[0]
         return [done[request.request_id] for request in requests]
 
     @abc.abstractmethod

@@ -100,7 +100,8 @@ class IncomingMatrices:
             expert = "" if number is None else f", expert {number},"
             raise WeightSyncError(
                 f"weight version {version}: '{name}'{expert} has weights that are infinite or NaN, for which "
-                f"{QUANTIZATION_KEY}={FP8} has no code; {finite.count(False)} of {len(finite)} matrices are damaged"
+                f"{QUANTIZATION_KEY}={FP8} has no code; {finite.count(False)} of {len(finite)} matrices are damaged",
+                code="sync.weights-not-finite",
             )
 
     def checksum(self, part: ParamRectangle) -> int:
@@ -113,7 +114,8 @@ class IncomingMatrices:
         if key not in self._checksums:
             raise WeightSyncError(
                 f"parameter '{part.name}' of the engine was not sent as {part.dtype} in this update; a verified sync "
-                "must send the engine's dtype"
+                "must send the engine's dtype",
+                code="sync.verify-dtype",
             )
         return self._checksums[key]
 
@@ -159,7 +161,8 @@ def check_blocks(config: ModelConfig, tp: int) -> None:
     remedy = f"tensor_model_parallel_size={' or '.join(works)} works" if works else "set it to null"
     raise ModelError(
         f"{QUANTIZATION_KEY}={FP8} with tensor_model_parallel_size={tp}: {problem}, within a block of "
-        f"{FP8_BLOCK} x {FP8_BLOCK} weights; {remedy}"
+        f"{FP8_BLOCK} x {FP8_BLOCK} weights; {remedy}",
+        code="rollout.fp8-blocks",
     )
 
 

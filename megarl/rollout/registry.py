@@ -106,12 +106,14 @@ def check_engine_model(name: str, model: ModelConfig, options: EngineOptions) ->
     if options.return_routes and not entry.returns_routes:
         raise ConfigError(
             f"actor_rollout_ref.actor.router_replay.mode=R3 replays routes of the engine, which rollout.name={name} "
-            "does not return; set R2"
+            "does not return; set R2",
+            code="rollout.routes-unsupported",
         )
     if options.quantization is not None and not entry.quantizes:
         raise ConfigError(
             f"{QUANTIZATION_KEY}={options.quantization} with rollout.name={name}: this engine does not quantize "
-            "weights; set null"
+            "weights; set null",
+            code="rollout.quantization-unsupported",
         )
     if entry.check is not None:
         entry.check(model, options)

@@ -28,7 +28,10 @@ def check_tags(tags: Iterable[Tag]) -> set[Tag]:
     """
     chosen = set(tags)
     if unknown := chosen - set(TAGS):
-        raise RolloutError(f"sleep tag {sorted(unknown)[0]!r} is unknown; known ones: {', '.join(TAGS)}")
+        raise RolloutError(
+            f"sleep tag {sorted(unknown)[0]!r} is unknown; known ones: {', '.join(TAGS)}",
+            code="engine.unknown-sleep-tag",
+        )
     return chosen
 
 
@@ -46,10 +49,14 @@ def check_token_ids(source: str, ids: Iterable[int], vocab_size: int) -> None:
     values = list(ids)
     for kind in set(map(type, values)):
         if not is_integer_type(kind):
-            raise RequestRefused(f"{source}: expected integers, there is a {kind.__name__}")
+            raise RequestRefused(
+                f"{source}: expected integers, there is a {kind.__name__}", code="rollout.token-id-type"
+            )
     if values and not (min(values) >= 0 and max(values) < vocab_size):
         outside = next(token for token in values if not 0 <= token < vocab_size)
-        raise RequestRefused(f"{source}: {outside} is no token id, the vocabulary has {vocab_size}")
+        raise RequestRefused(
+            f"{source}: {outside} is no token id, the vocabulary has {vocab_size}", code="rollout.token-id-range"
+        )
 
 
 def check_routes(config: ModelConfig, options: EngineOptions) -> None:
@@ -60,7 +67,8 @@ def check_routes(config: ModelConfig, options: EngineOptions) -> None:
     """
     if options.return_routes and config.experts is None:
         raise ModelError(
-            f"return_routes=True, but {config.architecture} is a dense model, whose tokens have no experts"
+            f"return_routes=True, but {config.architecture} is a dense model, whose tokens have no experts",
+            code="model.no-experts",
         )
 
 
@@ -73,22 +81,30 @@ def check_request(request: Request, max_model_len: int, vocab_size: int, *, retu
     """
     name, prompt, limit = f"request '{request.request_id}'", request.prompt_ids, request.params.max_new_tokens
     if not is_integer_type(type(request.seed)):
-        raise RequestRefused(f"{name}: seed={request.seed!r}, expected an integer")
+        raise RequestRefused(f"{name}: seed={request.seed!r}, expected an integer", code="rollout.seed-type")
     if not len(prompt):
-        raise RequestRefused(f"{name}: the prompt is empty, expected at least one token id")
+        raise RequestRefused(f"{name}: the prompt is empty, expected token ids", code="rollout.empty-prompt")
     if len(prompt) + limit > max_model_len:
         raise RequestRefused(
             f"{name}: a prompt of {len(prompt)} and max_new_tokens={limit} exceed the engine's "
-            f"max_model_len={max_model_len}"
+            f"max_model_len={max_model_len}",
+            code="rollout.request-too-long",
         )
     if len(request.prior_ids) >= limit:
-        raise RequestRefused(f"{name}: prior has {len(request.prior_ids)} tokens, expected fewer than {limit}")
+        raise RequestRefused(
+            f"{name}: prior has {len(request.prior_ids)} tokens, expected fewer than {limit}",
+            code="rollout.prior-too-long",
+        )
     if request.routes_from is not None:
         if not return_routes:
-            raise RequestRefused(f"{name}: routes_from={request.routes_from}, but the engine has return_routes=False")
+            raise RequestRefused(
+                f"{name}: routes_from={request.routes_from}, but the engine has return_routes=False",
+                code="rollout.routes-off",
+            )
         if not 0 <= request.routes_from <= len(prompt):
             raise RequestRefused(
-                f"{name}: routes_from={request.routes_from}, expected 0 to {len(prompt)}, the prompt's end"
+                f"{name}: routes_from={request.routes_from}, expected 0 to {len(prompt)}, the prompt's end",
+                code="rollout.routes-range",
             )
     check_token_ids(f"{name}: prompt_ids", prompt, vocab_size)
     check_token_ids(f"{name}: prior", request.prior_ids, vocab_size)

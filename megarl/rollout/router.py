@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from megarl.base.errors import MegarlError, StepImpossible
-from megarl.rollout.interface import Completion, Request, RequestRefused, RolloutEngine, RolloutError, SamplingParams
+from megarl.rollout.interface import Completion, Request, RolloutEngine, RolloutError, SamplingParams
 from megarl.rollout.load_board import LoadBoard, PendingRequest
 from megarl.rollout.router_stats import RequestSpans, RouterStats
 from megarl.rollout.serving import EngineServer
@@ -352,7 +352,7 @@ class Router:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             done.pop().result()
         except ReplicaLost as error:
-            self._lose(number, str(error))
+            self._lose(number, error.text)
         except Exception as error:
             self._fail(error)
         finally:
@@ -390,7 +390,7 @@ class Router:
             async with asyncio.timeout(seconds):
                 yield
         except TimeoutError:
-            raise ReplicaLost(f"no answer within {self._timeout_s:g} s") from None
+            raise ReplicaLost(f"no answer within {self._timeout_s:g} s", code="rollout.replica-silent") from None
 
     def _receive(self, number: int, completions: Sequence[Completion]) -> None:
         if not completions or self._failure is not None:
@@ -412,7 +412,7 @@ class Router:
             self.finished += 1
             with contextlib.suppress(asyncio.InvalidStateError):  # cancelled by its caller
                 if completion.refusal:
-                    entry.payload.set_exception(RequestRefused(completion.refusal))
+                    entry.payload.set_exception(completion.refusal)
                 else:
                     entry.payload.set_result(completion)
         self._dispatch()
@@ -427,7 +427,7 @@ class Router:
         if not self._board.replicas:
             count = len(self._numbers)
             lost = f"all {count} rollout replicas are lost; the last" if count > 1 else "the only replica is lost"
-            self.no_replica = NoReplicaLeft(f"{lost}: {reason}")
+            self.no_replica = NoReplicaLeft(f"{lost}: {reason}", code="rollout.no-replica-left")
             if not self._waits:
                 self._fail(self.no_replica)
             self._changed.set()
@@ -450,7 +450,7 @@ class Router:
             if entry.moves > MOST_MOVES:
                 del self._entries[entry.request.request_id]
                 text = f"{entry.moves} rollout replicas were lost while they had this request; last: {reason}"
-                entry.payload.set_exception(RequestGivenUp(text))
+                entry.payload.set_exception(RequestGivenUp(text, code="rollout.request-given-up"))
         self._board.add(entry for entry in entries if not entry.payload.done())
 
     def _fail(self, error: Exception) -> None:

@@ -235,8 +235,9 @@ class EngineServer:
                 raise
             if len(requests) > 1:
                 return [refusal for request in requests for refusal in self._submit([request])]
-            reason = str(error) if isinstance(error, RequestRefused) else f"{type(error).__name__}: {error}"
-            return [Completion(requests[0].request_id, [], [], "abort", NO_VERSION, refusal=reason)]
+            if not isinstance(error, RequestRefused):
+                error = RequestRefused(f"{type(error).__name__}: {error}", code="rollout.request-failed")
+            return [Completion(requests[0].request_id, [], [], "abort", NO_VERSION, refusal=error)]
         return []
 
     def _hand_out(self, completion: Completion) -> None:

@@ -93,7 +93,8 @@ def _server_key(sglang: SGLangConfig) -> str:
     if not value:
         raise ConfigError(
             f"actor_rollout_ref.rollout.engine_kwargs.sglang.api_key_env={sglang.api_key_env}: the environment "
-            "variable is not set; it must hold the API key that the servers of urls demand"
+            "variable is not set; it must hold the API key that the servers of urls demand",
+            code="sglang.api-key-unset",
         )
     return value
 

@@ -28,7 +28,8 @@ def check_complete(covers: Iterable[Coverage], version: int) -> None:
         first = gaps[0]
         raise WeightSyncError(
             f"weight version {version} is incomplete: {len(gaps)} of {len(covers)} parameters, first "
-            f"'{first.name}' with {first.written} of {first.expected} elements written"
+            f"'{first.name}' with {first.written} of {first.expected} elements written",
+            code="sync.missing-elements",
         )
 
 
@@ -77,12 +78,15 @@ class ShardWeights:
                 an earlier slice. The update is then lost.
         """
         if self._covers is None:
-            raise WeightSyncError(NOT_OPEN)
+            raise WeightSyncError(NOT_OPEN, code="sync.no-open-update")
         # A failure in the middle loses the update: it cannot be ended any more.
         covers, self._covers = self._covers, None
         for name, start, values in slices:
             if name not in covers:
-                raise WeightSyncError(f"'{name}' is not a parameter of this model ({len(covers)} parameters)")
+                raise WeightSyncError(
+                    f"'{name}' is not a parameter of this model ({len(covers)} parameters)",
+                    code="sync.unknown-parameter",
+                )
             covers[name].add(start, values.shape)
             if self.matrices is not None and name in self.matrices:
                 self.matrices.write(name, start, values)
@@ -99,10 +103,13 @@ class ShardWeights:
                 finite.
         """
         if self._covers is None:
-            raise WeightSyncError(NOT_OPEN)
+            raise WeightSyncError(NOT_OPEN, code="sync.no-open-update")
         covers, self._covers = self._covers, None
         if version != self._update_version:
-            raise WeightSyncError(f"update to weight version {self._update_version} was ended as version {version}")
+            raise WeightSyncError(
+                f"update to weight version {self._update_version} was ended as version {version}",
+                code="sync.version-mismatch",
+            )
         check_complete(covers.values(), version)
         if self.matrices is not None:
             self.matrices.end(version)
@@ -136,7 +143,7 @@ def check_version(version: int) -> None:
         WeightSyncError: it is negative.
     """
     if version < 0:
-        raise WeightSyncError(f"weight version {version}, expected a number >= 0")
+        raise WeightSyncError(f"weight version {version}, expected a number >= 0", code="sync.negative-version")
 
 
 class WeightFingerprint:
@@ -174,7 +181,8 @@ class WeightFingerprint:
             self._recorded = ()
             raise WeightSyncError(
                 f"the engine's weights on its rank {changed[0]} were compared with the actor's and have changed "
-                f"{when}, according to the engine's checksum"
+                f"{when}, according to the engine's checksum",
+                code="sync.weights-changed",
             )
 
     def verify_and_clear(self, when: str) -> None:

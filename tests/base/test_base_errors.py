@@ -13,7 +13,8 @@ def test_errors_pickle_with_their_attributes():
     copy = pickle.loads(pickle.dumps(DataError("row 3 of a.jsonl has no prompt", code="data.no-prompt")))
     assert (copy.text, copy.code) == ("row 3 of a.jsonl has no prompt", "data.no-prompt")
     assert str(copy) == "row 3 of a.jsonl has no prompt [data.no-prompt]"
-    failed = pickle.loads(pickle.dumps(WorkerFailed("actor rank 1 died", "actor", 1, "update", True, "log")))
+    error = WorkerFailed("actor rank 1 died", "actor", 1, "update", True, "log", code="worker.died")
+    failed = pickle.loads(pickle.dumps(error))
     assert (failed.role, failed.rank, failed.verb, failed.died, failed.remote_traceback) == (
         "actor", 1, "update", True, "log",
     )  # fmt: skip

@@ -195,7 +195,7 @@ class Answerer:
         if "raise" in requests:
             raise ValueError("not finite")
         if "lose" in requests:
-            raise WorkerLost("a process of the engine has ended")
+            raise WorkerLost("a process of the engine has ended", code="sglang.engine-lost")
         self.requests = requests
 
     @verb(Dispatch.RANK)

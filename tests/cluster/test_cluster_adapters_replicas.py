@@ -3,6 +3,7 @@ import pickle
 
 import psutil
 import pytest
+from expected_errors import raises
 
 from megarl.base.processes import wait_for_ends
 from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup
@@ -33,17 +34,18 @@ def test_dead_replica_is_reported_and_replaced(forked_workers):
             return await waiting
 
         assert asyncio.run(ask_while_waiting(1, "a")) == [(1, True, "a")]
-        with pytest.raises(WorkerFailed, match=r"rollout rank 0 failed in accept: ValueError: not finite"):
+        with raises("worker.raised", "rollout rank 0", "accept: ValueError: not finite", error=WorkerFailed):
             asyncio.run(ask(0, "raise"))
         assert asyncio.run(ask(0, "b")) == [(0, True, "b")]
-        with pytest.raises(ReplicaLost, match=r"rollout rank 0 failed in accept: WorkerLost: a process of the"):
+        with raises("sglang.engine-lost", "rollout rank 0", "accept: WorkerLost", error=ReplicaLost):
             asyncio.run(ask(0, "lose"))
 
         async def both():
             return await asyncio.gather(ask(0, "die"), ask(1, "c"), return_exceptions=True)
 
         lost, answered = asyncio.run(both())
-        assert isinstance(lost, ReplicaLost) and f"rollout rank 0 (pid {pids[0]}" in str(lost)
+        assert isinstance(lost, ReplicaLost) and f"rollout rank 0 (pid {pids[0]}" in lost.text
+        assert lost.code == "worker.died"
         assert answered == [(1, True, "c")]
         group.restart([0])
         replicas = replica_processes(group)
@@ -62,7 +64,7 @@ def test_dead_replica_is_reported_and_replaced(forked_workers):
             async with Router({0: replicas[0]}, 1, timeout_s=1.0) as router:
                 await router.generate([1], SamplingParams(1), seed=0)
 
-        with pytest.raises(NoReplicaLeft, match="no answer within 1 s"):
+        with raises("rollout.no-replica-left", "no answer within 1 s", error=NoReplicaLeft):
             asyncio.run(route())
         group.restart([0])
         assert group.submit_on([0], "init_model").result() != [new]

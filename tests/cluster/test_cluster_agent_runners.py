@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import ray
+from expected_errors import raises
 from light_workers import timed_tokens
 from task_configs import arithmetic, train_config  # noqa: F401
 
@@ -134,14 +135,14 @@ def test_other_runners_repeat_the_conversations_of_a_lost_one(
     with caplog.at_level(logging.WARNING):
         killed = lead(service, replicas, 12, [lambda: signal_runner(service, 0, signal.SIGKILL)])
     assert killed == (expected(12), 1)
-    assert "agent runner 0 is lost, " in caplog.text and "died in" in caplog.text
+    assert "agent runner 0 is lost, " in caplog.text and "[worker.died]" in caplog.text
     assert replica.call("state")[0][0] == 0, "no request of the lost runner is running"
     assert service._group.processes[0].pid != first[0], "it was replaced"
 
     caplog.clear()
     monkeypatch.setattr(service, "_timeout_s", 6.0)
     frozen = lead(service, replicas, 12, [lambda: signal_runner(service, 1, signal.SIGSTOP)])
-    assert frozen == (expected(12), 1) and "no answer within 6 s" in caplog.text
+    assert frozen == (expected(12), 1) and "6 s [worker.no-answer]" in caplog.text
     monkeypatch.undo()
 
     # Both are lost, one after the other: the last one is replaced at once.
@@ -242,7 +243,7 @@ def test_errors_of_a_runner_reach_the_driver(
     service, replicas = runners(1), replica_processes(replica)
     service.open(replicas)
     service.submit(groups_of(1, "no_such_loop"))
-    with pytest.raises(ConfigError, match="no_such_loop"):
+    with raises("config.unknown-name", "no_such_loop", error=ConfigError):
         service.finished(30.0)
     service.close()
 
@@ -260,7 +261,7 @@ def test_errors_of_a_runner_reach_the_driver(
     monkeypatch.setattr(agent_runners, "MOST_LOST", 1)
     service.open(replicas)
     service.submit(groups_of(1, f"{LOOPS}:Deadly"))
-    with pytest.raises(RunnersLost, match="2 agent runners were lost in one step; the last: agents rank 0"):
+    with raises("agent.runners-lost", "2 agent runners", "agents rank 0", error=RunnersLost):
         while True:
             service.finished(1.0)
     service.close()

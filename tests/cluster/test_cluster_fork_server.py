@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from expected_errors import raises
 
-from megarl.base.errors import ConfigError
 from megarl.base.processes import wait_for_ends
 from megarl.cluster import RaySession, ResourcePool, WorkerGroup, fork_client
 from megarl.cluster import fork_server as fork_server_module
@@ -286,5 +286,5 @@ def test_address_without_a_server_is_refused(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(fork_server_module, "_address", None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv(ENVIRONMENT, str(tmp_path / "socket"))
-    with pytest.raises(ConfigError, match=rf"{ENVIRONMENT}=.*socket: no fork server listens"), fork_server():
+    with raises("worker.no-fork-server", f"{ENVIRONMENT}={tmp_path / 'socket'}"), fork_server():
         pass

@@ -1,5 +1,8 @@
+import re
+
 import pytest
 import ray
+from expected_errors import raises
 from waits import wait_until
 
 from megarl.base.errors import ResourceError
@@ -33,28 +36,33 @@ def test_pools_that_fit(pools):
     ],
 )
 def test_pools_that_do_not_fit_report_required_and_available_devices(pools, needed, failing):
-    with pytest.raises(ResourceError, match=f"{needed}, and pool '({failing})' cannot be placed") as caught:
+    with raises("ray.too-few-devices", needed, "2 node(s): 8 GPU and 16 CPU, 4 GPU and 16 CPU") as caught:
         check_resources([ResourcePool(*pool) for pool in pools], TWO_HOSTS)
     for name, _, _ in pools:
-        assert f"pool '{name}' needs" in str(caught.value)
-    assert "2 node(s): 8 GPU and 16 CPU, 4 GPU and 16 CPU" in str(caught.value)
+        assert f"pool '{name}' needs" in caught.value.text
+    assert re.search(f"pool '({failing})' cannot", caught.value.text)
 
 
 def test_gpus_on_a_machine_without_gpus_raise():
-    with pytest.raises(ResourceError, match="not enough GPUs: 2 needed, 0 available"):
+    with pytest.raises(ResourceError) as caught:
         check_resources([ResourcePool("main", "cuda", [2])], [{"CPU": 4.0}])
+    assert str(caught.value) == (
+        "not enough GPUs: 2 needed, 0 available, and pool 'main' cannot be placed. Requested: pool 'main' needs 2 "
+        "GPU(s) as [2] per node. The cluster has 1 node(s): 0 GPU and 4 CPU. Give the pool fewer devices (roles that "
+        "share a pool share its devices), or add GPUs or nodes. [ray.too-few-devices]"
+    )
 
 
 @pytest.mark.parametrize(
-    ("device", "devices", "message"),
+    ("device", "devices", "code", "value"),
     [
-        ("tpu", [1], "device='tpu' is neither 'cpu' nor 'cuda'"),
-        ("cpu", [], "at least one node"),
-        ("cpu", [2, 0], "at least one device"),
+        ("tpu", [1], "ray.pool-device", "device='tpu'"),
+        ("cpu", [], "ray.pool-size", "devices_per_node=[]"),
+        ("cpu", [2, 0], "ray.pool-size", "devices_per_node=[2, 0]"),
     ],
 )
-def test_invalid_pool_raises(device, devices, message):
-    with pytest.raises(ResourceError, match=message):
+def test_invalid_pool_raises(device, devices, code, value):
+    with raises(code, "pool 'main'", value):
         ResourcePool("main", device, devices)
 
 
@@ -77,11 +85,11 @@ def test_process_with_several_gpus_sees_only_those(monkeypatch):
 
 def test_place_pools_raises_on_missing_and_busy_devices():
     with RaySession(num_cpus=2) as session:
-        with pytest.raises(ResourceError, match="not enough CPU slots: 3 needed, 2 available"):
+        with raises("ray.too-few-devices", "CPU", "3 needed, 2 available"):
             session.place([ResourcePool("main", "cpu", [3])])
         held = session.place([ResourcePool("other job", "cpu", [1])])["other job"]
         wait_until(lambda: ray.available_resources()["CPU"] == 1)  # the node reports it a moment later
-        with pytest.raises(ResourceError, match=r"pool 'main' were not free within 0.5 s.*free now: 1 CPU"):
+        with raises("ray.devices-busy", "pool 'main'", "0.5 s", "free now: 1 CPU"):
             session.place([ResourcePool("main", "cpu", [2])], timeout_s=0.5)
         held.close()
         placed = session.place([ResourcePool("main", "cpu", [2])], timeout_s=120)["main"]
@@ -93,5 +101,5 @@ def test_place_pools_raises_on_missing_and_busy_devices():
             placed._nodes = nodes  # as if the pool had these
             options = [placed.host_options(rank) for rank in range(4)]
             assert [option["scheduling_strategy"].node_id for option in options] == expected
-        with pytest.raises(ResourceError, match="already open"), RaySession():
+        with raises("ray.session-open"), RaySession():
             pass

@@ -3,10 +3,10 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from expected_errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.base.errors import DataError
 from megarl.cluster.split import (
     collect,
     mini_batch_sizes,
@@ -97,30 +97,30 @@ def test_unequal_counts_balance_the_cost():
 
 
 @pytest.mark.parametrize(
-    ("rows", "mini_batch_rows", "dp", "message"),
+    ("rows", "mini_batch_rows", "dp", "code", "values"),
     [
-        (12, 5, 1, "mini-batches of 5 rows do not divide a batch of 12 rows"),
-        (12, 6, 4, "a mini-batch of 6 rows does not divide over 4 data-parallel ranks"),
-        (12, 0, 2, "mini-batches of 0 rows"),
-        (5, None, 2, "a mini-batch of 5 rows does not divide over 2"),
-        (0, None, 2, "a batch of 0 rows"),
+        (12, 5, 1, "batch.mini-batch-rows", ["5 rows", "12 rows"]),
+        (12, 6, 4, "batch.mini-batch-ranks", ["6 rows", "4 DP ranks"]),
+        (12, 0, 2, "batch.mini-batch-rows", ["0 rows"]),
+        (5, None, 2, "batch.mini-batch-ranks", ["5 rows", "2 DP ranks"]),
+        (0, None, 2, "batch.no-rows", ["0 rows"]),
     ],
 )
-def test_rows_that_do_not_divide_raise(rows, mini_batch_rows, dp, message):
-    with pytest.raises(DataError, match=message):
+def test_rows_that_do_not_divide_raise(rows, mini_batch_rows, dp, code, values):
+    with raises(code, *values):
         plan_split([1] * rows, dp, mini_batch_rows, equal=True)
 
 
 def test_batches_of_one_call_need_the_same_rows():
-    with pytest.raises(DataError, match="must have the same rows: 3, expected 4"):
+    with raises("batch.different-rows", "4 and 3 rows"):
         split(batch_of(3), [[0, 3], [1, 2]])
 
 
 def test_results_that_do_not_fit_raise():
     plan = [[0, 2], [1, 3]]
-    with pytest.raises(DataError, match="DP rank 1 returned 1 rows for a chunk of 2"):
+    with raises("worker.result-rows", "DP rank 1", "1 rows", "its 2"):
         collect([batch_of(2), batch_of(1)], plan)
-    with pytest.raises(DataError, match="different types"):
+    with raises("worker.result-types", "['DataProto', 'dict']"):
         collect([batch_of(2), {"loss": 1.0}], plan)
 
 
@@ -219,7 +219,7 @@ def test_groups_stay_whole_on_ranks_with_nearly_equal_tokens():
 
 
 def test_row_longer_than_the_budget_raises_before_the_call():
-    with pytest.raises(DataError, match=r"row 2 \(uid=u2\) has 9 tokens, a micro-batch may hold 8; raise"):
+    with raises("batch.micro-batch-tokens", "row 2 (uid=u2)", "9 tokens", "8", "max_token_len_per_gpu"):
         plan_rows(answered([4, 8, 9]), 2, budget=MicroBatchBudget(max_tokens=8))
 
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from expected_errors import raises
 from ray._private.internal_api import node_stats
 from ray._private.worker import global_worker
 from waits import wait_until
@@ -125,7 +126,7 @@ def test_lost_values_are_named(pool):
     values = RemoteValues(
         RowPlaces((StoredChunk(pending.calls[0].ref),), np.zeros(2, int), np.array([0, 3])), "values", ()
     )
-    with pytest.raises(WorkerError, match="token values of the batch are lost with the node that held them"):
+    with raises("ray.values-lost", "resume from a checkpoint", error=WorkerError):
         values.fetch(np.array([3, 1]))
     group.shutdown()
 
@@ -197,7 +198,7 @@ def test_row_functions_of_small_batches_run_in_the_driver(group):
 
 def test_a_failing_row_function_is_named(pool):
     group = WorkerGroup("math", "tests.cluster.plain_workers.Echo", {}, ParallelLayout(), pool)
-    with pytest.raises(WorkerFailed, match=r"(?s)math rank 0 failed in failing_rows.*2 rows, columns .*'responses'"):
+    with raises("worker.raised", "math rank 0", "failing_rows", "2 rows", "'responses'", error=WorkerFailed):
         group.row_map("add_up", least_tokens=0)(plain_workers.failing_rows, READ, samples([3, 2]))
     group.shutdown()
 

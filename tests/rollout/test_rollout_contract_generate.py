@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from expected_errors import raises
 
 from megarl.rollout import Request, RolloutError, SamplingParams
 
@@ -226,19 +227,19 @@ def test_generate_without_requests(engine_for, make_folder):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "params", "message"),
+    ("prompt", "params", "code", "value"),
     [
-        ([], {}, "the prompt is empty"),
-        ([1, VOCAB], {}, f"{VOCAB} is no token id"),
-        ([-1], {}, "-1 is no token id"),
-        ([1] * 100, {"max_new_tokens": 29}, "max_model_len=128"),
-        ([1], {"stop_token_ids": (999,)}, "999 is no token id"),
+        ([], {}, "rollout.empty-prompt", "prompt"),
+        ([1, VOCAB], {}, "rollout.token-id-range", f"prompt_ids: {VOCAB}"),
+        ([-1], {}, "rollout.token-id-range", "prompt_ids: -1"),
+        ([1] * 100, {"max_new_tokens": 29}, "rollout.request-too-long", "max_model_len=128"),
+        ([1], {"stop_token_ids": (999,)}, "rollout.token-id-range", "stop_token_ids: 999"),
     ],
 )
-def test_an_invalid_request_is_refused_by_id(engine_for, make_folder, prompt, params, message):
+def test_an_invalid_request_is_refused_by_id(engine_for, make_folder, prompt, params, code, value):
     good = Request("good", [1], SamplingParams(2), 0)
     bad = Request("bad", prompt, SamplingParams(**{"max_new_tokens": 2, **params}), 0)
-    with pytest.raises(RolloutError, match=rf"request 'bad'.*{message}"):
+    with raises(code, "request 'bad'", value, error=RolloutError):
         engine_for(make_folder(), max_num_seqs=16).generate([good, bad])
 
 
@@ -259,5 +260,5 @@ def test_an_invalid_request_is_refused_by_id(engine_for, make_folder, prompt, pa
 )
 def test_sampling_parameters_out_of_range_are_refused(field):
     name, value = next(iter(field.items()))
-    with pytest.raises(RolloutError, match=f"{name}={value}, expected"):
+    with raises("rollout.sampling-range", f"{name}={value}", error=RolloutError):
         SamplingParams(**{"max_new_tokens": 1, **field})

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from expected_errors import raises
 
-from megarl.base.errors import ModelError
-from megarl.rollout import EngineOptions, Request, RolloutError, SamplingParams, create_engine
+from megarl.rollout import EngineOptions, Request, SamplingParams, create_engine
 
 START = list(range(10, 34))
 PROMPTS = [[1], [2, 3, 4], *([*START, tail] for tail in range(4)), [5] * 7]
@@ -56,11 +56,11 @@ def test_an_interrupted_response_keeps_its_routes(make_folder, reference_for):
 
 def test_routes_that_the_engine_does_not_record_are_refused(make_folder):
     folder = make_folder("qwen3_moe")
-    with pytest.raises(RolloutError, match=r"'r'.*routes_from=0, but the engine has return_routes=False"):
+    with raises("rollout.routes-off", "'r'", "routes_from=0", "return_routes=False"):
         engine = create_engine("embedded", str(folder))
         engine.load_hf(str(folder))
         engine.generate([Request("r", [1], SamplingParams(1), 0, routes_from=0)])
-    with pytest.raises(RolloutError, match=r"'r'.*routes_from=2, expected 0 to 1"):
+    with raises("rollout.routes-range", "'r'", "routes_from=2, expected 0 to 1"):
         routing_engine(folder).generate([Request("r", [1], SamplingParams(1), 0, routes_from=2)])
-    with pytest.raises(ModelError, match="return_routes=True, but Qwen2ForCausalLM is a dense model"):
+    with raises("model.no-experts", "return_routes=True", "Qwen2ForCausalLM"):
         create_engine("embedded", str(make_folder()), EngineOptions(return_routes=True))

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from expected_errors import raises
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from weight_syncs import WeightSync, rank_params
 
-from megarl.base.errors import ConfigError, ModelError, WeightSyncError
+from megarl.base.errors import ModelError
 from megarl.models import ParallelLayout, WeightMap, parse_model_config
 from megarl.models.number_formats import FP8_DTYPE, BlockwiseFP8, dequantize_blocks
 from megarl.rollout import EngineOptions, Request, check_engine_model, create_engine
@@ -211,10 +212,10 @@ def test_a_verified_sync_compares_the_weights_before_their_quantization():
     name = "model.layers.1.mlp.experts.3.down_proj.weight"
     whole["decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight"][5, 200] += 1.0
     other = partial_checksums(weight_map.export_params(train, 0), whole, torch.bfloat16, (), convert=True)
-    with pytest.raises(WeightSyncError, match=f"'{name}' .* differs from the actor's"):
+    with raises("sync.checksum-differs", f"'{name}'"):
         compare_checksums([other], engine(), 2)
     part = weight_rectangles(ranks[0].shard.params(), torch.float32, ())[1]
-    with pytest.raises(WeightSyncError, match="was not sent as float32 in this update"):
+    with raises("sync.verify-dtype", part.name, "float32"):
         ranks[0].weights.matrices.checksum(part)
 
 
@@ -279,25 +280,24 @@ def test_weights_that_are_not_finite_are_refused_by_name(folder, damage):
     sync.begin(1)
     sync.send()
     sync.close()
-    message = r"version 1: 'model.layers.1.mlp.down_proj.weight' has weights .*quantization=fp8 .*1 of 8 matrices"
-    with pytest.raises(WeightSyncError, match=message):
+    with raises("sync.weights-not-finite", "version 1: 'model.layers.1.mlp.down_proj.weight'", "=fp8", "1 of 8"):
         engine.end_update(1)
     assert engine.stale
 
 
 @pytest.mark.parametrize(
-    ("fields", "options", "message"),
+    ("fields", "options", "code", "values"),
     [
-        ({}, {"device": "cpu"}, "on a CPU SGLang repacks.*rollout.name=embedded"),
-        ({}, {"dtype": "float32"}, "rollout.dtype=float32: .*set dtype=bfloat16"),
-        ({}, {"tensor_parallel_size": 4}, r"'.*v_proj.weight' on rank 0 begins at 192.*_parallel_size=1 or 2 works"),
-        ({"intermediate_size": 500}, {}, r"parallel_size=1: .*'.*up_proj.weight' on rank 0.*set it to null"),
+        ({}, {"device": "cpu"}, "sglang.fp8-cpu", ["rollout.name=embedded"]),
+        ({}, {"dtype": "float32"}, "sglang.fp8-dtype", ["rollout.dtype=float32", "dtype=bfloat16"]),
+        ({}, {"tensor_parallel_size": 4}, "rollout.fp8-blocks", ["v_proj.weight' on rank 0", 192, "_size=1 or 2"]),
+        ({"intermediate_size": 500}, {}, "rollout.fp8-blocks", ["_size=1:", "up_proj.weight' on rank 0", "null"]),
     ],
 )
-def test_what_sglang_cannot_hold_in_fp8_is_refused(fields, options, message):
+def test_what_sglang_cannot_hold_in_fp8_is_refused(fields, options, code, values):
     config = parse_model_config(DENSE | fields)
     options = EngineOptions(**{"device": "cuda", "dtype": "bfloat16", "quantization": "fp8", **options})
-    with pytest.raises(ModelError, match=message):
+    with raises(code, "quantization=fp8", *values, error=ModelError):
         check_engine_model("sglang", config, options)
 
 
@@ -305,7 +305,7 @@ def test_models_whose_blocks_divide_are_accepted():
     options = EngineOptions(device="cuda", dtype="bfloat16", quantization="fp8", tensor_parallel_size=2)
     for fields in (DENSE, MIXED, LATENTS):
         check_engine_model("sglang", parse_model_config(fields), options)
-    with pytest.raises(ModelError, match="q_lora_rank=64 of DeepseekV3ForCausalLM is no multiple of 128"):
+    with raises("sglang.fp8-latent", "q_lora_rank=64", "DeepseekV3ForCausalLM", 128):
         check_engine_model("sglang", parse_model_config(LATENTS | {"q_lora_rank": 64}), options)
 
 
@@ -314,13 +314,13 @@ def test_sglang_does_not_quantize_experts_with_biases():
         (Path(__file__).parents[1] / "ops/plan/models/gpt-oss-20b/config.json").read_text(encoding="utf-8")
     )
     options = EngineOptions(device="cuda", dtype="bfloat16", quantization="fp8")
-    with pytest.raises(ModelError, match="not supported for the experts with biases of GptOssForCausalLM"):
+    with raises("sglang.fp8-model", "experts with biases", "GptOssForCausalLM"):
         check_quantization(parse_model_config(raw), options)
 
 
 def test_an_engine_that_does_not_quantize_is_refused(monkeypatch):
     monkeypatch.setitem(ENGINES._entries, "mine", EngineEntry(lambda path, options: None, None))
-    with pytest.raises(ConfigError, match=r"quantization=fp8 with rollout.name=mine: this engine does not quantize"):
+    with raises("rollout.quantization-unsupported", "quantization=fp8", "rollout.name=mine"):
         check_engine_model("mine", parse_model_config(DENSE), EngineOptions(quantization="fp8"))
 
 
@@ -335,11 +335,11 @@ def test_other_formats_in_sglang_are_refused_by_name():
     quantized_views(rank)
     scales = rank.held[name + "_scale_inv"]
     rank.held[name + "_scale_inv"] = torch.nn.Parameter(scales.int(), requires_grad=False)
-    with pytest.raises(WeightSyncError, match=rf"scales of '{name}' as torch.int32: powers of two \(ue8m0\)"):
+    with raises("sglang.fp8-scales", f"'{name}'", "torch.int32", "server_args.fp8_gemm_runner_backend"):
         quantized_views(rank)
     rank.held[name + "_scale_inv"] = scales
     rank.held[name] = torch.nn.Parameter(torch.zeros(rank.held[name].shape), requires_grad=False)
-    with pytest.raises(WeightSyncError, match=f"SGLang holds '{name}' as torch.float32"):
+    with raises("sglang.fp8-codes", f"'{name}'", "torch.float32"):
         quantized_views(rank)
 
 
@@ -353,5 +353,5 @@ def test_sglang_starts_with_the_quantization_of_a_deepseek_folder():
     assert ours["activation_scheme"] == theirs["activation_scheme"]
     assert ours["weight_block_size"] == list(theirs["weight_block_size"])
     assert ours["quant_method"] == theirs["quant_method"].value and ours["fmt"] == "e4m3"
-    with pytest.raises(ConfigError, match="json_model_override_args='x': expected a JSON object"):
+    with raises("sglang.config-overrides", "json_model_override_args='x'"):
         quantization_args({"json_model_override_args": "x"})

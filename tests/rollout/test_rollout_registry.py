@@ -1,6 +1,7 @@
 import pytest
+from expected_errors import raises
 
-from megarl.base.errors import ConfigError, ModelError
+from megarl.base.errors import ConfigError
 from megarl.models import declaration, parse_model_config, read_model_config, register_family
 from megarl.models.model_config import Traits
 from megarl.models.registry import FAMILIES
@@ -9,7 +10,7 @@ from megarl.rollout.registry import ENGINES
 
 
 def test_an_unknown_engine_lists_the_known_ones(make_folder):
-    with pytest.raises(ConfigError, match=r"rollout\.name='vllm' is unknown; .*embedded, sglang"):
+    with raises("config.unknown-name", "rollout.name='vllm'", "embedded, sglang"):
         create_engine("vllm", str(make_folder()))
 
 
@@ -22,8 +23,12 @@ def test_a_registered_user_engine_is_created_and_returns_no_routes(monkeypatch, 
 
     assert "mine" in known_engines()
     assert create_engine("mine", "folder", EngineOptions(max_num_seqs=2)) == ("folder", EngineOptions(max_num_seqs=2))
-    with pytest.raises(ConfigError, match=r"mode=R3 replays routes of the engine, which rollout\.name=mine does not"):
+    with pytest.raises(ConfigError) as caught:
         check_engine_model("mine", read_model_config(make_folder("qwen3_moe")), EngineOptions(return_routes=True))
+    assert str(caught.value) == (
+        "actor_rollout_ref.actor.router_replay.mode=R3 replays routes of the engine, which rollout.name=mine does not "
+        "return; set R2 [rollout.routes-unsupported]"
+    )
 
 
 class WithSinks:
@@ -44,10 +49,10 @@ def test_an_unsupported_model_is_refused_before_the_engine_is_built(monkeypatch)
     register_family("SinksForCausalLM")(WithSinks)
     sizes = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
     sizes |= {"vocab_size": 9, "max_position_embeddings": 16, "architectures": ["SinksForCausalLM"]}
-    with pytest.raises(ModelError, match=r"'embedded' does not run SinksForCausalLM: .*'self_attention.sinks'.*sglang"):
+    with raises("engine.unsupported-model", "'embedded'", "SinksForCausalLM", "'self_attention.sinks'", "name=sglang"):
         check_engine_model("embedded", parse_model_config(sizes), EngineOptions())
 
 
 def test_a_missing_model_folder_is_an_error(tmp_path):
-    with pytest.raises(ModelError, match="does not exist"):
+    with raises("model.folder-missing", tmp_path / "nothing"):
         create_engine("embedded", str(tmp_path / "nothing"))

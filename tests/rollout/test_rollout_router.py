@@ -47,7 +47,7 @@ class Scripted:
         while self.under_way and not done:
             self.rounds += 1
             if self.dies_after is not None and self.rounds > self.dies_after:
-                raise ReplicaLost("its process was killed")
+                raise ReplicaLost("its process was killed", code="worker.died")
             if self.hangs_after is not None and self.rounds > self.hangs_after:
                 await asyncio.sleep(3600)
             for name, state in list(self.under_way.items()):
@@ -141,25 +141,31 @@ def test_every_request_fails_if_all_replicas_are_lost():
     answers, stats = ask_all([Scripted(dies_after=1), Scripted(dies_after=2)], prompts_of(9))
     assert any(isinstance(answer, NoReplicaLeft) for answer in answers) and len(stats.lost) == 2
     assert all(isinstance(a, NoReplicaLeft | RequestGivenUp) or a.finish_reason == "stop" for a in answers)
-    assert "all 2 rollout replicas are lost; the last: its process was killed" in str(
-        next(answer for answer in answers if isinstance(answer, NoReplicaLeft))
-    )
+    left = next(answer for answer in answers if isinstance(answer, NoReplicaLeft))
+    assert str(left) == ("all 2 rollout replicas are lost; the last: its process was killed [rollout.no-replica-left]")
 
 
 def test_a_request_that_kills_replicas_is_given_up():
     class Fragile(Scripted):
         async def accept(self, client, requests, aborted):
             if any(request.prompt_ids == [666, 0] for request in requests):
-                raise ReplicaLost("segmentation fault")
+                raise ReplicaLost("segmentation fault", code="worker.died")
             await super().accept(client, requests, aborted)
 
     answers, stats = ask_all([Fragile() for _ in range(5)], [[666, 0], *prompts_of(10)[1:]])
-    assert isinstance(answers[0], RequestGivenUp) and "3 rollout replicas were lost" in str(answers[0])
+    assert isinstance(answers[0], RequestGivenUp) and answers[0].code == "rollout.request-given-up"
+    assert "3 rollout replicas" in answers[0].text and "segmentation fault" in answers[0].text
     assert len(stats.lost) == 3
     assert all(answer.finish_reason == "stop" for answer in answers[1:])
 
 
-@pytest.mark.parametrize("error", [WeightSyncError("serves nothing"), RolloutError("prompt is empty")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        WeightSyncError("serves nothing", code="engine.stale-weights"),
+        RolloutError("prompt is empty", code="rollout.empty-prompt"),
+    ],
+)
 def test_other_errors_end_the_router(error):
     answers, stats = ask_all([Scripted(error=error), Scripted(error=error)], prompts_of(5))
     assert all(answer is error or str(answer) == str(error) for answer in answers) and not stats.lost

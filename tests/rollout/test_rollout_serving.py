@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 from engine_stops import Stops
+from expected_errors import raises
 
-from megarl.base.errors import WeightSyncError
-from megarl.rollout import Completion, EngineOptions, Request, RolloutError, SamplingParams, create_engine
+from megarl.rollout import Completion, EngineOptions, Request, SamplingParams, create_engine
 from megarl.rollout.serving import EngineServer
 
 LONG = 4000
@@ -78,17 +78,19 @@ def test_a_refused_request_ends_alone(engine):
     server = EngineServer(engine)
     server.accept("a", [request("running", 300)])
     unusable = {
-        "long": request("long", 10**6),
-        "no token": replace(request("no token", 5), prompt_ids=[3, 50]),
-        "no number": replace(request("no number", 5), prompt_ids=[3, None]),
-        "no prompt": replace(request("no prompt", 5), prompt_ids=None),
-        "no seed": replace(request("no seed", 5), seed="5"),
-        "no text": replace(request("no text", 5), params=SamplingParams(5, stop=("x",))),  # without a tokenizer
+        "rollout.request-too-long": {"params": SamplingParams(10**6)},
+        "rollout.token-id-range": {"prompt_ids": [3, 50]},
+        "rollout.token-id-type": {"prompt_ids": [3, None]},
+        "rollout.request-failed": {"prompt_ids": None},
+        "rollout.seed-type": {"seed": "5"},
+        "rollout.stop-without-tokenizer": {"params": SamplingParams(5, stop=("x",))},
     }
-    server.accept("a", [*unusable.values(), request("f", 30)])
+    refused = [replace(request(code, 5), **fields) for code, fields in unusable.items()]
+    server.accept("a", [*refused, request("f", 30)])
     server.accept("b", [request("other", 5)])
     done = fetch(server, "a", len(unusable) + 2)
-    assert {name for name, completion in done.items() if completion.refusal} == set(unusable)
+    refusals = {name: completion.refusal.code for name, completion in done.items() if completion.refusal}
+    assert refusals == {code: code for code in unusable}
     assert all(done[name].token_ids == [] for name in unusable)
     assert done["f"].token_ids == alone and len(done["running"].token_ids) == 300
     assert list(fetch(server, "b", 1)) == ["other"]
@@ -101,7 +103,7 @@ def test_a_failed_engine_fails_all_clients_and_serves_again(engine, monkeypatch)
         for client in "ab":
             server.accept(client, [request(client, 9)])
         for client in "ab":
-            with pytest.raises((RolloutError, WeightSyncError), match="not finite"):
+            with raises("rollout.logprobs-not-finite"):
                 fetch(server, client, 1)
     server.accept("a", [request("again", 3)])
     assert list(fetch(server, "a", 1)) == ["again"]

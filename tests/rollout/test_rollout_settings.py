@@ -44,7 +44,11 @@ def test_each_replica_has_its_server_url_and_all_have_the_key(monkeypatch):
     assert (first.url, second.url) == ("http://a:1", "http://b:1")
     assert first.api_key == second.api_key == "secret" and "secret" not in repr(first)
     monkeypatch.delenv("KEY_OF_SERVERS")
-    with pytest.raises(ConfigError, match=r"sglang\.api_key_env=KEY_OF_SERVERS: the environment variable is not set"):
+    with pytest.raises(ConfigError) as caught:
         engine_options(rollout, "cuda:3")
+    assert str(caught.value) == (
+        "actor_rollout_ref.rollout.engine_kwargs.sglang.api_key_env=KEY_OF_SERVERS: the environment variable is not "
+        "set; it must hold the API key that the servers of urls demand [sglang.api-key-unset]"
+    )
     # Its devices are not this host's.
     assert rollout.devices_per_replica == 1

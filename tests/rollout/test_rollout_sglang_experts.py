@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from expected_errors import raises
 from sglang_engines import API_KEY
 from weight_syncs import rank_params, update
 
-from megarl.base.errors import ConfigError
 from megarl.models.checksum import tensor_checksum
 from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.rollout import Request, SamplingParams, create_engine
@@ -211,7 +211,7 @@ def test_a_running_server_without_routes_is_refused(folders):
     """Before the run starts, with the option that the server lacks."""
     silent = create_engine("sglang", str(folders[0]), SGLangOptions(mode="http", api_key=API_KEY))
     try:
-        with pytest.raises(ConfigError, match=r"--enable-return-routed-experts.*router_replay\.mode=R3.*set R2"):
+        with raises("sglang.server-without-routes", silent.url, "--enable-return-routed-experts", "mode=R3", "R2"):
             options = SGLangOptions(url=silent.url, api_key=API_KEY, return_routes=True)
             create_engine("sglang", str(folders[0]), options)
     finally:

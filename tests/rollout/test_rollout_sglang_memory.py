@@ -66,5 +66,10 @@ def test_the_share_is_set_beside_training_roles_only(gpus, monkeypatch):
 
 def test_a_full_gpu_is_refused_before_sglang_starts(gpus):
     gpus[0] = 20
-    with pytest.raises(ConfigError, match=r"mem_fraction_static .*20\.0 of 80\.0 GiB are free.* need 9\.0 GiB more"):
+    with pytest.raises(ConfigError) as caught:
         engine_options(rollout(), "cuda", pending_bytes=9 * GIB)
+    assert str(caught.value) == (
+        "actor_rollout_ref.rollout.engine_kwargs.sglang.server_args.mem_fraction_static is not set, and no memory is "
+        "left for SGLang: 20.0 of 80.0 GiB are free next to the training roles, which will need 9.0 GiB more. Set "
+        "param_offload=true and optimizer_offload=true of the roles, or use more devices [sglang.no-memory]"
+    )

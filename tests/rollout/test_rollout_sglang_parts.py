@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from expected_errors import raises
 from safetensors.torch import load_file
 
 from megarl.base.errors import ConfigError, ModelError, WeightSyncError
@@ -92,16 +93,16 @@ def test_vocabulary_rows_are_placed_as_in_sglang(make_folder, tp):
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "code", "value"),
     [
-        ({"model.norm.weight": None}, "SGLang has no parameter 'model.norm.weight'"),
-        ({"model.more.weight": [1]}, "SGLang has a parameter 'model.more.weight' without weights in the update"),
-        ({"model.norm.weight": [33]}, r"SGLang holds 'model.norm.weight' with shape \[33\], expected \[32\]"),
+        ({"model.norm.weight": None}, "sglang.parameter-missing", "norm"),
+        ({"model.more.weight": [1]}, "sglang.parameter-extra", "more"),
+        ({"model.norm.weight": [33]}, "sglang.parameter-shape", "[33], expected [32]"),
     ],
 )
-def test_another_model_in_sglang_is_refused(make_folder, changed, message):
+def test_another_model_in_sglang_is_refused(make_folder, changed, code, value):
     shard = SGLangShard(read_model_config(make_folder()), 1, 0)
-    with pytest.raises(WeightSyncError, match=message):
+    with raises(code, f"'{next(iter(changed))}'", value, error=WeightSyncError):
         shard.views(sglang_model(shard, **changed))
 
 
@@ -239,16 +240,16 @@ def test_gated_delta_nets_have_the_parameters_of_sglang(architecture):
 
 
 @pytest.mark.parametrize(
-    ("change", "options", "message"),
+    ("change", "options", "code", "value"),
     [
-        ({}, {"device": "cpu"}, "does not run Qwen3NextForCausalLM on a CPU.*rollout.name=embedded"),
-        ({}, {"device": "cuda", "tensor_parallel_size": 4}, "linear_num_key_heads to be a multiple of 4.* has 2"),
-        ({"mlp_only_layers": [0]}, {"device": "cuda"}, "with dense layers: .*rollout.name=embedded"),
+        ({}, {"device": "cpu"}, "sglang.model-needs-gpu", "rollout.name=embedded"),
+        ({}, {"device": "cuda", "tensor_parallel_size": 4}, "layout.rollout-heads", "linear_num_key_heads"),
+        ({"mlp_only_layers": [0]}, {"device": "cuda"}, "sglang.dense-layers", "rollout.name=embedded"),
     ],
 )
-def test_gated_delta_nets_that_sglang_lacks_are_refused(change, options, message):
+def test_gated_delta_nets_that_sglang_lacks_are_refused(change, options, code, value):
     config = parse_model_config(HYBRID | {"architectures": ["Qwen3NextForCausalLM"]} | change)
-    with pytest.raises(ModelError, match=message):
+    with raises(code, "Qwen3NextForCausalLM", value, error=ModelError):
         check_engine_model("sglang", config, EngineOptions(**options))
 
 
@@ -306,16 +307,26 @@ def test_experts_with_biases_have_the_parameters_of_sglang(rank):
 
 
 @pytest.mark.parametrize(
-    ("change", "options", "message"),
+    ("change", "options", "code", "values"),
     [
-        ({}, {"device": "cpu"}, "does not run GptOssForCausalLM on a CPU.*rollout.name=embedded"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, {}, "in mxfp4.*megarl convert megatron-to-hf"),
-        ({}, {"server_args": {"moe_runner_backend": "triton_kernel"}}, "moe_runner_backend='triton_kernel' is not"),
+        ({}, {"device": "cpu"}, "sglang.model-needs-gpu", ["rollout.name=embedded"]),
+        (
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            {},
+            "sglang.quantized-experts",
+            ["mxfp4", "megarl convert megatron-to-hf"],
+        ),
+        (
+            {},
+            {"server_args": {"moe_runner_backend": "triton_kernel"}},
+            "sglang.expert-kernels",
+            ["server_args.moe_runner_backend='triton_kernel'", "'triton'"],
+        ),
     ],
 )
-def test_forms_of_experts_that_a_sync_does_not_write_are_refused(change, options, message):
+def test_forms_of_experts_that_a_sync_does_not_write_are_refused(change, options, code, values):
     config = parse_model_config(SINKS | change)
-    with pytest.raises((ModelError, ConfigError), match=message):
+    with raises(code, "GptOssForCausalLM", *values):
         check_engine_model("sglang", config, SGLangOptions(**{"device": "cuda", **options}))
 
 
@@ -348,18 +359,23 @@ LLAMA = DENSE | {"architectures": ["LlamaForCausalLM"]}
 
 
 @pytest.mark.parametrize(
-    ("fields", "options", "message"),
+    ("fields", "options", "code", "values"),
     [
-        (GEMMA3, {"tensor_parallel_size": 2}, "does not divide the embedding of Gemma3ForCausalLM over 2 ranks"),
-        (OLMOE | {"num_key_value_heads": 4}, {"tensor_parallel_size": 2}, r"tensor_model_parallel_size=1 \(here 2\)"),
-        (OLMOE, {}, "num_key_value_heads=2, num_attention_heads=4"),
-        (OLMO3, {"url": "http://host:30000"}, "urls: .*replace rope_parameters by those of full_attention"),
-        (LLAMA | {"rope_parameters": YARN | {"attention_factor": 1.5}}, {}, "reads no attention_factor=1.5 .*1.20794"),
+        (GEMMA3, {"tensor_parallel_size": 2}, "sglang.gemma-ranks", ["over 2 ranks"]),
+        (OLMOE | {"num_key_value_heads": 4}, {"tensor_parallel_size": 2}, "sglang.olmoe-ranks", ["here 2"]),
+        (OLMOE, {}, "sglang.olmoe-ranks", ["num_key_value_heads=2", "num_attention_heads=4"]),
+        (OLMO3, {"url": "http://host:30000"}, "sglang.layer-rope", ["urls", "rope_parameters", "full_attention"]),
+        (
+            LLAMA | {"rope_parameters": YARN | {"attention_factor": 1.5}},
+            {},
+            "sglang.yarn-factor",
+            ["attention_factor=1.5", "1.20794", "rollout.name=embedded"],
+        ),
     ],
     ids=["embedding", "norms over ranks", "norms over heads", "positions of a server", "factor of YaRN"],
 )
-def test_what_sglang_computes_otherwise_is_refused(fields, options, message):
-    with pytest.raises(ModelError, match=message):
+def test_what_sglang_computes_otherwise_is_refused(fields, options, code, values):
+    with raises(code, fields["architectures"][0], *values, error=ModelError):
         check_engine_model("sglang", parse_model_config(fields), SGLangOptions(device="cuda", **options))
 
 
@@ -385,7 +401,7 @@ def test_decays_that_sglang_holds_in_float32_are_compared():
         if is_compared:
             assert rank.sums(None, [part]).values == [rectangle_checksum(sent, (0,))]
         else:
-            with pytest.raises(WeightSyncError, match="was sent as"):
+            with raises("sync.verify-dtype", name):
                 rank.sums(None, [part])
 
 
@@ -399,12 +415,12 @@ def test_without_a_latent_of_queries_nothing_is_fused():
 
 
 def test_an_indivisible_size_is_named(make_folder):
-    with pytest.raises(ConfigError, match="tensor_model_parallel_size=3: "):
+    with raises("layout.engine-ranks", "rollout.tensor_model_parallel_size=3", error=ConfigError):
         _check_divides(read_model_config(make_folder()), 3)
-    with pytest.raises(ConfigError, match=r"3 engine ranks do not divide the vocabulary, .* pads to 64 rows"):
+    with raises("layout.engine-ranks", "vocabulary", "64 rows"):
         _check_divides(read_model_config(make_folder(hidden_size=48, num_attention_heads=3, num_key_value_heads=3)), 3)
     options = EngineOptions(device="cuda", tensor_parallel_size=4)
-    with pytest.raises(ModelError, match=r"num_attention_heads to be a multiple of 4.*DeepseekV3ForCausalLM has 2"):
+    with raises("layout.rollout-heads", "num_attention_heads", "of 4", "DeepseekV3ForCausalLM has 2"):
         check_engine_model("sglang", parse_model_config(LATENT), options)
     check_engine_model("sglang", parse_model_config(LATENT | {"num_attention_heads": 4}), options)
 
@@ -414,7 +430,7 @@ def test_an_indivisible_size_is_named(make_folder):
 )
 def test_arguments_that_change_the_ranks_parameters_are_refused(args):
     (name,) = args
-    with pytest.raises(ConfigError, match=f"server_args.{name}=.*hold other parameters"):
+    with raises("sglang.parameter-argument", f"server_args.{name}={args[name]!r}"):
         check_server_args(args)
 
 
@@ -422,8 +438,12 @@ def test_sizes_padded_by_sglang_on_a_cpu_are_refused(make_folder):
     config = read_model_config(make_folder(intermediate_size=96))
     check_engine_model("sglang", config, EngineOptions())
     check_engine_model("sglang", config, EngineOptions(device="cuda", tensor_parallel_size=2))
-    with pytest.raises(ModelError, match="over 2 ranks needs intermediate_size to be a multiple of 64"):
+    with pytest.raises(ModelError) as caught:
         check_engine_model("sglang", config, EngineOptions(tensor_parallel_size=2))
+    assert str(caught.value) == (
+        "rollout engine 'sglang' on a CPU over 2 ranks needs intermediate_size to be a multiple of 64, "
+        "Qwen2ForCausalLM has 96: SGLang would hold padded weights there [sglang.cpu-padding]"
+    )
 
 
 def test_ranks_of_a_replica_have_consecutive_devices():
@@ -448,7 +468,7 @@ class TestLoader:
         def ask(action, *arguments):
             (reply,) = channel.exchange([pickle.dumps((action, arguments))], CallWatch(action, 30.0))
             if reply.error:
-                raise WeightSyncError(reply.error)
+                raise WeightSyncError(reply.error, code=reply.code)
             return reply
 
         ask.model, ask.shard = model, shard
@@ -481,19 +501,19 @@ class TestLoader:
         assert torch.equal(head[:50], expected["lm_head.weight"]) and (head[50:] == 0).all()
         part = ParamRectangle("model.norm.weight", (1,), (2,), (7,), (2,), "float32")
         assert ask("sums", [part]).values == [rectangle_checksum(expected["model.norm.weight"][1:3], (7,))]
-        with pytest.raises(WeightSyncError, match=r"^parameter 'model.norm.weight' .* torch\.float32"):
+        with raises("sync.verify-dtype", "'model.norm.weight'", "float32"):
             ask("sums", [part._replace(dtype="bfloat16")])
         reply = ask("read", "model.norm.weight")
         assert reply.values == {"dtype": "float32", "shape": [32]}
         assert struct.unpack("32f", reply.data) == tuple(expected["model.norm.weight"].tolist())
 
     def test_errors_are_replies(self, ask):
-        with pytest.raises(WeightSyncError, match=r"^no engine is attached"):
+        with raises("sglang.not-attached"):
             ask("checksum", True)
         ask("attach", ask.shard)
-        with pytest.raises(WeightSyncError, match=r"^the engine has no receiver of weights"):
+        with raises("sync.no-receivers"):
             ask("bucket", 0, [])
-        with pytest.raises(WeightSyncError, match=r"^KeyError: 'unknown'"):
+        with raises("sync.rank-failed", "KeyError: 'unknown'"):
             ask("read", "unknown")
 
     def test_groups_with_training_ranks_use_the_interface_of_the_engine(self, ask, monkeypatch):
@@ -510,7 +530,7 @@ class TestCommandChannel:
     def test_a_wait_for_ranks_ends_with_the_call_of_sglang(self):
         channel = CommandChannel()
         channel.invite(2)
-        with pytest.raises(EngineLost, match=r"^SGLang did not finish 'x': it ended$"):
+        with raises("sglang.engine-lost", "'x': it ended", error=EngineLost):
             channel.accept(2, CallWatch("x", 30.0, lambda: "it ended").check)
         channel.close()
 
@@ -582,7 +602,7 @@ class TestCommandChannel:
         resumed = threading.Event()
         monkeypatch.setattr(loader, "_LOADER", SimpleNamespace(wait=lambda model: Reply(resumed.wait(30))))
         channel, (rank,) = channel_to_ranks(1)
-        with pytest.raises(EngineLost, match=r"^SGLang did not finish 'wait': it took longer than 0\.2 s$"):
+        with raises("sglang.call-timeout", "'wait'", "0.2 s", error=EngineLost):
             channel.exchange([pickle.dumps(("wait", ()))], CallWatch("wait", 0.2))
         channel.hang_up()
         resumed.set()
@@ -611,7 +631,7 @@ class TestCommandChannel:
         ((text, empty),) = pickle.loads(invitation)
         call = json.loads(text) | {"key": "00" * 32}
         loader.load(None, [(json.dumps(call), empty)])
-        with pytest.raises(EngineLost):
+        with raises("sglang.call-timeout"):
             channel.accept(1, CallWatch("x", 0.0).check)
         start_ranks([invitation])  # the channel still accepts the real rank
         channel.accept(1, CallWatch("x", 120.0).check)
@@ -690,16 +710,16 @@ def test_routes_are_decoded_without_dense_layers():
 
 
 @pytest.mark.parametrize(
-    ("routes", "message"),
+    ("routes", "code", "value"),
     [
-        (None, "returned no routes; start it with enable_return_routed_experts=true"),
-        (np.zeros((2, 3, 2)), r"returned 12 experts, expected \[3, 3, 2\]"),
-        (np.full((3, 3, 2), 9), "returned experts 9 to 9 of 9"),
+        (None, "sglang.no-routes", "enable_return_routed_experts=true"),
+        (np.zeros((2, 3, 2)), "sglang.malformed-routes", "12 experts, expected [3, 3, 2]"),
+        (np.full((3, 3, 2), 9), "sglang.malformed-routes", "9 to 9 of 9"),
     ],
 )
-def test_missing_and_impossible_routes_are_errors(routes, message):
+def test_missing_and_impossible_routes_are_errors(routes, code, value):
     response = response_of([(5, -1.0)] * 3, routed_experts=None if routes is None else encoded(routes))
-    with pytest.raises(RolloutError, match=rf"request 'r'.*{message}"):
+    with raises(code, "request 'r'", value, error=RolloutError):
         parse_completion(replace(REQUEST, routes_from=1), response, replace(READING, experts=EXPERTS))
 
 
@@ -711,7 +731,7 @@ def test_a_version_without_routes_is_refused(monkeypatch, tmp_path):
     assert server_args(str(tmp_path), 64, recording)["enable_return_routed_experts"] is True
     assert "enable_return_routed_experts" not in server_args(str(tmp_path), 64, SGLangOptions())
     fields.clear()
-    with pytest.raises(ConfigError, match=r"mode=R3: the installed SGLang returns no experts.*0\.5\.17"):
+    with raises("sglang.routes-version", "router_replay.mode=R3", "0.5.17", "R2"):
         server_args(str(tmp_path), 64, recording)
 
 
@@ -729,17 +749,21 @@ def test_an_abort_after_the_last_token_interrupts_nothing(tokens, reason):
 
 
 @pytest.mark.parametrize(
-    ("response", "message"),
+    ("response", "code", "value"),
     [
-        (response_of([(5, float("nan"))] * 3), "not finite"),
-        (response_of([(5, -1.0)], "stop", finish_reason={"type": "stop", "matched": NAN_STOP}), "not finite"),
-        (response_of([(5, -1.0)] * 2), "ended it after 2 of max_new_tokens=3"),
-        ({**response_of([(5, -1.0)] * 3), "output_ids": [5, 5]}, "2 tokens and log-probs of 3"),
-        (response_of([(5, -1.0)], "error"), "finish_reason 'error'"),
+        (response_of([(5, float("nan"))] * 3), "rollout.logprobs-not-finite", "'r'"),
+        (
+            response_of([(5, -1.0)], "stop", finish_reason={"type": "stop", "matched": NAN_STOP}),
+            "rollout.logprobs-not-finite",
+            "'r'",
+        ),
+        (response_of([(5, -1.0)] * 2), "sglang.cache-too-small", "2 of max_new_tokens=3"),
+        ({**response_of([(5, -1.0)] * 3), "output_ids": [5, 5]}, "sglang.malformed-answer", "2 tokens"),
+        (response_of([(5, -1.0)], "error"), "sglang.malformed-answer", "finish_reason 'error'"),
     ],
 )
-def test_an_inconsistent_response_is_an_error(response, message):
-    with pytest.raises(RolloutError, match=message):
+def test_an_inconsistent_response_is_an_error(response, code, value):
+    with raises(code, value, error=RolloutError):
         parse_completion(REQUEST, response, READING)
 
 
@@ -753,7 +777,7 @@ def test_token_filters_are_sent():
     request = replace(REQUEST, params=replace(REQUEST.params, min_p=0.1, repetition_penalty=1.2, top_k=3, top_p=0.5))
     sent = request_payload(request, "x-1", frozenset({7}), 0)["sampling_params"]
     assert [sent[name] for name in ("min_p", "repetition_penalty", "top_k", "top_p")] == [0.1, 1.2, 3, 0.5]
-    with pytest.raises(RolloutError, match=r"min_p=0\.1: SGLang's deterministic mode has no min_p"):
+    with raises("sglang.no-min-p", "min_p=0.1", "sglang.deterministic=false", error=RolloutError):
         request_payload(request, "x-1", frozenset({7}), 50)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from expected_errors import raises
 
 from megarl.base.errors import TeacherError
 from megarl.base.ports import held_port
@@ -150,21 +151,25 @@ def test_a_dead_server_is_passed_over(start: Any) -> None:
 def test_the_last_failure_names_url_and_key(start: Any) -> None:
     server = start([503] * 9)
     servers = client([server.url], max_attempts=3, rows_per_request=99)
-    with pytest.raises(TeacherError, match=rf"{KEY}\.urls: {server.url}/generate .* status 503: .*after 3 attempts"):
+    with raises("teacher.unavailable", f"{KEY}.urls", f"{server.url}/generate", "status 503", "3 attempts"):
         servers.grade(ROWS)
     assert server.requests == 3
     servers.close()
     slow = start([], 1.0)
     servers = client([slow.url], max_attempts=1, timeout_s=0.1)
-    with pytest.raises(TeacherError, match=rf"{slow.url} did not answer within {KEY}\.timeout_s=0\.1"):
+    with pytest.raises(TeacherError) as caught:
         servers.grade(ROWS[:2])
+    assert str(caught.value) == (
+        f"{KEY}.urls: {slow.url} did not answer within {KEY}.timeout_s=0.1; gave up after 1 attempt. Start the server, "
+        "then start or resume the run [teacher.unavailable]"
+    )
     servers.close()
 
 
 def test_a_refused_request_is_not_repeated(start: Any) -> None:
     server = start([400])
     servers = client([server.url], rows_per_request=99)
-    with pytest.raises(TeacherError, match=rf"{KEY}\.urls: {server.url}/generate answered with status 400"):
+    with raises("teacher.request-refused", f"{KEY}.urls", f"{server.url}/generate", "status 400"):
         servers.grade(ROWS)
     assert server.requests == 1
     servers.close()
@@ -173,7 +178,7 @@ def test_a_refused_request_is_not_repeated(start: Any) -> None:
 def test_other_tokens_than_those_sent_are_an_error(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "answer", lambda ids, start, right=answer: right(ids[:-1], start))
     servers = client([start([]).url])
-    with pytest.raises(TeacherError, match=r"did not return \d+ log-probs?, as asked"):
+    with raises("teacher.malformed-answer", f"{KEY}.urls", "log-prob"):
         servers.grade(ROWS)
     servers.close()
 
@@ -209,7 +214,7 @@ def test_a_server_that_lies_is_an_error(start: Any, monkeypatch: pytest.MonkeyPa
     bodies = [{"meta_info": meta_info} for meta_info in LIES]
     for body in [*bodies, None, 5, "text", []]:
         monkeypatch.setitem(globals(), "answer", lambda ids, start, body=body: body)
-        with pytest.raises(TeacherError, match="as asked"):
+        with raises("teacher.malformed-answer", f"{KEY}.urls"):
             pytest.fail(f"{body} is graded: {servers.grade([row], topk=2)}")
     servers.close()
 
@@ -244,7 +249,7 @@ def test_damaged_arrays_of_top_tokens_are_an_error(start: Any, monkeypatch: pyte
         monkeypatch.setitem(globals(), "answer", with_top)
         servers = client([start([]).url])
         if number:
-            with pytest.raises(TeacherError, match="did not return 3 log-probs, as asked"):
+            with raises("teacher.malformed-answer", "3 log-probs"):
                 servers.grade([row], topk=2)
         else:
             (grade,) = servers.grade([row], topk=2)
@@ -254,7 +259,7 @@ def test_damaged_arrays_of_top_tokens_are_an_error(start: Any, monkeypatch: pyte
 
 def test_api_key_comes_from_the_environment(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     server = start([])
-    with pytest.raises(TeacherError, match=rf"{KEY}\.api_key_env=NO_SUCH_KEY: the environment variable is not set"):
+    with raises("teacher.api-key-unset", f"{KEY}.api_key_env=NO_SUCH_KEY"):
         client([server.url], api_key_env="NO_SUCH_KEY")
     monkeypatch.setenv("TEACHER_KEY", "secret")
     assert_graded(client([server.url], api_key_env="TEACHER_KEY"))

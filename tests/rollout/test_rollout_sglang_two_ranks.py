@@ -18,12 +18,12 @@ import psutil
 import pytest
 import requests
 import torch
+from expected_errors import raises
 from listeners import assert_on_loopback, listening_processes
 from safetensors.torch import load_file
 from sglang_engines import API_KEY, TWO_RANKS
 from weight_syncs import WeightSync, rank_params, update
 
-from megarl.base.errors import ConfigError, ModelError, WeightSyncError
 from megarl.base.ports import free_port
 from megarl.base.processes import command_line, descendants
 from megarl.base.rendezvous import host_store
@@ -161,7 +161,7 @@ def test_ranks_receive_full_and_delta_messages_over_gloo(server, folders):
 
 
 def test_two_ranks_in_process(front_end, tied, reference_for):
-    with pytest.raises(RolloutError, match="this process already holds an SGLang engine"):
+    with raises("sglang.one-per-process", "sglang.mode=http"):
         create_engine("sglang", str(tied[0]), SGLangOptions())
     assert_sglang_on_loopback()
     update(front_end, tied[1], 2)
@@ -207,7 +207,7 @@ def test_a_weight_changed_by_sglang_is_detected(server, folders):
     payload = pickle.dumps([(name, whole)])
     assert server._call("update_weights_from_tensor", serialized_named_tensors=[payload] * 2).success
     server._call("end_weight_update")
-    with pytest.raises(WeightSyncError, match=r"on its rank 1 were compared .* changed in this test"):
+    with raises("sync.weights-changed", "rank 1", "in this test"):
         fingerprint.verify("in this test")
     assert server.checksum(0)[name] == checksums[0] and server.checksum(1)[name] != checksums[1]
 
@@ -216,11 +216,9 @@ def test_messages_of_one_rank_are_not_enough(server, folders):
     sync = WeightSync(server, folders[0])
     sync.begin(3)
     messages = sync.sender.export_bucket(0)
-    with pytest.raises(
-        WeightSyncError, match=r"SGLang's rank 1: rollout rank 1 received messages of training ranks \[\]"
-    ):
+    with raises("sync.senders-differ", "SGLang's rank 1: rollout rank 1", "training ranks []"):
         server.import_bucket(0, [messages[0]])
-    with pytest.raises(WeightSyncError, match="no weight update is open"):
+    with raises("sync.no-open-update"):
         server.end_update(3)
     assert server.stale
     sync.close(completed=False)
@@ -240,9 +238,9 @@ def test_a_waiting_request_is_aborted(front_end, tied):
 
 
 def test_a_server_with_other_arguments_is_refused(server, folders):
-    with pytest.raises(ConfigError, match="runs with tp_size=2, the options have 1"):
+    with raises("sglang.server-mismatch", server.url, "tp_size=2", "have 1"):
         create_engine("sglang", str(folders[0]), SGLangOptions(url=server.url, api_key=API_KEY))
-    with pytest.raises(RolloutError, match="does not answer"):
+    with raises("sglang.no-answer", "http://127.0.0.1:9"):
         create_engine("sglang", str(folders[0]), SGLangOptions(url="http://127.0.0.1:9", api_key=API_KEY))
 
 
@@ -261,9 +259,9 @@ def test_the_server_answers_requests_with_its_key_only(server, folders):
         for path in ("/server_info", "/openapi.json", "/model_info"):
             assert requests.get(server.url + path, headers=headers, timeout=30).status_code == 401, path
     assert requests.get(server.url + "/health", timeout=30).status_code == 200
-    with pytest.raises(RolloutError, match=r"does not report its arguments \(401\)"):
+    with raises("sglang.no-server-info", server.url, 401):
         create_engine("sglang", str(folders[0]), SGLangOptions(url=server.url, api_key="another"))
-    with pytest.raises(ConfigError, match=r"needs an API key; name its variable in .*api_key_env"):
+    with raises("sglang.no-api-key-env", server.url, "sglang.api_key_env"):
         create_engine("sglang", str(folders[0]), SGLangOptions(url=server.url))
 
 
@@ -289,7 +287,7 @@ def test_an_open_server_is_refused(folders):
     with ThreadingHTTPServer(("127.0.0.1", 0), Open) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         options = SGLangOptions(url=f"http://127.0.0.1:{server.server_port}", api_key=API_KEY)
-        with pytest.raises(ConfigError, match=r"answers without an API key.*start it with --api-key"):
+        with raises("sglang.unprotected-server", options.url, "--api-key", "sglang.api_key_env"):
             create_engine("sglang", str(folders[0]), options)
         server.shutdown()
 
@@ -299,20 +297,20 @@ def test_sglang_listens_on_loopback_only(server):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "code", "values"),
     [
-        ({"server_args": {"api_key": "x"}}, "server_args.api_key: the engine sets this itself"),
-        ({"server_args": {"tokenizer_worker_num": 2}}, "then checks no API key"),
-        ({"server_args": {"tp_size": 2}}, "server_args.tp_size: the engine sets this itself"),
-        ({"server_args": {"chunked_prefil_size": 2}}, "no such argument; nearest: chunked_prefill_size"),
-        ({"mode": "inprocess"}, "mode='inprocess', expected one of: in_process, http"),
-        ({"tensor_parallel_size": 3}, "over 3 ranks needs num_attention_heads to be a multiple of 3"),
+        ({"server_args": {"api_key": "x"}}, "sglang.engine-argument", ["server_args.api_key"]),
+        ({"server_args": {"tokenizer_worker_num": 2}}, "sglang.tokenizer-workers", ["tokenizer_worker_num=2"]),
+        ({"server_args": {"tp_size": 2}}, "sglang.engine-argument", ["server_args.tp_size"]),
+        ({"server_args": {"chunked_prefil_size": 2}}, "sglang.unknown-argument", ["nearest: chunked_prefill_size"]),
+        ({"mode": "inprocess"}, "engine.option-choice", ["mode='inprocess'", "in_process, http"]),
+        ({"tensor_parallel_size": 3}, "sglang.cpu-padding", ["num_attention_heads", "of 3"]),
     ],
 )
-def test_invalid_options_are_refused_before_the_start(folders, options, message):
+def test_invalid_options_are_refused_before_the_start(folders, options, code, values):
     from megarl.rollout.sglang.options import check_server_args
 
-    with pytest.raises((ConfigError, ModelError), match=message):
+    with raises(code, *values):
         if "server_args" in options:
             check_server_args(options["server_args"])
         create_engine("sglang", str(folders[0]), SGLangOptions(**options))
@@ -340,11 +338,11 @@ def test_a_frozen_rank_is_detected(front_end, tied, monkeypatch, rank):
         assert [completion.request_id for completion in poll_for(front_end, 120)] == ["r"]
         victim.suspend()
         front_end.submit([request])
-        message = rf"its scheduler has not responded for 5 s \(rollout.health.timeout_s\); stopped: pid {victim.pid}$"
-        with pytest.raises(EngineLost, match=message):
+        facts = ["scheduler", "5 s (rollout.health.timeout_s)", f"stopped: pid {victim.pid}"]
+        with raises("sglang.engine-lost", *facts, error=EngineLost):
             poll_for(front_end, 120)
         assert not front_end.health().ready
-        with pytest.raises(EngineLost, match=message):
+        with raises("sglang.engine-lost", *facts, error=EngineLost):
             front_end.submit([request])
     finally:
         victim.resume()
@@ -364,7 +362,7 @@ def test_a_frozen_server_is_detected(server, owner, folders):
             for process in frozen:
                 process.suspend()
             engine.submit([Request("r", [1, 2], SamplingParams(100, ignore_eos=True), 0)])
-            with pytest.raises(EngineLost, match=r"its scheduler has not responded for 3 s"):
+            with raises("sglang.engine-lost", "scheduler", "3 s", error=EngineLost):
                 poll_for(engine, 120)
         finally:
             for process in frozen:
@@ -388,8 +386,8 @@ def test_a_frozen_rank_is_detected_during_a_sync(owner, server, folders, monkeyp
     sync.send([0])
     try:
         victim.suspend()
-        message = r"'bucket': processes are stopped for 3 s \(rollout.health.timeout_s\): pid "
-        with pytest.raises(EngineLost, match=message + str(victim.pid)):
+        facts = ["'bucket'", "stopped for 3 s (rollout.health.timeout_s)", f"pid {victim.pid}"]
+        with raises("sglang.engine-lost", *facts, error=EngineLost):
             sync.send([1])
     finally:
         victim.resume()
@@ -407,12 +405,10 @@ def test_a_rank_that_dies_within_a_bucket_is_named(front_end, tied):
     victim = front_end._backend._processes[1]
     victim.suspend()
     threading.Timer(2.0, victim.kill).start()
-    with pytest.raises(
-        EngineLost, match=r"'update_weights_from_tensor': one of its processes ended \(rank 1, running:"
-    ):
+    with raises("sglang.engine-lost", "'update_weights_from_tensor'", "(rank 1, running:", error=EngineLost):
         sync.send([1])
     assert front_end.stale and not front_end.health().ready
-    with pytest.raises(EngineLost, match="one of its processes ended"):
+    with raises("sglang.engine-lost", "processes ended", error=EngineLost):
         sync.begin(3)
 
 
@@ -426,6 +422,6 @@ def test_a_dead_server_is_detected(server, owner, folders):
             server.poll(30.0)
     assert not server.health().ready
     owner._backend._process.wait()
-    with pytest.raises(EngineLost, match="ended with code -9"):
+    with raises("sglang.engine-lost", "code -9", error=EngineLost):
         owner.load_hf(str(folders[0]))
     owner.shutdown()

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megarl.base.errors import ConfigError, ModelError, WeightSyncError
+from megarl.base.errors import ConfigError, MegarlError, ModelError, WeightSyncError
 from megarl.models import ModelConfig, WeightMap, read_model_config
 from megarl.models.checksum import ParamRectangle, tensor_checksum
 from megarl.models.end_tokens import eos_in
@@ -117,7 +117,7 @@ class EmbeddedEngine(RolloutEngine):
         """See the contract."""
         names = self._names_with(requests, self._running)
         if "kv_cache" in self._asleep:
-            raise RolloutError("the engine's 'kv_cache' is asleep: wake it before generate")
+            raise RolloutError("the engine's 'kv_cache' is asleep: wake it before generate", code="engine.asleep")
         for request in requests:
             self._check_request(request)
         if requests:
@@ -136,8 +136,10 @@ class EmbeddedEngine(RolloutEngine):
             lost = len(self._running)
             # A step that failed halfway leaves slots and lanes in disorder, and NaN in the cache corrupts later ones.
             self._cache, self._batcher, self._running, self._dropped = None, None, set(), []
-            reason = str(error) if isinstance(error, RolloutError) else f"{type(error).__name__}: {error}"
-            raise RolloutError(f"{reason}; {lost} running requests are lost") from error
+            if isinstance(error, MegarlError):
+                raise RolloutError(f"{error.text}; {lost} running requests are lost", code=error.code) from error
+            reason = f"{type(error).__name__}: {error}"
+            raise RolloutError(f"{reason}; {lost} running requests are lost", code="engine.step-failed") from error
         finally:
             self._interrupted.clear()
         return ended
@@ -156,7 +158,7 @@ class EmbeddedEngine(RolloutEngine):
         """See the contract."""
         reader, weight_map = HFReader(path), WeightMap(self.config)
         if WeightMap(reader.config).hf_shapes() != weight_map.hf_shapes():
-            raise ModelError(f"model folder {path} holds another model than the one this engine was built for")
+            raise ModelError(f"model folder {path} holds another model than this engine", code="engine.other-model")
         self._check_idle()
         self._weights.begin(version)
         local = weight_map.rollout_params(1, 0)
@@ -200,7 +202,10 @@ class EmbeddedEngine(RolloutEngine):
         """See the contract."""
         tags = check_tags(tags)
         if self._running:
-            raise RolloutError(f"{len(self._running)} requests are running: put the engine to sleep when none is")
+            raise RolloutError(
+                f"{len(self._running)} requests are running: put the engine to sleep when none is",
+                code="engine.requests-running",
+            )
         self._asleep |= tags
         self._batcher = None
         if "kv_cache" in tags:
@@ -214,7 +219,7 @@ class EmbeddedEngine(RolloutEngine):
         """See the contract. The KV cache is allocated by the next :meth:`submit`."""
         tags = check_tags(tags)
         if self._closed:
-            raise RolloutError("the engine was shut down")
+            raise RolloutError("the engine was shut down", code="engine.shut-down")
         self._asleep -= tags
         if "weights" in tags:
             self._weights.allocate()
@@ -250,11 +255,14 @@ class EmbeddedEngine(RolloutEngine):
 
     def _check_idle(self) -> None:
         if self._running:
-            raise WeightSyncError(f"{len(self._running)} requests are running: update weights when none is")
+            raise WeightSyncError(
+                f"{len(self._running)} requests are running: update weights when none is",
+                code="engine.requests-running",
+            )
 
     def _connected(self) -> BucketReceiver:
         if self._receiver is None:
-            raise WeightSyncError(NOT_CONNECTED)
+            raise WeightSyncError(NOT_CONNECTED, code="sync.no-receivers")
         return self._receiver
 
     def _make_room(self, requests: Sequence[Request]) -> ContinuousBatcher:
@@ -291,7 +299,8 @@ class EmbeddedEngine(RolloutEngine):
         if not all(map(math.isfinite, log_probs)):
             raise RolloutError(
                 f"weight version {self.weight_version} gives log-probs that are not finite, in request "
-                f"'{request.request_id}'"
+                f"'{request.request_id}'",
+                code="rollout.logprobs-not-finite",
             )
         self._running.discard(request.request_id)
         rest = Completion(request.request_id, tokens, log_probs, reason, self.weight_version, routes=routes)
@@ -301,7 +310,10 @@ class EmbeddedEngine(RolloutEngine):
         check_request(request, self._max_length, self.config.vocab_size, return_routes=self.options.return_routes)
         if request.params.stop:
             if self._decode is None:
-                raise RequestRefused(f"request '{request.request_id}': stop strings need an engine with a tokenizer")
+                raise RequestRefused(
+                    f"request '{request.request_id}': stop strings need an engine with a tokenizer",
+                    code="rollout.stop-without-tokenizer",
+                )
             self._decode([])  # loads the tokenizer: a broken one fails here, not in a step of other requests
 
 
@@ -317,7 +329,8 @@ def check_model(config: ModelConfig) -> None:
     if unknown:
         raise ModelError(
             f"rollout engine 'embedded' does not run {config.architecture}: it does not compute with the parameter "
-            f"'{unknown[0]}' of its layers; set rollout.name=sglang"
+            f"'{unknown[0]}' of its layers; set rollout.name=sglang",
+            code="engine.unsupported-model",
         )
 
 
@@ -335,16 +348,21 @@ def _no_text(ids: Sequence[int]) -> str:
 
 def _check_rank(rank: int) -> None:
     if rank:
-        raise WeightSyncError(f"tensor-parallel rank {rank}, expected 0: the embedded engine has one rank")
+        raise WeightSyncError(
+            f"tensor-parallel rank {rank}, expected 0: the embedded engine has one rank", code="engine.rank-range"
+        )
 
 
 def _check_options(options: EngineOptions) -> None:
     if options.tensor_parallel_size != 1:
         raise ConfigError(
             f"tensor_parallel_size={options.tensor_parallel_size}: the embedded engine runs on one device; "
-            "use 1 and as many replicas as there are devices"
+            "use 1 and as many replicas as there are devices",
+            code="engine.one-device",
         )
     if options.dtype not in DTYPES:
-        raise ConfigError(f"dtype={options.dtype!r}, the embedded engine knows: {', '.join(DTYPES)}")
+        raise ConfigError(
+            f"dtype={options.dtype!r}, the embedded engine knows: {', '.join(DTYPES)}", code="engine.option-choice"
+        )
     if options.max_num_seqs < 1:
-        raise ConfigError(f"max_num_seqs={options.max_num_seqs}, expected at least 1")
+        raise ConfigError(f"max_num_seqs={options.max_num_seqs}, expected at least 1", code="engine.option-range")

@@ -78,5 +78,5 @@ class WeightStore(ShardWeights):
     def begin(self, version: int) -> None:
         """See :meth:`ShardWeights.begin`; the parameters must have memory."""
         if not self.allocated:
-            raise WeightSyncError("the engine's weights are asleep: wake 'weights' before an update")
+            raise WeightSyncError("the engine's weights are asleep: wake 'weights' first", code="engine.asleep")
         super().begin(version)

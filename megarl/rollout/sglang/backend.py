@@ -146,11 +146,11 @@ class CallWatch:
 
     def check(self) -> None:
         """Raise EngineLost with the reason if there is nothing more to wait for."""
-        reason = self._failure()
-        if reason is None and time.monotonic() >= self._deadline:
-            reason = f"it took longer than {self._timeout_s:g} s"
-        if reason is not None:
-            raise EngineLost(f"SGLang did not finish '{self._action}': {reason}")
+        if (reason := self._failure()) is not None:
+            raise EngineLost(f"SGLang did not finish '{self._action}': {reason}", code="sglang.engine-lost")
+        if time.monotonic() >= self._deadline:
+            text = f"SGLang did not finish '{self._action}': it took longer than {self._timeout_s:g} s"
+            raise EngineLost(text, code="sglang.call-timeout")
 
 
 def watched_result(future: concurrent.futures.Future[_T], watch: CallWatch) -> _T:
@@ -234,7 +234,8 @@ def request_payload(request: Request, rid: str, eos: frozenset[int], every_token
     if every_token and params.min_p:
         raise RequestRefused(
             f"min_p={params.min_p}: SGLang's deterministic mode has no min_p; set it to 0, or set "
-            "rollout.engine_kwargs.sglang.deterministic=false"
+            "rollout.engine_kwargs.sglang.deterministic=false",
+            code="sglang.no-min-p",
         )
     sampling: dict[str, Any] = {
         "max_new_tokens": params.max_new_tokens,
@@ -316,14 +317,21 @@ def parse_routes(request: Request, encoded: str | None, tokens: int, experts: Ex
         return None
     name = f"request '{request.request_id}'"
     if encoded is None or experts is None:
-        raise RolloutError(f"{name}: SGLang returned no routes; start it with {ROUTES_ARGUMENT}=true")
+        raise RolloutError(
+            f"{name}: SGLang returned no routes; start it with {ROUTES_ARGUMENT}=true", code="sglang.no-routes"
+        )
     values = np.frombuffer(base64.b64decode(encoded), np.int32)
     shape = (len(request.prompt_ids) + tokens - 1 - request.routes_from, len(experts.layers), experts.per_token)
     if values.size != math.prod(shape):
-        raise RolloutError(f"{name}: SGLang returned {values.size} experts, expected {list(shape)}")
+        raise RolloutError(
+            f"{name}: SGLang returned {values.size} experts, expected {list(shape)}", code="sglang.malformed-routes"
+        )
     routes = values.reshape(shape)[:, list(experts.layers)].astype(np.int16)
     if ((routes < 0) | (routes >= experts.count)).any():
-        raise RolloutError(f"{name}: SGLang returned experts {routes.min()} to {routes.max()} of {experts.count}")
+        raise RolloutError(
+            f"{name}: SGLang returned experts {routes.min()} to {routes.max()} of {experts.count}",
+            code="sglang.malformed-routes",
+        )
     return routes
 
 
@@ -331,17 +339,22 @@ def _check(
     request: Request, response: dict[str, Any], tokens: list[int], log_probs: list[float], reason: dict[str, Any]
 ) -> None:
     name = f"request '{request.request_id}'"
-    if reason.get("matched") == NAN_STOP and NAN_STOP not in request.params.stop:
-        raise RolloutError(f"{name}: the weights give log-probs that are not finite")
+    stopped_at_nan = reason.get("matched") == NAN_STOP and NAN_STOP not in request.params.stop
+    if stopped_at_nan or not all(map(math.isfinite, log_probs)):
+        raise RolloutError(
+            f"{name}: the weights give log-probs that are not finite", code="rollout.logprobs-not-finite"
+        )
     generated = response.get("output_ids")
     if generated is not None and list(generated) != tokens:
-        raise RolloutError(f"{name}: SGLang returned {len(generated)} tokens and log-probs of {len(tokens)}")
-    if not all(map(math.isfinite, log_probs)):
-        raise RolloutError(f"{name}: the weights give log-probs that are not finite")
+        raise RolloutError(
+            f"{name}: SGLang returned {len(generated)} tokens and log-probs of {len(tokens)}",
+            code="sglang.malformed-answer",
+        )
     if reason.get("type") == "length" and len(tokens) != request.params.max_new_tokens:
         raise RolloutError(
             f"{name}: SGLang ended it after {len(tokens)} of max_new_tokens={request.params.max_new_tokens} tokens; "
-            "its cache is too small for it (rollout.engine_kwargs.sglang.server_args.max_total_tokens)"
+            "its cache is too small for it (rollout.engine_kwargs.sglang.server_args.max_total_tokens)",
+            code="sglang.cache-too-small",
         )
 
 
@@ -355,7 +368,9 @@ def _finish_reason(params: SamplingParams, tokens: list[int], kind: str | None, 
             return "stop"
         return "length" if len(tokens) == params.max_new_tokens else kind
     if kind not in ("stop", "length", "abort"):
-        raise RolloutError(f"SGLang gave finish_reason {kind!r}, expected stop, length or abort")
+        raise RolloutError(
+            f"SGLang gave finish_reason {kind!r}, expected stop, length or abort", code="sglang.malformed-answer"
+        )
     return kind
 
 

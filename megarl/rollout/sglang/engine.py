@@ -145,7 +145,10 @@ class SGLangEngine(RolloutEngine):
         """See the contract."""
         self._names_with(requests, self._running)
         if self._asleep:
-            raise RolloutError(f"the engine's '{min(self._asleep)}' is asleep: wake it before submitting requests")
+            raise RolloutError(
+                f"the engine's '{min(self._asleep)}' is asleep: wake it before submitting requests",
+                code="engine.asleep",
+            )
         self._check_alive()
         for request in requests:
             self._check_request(request)
@@ -181,7 +184,7 @@ class SGLangEngine(RolloutEngine):
             self._liveness.heard()
             if isinstance(result, RequestRefused):
                 name = entry.request.request_id
-                result = Completion(name, [], [], "abort", self._version, refusal=str(result))
+                result = Completion(name, [], [], "abort", self._version, refusal=result)
             if isinstance(result, RolloutError):
                 self._drop_requests()
                 raise result
@@ -209,11 +212,14 @@ class SGLangEngine(RolloutEngine):
         reader = HFReader(path)
         shapes = WeightMap(self.config).hf_shapes()
         if WeightMap(reader.config).hf_shapes() != shapes:
-            raise ModelError(f"model folder {path} holds another model than the one this engine was built for")
+            raise ModelError(f"model folder {path} holds another model than this engine", code="engine.other-model")
         # SGLang ignores tensors that the folder lacks.
         absent = [name for name in shapes if name not in reader]
         if absent:
-            raise ModelError(f"model folder {path} lacks {len(absent)} of {len(shapes)} tensors, first '{absent[0]}'")
+            raise ModelError(
+                f"model folder {path} lacks {len(absent)} of {len(shapes)} tensors, first '{absent[0]}'",
+                code="model.missing-tensor",
+            )
         self._prepare_update(version)
         if not self._asleep:
             self._wait_until_idle()
@@ -254,7 +260,10 @@ class SGLangEngine(RolloutEngine):
         """See the contract. SGLang frees the memory only with its memory saver, which exists on GPUs."""
         chosen = check_tags(tags) - self._asleep
         if self._running:
-            raise RolloutError(f"{len(self._running)} requests are running: put the engine to sleep when none is")
+            raise RolloutError(
+                f"{len(self._running)} requests are running: put the engine to sleep when none is",
+                code="engine.requests-running",
+            )
         if "weights" in chosen:
             self._version = NO_VERSION
             self._session.abandon()
@@ -267,7 +276,7 @@ class SGLangEngine(RolloutEngine):
         """See the contract."""
         chosen = check_tags(tags) & self._asleep
         if self._closed:
-            raise RolloutError("the engine was shut down")
+            raise RolloutError("the engine was shut down", code="engine.shut-down")
         if chosen:
             self._call_or_raise("resume_memory_occupation", tags=_memory_tags(chosen))
         self._asleep -= chosen
@@ -312,7 +321,7 @@ class SGLangEngine(RolloutEngine):
         result: Completion | RolloutError
         try:
             if entry.aborted:
-                raise RolloutError("aborted before it was sent")
+                raise RolloutError("aborted before it was sent", code="rollout.request-aborted")
             every_token = self.config.vocab_size if self.options.seeded else 0
             rest = entry.request.remainder
             payload = request_payload(rest, entry.rid, self._eos, every_token)
@@ -326,7 +335,9 @@ class SGLangEngine(RolloutEngine):
                 nothing = Completion(entry.request.request_id, [], [], "abort", self._version)
                 result = nothing.after(entry.request.prior)
         except Exception as error:
-            result = RolloutError(f"request '{entry.request.request_id}': {type(error).__name__}: {error}")
+            result = RolloutError(
+                f"request '{entry.request.request_id}': {type(error).__name__}: {error}", code="sglang.request-failed"
+            )
         self._ended.put((entry, result))
 
     async def _abort_repeatedly(self, entry: RunningRequest) -> None:
@@ -342,9 +353,12 @@ class SGLangEngine(RolloutEngine):
     def _prepare_update(self, version: int) -> None:
         check_version(version)
         if "weights" in self._asleep:
-            raise WeightSyncError("the engine's weights are asleep: wake 'weights' before an update")
+            raise WeightSyncError("the engine's weights are asleep: wake 'weights' first", code="engine.asleep")
         if self._running:
-            raise WeightSyncError(f"{len(self._running)} requests are running: update weights when none is")
+            raise WeightSyncError(
+                f"{len(self._running)} requests are running: update weights when none is",
+                code="engine.requests-running",
+            )
         self._check_alive()
         self._version = NO_VERSION
 
@@ -358,7 +372,7 @@ class SGLangEngine(RolloutEngine):
     def _call_or_raise(self, method: str, **fields: Any) -> None:
         outcome = self._call(method, **fields)
         if not outcome.success:
-            raise RolloutError(f"SGLang refused {method}: {outcome.message}")
+            raise RolloutError(f"SGLang refused {method}: {outcome.message}", code="sglang.call-refused")
 
     def _wait_until_idle(self) -> None:
         """Wait until SGLang is idle, which it is a moment after its last response.
@@ -371,7 +385,7 @@ class SGLangEngine(RolloutEngine):
             if outcome.success:
                 return
             if time.monotonic() >= deadline:
-                raise RolloutError(f"SGLang is not idle: {outcome.message}")
+                raise RolloutError(f"SGLang is not idle: {outcome.message}", code="sglang.not-idle")
             time.sleep(ABORT_AGAIN_S)
 
     def _failure(self) -> str | None:
@@ -383,19 +397,21 @@ class SGLangEngine(RolloutEngine):
         failure = self._failure()
         if failure is not None:
             self._running.clear()
-            raise EngineLost(f"SGLang does not serve any more: {failure}")
+            raise EngineLost(f"SGLang does not serve any more: {failure}", code="sglang.engine-lost")
 
     def _check_request(self, request: Request) -> None:
         check_request(request, self._max_length, self.config.vocab_size, return_routes=self.options.return_routes)
         if request.prior is not None and not self.can_continue(request.params):
             raise RequestRefused(
                 f"request '{request.request_id}': SGLang cannot continue a response with stop strings or a "
-                "repetition penalty; submit it without prior"
+                "repetition penalty; submit it without prior",
+                code="sglang.no-continuation",
             )
         if request.params.stop and not self._decodes:
             raise RequestRefused(
                 f"request '{request.request_id}': stop strings need a tokenizer in the model folder, and not "
-                f"{KEY}.stop_strings=false"
+                f"{KEY}.stop_strings=false",
+                code="rollout.stop-without-tokenizer",
             )
 
 
@@ -426,7 +442,7 @@ def _check_divides(config: ModelConfig, tp: int) -> None:
     try:
         SGLangShard(config, tp, 0).params()
     except ValueError as error:
-        raise ConfigError(f"rollout.tensor_model_parallel_size={tp}: {error}") from None
+        raise ConfigError(f"rollout.tensor_model_parallel_size={tp}: {error}", code="layout.engine-ranks") from None
 
 
 def _memory_tags(tags: set[Tag]) -> list[str]:
@@ -438,7 +454,10 @@ def _check_options(options: SGLangOptions) -> None:
     choices = {"mode": MODES, "dtype": ("float32", "bfloat16")}
     for name, allowed in choices.items():
         if getattr(options, name) not in allowed:
-            raise ConfigError(f"{KEY}.{name}={getattr(options, name)!r}, expected one of: {', '.join(allowed)}")
+            raise ConfigError(
+                f"{KEY}.{name}={getattr(options, name)!r}, expected one of: {', '.join(allowed)}",
+                code="engine.option-choice",
+            )
     for name in ("tensor_parallel_size", "max_num_seqs"):
         if getattr(options, name) < 1:
-            raise ConfigError(f"{name}={getattr(options, name)}, expected at least 1")
+            raise ConfigError(f"{name}={getattr(options, name)}, expected at least 1", code="engine.option-range")

@@ -104,7 +104,10 @@ class HttpBackend:
         """
         status, body = await self._send("GET", "/server_info")
         if status != 200 or not isinstance(body, dict):
-            raise RolloutError(f"SGLang at {self.url} does not report its arguments ({status}): {_message(body)}")
+            raise RolloutError(
+                f"SGLang at {self.url} does not report its arguments ({status}): {_message(body)}",
+                code="sglang.no-server-info",
+            )
         return body
 
     async def answers_strangers(self) -> bool:
@@ -161,7 +164,7 @@ class HttpBackend:
                 return response.status, _parsed(text)
         except aiohttp.ClientError as error:
             self._lost = f"the server at {self.url} does not answer: {type(error).__name__}: {error}"
-            raise EngineLost(self._lost) from None
+            raise EngineLost(self._lost, code="sglang.no-answer") from None
 
 
 def attach(url: str, folder: str, options: SGLangOptions, loop: RequestLoop) -> HttpBackend:
@@ -172,13 +175,17 @@ def attach(url: str, folder: str, options: SGLangOptions, loop: RequestLoop) -> 
         RolloutError: it does not answer, or refuses the key.
     """
     if not options.api_key:
-        raise ConfigError(f"the SGLang server at {url} needs an API key; name its variable in {KEY}.api_key_env")
+        raise ConfigError(
+            f"the SGLang server at {url} needs an API key; name its variable in {KEY}.api_key_env",
+            code="sglang.no-api-key-env",
+        )
     server = HttpBackend(url, options.api_key, loop)
     try:
         if loop.call(server.answers_strangers(), options.start_timeout_s, f"asking {url} without its key"):
             raise ConfigError(
                 f"the SGLang server at {url} answers without an API key, and its weight endpoints execute code of "
-                f"their senders: start it with --api-key, and name the variable with the key in {KEY}.api_key_env"
+                f"their senders: start it with --api-key, and name the variable with the key in {KEY}.api_key_env",
+                code="sglang.unprotected-server",
             )
         info = loop.call(server.server_info(), options.start_timeout_s, f"reading the arguments of {url}")
         _check_server_info(url, info, folder, options)
@@ -195,16 +202,21 @@ def _check_server_info(url: str, info: Mapping[str, Any], folder: str, options: 
     expected = {"tp_size": options.tensor_parallel_size, "skip_tokenizer_init": not decodes(folder, options)}
     for name, value in expected.items():
         if info.get(name, value) != value:
-            raise ConfigError(f"the SGLang server at {url} runs with {name}={info[name]}, the options have {value}")
+            raise ConfigError(
+                f"the SGLang server at {url} runs with {name}={info[name]}, the options have {value}",
+                code="sglang.server-mismatch",
+            )
     if options.return_routes and not info.get(ROUTES_ARGUMENT):
         raise ConfigError(
             f"the SGLang server at {url} does not run with --enable-return-routed-experts, which "
-            "actor_rollout_ref.actor.router_replay.mode=R3 needs: add it, or set R2"
+            "actor_rollout_ref.actor.router_replay.mode=R3 needs: add it, or set R2",
+            code="sglang.server-without-routes",
         )
     if options.seeded and not info.get("enable_deterministic_inference"):
         raise ConfigError(
             f"the SGLang server at {url} does not run with --enable-deterministic-inference, which seeds "
-            "need: add it, or set rollout.engine_kwargs.sglang.deterministic=false"
+            "need: add it, or set rollout.engine_kwargs.sglang.deterministic=false",
+            code="sglang.server-not-deterministic",
         )
 
 
@@ -239,7 +251,7 @@ def start_server(folder: str, max_model_len: int, options: SGLangOptions, loop: 
             server.close()
             loop.call(server.disconnect(), CLOSE_S, "closing connections")
             if isinstance(error, RolloutError):
-                raise RolloutError(f"{error}\n{_tail(log, start)}") from None
+                raise RolloutError(f"{error.text}\n{_tail(log, start)}", code=error.code) from None
             raise
     return server
 
@@ -247,7 +259,10 @@ def start_server(folder: str, max_model_len: int, options: SGLangOptions, loop: 
 async def _ready(server: HttpBackend) -> None:
     while True:
         if server._process is not None and server._process.poll() is not None:
-            raise RolloutError(f"the SGLang server ended with code {server._process.returncode} while it started:")
+            raise RolloutError(
+                f"the SGLang server ended with code {server._process.returncode} while it started:",
+                code="sglang.start-failed",
+            )
         try:
             status, _ = await server._send("GET", "/health")
             if status == 200:

@@ -68,7 +68,7 @@ class InProcessBackend:
         try:
             response: dict[str, Any] = await self._engine.async_generate(**payload)
         except ValueError as error:
-            raise RequestRefused(f"SGLang refused a request: {error}") from None
+            raise RequestRefused(f"SGLang refused a request: {error}", code="sglang.request-refused") from None
         return response
 
     async def abort(self, rid: str) -> None:
@@ -151,7 +151,8 @@ def _only_engine() -> Iterator[None]:
     if not _RUNNING.acquire(blocking=False):
         raise RolloutError(
             "this process already holds an SGLang engine, and SGLang can have one per process: shut it down first, "
-            "or use rollout.engine_kwargs.sglang.mode=http"
+            "or use rollout.engine_kwargs.sglang.mode=http",
+            code="sglang.one-per-process",
         )
     _CHILD_FAILED.clear()
     try:
@@ -177,7 +178,7 @@ def _start(folder: str, max_model_len: int, options: SGLangOptions, rendezvous: 
             return sglang.Engine(**arguments)
         except Exception as error:
             _end([p for p in descendants() if p not in before and _is_sglang_process(p)])
-            raise RolloutError(f"SGLang did not start: {error}") from error
+            raise RolloutError(f"SGLang did not start: {error}", code="sglang.start-failed") from error
 
 
 @contextlib.contextmanager

@@ -59,11 +59,13 @@ class Reply:
         values: values that JSON can encode.
         data: bytes of a tensor.
         error: reason of a failure; empty on success.
+        code: its code, see :class:`~megarl.base.errors.MegarlError`.
     """
 
     values: Any = None
     data: bytes = b""
     error: str = ""
+    code: str = ""
 
 
 class CommandChannel:
@@ -131,7 +133,7 @@ class CommandChannel:
             for rank, connection in enumerate(self._ranks):
                 if connection in ready:
                     head = json.loads(connection.recv_bytes())
-                    replies[rank] = Reply(head["values"], connection.recv_bytes(), head["error"])
+                    replies[rank] = Reply(head["values"], connection.recv_bytes(), head["error"], head["code"])
             if not ready:
                 watch.check()
         return [replies[rank] for rank in range(len(self._ranks))]
@@ -289,12 +291,12 @@ class RankLoader:
     def _views(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """Look up the parameters, which SGLang may replace when it loads a folder."""
         if self._shard is None:
-            raise WeightSyncError("no engine is attached to this SGLang")
+            raise WeightSyncError("no engine is attached to this SGLang", code="sglang.not-attached")
         return self._shard.views(model)
 
     def _connected(self) -> BucketReceiver:
         if self._receiver is None:
-            raise WeightSyncError(NOT_CONNECTED)
+            raise WeightSyncError(NOT_CONNECTED, code="sync.no-receivers")
         return self._receiver
 
 
@@ -317,7 +319,8 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) ->
             connection.send_bytes(json.dumps({"call_id": call["call_id"], "rank": call["rank"]}).encode())
             while True:
                 reply = _run(model, connection.recv_bytes())
-                connection.send_bytes(json.dumps({"values": reply.values, "error": reply.error}).encode())
+                head = {"values": reply.values, "error": reply.error, "code": reply.code}
+                connection.send_bytes(json.dumps(head).encode())
                 connection.send_bytes(reply.data)
 
 
@@ -326,8 +329,10 @@ def _run(model: torch.nn.Module, command: bytes) -> Reply:
         action, arguments = pickle.loads(command)
         with torch.no_grad():
             reply: Reply = getattr(_LOADER, action)(model, *arguments)
+    except WeightSyncError as error:
+        return Reply(error=error.text, code=error.code)
     except Exception as error:
-        return Reply(error=f"{error}" if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}")
+        return Reply(error=f"{type(error).__name__}: {error}", code="sync.rank-failed")
     return reply
 
 

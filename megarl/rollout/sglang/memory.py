@@ -76,6 +76,7 @@ def fraction_beside_training(devices: Sequence[FreeMemory], pending: int, *, kee
         raise ConfigError(
             f"{KEY} is not set, and no memory is left for SGLang: {least.free / GIB:.1f} of {least.total / GIB:.1f} "
             f"GiB are free next to the training roles, which will need {pending / GIB:.1f} GiB more. Set "
-            "param_offload=true and optimizer_offload=true of the roles, or use more devices"
+            "param_offload=true and optimizer_offload=true of the roles, or use more devices",
+            code="sglang.no-memory",
         )
     return fraction

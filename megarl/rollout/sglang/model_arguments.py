@@ -33,7 +33,8 @@ def model_arguments(config: ModelConfig, arguments: Mapping[str, Any]) -> dict[s
         if chosen != EXPERT_KERNELS:
             raise ConfigError(
                 f"{KEY}.server_args.{KERNELS_ARGUMENT}={chosen!r} is not supported for {config.architecture}: SGLang "
-                f"would hold its experts in another form than a weight sync writes; set {EXPERT_KERNELS!r} or remove it"
+                f"would store its experts in another form than weight syncs write; set {EXPERT_KERNELS!r} or remove it",
+                code="sglang.expert-kernels",
             )
         result[KERNELS_ARGUMENT] = EXPERT_KERNELS
     if (positions := positions_of_full_attention(config)) is not None:
@@ -63,5 +64,7 @@ def with_overrides(arguments: Mapping[str, Any], fields: Mapping[str, Any]) -> d
     try:
         overrides = dict(parse_json(text))
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"{KEY}.server_args.{OVERRIDES}={text!r}: expected a JSON object: {error}") from None
+        raise ConfigError(
+            f"{KEY}.server_args.{OVERRIDES}={text!r}: expected a JSON object: {error}", code="sglang.config-overrides"
+        ) from None
     return {OVERRIDES: json.dumps({**overrides, **fields})}

@@ -221,7 +221,8 @@ def server_args(folder: str, max_model_len: int, options: SGLangOptions) -> dict
     if options.return_routes and ROUTES_ARGUMENT not in supported:
         raise ConfigError(
             "actor_rollout_ref.actor.router_replay.mode=R3: the installed SGLang returns no experts of tokens; install "
-            "0.5.17 or later, or set R2"
+            "0.5.17 or later, or set R2",
+            code="sglang.routes-version",
         )
     return {name: value for name, value in arguments.items() if name in supported or name not in _OPTIONAL}
 
@@ -261,16 +262,21 @@ def check_server_args(arguments: Mapping[str, Any]) -> None:
     """
     for name, value in arguments.items():
         if name in _ENGINE_ARGS:
-            raise ConfigError(f"{KEY}.server_args.{name}: the engine sets this itself, from the other rollout keys")
+            raise ConfigError(
+                f"{KEY}.server_args.{name}: the engine sets this itself, from the other rollout keys",
+                code="sglang.engine-argument",
+            )
         if name in _PARAMETER_ARGS and value not in _PARAMETER_ARGS[name]:
             raise ConfigError(
                 f"{KEY}.server_args.{name}={value!r}: SGLang's ranks would hold other parameters than a weight sync "
-                "writes; remove it"
+                "writes; remove it",
+                code="sglang.parameter-argument",
             )
     if arguments.get(_UNPROTECTED, 1) != 1:
         raise ConfigError(
             f"{KEY}.server_args.{_UNPROTECTED}={arguments[_UNPROTECTED]!r}: SGLang's server then checks no API key, "
-            "and every client could replace the weights; set 1"
+            "and every client could replace the weights; set 1",
+            code="sglang.tokenizer-workers",
         )
     if not arguments or not is_installed("sglang"):
         return
@@ -279,7 +285,10 @@ def check_server_args(arguments: Mapping[str, Any]) -> None:
         if name not in supported:
             near = difflib.get_close_matches(name, supported, n=1)
             hint = f"; nearest: {near[0]}" if near else ""
-            raise ConfigError(f"{KEY}.server_args.{name}: the installed SGLang has no such argument{hint}")
+            raise ConfigError(
+                f"{KEY}.server_args.{name}: the installed SGLang has no such argument{hint}",
+                code="sglang.unknown-argument",
+            )
 
 
 def decodes(folder: str, options: SGLangOptions) -> bool:

@@ -92,12 +92,17 @@ class SGLangShard:
         shapes = self._shapes(places)
         for name, shape in shapes.items():
             if name not in held:
-                raise WeightSyncError(f"SGLang has no parameter '{name}'")
+                raise WeightSyncError(f"SGLang has no parameter '{name}'", code="sglang.parameter-missing")
             if list(held[name].shape) != shape:
-                raise WeightSyncError(f"SGLang holds '{name}' with shape {list(held[name].shape)}, expected {shape}")
+                raise WeightSyncError(
+                    f"SGLang holds '{name}' with shape {list(held[name].shape)}, expected {shape}",
+                    code="sglang.parameter-shape",
+                )
         extra = sorted(name for name in held if name not in shapes and not self._is_unused(name))
         if extra:
-            raise WeightSyncError(f"SGLang has a parameter '{extra[0]}' without weights in the update")
+            raise WeightSyncError(
+                f"SGLang has a parameter '{extra[0]}' without weights in the update", code="sglang.parameter-extra"
+            )
         return {name: held[place.name][place.first :][: place.rows] for name, place in places.items()}
 
     def quantized_views(self, model: torch.nn.Module, views: Mapping[str, Tensor]) -> QuantizedViews:
@@ -183,7 +188,8 @@ def check_model_runs(config: ModelConfig, options: EngineOptions) -> None:
     if config.latent is not None and config.num_attention_heads % tp:
         raise ModelError(
             f"rollout engine 'sglang' over {tp} ranks needs num_attention_heads to be a multiple of {tp}, "
-            f"{config.architecture} has {config.num_attention_heads}: a rank has whole heads of latent attention"
+            f"{config.architecture} has {config.num_attention_heads}: a rank has whole heads of latent attention",
+            code="layout.rollout-heads",
         )
     if options.quantization is not None:
         check_quantization(config, options)
@@ -204,18 +210,21 @@ def _check_olmo_and_gemma(config: ModelConfig, options: EngineOptions) -> None:
     if name == "Gemma3ForCausalLM" and tp > 1:
         raise ModelError(
             f"rollout engine 'sglang' does not divide the embedding of {name} over {tp} ranks: set "
-            "rollout.tensor_model_parallel_size=1"
+            "rollout.tensor_model_parallel_size=1",
+            code="sglang.gemma-ranks",
         )
     if name == "OlmoeForCausalLM" and (tp > 1 or config.num_key_value_heads != config.num_attention_heads):
         raise ModelError(
             f"rollout engine 'sglang' norms the queries and keys of {name} over all heads of one rank: it needs "
             f"rollout.tensor_model_parallel_size=1 (here {tp}) and as many key-value heads as heads "
-            f"(num_key_value_heads={config.num_key_value_heads}, num_attention_heads={config.num_attention_heads})"
+            f"(num_key_value_heads={config.num_key_value_heads}, num_attention_heads={config.num_attention_heads})",
+            code="sglang.olmoe-ranks",
         )
     if getattr(options, "url", None) and positions_of_full_attention(config) is not None:
         raise ModelError(
             f"rollout.engine_kwargs.sglang.urls: SGLang reads no rotary embedding per kind of layer of {name}. In the "
-            "servers' config.json, replace rope_parameters by those of full_attention"
+            "servers' config.json, replace rope_parameters by those of full_attention",
+            code="sglang.layer-rope",
         )
 
 
@@ -228,7 +237,8 @@ def _check_positions(config: ModelConfig) -> None:
         if not math.isclose(factor, default, rel_tol=1e-6):
             raise ModelError(
                 f"rollout engine 'sglang' reads no attention_factor={factor:g} of YaRN in {config.architecture}, and "
-                f"computes {default:g} from the scaling factor; set rollout.name=embedded, or remove attention_factor"
+                f"computes {default:g} from the scaling factor; set rollout.name=embedded, or remove attention_factor",
+                code="sglang.yarn-factor",
             )
 
 
@@ -239,17 +249,20 @@ def _check_linear(config: ModelConfig, options: EngineOptions) -> None:
     if options.device == "cpu":
         raise ModelError(
             f"rollout engine 'sglang' does not run {config.architecture} on a CPU: its gated delta nets need a GPU; "
-            "set rollout.name=embedded"
+            "set rollout.name=embedded",
+            code="sglang.model-needs-gpu",
         )
     if linear.key_heads % tp:
         raise ModelError(
             f"rollout engine 'sglang' over {tp} ranks needs linear_num_key_heads to be a multiple of {tp}, "
-            f"{config.architecture} has {linear.key_heads}"
+            f"{config.architecture} has {linear.key_heads}",
+            code="layout.rollout-heads",
         )
     if linear.grouped and (config.experts is None or not all(config.experts.layers)):
         raise ModelError(
             f"rollout engine 'sglang' does not run {config.architecture} with dense layers: SGLang has experts in "
-            "every layer of this architecture; set rollout.name=embedded"
+            "every layer of this architecture; set rollout.name=embedded",
+            code="sglang.dense-layers",
         )
 
 
@@ -258,13 +271,15 @@ def _check_sinks(config: ModelConfig, options: EngineOptions) -> None:
     if options.device == "cpu":
         raise ModelError(
             f"rollout engine 'sglang' does not run {config.architecture} on a CPU: its attention sinks need a GPU; "
-            "set rollout.name=embedded"
+            "set rollout.name=embedded",
+            code="sglang.model-needs-gpu",
         )
     if config.quantized:
         raise ModelError(
             f"rollout engine 'sglang' would hold the experts of {config.architecture} in {config.quantized}, and a "
             "weight sync sends plain weights; convert the model folder: megarl convert hf-to-megatron FOLDER ROLE, "
-            "then megarl convert megatron-to-hf ROLE NEW_FOLDER"
+            "then megarl convert megatron-to-hf ROLE NEW_FOLDER",
+            code="sglang.quantized-experts",
         )
 
 
@@ -286,7 +301,8 @@ def check_cpu_sizes(config: ModelConfig, tp: int) -> None:
         if size % multiple:
             raise ModelError(
                 f"rollout engine 'sglang' on a CPU over {tp} ranks needs {name} to be a multiple of {multiple}, "
-                f"{config.architecture} has {size}: SGLang would hold padded weights there"
+                f"{config.architecture} has {size}: SGLang would hold padded weights there",
+                code="sglang.cpu-padding",
             )
 
 
@@ -311,21 +327,25 @@ def check_quantization(config: ModelConfig, options: EngineOptions) -> None:
     if options.device == "cpu":
         raise ModelError(
             f"{setting}: on a CPU SGLang repacks FP8 weights, which a weight sync cannot write; set "
-            "rollout.name=embedded, or quantization=null"
+            "rollout.name=embedded, or quantization=null",
+            code="sglang.fp8-cpu",
         )
     if options.dtype != "bfloat16":
         raise ModelError(
-            f"{setting} and rollout.dtype={options.dtype}: SGLang's FP8 layers compute in bfloat16; set dtype=bfloat16"
+            f"{setting} and rollout.dtype={options.dtype}: SGLang's FP8 layers compute in bfloat16; set dtype=bfloat16",
+            code="sglang.fp8-dtype",
         )
     special = "gated delta nets" if config.linear is not None else "experts with biases" if config.sinks else None
     if special is not None:
         raise ModelError(
-            f"{setting} is not supported for the {special} of {config.architecture}; set quantization=null"
+            f"{setting} is not supported for the {special} of {config.architecture}; set quantization=null",
+            code="sglang.fp8-model",
         )
     if config.latent is not None and config.latent.q_lora_rank % FP8_BLOCK:
         raise ModelError(
             f"{setting}: q_lora_rank={config.latent.q_lora_rank} of {config.architecture} is no multiple of "
-            f"{FP8_BLOCK}, and SGLang fuses both latents in one matrix; set quantization=null"
+            f"{FP8_BLOCK}, and SGLang fuses both latents in one matrix; set quantization=null",
+            code="sglang.fp8-latent",
         )
     check_blocks(config, options.tensor_parallel_size)
 
@@ -350,14 +370,16 @@ class QuantizedViews(NamedTuple):
         for name, codes in self.codes.items():
             if codes.dtype != FP8_DTYPE:
                 raise WeightSyncError(
-                    f"SGLang holds '{name}' as {codes.dtype}, expected {FP8_DTYPE} for {QUANTIZATION_KEY}={FP8}"
+                    f"SGLang holds '{name}' as {codes.dtype}, expected {FP8_DTYPE} for {QUANTIZATION_KEY}={FP8}",
+                    code="sglang.fp8-codes",
                 )
             scales = self.scales[name]
             if scales.dtype != torch.float32:
                 raise WeightSyncError(
                     f"SGLang holds the scales of '{name}' as {scales.dtype}: powers of two (ue8m0), which megarl does "
                     f"not write. Choose another kernel with server_args.fp8_gemm_runner_backend, such as triton, or "
-                    f"set {QUANTIZATION_KEY}=null"
+                    f"set {QUANTIZATION_KEY}=null",
+                    code="sglang.fp8-scales",
                 )
 
     def incoming(self, matrix: MatrixId, dtype: torch.dtype) -> Tensor:

@@ -101,7 +101,8 @@ class TeacherServers:
         if config.api_key_env and not secret:
             raise TeacherError(
                 f"{key}.api_key_env={config.api_key_env}: the environment variable is not set; it must hold the API "
-                "key of the servers"
+                "key of the servers",
+                code="teacher.api-key-unset",
             )
         self._loop = RequestLoop()
         self._backends = [HttpBackend(url, secret, self._loop) for url in config.urls]
@@ -166,7 +167,8 @@ class TeacherServers:
                 raise TeacherError(
                     f"{self.key}.urls: {backend.url} takes fewer than {limit} tokens, and prompt and response have "
                     f"up to {tokens}; start it with a longer --context-length and more memory, or set a shorter "
-                    "data.max_response_length"
+                    "data.max_response_length",
+                    code="teacher.context-length",
                 )
 
     def close(self) -> None:
@@ -219,7 +221,8 @@ class TeacherServers:
     def _malformed(self, wanted: str, problem: str, form: str) -> TeacherError:
         return TeacherError(
             f"{self.key}.urls={self.config.urls}: a server did not return {wanted}, as asked ({problem}); megarl reads "
-            f"{form} as SGLang 0.5 returns it. Check the server, its version and its model"
+            f"{form} as SGLang 0.5 returns it. Check the server, its version and its model",
+            code="teacher.malformed-answer",
         )
 
     async def _log_probs(self, fields: dict[str, Any], count: int) -> list[Any]:
@@ -245,16 +248,17 @@ class TeacherServers:
                 reason = f"{backend.url} did not answer within {self.key}.timeout_s={self.config.timeout_s:g}"
                 continue
             except EngineLost as error:
-                reason = str(error)
+                reason = error.text
                 continue
             if status == 200:
                 return body
             reason = f"{backend.url}{path} answered with status {status}: {str(body)[:300]}"
             if status in _REFUSALS:
-                raise TeacherError(f"{self.key}.urls: {reason}")
+                raise TeacherError(f"{self.key}.urls: {reason}", code="teacher.request-refused")
         raise TeacherError(
             f"{self.key}.urls: {reason}; gave up after {count_noun(self.config.max_attempts, 'attempt')}. Start the "
-            "server, then start or resume the run"
+            "server, then start or resume the run",
+            code="teacher.unavailable",
         )
 
 

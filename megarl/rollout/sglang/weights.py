@@ -70,7 +70,8 @@ class WeightSession:
         if LOADER not in loop.call(backend.loaders(), options.call_timeout_s, "reading its weight loaders"):
             raise ConfigError(
                 "the SGLang server was started without megarl's weight loader: start it with --custom-weight-loader "
-                f"{LOADER}, and with megarl installed there"
+                f"{LOADER}, and with megarl installed there",
+                code="sglang.no-weight-loader",
             )
         self._channel = CommandChannel(backend.ranks_host, options.health_timeout_s)
         self._loading: concurrent.futures.Future[ControlResult] | None = None
@@ -95,7 +96,8 @@ class WeightSession:
         """
         if self._shards[0].quantized:
             raise ModelError(
-                f"{QUANTIZATION_KEY}={FP8}: SGLang cannot quantize model folder {path}; its weights come from a sync"
+                f"{QUANTIZATION_KEY}={FP8}: SGLang cannot quantize model folder {path}; its weights come from a sync",
+                code="sglang.fp8-folder",
             )
         self.abandon()
         self._close_session()
@@ -107,7 +109,7 @@ class WeightSession:
             flush_cache=True,
         )
         if not outcome.success:
-            raise ModelError(f"SGLang could not load model folder {path}: {outcome.message}")
+            raise ModelError(f"SGLang could not load model folder {path}: {outcome.message}", code="sglang.load-failed")
 
     def connect(self, specs: Sequence[ReceiverSpec]) -> None:
         """Create the receivers; see :meth:`megarl.rollout.RolloutEngine.connect_receivers`."""
@@ -119,7 +121,7 @@ class WeightSession:
         """Begin an update; see :meth:`megarl.rollout.RolloutEngine.begin_update`."""
         self.abandon()
         if not self._ranks:
-            raise WeightSyncError(NOT_CONNECTED)
+            raise WeightSyncError(NOT_CONNECTED, code="sync.no-receivers")
         self._largest_command = 0
         self._open_session()
         self._update = version
@@ -135,7 +137,7 @@ class WeightSession:
     def import_bucket(self, index: int, messages: Sequence[Message]) -> None:
         """Let the ranks read a bucket; see :meth:`megarl.rollout.RolloutEngine.import_bucket`."""
         if self._update is None:
-            raise WeightSyncError(NOT_OPEN)
+            raise WeightSyncError(NOT_OPEN, code="sync.no-open-update")
         with self._abandoning_on_error():  # a rank may have written its part
             self._command("bucket", [(index, part) for part in route_messages(messages, self._ranks)])
 
@@ -149,12 +151,12 @@ class WeightSession:
     def end(self, version: int) -> None:
         """End the update; see :meth:`megarl.rollout.RolloutEngine.end_update`."""
         if self._update is None:
-            raise WeightSyncError(NOT_OPEN)
+            raise WeightSyncError(NOT_OPEN, code="sync.no-open-update")
         with self._abandoning_on_error():
             self._command("end", [(version,)] * self._tp)
             outcome = self._hang_up()
-            if outcome is not None and not outcome.success:
-                raise WeightSyncError(f"SGLang did not take over weight version {version}: {outcome.message}")
+            if outcome is not None:
+                _check_success(outcome, f"take over weight version {version}")
         self._update = None
         self._close_session()
 
@@ -199,8 +201,8 @@ class WeightSession:
         if not self._checks:
             return ()
         outcome = self.call("check_weights", action="checksum")
-        if not outcome.success and UNKNOWN_ACTION not in outcome.message:
-            raise WeightSyncError(f"SGLang could not check its weights: {outcome.message}")
+        if UNKNOWN_ACTION not in outcome.message:
+            _check_success(outcome, "check its weights")
         return tuple(str(rank["per_gpu_checksum"]) for rank in outcome.ranks)
 
     def read(self, rank: int, name: str) -> Tensor:
@@ -241,13 +243,15 @@ class WeightSession:
         except (EOFError, OSError):
             outcome = self._hang_up()  # does not end if the rank has died, and the watch finds its process
             reason = "SGLang is not in megarl's loader" if outcome is None else outcome.message
-            raise WeightSyncError(f"a rank of SGLang lost its connection to the engine: {reason}") from None
+            raise WeightSyncError(
+                f"a rank of SGLang lost its connection to the engine: {reason}", code="sglang.rank-disconnected"
+            ) from None
         except BaseException:
             self._channel.hang_up()
             raise
         for rank, reply in enumerate(replies):
             if reply.error:
-                raise WeightSyncError(f"SGLang's rank {rank}: {reply.error}")
+                raise WeightSyncError(f"SGLang's rank {rank}: {reply.error}", code=reply.code)
         return replies
 
     def _call_loader(self) -> None:
@@ -274,23 +278,27 @@ class WeightSession:
 
     def _open_session(self) -> None:
         if self._sessions and not self._open:
-            outcome = self.call("begin_weight_update")
-            if not outcome.success:
-                raise WeightSyncError(f"SGLang did not begin a weight update: {outcome.message}")
+            _check_success(self.call("begin_weight_update"), "begin a weight update")
             self._open = True
 
     def _close_session(self) -> None:
         if self._open:
-            outcome = self.call("end_weight_update")
-            if not outcome.success:
-                raise WeightSyncError(f"SGLang did not end the weight update: {outcome.message}")
+            _check_success(self.call("end_weight_update"), "end the weight update")
             self._open = False
+
+
+def _check_success(outcome: ControlResult, action: str) -> None:
+    if not outcome.success:
+        raise WeightSyncError(f"SGLang did not {action}: {outcome.message}", code="sglang.call-refused")
 
 
 def _check_runs(call: concurrent.futures.Future[ControlResult], watch: CallWatch) -> None:
     """Check that a call of the loader has not ended, and that SGLang will run it."""
     if call.done():
-        raise WeightSyncError(f"SGLang's ranks did not connect to megarl's loader: {call.result().message}")
+        raise WeightSyncError(
+            f"SGLang's ranks did not connect to megarl's loader: {call.result().message}",
+            code="sglang.ranks-not-connected",
+        )
     watch.check()
 
 
