@@ -141,9 +141,9 @@ def test_a_cpu_job_is_planned_for_the_cpu(capsys):
         (["--hardware=my/node.yaml"], "[plan.no-hardware-file]\n"),
         (["--lengths=mean=9999"], "[plan.lengths-range]\n"),
         (["trainer.n_gpus_per_node=16"], "[plan.devices-per-node]\n"),
-        (["trainer.nodes=2"], ""),
-        (["actor_rollout_ref.model.path=/nowhere"], ""),
-        (["actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=3"], ""),
+        (["trainer.nodes=2"], "[config.unknown-key]\n"),
+        (["actor_rollout_ref.model.path=/nowhere"], "[model.folder-missing]\n"),
+        (["actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=3"], "[layout.replicas-do-not-divide]\n"),
     ],
 )
 def test_errors_have_exit_code_two(capsys, arguments, end):
