@@ -142,23 +142,24 @@ def test_texts_of_a_sweep_keep_their_characters(job: FakeJob, overrides: tuple[s
 
 def test_sweep_with_a_wrong_value_starts_no_run(job: FakeJob, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run_job("train", quickstart("-m", "trainer.seed=1,x")) == cli.EXIT_BAD_CONFIG
-    assert not job.calls and "trainer.seed=x" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert not job.calls and "trainer.seed=x" in error and "[config.wrong-type]" in error
 
 
 def test_sweep_continues_after_a_failed_run(job: FakeJob, capsys: pytest.CaptureFixture[str]) -> None:
-    job.failures = [DataError("column prompt is missing")]
+    job.failures = [DataError("column prompt is missing", code="data.missing-column")]
     assert cli.run_job("train", quickstart("-m", "trainer.seed=1,2")) == cli.EXIT_RUN_FAILED
-    assert len(job.calls) == 2 and "column prompt is missing" in capsys.readouterr().err
+    assert len(job.calls) == 2 and "[data.missing-column]" in capsys.readouterr().err
 
 
 def test_sweep_table_lists_scores_and_failures(job: FakeJob, capsys: pytest.CaptureFixture[str]) -> None:
     job.scores = [0.25, 0.75, 0.5]
-    job.failures = [DataError("column prompt is missing")]
+    job.failures = [DataError("column prompt is missing", code="data.missing-column")]
     assert cli.run_job("train", quickstart("-m", "trainer.seed=1,2,3,4")) == cli.EXIT_RUN_FAILED
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines[-6:-1]] == [
         ["run", "trainer.seed", "critic/score/mean"],
-        ["0", "1", "failed:", "column", "prompt", "is", "missing"],
+        ["0", "1", "failed:", "column", "prompt", "is", "missing", "[data.missing-column]"],
         ["1", "2", "0.25"],
         ["2", "3", "0.75", "<-", "best"],
         ["3", "4", "0.5"],
@@ -214,7 +215,7 @@ def test_a_sweep_survives_a_full_disk_under_its_folder(
 
 def test_optuna_ignores_failed_trials(job: FakeJob, capsys: pytest.CaptureFixture[str]) -> None:
     job.scores = [-3.0, -2.0]
-    job.failures = [DataError("column prompt is missing")]
+    job.failures = [DataError("column prompt is missing", code="data.missing-column")]
     optuna = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1")
     assert cli.run_job("train", quickstart("-m", *optuna, "trainer.seed=range(1,99)")) == cli.EXIT_RUN_FAILED
     best = yaml.safe_load((job.calls[0][1].parent / "optimization_results.yaml").read_text(encoding="utf-8"))
@@ -223,10 +224,10 @@ def test_optuna_ignores_failed_trials(job: FakeJob, capsys: pytest.CaptureFixtur
 
 def test_megarl_error_is_printed_without_traceback(job: FakeJob, capsys: pytest.CaptureFixture[str]) -> None:
     for error, code in (
-        (DataError("column prompt is missing"), cli.EXIT_BAD_CONFIG),
-        (RewardFunctionError("no function"), cli.EXIT_BAD_CONFIG),
-        (RewardError("the function raised"), cli.EXIT_RUN_FAILED),
-        (WorkerError("rank 1 is gone"), cli.EXIT_RUN_FAILED),
+        (DataError("column prompt is missing", code="data.missing-column"), cli.EXIT_BAD_CONFIG),
+        (RewardFunctionError("no function", code="x.one"), cli.EXIT_BAD_CONFIG),
+        (RewardError("the function raised", code="x.two"), cli.EXIT_RUN_FAILED),
+        (WorkerError("rank 1 is gone", code="x.three"), cli.EXIT_RUN_FAILED),
     ):
         job.failures = [error]
         assert cli.run_job("train", quickstart()) == code
@@ -251,7 +252,11 @@ def test_wrong_config_exits_with_2_and_creates_no_file(
 ) -> None:
     assert cli.run_job("train", quickstart("trainer.seeed=1")) == cli.EXIT_BAD_CONFIG
     captured = capsys.readouterr()
-    assert captured.out == "" and "trainer.seeed=1" in captured.err and "did you mean trainer.seed?" in captured.err
+    assert captured.out == "" and captured.err == (
+        "The configuration has a problem:\n"
+        "  trainer.seeed=1\n"
+        "      unknown key; did you mean trainer.seed? [config.unknown-key]\n"
+    )
     assert not job.calls and not (tmp_path / "outputs").exists()
 
 
@@ -283,22 +288,34 @@ def model_folder(folder: Path, **changes: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "changes"),
+    ("key", "value", "changes", "code"),
     [
-        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size", 4, {}),
-        ("critic.megatron.pipeline_model_parallel_size", 4, {}),
-        ("actor_rollout_ref.rollout.tensor_model_parallel_size", 4, {}),
-        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size", 2, {"num_key_value_heads": 1}),
+        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size", 4, {}, "layout.tp-heads"),
+        ("critic.megatron.pipeline_model_parallel_size", 4, {}, "layout.pp-layers"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size", 4, {}, "engine.one-device"),
+        (
+            "actor_rollout_ref.actor.megatron.tensor_model_parallel_size",
+            2,
+            {"num_key_value_heads": 1},
+            "layout.tp-heads",
+        ),
     ],
 )
 def test_layout_is_checked_against_the_model(
-    key: str, value: int, changes: dict[str, Any], job: FakeJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    key: str,
+    value: int,
+    changes: dict[str, Any],
+    code: str,
+    job: FakeJob,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = model_folder(tmp_path / "model", **changes)
     devices = ("trainer.n_gpus_per_node=4", "critic.megatron.data_parallel_size=null")
     arguments = quickstart(*devices, f"actor_rollout_ref.model.path={path}", f"{key}={value}")
     assert cli.run_job("train", arguments) == cli.EXIT_BAD_CONFIG
-    assert f"{key}={value}" in capsys.readouterr().err and not job.calls
+    error = capsys.readouterr().err
+    assert f"{key}={value}" in error and f"[{code}]" in error and not job.calls
 
 
 def test_unknown_architecture_is_refused_before_the_job(
@@ -307,7 +324,7 @@ def test_unknown_architecture_is_refused_before_the_job(
     path = model_folder(tmp_path / "model", architectures=["MambaForCausalLM"])
     assert cli.run_job("train", quickstart(f"actor_rollout_ref.model.path={path}")) == cli.EXIT_BAD_CONFIG
     error = capsys.readouterr().err
-    assert "MambaForCausalLM" in error and "qwen2, qwen2_moe" in error
+    assert "[model.no-weight-map]" in error and "MambaForCausalLM" in error and "qwen2, qwen2_moe" in error
 
 
 def test_usage_lists_every_job_and_command_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -362,7 +379,7 @@ def test_wrong_key_in_a_subprocess() -> None:
     command = [sys.executable, "-m", "megarl.train", "--config-name", "quickstart", "--cfg", "job", "critic.lr=1"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 2 and result.stdout == ""
-    assert "critic.lr=1" in result.stderr and "did you mean critic.optim.lr" in result.stderr
+    assert "critic.lr=1" in result.stderr and "critic.optim.lr? [config.unknown-key]" in result.stderr
     assert "Traceback" not in result.stderr
 
 
@@ -406,9 +423,8 @@ def test_two_concurrent_runs_share_no_folder(
     assert cli.main(["train", *quickstart(*arguments)]) == 0
     assert codes == [cli.EXIT_BAD_CONFIG] and len(job.calls) == 1
     error = capsys.readouterr().err
-    assert f"in use by another run: quickstart in {job.calls[0][1]}, process " in error
-    assert ", run ID id-of-the-first" in error
-    assert f"{shared}=<another folder>" in error
+    assert f"quickstart in {job.calls[0][1]}, process " in error and ", run ID id-of-the-first" in error
+    assert f"{shared}=<another folder>" in error and "[launch.folder-in-use]" in error
     assert not list(tmp_path.rglob("*run_lock"))
 
 
@@ -470,6 +486,7 @@ def test_a_stored_config_names_the_secrets_to_set_again(
     assert cli.main(again) == cli.EXIT_BAD_CONFIG
     error = capsys.readouterr().err
     assert "custom_reward_function.reward_kwargs.api_key" in error and "retriever.url" in error
+    assert error.count("[config.redacted-secret]") == 3
     assert "custom_reward_function.reward_kwargs.password" not in error
     values = [
         "custom_reward_function.reward_kwargs.api_key=new",

@@ -3,12 +3,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from expected_errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_options import loss_options
 
 from megarl.algorithms import POLICY_LOSSES, PolicyLossInputs, entropy_loss, load_policy_loss
-from megarl.base.errors import ConfigError
 
 vanilla = POLICY_LOSSES["vanilla"]
 
@@ -229,7 +229,7 @@ def test_user_loss(tmp_path):
     )
     own = load_policy_loss(f"{file}:plain")
     assert own(tokens(*(torch.full((1,), 2.0) for _ in range(3)))).loss.tolist() == [-4.0] and own.choose is None
-    with pytest.raises(ConfigError, match=r"loss_mode.*1 argument"):
+    with raises("config.user-code-signature", "loss_mode", "1 argument"):
         load_policy_loss(f"{file}:wrong")
-    with pytest.raises(ConfigError, match=r"loss_mode='ppo'.*vanilla"):
+    with raises("config.unknown-name", "loss_mode='ppo'", "vanilla"):
         load_policy_loss("ppo")

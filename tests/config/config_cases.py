@@ -46,3 +46,9 @@ def problems_of(values: dict[str, Any], schema: Any = TrainConfig, base: dict[st
         assert problem.path in str(caught.value) and problem.text in str(caught.value)
         assert problem.path not in values or same_value(problem.value, values[problem.path]), problem
     return {problem.path: problem for problem in caught.value.problems}
+
+
+def check_problem(problem: Problem, expected: str) -> None:
+    """Compare a problem with ``code``, or with ``code: values`` that its text must name."""
+    code, _, values = expected.partition(": ")
+    assert problem.code == code and values in problem.text, problem

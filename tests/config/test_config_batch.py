@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from config_cases import SFT, TRAIN, problems_of, with_keys
+from config_cases import SFT, TRAIN, check_problem, problems_of, with_keys
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -193,8 +193,9 @@ def test_interleaved_stages_need_a_multiple_of_micro_batches(samples: int, budge
     if fits:
         assert plan_batches(build(TrainConfig, with_keys(values))).phase("actor").micro.multiple == 2
         return
-    text = problems_of(values)[f"{ACTOR}.ppo_max_token_len_per_gpu"].text
-    assert f"of the {samples} samples" in text and "a multiple of 2 as 2 interleaved pipeline stages need" in text
+    problem = problems_of(values)[f"{ACTOR}.ppo_max_token_len_per_gpu"]
+    check_problem(problem, f"batch.micro-batches-vpp: {samples} samples")
+    assert "2 interleaved pipeline stages" in problem.text
 
 
 def test_interleaved_stages_and_micro_batches_of_fixed_size() -> None:
@@ -205,8 +206,9 @@ def test_interleaved_stages_and_micro_batches_of_fixed_size() -> None:
         f"{ACTOR}.ppo_mini_batch_size": 12,
         f"{ACTOR}.use_dynamic_bsz": False,
     }
-    assert "multiple of 2 micro-batches" in (text := problems_of({**values, path: 4})[path].text)
-    assert text.endswith("nearest that do: 2 and 3")
+    problem = problems_of({**values, path: 4})[path]
+    check_problem(problem, "batch.micro-batch-division: 2 and 3")
+    assert "a multiple of 2 micro-batches" in problem.text
     assert plan_batches(build(TrainConfig, with_keys({**values, path: 3}))).phase("actor").micro_batches_per_rank == 4
 
 
@@ -220,4 +222,4 @@ def test_devices_that_share_sequences_share_the_budget() -> None:
     }
     path = f"{ACTOR}.ppo_max_token_len_per_gpu"
     assert plan_batches(build(TrainConfig, with_keys({**values, path: 50}))).phase("actor").micro.max_tokens == 100
-    assert problems_of({**values, path: 49})[path].text.endswith("= 100 tokens, on 2 devices: 50 on each")
+    check_problem(problems_of({**values, path: 49})[path], "batch.token-budget: = 100 tokens, on 2 devices: 50 on each")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config_cases import SFT, TRAIN, problems_of, with_keys
+from config_cases import SFT, TRAIN, check_problem, problems_of, with_keys
 from omegaconf import OmegaConf
 
 from megarl.config import MegatronConfig, SFTConfig, TrainConfig
@@ -77,11 +77,12 @@ def test_two_builds_share_nothing() -> None:
 def test_unknown_key_suggests_the_nearest(path: str, meant: str) -> None:
     problem = problems_of({path: 3})[path]
     assert problem.value == 3
-    assert problem.text == f"unknown key; did you mean {meant}?"
+    check_problem(problem, f"config.unknown-key:  {meant}?")
 
 
 def test_unknown_key_that_resembles_nothing_has_no_suggestion() -> None:
-    assert problems_of({"zzzz": 1})["zzzz"].text == "unknown key"
+    problem = problems_of({"zzzz": 1})["zzzz"]
+    assert (problem.code, problem.text) == ("config.unknown-key", "unknown key")
     assert nearest_keys("zzzz", []) == []
 
 
@@ -99,13 +100,17 @@ def test_unknown_key_that_resembles_nothing_has_no_suggestion() -> None:
         ("data.train_files", {"a": 1}, "a list of str"),
         ("actor_rollout_ref.actor.optim.betas", ["a", 1], "a list of float"),
         ("data.apply_chat_template_kwargs", 3, "a mapping"),
-        ("critic", 4, "is a section"),
         ("critic.optim", None, "a section"),
     ],
 )
 def test_wrong_type_names_the_expected_type(path: str, value: Any, expected: str) -> None:
     problem = problems_of({path: value})[path]
-    assert problem.value == value and expected in problem.text
+    check_problem(problem, f"config.wrong-type: {expected}")
+    assert problem.value == value
+
+
+def test_a_value_instead_of_a_section_names_its_keys() -> None:
+    check_problem(problems_of({"critic.optim": 4})["critic.optim"], "config.section-needs-keys: lr, ")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +136,8 @@ def test_wrong_type_names_the_expected_type(path: str, value: Any, expected: str
 )
 def test_wrong_value_lists_the_valid_values(path: str, value: Any, expected: str) -> None:
     problem = problems_of({path: value})[path]
-    assert expected in problem.text and problem.doc
+    check_problem(problem, f"config.value-out-of-limits: {expected}")
+    assert problem.doc
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "mine.py:score", "package.module.score"])
@@ -153,8 +159,9 @@ def test_limits_without_bounds_refuse_only_non_finite_numbers() -> None:
 def test_missing_keys_are_all_named() -> None:
     with pytest.raises(InvalidConfigError) as caught:
         build(TrainConfig, {})
-    paths = {problem.path for problem in caught.value.problems}
-    assert paths == {"data.train_files", "actor_rollout_ref.model.path", "trainer.experiment_name"}
+    codes = {problem.path: problem.code for problem in caught.value.problems}
+    required = ("data.train_files", "actor_rollout_ref.model.path", "trainer.experiment_name")
+    assert codes == dict.fromkeys(required, "config.required-key")
 
 
 def test_all_problems_are_reported_together_and_survive_pickling() -> None:
@@ -173,7 +180,8 @@ def test_interpolation_may_refer_to_a_default() -> None:
 
 def test_interpolation_to_nothing_is_named() -> None:
     problem = problems_of({"trainer.seed": "${data.nothing}"})["trainer.seed"]
-    assert problem.value == "${data.nothing}" and "data.nothing" in problem.text
+    check_problem(problem, "config.interpolation: data.nothing")
+    assert problem.value == "${data.nothing}"
 
 
 def test_optional_section_takes_the_section_defaults() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from config_cases import EVALUATE, problems_of, with_keys
+from config_cases import EVALUATE, check_problem, problems_of, with_keys
 
 from megarl.config import EvaluateConfig, GenerateConfig, TrainConfig
 from megarl.config.build import build, verl_notes
@@ -72,31 +72,34 @@ def test_other_jobs() -> None:
     ("values", "path", "expected"),
     [
         ({**APART, "critic.megatron.tensor_model_parallel_size": 3}, "critic.megatron.tensor_model_parallel_size",
-         "do not divide the pool of 8 (critic.nnodes=2 x critic.n_gpus_per_node=4); valid with the other sizes: 1, 2"),
-        ({**APART, "critic.megatron.data_parallel_size": 9}, "critic.megatron.data_parallel_size", "set 8 at most"),
+         "layout.replicas-do-not-divide: critic.n_gpus_per_node=4); valid with the other sizes: 1, 2"),
+        ({**APART, "critic.megatron.data_parallel_size": 9}, "critic.megatron.data_parallel_size",
+         "layout.too-many-devices: 8 at most"),
         ({"critic.nnodes": 3, "data.train_batch_size": 8, "actor_rollout_ref.actor.ppo_mini_batch_size": 8},
-         "critic.ppo_mini_batch_size", "do not divide over 24 data-parallel ranks"),
+         "critic.ppo_mini_batch_size", "batch.samples-per-rank: 24"),
         ({**KL, f"{REF}.nnodes": 1, f"{REF}.n_gpus_per_node": 3, f"{REF}.megatron.tensor_model_parallel_size": 2},
-         f"{REF}.megatron.tensor_model_parallel_size", f"the pool of 3 ({REF}.nnodes=1 x {REF}.n_gpus_per_node=3)"),
+         f"{REF}.megatron.tensor_model_parallel_size", f"layout.replicas-do-not-divide: {REF}.n_gpus_per_node=3"),
         ({**SCORING, "reward_model.nnodes": 1, "reward_model.n_gpus_per_node": 3,
           "reward_model.megatron.tensor_model_parallel_size": 2},
-         "reward_model.megatron.tensor_model_parallel_size", "the pool of 3 (reward_model.nnodes=1"),
+         "reward_model.megatron.tensor_model_parallel_size", "layout.replicas-do-not-divide: reward_model.nnodes=1"),
         ({**TEACHER, f"{TEACHERS}.nnodes": 1, f"{TEACHERS}.n_gpus_per_node": 3,
           f"{TEACHERS}.teacher_models.one.megatron.tensor_model_parallel_size": 2},
-         f"{TEACHERS}.teacher_models.one.megatron.tensor_model_parallel_size", "the pool of 3 (distillation.nnodes=1"),
-        ({**APART, "algorithm.adv_estimator": "grpo"}, "critic.nnodes", "adv_estimator=grpo has no critic; set 0"),
-        ({f"{REF}.nnodes": 1}, f"{REF}.nnodes", "no reference policy; set 0"),
-        ({**KL, f"{REF}.nnodes": 1}, f"{REF}.nnodes", f"such as {REF}.megatron.tensor_model_parallel_size"),
+         f"{TEACHERS}.teacher_models.one.megatron.tensor_model_parallel_size",
+         "layout.replicas-do-not-divide: distillation.nnodes=1"),
+        ({**APART, "algorithm.adv_estimator": "grpo"}, "critic.nnodes", "layout.unused-devices: adv_estimator=grpo"),
+        ({f"{REF}.nnodes": 1}, f"{REF}.nnodes", "layout.unused-devices: set 0"),
+        ({**KL, f"{REF}.nnodes": 1}, f"{REF}.nnodes",
+         f"layout.unused-devices: {REF}.megatron.tensor_model_parallel_size"),
         ({**KL, f"{REF}.nnodes": 1, f"{REF}.megatron.tensor_model_parallel_size": 1,
-          "actor_rollout_ref.model.lora_rank": 8}, f"{REF}.nnodes", "with adapters (lora_rank=8)"),
-        ({"reward_model.nnodes": 1}, "reward_model.nnodes", "reward_model.enable is false; set 0"),
-        ({f"{TEACHERS}.nnodes": 1}, f"{TEACHERS}.nnodes", "distillation.enabled is false; set 0"),
-        ({"critic.nnodes": -1}, "critic.nnodes", "must be >= 0"),
-        ({**APART, "critic.n_gpus_per_node": 0}, "critic.n_gpus_per_node", "must be >= 1"),
+          "actor_rollout_ref.model.lora_rank": 8}, f"{REF}.nnodes", "layout.unused-devices: lora_rank=8"),
+        ({"reward_model.nnodes": 1}, "reward_model.nnodes", "layout.unused-devices: reward_model.enable"),
+        ({f"{TEACHERS}.nnodes": 1}, f"{TEACHERS}.nnodes", "layout.unused-devices: distillation.enabled"),
+        ({"critic.nnodes": -1}, "critic.nnodes", "config.value-out-of-limits: >= 0"),
+        ({**APART, "critic.n_gpus_per_node": 0}, "critic.n_gpus_per_node", "config.value-out-of-limits: >= 1"),
     ],
 )  # fmt: skip
 def test_rejected_by_name(values: dict[str, Any], path: str, expected: str) -> None:
-    assert expected in problems_of(values)[path].text
+    check_problem(problems_of(values)[path], expected)
 
 
 @pytest.mark.parametrize("section", ["reward_model", "reward.reward_model"])
@@ -108,7 +111,7 @@ def test_verls_switch_of_a_pool(section: str) -> None:
     off = with_keys({**scoring, **sizes, switch: False})
     assert own_pools(build(TrainConfig, off)) == {}
     assert f"reward_model.nnodes=1 has no effect: {switch}=false" in verl_notes(TrainConfig, off)
-    assert "set reward_model.nnodes" in problems_of({**scoring, switch: True})[switch].text
+    check_problem(problems_of({**scoring, switch: True})[switch], "config.verl-pool-devices: reward_model.nnodes")
     # verl's default numbers
     build(TrainConfig, with_keys({f"{section}.nnodes": 0, f"{section}.n_gpus_per_node": 0, switch: False}))
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_cases import check_problem
+from expected_errors import raises
 
-from megarl.base.errors import ConfigError, ModelError
 from megarl.config import TrainConfig, plan_batches, render_plan
 from megarl.config.build import build
 from megarl.config.problems import InvalidConfigError
@@ -63,105 +64,141 @@ def config(policy: str, teachers: dict[str, Any], loss: dict[str, Any] | None = 
 
 
 @pytest.mark.parametrize(
-    ("teachers", "loss", "keys", "path", "text"),
+    ("teachers", "loss", "keys", "path", "expected"),
     [
-        ({}, {}, {}, "distillation.teacher_models", "names no teacher"),
-        ({"t": {}}, {}, {}, "distillation.teacher_models.t.model_path", "must be set"),
-        ({"t": {"model_pth": "x"}}, {}, {}, "distillation.teacher_models.t.model_pth", "did you mean"),
-        ({"t": "x"}, {}, {}, "distillation.teacher_models.t", "is a section"),
-        ({"a": {"model_path": "x", "key": "b"}, "b": {"model_path": "y"}}, {}, {}, None, "selects one teacher"),
-        (None, {"topk": 0}, {}, "distillation.distillation_loss.topk", ">= 1"),
-        (None, {"loss_mode": "k1"}, {}, "distillation.distillation_loss.loss_mode", "use_policy_gradient=true"),
-        (None, {"loss_mode": "jsd"}, {}, "distillation.distillation_loss.loss_mode", "forward_kl_topk"),
+        ({}, {}, {}, "distillation.teacher_models", "teacher.no-teacher"),
+        ({"t": {}}, {}, {}, "distillation.teacher_models.t.model_path", "teacher.no-model-path"),
+        ({"t": {"model_pth": "x"}}, {}, {}, "distillation.teacher_models.t.model_pth", "config.unknown-key"),
+        ({"t": "x"}, {}, {}, "distillation.teacher_models.t", "config.section-needs-keys"),
+        (
+            {"a": {"model_path": "x", "key": "b"}, "b": {"model_path": "y"}},
+            {},
+            {},
+            "distillation.teacher_models.b.key",
+            "teacher.duplicate-key",
+        ),
+        (None, {"topk": 0}, {}, "distillation.distillation_loss.topk", "config.value-out-of-limits: >= 1"),
+        (
+            None,
+            {"loss_mode": "k1"},
+            {},
+            "distillation.distillation_loss.loss_mode",
+            "teacher.loss-without-gradient: use_policy_gradient=true",
+        ),
+        (
+            None,
+            {"loss_mode": "jsd"},
+            {},
+            "distillation.distillation_loss.loss_mode",
+            "config.value-out-of-limits: forward_kl_topk",
+        ),
         (
             None,
             {"loss_mode": "full", "use_policy_gradient": True},
             {},
             "distillation.distillation_loss.use_policy_gradient",
-            "does not depend",
+            "teacher.full-kl-policy-gradient",
         ),
         (
             {"a": {"model_path": "x"}, "b": {"server": {"urls": ["http://h:1"]}}},
             {"loss_mode": "full"},
             {},
             "distillation.distillation_loss.loss_mode",
-            "teacher_models.b is a server",
+            "teacher.full-kl-needs-model: teacher_models.b",
         ),
         (
             None,
             {"loss_mode": "full"},
             {"actor": {"use_kl_loss": True, "kl_loss_type": "full"}},
             "actor_rollout_ref.actor.kl_loss_type",
-            "second exact KL",
+            "teacher.second-full-kl",
         ),
         (
             None,
             {"loss_mode": "forward_kl_topk", "use_policy_gradient": True},
             {},
             "distillation.distillation_loss.use_policy_gradient",
-            "moves the sampled token only",
+            "teacher.topk-policy-gradient",
         ),
         (
             {"t": {"server": {"urls": ["10.0.0.3:30000"]}}},
             {},
             {},
             "distillation.teacher_models.t.server.urls",
-            "no URL",
+            "config.bad-url",
         ),
         (
             {"t": {"model_path": "x", "server": {"urls": ["http://h:1"]}}},
             {},
             {},
             "distillation.teacher_models.t.model_path",
-            "no effect on servers",
+            "teacher.no-effect-on-servers",
         ),
         (
             {"t": {"server": {"urls": ["http://h:1"]}, "megatron": {"tensor_model_parallel_size": 2}}},
             {},
             {},
             "distillation.teacher_models.t.megatron",
-            "no effect on servers",
+            "teacher.no-effect-on-servers",
         ),
         (
             {"t": {"server": {"urls": ["http://h:1"]}}},
             {"loss_mode": "full"},
             {},
             "distillation.distillation_loss.loss_mode",
-            "is a server",
+            "teacher.full-kl-needs-model",
         ),
         (
             {"t": {"server": {"urls": ["http://h:1"]}}},
             {},
             {"rollout": {"temperature": 0.7}},
             "actor_rollout_ref.rollout.temperature",
-            "log-probs of 1",
+            "teacher.server-temperature",
         ),
         (
             {"t": {"server": {"urls": ["http://h:1"]}}},
             {},
             {"distillation": {"nnodes": 1}},
             "distillation.nnodes",
-            "all teachers are servers",
+            "layout.unused-devices",
         ),
-        (None, {"use_task_rewards": False}, {"actor": {"use_kl_loss": True}}, None, "use_task_rewards=false"),
-        (None, {"use_task_rewards": False}, {"algorithm": {"adv_estimator": "gae"}}, None, "critic would train"),
-        (None, {}, {"n": 1}, "actor_rollout_ref.rollout.n", "at least 2"),
+        (
+            None,
+            {"use_task_rewards": False},
+            {"actor": {"use_kl_loss": True}},
+            "actor_rollout_ref.actor.use_kl_loss",
+            "teacher.no-task-rewards: use_task_rewards=false",
+        ),
+        (
+            None,
+            {"use_task_rewards": False},
+            {"algorithm": {"adv_estimator": "gae"}},
+            "algorithm.adv_estimator",
+            "teacher.unused-critic",
+        ),
+        (None, {}, {"n": 1}, "actor_rollout_ref.rollout.n", "algorithm.group-of-one"),
         (
             {"t": {"model_path": "x", "megatron": {"tensor_model_parallel_size": 3}}},
             {},
             {},
             "distillation.teacher_models.t.megatron.tensor_model_parallel_size",
-            "do not divide",
+            "layout.replicas-do-not-divide",
         ),
-        ({"t": {"model_path": "x", "inference": {"quantization": "fp8"}}}, {}, {}, None, "format of its weights"),
+        (
+            {"t": {"model_path": "x", "inference": {"quantization": "fp8"}}},
+            {},
+            {},
+            "distillation.teacher_models.t.inference.quantization",
+            "config.verl-key",
+        ),
     ],
 )
 def test_bad_values_are_rejected(
-    teachers: dict[str, Any] | None, loss: dict[str, Any], keys: dict[str, Any], path: str | None, text: str
+    teachers: dict[str, Any] | None, loss: dict[str, Any], keys: dict[str, Any], path: str, expected: str
 ) -> None:
     with pytest.raises(InvalidConfigError) as caught:
         config("policy", {"t": {"model_path": "x"}} if teachers is None else teachers, loss, **keys)
-    assert any(problem.path == (path or problem.path) and text in problem.text for problem in caught.value.problems)
+    check_problem({problem.path: problem for problem in caught.value.problems}[path], expected)
 
 
 def test_one_response_per_prompt_is_enough_without_rewards() -> None:
@@ -184,7 +221,7 @@ def test_verls_engine_keys_become_the_teachers_layout(tmp_path: Path) -> None:
 def test_exact_kl_needs_all_tokens_of_the_policy(tmp_path: Path) -> None:
     policy, loss = model(tmp_path / "policy"), {"loss_mode": "full"}
     small = {"t": {"model_path": model(tmp_path / "small", vocab_size=299)}}
-    with pytest.raises(ConfigError, match=r"loss_mode=full: .*teacher_models\.t\.model_path=.* has 299 .* 300 tokens"):
+    with raises("teacher.fewer-tokens", "loss_mode=full", "teacher_models.t.model_path=", 299, "300 tokens"):
         check_teachers(config(policy, small, loss), weights=False)
     large = {"t": {"model_path": model(tmp_path / "large", vocab_size=400)}}
     assert len(check_teachers(config(policy, large, loss), weights=False)) == 1
@@ -262,16 +299,16 @@ def test_a_server_needs_no_devices(tmp_path: Path) -> None:
     assert "teacher_small" in roles and "teacher_large" not in roles
     assert len(check_teachers(built, weights=False)) == 1
     topk = {"loss_mode": "forward_kl_topk", "topk": 301}
-    with pytest.raises(ConfigError, match=r"topk=301: the policy has 300 tokens"):
+    with raises("teacher.topk-tokens", "topk=301", "300 tokens"):
         check_teachers(config(str(tmp_path / "policy"), {"large": served}, topk), weights=False)
 
 
 def test_teachers_are_checked_against_the_policy(tmp_path: Path) -> None:
     policy = model(tmp_path / "policy")
     small = {"t": {"model_path": model(tmp_path / "small", vocab_size=16)}}
-    with pytest.raises(ConfigError, match=r"topk=32: teacher and student share 16 tokens"):
+    with raises("teacher.topk-tokens", "topk=32", "16 tokens"):
         check_teachers(config(policy, small, {"loss_mode": "forward_kl_topk"}), weights=False)
     assert len(check_teachers(config(policy, small), weights=False)) == 1
     scalar = {"t": {"model_path": model(tmp_path / "rm", architectures=["Qwen2ForSequenceClassification"])}}
-    with pytest.raises(ModelError, match="scalar head"):
+    with raises("teacher.scalar-head", "Qwen2ForSequenceClassification"):
         check_teachers(config(policy, scalar), weights=False)

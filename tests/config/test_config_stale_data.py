@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from config_cases import problems_of, with_keys
+from config_cases import check_problem, problems_of, with_keys
 
 from megarl.config import TrainConfig
 from megarl.config.build import build
@@ -30,31 +30,33 @@ HELD = {
 
 
 @pytest.mark.parametrize(
-    ("values", "path", "text"),
+    ("values", "path", "expected"),
     [
         ({**TOKEN, "actor_rollout_ref.rollout.calculate_log_probs": False},
-         "actor_rollout_ref.rollout.calculate_log_probs", "set true"),
-        (STALE, f"{RC}.rollout_is", "async_training.max_staleness=1 needs a correction"),
-        (HELD, f"{RC}.rollout_is", "async_training.sync_interval=2 needs a correction"),
-        ({**LOGLINEAR, f"{RC}.rollout_is": None}, f"{RC}.rollout_is", "set token"),
-        ({**LOGLINEAR, f"{RC}.rollout_is": "sequence"}, f"{RC}.rollout_is", "set token"),
+         "actor_rollout_ref.rollout.calculate_log_probs", "rollout.log-probs-needed: set true"),
+        (STALE, f"{RC}.rollout_is", "async.no-correction: async_training.max_staleness=1"),
+        (HELD, f"{RC}.rollout_is", "async.no-correction: async_training.sync_interval=2"),
+        ({**LOGLINEAR, f"{RC}.rollout_is": None}, f"{RC}.rollout_is", "async.loglinear-token-level: set token"),
+        ({**LOGLINEAR, f"{RC}.rollout_is": "sequence"}, f"{RC}.rollout_is", "async.loglinear-token-level: set token"),
         ({**LOGLINEAR, f"{RC}.rollout_rs": "token_k1", f"{RC}.rollout_rs_threshold": "2"}, f"{RC}.rollout_rs",
-         "set null"),
-        ({**LOGLINEAR, f"{RC}.rollout_is_batch_normalize": True}, f"{RC}.rollout_is_batch_normalize", "set false"),
-        ({**LOGLINEAR, f"{ACTOR}.state_masking": False}, f"{ACTOR}.state_masking", "set true"),
+         "async.loglinear-correction: set null"),
+        ({**LOGLINEAR, f"{RC}.rollout_is_batch_normalize": True}, f"{RC}.rollout_is_batch_normalize",
+         "async.loglinear-correction: set false"),
+        ({**LOGLINEAR, f"{ACTOR}.state_masking": False}, f"{ACTOR}.state_masking",
+         "async.loglinear-state-masking: set true"),
         ({**LOGLINEAR, "algorithm.repr_align.enable": True, "algorithm.repr_align.ref_alignment.enable": True},
-         "algorithm.repr_align.enable", "async_training.proximal=recompute"),
+         "algorithm.repr_align.enable", "async.loglinear-repr-align: async_training.proximal=recompute"),
         ({**LOGLINEAR, f"{ACTOR}.router_replay.mode": "R2"}, f"{ACTOR}.router_replay.mode",
-         "needs the pass for old log-probs, which async_training.proximal=loglinear leaves out; set recompute or R3"),
+         "async.loglinear-router-replay: async_training.proximal=loglinear"),
         ({**BYPASS, f"{ACTOR}.router_replay.mode": "R2"}, f"{ACTOR}.router_replay.mode",
-         f"needs the pass for old log-probs, which {RC}.bypass_mode=true leaves out; set false"),
+         f"algorithm.bypass-router-replay: {RC}.bypass_mode=true"),
         ({**BYPASS, f"{ACTOR}.policy_loss.loss_mode": "reinforce"}, f"{ACTOR}.policy_loss.loss_mode",
-         "set one of vanilla, dppo_tv, dppo_kl, m2po, topr"),
-        ({"async_training.proximal": "loglinear"}, "async_training.proximal", "set recompute"),
+         "async.loss-without-ratio: dppo_tv"),
+        ({"async_training.proximal": "loglinear"}, "async_training.proximal", "async.proximal-in-sync: set recompute"),
     ],
 )  # fmt: skip
-def test_stale_samples_without_a_correction(values: dict[str, Any], path: str, text: str) -> None:
-    assert text in problems_of(values)[path].text
+def test_stale_samples_without_a_correction(values: dict[str, Any], path: str, expected: str) -> None:
+    check_problem(problems_of(values)[path], expected)
 
 
 @pytest.mark.parametrize(

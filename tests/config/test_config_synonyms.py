@@ -6,8 +6,8 @@ import re
 
 import pytest
 from doc_pages import ROOT
+from expected_errors import raises
 
-from megarl.base.errors import ConfigError
 from megarl.config import SFTConfig, TrainConfig
 from megarl.config.compose import ConfigRequest, compose
 from megarl.config.keys import walk
@@ -31,7 +31,7 @@ SFT = [path for path, _ in walk(SFTConfig)]
     ],
 )
 def test_unknown_key_is_suggested_by_its_meaning_first(override: str, suggestion: str) -> None:
-    with pytest.raises(ConfigError, match=rf"unknown key; did you mean {re.escape(suggestion)}\?"):
+    with raises("config.unknown-key", f" {suggestion}?"):
         compose(ConfigRequest(TrainConfig, "quickstart", (override,)))
 
 

@@ -6,7 +6,7 @@ import ast
 from typing import Any
 
 import pytest
-from config_cases import problems_of, with_keys
+from config_cases import check_problem, problems_of, with_keys
 
 from megarl.config import TrainConfig
 from megarl.config.build import build
@@ -39,37 +39,41 @@ def test_valid_fields(overrides: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "expected"),
     [
-        ({"num_layers": 3}, "config.json"),
-        ({"recompute_granularity": "full"}, "is the key recompute_granularity"),
-        ({"params_dtype": "float32"}, "is the key dtype"),
-        ({"batch_p2p_comm": True}, "mix up the two directions"),
-        ({"apply_rope_fusoin": True}, "did you mean apply_rope_fusion"),
-        ({"apply_rope_fusion": 1}, "must be bool, not 1"),
-        ({"fp8": "hybrid"}, "is not supported: megarl trains in float32 or bfloat16"),
-        ({"fp8_recipe": "blockwise"}, "as FP8 and FP4 need"),
-        ({"fp8_margin": False}, "as FP8 and FP4 need"),
-        ({"moe_enable_routing_replay": True}, "set router_replay.mode"),
-        ({"moe_aux_loss_coeff": 0.01}, "needs moe_router_load_balancing_type=seq_aux_loss"),
-        ({"moe_aux_loss_coeff": -1}, "a number of at least 0, not -1"),
-        ({"moe_z_loss_coeff": True}, "a number of at least 0, not"),
-        ({"moe_router_load_balancing_type": "aux_loss"}, "depends on the division into micro-batches"),
-        ({"moe_router_load_balancing_type": "seq"}, "one of none, seq_aux_loss"),
-        ({"moe_input_jitter_eps": 0.1}, "highest scores"),
-        ({"deterministic_mode": True}, "no deterministic mode"),
-        ({"tp_comm_overlap": True}, "no setup or test of this overlap"),
-        ({"window_size": [128, 0]}, "config.json"),
-        ({"cuda_graph_warmup_steps": 2}, "differ in their numbers of tokens"),
-        ({"attention_backend": "flashy"}, "one of flash, fused, unfused, auto"),
-        ({"attention_backend": "local"}, "cannot be local: that is Megatron's own attention"),
-        ({"attention_backend": 1}, "one of flash, fused, unfused, auto"),
-        ({"grad_scale_func": "f"}, "megarl sets it while it runs"),
+        ({"num_layers": 3}, "config.owned-transformer-field: config.json"),
+        ({"recompute_granularity": "full"}, "config.owned-transformer-field: recompute_granularity"),
+        ({"params_dtype": "float32"}, "config.owned-transformer-field: key dtype"),
+        ({"batch_p2p_comm": True}, "config.owned-transformer-field"),
+        ({"apply_rope_fusoin": True}, "config.unknown-transformer-field: apply_rope_fusion"),
+        ({"apply_rope_fusion": 1}, "config.transformer-field-value: bool"),
+        ({"fp8": "hybrid"}, "config.unsupported-transformer-field"),
+        ({"fp8_recipe": "blockwise"}, "config.unsupported-transformer-field"),
+        ({"fp8_margin": False}, "config.unsupported-transformer-field"),
+        ({"moe_enable_routing_replay": True}, "config.unsupported-transformer-field: router_replay.mode"),
+        (
+            {"moe_aux_loss_coeff": 0.01},
+            "config.transformer-field-without-effect: moe_router_load_balancing_type=seq_aux_loss",
+        ),
+        ({"moe_aux_loss_coeff": -1}, "config.transformer-field-value: at least 0"),
+        ({"moe_z_loss_coeff": True}, "config.transformer-field-value: at least 0"),
+        ({"moe_router_load_balancing_type": "aux_loss"}, "config.transformer-field-value"),
+        ({"moe_router_load_balancing_type": "seq"}, "config.transformer-field-value: none, seq_aux_loss"),
+        ({"moe_input_jitter_eps": 0.1}, "config.owned-transformer-field"),
+        ({"deterministic_mode": True}, "config.unsupported-transformer-field"),
+        ({"tp_comm_overlap": True}, "config.unsupported-transformer-field"),
+        ({"window_size": [128, 0]}, "config.owned-transformer-field: config.json"),
+        ({"cuda_graph_warmup_steps": 2}, "config.owned-transformer-field"),
+        ({"attention_backend": "flashy"}, "config.transformer-field-value: flash, fused, unfused, auto"),
+        ({"attention_backend": "local"}, "config.transformer-field-value: local"),
+        ({"attention_backend": 1}, "config.transformer-field-value: flash, fused, unfused, auto"),
+        ({"grad_scale_func": "f"}, "config.owned-transformer-field"),
     ],
 )
-def test_invalid_fields(overrides: dict[str, Any], words: str) -> None:
-    ((name, text),) = override_problems(overrides)
-    assert name in overrides and words in text
+def test_invalid_fields(overrides: dict[str, Any], expected: str) -> None:
+    (problem,) = override_problems(overrides)
+    assert {problem.path} == {f"override_transformer_config.{name}" for name in overrides}
+    check_problem(problem, expected)
 
 
 def test_a_field_of_another_release_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,10 +83,13 @@ def test_a_field_of_another_release_is_rejected(monkeypatch: pytest.MonkeyPatch)
     newer = {**transformer_fields.transformer_fields(), "moe_new_trick": field}
     monkeypatch.setattr(transformer_fields, "transformer_fields", lambda: newer)
     assert list(override_problems({"moe_new_trick": 3})) == []
-    ((name, text),) = override_problems({"moe_new_trick": 4})
-    assert (name, text) == (
-        "moe_new_trick",
+    (problem,) = override_problems({"moe_new_trick": 4})
+    assert problem == (
+        "override_transformer_config.moe_new_trick",
+        4,
         "is not supported: megarl does not know this field of the installed Megatron-Core; remove the key",
+        "config.unsupported-transformer-field",
+        "",
     )
 
 
@@ -95,5 +102,5 @@ def test_overlapped_exchange_needs_an_interleaved_pipeline() -> None:
     values = {f"{CRITIC}.pipeline_model_parallel_size": 2, f"{CRITIC}.override_transformer_config": OVERLAP}
     (problem,) = problems_of(values).values()
     assert problem.path == f"{CRITIC}.override_transformer_config.overlap_p2p_comm"
-    assert problem.text == "needs virtual_pipeline_model_parallel_size of at least 2"
+    check_problem(problem, "layout.overlap-p2p-comm: virtual_pipeline_model_parallel_size")
     build(TrainConfig, with_keys({**values, f"{CRITIC}.virtual_pipeline_model_parallel_size": 2}))

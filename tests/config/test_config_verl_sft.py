@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config_cases import SFT, problems_of, with_keys
+from config_cases import SFT, check_problem, problems_of, with_keys
 
 from megarl.cli import compose_job
 from megarl.config import SFTConfig
@@ -31,13 +31,13 @@ def key_of(override: str) -> str:
 
 
 def composed(script: str) -> tuple[SFTConfig | None, dict[str, str]]:
-    """The configuration of a script, or its refused keys with their reasons."""
+    """The configuration of a script, or its refused keys with the codes of their problems."""
     nodes = {"examples/sft/gsm8k/run_qwen3_5_397b_a17b_megatron.sh": 16}
     devices = ("trainer.n_gpus_per_node=8", f"trainer.nnodes={nodes.get(script, 1)}")  # torchrun's options
     try:
         return compose(ConfigRequest(SFTConfig, "sft_trainer_engine", (*FACTS["scripts"][script], *devices))), {}
     except InvalidConfigError as error:
-        return None, {problem.path: problem.text for problem in error.problems}
+        return None, {problem.path: problem.code for problem in error.problems}
 
 
 # Keys that the scripts set to values of features that megarl lacks.
@@ -62,7 +62,7 @@ _REFUSED = {
 def test_overrides_of_verls_scripts(script: str) -> None:
     config, refused = composed(script)
     assert set(refused) <= _REFUSED[script] and bool(refused) == (config is None), refused
-    assert not any(text == "unknown key" for text in refused.values())
+    assert "config.unknown-key" not in refused.values()
 
 
 def test_share_of_accepted_keys(capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,25 +92,26 @@ def test_values_reach_megarls_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "words"),
+    ("key", "value", "expected"),
     [
-        ("engine.use_megatron_fsdp", True, "use_distributed_optimizer"),
-        ("engine.use_dist_checkpointing", True, "megarl convert"),
-        ("engine.router_replay.mode", "R2", "only the actor's update"),
-        ("engine.strategy", "fsdp", "accepted as megatron only"),
-        ("engine.fsdp_size", 8, "concerns FSDP"),
-        ("engine.tensor_parallel_size", 8, "unknown key; did you mean megatron.tensor_model_parallel_size"),
-        ("optim.optimizer", "muon", "the optimizer is Adam"),
-        ("model.lora.type", "vlm_lora", "no vision models"),
-        ("data.custom_cls.path", "own.py", "prompts with responses"),
-        ("data.enable_thinking_key", "think", "apply_chat_template_kwargs"),
-        ("trainer.profile_interval", [1, 2], "no profiler"),
-        ("trainer.save_freq", "after_each_epoch", "number of steps"),
+        ("engine.use_megatron_fsdp", True, "config.verl-value: use_distributed_optimizer"),
+        ("engine.use_dist_checkpointing", True, "config.verl-value"),
+        ("engine.router_replay.mode", "R2", "config.verl-feature"),
+        ("engine.strategy", "fsdp", "config.verl-value"),
+        ("engine.fsdp_size", 8, "config.verl-key"),
+        ("engine.tensor_parallel_size", 8, "config.unknown-key: megatron.tensor_model_parallel_size"),
+        ("optim.optimizer", "muon", "config.verl-value"),
+        ("model.lora.type", "vlm_lora", "config.verl-value"),
+        ("data.custom_cls.path", "own.py", "config.verl-feature"),
+        ("data.enable_thinking_key", "think", "config.verl-value: apply_chat_template_kwargs"),
+        ("trainer.profile_interval", [1, 2], "config.verl-value"),
+        ("trainer.save_freq", "after_each_epoch", "config.verl-value"),
     ],
 )
-def test_refused_by_name(key: str, value: Any, words: str) -> None:
+def test_refused_by_name(key: str, value: Any, expected: str) -> None:
     problem = problems_of({key: value}, SFTConfig, SFT)[key]
-    assert words in problem.text and problem.value == value
+    check_problem(problem, expected)
+    assert problem.value == value
 
 
 def test_every_key_of_verl_has_a_rule() -> None:
@@ -144,7 +145,7 @@ def test_groups_of_verl_choose_what_megarl_is() -> None:
     assert compose(ConfigRequest(SFTConfig, "sft", overrides)).model.path == "model"
     with pytest.raises(InvalidConfigError) as caught:
         compose(ConfigRequest(SFTConfig, "sft", (*overrides[:1], "engine=fsdp", "data.train_files=t")))
-    assert "must be megatron, as verl's group" in str(caught.value)
+    assert [(problem.path, problem.code) for problem in caught.value.problems] == [("engine", "config.verl-group")]
 
 
 def test_engine_selects_verls_defaults() -> None:

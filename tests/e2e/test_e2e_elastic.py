@@ -60,14 +60,15 @@ def test_replicas_leave_and_join_with_their_node_and_on_request(
     wait_for(2)
     folder = RunFiles(run.folder, "elastic").newest
     assert scale.main([str(folder), "3"]) == 2
-    assert "3 replicas, expected 1 (rollout.min_replicas) to 2 (rollout.replicas)" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "[rollout.replica-count]" in error and "1 (rollout.min_replicas) to 2 (rollout.replicas)" in error
     assert scale.main([str(folder), "1"]) == 0
     wait_for(1)
     assert scale.main([str(folder), "2"]) == 0
     wait_for(2)
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 128 + signal.SIGTERM, run.output  # a run without checkpoints ends at once
-    assert scale.main([str(folder), "1"]) == 2 and "the run has ended" in capsys.readouterr().err
+    assert scale.main([str(folder), "1"]) == 2 and "[rollout.run-ended]" in capsys.readouterr().err
     assert "leaves the run until it can join again" in run.output
     assert run.output.count("has joined; 2 replicas of 2") == 2 and "has left; 1 replica of 2" in run.output
     assert all(row["weight_sync/verified"] == 1 for row in steps)

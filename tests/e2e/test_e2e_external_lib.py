@@ -73,7 +73,8 @@ def keys(family: Path, small: list[str]) -> list[str]:
 
 def test_unknown_family_is_refused(keys: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run_job("train", keys) == 2
-    assert "'OursForCausalLM' has no weight map" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "OursForCausalLM" in error and "[model.no-weight-map]" in error
 
 
 def test_every_process_imports_external_lib(keys: list[str], family: Path, start: Callable[..., CliRun]) -> None:
@@ -108,4 +109,5 @@ def test_import_error_names_the_config_key(tmp_path: Path, capsys: pytest.Captur
     code = cli.run_job("train", ["--config-name", "quickstart", f"{key}=[{tmp_path}/broken.py,no.such.module]"])
     error = capsys.readouterr().err
     assert code == 2 and error.count(key) >= 2
-    assert "No module named 'missing_module'" in error and "importing no.such.module failed" in error
+    assert error.count("[config.user-code-import]") == 2
+    assert "No module named 'missing_module'" in error and "no.such.module" in error

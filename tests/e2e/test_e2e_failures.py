@@ -261,6 +261,7 @@ def test_exception_in_the_reward_function_ends_the_run_and_shows_the_sample(
     output = run.output
     assert "ZeroDivisionError: a mistake in the reward" in output and str(REWARDS) in output
     assert "What is " in output and "ground_truth" in output and "reward_model.on_error=mask" in output
+    assert "[reward.row-failed]" in output
     assert "Traceback" not in output
 
 
@@ -273,5 +274,5 @@ def test_more_devices_than_the_machine_has_are_refused(small: list[str], start: 
     assert run.wait() == 2, run.output
     assert run.remaining() == []
     assert "trainer.nnodes=1, trainer.n_gpus_per_node=1000, trainer.device=cpu: this machine has" in run.output
-    assert "and each process of a role takes one: set trainer.n_gpus_per_node to at most" in run.output
+    assert "[ray.too-few-cores]" in run.output
     assert "Traceback" not in run.output

@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from expected_errors import raises
 from worker_parts import map_over, on_workers, reading, values_of
 
 from megarl.algorithms import AdvantageInputs, load_advantage
 from megarl.base.algorithm_names import ADV_ESTIMATORS
-from megarl.base.errors import DataError
 from megarl.config.schema.algorithm import (
     AlgorithmConfig,
     GiGPOConfig,
@@ -158,7 +158,7 @@ def test_a_log_prob_that_is_not_finite_is_named_by_its_row_in_the_batch():
     log_probs[sum(LENGTHS[:8]) + 4] = math.nan
     batch = on_workers(batch.with_packed({"old_log_probs": log_probs}), PARTS)
     phase = RolloutCorrectionPhase(RolloutCorrectionConfig(rollout_is="token"), rows=map_in_parts)
-    with reading(), pytest.raises(DataError, match="old_log_probs=nan of row 8, token 4"):
+    with reading(), raises("algorithm.log-probs-not-finite", "old_log_probs=nan of row 8, token 4"):
         phase.run(batch, 1, {})
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from expected_errors import raises
 from tiny_policies import ROW_LENGTHS, answers, rows_of
 
-from megarl.base.errors import DataError
 from megarl.data import DataProto
 from megarl.workers.rows import PackedRows
 from megarl.workers.settings import MicroBatchBudget
@@ -58,7 +58,7 @@ def test_unpacked_values_are_float32() -> None:
 
 
 def test_row_longer_than_the_budget_raises() -> None:
-    with pytest.raises(DataError, match="row=1 has 9 tokens, a micro-batch may hold 8"):
+    with raises("batch.micro-batch-tokens", "row=1", 9, 8):
         PackedRows(numbered()).micro_batches(MicroBatchBudget(max_tokens=8))
 
 

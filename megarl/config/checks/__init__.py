@@ -49,7 +49,6 @@ def batch_sizes(config: TrainConfig | SupervisedConfig) -> Iterator[Problem]:
 _TRAIN: tuple[Check, ...] = (
     run.training_data,
     run.custom_data_classes,
-    run.experiment_name,
     run.timeline,
     time_limits.watchdog_phases,
     time_limits.watchdog_before_collectives,
@@ -88,7 +87,6 @@ _TRAIN: tuple[Check, ...] = (
 )
 _SUPERVISED: tuple[Check, ...] = (
     run.training_data,
-    run.experiment_name,
     run.timeline,
     time_limits.watchdog_phases,
     time_limits.watchdog_before_collectives,
@@ -101,7 +99,6 @@ _SUPERVISED: tuple[Check, ...] = (
 )
 _EVALUATE: tuple[Check, ...] = (
     generation.evaluation_files,
-    run.experiment_name,
     run.timeline,
     time_limits.watchdog_phases,
     time_limits.watchdog_before_collectives,
@@ -116,7 +113,6 @@ _EVALUATE: tuple[Check, ...] = (
 )
 _GENERATE: tuple[Check, ...] = (
     generation.generation_prompts,
-    run.experiment_name,
     run.timeline,
     time_limits.watchdog_phases,
     time_limits.replicas_before_watchdog,

@@ -74,9 +74,6 @@ def agents(config: GenerationJobConfig) -> Iterator[Problem]:
     if agent.external_agent and config.do_search and loop is None:
         text = "and do_search both lead trajectories; choose by agent.default_agent_loop"
         yield Problem(f"{_ROLLOUT}.agent.external_agent", agent.external_agent, text, code="agent.two-agent-loops")
-    if not rollout.endpoint.host.strip():
-        text = "must not be empty; 127.0.0.1 is this machine alone"
-        yield Problem(f"{_ROLLOUT}.endpoint.host", rollout.endpoint.host, text, code="endpoint.empty-host")
     for name, file in (
         ("multi_turn.tool_config_path", tools),
         ("agent.agent_loop_config_path", agent.agent_loop_config_path),

@@ -12,14 +12,6 @@ _MIXTURE_KEYS = ("files", "weight")
 _REF = "actor_rollout_ref.ref"
 
 
-def experiment_name(config: JobConfig) -> Iterator[Problem]:
-    """Check that the run has a name."""
-    name = config.trainer.experiment_name
-    if not name.strip():
-        text = "must not be empty; the run's folder has this name"
-        yield Problem("trainer.experiment_name", name, text, code="config.no-experiment-name")
-
-
 def training_data(config: TrainConfig | SupervisedConfig) -> Iterator[Problem]:
     """Check that training files, mixture and curriculum name the data once."""
     data = config.data
