@@ -38,7 +38,8 @@ class Dots1:
         """Return the architecture's traits: dense first layers, then experts."""
         refuse_settings(raw, hidden_act="silu", attention_bias=False)
         if "sliding_attention" in (raw.get("layer_types") or []):
-            raise ModelError("config.json: layer_types has 'sliding_attention', only 'full_attention' is supported")
+            text = "config.json: layer_types has 'sliding_attention', only 'full_attention' is supported"
+            raise ModelError(text, code="model.unsupported-setting")
         width, dense = count(raw, "moe_intermediate_size"), count(raw, "first_k_dense_replace", 0, least=0)
         experts = Experts(
             count=count(raw, "n_routed_experts"),

@@ -26,7 +26,7 @@ class Webhook(Tracker):
     def check(cls) -> None:
         """Check the environment before the run starts."""
         if not os.environ.get("WEBHOOK_URL", "").startswith(("http://", "https://")):
-            raise ConfigError("the tracker Webhook posts to the URL in WEBHOOK_URL; set it")
+            raise ConfigError("set WEBHOOK_URL to the URL that the tracker posts to", code="tracking.webhook-url")
 
     def __init__(self, run: RunInfo) -> None:
         self.run = run

@@ -62,14 +62,14 @@ def read_corpus(path: Path) -> list[Document]:
         DataError: the file is missing or empty, or a line is malformed; names the line.
     """
     if not path.is_file():
-        raise DataError(f"there is no corpus {path}")
+        raise DataError(f"there is no corpus {path}", code="data.file-missing")
     documents = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 documents.append(_read_document(line, f"{path}:{number}", str(number - 1)))
     if not documents:
-        raise DataError(f"the corpus {path} has no document")
+        raise DataError(f"the corpus {path} has no document", code="data.no-rows")
     return documents
 
 
@@ -77,7 +77,7 @@ def _read_document(line: str, position: str, default_id: str) -> Document:
     try:
         entry: Any = json.loads(line)
     except ValueError as error:
-        raise DataError(f"{position} is not JSON: {error}") from error
+        raise DataError(f"{position} is not JSON: {error}", code="data.not-json") from error
     if isinstance(entry, dict):
         name = str(entry.get("id", entry.get("_id", default_id)))
         if isinstance(entry.get("contents"), str):
@@ -85,7 +85,8 @@ def _read_document(line: str, position: str, default_id: str) -> Document:
         if isinstance(entry.get("text"), str):
             return Document(name, f"{entry.get('title') or ''}\n{entry['text']}")
     raise DataError(
-        f"{position} must be an object with 'contents', or with 'title' and 'text'; got {line.strip():.120}"
+        f"{position} must be an object with 'contents', or with 'title' and 'text'; got {line.strip():.120}",
+        code="data.corpus-document",
     )
 
 
@@ -107,7 +108,8 @@ class BM25Index:
         self.documents = list(documents)
         words = _tokenize([document.contents for document in self.documents])
         if not any(words):
-            raise DataError(f"none of the {len(self.documents)} documents has a word to index")
+            text = f"none of the {len(self.documents)} documents has a word to index"
+            raise DataError(text, code="data.corpus-words")
         self._ranking = bm25s.BM25(k1=k1, b=b)
         self._ranking.index(words, show_progress=False)
 

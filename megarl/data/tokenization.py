@@ -163,7 +163,7 @@ class ModelVocabulary:
         if self.limit is not None and largest >= self.limit:
             raise DataError(
                 f"{location}: token {largest} ({self.tokenizer.convert_ids_to_tokens(largest)!r}) is beyond the "
-                f"model's {self.limit} tokens; remove its text, or set the model's tokenizer_path to its tokenizer",
+                f"model's vocabulary of {self.limit} tokens; remove its text, or correct the model's tokenizer_path",
                 code="tokenizer.beyond-vocabulary",
             )
 

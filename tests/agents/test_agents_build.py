@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from agent_cases import merging_tokenizer
+from expected_errors import raises
 
 from megarl.agents import (
     ConversationLimits,
@@ -18,7 +19,6 @@ from megarl.agents import (
 from megarl.agents.search_agent import SearchLoop
 from megarl.agents.single_turn import SingleTurnLoop
 from megarl.agents.tool_agent import ToolLoop, ToolOptions
-from megarl.base.errors import ConfigError
 from megarl.config import TrainConfig
 from megarl.config.build import build
 from megarl.config.problems import InvalidConfigError
@@ -99,7 +99,7 @@ def test_all_keys_reach_their_loop(files, tokenizer):
         },
     )
     names = ["single_turn_agent", "tool_agent", "search_agent", "mine", f"{files}/custom.py:Mine"]
-    with pytest.raises(ConfigError, match="missing 1 required positional argument: 'factor'"):
+    with raises("agent.loop-options", "'factor'"):
         build_agent_loops(config, tokenizer, names)
     loops = build_agent_loops(config, tokenizer, names[:-1])
     assert isinstance(loops["single_turn_agent"], SingleTurnLoop) and loops["mine"].factor == 3
@@ -114,30 +114,40 @@ def test_all_keys_reach_their_loop(files, tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("sections", "message"),
+    ("sections", "key", "value"),
     [
-        ({"do_search": True}, "retriever.url"),
-        ({"rollout": {"agent": {"default_agent_loop": "search_agent"}}}, "retriever.url"),
-        ({"rollout": {"agent": {"default_agent_loop": "external_agent"}}}, "needs a function, path.py:function"),
+        ({"do_search": True}, "retriever.url", None),
+        ({"rollout": {"agent": {"default_agent_loop": "search_agent"}}}, "retriever.url", None),
+        ({"rollout": {"agent": {"default_agent_loop": "external_agent"}}}, "agent.external_agent", None),
         (
             {"rollout": {"agent": {"external_agent": "a.py:b"}}, "do_search": True, "retriever": {"url": "http://h/r"}},
-            "and do_search both lead",
+            "agent.external_agent",
+            "a.py:b",
         ),
-        ({"rollout": {"endpoint": {"port": 65536}}}, "endpoint.port"),
-        ({"rollout": {"endpoint": {"host": ""}}}, "endpoint.host"),
-        ({"retriever": {"url": "127.0.0.1:8000"}}, "must begin with http"),
-        ({"rollout": {"multi_turn": {"enable": True}}}, "multi_turn.tool_config_path"),
-        ({"rollout": {"multi_turn": {"tool_config_path": "none.yaml"}}}, "no such file"),
-        ({"rollout": {"agent": {"agent_loop_config_path": "none.yaml"}}}, "agent.agent_loop_config_path"),
+        ({"rollout": {"endpoint": {"port": 65536}}}, "endpoint.port", 65536),
+        ({"rollout": {"endpoint": {"host": ""}}}, "endpoint.host", ""),
+        ({"retriever": {"url": "127.0.0.1:8000"}}, "retriever.url", "127.0.0.1:8000"),
+        ({"rollout": {"multi_turn": {"enable": True}}}, "multi_turn.tool_config_path", None),
+        ({"rollout": {"multi_turn": {"tool_config_path": "none.yaml"}}}, "multi_turn.tool_config_path", "none.yaml"),
+        (
+            {"rollout": {"agent": {"agent_loop_config_path": "none.yaml"}}},
+            "agent.agent_loop_config_path",
+            "none.yaml",
+        ),
         (
             {"do_search": True, "retriever": {"url": "http://h/r"}, "data": {"max_obs_length": 600}},
             "data.max_obs_length",
+            600,
         ),
     ],
 )
-def test_invalid_configuration_is_refused(sections, message):
-    with pytest.raises(InvalidConfigError, match=message):
+def test_invalid_configuration_is_refused(sections, key, value):
+    with pytest.raises(InvalidConfigError) as caught:
         configured(**sections)
+    paths = {
+        problem.path.removeprefix("actor_rollout_ref.rollout."): problem.value for problem in caught.value.problems
+    }
+    assert key in paths and paths[key] == value
 
 
 def test_custom_classes_are_checked_before_the_start(files):
@@ -146,27 +156,27 @@ def test_custom_classes_are_checked_before_the_start(files):
     (files / "loops.yaml").write_text(
         json.dumps([{"name": "mine", "_target_": f"{files}/custom.py:Yours"}]), encoding="utf-8"
     )
-    with pytest.raises(ConfigError, match="no AgentLoop called 'Yours'"):
+    with raises("config.user-code-class", "'Yours'"):
         check_agent_loops(config)
-    with pytest.raises(ConfigError, match=r"multi_turn\.format='xml' is unknown; known ones: hermes, llama3_json"):
+    with raises("config.unknown-name", "multi_turn.format='xml'", "hermes, llama3_json"):
         check_agent_loops(configured(rollout={"multi_turn": {"format": "xml"}}))
     tools = {"enable": True, "tool_config_path": str(files / "tools.yaml")}
     (files / "tools.yaml").write_text("tools: []", encoding="utf-8")
-    with pytest.raises(ConfigError, match="at least one entry"):
+    with raises("tool.file-entries", "tools.yaml"):
         check_agent_loops(configured(rollout={"multi_turn": tools}))
-    with pytest.raises(ConfigError, match="agent_loop='serch_agent' is unknown; did you mean 'search_agent'"):
+    with raises("config.unknown-name", "agent_loop='serch_agent'", "'search_agent'"):
         check_agent_loops(configured(rollout={"agent": {"default_agent_loop": "serch_agent"}}))
 
 
 def test_malformed_loop_file_is_named(files, tokenizer):
     config = configured(rollout={"agent": {"agent_loop_config_path": str(files / "loops.yaml")}})
-    for content, message in (
-        ({"name": "mine"}, "must be a list"),
-        ([{"name": "mine"}], "entry 0 must have 'name' and '_target_'"),
-        ([{"name": "mine", "_target_": "a.B"}] * 2, "two loops called 'mine'"),
+    for content, code, value in (
+        ({"name": "mine"}, "agent.loop-file-entries", {"name": "mine"}),
+        ([{"name": "mine"}], "agent.loop-file-entries", "entry 0"),
+        ([{"name": "mine", "_target_": "a.B"}] * 2, "agent.loop-twice", "'mine'"),
     ):
         (files / "loops.yaml").write_text(json.dumps(content), encoding="utf-8")
-        with pytest.raises(ConfigError, match=message):
+        with raises(code, "loops.yaml", value):
             build_agent_loops(config, tokenizer, ["mine"])
 
 
@@ -177,16 +187,13 @@ def test_loops_named_by_rows_are_checked_before_the_start(files):
         check_agent_names(config, {name: names.index(name) for name in names}, lambda row: f"a.parquet, row {row}")
 
     check(None, "mine", "", "single_turn_agent")
-    for name, message in (
-        ("mein", r"a\.parquet, row 2: agent_name='mein': .*known ones: external_agent, .*path are mine"),
-        ("tool_agent", r"row 2: agent_name='tool_agent': .*tool_config_path is null"),
-        ("search_agent", r"row 2: agent_name='search_agent': retriever\.url is null"),
-        (
-            "external_agent",
-            r"row 2: agent_name='external_agent': .*set actor_rollout_ref\.rollout\.endpoint\.enable=true",
-        ),
+    for name, code, value in (
+        ("mein", "config.unknown-name", "path are mine"),
+        ("tool_agent", "tool.no-file", "multi_turn.tool_config_path is null"),
+        ("search_agent", "tool.no-retriever", "retriever.url is null"),
+        ("external_agent", "agent.endpoint-disabled", "set actor_rollout_ref.rollout.endpoint.enable=true"),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with raises(code, f"a.parquet, row 2: agent_name={name!r}", value):
             check(None, "mine", name, name)
 
 
@@ -194,8 +201,13 @@ def test_rows_cannot_choose_code(files):
     """A file beside downloaded data would be executed, and so would a module of any installed package."""
     (files / "evil.py").write_text(f"open({str(files / 'executed')!r}, 'w')\nclass Loop: ...\n", encoding="utf-8")
     for name in (f"{files}/evil.py:Loop", "antigravity.Loop"):
-        with pytest.raises(ConfigError, match=r"row 7: agent_name='.*' is code, which data must not choose"):
+        with raises("agent.row-names-code") as caught:
             check_agent_names(configured(), {name: 7}, lambda row: f"row {row}")
+        assert str(caught.value) == (
+            f"row 7: agent_name={name!r} is code, which data must not choose; give the class a name in "
+            "actor_rollout_ref.rollout.agent.agent_loop_config_path, or set it as "
+            "actor_rollout_ref.rollout.agent.default_agent_loop [agent.row-names-code]"
+        )
     assert not (files / "executed").exists() and "antigravity" not in sys.modules
     own = f"{files}/custom.py:Mine"
     check_agent_names(configured(rollout={"agent": {"default_agent_loop": own}}), {own: 0}, str)
@@ -213,13 +225,13 @@ def test_several_external_agents(files, tokenizer):
     check_agent_names(config, {"first": 0, "second": 1}, str)
     loops = build_agent_loops(config, tokenizer, ["first", "second"])
     assert [loops[name]._agent.__name__ for name in ("first", "second")] == ["first", "second"]
-    with pytest.raises(ConfigError, match=r"endpoint\.enable=true"):
+    with raises("agent.endpoint-disabled", "endpoint.enable=true"):
         check_agent_loops(configured(rollout={"agent": agent}))
     (files / "loops.yaml").write_text(
         json.dumps([{**entries[0], "function": f"{files}/agents.py:third"}]), encoding="utf-8"
     )
-    with pytest.raises(ConfigError, match="no function called 'third'"):
+    with raises("config.user-code-function", "'third'"):
         check_agent_loops(config)
     (files / "loops.yaml").write_text(json.dumps([{**entries[0], "funktion": "x"}]), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"agent loop 'first' cannot be built with the options .*'funktion'"):
+    with raises("agent.loop-options", "'first'", "'funktion'"):
         check_agent_loops(config)

@@ -14,10 +14,10 @@ import psutil
 import pytest
 from agent_cases import Scripted, merging_tokenizer, tokenized
 from endpoint_cases import ADD, USER, Refused, client, complete, lead, listening, message_of, post
+from expected_errors import raises
 
 from megarl.agents.endpoint import EndpointAddress
 from megarl.agents.endpoint.server import LARGEST_BODY, TOKEN_VARIABLE, make_token
-from megarl.base.errors import ConfigError
 from megarl.base.logs import LogFormatter
 from megarl.rollout import RolloutError
 
@@ -287,7 +287,8 @@ def test_disconnected_client_cancels_its_request(endpoint, tokenizer):
 
 
 def test_engine_failure_is_reported_to_the_client(endpoint, tokenizer):
-    with generating(endpoint, Scripted(tokenizer, lambda prompt, turn: RolloutError("lost"))):
+    error = RolloutError("lost", code="rollout.engine-lost")
+    with generating(endpoint, Scripted(tokenizer, lambda prompt, turn: error)):
         with pytest.raises(Refused, match="the rollout engine failed: lost") as refused:
             complete(endpoint, USER)
         assert refused.value.status == 503
@@ -335,7 +336,7 @@ def test_access_file_is_private(tokenizer, tmp_path, monkeypatch):
         assert reader.read() == "another user's" and endpoint.api_key not in endpoint.describe()
         port = int(endpoint.base_url.split(":")[-1].split("/")[0])
         with (
-            pytest.raises(ConfigError, match=f"port={port}: cannot listen there"),
+            raises("endpoint.cannot-listen", f"port={port}"),
             listening(tokenizer, address=EndpointAddress(port=port)),
         ):
             pass
@@ -344,11 +345,15 @@ def test_access_file_is_private(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, "chosen-by-the-owner-of-it")
     assert make_token() == "chosen-by-the-owner-of-it"
     monkeypatch.setenv(TOKEN_VARIABLE, "short")
-    with pytest.raises(ConfigError, match="at least 16 printable"):
+    with raises("endpoint.weak-token") as caught:
         make_token()
+    assert str(caught.value) == (
+        f"the environment variable {TOKEN_VARIABLE} must hold at least 16 printable ASCII characters without a blank; "
+        "it holds 5 [endpoint.weak-token]"
+    )
     monkeypatch.delenv(TOKEN_VARIABLE)
     with (
-        pytest.raises(ConfigError, match="cannot be written"),
+        raises("endpoint.access-file", tmp_path),
         listening(tokenizer, address=EndpointAddress(access_file=tmp_path)),
     ):
         pass

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from agent_cases import EngineGenerate, Scripted, ids_of, merging_tokenizer, sampling, tokenized
 from endpoint_cases import ADD, USER, Refused, client, complete, lead, listening, message_of, talk
+from expected_errors import raises
 
-from megarl.agents import AgentError, ConversationLimits, trajectory_metrics, turn_seed
+from megarl.agents import ConversationLimits, trajectory_metrics, turn_seed
 from megarl.agents.external_agent import load_agent
 from megarl.agents.frames import encode_prompt
-from megarl.base.errors import ConfigError
 from megarl.rollout import EngineOptions, Request, RolloutError, create_engine
 
 
@@ -229,7 +229,7 @@ def test_too_long_prompt_fails_the_conversation(endpoint, tokenizer):
     long = talk("long", limits=ConversationLimits(prompt_tokens=3))
     script = Scripted(tokenizer, ["a<|im_end|>"])
     trajectories = lead(endpoint, script, lambda task: complete(task, task.messages) and None, [short, long])
-    assert trajectories[0].error is None and "nothing to learn from" in trajectories[1].error
+    assert trajectories[0].error is None and "[agent.no-turn]" in trajectories[1].error
 
 
 def test_agent_errors_fail_their_conversation_only(endpoint, tokenizer):
@@ -248,9 +248,11 @@ def test_agent_errors_fail_their_conversation_only(endpoint, tokenizer):
     errors = dict(zip(behaviors, [trajectory.error for trajectory in trajectories], strict=True))
     assert errors.pop("fine") is None
     assert errors["raises"].startswith("ValueError: broken agent (") and "SystemExit: 3" in errors["exits"]
-    assert "not 'a text'" in errors["odd"] and "not nan" in errors["nan"]
+    assert "'a text'" in errors["odd"] and "returned nan" in errors["nan"]
+    codes = {name: error.rpartition("[")[2] for name, error in errors.items() if name != "raises"}
+    assert codes == {"exits": "agent.exit-called]", "odd": "agent.result-type]", "nan": "agent.result-type]"}
     assert trajectory_metrics(trajectories)["agent/failed"] == 4
-    with pytest.raises(AgentError, match="got no turn"):
+    with raises("agent.all-conversations-failed", "[agent.no-turn]"):
         lead(endpoint, Scripted(tokenizer, []), lambda task: None)
 
 
@@ -333,8 +335,8 @@ def test_fatal_engine_failure_stops_all_conversations(endpoint, tokenizer):
     def agent(task):
         complete(task, task.messages)
 
-    script = Scripted(tokenizer, [RolloutError("all replicas are lost")])
-    with pytest.raises(RolloutError, match="all replicas are lost"):
+    script = Scripted(tokenizer, [RolloutError("all replicas are lost", code="rollout.engine-lost")])
+    with raises("rollout.engine-lost", error=RolloutError):
         lead(endpoint, script, agent, [talk("one"), talk("two")])
 
 
@@ -371,12 +373,12 @@ def test_load_agent_checks_the_function(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def lead(task): ...\ndef other(): ...\n", encoding="utf-8")
     assert load_agent(f"{file}:lead").__name__ == "lead"
-    for name, message in (
-        (f"{file}", "names no function"),
-        (f"{file}:led", r"no function called 'led'; there are \['lead', 'other'\]"),
-        (f"{file}:other", "must take one argument, an AgentTask"),
-        (f"{tmp_path}/none.py:lead", "there is no file"),
-        ("megarl.none.lead", "No module named"),
+    for name, code, value in (
+        (f"{file}", "config.user-code-spec", "function"),
+        (f"{file}:led", "config.user-code-function", ["lead", "other"]),
+        (f"{file}:other", "config.user-code-signature", "AgentTask"),
+        (f"{tmp_path}/none.py:lead", "config.user-code-file", "none.py"),
+        ("megarl.none.lead", "config.user-code-import", "ModuleNotFoundError"),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with raises(code, name, value):
             load_agent(name)

@@ -5,9 +5,9 @@ import asyncio
 import numpy as np
 import pytest
 from agent_cases import EngineGenerate, Scripted, lead_all, merging_tokenizer, sampling
+from expected_errors import raises
 
 from megarl.agents import (
-    AgentError,
     AgentLoop,
     Conversation,
     ConversationLimits,
@@ -22,7 +22,6 @@ from megarl.agents.frames import encode_prompt, turn_frame
 from megarl.agents.runner import AgentRunner
 from megarl.agents.single_turn import SingleTurnLoop
 from megarl.agents.types import ConversationGroup, PlannedSample
-from megarl.base.errors import ConfigError
 from megarl.config import TrainConfig
 from megarl.config.build import build
 from megarl.rollout import Completion, Request
@@ -164,10 +163,10 @@ def test_frame_does_not_close_a_turn_twice():
 def test_unsuitable_template_is_refused(tokenizer):
     other = merging_tokenizer()
     other.chat_template = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
-    with pytest.raises(AgentError, match="no turn can be appended"):
+    with raises("tokenizer.template-hides-turns"):
         turn_frame(other, USER, None)
     other.chat_template = "{{ raise_exception('no tools here') }}"
-    with pytest.raises(AgentError, match="no tools here"):
+    with raises("tokenizer.template-rejects", "no tools here"):
         turn_frame(other, USER, None)
 
 
@@ -217,13 +216,13 @@ def test_find_loop_by_name_and_file(tmp_path):
         encoding="utf-8",
     )
     assert find_agent_loop(f"{file}:Mine").__name__ == "Mine"
-    for name, message in (
-        ("singel_turn", "known ones: external_agent, search_agent"),
-        (f"{file}:Other", r"there are \['Mine'\]"),
-        (f"{tmp_path}/none.py:Mine", "there is no file"),
-        ("megarl.base.errors.DataError", "has no AgentLoop called 'DataError'"),
+    for name, code, value in (
+        ("singel_turn", "config.unknown-name", "external_agent, search_agent"),
+        (f"{file}:Other", "config.user-code-class", ["Mine"]),
+        (f"{tmp_path}/none.py:Mine", "config.user-code-file", "none.py"),
+        ("megarl.base.errors.DataError", "config.user-code-class", "'DataError'"),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with raises(code, name, value):
             find_agent_loop(name)
 
 

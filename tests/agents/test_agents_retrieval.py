@@ -13,10 +13,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import retrieval_server
+from expected_errors import raises
 from retrieval_server import BM25Index, Document, RetrievalServer, read_corpus
 
-from megarl.agents.retrieval_client import RetrievalClient, RetrievalError, RetrievalOptions
-from megarl.base.errors import DataError
+from megarl.agents.retrieval_client import RetrievalClient, RetrievalOptions
 
 TOOL = retrieval_server.__file__
 TEXTS = [
@@ -129,10 +129,10 @@ def test_malformed_corpus_line_is_named(tmp_path):
     file.write_text('{"id": 7, "contents": "A\\nb"}\n\n{"title": "T", "text": "x y"}\n', encoding="utf-8")
     assert read_corpus(file) == [Document("7", "A\nb"), Document("2", "T\nx y")]
     file.write_text('{"id": 1, "contents": "A"}\n{"id": 2}\n', encoding="utf-8")
-    with pytest.raises(DataError, match=r"corpus.jsonl:2 must be an object with 'contents'"):
+    with raises("data.corpus-document", "corpus.jsonl:2", "'contents'"):
         read_corpus(file)
     file.write_text("\n", encoding="utf-8")
-    with pytest.raises(DataError, match="has no document"):
+    with raises("data.no-rows", "corpus.jsonl"):
         read_corpus(file)
 
 
@@ -166,25 +166,25 @@ class Answers(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize(
-    ("answers", "message", "requests"),
+    ("answers", "code", "value", "requests"),
     [
-        ([(503, "busy"), (200, '{"result": [[{"id": "a", "contents": "T\\nx"}]]}')], None, 2),
-        ([(503, "busy")], "status 503: busy", 2),
-        ([(400, "bad query")], "status 400: bad query", 1),
-        ([(200, "<html>")], "is not JSON", 1),
-        ([(200, '{"result": []}')], "entry for each of 1 queries", 1),
-        ([(200, '{"result": [[{"id": 1}]]}')], "without 'contents'", 1),
+        ([(503, "busy"), (200, '{"result": [[{"id": "a", "contents": "T\\nx"}]]}')], None, None, 2),
+        ([(503, "busy")], "tool.retriever-unreachable", "status 503: busy", 2),
+        ([(400, "bad query")], "tool.retriever-unreachable", "status 400: bad query", 1),
+        ([(200, "<html>")], "tool.retriever-answer", "<html>", 1),
+        ([(200, '{"result": []}')], "tool.retriever-answer", "1 queries", 1),
+        ([(200, '{"result": [[{"id": 1}]]}')], "tool.retriever-answer", "'contents'", 1),
     ],
 )
-def test_failure_is_never_an_empty_result(answers, message, requests):
+def test_failure_is_never_an_empty_result(answers, code, value, requests):
     with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
         server.answers, server.count = answers, 0
         threading.Thread(target=server.serve_forever, daemon=True).start()
         client = RetrievalClient(RetrievalOptions(f"http://127.0.0.1:{server.server_port}/retrieve", retries=1))
-        if message is None:
+        if code is None:
             assert [hit.contents for hit in asyncio.run(client.search("x"))] == ["T\nx"]
         else:
-            with pytest.raises(RetrievalError, match=message):
+            with raises(code, "retriever.url=http://127.0.0.1:", value):
                 asyncio.run(client.search("x"))
         assert server.count == requests
         server.shutdown()
@@ -192,7 +192,7 @@ def test_failure_is_never_an_empty_result(answers, message, requests):
 
 def test_unreachable_server_is_named():
     client = RetrievalClient(RetrievalOptions("http://127.0.0.1:1/retrieve", retries=0))
-    with pytest.raises(RetrievalError, match=r"retriever.url=http://127.0.0.1:1/retrieve did not answer 1 queries"):
+    with raises("tool.retriever-unreachable", "retriever.url=http://127.0.0.1:1/retrieve", "1 queries"):
         asyncio.run(client.search("x"))
 
 
@@ -209,4 +209,4 @@ def test_command_line(tmp_path):
     process.terminate()
     assert process.wait(timeout=120) == 0
     missing = subprocess.run([*command, "--corpus", "none.jsonl"], capture_output=True, text=True)
-    assert missing.returncode == 1 and "there is no corpus none.jsonl" in missing.stderr
+    assert missing.returncode == 1 and missing.stderr.endswith("none.jsonl [data.file-missing]\n")

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from expected_errors import raises
 
 from megarl.agents.routes import RouteRecord
 from megarl.agents.trajectories import PackedSamples, trajectories_to_batch
-from megarl.agents.types import AgentError, FinishedSample, SampleId, Trajectory
+from megarl.agents.types import FinishedSample, SampleId, Trajectory
 from megarl.rollout.interface import Completion, SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=9)
@@ -104,5 +105,9 @@ def test_routes_become_a_ragged_column(record: RouteRecord) -> None:
 
 
 def test_an_engine_without_routes_is_an_error() -> None:
-    with pytest.raises(AgentError, match=r"returned no experts, which .*router_replay\.mode=R3 replays; set R2"):
+    with raises("rollout.no-routes") as caught:
         trajectories_to_batch([trajectory([1], [2], [1])], 0, with_routes=True)
+    assert str(caught.value) == (
+        "the rollout engine returned no experts, which actor.router_replay.mode=R3 replays; set R2 to replay those of "
+        "the pass for old log-probs [rollout.no-routes]"
+    )

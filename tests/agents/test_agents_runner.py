@@ -7,6 +7,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from expected_errors import raises
 from task_configs import arithmetic, train_config  # noqa: F401
 
 from megarl.agents.runner import AgentRunner
@@ -101,8 +102,8 @@ def test_an_exception_in_the_scorer_loses_no_sample(runner_for):
 
 
 def test_reward_processes_that_do_not_start_end_all_conversations(runner_for):
-    runner = runner_for(scorers={"broken": BrokenScorer(RewardError("no process"))})
-    with pytest.raises(RewardError, match="no process"):
+    runner = runner_for(scorers={"broken": BrokenScorer(RewardError("no process", code="reward.processes-die"))})
+    with raises("reward.processes-die", error=RewardError):
         lead(runner, [group(0, reward="broken")])
 
 

@@ -10,8 +10,9 @@ from dataclasses import replace
 
 import pytest
 from agent_cases import Scripted, ids_of, lead_all, merging_tokenizer, sampling, tokenized
+from expected_errors import raises
 
-from megarl.agents import AgentError, Conversation, ConversationLimits, trajectory_metrics
+from megarl.agents import Conversation, ConversationLimits, trajectory_metrics
 from megarl.agents.tool_agent import ToolLoop, ToolOptions
 from megarl.agents.tools import (
     Tool,
@@ -24,7 +25,6 @@ from megarl.agents.tools import (
     find_parser,
     load_tools,
 )
-from megarl.base.errors import ConfigError
 
 ADD = {
     "function": {
@@ -129,9 +129,9 @@ def test_failed_tool_is_retried_and_then_fails_the_conversation():
         return asyncio.run(answer_call(call, {"add": ToolEntry(tool, 0.02, retries)}, TALK)).text
 
     assert answered(2, failures=2) == "3" and answered(1, failures=1, hangs=True) == "3"
-    with pytest.raises(AgentError, match="tool add failed 2 times; the last: OSError: no connection"):
+    with raises("tool.call-failed", "tool add", "2 times", "OSError: no connection"):
         answered(1, failures=2)
-    with pytest.raises(AgentError, match=r"took longer than 0.02 s"):
+    with raises("tool.call-failed", "0.02 s"):
         answered(0, failures=1, hangs=True)
 
 
@@ -161,7 +161,7 @@ def test_megabytes_of_a_result_are_not_tokenized(tokenizer, side):
 def test_a_prompt_that_is_too_long_by_its_bytes_is_not_tokenized(tokenizer):
     talk = replace(TALK, messages=[{"role": "user", "content": "x" * 10**6}], agent_name="tool_agent")
     talk = replace(talk, limits=ConversationLimits(prompt_tokens=300))
-    with tokenized(tokenizer) as lengths, pytest.raises(AgentError, match="max_prompt_length=300"):
+    with tokenized(tokenizer) as lengths, raises("agent.prompt-too-long", "data.max_prompt_length=300"):
         asyncio.run(loop_of(tokenizer)["tool_agent"].run(talk, Scripted(tokenizer, ["a"])))
     assert lengths == []
 
@@ -216,7 +216,7 @@ def test_limits_on_turns_calls_and_tokens(tokenizer):
 
 def test_prompt_too_long_with_tools(tokenizer):
     talk = Conversation(USER, sampling(), key="t", agent_name="tool_agent", limits=ConversationLimits(prompt_tokens=50))
-    with pytest.raises(AgentError, match=r"prompt has \d+ tokens, with the tools .* data.max_prompt_length=50"):
+    with raises("agent.all-conversations-failed", "[agent.prompt-too-long]", "data.max_prompt_length=50"):
         asyncio.run(lead_all([talk], loop_of(tokenizer), Scripted(tokenizer, ["5<|im_end|>"])))
 
 
@@ -236,9 +236,7 @@ def test_tools_column_selects_tools(tokenizer):
     assert "there is no tool 'add'; the tools are sum" in responses and responses.count("\n5\n") == 1
     prompt, responses = run_tools(None)
     assert '"name": "sum"' in prompt and '"name": "add"' in prompt and responses.count("\n5\n") == 2
-    with pytest.raises(
-        AgentError, match=r"column 'tools' has \['other'\]; the tools that can be called are \['add', 'sum"
-    ):
+    with raises("agent.all-conversations-failed", "[tool.not-callable]", ["other"], ["add", "sum"]):
         run_tools([{"type": "function", "function": {"name": "other"}}])
 
 
@@ -268,18 +266,18 @@ def test_tool_file(tmp_path):
     assert (tool.tool.name, tool.timeout_s, tool.retries) == ("add", 2, 0)
     answer = asyncio.run(answer_call(ToolCall("add", {"a": 1, "b": 2}), {"add": tool}, TALK))
     assert answer.text == "7"
-    for change, message in (
-        ({"tool_schema": None}, "tool_schema=None"),
-        ({"tool_schema": {"function": {"name": "a", "parameters": {"type": 3}}}}, "no JSON schema"),
-        ({"retires": 3}, r"unknown keys \['retires'\]"),
-        ({"timeout_s": 0}, "timeout_s=0"),
-        ({"class_name": "mine"}, "class_name='mine' is unknown"),
+    for change, code, value in (
+        ({"tool_schema": None}, "tool.bad-schema", "tool_schema=None"),
+        ({"tool_schema": {"function": {"name": "a", "parameters": {"type": 3}}}}, "tool.bad-schema", "parameters"),
+        ({"retires": 3}, "tool.unknown-key", ["retires"]),
+        ({"timeout_s": 0}, "tool.entry-limits", "timeout_s=0"),
+        ({"class_name": "mine"}, "config.unknown-name", "class_name='mine'"),
     ):
         file.write_text(json.dumps({"tools": [entry | change]}), encoding="utf-8")
-        with pytest.raises(ConfigError, match=message):
+        with raises(code, f"{file}, tools[0]", value):
             load_tools(str(file))
     file.write_text(json.dumps({"tools": [entry, entry]}), encoding="utf-8")
-    with pytest.raises(ConfigError, match="two tools called 'add'"):
+    with raises("tool.name-twice", "'add'"):
         load_tools(str(file))
 
 
@@ -298,5 +296,5 @@ def test_tool_file_is_utf_8_in_every_locale(tmp_path):
     done = subprocess.run(command, env={**os.environ, **locale}, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ascii(schema["function"]["description"])
     file.write_bytes("tools: [{name: ç}]".encode("iso-8859-1"))
-    with pytest.raises(ConfigError, match="is no YAML file"):
+    with raises("tool.file-yaml", file):
         load_tools(str(file))

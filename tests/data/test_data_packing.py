@@ -90,7 +90,6 @@ def test_fixed_size(rows, size):
 @pytest.mark.parametrize(
     ("limits", "code", "values"),
     [
-        ({"max_tokens": 9}, "batch.micro-batch-tokens", ("row 1", 10, 9)),
         ({"max_tokens": 0}, "batch.micro-batch-size", ("max_tokens", 0)),
         ({"size": 0}, "batch.micro-batch-size", ("size", 0)),
         ({}, "batch.size-and-tokens", ("max_tokens=None", "size=None")),
@@ -100,3 +99,12 @@ def test_fixed_size(rows, size):
 def test_bad_limits(limits, code, values):
     with raises(code, *values):
         plan_micro_batches([3, 10], **limits)
+
+
+def test_message_of_a_row_that_exceeds_a_micro_batch():
+    with raises("batch.micro-batch-tokens") as caught:
+        plan_micro_batches([3, 10], max_tokens=9)
+    assert str(caught.value) == (
+        "row 1 has 10 tokens, a micro-batch may hold 9; raise the token budget per device (*max_token_len_per_gpu) to "
+        "at least the longest prompt plus response [batch.micro-batch-tokens]"
+    )

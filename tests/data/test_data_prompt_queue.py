@@ -62,5 +62,9 @@ def test_complete_batches_keep_the_loader_state() -> None:
 def test_state_of_other_data_is_rejected() -> None:
     queue = PromptQueue(loader())
     queue.take(4)
-    with raises("resume.data-changed", "seed=5"):
+    with raises("resume.data-changed") as caught:
         PromptQueue(loader(seed=6)).load_state_dict(queue.state_dict())
+    assert str(caught.value) == (
+        "the saved loader state has seed=5, this run has 6; resume with the same data, batch size and seed, or start a "
+        "new run with trainer.resume_mode=disable [resume.data-changed]"
+    )

@@ -101,7 +101,7 @@ def test_truncation_must_leave_prompt_and_response(
         (rows([answer("yes")], [answer("no")]), {"prompt_key": None}, "data.no-assistant-message", "'chosen'"),
         (rows([*QUESTION, answer("yes")], "no"), {"prompt_key": None}, "data.not-messages", "'rejected'"),
         (rows("yes", "no", gap=float("nan")), {"margin_key": "gap"}, "data.not-number", "'gap' is nan"),
-        (rows("yes", None), {}, "data.null-value", "'rejected'"),
+        (rows("yes", None), {}, "data.column-type", "'rejected'"),
     ],
 )
 def test_malformed_pair_is_named(
@@ -112,7 +112,7 @@ def test_malformed_pair_is_named(
     code: str,
     value: str,
 ) -> None:
-    with raises(code, "row 0", value):
+    with raises(code, value):
         PairDataset(write(made), tokenizer, 20, **options)
 
 
@@ -304,7 +304,8 @@ def test_mismatched_sequences_are_truncated(
 
 @pytest.mark.parametrize("label", ["yes", 2, None, -1.0])
 def test_labels_are_true_or_false(label: Any, tokenizer: Any, write: Callable[..., str]) -> None:
-    with raises("data.label-value", "data.label_key", repr(label)):
+    code = "data.null-value" if label is None else "data.label-value"
+    with raises(code, "column 'label'", "row 0"):
         LabelledResponses(
             write(labelled(("a?", "yes", label))), tokenizer, 30, label_key="label", answer_keys=("response",)
         )

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 from distributed import Place, ProcessPool
+from expected_errors import raises
 
 from megarl import cli
 from megarl.agents import Conversation
 from megarl.agents.tools import ToolCall, answer_call, load_tools
 from megarl.algorithms import AdvantageInputs, PolicyLossInputs
-from megarl.base.errors import ConfigError
 from megarl.base.user_code import import_file
 from megarl.config import TrainConfig
 from megarl.data import DataProto
@@ -134,7 +134,7 @@ def test_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     run = RunInfo("project", "mine", tmp_path)
     monkeypatch.delenv("WEBHOOK_URL", raising=False)
-    with pytest.raises(ConfigError, match="WEBHOOK_URL; set it"):
+    with raises("tracking.webhook-url", "WEBHOOK_URL"):
         open_trackers(["examples/tracker.py:Webhook"], run)
     with HTTPServer(("127.0.0.1", 0), Chat) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -228,8 +228,11 @@ def test_invalid_arguments(tokenizer, batch_of):
         )
     for wrong in ({"style": "rule"}, None):
         broken = batch.with_columns(None, {"reward_model": [wrong]})
-        with raises("reward.no-ground-truth", "row 0", wrong):
+        with raises("reward.no-ground-truth") as caught:
             RewardManager(in_driver(exact_integer), tokenizer, FailurePolicy("mask")).score(broken)
+        assert str(caught.value) == (
+            f"column 'reward_model', row 0 is {wrong}; it must have a 'ground_truth' [reward.no-ground-truth]"
+        )
 
 
 def test_failed_conversation_is_masked_and_not_scored(tokenizer, batch_of):
