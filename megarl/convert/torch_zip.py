@@ -62,9 +62,10 @@ def locate_tensor(archive: BinaryIO) -> SavedTensor:
             names = set(entries.namelist())
             root = next(name for name in names if name.endswith("/data.pkl")).removesuffix("data.pkl")
             order = _content(archive, entries.getinfo(root + "byteorder")) if root + "byteorder" in names else b"little"
+            if order == b"big":
+                raise CheckpointError("its byte order is big; only little is supported", code="checkpoint.byte-order")
             if order != b"little":
-                text = f"byte order {order!r} is not supported, only little"
-                raise CheckpointError(text, code="checkpoint.byte-order")
+                raise CheckpointError(f"it is damaged: byte order {order!r}", code="checkpoint.corrupt-file")
             tensor = _TensorUnpickler(io.BytesIO(_content(archive, entries.getinfo(root + "data.pkl")))).load()
             if not (isinstance(tensor, _Tensor) and isinstance(tensor.storage, _Storage)):
                 raise CheckpointError("it contains no tensor", code="checkpoint.corrupt-file")

@@ -211,7 +211,7 @@ def test_a_killed_conversion_leaves_no_output_and_resumes(
     assert killed.returncode == -signal.SIGKILL
     assert not out.exists()
     left = tmp_path / ".out.converting"
-    with raises("convert.unknown-source" if command == "megarl-to-hf" else "checkpoint.missing-index", left):
+    with raises("convert.unknown-source" if command == "megatron-to-hf" else "checkpoint.missing-index", left):
         open_source(left)
     capsys.readouterr()
     run(*line, "--dtype", "bfloat16", expect=1)

@@ -288,5 +288,5 @@ def test_an_unknown_target_is_named_with_the_nearest(path: Path) -> None:
         AdapterMap(WeightMap(read_model_config(path)), LoraOptions(rank=2, alpha=4.0, targets=("q_prj",)))
     assert str(caught.value) == (
         "target_modules: 'q_prj' matches no layer of the model; did you mean 'q_proj'? valid: o_proj, q_proj, k_proj, "
-        "v_proj, down_proj, gate_proj, up_proj [adapter.unknown-target]"
+        "v_proj, gate_proj, up_proj, down_proj [adapter.unknown-target]"
     )

@@ -143,11 +143,11 @@ def test_rotary_width_is_an_even_part_of_a_head(factor, head_dim, width, section
         parse_model_config(raw)
 
 
-@pytest.mark.parametrize("width", [3, 0])
-def test_rotary_width_of_latent_attention_is_even(width):
+@pytest.mark.parametrize(("width", "code"), [(3, "model.rotary-width"), (0, "model.field-value")])
+def test_rotary_width_of_latent_attention_is_even(width, code):
     heads = {"kv_lora_rank": 8, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": width, "v_head_dim": 8}
     raw = {**QWEN25, "architectures": ["DeepseekV3ForCausalLM"], **GLM_EXPERTS, **heads}
-    with raises("model.rotary-width", "qk_rope_head_dim"):
+    with raises(code, "qk_rope_head_dim"):
         parse_model_config(raw)
 
 
