@@ -94,9 +94,9 @@ def make_critic(folder: Path, arithmetic: Path) -> Path:
     return folder
 
 
-def cut_off(run: Path, arithmetic: Path) -> Path:
+def altered(run: Path, arithmetic: Path) -> Path:
     (largest,) = sorted((run / "checkpoints" / f"global_step_{STEP}" / "actor").glob("*.distcp"))[-1:]
-    largest.write_bytes(largest.read_bytes()[:-1])
+    largest.write_bytes(largest.read_bytes() + b"x")
     return run
 
 
@@ -112,11 +112,11 @@ def critic_of_a_run(run: Path, arithmetic: Path) -> Path:
         (lambda run, _: run / "nowhere", "convert.no-folder", "nowhere"),
         (lambda run, _: run.parent / "latest", "checkpoint.no-pointer", "latest_checkpointed_iteration.txt"),
         (lambda run, _: run / "checkpoints" / "latest_checkpointed_iteration.txt", "convert.no-folder", "is a file"),
-        (cut_off, "checkpoint.corrupt-file", f"global_step_{STEP}"),
+        (altered, "checkpoint.corrupt-file", f"global_step_{STEP}"),
         (critic_of_a_run, "model.critic-as-policy", "global_step_9/critic"),
         (lambda run, arithmetic: make_critic(run / "critic", arithmetic), "model.critic-as-policy", "critic"),
     ],
-    ids=["nowhere", "no pointer", "a file", "cut off", "checkpoint of a critic", "folder of a critic"],
+    ids=["nowhere", "no pointer", "a file", "altered", "checkpoint of a critic", "folder of a critic"],
 )
 def test_invalid_models_are_errors(
     break_it: Callable[[Path, Path], Path], code: str, named: str, run_folder: Path, arithmetic: Path

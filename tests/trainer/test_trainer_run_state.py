@@ -158,7 +158,7 @@ def test_missing_contents_fail_before_any_process(
 
 def test_ppo_rejects_a_checkpoint_without_critic(train_config: Callable[..., TrainConfig]) -> None:
     saved(train_config({"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 2}), 3)
-    with raises("checkpoint.missing-role", "global_step_3", "critic"):
+    with raises("resume.nothing-complete", "global_step_3 holds no critic"):
         find_resume(train_config())
 
 
