@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import ray
-from expected_errors import raises
 
 from megarl.base.errors import MegarlError
 from megarl.cluster import RaySession, ResourcePool, wait_ready
@@ -18,6 +17,7 @@ from megarl.cluster.role_groups import RolloutGroup
 from megarl.models import ParallelLayout
 from megarl.trainer.jobs.elastic_replicas import MOST_FAILURES, ElasticReplicas, ReplicasMissing
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
+from tests.expected_errors import raises
 from tests.waits import wait_until
 
 WAIT_S = 120.0

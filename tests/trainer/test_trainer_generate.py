@@ -92,8 +92,8 @@ def test_answers_are_written_atomically(tmp_path: Path, suffix: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "code", "named"),
     [
-        ({"val_files": ["/no.parquet"]}, "data.file-missing", "data.val_files: /no.parquet"),
-        ({"max_prompt_length": 1}, "data.all-prompts-too-long", "data.max_prompt_length"),
+        ({"val_files": ["/no.parquet"]}, "data.file-missing", "/no.parquet"),
+        ({"max_prompt_length": 1}, "data.prompt-too-long", "data.max_prompt_length"),
         ({"rollout": {"agent": {"default_agent_loop": "nobody"}}}, "config.unknown-name", "nobody"),
     ],
 )

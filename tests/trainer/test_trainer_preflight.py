@@ -94,7 +94,7 @@ def test_the_quickstart_task_passes(
         ),
         (
             {f"{POLICY}.rollout.name": "sglang", f"{POLICY}.rollout.tensor_model_parallel_size": 3},
-            "layout.rollout-heads",
+            "layout.tp-heads",
             f"{POLICY}.rollout.tensor_model_parallel_size=3 ",
         ),
         ({"algorithm.adv_estimator": "/no.py:mine"}, "config.user-code-file", "algorithm.adv_estimator"),

@@ -100,7 +100,7 @@ def test_missing_job(argv):
         ([*QUICK, "trainer.nnodes=2", "trainer.device=cuda"], "launch.nodes-share-gpus", "trainer.nnodes=2 "),
         (["--on=local", "--hosts=a", *QUICK], "launch.hosts-option", "not --hosts=a"),
         (["--submit", *QUICK], "launch.unused-option", "--submit .*--on sbatch"),
-        ([*QUICK, "--multirun"], "config.needs-multirun", "--multirun"),
+        ([*QUICK, "--multirun"], "launch.multirun-or-cfg", "--multirun"),
         (["--port=10000", *QUICK], "launch.port-overlap", "--worker-ports=10002-19999"),
         (["--", "python", "x.py"], "launch.command-size", "--nodes and --devices-per-node"),
     ],
@@ -110,7 +110,7 @@ def test_invalid_command_lines_are_refused_before_the_start(capsys, monkeypatch,
     monkeypatch.setattr(subprocess, "Popen", None)
     code, text = launch(capsys, *argv)
     assert code == 2
-    assert re.search(named, text) and text.endswith(f" [{error}]\n"), text
+    assert re.search(named, text) and f" [{error}]\n" in text, text
 
 
 def test_restarts_without_checkpoints_are_noted(capsys, monkeypatch):
@@ -154,7 +154,7 @@ def test_batch_script_runs_the_launcher_inside(fake_commands, monkeypatch, capsy
     assert capsys.readouterr().out == "4711\n"
     assert fake_commands.calls("sbatch")[0]["input"] == script
     assert megarl(["launch", "--submit", *own, "--sbatch=--partition=nowhere", *words]) == 1
-    assert capsys.readouterr().err.endswith("sbatch: error: invalid partition [launch.sbatch-refused]\n")
+    assert capsys.readouterr().err.endswith("nowhere [launch.sbatch-refused]\n")
 
 
 def test_nodes_of_the_engines_are_launched(monkeypatch, capsys, tmp_path):
