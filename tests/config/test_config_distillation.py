@@ -11,6 +11,7 @@ import pytest
 from config_cases import check_problem
 from expected_errors import raises
 
+from megarl.base.errors import ModelError
 from megarl.config import TrainConfig, plan_batches, render_plan
 from megarl.config.build import build
 from megarl.config.problems import InvalidConfigError
@@ -310,5 +311,5 @@ def test_teachers_are_checked_against_the_policy(tmp_path: Path) -> None:
         check_teachers(config(policy, small, {"loss_mode": "forward_kl_topk"}), weights=False)
     assert len(check_teachers(config(policy, small), weights=False)) == 1
     scalar = {"t": {"model_path": model(tmp_path / "rm", architectures=["Qwen2ForSequenceClassification"])}}
-    with raises("teacher.scalar-head", "Qwen2ForSequenceClassification"):
+    with raises("teacher.scalar-head", "distillation.teacher_models.t.model_path=", error=ModelError):
         check_teachers(config(policy, scalar), weights=False)

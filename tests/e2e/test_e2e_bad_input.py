@@ -192,7 +192,7 @@ def test_truncated_weights(refuse: Refuse, model: Path) -> None:
 def test_tokenizer_without_chat_template(refuse: Refuse, model: Path) -> None:
     (model / "chat_template.jinja").unlink()
     message = refuse(f"actor_rollout_ref.model.path={model}", code=2)
-    assert_error(message, "tokenizer.no-chat-template", model, "tokenizer_config.json")
+    assert_error(message, "tokenizer.no-special-token", model, "chat_template", "tokenizer_config.json")
 
 
 @pytest.mark.parametrize("removed", [("tokenizer.json",), ("tokenizer.json", "tokenizer_config.json")])
