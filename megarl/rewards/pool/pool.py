@@ -191,8 +191,9 @@ class RewardPool:
             self._failed_starts += 1
             if self._failed_starts >= MAX_FAILED_STARTS:
                 del self._workers[at]
-                text = f"{self._failed_starts} processes for rewards in a row did not start; the last {manner}"
-                raise RewardError(text + _end_of_log(worker.log), code="reward.processes-die")
+                started = f"{self._failed_starts} reward processes in a row did not start"
+                text = f"{started}; the last {manner}{_end_of_log(worker.log)}"
+                raise RewardError(text, code="reward.processes-die")
         self._workers[at] = self._new_process(at)
         batch.reassign(worker, overdue, manner)
 
