@@ -104,7 +104,7 @@ class PendingSave:
         if isinstance(self._failure, CheckpointError):
             raise self._failure
         if self._failure is not None:
-            raise CheckpointError(_reason(self._failure), code="checkpoint.save-failed") from self._failure
+            raise CheckpointError(_reason(self._failure), code="checkpoint.rank-failed") from self._failure
 
 
 def _reason(error: BaseException) -> str:

@@ -162,8 +162,8 @@ def under_all_names(raw: Mapping[str, Any]) -> dict[str, Any]:
     for names in SYNONYMS:
         values = {name: raw[name] for name in names if raw.get(name) is not None}
         if any(value != next(iter(values.values())) for value in values.values()):
-            fields = " and ".join(f"{name}={value!r}" for name, value in values.items())
-            text = f"config.json: {fields} are names of one setting with different values; remove the wrong one"
+            named = " and ".join(f"{name}={value!r}" for name, value in values.items())
+            text = f"config.json: {named} are names of one setting with different values; remove the wrong one"
             raise ModelError(text, code="model.synonyms-differ")
         if values:
             fields |= dict.fromkeys(names, next(iter(values.values())))

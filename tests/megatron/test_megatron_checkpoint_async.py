@@ -172,7 +172,7 @@ def test_full_disk_raises_on_every_rank_and_training_continues(
 ) -> None:
     (first, *_), (second, *_) = results = pool.run(save_on_a_full_disk, 2, str(tmp_path), in_background)
     assert first == second and "rank 1" in first and "File too large" in first, first
-    assert first.endswith("[checkpoint.save-failed]")
+    assert first.endswith("[checkpoint.rank-failed]")
     resumed = pool.run(load_and_train, 2, DP2, str(tmp_path / "room"), {})
     assert_same_bits(resumed, [reports for _, _, reports in results])
 
@@ -191,8 +191,8 @@ def test_save_and_load_of_selected_contents(pool: ProcessPool, tmp_path: Path) -
     assert (tmp_path / "both" / "huggingface" / "tokenizer.json").is_file()
     (message,) = pool.run(load_parts, 1, str(tmp_path / "both"), ["model", "optimizer", "extra"])
     assert message == (
-        f"checkpoint {tmp_path / 'both'} has no optimizer and no extra: it was saved with "
-        "save_contents=[model, hf_model]; leave optimizer and extra out of load_contents "
+        f"loading {tmp_path / 'both'} failed on rank 0: checkpoint {tmp_path / 'both'} has no optimizer and no extra: "
+        "it was saved with save_contents=[model, hf_model]; leave optimizer and extra out of load_contents "
         "[resume.missing-contents]"
     )
     (message,) = pool.run(load_parts, 1, str(tmp_path / "export"), ["model"])
