@@ -405,7 +405,7 @@ def test_a_rank_that_dies_within_a_bucket_is_named(front_end, tied):
     victim = front_end._backend._processes[1]
     victim.suspend()
     threading.Timer(2.0, victim.kill).start()
-    with raises("sglang.engine-lost", "'update_weights_from_tensor'", "(rank 1, running:", error=EngineLost):
+    with raises("sglang.engine-lost", "(rank 1, running:", error=EngineLost):
         sync.send([1])
     assert front_end.stale and not front_end.health().ready
     with raises("sglang.engine-lost", "processes ended", error=EngineLost):
