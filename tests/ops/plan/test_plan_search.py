@@ -118,7 +118,7 @@ def test_search_starts_from_an_invalid_layout_and_finds_those_of_a_valid_one(inv
 def test_search_divides_more_devices_than_the_mini_batch_has_samples():
     """With TP1 PP1 the 128 ranks of 16 nodes are more than the 64 samples of a mini-batch."""
     extra = ("actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator=reinforce_plus_plus")
-    with raises("batch.mini-batch-ranks", "128"):
+    with raises("batch.samples-per-rank", "128"):
         composed("grpo", "Qwen2.5-7B", 16, *extra)
     changes = initial_changes(draft("grpo", "Qwen2.5-7B", 16, *extra), read_hardware("h100"))
     path = "actor_rollout_ref.actor.megatron"
