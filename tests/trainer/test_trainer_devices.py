@@ -83,7 +83,7 @@ def test_devices_of_a_cluster_are_not_those_of_this_machine(monkeypatch: pytest.
 def test_a_dead_cluster_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
-    with pytest.raises(ResourceError, match=r"127\.0\.0\.1:\d+"):
+    with raises("ray.no-cluster", "127.0.0.1:", error=ResourceError):
         check_devices(run())
 
 
@@ -100,8 +100,6 @@ def test_roles_with_devices_of_their_own_need_devices_beside_the_trainers(monkey
     monkeypatch.setattr(devices, "local_node", lambda: {"CPU": 8.0, "GPU": 4.0})
     own = {"critic": OwnDevicesConfig(1, 1), "actor_rollout_ref.ref": OwnDevicesConfig(1, 1)}
     check_devices(run(n_gpus_per_node=2, device="cuda"), own)
-    message = (
-        "trainer.n_gpus_per_node=2, critic.nnodes=1, critic.n_gpus_per_node=2, .*ref.nnodes=1.*GPUs: 5 .*4 .*'critic'"
-    )
-    with pytest.raises(ConfigError, match=message):
+    sizes = "trainer.n_gpus_per_node=2, critic.nnodes=1, critic.n_gpus_per_node=2, "
+    with raises("ray.too-few-devices", sizes, "ref.nnodes=1", "5 needed, 4 available", "'critic'", error=ConfigError):
         check_devices(run(n_gpus_per_node=2, device="cuda"), own | {"critic": OwnDevicesConfig(1, 2)})

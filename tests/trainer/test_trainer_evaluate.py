@@ -13,7 +13,6 @@ import ray
 import torch
 from expected_errors import raises
 
-from megarl.base.errors import CheckpointError, ConfigError, DataError, MegarlError, RewardError
 from megarl.config import EvaluateConfig
 from megarl.config.schema.jobs import BestAnswersConfig
 from megarl.data import DataProto, SFTDataset, attention_mask_of, pad_left, pad_right
@@ -44,26 +43,26 @@ def test_description_of_the_sampling(
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    ("changes", "code", "named"),
     [
-        ({"actor_rollout_ref.model.path": "/nowhere"}, CheckpointError, "actor_rollout_ref.model.path=/nowhere"),
-        ({"data.val_files": ["/no.parquet"]}, DataError, r"data\.val_files: /no\.parquet"),
-        ({"data.prompt_key": "question"}, DataError, "'question'"),
-        ({"data.max_prompt_length": 1}, DataError, "data.max_prompt_length"),
-        ({"custom_reward_function.path": "/no.py"}, RewardError, r"/no\.py"),
-        ({f"{ROLLOUT}.agent.default_agent_loop": "nobody"}, ConfigError, "nobody"),
-        ({"actor_rollout_ref.model.tokenizer_path": "/nowhere"}, MegarlError, "/nowhere"),
+        ({"actor_rollout_ref.model.path": "/nowhere"}, "convert.no-folder", "actor_rollout_ref.model.path=/nowhere"),
+        ({"data.val_files": ["/no.parquet"]}, "data.file-missing", "data.val_files: /no.parquet"),
+        ({"data.prompt_key": "question"}, "data.missing-column", "'question'"),
+        ({"data.max_prompt_length": 1}, "data.prompt-too-long", "data.max_prompt_length"),
+        ({"custom_reward_function.path": "/no.py"}, "config.user-code-file", "/no.py"),
+        ({f"{ROLLOUT}.agent.default_agent_loop": "nobody"}, "config.unknown-name", "nobody"),
+        ({"actor_rollout_ref.model.tokenizer_path": "/nowhere"}, "tokenizer.cannot-load", "/nowhere"),
     ],
 )
 def test_errors_come_before_any_process(
     evaluate_config: Callable[..., EvaluateConfig],
     changes: dict[str, Any],
-    error: type[MegarlError],
-    message: str,
+    code: str,
+    named: str,
     tmp_path: Path,
 ) -> None:
     config = evaluate_config(changes)
-    with pytest.raises(error, match=message):
+    with raises(code, named):
         check_early(config)
         run(config, tmp_path)
     assert not ray.is_initialized() and not list(tmp_path.iterdir())
@@ -75,7 +74,7 @@ def test_an_unknown_agent_loop_names_the_row(
     rows = pq.read_table(arithmetic / "data" / "test.parquet").to_pylist()
     rows = [{**row, "agent_name": "nobody" if number == 3 else None} for number, row in enumerate(rows)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "named.parquet")
-    with pytest.raises(ConfigError, match=r"named\.parquet, row 3: agent_name='nobody'"):
+    with raises("config.unknown-name", "named.parquet, row 3", "agent_name='nobody'"):
         run(evaluate_config({"data.val_files": [str(tmp_path / "named.parquet")]}), tmp_path)
     assert not ray.is_initialized()
 

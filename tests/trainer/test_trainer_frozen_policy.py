@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 from expected_errors import raises
 from safetensors.torch import load_file
 
-from megarl.base.errors import CheckpointError
 from megarl.convert.conversion import ConversionOptions, convert
 from megarl.convert.open import open_source
 from megarl.convert.source import HUGGING_FACE, MEGARL
@@ -111,12 +109,14 @@ def critic_of_a_run(run: Path, arithmetic: Path) -> Path:
 @pytest.mark.parametrize(
     ("break_it", "code", "named"),
     [
+        (lambda run, _: run / "nowhere", "convert.no-folder", "nowhere"),
         (lambda run, _: run.parent / "latest", "checkpoint.no-pointer", "latest_checkpointed_iteration.txt"),
+        (lambda run, _: run / "checkpoints" / "latest_checkpointed_iteration.txt", "convert.no-folder", "is a file"),
         (altered, "checkpoint.corrupt-file", f"global_step_{STEP}"),
         (critic_of_a_run, "model.critic-as-policy", "global_step_9/critic"),
         (lambda run, arithmetic: make_critic(run / "critic", arithmetic), "model.critic-as-policy", "critic"),
     ],
-    ids=["no pointer", "altered", "checkpoint of a critic", "folder of a critic"],
+    ids=["nowhere", "no pointer", "a file", "altered", "checkpoint of a critic", "folder of a critic"],
 )
 def test_invalid_models_are_errors(
     break_it: Callable[[Path, Path], Path], code: str, named: str, run_folder: Path, arithmetic: Path
@@ -124,9 +124,3 @@ def test_invalid_models_are_errors(
     path = break_it(run_folder, arithmetic)
     with raises(code, f"actor_rollout_ref.model.path={path}: ", named):
         find_model(str(path))
-
-
-@pytest.mark.parametrize("name", ["nowhere", "checkpoints/latest_checkpointed_iteration.txt"])
-def test_a_path_that_is_no_folder_is_an_error(name: str, run_folder: Path) -> None:
-    with pytest.raises(CheckpointError, match=re.escape(f"actor_rollout_ref.model.path={run_folder / name}: ")):
-        find_model(str(run_folder / name))

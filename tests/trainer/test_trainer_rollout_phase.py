@@ -13,7 +13,7 @@ from expected_errors import raises
 
 from megarl.agents.runner import AgentRunner
 from megarl.agents.types import Trajectory
-from megarl.base.errors import RewardError, WeightSyncError
+from megarl.base.errors import WeightSyncError
 from megarl.base.seeds import derive_seed
 from megarl.config import TrainConfig
 from megarl.data import DataProto
@@ -281,7 +281,7 @@ def test_generation_fails_if_reward_processes_do_not_start(
     broken = phase({"n": 1}, keys)
     (scorer,) = set(broken.traffic.runners._scorers.values())
     scorer.close()
-    with pytest.raises(RewardError, match="the reward processes have ended"):
+    with raises("reward.processes-ended"):
         broken.generate_sequences(prompts, 1, {})
 
 

@@ -143,7 +143,7 @@ def test_unreadable_dumps_and_models_are_refused(
 
     assert error_of(str(tmp_path), "--model", str(models[0])).endswith("[doctor.no-rollout-dump]\n")
     (tmp_path / "1.npz").write_text("no zip", encoding="utf-8")
-    assert "1.npz" in error_of(str(tmp_path / "1.npz"), "--model", str(models[0]))
+    assert error_of(str(tmp_path / "1.npz"), "--model", str(models[0])).endswith("[data.not-rollout-dump]\n")
     (tmp_path / "2.npz").write_bytes(healthy.encoded())
     assert error_of(str(tmp_path / "2.npz"), "--model", str(tmp_path)).endswith("[doctor.model-not-loaded]\n")
     responses = [row + 1000 for row in healthy.responses]

@@ -141,9 +141,13 @@ def test_a_cpu_job_is_planned_for_the_cpu(capsys):
         ("--hardware=my/node.yaml", "my/node.yaml", "[plan.no-hardware-file]"),
         ("--lengths=mean=9999", "mean=9999", "[plan.lengths-range]"),
         ("trainer.n_gpus_per_node=16", "trainer.hardware=h100", "[plan.devices-per-node]"),
-        ("trainer.nodes=2", "trainer.nnodes", ""),
-        ("actor_rollout_ref.model.path=/nowhere", "/nowhere", ""),
-        ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=3", "pipeline_model_parallel_size=3", ""),
+        ("trainer.nodes=2", "trainer.nnodes", "[config.unknown-key]"),
+        ("actor_rollout_ref.model.path=/nowhere", "/nowhere", "[model.folder-missing]"),
+        (
+            "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=3",
+            "pipeline_model_parallel_size=3",
+            "[layout.replicas-do-not-divide]",
+        ),
     ],
 )
 def test_errors_have_exit_code_two(capsys, argument, named, end):

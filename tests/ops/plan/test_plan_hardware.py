@@ -44,18 +44,18 @@ def test_an_unknown_name_suggests_the_nearest():
 
 
 @pytest.mark.parametrize(
-    ("change", "path"),
+    ("change", "code", "path"),
     [
-        (lambda t: t.replace("matmul:", "matmull:"), "custom.yaml: shares.matmull"),
-        (lambda t: t.replace("  network: 50 ", "  network: -1 "), "custom.yaml: links.network"),
-        (lambda t: t.replace("  bfloat16: 989", "  bfloat16: fast"), "custom.yaml: peak.bfloat16"),
-        (lambda t: t.replace("memory_bandwidth: 3352\n", ""), "custom.yaml: memory_bandwidth"),
+        (lambda t: t.replace("matmul:", "matmull:"), "config.unknown-key", "shares.matmull"),
+        (lambda t: t.replace("  network: 50 ", "  network: -1 "), "config.value-out-of-limits", "links.network"),
+        (lambda t: t.replace("  bfloat16: 989", "  bfloat16: fast"), "config.wrong-type", "peak.bfloat16"),
+        (lambda t: t.replace("memory_bandwidth: 3352\n", ""), "config.required-key", "memory_bandwidth"),
     ],
 )
-def test_invalid_fields_are_named(tmp_path, change, path):
+def test_invalid_fields_are_named(tmp_path, change, code, path):
     with pytest.raises(InvalidConfigError) as caught:
         read_hardware(custom_file(tmp_path, change))
-    assert path in {problem.path for problem in caught.value.problems}
+    assert (f"custom.yaml: {path}", code) in {(problem.path, problem.code) for problem in caught.value.problems}
 
 
 @pytest.mark.parametrize(("text", "code"), [("- 1\n", "plan.hardware-no-fields"), ("a: [", "plan.hardware-not-yaml")])
