@@ -254,7 +254,7 @@ def run_job(task: Path, work: Workload, mode: Mode) -> Measured:
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(ROOT)])
     with tempfile.TemporaryDirectory() as folder:
         run(
-            ["-m", "megarl.train", "--config-name", "grpo", *overrides(task, Path(folder), work, mode.overrides)],
+            ["-m", "megarl", "train", "--config-name", "grpo", *overrides(task, Path(folder), work, mode.overrides)],
             environment,
         )
         rows = [row for row in read_metrics(Path(folder) / "metrics.jsonl") if "timing_s/step" in row]

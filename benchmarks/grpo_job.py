@@ -2,7 +2,7 @@
 
     python benchmarks/grpo_job.py --peer-python /path/to/trl-venv/bin/python --steps 4
 
-The job is ``python -m megarl.train``: a driver, two actor processes (data parallel 2), two rollout replicas, reward
+The job is ``megarl train``: a driver, two actor processes (data parallel 2), two rollout replicas, reward
 processes and the weight sync, on two CPU devices. Model, prompts, response lengths, batch and optimizer step are those
 of ``grpo_step.py --lengths equal``. An agent loop of this file ignores the end-of-sequence token; otherwise the job is
 a user's job. It recomputes old log-probs as jobs do by default; ``--engine-log-probs`` takes them from the engine.
@@ -123,7 +123,7 @@ def run_job(folder: Path, mix: Mix, steps: int, engine_log_probs: bool) -> Row:
     for file in (folder / "model").glob("tokenizer*"):
         shutil.copy(file, folder / "tokenizer")
     shutil.copy(folder / "model" / "chat_template.jinja", folder / "tokenizer")
-    command = [sys.executable, "-m", "megarl.train", "--config-name", "grpo"]
+    command = [sys.executable, "-m", "megarl", "train", "--config-name", "grpo"]
     environment = grpo_step.environment(1)
     paths = [str(Path(__file__).parent), *filter(None, [environment.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)  # the job imports this file

@@ -3,7 +3,7 @@
     python benchmarks/learning.py [--steps 40] [--seeds 1 2 3] [--jobs 2] [--only grpo gspo] [--plot FILE.svg]
     python benchmarks/learning.py --kinds decoupled bypass --jobs 1
 
-Each case is a run of `python -m megarl.train --config-name quickstart_grpo` from the warmed-up model of
+Each case is a run of `megarl train --config-name quickstart_grpo` from the warmed-up model of
 `bash launch/quickstart.sh` (run it first), on one process slot, with the same prompts and samples per step. Estimators
 run with PPO's clipped loss (`rft`: with `reinforce`, on the best samples of each prompt), losses with GRPO's
 advantages. The kinds `decoupled` and `bypass` are asynchronous runs (`quickstart_async`, on two slots) with a bound of
@@ -114,7 +114,7 @@ def run(case: Case, seed: int, args: argparse.Namespace) -> Curve:
     folder = args.runs.absolute() / f"{case.kind}-{case.name}-{steps}-{seed}".replace(" ", "_")
     if not (folder / "summary.json").exists():
         command = [
-            sys.executable, "-m", "megarl.train", "--config-name", *case.overrides,
+            sys.executable, "-m", "megarl", "train", "--config-name", *case.overrides,
             f"data.train_batch_size={PROMPTS}", f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}",
             f"actor_rollout_ref.rollout.n={ANSWERS}", f"trainer.total_training_steps={steps}", f"trainer.seed={seed}",
             f"trainer.test_freq={steps}", "trainer.save_freq=-1", "trainer.hf_export_dir=null",

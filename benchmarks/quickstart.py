@@ -2,7 +2,7 @@
 
     python benchmarks/quickstart.py [--steps 10] [KEY=VALUE ...]
 
-Runs `python -m megarl.train --config-name quickstart` without validation, checkpoint or export. The task and the
+Runs `megarl train --config-name quickstart` without validation, checkpoint or export. The task and the
 warmed-up model of `bash launch/quickstart.sh` must exist. Prints medians over the steps after the first, which also
 allocates memory.
 """
@@ -39,7 +39,7 @@ def machine() -> str:
 def run(steps: int, overrides: Sequence[str], folder: Path) -> list[dict[str, float]]:
     """Return the metrics of each step of a short run."""
     command = [
-        sys.executable, "-m", "megarl.train", "--config-name", "quickstart",
+        sys.executable, "-m", "megarl", "train", "--config-name", "quickstart",
         f"trainer.total_training_steps={steps}", "trainer.test_freq=-1", "trainer.val_before_train=false",
         "trainer.save_freq=-1", "trainer.hf_export_dir=null", f"hydra.run.dir={folder}", *overrides,
     ]  # fmt: skip

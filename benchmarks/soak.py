@@ -45,7 +45,7 @@ def name_of(process: psutil.Process) -> str:
         ("gcs_server", "Ray: GCS"),
         ("raylet", "Ray: raylet"),
         ("megarl.cluster.fork_server", "fork server"),
-        ("megarl.train", "driver"),
+        ("-m megarl train", "driver"),
     ):
         if part in (words[0] if name.startswith("Ray") else command):
             return name
@@ -77,7 +77,7 @@ def run_job(steps: int, overrides: Sequence[str], scratch: Path, limit_s: float 
     task, run, mark = scratch / "task", scratch / "run", uuid.uuid4().hex
     make = [sys.executable, str(ROOT / "tools" / "make_arithmetic.py"), "--out", str(task), *TASK]
     subprocess.run(make, check=True, capture_output=True)
-    command = [sys.executable, "-m", "megarl.train", "--config-name", "quickstart", f"hydra.run.dir={run}"]
+    command = [sys.executable, "-m", "megarl", "train", "--config-name", "quickstart", f"hydra.run.dir={run}"]
     command += [f"actor_rollout_ref.model.path={task}/model", f"data.train_files={task}/data/train.parquet"]
     command += ["data.val_files=[]", "trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1"]
     command += ["trainer.hf_export_dir=null", "data.train_batch_size=24", "actor_rollout_ref.rollout.n=2"]

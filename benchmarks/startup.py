@@ -64,7 +64,7 @@ def kind_of(process: psutil.Process) -> str:
     command = " ".join(process.cmdline())
     if "megarl.cluster.fork_server" in command:
         return "fork server"
-    if "megarl.train" in command:
+    if "-m megarl train" in command:
         return "driver"
     if "ray::" in command or "default_worker" in command or "setup_worker" in command or "fork_client" in command:
         return "workers"
@@ -76,7 +76,7 @@ def kind_of(process: psutil.Process) -> str:
 def run_job(task: Path, folder: Path, fork: bool) -> tuple[dict[str, float], dict[str, float]]:
     """Run one training step; returns wall seconds by stage and CPU seconds by kind of process."""
     mark = uuid.uuid4().hex
-    command = [sys.executable, "-m", "megarl.train", "--config-name", "quickstart", "trainer.total_training_steps=1"]
+    command = [sys.executable, "-m", "megarl", "train", "--config-name", "quickstart", "trainer.total_training_steps=1"]
     command += [f"actor_rollout_ref.model.path={task}/model", f"data.train_files={task}/data/train.parquet"]
     command += ["data.val_files=[]", "trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1"]
     command += ["trainer.hf_export_dir=null", f"hydra.run.dir={folder}/run"]

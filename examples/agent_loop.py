@@ -1,6 +1,6 @@
 """A custom agent loop: the policy answers twice, and the second answer counts.
 
-python -m megarl.train --config-name quickstart_grpo data.max_response_length=24 \
+megarl train --config-name quickstart_grpo data.max_response_length=24 \
   actor_rollout_ref.rollout.agent.default_agent_loop=examples/agent_loop.py:AskTwice
 
 To set options, add an entry to a loop file such as ``examples/agent_loops.yaml``.

@@ -1,6 +1,6 @@
 """A callback: adds a metric to each step, and lists the complete checkpoints in `saves.txt` of the run's folder.
 
-python -m megarl.train --config-name quickstart_grpo 'trainer.callbacks=[examples/callback.py:GroupSpread]'
+megarl train --config-name quickstart_grpo 'trainer.callbacks=[examples/callback.py:GroupSpread]'
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A custom dataset: every other row uses another agent loop.
 
-python -m megarl.train --config-name quickstart_grpo data.max_response_length=24 \
+megarl train --config-name quickstart_grpo data.max_response_length=24 \
   data.custom_cls.path=examples/dataset.py data.custom_cls.name=HalfAskedTwice \
   actor_rollout_ref.rollout.agent.agent_loop_config_path=examples/agent_loops.yaml
 """

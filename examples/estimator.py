@@ -1,6 +1,6 @@
 """A custom advantage estimator: score minus the median score of the group.
 
-python -m megarl.train --config-name quickstart_grpo algorithm.adv_estimator=examples/estimator.py:median_baseline
+megarl train --config-name quickstart_grpo algorithm.adv_estimator=examples/estimator.py:median_baseline
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A custom model family, dots.llm1; docs/add_a_model.md explains each part.
 
-python -m megarl.sft model.path=/models/dots.llm1.base model.external_lib=examples/model_family.py \
+megarl sft model.path=/models/dots.llm1.base model.external_lib=examples/model_family.py \
   data.train_files=/data/train.parquet trainer.experiment_name=dots
 """
 

@@ -1,6 +1,6 @@
 """A custom policy loss: Simple Policy Optimization, with a gradient outside of PPO's clip range.
 
-python -m megarl.train --config-name quickstart_grpo \
+megarl train --config-name quickstart_grpo \
   actor_rollout_ref.actor.policy_loss.loss_mode=examples/policy_loss.py:simple_policy_optimization
 """
 

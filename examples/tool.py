@@ -1,6 +1,6 @@
 """A custom tool: a calculator.
 
-python -m megarl.train --config-name quickstart_grpo data.max_response_length=24 \
+megarl train --config-name quickstart_grpo data.max_response_length=24 \
   actor_rollout_ref.rollout.multi_turn.enable=true \
   actor_rollout_ref.rollout.multi_turn.tool_config_path=examples/tools.yaml
 """

@@ -1,6 +1,6 @@
 """A custom tracker: posts the best validation metrics so far to a chat webhook, `WEBHOOK_URL`.
 
-python -m megarl.train --config-name quickstart_grpo 'trainer.logger=[console,examples/tracker.py:Webhook]'
+megarl train --config-name quickstart_grpo 'trainer.logger=[console,examples/tracker.py:Webhook]'
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 #   SEED=2 bash launch/quickstart.sh trainer.total_training_steps=20
 #   ROLLOUT=sglang bash launch/quickstart.sh                    PPO with SGLang as the rollout engine (2.6 GB more)
 #
-# Arguments are passed to `python -m megarl.train`. The checkpoint and the models in outputs/quickstart are those of the latest
+# Arguments are passed to `megarl train`. The checkpoint and the models in outputs/quickstart are those of the latest
 # run of this script; they replace earlier ones.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -31,12 +31,12 @@ echo "== 1/4  A random model and its task (seed $seed)"
 python tools/make_arithmetic.py --out "$task" --seed "$seed"
 
 echo "== 2/4  Supervised warm-up, far from solved"
-python -m megarl.sft --config-name quickstart_sft trainer.seed="$seed" trainer.overwrite_output=true
+megarl sft --config-name quickstart_sft trainer.seed="$seed" trainer.overwrite_output=true
 
 echo "== 3/4  Reinforcement learning"
 case " $* " in *" --config-name"*) config=() ;; *) config=(--config-name quickstart) ;; esac
 kept=(trainer.save_freq=40 trainer.hf_export_dir=outputs/quickstart/trained trainer.overwrite_output=true)
-python -m megarl.train "${config[@]}" trainer.seed="$seed" "${kept[@]}" "${rollout[@]}" "$@"
+megarl train "${config[@]}" trainer.seed="$seed" "${kept[@]}" "${rollout[@]}" "$@"
 
 echo "== 4/4  The trained policy, loaded with plain transformers"
 python tools/ask.py --summary outputs/quickstart/summary.json "What is 25 + 4?" "What is 17 + 38?" "What is 40 + 2?"

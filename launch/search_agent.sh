@@ -6,7 +6,7 @@
 #   SEED=2 bash launch/search_agent.sh trainer.total_training_steps=50
 #   RETRIEVER_PORT=8100 bash launch/search_agent.sh                  if port 8000 is in use
 #
-# Arguments are passed to `python -m megarl.train`.
+# Arguments are passed to `megarl train`.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ensure_environment
@@ -20,7 +20,7 @@ echo "== 1/5  A corpus, questions about it, and a random model (seed $seed)"
 python tools/make_search_task.py --out "$task" --seed "$seed"
 
 echo "== 2/5  Supervised warm-up: the format, not the facts"
-python -m megarl.sft --config-name search_agent_sft trainer.seed="$seed" trainer.overwrite_output=true
+megarl sft --config-name search_agent_sft trainer.seed="$seed" trainer.overwrite_output=true
 
 echo "== 3/5  The retrieval server"
 python tools/retrieval_server.py --corpus "$task/corpus.jsonl" --port "$port" &
@@ -36,7 +36,7 @@ CHECK
 done
 
 echo "== 4/5  Reinforcement learning"
-python -m megarl.train --config-name search_agent trainer.seed="$seed" trainer.overwrite_output=true \
+megarl train --config-name search_agent trainer.seed="$seed" trainer.overwrite_output=true \
   retriever.url="http://127.0.0.1:$port/retrieve" "$@"
 
 echo "== 5/5  Conversations about held-out people, at the last validation"

@@ -32,7 +32,6 @@ from megarl.cluster.fork_server import fork_server
 from megarl.config import (
     EvaluateConfig,
     GenerateConfig,
-    MegatronConfig,
     PreferenceConfig,
     RewardTrainingConfig,
     SFTConfig,
@@ -60,10 +59,9 @@ from megarl.config.short_flags import add_flags, flag_overrides
 from megarl.config.stored import remember_references
 from megarl.config.sweeps import SweepFolder
 from megarl.config.verl.table import table_of
-from megarl.models import read_model_config
 from megarl.trainer.jobs.hub_files import with_hub_files
+from megarl.trainer.jobs.model_layouts import check_models
 from megarl.trainer.jobs.output_folders import locked_output_folders
-from megarl.workers.settings import check_role
 
 if TYPE_CHECKING:
     from megarl.tracking.sweep import RunResult
@@ -271,53 +269,6 @@ def _request(job: Job, options: argparse.Namespace) -> ConfigRequest[Any]:
     return ConfigRequest(job.schema, config_name.removesuffix(".yaml"), overrides, folder, options.multirun)
 
 
-def check_models(config: JobConfig) -> None:
-    """Check the layout of every role against its model, if the model folder exists already.
-
-    Raises:
-        ConfigError: a parallel size does not divide a dimension of the model.
-        ModelError: the folder's ``config.json`` is missing, malformed, or of an unknown architecture.
-    """
-    for path, megatron, field in _models_of(config):
-        if not Path(path).is_dir():
-            continue  # created before the run starts, or reported when the run loads the model
-        check_role(read_model_config(path), megatron, field)
-
-
-def _models_of(config: JobConfig) -> list[tuple[str, MegatronConfig, str]]:
-    """Model folder, layout and config key of the layout, for every role of a job."""
-    if isinstance(config, SupervisedConfig):
-        return [(config.model.path, config.megatron, "megatron")]
-    if isinstance(config, GenerateConfig):
-        return []
-    if isinstance(config, EvaluateConfig):
-        return _reward_model_of(config)  # the policy may be a checkpoint, which is opened when the run starts
-    policy = config.actor_rollout_ref
-    rollout = MegatronConfig(tensor_model_parallel_size=policy.rollout.tensor_model_parallel_size)
-    roles = [
-        (policy.model.path, policy.actor.megatron, "actor_rollout_ref.actor.megatron"),
-        (policy.model.path, rollout, "actor_rollout_ref.rollout"),
-    ]
-    if config.uses_reference and policy.ref.megatron is not None:
-        roles.append((policy.model.path, policy.ref.megatron, "actor_rollout_ref.ref.megatron"))
-    roles += _teachers_of(config)
-    if config.uses_critic:
-        roles.append((str(config.critic.model.path), config.critic.megatron, "critic.megatron"))
-    return roles + _reward_model_of(config)
-
-
-def _teachers_of(config: TrainConfig) -> list[tuple[str, MegatronConfig, str]]:
-    return [
-        (str(teacher.model_path), teacher.megatron, f"distillation.teacher_models.{name}.megatron")
-        for name, teacher in config.distillation.local_teachers.items()
-    ]
-
-
-def _reward_model_of(config: TrainConfig | EvaluateConfig) -> list[tuple[str, MegatronConfig, str]]:
-    keys = config.reward_model
-    return [(str(keys.model.path), keys.megatron, "reward_model.megatron")] if keys.enable else []
-
-
 def _run(name: str, job: Job, request: ConfigRequest[Any], run: ComposedRun[Any] | None, *, minimize: bool) -> int:
     """Run a job, or without a composed run the jobs of a sweep; returns the exit code."""
     codes: list[int] = []
@@ -371,7 +322,6 @@ def _run_locked(
     _store_hydra(folder, values)
     _record_start(folder, name, config_name, config, values, overrides)
     config = with_hub_files(config, lambda line: print(line, file=sys.stderr))
-    check_models(config)
     with driver_log(folder / LOGS_FOLDER, config.trainer.log_level):
         if isinstance(config, TrainConfig | SupervisedConfig) and config.trainer.dry_run:
             _say(config, f"{title}: dry run, load libraries ...")

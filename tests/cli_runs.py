@@ -37,7 +37,7 @@ class CliRun:
 
     Args:
         folder: working folder of the job.
-        arguments: command-line arguments after ``python -m megarl.<job>``.
+        arguments: command-line arguments after ``megarl <job>``.
         env: environment variables in addition to those of this process.
         job: ``train`` or ``evaluate``.
         server: forks the driver; None = the driver is a process of its own.
@@ -56,7 +56,7 @@ class CliRun:
         self.arguments = list(arguments)
         self.mark = uuid.uuid4().hex
         self.output_file = folder / f"output-{self.mark[:8]}.txt"
-        command = [f"megarl.{job}", *arguments]
+        command = ["megarl", job, *arguments]
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **(env or {}), MARK: self.mark}
         self.process: subprocess.Popen[bytes] | WarmDriver
         # The driver begins a session: a signal to its process group acts like Ctrl-C in a terminal.

@@ -40,7 +40,7 @@ def test_a_benchmark_prints_its_table(
         "quickstart": [*data, model, *batch],
     }
     output = tmp_path / "output.txt"
-    interpreter = write_interpreter(tmp_path / "python", drivers.address, "megarl.train")
+    interpreter = write_interpreter(tmp_path / "python", drivers.address, "megarl")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if script.stem in JOBS:
         environment |= {**shared_server, "WARM_PYTHON": str(interpreter)}

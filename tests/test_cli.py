@@ -351,19 +351,19 @@ def test_help_of_every_command_names_the_command(name: str, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "files"),
+    ("job", "name", "files"),
     [
-        ("megarl.train", "quickstart", "train_files"),
-        ("megarl.sft", "quickstart_sft", "train_files"),
-        ("megarl.evaluate", "quickstart_evaluate", "val_files"),
+        ("train", "quickstart", "train_files"),
+        ("sft", "quickstart_sft", "train_files"),
+        ("evaluate", "quickstart_evaluate", "val_files"),
     ],
 )
-def test_printing_the_config_imports_no_heavy_package(module: str, name: str, files: str) -> None:
+def test_printing_the_config_imports_no_heavy_package(job: str, name: str, files: str) -> None:
     code = (
         "import runpy, sys\n"
-        f"sys.argv = ['x', '--config-name', '{name}', '--cfg', 'job']\n"
+        f"sys.argv = ['x', '{job}', '--config-name', '{name}', '--cfg', 'job']\n"
         "try:\n"
-        f"    runpy.run_module('{module}', run_name='__main__')\n"
+        "    runpy.run_module('megarl', run_name='__main__')\n"
         "except SystemExit as stop:\n"
         "    assert not stop.code, stop.code\n"
         "heavy = {'torch', 'ray', 'megatron', 'transformers', 'numpy', 'pyarrow', 'tensordict', 'sglang', 'wandb'}\n"
@@ -376,7 +376,7 @@ def test_printing_the_config_imports_no_heavy_package(module: str, name: str, fi
 
 
 def test_wrong_key_in_a_subprocess() -> None:
-    command = [sys.executable, "-m", "megarl.train", "--config-name", "quickstart", "--cfg", "job", "critic.lr=1"]
+    command = [sys.executable, "-m", "megarl", "train", "--config-name", "quickstart", "--cfg", "job", "critic.lr=1"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 2 and result.stdout == ""
     assert "critic.lr=1" in result.stderr and "critic.optim.lr? [config.unknown-key]" in result.stderr

@@ -120,7 +120,7 @@ def test_steps_of_the_cpu_image(tmp_path: Path) -> None:
     subprocess.run(pins, shell=True, cwd=tmp_path, check=True)
     (install,) = [step for step in arguments(file, "RUN") if step.startswith("source launch/environment.sh")]
     job = (
-        "python -c 'import megarl; print(megarl.__file__)' && python -m megarl.train --config-name quickstart --cfg job"
+        "python -c 'import megarl; print(megarl.__file__)' && python -m megarl train --config-name quickstart --cfg job"
     )
     result = subprocess.run(
         ["/bin/bash", "-euo", "pipefail", "-c", f"{install} && {job}"],

@@ -42,7 +42,7 @@ _SCRIPT = r"""#!/usr/bin/env bash
 export {variable}="$0"
 case "$1 ${{2:-}}" in
   "-m {module}"*) exec {python} -S {client} {address} "${{@:2}}" ;;
-  "-m megarl."*) unset {variable}; exec {python} -S {client} {address} "${{@:2}}" ;;
+  "-m megarl"*) unset {variable}; exec {python} -S {client} {address} "${{@:2}}" ;;
   *.py\ *) unset {variable}; exec {python} -S {client} {address} "$@" ;;
 esac
 unset {variable}

@@ -108,7 +108,7 @@ def command_with(overrides: Sequence[str]) -> str:
         overrides: ``KEY=VALUE``; they replace earlier ones.
 
     Returns:
-        ``python -m megarl.train ...``; "the same command" with the overrides, if the process was started by a launcher,
+        ``megarl train ...``; "the same command" with the overrides, if the process was started by a launcher,
         a sweep or another program.
     """
     words = _job_command(sys.orig_argv)

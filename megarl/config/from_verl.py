@@ -43,7 +43,7 @@ Generated from `megarl/config/verl/` by `python -m megarl.config.from_verl > doc
 
 Four changes make a current run script of verl for Megatron start megarl:
 
-1. `-m verl.trainer.main_ppo` becomes `-m megarl.train`.
+1. `-m verl.trainer.main_ppo` becomes `-m megarl train`.
 2. `VERL_USE_UV=0`: the scripts start verl, and every Ray worker, by `uv run` in verl's environment. Without uv they
    take the Python of the shell: activate megarl's environment.
 3. `INFER_BACKEND=sglang`: the scripts generate with vLLM by default. Scripts without this variable need the override
@@ -54,7 +54,7 @@ Four changes make a current run script of verl for Megatron start megarl:
 VERL_USE_UV=0 INFER_BACKEND=sglang MODEL_PATH=/models/Qwen3-8B bash examples/grpo_trainer/run_qwen3_8b_megatron.sh
 
 -"${LAUNCH[@]}" -m verl.trainer.main_ppo \\
-+"${LAUNCH[@]}" -m megarl.train \\
++"${LAUNCH[@]}" -m megarl train \\
      "${DATA[@]}" \\
      ...
 ```
@@ -137,9 +137,9 @@ NPUs.
 _FINE_TUNING = """\
 ## Supervised fine-tuning
 
-`python -m megarl.sft` takes the overrides of verl's `sft_trainer` for Megatron: `engine.*` is `megatron.*`, and
+`megarl sft` takes the overrides of verl's `sft_trainer` for Megatron: `engine.*` is `megatron.*`, and
 `engine=megatron` starts from verl's defaults (`configs/sft_trainer_engine.yaml`). Replace
-`torchrun ... -m verl.trainer.sft_trainer` by `python -m megarl.sft`, and set `trainer.n_gpus_per_node` and
+`torchrun ... -m verl.trainer.sft_trainer` by `megarl sft`, and set `trainer.n_gpus_per_node` and
 `trainer.nnodes`, which torchrun got from its own options. `data.messages_key` names the column of whole conversations,
 as in verl: every message of the assistant is trained on, with its closing tokens. The loss is the mean over trained
 tokens of the whole batch. verl's sampler and megarl's shuffle rows differently.

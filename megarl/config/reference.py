@@ -29,10 +29,10 @@ The schema is the only source of defaults. The YAML files in `configs/` and the 
 values that differ. A list with one entry may be written as the entry. A key that is not on this page is an error.
 
 ```
-python -m megarl.train --config-name grpo --cfg job KEY=VALUE ...   # print the resolved configuration
-python -m megarl.train --config-name grpo KEY=VALUE ...             # run
-python -m megarl.train --config-dir mine --config-name my ...       # mine/my.yaml, with `defaults: [grpo, _self_]`
-python -m megarl.train --multirun actor_rollout_ref.actor.optim.lr=1e-6,1e-5   # one run per value
+megarl train --config-name grpo --cfg job KEY=VALUE ...   # print the resolved configuration
+megarl train --config-name grpo KEY=VALUE ...             # run
+megarl train --config-dir mine --config-name my ...       # mine/my.yaml, with `defaults: [grpo, _self_]`
+megarl train --multirun actor_rollout_ref.actor.optim.lr=1e-6,1e-5   # one run per value
 ```
 
 Each run writes to `outputs/<experiment_name>/<time>`, with its complete configuration in `config.yaml`.
@@ -42,12 +42,12 @@ Each run writes to `outputs/<experiment_name>/<time>`, with its complete configu
 def render_reference() -> str:
     """Render the page as Markdown."""
     jobs = (
-        ("`megarl.train`", TrainConfig),
-        ("`megarl.sft`", SFTConfig),
-        ("`megarl.reward_model`", RewardTrainingConfig),
-        ("`megarl.preference`", PreferenceConfig),
-        ("`megarl.evaluate`", EvaluateConfig),
-        ("`megarl.generate`", GenerateConfig),
+        ("`megarl train`", TrainConfig),
+        ("`megarl sft`", SFTConfig),
+        ("`megarl reward-model`", RewardTrainingConfig),
+        ("`megarl preference`", PreferenceConfig),
+        ("`megarl evaluate`", EvaluateConfig),
+        ("`megarl generate`", GenerateConfig),
     )
     parts = [_INTRODUCTION]
     for title, schema in jobs:
@@ -57,7 +57,7 @@ def render_reference() -> str:
         same = _as_in_training(schema) if schema is not TrainConfig else []
         parts += _sections(schema, leave_out=same)
         if same:
-            parts.append(f"As in `megarl.train`: {', '.join(f'`{path}`' for path in same)}.")
+            parts.append(f"As in `megarl train`: {', '.join(f'`{path}`' for path in same)}.")
     parts.append("## Shared sections")
     for shared, title in _SHARED.items():
         parts += [f"### {title}", _doc(shared), _table(shared())]

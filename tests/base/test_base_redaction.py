@@ -144,7 +144,7 @@ def test_words_of_a_command() -> None:
     words = [
         "python",
         "-m",
-        "megarl.train",
+        "megarl",
         "++kw.api_key=a b",
         "x.password=1234",
         "--token",

@@ -270,7 +270,7 @@ def test_possible_combination(values: dict[str, Any]) -> None:
         ({"data.max_token_len_per_gpu": 100}, "data.max_token_len_per_gpu", "batch.token-budget: data.max_length"),
         ({"optim.min_lr": 1.0}, "optim.min_lr", "algorithm.min-lr-above-lr: optim.lr"),
         ({"data.max_prompt_length": 5}, "data.max_prompt_length", "config.training-key: data.max_length"),
-        ({"trainer.test_freq": 5}, "trainer.test_freq", "config.verl-value: megarl.sft"),
+        ({"trainer.test_freq": 5}, "trainer.test_freq", "config.verl-value: megarl sft"),
         ({"trainer.resume_mode": "resume_path"}, "trainer.resume_from_path",
          "resume.no-path: trainer.resume_mode=resume_path"),
         ({"trainer.checkpoint.save_contents": ["optimizer"]}, "trainer.checkpoint.save_contents",

@@ -1,4 +1,4 @@
-"""verl's supervised fine-tuning: its scripts' overrides and its defaults, as ``megarl.sft`` reads them.
+"""verl's supervised fine-tuning: its scripts' overrides and its defaults, as ``megarl sft`` reads them.
 
 ``verl_sft_facts.json`` holds the overrides of verl's SFT scripts with Megatron and the defaults of verl's
 configuration, both at the commit in the file.

@@ -17,11 +17,11 @@ _job() { # _job NAME ARGUMENT...
   local few=("${rows[@]}" actor_rollout_ref.actor.ppo_mini_batch_size=16)
   case " $* " in
     *" --cfg "* | *" --help "*) ;;
-    *"trainer.dry_run=true"*) if [ "$name" = train ]; then more=("${few[@]}"); else more=("${rows[@]}"); fi ;;
+    *"trainer.dry_run=true"*) if [ "$name" != sft ]; then more=("${few[@]}"); else more=("${rows[@]}"); fi ;;
     *)
       case "$MEGARL_DOCS $name" in
         check*) more=(--cfg job) ;;
-        "step train") more=(trainer.total_training_steps=1 trainer.val_before_train=false "${few[@]}") ;;
+        "step train" | "step grpo" | "step ppo" | "step distill") more=(trainer.total_training_steps=1 trainer.val_before_train=false "${few[@]}") ;;
         "step sft") more=(trainer.total_training_steps=2 "${rows[@]}") ;;
       esac
       ;;
@@ -31,7 +31,7 @@ _job() { # _job NAME ARGUMENT...
 
 megarl() {
   case "$1" in
-    train | sft | reward-model | evaluate | generate) _job "$@" ;;
+    train | grpo | ppo | distill | sft | reward-model | preference | dpo | evaluate | generate) _job "$@" ;;
     doctor) # the slow checks once: those of a configuration are quick
       case " $* " in *" --config-name "*) _python -m megarl.cli "$@" --quick ;; *) _python -m megarl.cli "$@" ;; esac ;;
     *) _python -m megarl.cli "$@" ;;
@@ -40,7 +40,7 @@ megarl() {
 
 python() {
   case "$1 ${2:-}" in
-    "-m megarl.train" | "-m megarl.sft" | "-m megarl.evaluate" | "-m megarl.generate") _job "${2#megarl.}" "${@:3}" ;;
+    "-m megarl") megarl "${@:3}" ;;
     "tools/make_arithmetic.py "*)
       _python "$@" --hidden 32 --layers 2 --largest 9 --num-test 20 --lessons 60 60 ;;
     tools/*.py\ *) _python "$@" ;;

@@ -95,9 +95,9 @@ def test_ctrl_c_saves_and_names_the_command_that_continues(
     saved = re.search(rf"saved in \S*/global_step_{step}\. To go on:\n  (python\S* .*)\nor from elsewhere", output)
     assert saved, output
     words = shlex.split(saved[1])
-    assert words[1:3] == ["-m", "megarl.train"] and words[-1] == "trainer.resume_mode=auto"
+    assert words[1:4] == ["-m", "megarl", "train"] and words[-1] == "trainer.resume_mode=auto"
     # The printed command, one step longer.
-    again = start(*words[3:], f"trainer.total_training_steps={step + 1}", folder=run.folder)
+    again = start(*words[4:], f"trainer.total_training_steps={step + 1}", folder=run.folder)
     assert again.wait() == 0, again.output
     assert sorted(RunFiles(run.folder, "endless").steps) == [*range(1, step + 2)]
     assert (run.folder / "export" / "run_id").is_file()

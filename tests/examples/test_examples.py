@@ -42,14 +42,14 @@ def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("at_root")
 def test_command_in_the_docstring_is_valid(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = import_file(str(file)).__doc__ or ""
-    (command,) = re.findall(r"^python .*(?:\\\n.*)*", text, re.MULTILINE)
+    (command,) = re.findall(r"^(?:python|megarl) .*(?:\\\n.*)*", text, re.MULTILINE)
     words = shlex.split(command.replace("\\\n", " "))
     assert any(word.partition(":")[0].endswith(f"examples/{file.name}") for word in words) or file.stem in (
         "tool",
         "dataset",
     ), "the command must name the file"
-    if words[1] == "-m":
-        assert cli.run_job(words[2].removeprefix("megarl."), [*words[3:], "--cfg", "job"]) == 0, capsys.readouterr().err
+    if words[0] == "megarl":
+        assert cli.run_job(words[1], [*words[2:], "--cfg", "job"]) == 0, capsys.readouterr().err
 
 
 def test_readme_lists_every_file() -> None:

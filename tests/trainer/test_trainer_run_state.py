@@ -269,7 +269,7 @@ def test_a_stop_request_before_the_first_step(train_config: Callable[..., TrainC
 def test_the_command_to_go_on_resumes_from_the_last_save(
     train_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch, changes: Any, overrides: list[str]
 ) -> None:
-    argv = ["/venv/bin/python", "-m", "megarl.train", "--config-name", "ppo", "data.train_files=[a b.parquet]"]
+    argv = ["/venv/bin/python", "-m", "megarl", "train", "--config-name", "ppo", "data.train_files=[a b.parquet]"]
     monkeypatch.setattr(sys, "orig_argv", argv)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     state = RunState(train_config({"trainer.save_freq": 100, **changes}), loader(), None, 8, None)

@@ -209,8 +209,8 @@ class TrainingRunConfig(CollectivesConfig, RunConfig):
     )
     hf_export_dir: str | None = key(
         None,
-        "Folder for the final model in Hugging Face format; null = none, but in `megarl.sft`, `megarl.reward_model` "
-        "and `megarl.preference` `outputs/<experiment_name>/hf`.",
+        "Folder for the final model in Hugging Face format; null = none, but in `megarl sft`, `megarl reward-model` "
+        "and `megarl preference` `outputs/<experiment_name>/hf`.",
     )
     save_freq: int = key(
         -1, "Steps between checkpoints; the last step is saved too; -1 = never save.", at_least=1, allowed=(-1,)

@@ -7,8 +7,8 @@ from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, Refu
 
 _TEXTS = "megarl trains on text: it has no images, video or sound"
 _FSDP = OtherBackend("FSDP", "the layout is in `megatron`, which verl calls `engine`")
-_NO_VALIDATION = "megarl.sft does not validate while it trains; `megarl evaluate` scores the exported model"
-_CUSTOM = "megarl.sft reads prompts with responses, or conversations (data.messages_key)"
+_NO_VALIDATION = "megarl sft does not validate while it trains; `megarl evaluate` scores the exported model"
+_CUSTOM = "megarl sft reads prompts with responses, or conversations (data.messages_key)"
 
 _DATA: dict[str, Rule] = {
     "data.val_files": NoEffect(_NO_VALIDATION),
@@ -44,9 +44,9 @@ _RUN: dict[str, Rule] = {
     "trainer.default_hdfs_dir": Refused("set trainer.default_local_dir to a folder on a mounted file system"),
     "trainer.test_freq": Only((-1,), _NO_VALIDATION),
     "trainer.balance_batch": NoEffect("data-parallel ranks always get equal work"),
-    "trainer.profile_interval": Only(([-1, -1],), "megarl.sft has no profiler; set trainer.timeline.enable"),
-    "profiler.enable": Only((False,), "megarl.sft has no profiler; set trainer.timeline.enable"),
-    "profiler.*": Feature("profiler.enable", (False,), "megarl.sft has no profiler; set trainer.timeline.enable"),
+    "trainer.profile_interval": Only(([-1, -1],), "megarl sft has no profiler; set trainer.timeline.enable"),
+    "profiler.enable": Only((False,), "megarl sft has no profiler; set trainer.timeline.enable"),
+    "profiler.*": Feature("profiler.enable", (False,), "megarl sft has no profiler; set trainer.timeline.enable"),
 }
 
 _FSDP_ENGINE = (

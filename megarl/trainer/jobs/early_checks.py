@@ -219,7 +219,7 @@ def check_reward_model(config: TrainConfig | EvaluateConfig, *, weights: bool = 
     if not read_model_config(path).is_value_model:
         raise ModelError(
             f"reward_model.model.path={path} is a language model and has no scalar head; name a model of sequence "
-            "classification with one label, such as megarl.reward_model writes",
+            "classification with one label, such as megarl reward-model writes",
             code="reward.no-scalar-head",
         )
     _check_model(path, config.reward_model.megatron, "reward_model.megatron", weights=weights)
