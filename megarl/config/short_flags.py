@@ -21,7 +21,7 @@ _REWARD, _TEACHER = "reward_model.name", f"{TEACHERS}.teacher_models"
 
 
 class _Flag(NamedTuple):
-    """A flag; it exists in jobs with one of its keys, and sets the first of them that the job has."""
+    """A flag. A job has it if it has one of the keys, of which the first is set."""
 
     keys: tuple[str, ...]
     metavar: str

@@ -40,11 +40,12 @@ def write(folder: Path, name: str, content: dict[str, Any]) -> None:
 
 
 SHIPPED = sorted(file.stem for file in REPOSITORY_CONFIGS.glob("*.yaml"))
-SERVERS = {
+NAMES = {
+    "distill": ("distillation.teacher_models.teacher.model_path=teacher",),
     "run_671b_grpo": ("actor_rollout_ref.rollout.engine_kwargs.sglang.urls=[http://a:30000,http://b:30000]",),
     "run_search_agent": ("retriever.url=http://a:8000/retrieve",),
 }
-"""Addresses that a run needs and no file can contain."""
+"""Names and addresses that a run needs and no file can contain."""
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if "evaluate" in name])
@@ -66,7 +67,7 @@ def test_every_shipped_config_is_valid(name: str) -> None:
     required = () if name.startswith("quickstart") else REQUIRED
     if schema is not TrainConfig and required:
         required = ("data.train_files=train.parquet", "model.path=model")
-    assert plan_batches(compose(ConfigRequest(schema, name, (*required, *SERVERS.get(name, ()))))).phases
+    assert plan_batches(compose(ConfigRequest(schema, name, (*required, *NAMES.get(name, ()))))).phases
 
 
 def test_quickstart_differs_in_the_algorithm_only() -> None:
