@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ from megarl.cluster.fork_server import fork_server
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a missing folder must not reach the network
 
 # A background job of a shell ignores Ctrl-C, one under nohup SIGHUP, and so would the signal tests of this process.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

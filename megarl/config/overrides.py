@@ -7,7 +7,7 @@ letters beyond ASCII. The schema says which keys hold texts, so their values are
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any, ClassVar
@@ -35,6 +35,31 @@ _UNIT = r"\\.|\$?\{[^{}]*\}|\[[^\[\]]*\]|\([^()]*\)"
 """Parts of an unquoted text in which a comma or a bracket does not end it, such as a pattern of file names."""
 _ARGUMENT = re.compile(r"\s*[A-Za-z_]\w*=")
 _REMEDY = """write it as key=value, and a value with special characters in quotes: 'key="value"'"""
+
+
+def override_of(key: str, value: Any) -> str:
+    """Write an override in Hydra's syntax, with all texts in quotes.
+
+    Args:
+        key: full path.
+        value: None, a truth value, a number, a text, or a list or mapping of them.
+    """
+    return f"{key}={_written(value)}"
+
+
+def _written(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{name}:{_written(item)}' for name, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_written, value))}]"
+    text: str = QuotedString(str(value), Quote.single).with_quotes()
+    return text
 
 
 def parse_overrides(overrides: Sequence[str], schema: type) -> list[Override]:

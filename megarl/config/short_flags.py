@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hydra.core.override_parser.types import Quote, QuotedString
-
 from megarl.base.errors import ConfigError
 from megarl.config.keys import walk
+from megarl.config.overrides import override_of
 from megarl.config.problems import nearest_keys
 from megarl.config.schema.jobs import TEACHERS
 from megarl.config.schema.rewards import BUILT_IN_REWARDS
@@ -104,7 +103,7 @@ def flag_overrides(options: argparse.Namespace, schema: type) -> list[str]:
         if values[name] is not None
         for setting in flag.overrides(key, values[name])
     ]
-    return [f"{path}={_text(value)}" for path, value in settings]
+    return [override_of(path, value) for path, value in settings]
 
 
 def _flags_of(schema: type) -> dict[str, tuple[_Flag, str]]:
@@ -116,13 +115,3 @@ def _flags_of(schema: type) -> dict[str, tuple[_Flag, str]]:
         if key is not None and key not in {other for _, other in result.values()}:
             result[name] = flag, key
     return result
-
-
-def _text(value: Any) -> str:
-    """Write a value in Hydra's syntax, with all texts in quotes."""
-    if isinstance(value, list):
-        return f"[{','.join(map(_text, value))}]"
-    if isinstance(value, bool):
-        return str(value).lower()
-    text: str = QuotedString(str(value), Quote.single).with_quotes()
-    return text

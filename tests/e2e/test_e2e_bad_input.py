@@ -155,7 +155,7 @@ def test_all_prompts_overlong(refuse: Refuse) -> None:
 
 
 def test_missing_model_folder(refuse: Refuse) -> None:
-    message = refuse("actor_rollout_ref.model.path=nowhere/model", code=2)
+    message = refuse("actor_rollout_ref.model.path=./nowhere/model", code=2)
     assert_error(message, "model.folder-missing", "nowhere/model")
 
 

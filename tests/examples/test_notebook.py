@@ -16,15 +16,19 @@ NOTEBOOK = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text(encodin
 CODE = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 SMALL = {
     "task_options": ["--hidden", "32", "--layers", "2", "--largest", "9", "--num-test", "20", "--lessons", "60", "60"],
-    "sft_overrides": ["trainer.total_training_steps=2", "data.train_batch_size=16", "trainer.n_gpus_per_node=1"],
-    "train_overrides": [
-        "trainer.total_training_steps=2",
-        "data.train_batch_size=16",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
-        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
-        "trainer.n_gpus_per_node=1",
-        "trainer.val_before_train=false",
-    ],
+    "sft_overrides": {
+        "trainer.total_training_steps": 2,
+        "data.train_batch_size": 16,
+        "trainer.n_gpus_per_node": 1,
+    },
+    "train_overrides": {
+        "trainer.total_training_steps": 2,
+        "data.train_batch_size": 16,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 16,
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": 1,
+        "trainer.n_gpus_per_node": 1,
+        "trainer.val_before_train": False,
+    },
 }
 
 
@@ -66,5 +70,9 @@ def test_cells_run(
     printed = capsys.readouterr().out
     assert "{'55': 1.0, '45': 0.25, '54': 0.0}" in printed
     assert list(namespace["scores"]) == [1, 2] and "step   2  mean reward" in printed
-    assert Path(namespace["summary"]["report"]).is_file() and (tmp_path / "trained" / "model.safetensors").is_file()
+    run = namespace["run"]
+    assert run.report.is_file() and (run.policy / "model.safetensors").is_file() and not run.running
+    assert run.folder.is_relative_to(tmp_path / "outputs" / "notebook") and run.summary["steps"] == 2
+    assert [trace.name for trace in run.plot("actor/entropy").data] == ["actor/entropy"]
+    assert list(run.plot().data[0].y) == list(namespace["scores"].values())
     assert "What is 17 + 38?  ->" in printed

@@ -157,7 +157,7 @@ class _Case:
         log = folder / "output.txt"
         with open(log, "a", encoding="utf-8") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", f"megarl.{command}", "--config-name", config, *overrides],
+                [sys.executable, "-m", "megarl", command, "--config-name", config, *overrides],
                 cwd=folder, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
                 preexec_fn=parent_death_hook(os.getpid()),  # a stage that is killed leaves no job on the device
             )  # fmt: skip
@@ -170,7 +170,7 @@ class _Case:
                 kill_process_tree(process)
         if status != 0 and kill_after is None:
             lines = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
-            raise RuntimeError(f"megarl.{command} {config} ended with {status}: {' | '.join(lines[-3:])}; {log}")
+            raise RuntimeError(f"megarl {command} {config} ended with {status}: {' | '.join(lines[-3:])}; {log}")
         return folder
 
 

@@ -132,8 +132,9 @@ def _snapshot(match: re.Match[str], kind: str, files: list[str], setting: str, c
     except Exception as error:  # of many libraries: HTTP, authentication, file system
         state = "HF_HUB_OFFLINE is set, and the cache does not have it" if is_offline_mode() else "the download failed"
         first = str(error).strip().splitlines() or [""]
+        local = "there is no such folder here, and from the Hub: " if kind == "model" else ""
         raise ConfigError(
-            f"{setting}: {state} ({type(error).__name__}: {first[0][:200]}); check the name, the network and HF_TOKEN, "
+            f"{setting}: {local}{state} ({type(error).__name__}: {first[0][:200]}); check the name, the network and HF_TOKEN, "
             f"or name a local {'folder' if kind == 'model' else 'file'}",
             code="hub.download-failed",
         ) from error
