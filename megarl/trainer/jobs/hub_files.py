@@ -134,8 +134,8 @@ def _snapshot(match: re.Match[str], kind: str, files: list[str], setting: str, c
         first = str(error).strip().splitlines() or [""]
         local = "there is no such folder here, and from the Hub: " if kind == "model" else ""
         raise ConfigError(
-            f"{setting}: {local}{state} ({type(error).__name__}: {first[0][:200]}); check the name, the network and HF_TOKEN, "
-            f"or name a local {'folder' if kind == 'model' else 'file'}",
+            f"{setting}: {local}{state} ({type(error).__name__}: {first[0][:200]}); check the name, the network and "
+            f"HF_TOKEN, or name a local {'folder' if kind == 'model' else 'file'}",
             code="hub.download-failed",
         ) from error
     assert isinstance(folder, str)
