@@ -52,7 +52,7 @@ def test_submitit_sweep_reports_failed_runs(small: list[str], start: Callable[..
     assert run.wait(600) == 1, run.output
     folder, (fine, failed) = sweep_results(run)
     assert fine["error"] is None and fine["value"] is None  # a dry run has no score
-    assert failed["error"].endswith("parts failed: rewards")
+    assert failed["error"].endswith("rewards [config.dry-run-failed]")
     assert failed["overrides"]["reward_model.name"] == "no.such.reward"
     logs = list((folder / ".submitit").rglob("*.out"))
     assert len(logs) == 2 and any("dry run: every part is fine" in log.read_text(encoding="utf-8") for log in logs)
