@@ -45,7 +45,7 @@ def test_missing_job(argv):
 @pytest.mark.parametrize(
     ("argv", "error", "named"),
     [
-        (["tran", "a=b"], "launch.unknown-job", "'tran'.* train.*reward-model, preference, evaluate or generate"),
+        (["tran", "a=b"], "launch.unknown-job", "'tran'.* train.*reward-model, preference, dpo, evaluate or generate"),
         (["--image=x", "--on=local", *QUICK], "launch.unused-option", "--image .*--on kubernetes.*--on local"),
         (
             ["--srun=srun --mem=0", "--on=local", *QUICK],
