@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from megarl.base.version import __version__
+
 if TYPE_CHECKING:
     from megarl.api import Run, RunFailed, train
 
-__version__ = "0.1.0"
 __all__ = ["Run", "RunFailed", "__version__", "train"]
 
 

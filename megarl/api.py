@@ -26,7 +26,7 @@ from megarl.config.overrides import override_of
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-    from megarl.tracking import MetricsRow
+    from megarl.tracking.jsonl_files import MetricsRow
 
 _REWARD = "critic/score/mean"
 _TAIL_LINES = 30

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-import megarl
 from megarl.base.errors import ConfigError, DataError, MegarlError, ModelError
 from megarl.base.files import private_files
 from megarl.base.formatting import table_lines
@@ -28,6 +27,7 @@ from megarl.base.redaction import redact, redact_text, redact_words
 from megarl.base.run_clock import start_run_clock
 from megarl.base.run_writer import RUN_WRITER
 from megarl.base.signals import signals_exit_at_once, signals_exit_in_order
+from megarl.base.version import __version__
 from megarl.cluster.fork_server import fork_server
 from megarl.config import (
     EvaluateConfig,
@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_usage())
         return 0
     if name == "--version":
-        print(f"megarl {megarl.__version__}")
+        print(f"megarl {__version__}")
         return 0
     print(_unknown(name) if name else _usage(), file=sys.stderr)
     return EXIT_BAD_CONFIG

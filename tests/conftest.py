@@ -63,6 +63,7 @@ SLOW = (
 )
 """Folders and files below tests/ that start processes or take seconds per test."""
 LONGEST = (
+    "test_benchmarks.py",
     "e2e/test_e2e_docs.py",
     "e2e/test_e2e_failures.py",
     "ops/launch/test_launch_cluster.py",

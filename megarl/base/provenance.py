@@ -13,8 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import megarl
 from megarl.base.redaction import redact_words
+from megarl.base.version import __version__
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "ray")
 _MORE_PACKAGES = ("sglang", "transformer-engine", "flash-attn", "hydra-core", "tensordict", "numpy")
@@ -41,7 +41,7 @@ def installed_versions(also: tuple[str, ...] = ()) -> dict[str, str]:
     Args:
         also: further packages.
     """
-    versions = {"megarl": megarl.__version__, "python": platform.python_version()}
+    versions = {"megarl": __version__, "python": platform.python_version()}
     for package in _PACKAGES + also:
         try:
             versions[package] = version(package)
@@ -57,7 +57,7 @@ def run_facts() -> dict[str, Any]:
         ``started`` (ISO 8601, UTC), ``versions`` by package, ``machine``, and ``git``: the state of megarl's checkout
         and, if it differs, of the checkout with the working folder.
     """
-    package, work = (git_state(folder) for folder in (Path(megarl.__file__).parent, Path.cwd()))
+    package, work = (git_state(folder) for folder in (Path(__file__).parents[1], Path.cwd()))
     states = {"megarl": package, "working folder": work}
     if package is not None and work == package:
         del states["working folder"]

@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-import megarl
 from megarl.base.checkpoint_files import INDEX
 from megarl.base.errors import CheckpointError
+from megarl.base.version import __version__
 from megarl.convert.experts import by_file, stacked_views
 from megarl.convert.source import (
     DTYPES,
@@ -287,7 +287,7 @@ def plan_role(selection: Selection, max_shard_bytes: int) -> OutputPlan:
         "skipped_in_a_row": 0,
         "contents": ["model"],
         "initial": selection.initial,
-        "megarl_version": megarl.__version__,
+        "megarl_version": __version__,
     }
     small = {"huggingface/config.json": _json(selection.config), STATE_FILE: _json(state), INDEX: pickle.dumps(index)}
     return OutputPlan(files, small, "huggingface")

@@ -17,10 +17,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-import megarl
 from megarl.base.errors import CheckpointError
 from megarl.base.json_text import parse_json
 from megarl.base.provenance import installed_versions
+from megarl.base.version import __version__
 from megarl.models import ParallelLayout
 from megarl.models.adapters import LoraOptions
 from megarl.models.model_identity import ModelIdentity
@@ -58,7 +58,7 @@ class RoleState:
     """The frozen model under the adapters."""
     initial: str | None = None
     """Folder of the initial model, from which a conversion copies parts that are not trained."""
-    megarl_version: str = megarl.__version__
+    megarl_version: str = __version__
     versions: Mapping[str, str] = field(default_factory=installed_versions)
     """Versions of the software that saved, for information."""
 

@@ -215,9 +215,7 @@ def checkout() -> Path:
     Raises:
         MissingError: megarl is installed without its checkout.
     """
-    import megarl
-
-    root = Path(megarl.__file__).parents[1]
+    root = Path(__file__).parents[3]
     if not (root / "tools" / "make_arithmetic.py").is_file():
         raise MissingError(f"{root} is not a checkout of megarl: tools/ and tests/ are needed")
     return root

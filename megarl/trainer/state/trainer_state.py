@@ -19,10 +19,10 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-import megarl
 from megarl.base.errors import CheckpointError
 from megarl.base.json_text import parse_json
 from megarl.base.provenance import installed_versions
+from megarl.base.version import __version__
 from megarl.models.model_config import ModelConfig
 
 STATE_FILE, ARRAY_FILE = "trainer_state.json", "trainer_arrays.bin"
@@ -51,7 +51,7 @@ class TrainerState:
     """By role, the saved contents: some of model, optimizer, extra, hf_model; empty in old checkpoints."""
     rollout: dict[str, Any] = field(default_factory=dict)
     """Work in flight of asynchronous training: ledger, groups and finished samples; empty in synchronous runs."""
-    megarl_version: str = field(default=megarl.__version__)
+    megarl_version: str = field(default=__version__)
     """Version of megarl that wrote the state; informational."""
     versions: dict[str, Any] = field(default_factory=installed_versions)
     """Software versions of the driver; informational."""

@@ -1,0 +1,3 @@
+"""Version of megarl."""
+
+__version__ = "0.1.0"
