@@ -32,7 +32,7 @@ from megarl.megatron import OptimizerOptions, OutputOptions
 from megarl.models import ParallelLayout, read_model_config
 from megarl.rollout import EngineOptions, Request, SamplingParams, create_engine
 
-SECONDS = float(os.environ.get("MODELS_SECONDS", "2"))
+SECONDS = float(os.environ.get("MODELS_SECONDS", "1"))
 """Per family; a draw takes about half a second."""
 SEED = os.environ.get("MODELS_SEED", "0")
 FEWEST = 4
