@@ -64,7 +64,7 @@ def template(node: ast.expr, module: str, scope: ast.AST | None = None) -> str:
         return "".join(template(value, module, scope) for value in node.values)
     if isinstance(node, ast.FormattedValue):
         return template(node.value, module, scope)
-    if isinstance(node, ast.BinOp) and any(isinstance(side, ast.JoinedStr) for side in (node.left, node.right)):
+    if isinstance(node, ast.BinOp) and is_text(node):
         return template(node.left, module, scope) + template(node.right, module, scope)
     if isinstance(node, ast.IfExp):
         return template(node.body, module, scope) + " / " + template(node.orelse, module, scope)
@@ -75,6 +75,13 @@ def template(node: ast.expr, module: str, scope: ast.AST | None = None) -> str:
         return f"{{{node.attr}}}"
     names = [inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)]
     return f"{{{names[0]}}}" if len(set(names)) == 1 else "{…}"
+
+
+def is_text(node: ast.expr) -> bool:
+    """Whether an expression is a literal text, or a sum with one."""
+    if isinstance(node, ast.BinOp):
+        return is_text(node.left) or is_text(node.right)
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
 def local(name: ast.Name, module: str, scope: ast.AST | None) -> str | None:
@@ -112,7 +119,9 @@ def messages(module: str) -> Iterator[tuple[str, str]]:
                 texts = [f"{texts[0]}: {texts[2]}"]
             text = max(texts, key=len, default="")
             if not PLACEHOLDER.sub("", text).strip():  # the text comes from elsewhere
-                docs = [ast.get_docstring(scope) for scope in around]
+                docs = [
+                    ast.get_docstring(scope) for scope in around[: 2 if around and around[0].name == "__init__" else 1]
+                ]
                 text = next((doc.splitlines()[0] for doc in docs if doc), "")
             yield code.value, text
 
