@@ -94,7 +94,12 @@ JOBS = {
         "megarl.trainer.jobs.preference",
         "preference optimization on pairs (DPO, IPO, SLiC, SimPO)",
     ),
-    "dpo": Job(PreferenceConfig, "preference", "megarl.trainer.jobs.preference", "DPO: preference with its first loss"),
+    "dpo": Job(
+        PreferenceConfig,
+        "preference",
+        "megarl.trainer.jobs.preference",
+        "DPO: preference optimization with its default loss",
+    ),
     "evaluate": Job(
         EvaluateConfig, "evaluate", "megarl.trainer.jobs.evaluate", "mean@N, best@N, maj@N on held-out prompts"
     ),

@@ -1,9 +1,9 @@
-"""Reaper: a process that speaks for a driver that was killed, ends its local Ray, and deletes its files.
+"""Reaper: a process that reports the end of a killed driver, shuts its local Ray down, and deletes its files.
 
 Ray's agents poll for their raylet and live for up to a minute after it. The reaper waits for the end of a pipe that the
 driver holds, so it notices any death of the driver at once. It recognizes the processes of its Ray by its own process
 group, which they join when they start, and by a mark in their environment. Ray's agents overwrite their environment;
-workers leave the group. In a cluster that the driver joined, the reaper finds no such process and only speaks.
+workers leave the group. A cluster that the driver joined has none of them: there the reaper only reports.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _REWARD, _TEACHER = "reward_model.name", f"{TEACHERS}.teacher_models"
 
 
 class _Flag(NamedTuple):
-    """A flag. A job has it if it has one of the keys, of which the first is set."""
+    """Command-line flag for the first of its keys that a job has; jobs without them lack the flag."""
 
     keys: tuple[str, ...]
     metavar: str
@@ -62,7 +62,7 @@ def _teacher(key: str, value: str) -> Iterator[tuple[str, Any]]:
     yield from ((f"{TEACHERS}.enabled", True), (f"{key}.teacher.model_path", value))
 
 
-FLAGS = {
+_FLAGS = {
     "model": _Flag(_MODEL, "MODEL", "folder, or owner/name of the Hugging Face Hub", _same),
     "data": _Flag(
         ("data.train_files", "data.val_files"),
@@ -94,7 +94,7 @@ def flag_overrides(options: argparse.Namespace, schema: type) -> list[str]:
         schema: configuration class of the job.
 
     Raises:
-        ConfigError: the reward is none.
+        ConfigError: ``--reward`` names no reward.
     """
     values = {name: getattr(options, name.replace("-", "_")) for name in _flags_of(schema)}
     settings = [
@@ -110,7 +110,7 @@ def _flags_of(schema: type) -> dict[str, tuple[_Flag, str]]:
     """Flags of a job by name, each with its key."""
     keys = {path for path, _ in walk(schema)}
     result: dict[str, tuple[_Flag, str]] = {}
-    for name, flag in FLAGS.items():
+    for name, flag in _FLAGS.items():
         key = next((key for key in flag.keys if key in keys), None)
         if key is not None and key not in {other for _, other in result.values()}:
             result[name] = flag, key
