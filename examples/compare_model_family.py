@@ -1,4 +1,4 @@
-"""Compare the family of examples/model_family.py with transformers; docs/add_a_model.md explains each part.
+"""Compare the family of examples/model_family.py with transformers; docs/how_to/add_a_model.md explains each part.
 
 python examples/compare_model_family.py
 """

@@ -1,4 +1,4 @@
-"""A custom model family, dots.llm1; docs/add_a_model.md explains each part.
+"""A custom model family, dots.llm1; docs/how_to/add_a_model.md explains each part.
 
 megarl sft model.path=/models/dots.llm1.base model.external_lib=examples/model_family.py \
   data.train_files=/data/train.parquet trainer.experiment_name=dots

@@ -1,16 +1,16 @@
 # Sourced by the cluster scripts. Each script selects a configuration. These variables set its inputs and its cluster:
 #
 #   MODEL     Hugging Face folder of the policy, at the same path on every node
-#   DATA      training data (docs/data.md)
+#   DATA      training data (docs/how_to/data.md)
 #   VAL_DATA  held-out data; without it, no validation.  TEST_FREQ  steps between validations, 20 unless set
-#   REWARD    name of a reward function (docs/rewards.md); selected by data_source unless set
+#   REWARD    name of a reward function (docs/how_to/rewards.md); selected by data_source unless set
 #   HOSTS     hosts to reach by ssh: host1,host2,... or a file; the first is the head. Unset inside a SLURM
 #             allocation and on one machine
 #   SUBMIT    sbatch: print a batch script, or submit it with LAUNCH="--submit --sbatch=--time=2-0";
 #             kubernetes: print a manifest (LAUNCH="--image=... --volume=claim=/path")
 #   RESTARTS  restarts after failures, 3 unless set; each resumes from the newest checkpoint
 #   OUTPUT    folder for the checkpoints, on a file system that all nodes share; outputs/<name>/checkpoints unless set
-#   LAUNCH    further options of `megarl launch`, see docs/launch.md
+#   LAUNCH    further options of `megarl launch`, see docs/how_to/launch.md
 #   PYTHON    interpreter with megarl, here and on the nodes; python unless set
 #
 # Arguments are overrides KEY=VALUE; --cfg job prints the configuration and starts nothing.

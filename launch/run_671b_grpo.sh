@@ -5,7 +5,7 @@
 #   MODEL=/shared/DeepSeek-V3-bf16 DATA=/shared/train.parquet SERVERS=http://s1:30000,http://s2:30000 HOSTS=hosts.txt bash launch/run_671b_grpo.sh
 #   ... bash launch/run_671b_grpo.sh trainer.total_epochs=1 --cfg job
 #
-# SERVERS         addresses of SGLang servers over 32 GPUs each (--tp-size 32), started as in docs/rollout.md
+# SERVERS         addresses of SGLang servers over 32 GPUs each (--tp-size 32), started as in docs/how_to/rollout.md
 # SGLANG_API_KEY  the API key that they were started with
 # launch/cluster.sh describes all other variables.
 #

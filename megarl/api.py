@@ -155,7 +155,7 @@ class Run:
         """Plot metrics against the step, so far.
 
         Args:
-            names: as in ``docs/metrics.md``; default: the mean score.
+            names: as in ``docs/reference/metrics.md``; default: the mean score.
         """
         from plotly.graph_objects import Figure, Scatter
 

@@ -1,4 +1,4 @@
-"""Metric names of docs/metrics.md as patterns."""
+"""Metric names of docs/reference/metrics.md as patterns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "metrics.md"
 
 
 def patterns() -> list[re.Pattern[str]]:

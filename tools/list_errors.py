@@ -26,7 +26,7 @@ HEAD = """<!-- Written by tools/list_errors.py: edit the messages in the source.
 # Error codes
 
 Each error message ends with a code in brackets, such as `[{example}]`. The sentences may improve between releases; a
-code stays, so search for it. Words in braces stand for values. [Error messages](../faq.md) explains frequent ones.
+code stays, so search for it. Words in braces stand for values. [Error messages](faq.md) explains frequent ones.
 """
 
 

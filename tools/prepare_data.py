@@ -1,4 +1,4 @@
-"""Convert the original files of GSM8K, MATH, NQ and HotpotQA to parquet rows; see docs/data.md."""
+"""Convert the original files of GSM8K, MATH, NQ and HotpotQA to parquet rows; see docs/how_to/data.md."""
 
 import sys
 

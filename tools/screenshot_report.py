@@ -1,4 +1,4 @@
-"""Take the pictures of docs/report.md: ``python tools/screenshot_report.py RUN SWEEP [--out docs/images]``.
+"""Take the pictures of docs/how_to/report.md: ``python tools/screenshot_report.py RUN SWEEP [--out docs/images]``.
 
 Needs a browser of the Chromium family; see ``tools/headless_browser.py``.
 """

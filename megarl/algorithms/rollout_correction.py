@@ -2,9 +2,9 @@
 
 The ratio of a token is ``r = p_old / p_rollout``: the actor's probability over the probability at which the engine
 sampled it. A loss is corrected by importance weights, truncated at a bound, or by rejecting tokens or whole sequences.
-``docs/rollout_correction.md`` has the formulas and their sources. All functions work on rectangles ``[b, R]``, or on
-packed tokens ``[n]`` with ``lengths [b]``, in double precision and without gradients. Rows may be part of a batch:
-statistics follow from moments and counts, which merge over the parts.
+``docs/reference/rollout_correction.md`` has the formulas and their sources. All functions work on rectangles
+``[b, R]``, or on packed tokens ``[n]`` with ``lengths [b]``, in double precision and without gradients. Rows may be
+part of a batch: statistics follow from moments and counts, which merge over the parts.
 
 Masks: ``trained`` marks trained tokens, ``compared`` the trained tokens that the engine sampled. A tool result may be
 trained on, but the engine has no log-prob for it: it takes part in no ratio, and its weight in a token-level correction

@@ -333,7 +333,7 @@ def _missing(names: Sequence[str], joined: Sequence[str], timeout_s: float) -> s
     return (
         f"after {timeout_s:g} s {len(missing)} of {len(names)} nodes have not joined the Ray cluster: "
         f"{', '.join(missing)}. Joined: {', '.join(joined) or 'none'}. Can they reach the head's address and ports "
-        "(docs/launch.md, Ports)?"
+        "(docs/how_to/launch.md, Ports)?"
     )
 
 

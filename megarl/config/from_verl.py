@@ -1,4 +1,4 @@
-"""Generate the page for users of verl: ``python -m megarl.config.from_verl > docs/from_verl.md``."""
+"""Generate the page for users of verl: ``python -m megarl.config.from_verl > docs/tutorials/from_verl.md``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _TITLES: dict[type, tuple[str, str]] = {
 _INTRODUCTION = """\
 # From verl
 
-Generated from `megarl/config/verl/` by `python -m megarl.config.from_verl > docs/from_verl.md`; do not edit.
+Generated from `megarl/config/verl/` by `python -m megarl.config.from_verl > docs/tutorials/from_verl.md`; do not edit.
 
 Four changes make a current run script of verl for Megatron start megarl:
 
@@ -98,17 +98,17 @@ NPUs.
   Without any of its keys, the reference's weights are swapped into the actor's model, which needs less memory.
 - LoRA: `lora_rank` and `lora.rank` are one setting, likewise `lora_alpha`, `target_modules`, `exclude_modules` and the
   adapter's path. Each Hugging Face tensor has one A and one B, also in Megatron's fused layers. A's initial
-  values are peft's by default; verl's presets select Megatron-Bridge's ([LoRA](lora.md)).
+  values are peft's by default; verl's presets select Megatron-Bridge's ([LoRA](../how_to/lora.md)).
 - `total_training_steps` of an optimizer counts optimizer steps, including warm-up.
 - `val_kwargs.temperature=0` is greedy; megarl refuses several greedy responses per prompt.
 - Rows that are too long stop the run with `data.truncation=error`, as in verl. `filter_overlong_prompts` counts the
   dropped rows. `data.mixture` weights data sets. `data.custom_cls` takes classes with verl's constructor, and
   `data.sampler` verl's samplers; one with `update` needs `state_dict` and `load_state_dict` too, so that a run can be
   resumed. A class derived from verl's `RLHFDataset` needs verl's package. `data.collate_fn` takes verl's form of a
-  collate function ([data](data.md)).
+  collate function ([data](../how_to/data.md)).
 - `actor.shuffle` shuffles the samples of a step once, for actor and critic; verl shuffles in every epoch.
 - Two bounds of `rollout_rs_threshold` for k1 bound the ratio of actor to engine; verl's code bounds its inverse.
-  Replace `'a_b'` by the numbers of `'1/b_1/a'` ([rollout correction](rollout_correction.md)).
+  Replace `'a_b'` by the numbers of `'1/b_1/a'` ([rollout correction](../reference/rollout_correction.md)).
 - `nccl_timeout` is `trainer.nccl_timeout`, for all roles: 1800 s by default, 600 s in verl.
 - `algorithm.filter_groups` generates `data.gen_batch_size` prompts per round, until `train_batch_size` groups differ in
   `metric` (`score` by default). If `max_num_gen_batches` rounds give too few, the run saves and stops, or fills the
@@ -128,10 +128,11 @@ NPUs.
 - `router_replay.mode` of the actor, also below `megatron`, takes R2 and R3. With R3 the engines return their routes;
   `rollout.enable_rollout_routing_replay` has no effect. Balance of experts is per sequence
   (`moe_router_load_balancing_type=seq_aux_loss`), z-loss and bias updates have Megatron's keys, and every update
-  measures the load of the experts ([mixture of experts](moe.md)).
+  measures the load of the experts ([mixture of experts](../how_to/moe.md)).
 - `override_transformer_config` is checked against the installed Megatron-Core's `TransformerConfig`: names and types,
-  before anything starts. megarl classifies every field: supported ([layouts](layouts.md#fields-of-megatron-core)), set
-  by the model, the layout or another key, or rejected with the reason, as FP8 is.
+  before anything starts. megarl classifies every field: supported
+  ([layouts](../how_to/layouts.md#fields-of-megatron-core)), set by the model, the layout or another key, or rejected
+  with the reason, as FP8 is.
 """
 
 _FINE_TUNING = """\

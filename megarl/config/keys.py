@@ -1,6 +1,6 @@
 """Declaration of configuration keys: default, documentation and limits in one place, and access by dotted path.
 
-The declarations feed the typed conversion, the error messages and the generated reference in ``docs/config.md``.
+The declarations feed the typed conversion, the error messages and ``docs/reference/config.md``.
 """
 
 from __future__ import annotations

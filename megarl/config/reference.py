@@ -1,4 +1,4 @@
-"""Generate ``docs/config.md`` from the schema: ``python -m megarl.config.reference > docs/config.md``."""
+"""The page of every key, docs/reference/config.md, from the schema: ``python -m megarl.config.reference``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _SHARED = {OptimConfig: "Optimizer", MegatronConfig: "Parallel layout"}
 _INTRODUCTION = """\
 # Configuration reference
 
-Generated from the schema in `megarl/config/` by `python -m megarl.config.reference > docs/config.md`; do not edit.
+Generated from the schema in `megarl/config/` by `python -m megarl.config.reference > docs/reference/config.md`;
+do not edit.
 
 The schema is the only source of defaults. The YAML files in `configs/` and the overrides on the command line state only
 values that differ. A list with one entry may be written as the entry. A key that is not on this page is an error.

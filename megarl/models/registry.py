@@ -95,7 +95,7 @@ def family_of(architecture: str) -> Family:
     if architecture not in FAMILIES:
         raise ModelError(
             f"architecture '{architecture}' has no weight map; families with one: {', '.join(known_families())}; "
-            "declare a custom family in a file and name it in external_lib (docs/add_a_model.md)",
+            "declare a custom family in a file and name it in external_lib (docs/how_to/add_a_model.md)",
             code="model.no-weight-map",
         )
     return FAMILIES[architecture]
@@ -124,7 +124,7 @@ def refuse_other_kinds(architecture: str, raw: Mapping[str, Any]) -> None:
     elif lacks:
         raise ModelError(
             f"architecture '{architecture}' {lacks}; families with a weight map: {', '.join(known_families())}; "
-            "declare a custom family in a file and name it in external_lib (docs/add_a_model.md)",
+            "declare a custom family in a file and name it in external_lib (docs/how_to/add_a_model.md)",
             code="model.no-weight-map",
         )
     else:

@@ -72,7 +72,7 @@ def distilled_loss(
 def distillation_loss(
     config: DistillationLossConfig, options: PolicyLossOptions, outputs: PolicyOutputs, micro_batch: PackedMicroBatch
 ) -> TokenLosses:
-    """Compute the loss per token between teacher and student (docs/distillation.md), and its metrics.
+    """Compute the loss per token between teacher and student (docs/how_to/distillation.md), and its metrics.
 
     Args:
         config: the loss.

@@ -1,4 +1,4 @@
-"""The loop, the tool and the agents of docs/agents.md work as shown."""
+"""The loop, the tool and the agents of docs/how_to/agents.md work as shown."""
 
 import asyncio
 import importlib.util
@@ -15,7 +15,7 @@ from megarl.agents.external_agent import load_agent
 from megarl.agents.tools import ToolCall, answer_call, load_tools
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/agents.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/how_to/agents.md").read_text(encoding="utf-8")
 # examples/agent.py needs nothing; the page's agent needs openai, which SGLang's environment has.
 AGENTS = ["examples/agent.py:check_twice", *(["my_agent.py:solve"] if importlib.util.find_spec("openai") else [])]
 TALK = Conversation([{"role": "user", "content": "2+2?"}], sampling(), [1, 2], key="k", agent_name="ask_twice")

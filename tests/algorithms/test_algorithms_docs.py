@@ -10,7 +10,7 @@ from megarl.base.algorithm_names import KL_KINDS
 from megarl.config import TrainConfig
 from megarl.config.keys import walk
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "algorithms.md").read_text(encoding="utf-8")
 SECTIONS = {
     "Advantage estimators": ADVANTAGES,
     "Policy losses": POLICY_LOSSES,

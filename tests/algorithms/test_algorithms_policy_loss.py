@@ -81,7 +81,7 @@ def run(name, batch, options=loss_options()):  # noqa: B008
 @settings(max_examples=25)
 @given(batches())
 def test_cispo_with_trls_cap(batch):
-    """docs/from_trl.md: TRL caps the ratio at ``epsilon_high`` itself, without a lower bound."""
+    """docs/tutorials/from_trl.md: TRL caps the ratio at ``epsilon_high`` itself, without a lower bound."""
     epsilon_high = 1.2
     result, slopes = run("cispo", batch, loss_options(clip_ratio_low=1.0, clip_ratio_high=epsilon_high - 1))
     new, old, advantages, mask = batch

@@ -174,7 +174,7 @@ def test_rejections(drawn: dict[str, torch.Tensor], option: str) -> None:
 def test_reciprocal_bounds_reject_as_verl_does(
     drawn: dict[str, torch.Tensor], option: str, low: float, high: float
 ) -> None:
-    """verl keeps ``log a <= -log r <= log b``, of sums and means over a sequence too (docs/rollout_correction.md)."""
+    """verl keeps ``log a <= -log r <= log b``, also over a sequence (docs/reference/rollout_correction.md)."""
     ratios = log_ratios(drawn["old"], drawn["rollout"], drawn["compared"])
     trained = drawn["trained"]
     rejected, _ = rejected_tokens(ratios, drawn["compared"], trained, [Rejection(option, 1 / low, 1 / high)])

@@ -46,7 +46,11 @@ def test_values_are_those_of_the_formulas(name: str) -> None:
 
 
 def test_table_in_the_documentation() -> None:
-    lines = (Path(__file__).parents[2] / "docs" / "reward_shaping.md").read_text(encoding="utf-8").splitlines()
+    lines = (
+        (Path(__file__).parents[2] / "docs" / "reference" / "reward_shaping.md")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    )
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
     (head,) = [row for row in rows if row[0] == "schedule"]
     shown = {row[0].strip("`"): row[2:] for row in rows if row[0].strip("`") in SCHEDULES}

@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_committed_page_is_up_to_date() -> None:
-    page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
-    assert page == render_reference(), "run: python -m megarl.config.reference > docs/config.md"
+    page = (ROOT / "docs" / "reference" / "config.md").read_text(encoding="utf-8")
+    assert page == render_reference(), "run: python -m megarl.config.reference > docs/reference/config.md"
 
 
 def test_every_key_is_on_the_page() -> None:

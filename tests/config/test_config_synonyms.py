@@ -51,7 +51,7 @@ def test_suggested_keys_exist_and_have_other_names() -> None:
     assert {path.rpartition(".")[2] for path in own} == {"warmup_ratio", "delta"}
 
 
-@pytest.mark.parametrize("page", ["from_trl.md"])
+@pytest.mark.parametrize("page", ["tutorials/from_trl.md"])
 def test_suggestions_agree_with_the_page_about_the_framework(page: str) -> None:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     rows = re.findall(r"^\| (.+?) \| (.+) \|$", text, re.MULTILINE)

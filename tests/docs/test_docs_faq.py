@@ -1,4 +1,4 @@
-"""Every code that docs/faq.md explains is a code of the package."""
+"""Every code that docs/reference/faq.md explains is a code of the package."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from doc_pages import ROOT
 
-CODES = re.findall(r"^### `(.+)`$", (ROOT / "docs" / "faq.md").read_text(encoding="utf-8"), re.MULTILINE)
+CODES = re.findall(r"^### `(.+)`$", (ROOT / "docs" / "reference" / "faq.md").read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def test_explained_codes_exist() -> None:

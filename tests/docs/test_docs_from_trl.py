@@ -1,4 +1,4 @@
-"""docs/from_trl.md lists every field of TRL's configurations, and names existing keys only."""
+"""docs/tutorials/from_trl.md lists every field of TRL's configurations, and names existing keys only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from doc_pages import ROOT
 from megarl.config import TrainConfig
 from megarl.config.keys import walk
 
-PAGE = (ROOT / "docs" / "from_trl.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "tutorials" / "from_trl.md").read_text(encoding="utf-8")
 FIELDS = json.loads((ROOT / "tests" / "docs" / "trl_fields.json").read_text(encoding="utf-8"))
 
 

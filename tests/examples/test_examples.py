@@ -159,7 +159,7 @@ def test_add_a_model_page_shows_the_example() -> None:
     """The page omits the type annotations."""
     text = (ROOT / "examples/model_family.py").read_text(encoding="utf-8")
     shown = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs/add_a_model.md").read_text(encoding="utf-8"), flags=re.DOTALL
+        r"```python\n(.*?)```", (ROOT / "docs/how_to/add_a_model.md").read_text(encoding="utf-8"), flags=re.DOTALL
     )
     family = (
         shown[0].partition("@register_family")[2].replace("(self, raw)", "(self, raw: Mapping[str, Any]) -> Traits")

@@ -9,7 +9,7 @@ from distributed import Place, ProcessPool
 
 from megarl.models import declaration
 
-PAGE = Path(__file__).parents[2] / "docs" / "add_a_model.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how_to" / "add_a_model.md"
 
 
 def run_page(place: Place, text: str) -> str:

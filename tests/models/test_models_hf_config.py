@@ -206,7 +206,7 @@ def test_package_imports_without_torch():
 
 
 def test_an_unknown_architecture_lists_each_family_once():
-    with raises("model.no-weight-map", "'MambaForCausalLM'", "external_lib", "docs/add_a_model.md") as error:
+    with raises("model.no-weight-map", "'MambaForCausalLM'", "external_lib", "docs/how_to/add_a_model.md") as error:
         parse_model_config({**QWEN25, "architectures": ["MambaForCausalLM"]})
     listed = str(error.value).partition("families with one: ")[2].partition(";")[0].split(", ")
     assert len(listed) == len(set(listed)) < len(known_architectures()) / 2

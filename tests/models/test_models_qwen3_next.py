@@ -154,7 +154,7 @@ def test_an_engine_of_one_rank_has_the_order_of_the_checkpoint(name):
 
 
 def test_the_text_model_of_a_multimodal_folder_is_a_folder_of_its_own(tmp_path):
-    """As in docs/add_a_model.md; a model that was read from the multimodal folder is written with that one's names."""
+    """As in docs/how_to/add_a_model.md; a model of a multimodal folder is written with that folder's names."""
     theirs, _ = pair("Qwen3_5")
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
     tokens = {f"{kind}_token_id": 40 + n for n, kind in enumerate(("image", "video", "vision_start", "vision_end"))}

@@ -89,7 +89,7 @@ class ScheduledWeightConfig:
 
 @dataclass(frozen=True)
 class RefQualityConfig(ScheduledWeightConfig):
-    """Blend the score with the likelihood of the response under the reference policy (docs/reward_shaping.md)."""
+    """Blend the score with the response's likelihood under the reference policy (docs/reference/reward_shaping.md)."""
 
     enable: bool = key(False, "Blend: reward = (1 - w) * score + w * quality.")
     max_weight: float = key(0.3, "Largest w.", at_least=0, at_most=1)
@@ -114,7 +114,7 @@ class RefAlignmentConfig(ScheduledWeightConfig):
 
 @dataclass(frozen=True)
 class ReprAlignConfig:
-    """Reward responses whose representation is close to the ground truth's (docs/reward_shaping.md)."""
+    """Reward responses whose representation is close to the ground truth's (docs/reference/reward_shaping.md)."""
 
     enable: bool = key(False, "Align representations, by the settings of `ref_alignment`.")
     ref_alignment: RefAlignmentConfig = section(RefAlignmentConfig)
@@ -154,7 +154,7 @@ class RolloutCorrectionConfig:
 
 @dataclass(frozen=True)
 class GiGPOConfig:
-    """Comparison of turns that begin in the same state; read with `adv_estimator=gigpo` (docs/agents.md)."""
+    """Comparison of turns that begin in the same state; read with `adv_estimator=gigpo` (docs/how_to/agents.md)."""
 
     step_advantage_w: float = key(
         1.0, "Weight of the advantage of a turn; 0 = compare whole responses only.", at_least=0
@@ -184,7 +184,7 @@ class AlgorithmConfig:
         "gae",
         "Advantage estimator: gae has a critic, reinforce_plus_plus has none, remax compares with a greedy response, "
         "the others compare the `rollout.n` responses of a group, gigpo also their turns; formulas in "
-        "docs/algorithms.md.",
+        "docs/reference/algorithms.md.",
         choices=tuple(ADV_ESTIMATORS),
         custom="function",
     )

@@ -12,7 +12,7 @@ RECOMPUTE, LOGLINEAR = "recompute", "loglinear"
 
 @dataclass(frozen=True)
 class AsyncTrainingConfig:
-    """Generation and training at the same time; see docs/asynchronous.md."""
+    """Generation and training at the same time; see docs/how_to/asynchronous.md."""
 
     mode: str = key(
         SYNC,
@@ -53,6 +53,6 @@ class AsyncTrainingConfig:
         RECOMPUTE,
         "Old log-probs of stale samples, about which the ratio is clipped: recompute = by a forward pass with the "
         "weights of the last sync; loglinear = an estimate by weight versions, without a pass "
-        "(docs/rollout_correction.md). `algorithm.rollout_correction.bypass_mode` uses the engine's instead.",
+        "(docs/reference/rollout_correction.md). `algorithm.rollout_correction.bypass_mode` uses the engine's instead.",
         choices=(RECOMPUTE, LOGLINEAR),
     )

@@ -33,8 +33,8 @@ class RowConfig:
     )
     cache_dir: str | None = key(
         None,
-        "Cache folder for large files as memory-mapped rows, and for the lengths of rows (see docs/data.md); null = "
-        "`$XDG_CACHE_HOME/megarl/data`, or `~/.cache/megarl/data`.",
+        "Cache folder for large files as memory-mapped rows, and for the lengths of rows (see docs/how_to/data.md); "
+        "null = `$XDG_CACHE_HOME/megarl/data`, or `~/.cache/megarl/data`.",
     )
 
 
@@ -55,7 +55,7 @@ class DataSourceConfig(RowConfig):
     train_files: list[str] = key(
         REQUIRED,
         "Training files: parquet, JSONL, or folders of Hugging Face datasets; glob patterns, `~` and `$NAME` are "
-        "expanded (see docs/data.md); [] with `mixture`.",
+        "expanded (see docs/how_to/data.md); [] with `mixture`.",
     )
     mixture: dict[str, Any] = key(
         {},
@@ -79,7 +79,7 @@ class PromptsConfig(RowConfig):
     """Prompts of the jobs that generate: validation files and lengths."""
 
     val_files: list[str] = key(
-        [], "Validation files, in the formats of `train_files` (see docs/data.md); empty = no validation."
+        [], "Validation files, in the formats of `train_files` (see docs/how_to/data.md); empty = no validation."
     )
     val_max_samples: int = key(
         -1, "Rows of `val_files` to use, drawn with `trainer.seed`; -1 = all.", at_least=1, allowed=(-1,)

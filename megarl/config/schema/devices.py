@@ -14,7 +14,8 @@ class OwnDevicesConfig:
     nnodes: int = key(
         0,
         "Nodes with devices of this role alone (its resource pool), where weights stay on the devices: "
-        "`megatron.param_offload` has no effect. 0 = the role shares the trainer's devices. See docs/layouts.md.",
+        "`megatron.param_offload` has no effect. 0 = the role shares the trainer's devices. See "
+        "docs/how_to/layouts.md.",
         at_least=0,
     )
     n_gpus_per_node: int | None = key(

@@ -13,7 +13,7 @@ from megarl.config.schema.model import LogProbBatchConfig, MegatronConfig
 
 @dataclass(frozen=True)
 class TeacherServerConfig:
-    """Running SGLang servers of a teacher, which return log-probs of the policy's tokens; see docs/distillation.md."""
+    """SGLang servers of a teacher, which return log-probs of the policy's tokens; see docs/how_to/distillation.md."""
 
     urls: list[str] = key(
         [],
@@ -48,7 +48,7 @@ class TeacherConfig(LogProbBatchConfig):
 
 @dataclass(frozen=True)
 class DistillationLossConfig:
-    """Loss between the distributions of teacher and student; formulas in docs/distillation.md."""
+    """Loss between the distributions of teacher and student; formulas in docs/how_to/distillation.md."""
 
     loss_mode: str = key(
         "k3",

@@ -314,7 +314,7 @@ class RewardTrainingConfig(PairTrainingConfig):
 
 @dataclass(frozen=True)
 class PreferenceLossConfig:
-    """The loss on a pair or a response, averaged over those of a step; docs/preference.md has the formulas."""
+    """The loss on a pair or a response, averaged over those of a step; docs/how_to/preference.md has the formulas."""
 
     type: str = key(
         "dpo",

@@ -31,7 +31,7 @@ class ModelPathConfig:
     external_lib: list[str] | None = key(
         None,
         "User modules that every process of the run imports first, each as `path.py` or `package.module`; they may "
-        "register model families (docs/add_a_model.md).",
+        "register model families (docs/how_to/add_a_model.md).",
     )
 
     @property
@@ -66,7 +66,7 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class AdapterKeys:
-    """Low-rank adapters (LoRA) of a role that trains; see docs/lora.md."""
+    """Low-rank adapters (LoRA) of a role that trains; see docs/how_to/lora.md."""
 
     lora_rank: int = key(0, "Rank of low-rank adapters, which alone are trained; 0 = train all weights.", at_least=0)
     lora_alpha: float = key(16.0, "The adapters' output is multiplied by `lora_alpha / lora_rank`.", above=0)

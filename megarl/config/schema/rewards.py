@@ -51,7 +51,7 @@ class RewardModelPathConfig:
 class ScoringModelConfig(OwnDevicesConfig):
     """Megatron role that scores whole sequences; the `reward_model` section inherits it."""
 
-    enable: bool = key(False, "Score responses with a reward model; see docs/reward_model.md.")
+    enable: bool = key(False, "Score responses with a reward model; see docs/how_to/reward_model.md.")
     model: RewardModelPathConfig = section(RewardModelPathConfig)
     megatron: MegatronConfig = section(MegatronConfig)
     use_dynamic_bsz: bool = key(True, "Fill micro-batches up to `forward_max_token_len_per_gpu` tokens.")
@@ -121,7 +121,7 @@ class SandboxConfig:
     allow_unfiltered: bool = key(
         False,
         "Local sandbox: run programs also where the kernel or libseccomp gives no filter of system calls; see "
-        "docs/security.md.",
+        "docs/how_to/security.md.",
     )
 
 
@@ -148,7 +148,7 @@ class JudgeConfig:
 
 @dataclass(frozen=True)
 class RewardModelConfig(ScoringModelConfig):
-    """Reward functions and the handling of their failures; see docs/rewards.md."""
+    """Reward functions and the handling of their failures; see docs/how_to/rewards.md."""
 
     name: str = key(
         "auto",

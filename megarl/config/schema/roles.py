@@ -21,7 +21,7 @@ from megarl.config.schema.run import RoleProfilerConfig
 
 @dataclass(frozen=True)
 class PolicyLossConfig:
-    """Policy loss; formulas in docs/algorithms.md."""
+    """Policy loss; formulas in docs/reference/algorithms.md."""
 
     loss_mode: str = key(
         "vanilla",
@@ -43,7 +43,7 @@ class PolicyLossConfig:
 
 @dataclass(frozen=True)
 class RouterReplayConfig:
-    """Replay of the experts that each token was sent to, for models with a mixture of experts (docs/moe.md)."""
+    """Replay of the experts that each token was sent to, for models with a mixture of experts (docs/how_to/moe.md)."""
 
     mode: str = key(
         "disabled",

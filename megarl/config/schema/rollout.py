@@ -17,7 +17,7 @@ FP8 = "fp8"
 
 @dataclass(frozen=True)
 class SGLangConfig:
-    """SGLang; see docs/rollout.md."""
+    """SGLang; see docs/how_to/rollout.md."""
 
     mode: str = key(
         "in_process",
@@ -56,7 +56,7 @@ class EngineKwargsConfig:
 
 @dataclass(frozen=True)
 class MultiTurnConfig:
-    """Multi-turn trajectories with tools; see docs/agents.md."""
+    """Multi-turn trajectories with tools; see docs/how_to/agents.md."""
 
     enable: bool = key(False, "Use `tool_agent` for rows if neither the row nor `agent` names another agent loop.")
     max_assistant_turns: int | None = key(None, "Most turns of the policy; null = no limit.", at_least=1)
@@ -106,7 +106,7 @@ class AgentConfig:
 
 @dataclass(frozen=True)
 class EndpointConfig:
-    """OpenAI-compatible chat endpoint of the policy during training; see docs/agents.md."""
+    """OpenAI-compatible chat endpoint of the policy during training; see docs/how_to/agents.md."""
 
     enable: bool = key(False, "Serve the endpoint; `agent.external_agent` serves it in any case.")
     host: str = key(
@@ -151,7 +151,7 @@ class TokenFilterConfig:
     repetition_penalty: float = key(
         1.0,
         "Divides positive logits, and multiplies negative ones, of tokens that the response contains already; 1 = no "
-        "penalty. Training does not apply it (see docs/rollout.md).",
+        "penalty. Training does not apply it (see docs/how_to/rollout.md).",
         above=0,
         at_most=2,
     )
@@ -234,14 +234,14 @@ class TrainingRolloutConfig(OwnDevicesConfig, RolloutConfig, TokenFilterConfig, 
         None,
         "Fewest engine replicas with which a disaggregated run starts and goes on (elastic replicas): others may join "
         "and leave at weight syncs, for example with their nodes. null = all; the run waits while a lost one is "
-        "replaced. See docs/asynchronous.md.",
+        "replaced. See docs/how_to/asynchronous.md.",
         at_least=1,
     )
     n: int = key(1, "Responses per prompt.", at_least=1)
     quantization: str | None = key(
         None,
         "Format of the engine's linear layers: fp8 = blockwise FP8, quantized at each weight sync; null = `dtype`. "
-        "Training keeps its own format; see docs/weights.md.",
+        "Training keeps its own format; see docs/internals/weights.md.",
         choices=(FP8,),
     )
     temperature: float = key(1.0, "Sampling temperature; training computes log-probs at the same one.", above=0)

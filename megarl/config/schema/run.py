@@ -20,7 +20,7 @@ PHASES = (
 class TimelineConfig:
     """Timeline of every phase on every process, for https://ui.perfetto.dev."""
 
-    enable: bool = key(False, "Write `timeline/trace.json` to the run's folder; see docs/tracing.md.")
+    enable: bool = key(False, "Write `timeline/trace.json` to the run's folder; see docs/how_to/tracing.md.")
     steps: list[int] = key([], "Steps to record; 0 = start and validation before training; [] = all.")
 
 
@@ -38,14 +38,15 @@ class WatchdogConfig:
     action: str = key(
         "tell",
         "tell = report, continue, and double the limit of that phase; end = end the run with its processes, a phase "
-        "that has not completed yet shortly before `trainer.nccl_timeout` (see docs/debugging.md#time-limits).",
+        "that has not completed yet shortly before `trainer.nccl_timeout` (see "
+        "docs/tutorials/debugging.md#time-limits).",
         choices=("tell", "end"),
     )
 
 
 @dataclass(frozen=True)
 class HubConfig:
-    """Downloads from the Hugging Face Hub before a run; see docs/data.md."""
+    """Downloads from the Hugging Face Hub before a run; see docs/how_to/data.md."""
 
     enable: bool = key(
         True,
@@ -87,7 +88,7 @@ class NsysToolConfig:
 
     discrete: bool = key(False, "Capture per verb, instead of once per step.")
     worker_nsight_options: dict[str, Any] = key(
-        {}, "Options of `nsys profile` by name; they replace megarl's (see docs/tracing.md)."
+        {}, "Options of `nsys profile` by name; they replace megarl's (see docs/how_to/tracing.md)."
     )
 
 
@@ -126,7 +127,7 @@ class RunConfig:
     experiment_name: str = key(REQUIRED, "Name of the run; its files go to `outputs/<experiment_name>/<time>`.")
     logger: list[str] = key(
         ["console", "jsonl"],
-        "Trackers for metrics, any number of them; see docs/watching.md.",
+        "Trackers for metrics, any number of them; see docs/how_to/watching.md.",
         choices=("console", "jsonl", "mlflow", "swanlab", "tensorboard", "wandb"),
         custom="class",
     )
@@ -158,13 +159,13 @@ class RunConfig:
     sweep_metric: str | None = key(
         None,
         "Metric that a sweep compares runs by, at its last value; null = mean of the last validation, or without one "
-        "the score or the loss (see docs/sweeps.md).",
+        "the score or the loss (see docs/how_to/sweeps.md).",
     )
     overwrite_output: bool = key(
         False,
         "Replace the work of another run in the folders and files that this run writes: checkpoints (at the first "
         "save), export, responses, answers; false = such work is an error before the run starts (see "
-        "docs/checkpoints.md#folders-of-other-runs).",
+        "docs/how_to/checkpoints.md#folders-of-other-runs).",
     )
     seed: int = key(1, "Seed of the run; the default of all other seeds.", at_least=0)
     timeline: TimelineConfig = section(TimelineConfig)
@@ -189,7 +190,7 @@ class CollectivesConfig:
     repeat_out_of_memory: bool = key(
         True,
         "After an out-of-memory error of the device in a pass of a Megatron role, halve its micro-batches on all ranks "
-        "and repeat the pass with the same result; false = the run ends. See docs/performance.md#out-of-memory.",
+        "and repeat the pass with the same result; false = the run ends. See docs/how_to/performance.md#out-of-memory.",
     )
 
 
@@ -228,19 +229,19 @@ class TrainingRunConfig(CollectivesConfig, RunConfig):
     max_wall_seconds: float | None = key(
         None,
         "Wall-clock limit of the run, in seconds from its start: it saves and ends in time, with exit status 0, after "
-        "the last step that fits; null = only the deadline of the scheduler (see docs/checkpoints.md).",
+        "the last step that fits; null = only the deadline of the scheduler (see docs/how_to/checkpoints.md).",
         above=0,
     )
     hardware: str | None = key(
         None,
-        "Node type for `megarl plan` and the dry run: a name, such as h100, or a user file (see docs/plan.md); null = "
-        "h100, or cpu if `device` is cpu.",
+        "Node type for `megarl plan` and the dry run: a name, such as h100, or a user file (see docs/how_to/plan.md); "
+        "null = h100, or cpu if `device` is cpu.",
     )
     dry_run: bool = key(
         False,
-        "Check everything except the model's computation, then end (see docs/dry_run.md): models, layouts, data, "
-        "rewards, memory, resharding, checkpoints, trackers. Needs no GPU, no Ray, and of a model only config.json and "
-        "tokenizer.",
+        "Check everything except the model's computation, then end (see docs/how_to/dry_run.md): models, layouts, "
+        "data, rewards, memory, resharding, checkpoints, trackers. Needs no GPU, no Ray, and of a model only its "
+        "config.json and tokenizer.",
     )
     esi_redundant_time: float = key(
         0.0,
@@ -298,7 +299,7 @@ class TrainerConfig(ValidationRecordsConfig, TrainingRunConfig):
     )
     rollout_data_dir: str | None = key(None, "Folder for the responses of every step as `<step>.jsonl`; null = none.")
     callbacks: list[str] = key(
-        [], "User callbacks, each as `path.py:Class` or `package.module.Class` (docs/metrics.md#callbacks)."
+        [], "User callbacks, each as `path.py:Class` or `package.module.Class` (docs/reference/metrics.md#callbacks)."
     )
 
 

@@ -23,7 +23,7 @@ _EPILOG = f"""\
 A job is {JOB_NAMES} with its arguments, as after `megarl`; or, after `--`, any command that
 joins the Ray cluster at RAY_ADDRESS. The configuration sets the number of nodes and devices
 (trainer.nnodes, trainer.n_gpus_per_node; roles with devices of their own add
-theirs, such as critic.nnodes). For everything else see docs/launch.md."""
+theirs, such as critic.nnodes). For everything else see docs/how_to/launch.md."""
 _WORKER_PORTS_HELP = f"ports of Ray's workers ({'-'.join(map(str, WORKER_PORTS))})"
 _COMMAND_OPTIONS = ("nodes", "device")
 _OPTION_PLACES = {

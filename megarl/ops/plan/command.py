@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="megarl plan",
         description="Plan a configuration before it starts: memory of each device and phase, seconds of each phase, "
         "weight sync, bottleneck and, if it does not fit, the smallest change that makes it fit. A model folder needs "
-        "only its config.json. See docs/plan.md.",
+        "only its config.json. See docs/how_to/plan.md.",
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="values that differ from the YAML file's")
     parser.add_argument("--config-name", "-cn", help="YAML file (default: that of the job)")
@@ -109,7 +109,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--job", choices=sorted(JOBS), default="train", help="kind of job (default: train)")
     hardware = ", ".join(known_hardware())
     parser.add_argument("--hardware", help=f"{hardware}, or a custom file; default: trainer.hardware")
-    parser.add_argument("--lengths", help="response lengths: mean=600,max=4096,sigma=0.8, or a file; see docs/plan.md")
+    parser.add_argument(
+        "--lengths", help="response lengths: mean=600,max=4096,sigma=0.8, or a file; see docs/how_to/plan.md"
+    )
     parser.add_argument("--search", action="store_true", help="find the fastest layouts that fit")
     parser.add_argument("--top", type=_positive, metavar="N", help=f"with --search: layouts to list ({DEFAULT_TOP})")
     parser.add_argument("--json", action="store_true", help="print JSON")

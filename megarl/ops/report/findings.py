@@ -202,7 +202,7 @@ class MetricRule:
     """Threshold on a metric's recent mean, on its share of the start, or on a median.
 
     Attributes:
-        name: name of the rule, as in ``docs/report.md``.
+        name: name of the rule, as in ``docs/how_to/report.md``.
         metric: name of the metric.
         text: text of the finding, with the placeholders ``value`` (of the statistic) and ``share`` (of the start).
         reason: reason of the threshold.

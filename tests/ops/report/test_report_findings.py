@@ -134,7 +134,7 @@ def test_healthy_run_has_no_findings() -> None:
 
 
 def test_page_of_the_report_lists_each_rule_with_its_threshold() -> None:
-    text = (Path(__file__).resolve().parents[3] / "docs" / "report.md").read_text(encoding="utf-8")
+    text = (Path(__file__).resolve().parents[3] / "docs" / "how_to" / "report.md").read_text(encoding="utf-8")
     for rule in RULES:
         limit = f"above {rule.above:g}" if rule.above < math.inf else f"below {rule.below:g}"
         begin = f"| {rule.name} | `{rule.metric}` | {limit}"
