@@ -1,7 +1,7 @@
 """A custom agent with Python's standard library only: it asks the policy again if the first answer is wrong.
 
 megarl train --config-name quickstart_grpo data.max_response_length=64 \
-  actor_rollout_ref.rollout.agent.external_agent=examples/agent.py:check_twice reward_model.name=agent_score
+  actor_rollout_ref.rollout.agent.external_agent=examples/agent.py:check_twice reward.name=agent_score
 
 The agent only needs the base URL and the token of the chat endpoint, so any framework with an OpenAI client works.
 """

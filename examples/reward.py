@@ -1,6 +1,6 @@
 """A custom reward function with verl's signature; it returns a number, or a mapping with ``score`` and extra fields.
 
-megarl train --config-name quickstart custom_reward_function.path=examples/reward.py
+megarl train --config-name quickstart reward.custom_reward_function.path=examples/reward.py
 """
 
 from __future__ import annotations

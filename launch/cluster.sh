@@ -30,7 +30,7 @@ run_on_cluster() {
   need DATA "the training data"
   local python="${PYTHON:-python}" place=() more=() job=(train --config-name "$1")
   job+=(actor_rollout_ref.model.path="$MODEL" data.train_files="$DATA" ${OUTPUT:+"trainer.default_local_dir=$OUTPUT"})
-  job+=(${VAL_DATA:+data.val_files="$VAL_DATA" trainer.test_freq="${TEST_FREQ:-20}"} ${REWARD:+reward_model.name="$REWARD"})
+  job+=(${VAL_DATA:+data.val_files="$VAL_DATA" trainer.test_freq="${TEST_FREQ:-20}"} ${REWARD:+reward.name="$REWARD"})
   job+=("${@:2}")
   command -v "$python" >/dev/null || { echo "$(basename "$0"): $python is not found; set PYTHON to an interpreter with megarl" >&2; exit 2; }
   cd "$MEGARL_ROOT"

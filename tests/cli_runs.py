@@ -26,7 +26,7 @@ from megarl.trainer.state.stopping import KILLED, RAY_LOST
 ROOT = Path(__file__).resolve().parents[1]
 REWARDS = ROOT / "tests" / "e2e" / "reward_functions.py"
 # One process scores the samples in order, for reward functions that count and pause.
-ONE_BY_ONE = ("reward_model.num_workers=1", "reward_model.timeout_s=600", "reward_model.max_retries=0")
+ONE_BY_ONE = ("reward.num_workers=1", "reward.timeout_s=600", "reward.max_retries=0")
 # Environment variable that marks all processes of a run: they inherit it however they are started.
 MARK = "MEGARL_E2E_RUN"
 START_S = 240.0  # Ray and five processes with torch start slowly on a loaded machine

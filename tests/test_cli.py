@@ -435,9 +435,9 @@ def secret_overrides() -> list[str]:
     """Overrides with secrets by key name, in an address, by form, and from the environment."""
     return [
         "retriever.url=http://me:hunter2secret@127.0.0.1:8000/retrieve",
-        "+custom_reward_function.reward_kwargs.api_key=kwargs-key-1",
-        "+custom_reward_function.reward_kwargs.header=sk-abcdefghijklmnop1234",
-        "+custom_reward_function.reward_kwargs.password=${oc.env:MEGARL_TEST_SECRET}",
+        "+reward.custom_reward_function.reward_kwargs.api_key=kwargs-key-1",
+        "+reward.custom_reward_function.reward_kwargs.header=sk-abcdefghijklmnop1234",
+        "+reward.custom_reward_function.reward_kwargs.password=${oc.env:MEGARL_TEST_SECRET}",
     ]
 
 
@@ -458,7 +458,7 @@ def test_no_file_of_a_run_has_a_secret_or_is_readable_by_others(
     sys.modules["megarl_fake_job"].run = run  # type: ignore[attr-defined]
     assert cli.main(["train", *quickstart(*secret_overrides())]) == 0
     ((config, folder),) = job.calls
-    kwargs = config.custom_reward_function.reward_kwargs
+    kwargs = config.reward.custom_reward_function.reward_kwargs
     assert (kwargs["api_key"], kwargs["password"]) == ("kwargs-key-1", "env-secret-99")
     files = [path for path in (tmp_path / "outputs").rglob("*") if path.is_file()]
     assert {"config.yaml", "run.json", "driver.log", "overrides.yaml", "hydra.yaml"} <= {path.name for path in files}
@@ -485,12 +485,12 @@ def test_a_stored_config_names_the_secrets_to_set_again(
     again = ["train", "--config-dir", str(folder), "--config-name", "config"]
     assert cli.main(again) == cli.EXIT_BAD_CONFIG
     error = capsys.readouterr().err
-    assert "custom_reward_function.reward_kwargs.api_key" in error and "retriever.url" in error
+    assert "reward.custom_reward_function.reward_kwargs.api_key" in error and "retriever.url" in error
     assert error.count("[config.redacted-secret]") == 3
-    assert "custom_reward_function.reward_kwargs.password" not in error
+    assert "reward.custom_reward_function.reward_kwargs.password" not in error
     values = [
-        "custom_reward_function.reward_kwargs.api_key=new",
-        "custom_reward_function.reward_kwargs.header=new",
+        "reward.custom_reward_function.reward_kwargs.api_key=new",
+        "reward.custom_reward_function.reward_kwargs.header=new",
         "retriever.url=null",
     ]
     assert cli.main([*again, *values]) == 0

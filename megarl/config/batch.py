@@ -152,7 +152,7 @@ def reward_micro_batches(config: ScoredJobConfig) -> MicroBatches:
     """Return the micro-batch settings of the reward model, for batches of any size.
 
     Args:
-        config: complete, with ``reward_model.enable``.
+        config: complete, with ``reward.model.enable``.
 
     Raises:
         InvalidConfigError: the token budget is missing or below the longest sequence.
@@ -166,7 +166,7 @@ def reward_micro_batches(config: ScoredJobConfig) -> MicroBatches:
 def reward_model_problems(config: ScoredJobConfig) -> list[Problem]:
     """List the problems of :func:`reward_micro_batches`; none without a reward model."""
     planner = _Planner()
-    if config.reward_model.enable:
+    if config.reward.model.enable:
         planner.reward_model(config)
     return planner.problems
 
@@ -229,7 +229,7 @@ class _Planner:
         actor, shared = policy.actor, policy.actor.use_prefix_grouper
         old_log_prob = _log_prob_keys(policy.rollout, "actor_rollout_ref.rollout")
         phases = [self._forward("old_log_prob", step, actor.megatron, old_log_prob, shared)]
-        if config.reward_model.enable:
+        if config.reward.model.enable:
             phases.insert(0, self._reward_phase(config))
         if config.uses_reference:
             layout = policy.ref.megatron or actor.megatron
@@ -259,7 +259,7 @@ class _Planner:
     def _reward_phase(self, config: TrainConfig) -> PhasePlan:
         """The reward model's pass over all responses, including those that no update trains on."""
         prompts = config.data.train_batch_size
-        megatron, micro = config.reward_model.megatron, self.reward_model(config)
+        megatron, micro = config.reward.model.megatron, self.reward_model(config)
         dp, samples = megatron.data_parallel_size or 1, prompts * config.responses_per_prompt
         return PhasePlan("reward_model", megatron.layout, dp, 1, 1, prompts, samples, micro, False)
 

@@ -169,7 +169,7 @@ def _rollout(rollout: RolloutConfig, trainer: RunConfig, root: str) -> RolloutCo
 
 def _reward_model(config: ScoredJobConfig, trainer: RunConfig) -> RewardModelConfig:
     keys = _with_devices(config.reward_model, trainer)
-    model_alone = keys.enable and not config.custom_reward_function.path and not keys.functions
+    model_alone = keys.enable and not config.reward.custom_reward_function.path and not keys.functions
     return replace(
         keys,
         megatron=_layout(keys.megatron, keys.own_devices or trainer.num_devices, bool(keys.nnodes)),

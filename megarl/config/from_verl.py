@@ -121,10 +121,10 @@ NPUs.
   (`actor/pg_loss`, `critic/rewards/mean`, `timing_s/gen`, ...). `val-core/<data_source>/reward/mean@N` is the mean over
   responses.
 - `custom_reward_function` has verl's signature. A reward that raises stops the run or masks the sample
-  (`reward_model.on_error`); it never counts as 0. `reward_model.reward_manager` takes naive, batch, dapo and prime.
-- `reward_model.enable` is for a model with a scalar head. It runs on Megatron, with the layout `reward_model.megatron`,
-  independent of the engine in verl's keys. For a generative judge set `reward_model.name=judge` and
-  `reward_model.judge.base_url`.
+  (`reward.on_error`); it never counts as 0. `reward.reward_manager.name` takes naive, batch, dapo and prime.
+- `reward.model.enable` is for a model with a scalar head. It runs on Megatron, with the layout `reward.model.megatron`,
+  independent of the engine in verl's keys. For a generative judge set `reward.name=judge` and
+  `reward.judge.base_url`.
 - `router_replay.mode` of the actor, also below `megatron`, takes R2 and R3. With R3 the engines return their routes;
   `rollout.enable_rollout_routing_replay` has no effect. Balance of experts is per sequence
   (`moe_router_load_balancing_type=seq_aux_loss`), z-loss and bias updates have Megatron's keys, and every update

@@ -16,7 +16,7 @@ from megarl.config.schema.jobs import TEACHERS
 from megarl.config.schema.rewards import BUILT_IN_REWARDS
 
 _MODEL = ("actor_rollout_ref.model.path", "model.path")
-_REWARD, _TEACHER = "reward_model.name", f"{TEACHERS}.teacher_models"
+_REWARD, _TEACHER = "reward.name", f"{TEACHERS}.teacher_models"
 
 
 class _Flag(NamedTuple):
@@ -43,11 +43,11 @@ def _data(key: str, value: list[str]) -> Iterator[tuple[str, Any]]:
 
 def _reward(key: str, value: str) -> Iterator[tuple[str, Any]]:
     if value.startswith(("http://", "https://")):
-        yield from ((key, "judge"), ("reward_model.judge.base_url", value))
+        yield from ((key, "judge"), ("reward.judge.base_url", value))
     elif value in BUILT_IN_REWARDS or ":" in value or value.endswith(".py"):
         yield key, value
     elif "/" in value:
-        yield from (("reward_model.enable", True), ("reward_model.model.path", value))
+        yield from (("reward.model.enable", True), ("reward.model.path", value))
     else:
         nearest = nearest_keys(value, BUILT_IN_REWARDS)
         raise ConfigError(

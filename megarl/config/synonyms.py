@@ -19,7 +19,7 @@ _KEYS: dict[str, str] = {
         "model_name_or_path model_name model_path base_model pretrain hf_checkpoint sft_model_path"
     ),
     "critic.model.path": "critic_pretrain critic_model_path",
-    "reward_model.model.path": "reward_pretrain reward_model_path",
+    "reward.model.path": "reward_pretrain reward_model_path",
     "data.train_files": "dataset dataset_name train_dataset prompt_data train_data",
     "data.val_files": "eval_dataset eval_prompt_data val_data test_files",
     "data.prompt_key": "input_key",
@@ -35,9 +35,9 @@ _KEYS: dict[str, str] = {
     "data.shuffle": "shuffle_dataset rollout_shuffle",
     "data.filter_overlong_prompts_workers": "dataset_num_proc num_workers_dataset",
     # rewards
-    "custom_reward_function.path": "reward_funcs reward_func custom_rm_path remote_rm_url",
-    "reward_model.name": "rm_type",
-    "reward_model.functions": "reward_weights",
+    "reward.custom_reward_function.path": "reward_funcs reward_func custom_rm_path remote_rm_url",
+    "reward.name": "rm_type",
+    "reward.functions": "reward_weights",
     # policy update
     f"{_OPTIM}.lr optim.lr critic.optim.lr": "learning_rate actor_learning_rate",
     "critic.optim.lr": "critic_learning_rate critic_lr",

@@ -116,7 +116,7 @@ class FailurePolicy:
 
     def __post_init__(self) -> None:
         if self.on_error not in ON_ERROR:
-            text = f"reward_model.on_error={self.on_error} must be one of {', '.join(ON_ERROR)}"
+            text = f"reward.on_error={self.on_error} must be one of {', '.join(ON_ERROR)}"
             raise RewardError(text, code="reward.unknown-on-error")
 
 
@@ -222,7 +222,7 @@ class RewardManager:
         for row, outcome in failures:
             if outcome.kind == BAD_SAMPLE and self.policy.on_error == "raise":
                 sample = self._describe(samples, row, outcome)
-                raise ScoringStopped(f"{sample}\n  (reward_model.on_error=mask masks it)", code="reward.row-failed")
+                raise ScoringStopped(f"{sample}\n  (reward.on_error=mask masks it)", code="reward.row-failed")
         if len(failures) == len(outcomes):
             text = f"none of {len(outcomes)} rows could be scored; the first: {first}"
             raise ScoringStopped(text, code="reward.no-row-scored")
@@ -233,7 +233,7 @@ class RewardManager:
             )
             raise ScoringStopped(
                 f"{len(reward_failures)} of {len(outcomes)} rows could not be scored ({kinds}), more than "
-                f"reward_model.max_failure_ratio={self.policy.max_failure_ratio:g} allows; the first: "
+                f"reward.max_failure_ratio={self.policy.max_failure_ratio:g} allows; the first: "
                 f"{self._describe(samples, *reward_failures[0])}",
                 code="reward.too-many-failures",
             )

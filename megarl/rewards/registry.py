@@ -98,7 +98,7 @@ def register_reward(
 
 
 def custom_reward_spec(path: str, name: str) -> str:
-    """Return the spec of verl's ``custom_reward_function.path`` and ``.name`` for :func:`load_reward_function`."""
+    """Return the spec of verl's ``reward.custom_reward_function.path`` and ``.name`` for :func:`load_reward_function`."""
     return f"{path}:{name}"
 
 
@@ -178,7 +178,7 @@ class SourceMap:
                 sources = ", ".join(sorted(dict(self.patterns)))
                 raise RewardFunctionError(
                     f"no reward function is known for data_source={data_source!r}; known are {sources}. Name one under "
-                    "reward_model.data_sources, for all data in reward_model.name, or in custom_reward_function.path",
+                    "reward.data_sources, for all data in reward.name, or in reward.custom_reward_function.path",
                     code="reward.unknown-data-source",
                 )
             self._cache[data_source] = matching[0]

@@ -62,7 +62,7 @@ class LengthShaping:
         shaped = list(outcomes)
         if self.length_weight:
             if groups is None:
-                text = "reward_model.reward_kwargs.length_reward_weight needs the column 'uid' of the batch"
+                text = "reward.reward_kwargs.length_reward_weight needs the column 'uid' of the batch"
                 raise RewardError(text, code="reward.no-uid")
             rows = [row for row, outcome in enumerate(shaped) if outcome.failure is None]
             right = [bool(shaped[row].extras.get("acc", shaped[row].score > 0)) for row in rows]

@@ -83,7 +83,7 @@ def test_nested_values_and_references() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("reward_model.reward_kwargs.api_key=sk1", f"reward_model.reward_kwargs.api_key={REDACTED}"),
+        ("reward.reward_kwargs.api_key=sk1", f"reward.reward_kwargs.api_key={REDACTED}"),
         ("++kwargs={api_key: abc, n: 2}", f"++kwargs={{api_key: {REDACTED}, n: 2}}"),
         ('{"password": "a b", "x": 1}', f'{{"password": {REDACTED}, "x": 1}}'),
         ("api_key=${oc.env:KEY}", "api_key=${oc.env:KEY}"),

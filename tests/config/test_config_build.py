@@ -131,7 +131,7 @@ def test_a_value_instead_of_a_section_names_its_keys() -> None:
         ("actor_rollout_ref.rollout.temperature", 0, "> 0"),
         ("actor_rollout_ref.actor.optim.betas", [0.9], "2 entries"),
         ("actor_rollout_ref.actor.optim.betas", [0.9, 1.2], "<= 1"),
-        ("reward_model.name", "arithmetc", "path.py:function"),
+        ("reward.name", "arithmetc", "path.py:function"),
     ],
 )
 def test_wrong_value_lists_the_valid_values(path: str, value: Any, expected: str) -> None:
@@ -142,7 +142,7 @@ def test_wrong_value_lists_the_valid_values(path: str, value: Any, expected: str
 
 @pytest.mark.parametrize("name", ["arithmetic", "mine.py:score", "package.module.score"])
 def test_reward_may_be_a_custom_function(name: str) -> None:
-    assert build(TrainConfig, with_keys({"reward_model.name": name})).reward_model.name == name
+    assert build(TrainConfig, with_keys({"reward.name": name})).reward_model.name == name
 
 
 def test_special_values_outside_the_range_are_allowed() -> None:

@@ -311,7 +311,7 @@ GENERATE = {"data.prompts": ["Why?"], "actor_rollout_ref.model.path": "model", "
         ({"data.prompts": []}, "data.prompts", "data.no-prompts"),
         ({"data.output_path": "answers.csv"}, "data.output_path", "data.output-suffix"),
         ({f"{ROLLOUT}.val_kwargs.n": 4}, f"{ROLLOUT}.val_kwargs.n", "rollout.greedy-duplicates"),
-        ({"reward_model.name": "gsm8k"}, "reward_model", "config.training-key"),
+        ({"reward.name": "gsm8k"}, "reward_model", "config.training-key"),
     ],
 )
 def test_impossible_generation(values: dict[str, Any], path: str, expected: str) -> None:
@@ -400,14 +400,14 @@ def test_keys_of_training_are_rejected_in_jobs_without_training(schema: type, pa
 @pytest.mark.parametrize(
     ("values", "path", "expected"),
     [
-        ({f"{RM}.enable": True}, f"{RM}.model.path", "reward.no-model-path: reward_model.enable=true"),
+        ({f"{RM}.enable": True}, f"{RM}.model.path", "reward.no-model-path: reward.model.enable=true"),
         ({**ENABLED, f"{RM}.model_weight": 0.0}, f"{RM}.model_weight", "reward.model-without-weight: enable=false"),
         ({f"{RM}.function_weight": 0.0}, f"{RM}.function_weight", "reward.nothing-scores"),
         ({**ENABLED, f"{RM}.megatron.tensor_model_parallel_size": 3}, f"{RM}.megatron.tensor_model_parallel_size",
          "layout.replicas-do-not-divide: pool of 8"),
         ({**ENABLED, f"{RM}.use_dynamic_bsz": False}, f"{RM}.micro_batch_size_per_gpu", "batch.no-micro-batch-size"),
         ({**ENABLED, f"{RM}.max_length": 50, f"{RM}.forward_max_token_len_per_gpu": 40},
-         f"{RM}.forward_max_token_len_per_gpu", "batch.token-budget: reward_model.max_length = 50"),
+         f"{RM}.forward_max_token_len_per_gpu", "batch.token-budget: reward.model.max_length = 50"),
     ],
 )  # fmt: skip
 def test_impossible_reward_models(schema: Any, values: dict[str, Any], path: str, expected: str) -> None:
@@ -417,7 +417,7 @@ def test_impossible_reward_models(schema: Any, values: dict[str, Any], path: str
 
 def test_a_reward_model_alone_calls_no_function_and_reads_whole_rollouts() -> None:
     plain, alone = (build(TrainConfig, with_keys(values, TRAIN)).reward_model for values in ({}, ENABLED))
-    both = build(TrainConfig, with_keys({**ENABLED, "custom_reward_function.path": "mine.py"}, TRAIN))
+    both = build(TrainConfig, with_keys({**ENABLED, "reward.custom_reward_function.path": "mine.py"}, TRAIN))
     assert (plain.function_weight, alone.function_weight, both.reward_model.function_weight) == (1.0, 0.0, 1.0)
     assert alone.max_length == both.data.max_prompt_length + both.data.max_response_length
     assert alone.megatron.data_parallel_size == 8

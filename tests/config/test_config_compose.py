@@ -153,13 +153,13 @@ def test_a_text_of_the_command_line_keeps_its_characters(text: str) -> None:
         f"data.train_files=[a,{text}]",
         f"data.val_files={text}",
         f"critic.model={{lora_rank: 8, exclude_modules: [a,{text}]}}",
-        f"custom_reward_function={{path: f.py, name: {text}}}",
+        f"reward.custom_reward_function={{path: f.py, name: {text}}}",
     )
     expected = text.replace("${oc.env:HOME}", os.environ["HOME"])
     assert config.trainer.experiment_name == expected
     assert config.data.train_files == ["a", expected] and config.data.val_files == [expected]
     assert config.critic.model.exclude_modules == ["a", expected]
-    assert config.custom_reward_function.name == expected
+    assert config.reward.custom_reward_function.name == expected
 
 
 @pytest.mark.parametrize("text", ["2026_11_27", "1e3", "1.50", "yes", "0x10", "007", "12:30", "-5"])
@@ -181,10 +181,10 @@ def test_a_text_of_a_yaml_file_keeps_its_characters(tmp_path: Path, text: str) -
 
 def test_numbers_of_other_keys_stay_numbers() -> None:
     config = composed(
-        "trainer.seed=1_0", "reward_model.functions={gsm8k: 1.0, format: 1e-1}", "trainer.hf_export_dir=null"
+        "trainer.seed=1_0", "reward.functions={gsm8k: 1.0, format: 1e-1}", "trainer.hf_export_dir=null"
     )
     assert config.trainer.seed == 10 and config.trainer.hf_export_dir is None
-    assert config.reward_model.functions == {"gsm8k": 1.0, "format": 0.1}
+    assert config.reward.functions == {"gsm8k": 1.0, "format": 0.1}
 
 
 MAPPINGS = [path for path, item in walk(TrainConfig) if item.is_mapping or item.section is not None]

@@ -14,7 +14,7 @@ from megarl.config.schema.jobs import own_pools
 REF, TEACHERS = "actor_rollout_ref.ref", "distillation"
 KL = {"algorithm.use_kl_in_reward": True}
 APART = {"critic.nnodes": 2, "critic.n_gpus_per_node": 4}
-SCORING = {"reward_model.enable": True, "reward_model.model.path": "rm"}
+SCORING = {"reward.model.enable": True, "reward.model.path": "rm"}
 TEACHER = {f"{TEACHERS}.enabled": True, f"{TEACHERS}.teacher_models": {"one": {"model_path": "teacher"}}}
 
 
@@ -51,7 +51,7 @@ def test_several_teachers_take_turns_on_their_devices(names: tuple[str, ...]) ->
 def test_all_roles_have_pools() -> None:
     keys = {
         **APART, **KL, **SCORING, **TEACHER, f"{REF}.megatron.tensor_model_parallel_size": 2, f"{REF}.nnodes": 1,
-        f"{REF}.n_gpus_per_node": 2, f"{TEACHERS}.nnodes": 1, "reward_model.nnodes": 1,
+        f"{REF}.n_gpus_per_node": 2, f"{TEACHERS}.nnodes": 1, "reward.model.nnodes": 1,
     }  # fmt: skip
     config = build(TrainConfig, with_keys(keys))
     expected = {"critic": 8, REF: 2, TEACHERS: 8, "reward_model": 8}
@@ -62,7 +62,7 @@ def test_all_roles_have_pools() -> None:
 
 
 def test_other_jobs() -> None:
-    evaluation = build(EvaluateConfig, with_keys({**SCORING, "reward_model.nnodes": 2}, EVALUATE))
+    evaluation = build(EvaluateConfig, with_keys({**SCORING, "reward.model.nnodes": 2}, EVALUATE))
     assert own_pools(evaluation)["reward_model"].own_devices == 16
     generation = with_keys({"data.prompts": ["p.txt"]}, {"actor_rollout_ref": EVALUATE["actor_rollout_ref"]})
     assert own_pools(build(GenerateConfig, {**generation, "trainer": {"experiment_name": "x"}})) == {}
@@ -79,9 +79,9 @@ def test_other_jobs() -> None:
          "critic.ppo_mini_batch_size", "batch.samples-per-rank: 24"),
         ({**KL, f"{REF}.nnodes": 1, f"{REF}.n_gpus_per_node": 3, f"{REF}.megatron.tensor_model_parallel_size": 2},
          f"{REF}.megatron.tensor_model_parallel_size", f"layout.replicas-do-not-divide: {REF}.n_gpus_per_node=3"),
-        ({**SCORING, "reward_model.nnodes": 1, "reward_model.n_gpus_per_node": 3,
-          "reward_model.megatron.tensor_model_parallel_size": 2},
-         "reward_model.megatron.tensor_model_parallel_size", "layout.replicas-do-not-divide: reward_model.nnodes=1"),
+        ({**SCORING, "reward.model.nnodes": 1, "reward.model.n_gpus_per_node": 3,
+          "reward.model.megatron.tensor_model_parallel_size": 2},
+         "reward.model.megatron.tensor_model_parallel_size", "layout.replicas-do-not-divide: reward.model.nnodes=1"),
         ({**TEACHER, f"{TEACHERS}.nnodes": 1, f"{TEACHERS}.n_gpus_per_node": 3,
           f"{TEACHERS}.teacher_models.one.megatron.tensor_model_parallel_size": 2},
          f"{TEACHERS}.teacher_models.one.megatron.tensor_model_parallel_size",
@@ -92,7 +92,7 @@ def test_other_jobs() -> None:
          f"layout.unused-devices: {REF}.megatron.tensor_model_parallel_size"),
         ({**KL, f"{REF}.nnodes": 1, f"{REF}.megatron.tensor_model_parallel_size": 1,
           "actor_rollout_ref.model.lora_rank": 8}, f"{REF}.nnodes", "layout.unused-devices: lora_rank=8"),
-        ({"reward_model.nnodes": 1}, "reward_model.nnodes", "layout.unused-devices: reward_model.enable"),
+        ({"reward.model.nnodes": 1}, "reward.model.nnodes", "layout.unused-devices: reward.model.enable"),
         ({f"{TEACHERS}.nnodes": 1}, f"{TEACHERS}.nnodes", "layout.unused-devices: distillation.enabled"),
         ({"critic.nnodes": -1}, "critic.nnodes", "config.value-out-of-limits: >= 0"),
         ({**APART, "critic.n_gpus_per_node": 0}, "critic.n_gpus_per_node", "config.value-out-of-limits: >= 1"),
@@ -110,8 +110,8 @@ def test_verls_switch_of_a_pool(section: str) -> None:
     assert own_pools(config)["reward_model"].own_devices == 4
     off = with_keys({**scoring, **sizes, switch: False})
     assert own_pools(build(TrainConfig, off)) == {}
-    assert f"reward_model.nnodes=1 has no effect: {switch}=false" in verl_notes(TrainConfig, off)
-    check_problem(problems_of({**scoring, switch: True})[switch], "config.verl-pool-devices: reward_model.nnodes")
+    assert f"reward.model.nnodes=1 has no effect: {switch}=false" in verl_notes(TrainConfig, off)
+    check_problem(problems_of({**scoring, switch: True})[switch], "config.verl-pool-devices: reward.model.nnodes")
     # verl's default numbers
     build(TrainConfig, with_keys({f"{section}.nnodes": 0, f"{section}.n_gpus_per_node": 0, switch: False}))
 

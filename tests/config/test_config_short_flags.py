@@ -17,9 +17,9 @@ ODD = "/data/it's a,b=#1 {x}[y]\\z.parquet"
 @pytest.mark.parametrize(
     ("reward", "expected"),
     [
-        ("gsm8k", {"reward_model.name": "gsm8k"}),
-        ("own/reward.py:score", {"reward_model.name": "own/reward.py:score"}),
-        ("owner/a-reward", {"reward_model.enable": True, "reward_model.model.path": "owner/a-reward"}),
+        ("gsm8k", {"reward.name": "gsm8k"}),
+        ("own/reward.py:score", {"reward.name": "own/reward.py:score"}),
+        ("owner/a-reward", {"reward.model.enable": True, "reward.model.path": "owner/a-reward"}),
     ],
 )
 def test_a_reward_is_a_name_a_function_or_a_model(reward: str, expected: dict[str, object]) -> None:
@@ -31,12 +31,12 @@ def test_a_reward_is_a_name_a_function_or_a_model(reward: str, expected: dict[st
 
 def test_a_judge_is_an_address() -> None:
     words = ["--model", "m", "--data", "d", "--reward", "http://127.0.0.1:1/v1"]
-    config = compose_job("ppo", [*words, "reward_model.judge.model=m"])
-    assert config.reward_model.name == "judge" and config.reward_model.judge.base_url == "http://127.0.0.1:1/v1"
+    config = compose_job("ppo", [*words, "reward.judge.model=m"])
+    assert config.reward.name == "judge" and config.reward.judge.base_url == "http://127.0.0.1:1/v1"
     assert config.uses_critic
     with pytest.raises(InvalidConfigError) as caught:
         compose_job("ppo", words)
-    assert [problem.path for problem in caught.value.problems] == ["reward_model.judge.model"]
+    assert [problem.path for problem in caught.value.problems] == ["reward.judge.model"]
 
 
 def test_an_unknown_reward_is_named_with_its_neighbour() -> None:
@@ -66,7 +66,7 @@ def test_model_and_data_are_flags_of_every_training_job(name: str) -> None:
 
 def test_evaluation_reads_its_data_by_the_same_flag() -> None:
     config = compose_job("evaluate", ["--model", "m", "--data", "d", "--reward", "gsm8k"])
-    assert config.data.val_files == ["d"] and config.reward_model.name == "gsm8k"
+    assert config.data.val_files == ["d"] and config.reward.name == "gsm8k"
 
 
 def test_a_name_of_the_hub_is_data_unless_a_folder_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def small(task: Path) -> list[str]:
 
 @pytest.fixture(scope="session")
 def dense_reward() -> list[str]:
-    return [f"custom_reward_function.path={REWARDS}", "custom_reward_function.name=dense", *ONE_BY_ONE]
+    return [f"reward.custom_reward_function.path={REWARDS}", "reward.custom_reward_function.name=dense", *ONE_BY_ONE]
 
 
 @pytest.fixture(scope="session")

@@ -71,8 +71,8 @@ def partial(small: list[str], mixture: Path, start: Callable[..., CliRun]) -> Ru
         # Responses are in flight at each sync, however slow the trainer is on a loaded machine.
         f"actor_rollout_ref.model.external_lib=[{Path(__file__).with_name('slow_engine.py')}]",
         *(f"trainer.total_training_steps={STEPS}", "trainer.val_before_train=false", "trainer.test_freq=-1"),
-        *(f"custom_reward_function.path={Path(__file__).with_name('deadly_reward.py')}", "reward_model.num_workers=0"),
-        "custom_reward_function.name=length_and_kill",
+        *(f"reward.custom_reward_function.path={Path(__file__).with_name('deadly_reward.py')}", "reward.num_workers=0"),
+        "reward.custom_reward_function.name=length_and_kill",
     )
     assert run.wait() == 0, run.output
     assert run.output.count("rollout replica 0 is lost and is replaced: weight sync to version 3 failed") == 1
@@ -110,8 +110,8 @@ def test_a_run_without_replicas_saves_whole_steps_and_names_a_step_that_trained_
         *("--config-name", "quickstart_async", *small, "trainer.experiment_name=lost", "trainer.save_freq=1000"),
         *("data.max_response_length=60", "actor_rollout_ref.rollout.max_num_seqs=2"),
         *("trainer.val_before_train=false", "trainer.test_freq=-1", "async_training.partial_rollout=false"),
-        *(f"custom_reward_function.path={Path(__file__).with_name('deadly_reward.py')}", "reward_model.num_workers=0"),
-        "custom_reward_function.name=length_and_kill_at_once",
+        *(f"reward.custom_reward_function.path={Path(__file__).with_name('deadly_reward.py')}", "reward.num_workers=0"),
+        "reward.custom_reward_function.name=length_and_kill_at_once",
     ]
     run = start(*arguments, "async_training.sync_interval=1", "actor_rollout_ref.actor.ppo_mini_batch_size=24")
     assert run.wait() == 1, run.output

@@ -306,7 +306,7 @@ def test_reward_function_import_fails(
     path = tmp_path / "judge.py"
     if content is not None:
         path.write_text(content, encoding="utf-8")
-    message = refuse(f"custom_reward_function.path={path}", f"custom_reward_function.name={name}", code=2)
+    message = refuse(f"reward.custom_reward_function.path={path}", f"reward.custom_reward_function.name={name}", code=2)
     assert_error(message, *expected, path)
 
 

@@ -34,7 +34,7 @@ def test_replicas_leave_and_join_with_their_node_and_on_request(
         *("--config-name", "quickstart_async", *small, "trainer.experiment_name=elastic", "sync.verify_freq=1"),
         *("actor_rollout_ref.rollout.nnodes=2", "actor_rollout_ref.rollout.n_gpus_per_node=1"),
         *("actor_rollout_ref.rollout.min_replicas=1", "trainer.total_training_steps=2000", "trainer.save_freq=-1"),
-        *("trainer.val_before_train=false", "trainer.test_freq=-1", "reward_model.num_workers=0"),
+        *("trainer.val_before_train=false", "trainer.test_freq=-1", "reward.num_workers=0"),
         f"actor_rollout_ref.rollout.name={engine}",
         env=two_nodes.environment,
         warm=True,

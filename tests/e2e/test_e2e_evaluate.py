@@ -44,9 +44,9 @@ def evaluate(
         run = start(
             *("--config-name", "quickstart_evaluate", f"actor_rollout_ref.model.path={model}"),
             *(f"data.val_files={data}", f"data.val_batch_size={ROWS // N}", "trainer.experiment_name=evaluation"),
-            *(f"custom_reward_function.path={DEADLY}", f"custom_reward_function.name={reward}"),
+            *(f"reward.custom_reward_function.path={DEADLY}", f"reward.custom_reward_function.name={reward}"),
             *("best_answers.file=best.parquet", "best_answers.keep=2"),
-            "reward_model.num_workers=0",
+            "reward.num_workers=0",
             job="evaluate",
         )
         assert run.wait() == 0, run.output

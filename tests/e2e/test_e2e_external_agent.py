@@ -42,7 +42,7 @@ def run(
     run = start(
         *("--config-name", "quickstart_grpo", *small, "trainer.experiment_name=external"),
         *("trainer.total_training_steps=2", f"{rollout}.agent.external_agent={AGENT}:two_turns"),
-        *("reward_model.name=agent_score", "data.max_response_length=120", "trainer.rollout_data_dir=rollouts"),
+        *("reward.name=agent_score", "data.max_response_length=120", "trainer.rollout_data_dir=rollouts"),
         *(f"{rollout}.calculate_log_probs=true", "trainer.test_freq=-1", "trainer.val_before_train=false"),
         *(f"actor_rollout_ref.model.path={mixture}", "actor_rollout_ref.actor.router_replay.mode=R3"),
         env={"MEGARL_E2E_TURNS": str(turns), "MEGARL_E2E_ANSWERED": str(answered)},

@@ -215,9 +215,9 @@ def test_watchdog_names_a_stopped_process_and_ends_the_run_with_valid_checkpoint
 def test_dead_replicas_are_replaced_and_the_run_is_saved_if_all_die(
     endless: list[str], start_alone: Callable[..., CliRun]
 ) -> None:
-    deadly = f"custom_reward_function.path={Path(__file__).with_name('deadly_reward.py')}"
+    deadly = f"reward.custom_reward_function.path={Path(__file__).with_name('deadly_reward.py')}"
     run = start_alone(
-        *endless, deadly, "custom_reward_function.name=score", "reward_model.num_workers=0", "trainer.save_freq=1000"
+        *endless, deadly, "reward.custom_reward_function.name=score", "reward.num_workers=0", "trainer.save_freq=1000"
     )
     assert run.wait() == 1, run.output
     assert run.remaining(AT_ONCE_S) == []
@@ -250,13 +250,13 @@ def test_exception_in_the_reward_function_ends_the_run_and_shows_the_sample(
     endless: list[str], one_device: list[str], start: Callable[..., CliRun]
 ) -> None:
     run = start(
-        *(*endless, *one_device, f"custom_reward_function.path={REWARDS}", "custom_reward_function.name=broken")
+        *(*endless, *one_device, f"reward.custom_reward_function.path={REWARDS}", "reward.custom_reward_function.name=broken")
     )
     assert run.wait() == 1, run.output
     assert run.remaining() == []
     output = run.output
     assert "ZeroDivisionError: a mistake in the reward" in output and str(REWARDS) in output
-    assert "What is " in output and "ground_truth" in output and "reward_model.on_error=mask" in output
+    assert "What is " in output and "ground_truth" in output and "reward.on_error=mask" in output
     assert "[reward.row-failed]" in output
     assert "Traceback" not in output
 

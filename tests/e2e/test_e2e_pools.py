@@ -89,9 +89,9 @@ def test_replicas_sync_one_by_one_and_one_dies_in_its_wave(
         f"actor_rollout_ref.model.external_lib={Path(__file__).with_name('slow_engine.py')}",
         *("async_training.max_staleness=2", "async_training.sync_wave_size=1"),
         *("actor_rollout_ref.rollout.n_gpus_per_node=2", "trainer.total_training_steps=4"),
-        *("trainer.val_before_train=false", "trainer.test_freq=-1", "reward_model.num_workers=0"),
-        f"custom_reward_function.path={Path(__file__).with_name('deadly_reward.py')}",
-        "custom_reward_function.name=length_and_kill",
+        *("trainer.val_before_train=false", "trainer.test_freq=-1", "reward.num_workers=0"),
+        f"reward.custom_reward_function.path={Path(__file__).with_name('deadly_reward.py')}",
+        "reward.custom_reward_function.name=length_and_kill",
         env=cluster_of_three,
     )
     assert run.wait() == 0, run.output

@@ -55,9 +55,9 @@ KILLED_IN_STEP = 3  # the previous checkpoint is in the middle of an epoch; the 
 KEY, PASSWORD, FROM_ENVIRONMENT = "k3y-of-the-judge", "pa55word-of-a-proxy", "t0ken-of-the-environment"
 KEY_VARIABLE = "MEGARL_E2E_JUDGE_TOKEN"
 SECRETS = [
-    f"custom_reward_function.reward_kwargs.api_key={KEY}",
-    f"custom_reward_function.reward_kwargs.proxy='http://user:{PASSWORD}@127.0.0.1:9/v1'",
-    f"custom_reward_function.reward_kwargs.access_token=${{oc.env:{KEY_VARIABLE}}}",
+    f"reward.custom_reward_function.reward_kwargs.api_key={KEY}",
+    f"reward.custom_reward_function.reward_kwargs.proxy='http://user:{PASSWORD}@127.0.0.1:9/v1'",
+    f"reward.custom_reward_function.reward_kwargs.access_token=${{oc.env:{KEY_VARIABLE}}}",
 ]
 
 METRICS = [

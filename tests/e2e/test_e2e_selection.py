@@ -17,7 +17,7 @@ def arguments(small: list[str]) -> list[str]:
         *("--config-name", "quickstart_grpo", *small, "trainer.experiment_name=selection"),
         *("trainer.total_training_steps=3", "trainer.test_freq=-1", "trainer.val_before_train=false"),
         *("trainer.rollout_data_dir=rollouts", f"actor_rollout_ref.rollout.n={SAMPLES}"),
-        *(f"custom_reward_function.path={REWARDS}", "custom_reward_function.name=dense_or_constant"),
+        *(f"reward.custom_reward_function.path={REWARDS}", "reward.custom_reward_function.name=dense_or_constant"),
         *("algorithm.filter_groups.enable=true", "data.gen_batch_size=32"),
         *("algorithm.best_of_n.enable=true", f"algorithm.best_of_n.keep={KEPT}"),
     ]

@@ -90,7 +90,7 @@ def test_replica_with_a_rank_that_dies_within_a_bucket_is_replaced_and_training_
     nodes: int, arguments: list[str], task: Path, start: Callable[..., CliRun], request: pytest.FixtureRequest
 ) -> None:
     """On two nodes each has a rank of the actor and a rank of the replica."""
-    deadly = f"custom_reward_function.path={Path(__file__).with_name('deadly_rank_reward.py')}"
+    deadly = f"reward.custom_reward_function.path={Path(__file__).with_name('deadly_rank_reward.py')}"
     layout, env = ONE_PROCESS, None
     if nodes == 2:
         layout = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", f"{ACTOR}.tensor_model_parallel_size=2"]
@@ -98,7 +98,7 @@ def test_replica_with_a_rank_that_dies_within_a_bucket_is_replaced_and_training_
     run = start(
         *arguments,
         *layout,
-        *(TWO_RANKS, deadly, "custom_reward_function.name=score", "reward_model.num_workers=0"),
+        *(TWO_RANKS, deadly, "reward.custom_reward_function.name=score", "reward.num_workers=0"),
         env=env,
         warm=True,
     )

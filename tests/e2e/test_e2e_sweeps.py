@@ -47,12 +47,12 @@ def test_optuna_sweep_in_joblib_processes(small: list[str], start: Callable[...,
 def test_submitit_sweep_reports_failed_runs(small: list[str], start: Callable[..., CliRun]) -> None:
     run = start(
         *("--config-name", "quickstart", "-m", *small, *SMALL, "trainer.dry_run=true", "hydra/launcher=submitit_local"),
-        "reward_model.name=arithmetic,no.such.reward",
+        "reward.name=arithmetic,no.such.reward",
     )
     assert run.wait(600) == 1, run.output
     folder, (fine, failed) = sweep_results(run)
     assert fine["error"] is None and fine["value"] is None  # a dry run has no score
     assert failed["error"].endswith("rewards [config.dry-run-failed]")
-    assert failed["overrides"]["reward_model.name"] == "no.such.reward"
+    assert failed["overrides"]["reward.name"] == "no.such.reward"
     logs = list((folder / ".submitit").rglob("*.out"))
     assert len(logs) == 2 and any("dry run: every part is fine" in log.read_text(encoding="utf-8") for log in logs)

@@ -38,7 +38,7 @@ def of_a_user(task: Path, name: str, roles: tuple[str, ...]) -> list[str]:
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
         *(f"{role}.megatron.pipeline_model_parallel_size=1" for role in roles),
         *("trainer.n_gpus_per_node=2", "trainer.device=cpu", f"trainer.total_training_steps={STEPS}"),
-        *("trainer.logger=[console,jsonl]", f"trainer.experiment_name={name}", "reward_model.name=arithmetic"),
+        *("trainer.logger=[console,jsonl]", f"trainer.experiment_name={name}", "reward.name=arithmetic"),
     ]
 
 

@@ -149,7 +149,7 @@ FAILURES = [
 def test_failure_stops_and_shows_the_sample(tokenizer, batch_of, how, values):
     batch = batch_of(("1+1=", "2", "2"), ("3+4=", "oops", "7"))
     sample = ("row 1", "data_source: 'toy'", "prompt: '3+4='", "solution_str: 'oops'", "ground_truth: '7'")
-    with raises("reward.row-failed", *sample, *values, "reward_model.on_error=mask", error=StepImpossible):
+    with raises("reward.row-failed", *sample, *values, "reward.on_error=mask", error=StepImpossible):
         RewardManager(in_driver(fails_on(["oops"], how)), tokenizer).score(batch)
 
 
@@ -159,7 +159,7 @@ def test_message_of_a_result_that_is_no_score(tokenizer, batch_of):
     assert str(caught.value) == (
         "the reward of row 0 failed: the function returned None; it must return a finite number, or one under 'score' "
         "[reward.score-not-number]\n  data_source: 'toy'\n  prompt: '1+1='\n  solution_str: '2'\n  ground_truth: '2'\n"
-        "  (reward_model.on_error=mask masks it) [reward.row-failed]"
+        "  (reward.on_error=mask masks it) [reward.row-failed]"
     )
 
 
@@ -217,7 +217,7 @@ def test_long_samples_are_truncated_in_messages(tokenizer, batch_of):
 
 
 def test_invalid_arguments(tokenizer, batch_of):
-    with raises("reward.unknown-on-error", "reward_model.on_error=ignore", "raise, mask"):
+    with raises("reward.unknown-on-error", "reward.on_error=ignore", "raise, mask"):
         FailurePolicy("ignore")
     with raises("reward.wrong-signature", "data_source, solution_str"):
         RewardManager(in_driver(lambda text: 0.0), tokenizer)
@@ -291,7 +291,7 @@ def test_max_failure_ratio(tokenizer, batch_of):
     scored = manager.score(batch)  # an infrastructure failure is masked even under ``raise``
     assert scored.extra_columns["reward_failure"].tolist() == [None, "infrastructure", None, None]
     assert scored.metrics["reward/infrastructure_failures"] == scored.metrics["reward/failed"] == 1
-    values = ("1 of 4 rows", "0 raised", "1 had an infrastructure failure", "reward_model.max_failure_ratio=0.2 ")
+    values = ("1 of 4 rows", "0 raised", "1 had an infrastructure failure", "reward.max_failure_ratio=0.2 ")
     with raises("reward.too-many-failures", *values, error=StepImpossible):
         RewardManager(in_driver(unreachable), tokenizer, FailurePolicy("raise", 0.2)).score(batch)
     lost = batch.with_columns(None, {"agent_error": ["gone", "gone", None, None]})

@@ -71,7 +71,7 @@ def test_without_libseccomp_programs_are_refused_unless_a_key_allows_them():
     assert (inactive, output) == ("seccomp filter", "42")
     assert observation.startswith("WARN ")
     assert "not active: seccomp filter (install pyseccomp and libseccomp2" in observation
-    assert "pyseccomp" in refusal and "reward_model.sandbox.allow_unfiltered=true" in refusal
+    assert "pyseccomp" in refusal and "reward.sandbox.allow_unfiltered=true" in refusal
 
 
 WITHOUT_SECCOMP = """

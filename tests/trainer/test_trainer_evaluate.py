@@ -49,7 +49,7 @@ def test_description_of_the_sampling(
         ({"data.val_files": ["/no.parquet"]}, "data.file-missing", "data.val_files: /no.parquet"),
         ({"data.prompt_key": "question"}, "data.missing-column", "'question'"),
         ({"data.max_prompt_length": 1}, "data.prompt-too-long", "data.max_prompt_length"),
-        ({"custom_reward_function.path": "/no.py"}, "config.user-code-file", "/no.py"),
+        ({"reward.custom_reward_function.path": "/no.py"}, "config.user-code-file", "/no.py"),
         ({f"{ROLLOUT}.agent.default_agent_loop": "nobody"}, "config.unknown-name", "nobody"),
         ({"actor_rollout_ref.model.tokenizer_path": "/nowhere"}, "tokenizer.cannot-load", "/nowhere"),
     ],

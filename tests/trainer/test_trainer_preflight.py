@@ -102,8 +102,8 @@ def test_the_quickstart_task_passes(
         ({"data.train_files": ["/no.parquet"]}, "data.file-missing", "data.train_files: /no.parquet"),
         ({"data.val_files": ["/no.parquet"]}, "data.file-missing", "data.val_files: /no.parquet"),
         ({"data.prompt_key": "question"}, "data.missing-column", "'question'"),
-        ({"custom_reward_function.path": "/no.py"}, "config.user-code-file", "/no.py"),
-        ({"reward_model.enable": True, "reward_model.model.path": "/nowhere"}, "model.folder-missing", "/nowhere"),
+        ({"reward.custom_reward_function.path": "/no.py"}, "config.user-code-file", "/no.py"),
+        ({"reward.model.enable": True, "reward.model.path": "/nowhere"}, "model.folder-missing", "/nowhere"),
     ],
 )
 def test_errors_have_code_and_key(
@@ -266,8 +266,8 @@ def test_sft_responses_must_be_text(
 
 
 def test_a_language_model_is_not_a_reward_model(train_config: Callable[..., TrainConfig], arithmetic: Path) -> None:
-    config = train_config({"reward_model.enable": True, "reward_model.model.path": str(arithmetic / "model")})
-    with raises("reward.no-scalar-head", f"reward_model.model.path={arithmetic / 'model'}"):
+    config = train_config({"reward.model.enable": True, "reward.model.path": str(arithmetic / "model")})
+    with raises("reward.no-scalar-head", f"reward.model.path={arithmetic / 'model'}"):
         check_early(config)
 
 

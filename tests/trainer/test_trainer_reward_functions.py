@@ -49,12 +49,12 @@ def score(config: TrainConfig, text: str, truth: Any = "1", data_source: str = "
 
 
 def test_one_function_by_name_and_by_file(train_config: Build, own: str) -> None:
-    assert functions_for(train_config({"reward_model.name": "gsm8k"}), "any") == {"gsm8k": ("gsm8k", 1.0)}
-    custom = {"custom_reward_function.path": own, "custom_reward_function.name": "mine"}
+    assert functions_for(train_config({"reward.name": "gsm8k"}), "any") == {"gsm8k": ("gsm8k", 1.0)}
+    custom = {"reward.custom_reward_function.path": own, "reward.custom_reward_function.name": "mine"}
     assert functions_for(train_config(custom), "any") == {"custom": (f"{own}:mine", 1.0)}
     assert score(train_config(custom), "x") == 0.5
-    assert score(train_config({**custom, "custom_reward_function.reward_kwargs": {"bonus": 2}}), "x") == 2.5
-    assert functions_for(train_config({"reward_model.name": f"{own}:mine"}), "any") == {"mine": (f"{own}:mine", 1.0)}
+    assert score(train_config({**custom, "reward.custom_reward_function.reward_kwargs": {"bonus": 2}}), "x") == 2.5
+    assert functions_for(train_config({"reward.name": f"{own}:mine"}), "any") == {"mine": (f"{own}:mine", 1.0)}
 
 
 @pytest.mark.parametrize(
@@ -67,22 +67,22 @@ def test_one_function_by_name_and_by_file(train_config: Build, own: str) -> None
     ],
 )
 def test_user_functions_by_data_source_come_first(train_config: Build, data_source: str, function: str) -> None:
-    own = {"reward_model.name": "auto", "reward_model.data_sources": {"school/*": "arithmetic", "openai/o*": "math"}}
+    own = {"reward.name": "auto", "reward.data_sources": {"school/*": "arithmetic", "openai/o*": "math"}}
     assert functions_for(train_config(own), data_source) == {"auto": (function, 1.0)}
 
 
 def test_an_unknown_data_source_is_named(train_config: Build) -> None:
-    named = ("data_source='mine/x'", "openai/gsm8k", "reward_model.data_sources")
+    named = ("data_source='mine/x'", "openai/gsm8k", "reward.data_sources")
     with raises("reward.unknown-data-source", *named):
-        functions_for(train_config({"reward_model.name": "auto"}), "mine/x")
+        functions_for(train_config({"reward.name": "auto"}), "mine/x")
 
 
 def test_several_functions_by_weight(train_config: Build, own: str) -> None:
     changes = {
-        "custom_reward_function.path": own,
-        "custom_reward_function.name": "mine",
-        "reward_model.functions": {"gsm8k": 1.0, "format": 0.2, "custom": -2},
-        "reward_model.function_kwargs": {"gsm8k": {"method": "flexible"}},
+        "reward.custom_reward_function.path": own,
+        "reward.custom_reward_function.name": "mine",
+        "reward.functions": {"gsm8k": 1.0, "format": 0.2, "custom": -2},
+        "reward.function_kwargs": {"gsm8k": {"method": "flexible"}},
     }
     config = train_config(changes)
     assert functions_for(config, "s") == {
@@ -93,13 +93,13 @@ def test_several_functions_by_weight(train_config: Build, own: str) -> None:
     assert score(config, "<think>a</think><answer>it is 1</answer>") == pytest.approx(1 + 0.2 - 2 * 0.5)
 
 
-JUDGE = {"reward_model.name": "judge", "reward_model.judge.base_url": "http://h/v1", "reward_model.judge.model": "m"}
+JUDGE = {"reward.name": "judge", "reward.judge.base_url": "http://h/v1", "reward.judge.model": "m"}
 
 
 def test_a_judge_reads_its_template_from_a_file(train_config: Build, tmp_path: Path) -> None:
     file = tmp_path / "template.txt"
     file.write_text("Grade {response}", encoding="utf-8")
-    (spec,) = reward_plan(train_config({**JUDGE, "reward_model.judge.template_path": str(file)})).functions
+    (spec,) = reward_plan(train_config({**JUDGE, "reward.judge.template_path": str(file)})).functions
     assert spec.kwargs["template"] == "Grade {response}" and spec.kwargs["score_range"] == [0.0, 10.0]
     assert spec.timeout_s and spec.timeout_s > 60  # its own limit is the endpoint's
 
@@ -107,29 +107,29 @@ def test_a_judge_reads_its_template_from_a_file(train_config: Build, tmp_path: P
 @pytest.mark.parametrize(
     ("changes", "code", "named"),
     [
-        ({"reward_model.name": "own.py:score"}, "config.user-code-file", "own.py"),
-        ({"reward_model.functions": {"gsm8q": 1}}, "config.unknown-name", "'gsm8k'"),
+        ({"reward.name": "own.py:score"}, "config.user-code-file", "own.py"),
+        ({"reward.functions": {"gsm8q": 1}}, "config.unknown-name", "'gsm8k'"),
         (
-            {"reward_model.function_kwargs": {"gsm8k": {"metod": 1}}, "reward_model.name": "gsm8k"},
+            {"reward.function_kwargs": {"gsm8k": {"metod": 1}}, "reward.name": "gsm8k"},
             "reward.wrong-signature",
             "'metod'",
         ),
         (
-            {"reward_model.num_workers": 0, "reward_model.name": "math"},
+            {"reward.num_workers": 0, "reward.name": "math"},
             "reward.needs-process",
-            "reward_model.num_workers=0",
+            "reward.num_workers=0",
         ),
         (
-            {"reward_model.reward_manager": "batch", "reward_model.name": "gsm8k"},
+            {"reward.reward_manager.name": "batch", "reward.name": "gsm8k"},
             "reward.manager-signature",
-            "reward_model.reward_manager=batch",
+            "reward.reward_manager.name=batch",
         ),
         (
-            {**JUDGE, "reward_model.judge.api_key_env": "NO_SUCH_KEY"},
+            {**JUDGE, "reward.judge.api_key_env": "NO_SUCH_KEY"},
             "judge.api-key-unset",
-            "reward_model.judge.api_key_env=NO_SUCH_KEY",
+            "reward.judge.api_key_env=NO_SUCH_KEY",
         ),
-        ({"reward_model.functions": {"a.score": 1, "b.score": 1}}, "reward.duplicate-function", "'score'"),
+        ({"reward.functions": {"a.score": 1, "b.score": 1}}, "reward.duplicate-function", "'score'"),
     ],
 )
 def test_invalid_functions_are_errors(train_config: Build, changes: dict[str, Any], code: str, named: str) -> None:
@@ -138,37 +138,37 @@ def test_invalid_functions_are_errors(train_config: Build, changes: dict[str, An
 
 
 def test_the_verl_batch_manager_needs_a_batch_function(train_config: Build, own: str) -> None:
-    batch = {"reward_model.reward_manager": "batch", "custom_reward_function.path": own}
-    check_rewards(train_config({**batch, "custom_reward_function.name": "many"}))
-    wrong = train_config({**batch, "reward_model.reward_manager": "dapo", "custom_reward_function.name": "many"})
-    with raises("reward.manager-signature", "reward_model.reward_manager=dapo", "(data_sources, ...)", "set batch"):
+    batch = {"reward.reward_manager.name": "batch", "reward.custom_reward_function.path": own}
+    check_rewards(train_config({**batch, "reward.custom_reward_function.name": "many"}))
+    wrong = train_config({**batch, "reward.reward_manager.name": "dapo", "reward.custom_reward_function.name": "many"})
+    with raises("reward.manager-signature", "reward.reward_manager.name=dapo", "(data_sources, ...)", "set batch"):
         check_rewards(wrong)
 
 
 @pytest.mark.parametrize(
     ("changes", "path", "code"),
     [
-        ({"reward_model.functions": {"gsm8k": "much"}}, "reward_model.functions", "reward.weight-not-number"),
-        ({"reward_model.functions": {"custom": 1}}, "reward_model.functions", "reward.custom-without-function"),
+        ({"reward.functions": {"gsm8k": "much"}}, "reward.functions", "reward.weight-not-number"),
+        ({"reward.functions": {"custom": 1}}, "reward.functions", "reward.custom-without-function"),
         (
-            {"reward_model.functions": {"gsm8k": 1}, "custom_reward_function.path": "x.py"},
-            "reward_model.functions",
+            {"reward.functions": {"gsm8k": 1}, "reward.custom_reward_function.path": "x.py"},
+            "reward.functions",
             "reward.custom-without-weight",
         ),
-        ({"reward_model.data_sources": {"a": 1}}, "reward_model.data_sources", "reward.data-source-function"),
-        ({"reward_model.function_kwargs": {"gsm8k": 1}}, "reward_model.function_kwargs", "reward.function-kwargs"),
+        ({"reward.data_sources": {"a": 1}}, "reward.data_sources", "reward.data-source-function"),
+        ({"reward.function_kwargs": {"gsm8k": 1}}, "reward.function_kwargs", "reward.function-kwargs"),
         (
-            {"reward_model.reward_kwargs.overlong_buffer_cfg.enable": True},
-            "reward_model.reward_kwargs.overlong_buffer_cfg.len",
+            {"reward.reward_kwargs.overlong_buffer_cfg.enable": True},
+            "reward.reward_kwargs.overlong_buffer_cfg.len",
             "reward.overlong-buffer",
         ),
-        ({"reward_model.sandbox_fusion.url": "host:1"}, "reward_model.sandbox_fusion.url", "config.bad-url"),
-        ({"reward_model.name": "judge"}, "reward_model.judge.base_url", "judge.not-configured"),
-        ({"reward_model.judge.score_range": [1, 1]}, "reward_model.judge.score_range", "judge.score-range"),
-        ({"reward_model.judge.score_pattern": "("}, "reward_model.judge.score_pattern", "judge.bad-pattern"),
-        ({"reward_model.judge.score_pattern": "x"}, "reward_model.judge.score_pattern", "judge.pattern-without-group"),
-        ({"reward_model.judge.template_path": "/no"}, "reward_model.judge.template_path", "config.no-such-file"),
-        ({"reward_model.reward_manager": "remote"}, "reward_model.reward_manager", "config.value-out-of-limits"),
+        ({"reward.sandbox.url": "host:1"}, "reward.sandbox.url", "config.bad-url"),
+        ({"reward.name": "judge"}, "reward.judge.base_url", "judge.not-configured"),
+        ({"reward.judge.score_range": [1, 1]}, "reward.judge.score_range", "judge.score-range"),
+        ({"reward.judge.score_pattern": "("}, "reward.judge.score_pattern", "judge.bad-pattern"),
+        ({"reward.judge.score_pattern": "x"}, "reward.judge.score_pattern", "judge.pattern-without-group"),
+        ({"reward.judge.template_path": "/no"}, "reward.judge.template_path", "config.no-such-file"),
+        ({"reward.reward_manager.name": "remote"}, "reward.reward_manager.name", "config.value-out-of-limits"),
     ],
 )
 def test_contradicting_keys_are_errors(train_config: Build, changes: dict[str, Any], path: str, code: str) -> None:
@@ -178,15 +178,15 @@ def test_contradicting_keys_are_errors(train_config: Build, changes: dict[str, A
 
 
 def test_validation_has_its_own_reward_function(train_config: Build, own: str) -> None:
-    training = {"reward_model.functions": {"gsm8k": 1.0, "format": 0.2}, "reward_model.reward_kwargs.max_resp_len": 9}
+    training = {"reward.functions": {"gsm8k": 1.0, "format": 0.2}, "reward.reward_kwargs.max_resp_len": 9}
     assert val_reward_config(train_config(training)) is None
-    keys = {"val_reward_fn.path": own, "val_reward_fn.name": "mine", "val_reward_fn.reward_kwargs": {"bonus": 1}}
+    keys = {"reward.validation_function.path": own, "reward.validation_function.name": "mine", "reward.validation_function.reward_kwargs": {"bonus": 1}}
     config = train_config(training | keys)
     validation = val_reward_config(config)
     assert validation is not None and functions_for(config, "s") == {"gsm8k": ("gsm8k", 1.0), "format": ("format", 0.2)}
     assert functions_for(validation, "s") == {"custom": (f"{own}:mine", 1.0)} and score(validation, "x") == 1.5
     check_rewards(config)
     with raises("config.user-code-function", "nothing", error=RewardError):
-        check_rewards(train_config(keys | {"val_reward_fn.name": "nothing"}))
-    with raises("data.no-val-files", "val_reward_fn.path"):
+        check_rewards(train_config(keys | {"reward.validation_function.name": "nothing"}))
+    with raises("data.no-val-files", "reward.validation_function.path"):
         train_config(keys | {"data.val_files": []})

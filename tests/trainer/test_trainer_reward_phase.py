@@ -86,7 +86,7 @@ def test_a_non_finite_score_is_masked_or_raises(tokenizer: PreTrainedTokenizerBa
     scored = phase(NullReward(), tokenizer, scores, function_weight=0.0).score(batch)
     assert scored.batch.tensors["token_level_scores"].sum(-1).tolist() == [0.5, 0.0, 4.0, 0.0]
     assert scored.metrics["reward/failed"] == 2 and scored.metrics["reward/rm_score/max"] == 4
-    with raises("reward.model-score-not-finite", "row 1 is nan", "reward_model.on_error=mask"):
+    with raises("reward.model-score-not-finite", "row 1 is nan", "reward.on_error=mask"):
         phase(NullReward(), tokenizer, scores, function_weight=0.0, on_error="raise").score(batch)
 
 
@@ -115,10 +115,10 @@ def test_another_tokenizer_reads_the_conversation_in_its_template(
     other.add_tokens(["<judge>"])
     other.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}<judge>"
     other.save_pretrained(tmp_path)
-    suggested = f"reward_model.model.input_tokenizer={tokenizer.name_or_path}"
-    with raises("reward.other-vocabulary", f"reward_model.model.path={tmp_path}", suggested):
+    suggested = f"reward.model.input_tokenizer={tokenizer.name_or_path}"
+    with raises("reward.other-vocabulary", f"reward.model.path={tmp_path}", suggested):
         SequenceReader(section(tmp_path), tokenizer)
-    with raises("reward.input-tokenizer", f"reward_model.model.input_tokenizer={tmp_path}"):
+    with raises("reward.input-tokenizer", f"reward.model.input_tokenizer={tmp_path}"):
         SequenceReader(section(tmp_path, input_tokenizer=tmp_path), tokenizer)
     reader = SequenceReader(section(tmp_path, input_tokenizer=arithmetic / "model"), tokenizer)
     sequences, _ = reader.read(batch)

@@ -223,7 +223,7 @@ def test_scores_are_the_same_if_samples_are_scored_while_others_are_generated(
     """Two functions; one reads the prompt's facts, one fails for some responses."""
     tokenizer = load_tokenizer(str(arithmetic / "model"))
     functions = {f"{FUNCTIONS}:length_and_index": 1.0, f"{FUNCTIONS}:odd_length": 0.5}
-    keys = {"reward_model.functions": functions, "reward_model.num_workers": 2}
+    keys = {"reward.functions": functions, "reward.num_workers": 2}
     manager = function_manager(train_config(keys), tokenizer)
     manager.policy = FailurePolicy("mask")
     with manager:
@@ -245,10 +245,10 @@ def test_scores_are_the_same_if_samples_are_scored_while_others_are_generated(
 
 def test_validation_samples_have_the_validation_reward(phase: Callable[..., RolloutPhase], prompts: DataProto) -> None:
     keys = {
-        "reward_model.functions": {f"{FUNCTIONS}:odd_length": 1.0},
-        "val_reward_fn.path": str(FUNCTIONS),
-        "val_reward_fn.name": "length_and_index",
-        "reward_model.num_workers": 1,
+        "reward.functions": {f"{FUNCTIONS}:odd_length": 1.0},
+        "reward.validation_function.path": str(FUNCTIONS),
+        "reward.validation_function.name": "length_and_index",
+        "reward.num_workers": 1,
     }
     scored = phase({"n": 1}, keys)
     (trained, validated) = (scored.generate_sequences(prompts, 1, {}), scored.validate(prompts, 1))
@@ -266,7 +266,7 @@ def test_retries_of_early_scores_are_counted(
 ) -> None:
     """The process of the first call dies, and another one repeats the call."""
     monkeypatch.setenv(CALLS, str(tmp_path))
-    keys = {"reward_model.functions": {f"{FUNCTIONS}:dies_once": 1.0}, "reward_model.num_workers": 1}
+    keys = {"reward.functions": {f"{FUNCTIONS}:dies_once": 1.0}, "reward.num_workers": 1}
     samples = phase({"n": 1}, keys).generate_sequences(prompts, 1, {})
     tokenizer = load_tokenizer(str(arithmetic / "model"))
     with function_manager(train_config(keys), tokenizer) as manager:
@@ -277,7 +277,7 @@ def test_retries_of_early_scores_are_counted(
 def test_generation_fails_if_reward_processes_do_not_start(
     phase: Callable[..., RolloutPhase], prompts: DataProto
 ) -> None:
-    keys = {"reward_model.functions": {f"{FUNCTIONS}:length_and_index": 1.0}, "reward_model.num_workers": 1}
+    keys = {"reward.functions": {f"{FUNCTIONS}:length_and_index": 1.0}, "reward.num_workers": 1}
     broken = phase({"n": 1}, keys)
     (scorer,) = set(broken.traffic.runners._scorers.values())
     scorer.close()
@@ -288,9 +288,9 @@ def test_generation_fails_if_reward_processes_do_not_start(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"reward_model.launch_reward_fn_async": False},
-        {"reward_model.num_workers": 0},
-        {"reward_model.functions": {f"{FUNCTIONS}:whole_batch": 1.0}},
+        {"reward.launch_reward_fn_async": False},
+        {"reward.num_workers": 0},
+        {"reward.functions": {f"{FUNCTIONS}:whole_batch": 1.0}},
     ],
 )
 def test_the_reward_phase_scores_if_the_runners_cannot(

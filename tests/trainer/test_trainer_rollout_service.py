@@ -151,7 +151,7 @@ def make(
         config = train_config({**keys, "actor_rollout_ref.rollout.max_num_seqs": 4})
         assert config.data.train_batch_size == 8
         tokenizer = load_tokenizer(str(arithmetic / "model"))
-        counted = {"reward_model.functions": {f"{FUNCTIONS}:counted": 1.0}, "reward_model.num_workers": 2}
+        counted = {"reward.functions": {f"{FUNCTIONS}:counted": 1.0}, "reward.num_workers": 2}
         scorers = runner_scorers(train_config(counted)) if scored else {}
         runners.append(AgentRunner(config, tokenizer, scorers=scorers))
         traffic = RolloutTraffic(runners[-1], engine.replicas)

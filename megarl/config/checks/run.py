@@ -60,9 +60,9 @@ def validation(config: TrainConfig) -> Iterator[Problem]:
     trainer = config.trainer
     if config.data.val_files:
         return
-    if config.val_reward_fn.path is not None:
+    if config.reward.validation_function.path is not None:
         text = "needs data.val_files, which is empty"
-        yield Problem("val_reward_fn.path", config.val_reward_fn.path, text, code="data.no-val-files")
+        yield Problem("reward.validation_function.path", config.reward.validation_function.path, text, code="data.no-val-files")
     for name, enabled in (("val_only", trainer.val_only), ("val_before_train", trainer.val_before_train)):
         if enabled:
             yield Problem(f"trainer.{name}", enabled, "needs data.val_files, which is empty", code="data.no-val-files")

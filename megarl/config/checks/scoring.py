@@ -21,15 +21,15 @@ def reward_model(config: TrainConfig | EvaluateConfig) -> Iterator[Problem]:
     keys = config.reward_model
     if not keys.enable:
         if keys.function_weight == 0:
-            text = "leaves nothing to score with while reward_model.enable=false; leave it null"
-            yield Problem("reward_model.function_weight", keys.function_weight, text, code="reward.nothing-scores")
+            text = "leaves nothing to score with while reward.model.enable=false; leave it null"
+            yield Problem("reward.function_weight", keys.function_weight, text, code="reward.nothing-scores")
         return
     if not keys.model.path:
-        text = "must be set with reward_model.enable=true"
-        yield Problem("reward_model.model.path", keys.model.path, text, code="reward.no-model-path")
+        text = "must be set with reward.model.enable=true"
+        yield Problem("reward.model.path", keys.model.path, text, code="reward.no-model-path")
     if keys.model_weight == 0:
-        text = "leaves the reward model without effect; set reward_model.enable=false"
-        yield Problem("reward_model.model_weight", keys.model_weight, text, code="reward.model-without-weight")
+        text = "leaves the reward model without effect; set reward.model.enable=false"
+        yield Problem("reward.model.weight", keys.model_weight, text, code="reward.model-without-weight")
 
 
 def reward_model_batches(config: EvaluateConfig) -> Iterator[Problem]:
@@ -39,36 +39,36 @@ def reward_model_batches(config: EvaluateConfig) -> Iterator[Problem]:
 
 def reward_functions(config: ScoredJobConfig) -> Iterator[Problem]:
     """Check the reward functions, their weights and arguments."""
-    reward, custom = config.reward_model, config.custom_reward_function.path
-    functions, path = reward.functions, "reward_model.functions"
+    reward, custom = config.reward_model, config.reward.custom_reward_function.path
+    functions, path = reward.functions, "reward.functions"
     if any(isinstance(weight, bool) or not isinstance(weight, int | float) for weight in functions.values()):
         yield Problem(path, functions, "must give each function a number, its weight", code="reward.weight-not-number")
     if CUSTOM_REWARD in functions and custom is None:
-        text = "has 'custom', and custom_reward_function.path is not set; set it"
+        text = "has 'custom', and reward.custom_reward_function.path is not set; set it"
         yield Problem(path, functions, text, code="reward.custom-without-function")
     if custom is not None and functions and CUSTOM_REWARD not in functions:
         text = "leaves out custom_reward_function; give 'custom' a weight"
         yield Problem(path, functions, text, code="reward.custom-without-weight")
     if any(not isinstance(name, str) for name in reward.data_sources.values()):
         text = "must give each data source the name of a function"
-        yield Problem("reward_model.data_sources", reward.data_sources, text, code="reward.data-source-function")
+        yield Problem("reward.data_sources", reward.data_sources, text, code="reward.data-source-function")
     if any(not isinstance(kwargs, dict) for kwargs in reward.function_kwargs.values()):
         text = "must give each function a mapping of arguments"
-        yield Problem("reward_model.function_kwargs", reward.function_kwargs, text, code="reward.function-kwargs")
+        yield Problem("reward.function_kwargs", reward.function_kwargs, text, code="reward.function-kwargs")
     overlong, longest = reward.reward_kwargs.overlong_buffer_cfg, reward.reward_kwargs.max_resp_len
     if overlong.enable and not 0 < overlong.len <= (longest or config.data.max_response_length):
         text = "must be above 0 and at most the longest response (max_resp_len, or data.max_response_length)"
-        path = "reward_model.reward_kwargs.overlong_buffer_cfg.len"
+        path = "reward.reward_kwargs.overlong_buffer_cfg.len"
         yield Problem(path, overlong.len, text, code="reward.overlong-buffer")
     url = reward.sandbox_fusion.url
     if url is not None and not url.startswith(_URLS):
         text = "must begin with http:// or https://"
-        yield Problem("reward_model.sandbox_fusion.url", url, text, code="config.bad-url")
+        yield Problem("reward.sandbox.url", url, text, code="config.bad-url")
     yield from _judge(reward.judge, required=reward.name == "judge" or "judge" in functions)
 
 
 def _judge(judge: JudgeConfig, *, required: bool) -> Iterator[Problem]:
-    path = "reward_model.judge"
+    path = "reward.judge"
     if judge.base_url is not None and not judge.base_url.startswith(_URLS):
         yield Problem(f"{path}.base_url", judge.base_url, "must begin with http:// or https://", code="config.bad-url")
     for name, value in (("base_url", judge.base_url), ("model", judge.model)):

@@ -25,9 +25,9 @@ BUILT_IN_REWARDS = (
     "judge",
     "agent_score",
 )
-"""Values of `reward_model.name`: auto (by data source), and megarl's reward functions."""
+"""Values of `reward.name`: auto (by data source), and megarl's reward functions."""
 CUSTOM_REWARD = "custom"
-"""Name of `custom_reward_function` in `reward_model.functions`."""
+"""Name of `custom_reward_function` in `reward.functions`."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class RewardModelPathConfig:
     path: str | None = key(
         None,
         "Folder of a Hugging Face model with a scalar head (`...ForSequenceClassification`, one label) and its "
-        "tokenizer; required with `reward_model.enable`.",
+        "tokenizer; required with `reward.model.enable`.",
     )
     input_tokenizer: str | None = key(
         None,
@@ -71,7 +71,7 @@ class ScoringModelConfig(OwnDevicesConfig):
     function_weight: float | None = key(
         None,
         "Weight of the reward function's score in the sum; 0 = no function is called. null = 1, but 0 with `enable` "
-        "and neither `custom_reward_function.path` nor `functions`.",
+        "and neither `reward.custom_reward_function.path` nor `functions`.",
     )
 
 
@@ -152,7 +152,7 @@ class RewardModelConfig(ScoringModelConfig):
 
     name: str = key(
         "auto",
-        "Reward function; auto = by the row's `data_source`. Not read if `custom_reward_function.path` or "
+        "Reward function; auto = by the row's `data_source`. Not read if `reward.custom_reward_function.path` or "
         "`functions` is set.",
         choices=BUILT_IN_REWARDS,
         custom="function",
@@ -215,7 +215,7 @@ class RewardModelConfig(ScoringModelConfig):
 class CustomRewardConfig:
     """Custom reward function."""
 
-    path: str | None = key(None, "Python file that holds the function; null = use `reward_model.name`.")
+    path: str | None = key(None, "Python file that holds the function; null = use `reward.name`.")
     name: str = key(
         "compute_score", "Name of the function; called as fn(data_source, solution_str, ground_truth, extra_info)."
     )

@@ -66,10 +66,10 @@ class TrainDryRun(DryRun):
             roles["critic"] = (str(config.critic.model.path), layout_of(config.critic.megatron).describe())
         for name, teacher in config.distillation.local_teachers.items():
             roles[f"teacher {name}"] = (str(teacher.model_path), layout_of(teacher.megatron).describe())
-        if config.reward_model.enable:
+        if config.reward.model.enable:
             check_reward_model(config, weights=False)
-            model = str(config.reward_model.model.path)
-            roles["reward model"] = (model, layout_of(config.reward_model.megatron).describe())
+            model = str(config.reward.model.path)
+            roles["reward model"] = (model, layout_of(config.reward.model.megatron).describe())
         return roles
 
     def _reference_layout(self) -> str:
@@ -120,15 +120,15 @@ class TrainDryRun(DryRun):
         """Call the reward functions on one row, with the ground truth as response, unless they use a service."""
         config = self.config
         check_rewards(config)
-        if config.reward_model.enable:
+        if config.reward.model.enable:
             yield "a reward model scores; not run here"
-        if config.reward_model.function_weight == 0:
+        if config.reward.function_weight == 0:
             return
         names = [function.spec for function in reward_plan(config).functions]
         if services := _services(config, names):
             yield f"would call {', '.join(names)}, which uses {services}: not called here"
             return
-        workers = config.reward_model.num_workers
+        workers = config.reward.num_workers
         few = dataclasses.replace(config.reward_model, num_workers=1 if workers is None else min(workers, 1))
         truth, tokenizer = self._ground_truth(), self._needed(self._tokenizer, "tokenizer")
         with reward_manager(dataclasses.replace(config, reward_model=few), tokenizer) as manager:

@@ -175,7 +175,7 @@ def _derived_values(config: TrainConfig | SupervisedConfig) -> dict[str, None]:
             f"{path}.actor.megatron": policy.actor.megatron,
             f"{path}.ref.megatron": policy.ref.megatron,
             "critic.megatron": config.critic.megatron,
-            "reward_model.megatron": config.reward_model.megatron,
+            "reward.model.megatron": config.reward.model.megatron,
         }
         teachers = {f"distillation.teacher_models.{n}": t for n, t in config.distillation.local_teachers.items()}
         layouts |= {f"{section}.megatron": teacher.megatron for section, teacher in teachers.items()}

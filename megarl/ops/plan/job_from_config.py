@@ -40,7 +40,7 @@ def _train_job(config: TrainConfig, device: str) -> PlannedJob:
     if config.uses_reference and policy.ref.megatron is not None:
         ref = _pass(config, batches.phase("ref_log_prob"), "ref")
         roles.append(_role("reference", "actor_rollout_ref.ref.megatron", model, policy.ref.megatron, (ref,)))
-    if config.reward_model.enable:
+    if config.reward.model.enable:
         roles.append(_reward_model(config, batches))
     roles += [_teacher(config, batches, name) for name in config.distillation.local_teachers]
     engine = PlannedRollout(
@@ -140,7 +140,7 @@ def _reward_model(config: TrainConfig, batches: BatchPlan) -> PlannedRole:
         longest=longest,
     )
     model = read_model_config(str(keys.model.path))
-    return _role("reward_model", "reward_model.megatron", model, keys.megatron, (planned,), value_head=True)
+    return _role("reward_model", "reward.model.megatron", model, keys.megatron, (planned,), value_head=True)
 
 
 def _teacher(config: TrainConfig, batches: BatchPlan, name: str) -> PlannedRole:

@@ -145,8 +145,8 @@ class LocalSandbox:
         """
         if (problem := system_call_filter().problem) and not self.allow_unfiltered:
             raise InfrastructureFailure(
-                f"no sandbox on this machine: no seccomp filter: {problem}; or use reward_model.sandbox_fusion.url, or "
-                "run programs unfiltered with reward_model.sandbox.allow_unfiltered=true"
+                f"no sandbox on this machine: no seccomp filter: {problem}; or use reward.sandbox.url, or "
+                "run programs unfiltered with reward.sandbox.allow_unfiltered=true"
             )
         wall_s = min(timeout_s or self.limits.timeout_s, self.limits.timeout_s)
         with tempfile.TemporaryDirectory(prefix="megarl-sandbox-") as root, self._open_cgroup(stdin) as cgroup:
@@ -268,7 +268,7 @@ def _communicate(
 def _execution(report: dict[str, object], output: _Output) -> Execution:
     if "refused" in report and output.stopped is None:  # a launcher stopped while it starts also reports an error
         raise InfrastructureFailure(
-            f"no sandbox on this machine: {report['refused']}; use reward_model.sandbox_fusion.url"
+            f"no sandbox on this machine: {report['refused']}; use reward.sandbox.url"
         )
     stdout, stderr = (text.decode(errors="replace") for text in output[:2])
     status = output.stopped or (TIMEOUT if report.get("timeout") else FINISHED)

@@ -53,7 +53,7 @@ def check_early(config: JobConfig) -> None:
         check_output_files(config)
     if isinstance(config, TrainConfig | SupervisedConfig):
         check_learners(config)
-    if isinstance(config, TrainConfig | EvaluateConfig) and config.reward_model.enable:
+    if isinstance(config, TrainConfig | EvaluateConfig) and config.reward.model.enable:
         check_reward_model(config)
     name_unused_tensors(config)
     check_rows(config)
@@ -75,8 +75,8 @@ def name_unused_tensors(config: JobConfig) -> None:
         teachers = config.distillation.local_teachers.values() if config.distillation.enabled else ()
         paths = [config.actor_rollout_ref.model.path, *(teacher.model_path for teacher in teachers)]
         paths += [config.critic.model.path] * config.uses_critic
-    if isinstance(config, TrainConfig | EvaluateConfig) and config.reward_model.enable:
-        paths.append(config.reward_model.model.path)
+    if isinstance(config, TrainConfig | EvaluateConfig) and config.reward.model.enable:
+        paths.append(config.reward.model.path)
     for path in dict.fromkeys(map(str, paths)):
         warn_of_unused(path, unused_tensors(check_model_folder(path)))
 
@@ -136,7 +136,7 @@ def check_learners(config: TrainConfig | SupervisedConfig, *, weights: bool = Tr
         _check_adapters(
             str(critic.model.path), critic.model, critic.megatron, "critic.model", value_head=True, weights=weights
         )
-    others = [path for path in (config.critic.model.path, config.reward_model.model.path) if path]
+    others = [path for path in (config.critic.model.path, config.reward.model.path) if path]
     others += [str(teacher.model_path) for teacher in check_teachers(config, weights=weights)]
     check_export(config.trainer.hf_export_dir, [policy.model.path, *others])
 
@@ -215,14 +215,14 @@ def check_reward_model(config: TrainConfig | EvaluateConfig, *, weights: bool = 
     Raises:
         ModelError, ConfigError: names the key, its value, and the remedy.
     """
-    path = str(config.reward_model.model.path)
+    path = str(config.reward.model.path)
     if not read_model_config(path).is_value_model:
         raise ModelError(
-            f"reward_model.model.path={path} is a language model and has no scalar head; name a model of sequence "
+            f"reward.model.path={path} is a language model and has no scalar head; name a model of sequence "
             "classification with one label, such as megarl reward-model writes",
             code="reward.no-scalar-head",
         )
-    _check_model(path, config.reward_model.megatron, "reward_model.megatron", weights=weights)
+    _check_model(path, config.reward.model.megatron, "reward.model.megatron", weights=weights)
 
 
 def _check_model(path: str, megatron: MegatronConfig, field: str, *, weights: bool = True) -> None:

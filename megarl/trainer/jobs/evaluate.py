@@ -63,7 +63,7 @@ def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
     tokenizer, step = policy.tokenizer, policy.model.step
     check_output_files(config, step)
     loader = validation_loader(policy.with_model_folder, tokenizer)
-    reader = SequenceReader(config.reward_model, tokenizer) if config.reward_model.enable else None
+    reader = SequenceReader(config.reward_model, tokenizer) if config.reward.model.enable else None
     with open_job(config, output_dir) as session:
         functions = reward_manager(config, tokenizer, session.logs)
         session.config = config = policy.convert(session.console)

@@ -54,4 +54,4 @@ def _teachers_of(config: TrainConfig) -> list[tuple[str, MegatronConfig, str]]:
 
 def _reward_model_of(config: TrainConfig | EvaluateConfig) -> list[tuple[str, MegatronConfig, str]]:
     keys = config.reward_model
-    return [(str(keys.model.path), keys.megatron, "reward_model.megatron")] if keys.enable else []
+    return [(str(keys.model.path), keys.megatron, "reward.model.megatron")] if keys.enable else []

@@ -134,7 +134,7 @@ class RoleBuilder:
         critic = self._critic() if self._has_critic() else None
         reference_group = self._reference() if self._reference_has_workers() else None
         reward_model = None
-        if self.config.reward_model.enable:
+        if self.config.reward.model.enable:
             reward_model = reward_model_group(self.config, self.pools.of(REWARD_MODEL))
         teachers = {} if self.config.trainer.val_only else self._teachers()
         groups = [group for group in (actor, critic, reference_group, reward_model, *teachers.values()) if group]

@@ -96,7 +96,7 @@ class TrainerBuilder:
         self.reward_functions = reward_manager(config, self.tokenizer, session.logs)
         scoring = val_reward_config(config)
         self.val_functions = None if scoring is None else reward_manager(scoring, self.tokenizer, session.logs)
-        self.reader = SequenceReader(config.reward_model, self.tokenizer) if config.reward_model.enable else None
+        self.reader = SequenceReader(config.reward_model, self.tokenizer) if config.reward.model.enable else None
         self.callbacks = load_callbacks(config.trainer.callbacks)
         self.prompts = PromptQueue(prompt_loader(config, self.tokenizer))
         if session.resume is not None:

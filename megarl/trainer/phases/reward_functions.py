@@ -133,8 +133,8 @@ def val_reward_config(config: ScoredJobConfig) -> TrainConfig | None:
     return dataclasses.replace(
         config,
         reward_model=keys,
-        custom_reward_function=CustomRewardConfig(custom.path, custom.name, custom.reward_kwargs),
-        val_reward_fn=ValRewardConfig(),
+        reward.custom_reward_function=CustomRewardConfig(custom.path, custom.name, custom.reward_kwargs),
+        reward.validation_function=ValRewardConfig(),
     )
 
 
@@ -157,7 +157,7 @@ def check_rewards(config: ScoredJobConfig) -> None:
         _check_manager(keys, spec, traits)
         if spec.spec in ISOLATED and keys.num_workers == 0:
             raise RewardError(
-                f"reward function {spec.spec!r} executes text of the policy, and reward_model.num_workers=0 would "
+                f"reward function {spec.spec!r} executes text of the policy, and reward.num_workers=0 would "
                 "execute it in the driver; set at least 1",
                 code="reward.needs-process",
             )
@@ -166,7 +166,7 @@ def check_rewards(config: ScoredJobConfig) -> None:
             raise RewardError(f"reward function 'code': {problem}", code="sandbox.no-isolation")
         if spec.spec == "judge" and keys.judge.api_key_env and keys.judge.api_key_env not in os.environ:
             raise RewardError(
-                f"reward_model.judge.api_key_env={keys.judge.api_key_env}: the environment variable is not set",
+                f"reward.judge.api_key_env={keys.judge.api_key_env}: the environment variable is not set",
                 code="judge.api-key-unset",
             )
 
@@ -193,7 +193,7 @@ def reward_plan(config: ScoredJobConfig, processes: int | None = None) -> Reward
         label = _label(name)
         if label in {term.label for term in plan.terms}:
             raise RewardError(
-                f"reward_model.functions has two functions named {label!r}; rename one",
+                f"reward.functions has two functions named {label!r}; rename one",
                 code="reward.duplicate-function",
             )
         if name == AUTO:
@@ -301,7 +301,7 @@ def _check_manager(keys: RewardModelConfig, spec: FunctionSpec, traits: Function
         takes = "a batch (data_sources, ...)" if traits.batch else "a sample (data_source, ...)"
         right = "batch" if traits.batch else "naive"
         raise RewardError(
-            f"reward_model.reward_manager={manager}, but reward function {spec.spec!r} takes {takes}; set {right} or "
+            f"reward.reward_manager.name={manager}, but reward function {spec.spec!r} takes {takes}; set {right} or "
             "null",
             code="reward.manager-signature",
         )

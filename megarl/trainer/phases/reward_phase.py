@@ -54,7 +54,7 @@ def reward_manager(
     Raises:
         RewardError: a function cannot be imported, or has another signature than a reward function.
     """
-    if config.reward_model.function_weight == 0:
+    if config.reward.function_weight == 0:
         return NullReward()
     return function_manager(config, tokenizer, logs)
 
@@ -143,7 +143,7 @@ class RewardPhase:
         )
         if self.keys.on_error == "raise":
             raise RewardError(
-                f"{message}; reward_model.on_error=mask masks such rows", code="reward.model-score-not-finite"
+                f"{message}; reward.on_error=mask masks such rows", code="reward.model-score-not-finite"
             )
         if (failed | invalid).all():
             raise RewardError(f"none of {len(invalid)} rows could be scored: {message}", code="reward.no-row-scored")
@@ -184,7 +184,7 @@ class SequenceReader:
         self._decoder = load_tokenizer(keys.model.input_tokenizer)
         if self._decoder.get_vocab() != policy_tokenizer.get_vocab():
             raise ConfigError(
-                f"reward_model.model.input_tokenizer={keys.model.input_tokenizer} has other tokens than the policy's "
+                f"reward.model.input_tokenizer={keys.model.input_tokenizer} has other tokens than the policy's "
                 f"tokenizer {policy_tokenizer.name_or_path}, whose responses it has to decode; name that one",
                 code="reward.input-tokenizer",
             )
@@ -258,8 +258,8 @@ def _check_same_vocabulary(
 ) -> None:
     if model.get_vocab() != policy.get_vocab():
         raise ConfigError(
-            f"reward_model.model.path={keys.model.path}: its tokenizer has other tokens than the policy's, "
+            f"reward.model.path={keys.model.path}: its tokenizer has other tokens than the policy's, "
             f"{policy.name_or_path}, so it cannot read the policy's token ids; set "
-            f"reward_model.model.input_tokenizer={policy.name_or_path}",
+            f"reward.model.input_tokenizer={policy.name_or_path}",
             code="reward.other-vocabulary",
         )

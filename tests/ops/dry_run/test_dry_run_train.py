@@ -48,7 +48,7 @@ def real_model(arithmetic: Path, tmp_path: Path) -> Callable[[str], str]:
 
 
 def test_dry_run_of_the_quickstart(train_config: Callable[..., TrainConfig], tmp_path: Path) -> None:
-    config = train_config({"reward_model.name": "arithmetic", "trainer.dry_run": True, "trainer.save_freq": 2})
+    config = train_config({"reward.name": "arithmetic", "trainer.dry_run": True, "trainer.save_freq": 2})
     lines = report(config)
     assert [line.split(" (")[0] for line in lines if line.startswith("ok")] == [
         f"ok    {name}" for name in TrainDryRun(config).parts()
@@ -112,7 +112,7 @@ def test_run_scripts_need_only_a_config_json_and_a_tokenizer(
         f"data.val_files={arithmetic}/data/test.parquet",
         "data.train_batch_size=64",
         f"{POLICY}.actor.ppo_mini_batch_size=64",
-        "reward_model.name=arithmetic",
+        "reward.name=arithmetic",
         "retriever.url=http://retriever.invalid/retrieve",
         "trainer.total_training_steps=100",
         f"trainer.default_local_dir={tmp_path}/checkpoints",
@@ -221,7 +221,7 @@ def test_all_errors_are_reported_at_once(train_config: Callable[..., TrainConfig
     wrong = {"data.train_files": ["/no.parquet"], "algorithm.adv_estimator": "/no.py:mine"}
     lines: list[str] = []
     with raises("config.dry-run-failed") as caught:
-        check_parts(TrainDryRun(train_config(wrong | {"custom_reward_function.path": "/no.py"})), lines.append)
+        check_parts(TrainDryRun(train_config(wrong | {"reward.custom_reward_function.path": "/no.py"})), lines.append)
     assert str(caught.value) == "dry run: 3 of 13 parts failed: data, algorithm, rewards [config.dry-run-failed]"
     failed = [line for line in lines if line.startswith("fail")]
     assert failed[0].startswith("fail  data: data.train_files: /no.parquet") and "/no.py" in failed[1]
@@ -254,7 +254,7 @@ def failing_reward(tmp_path: Path) -> str:
         ({f"{POLICY}.actor.policy_loss.loss_mode": "no.such.loss"}, "algorithm: .*loss_mode.*no.such"),
         ({f"{POLICY}.actor.optim.lr_warmup_steps": 99}, r"algorithm: .*lr_warmup_steps.*\[algorithm.warmup-too-long\]"),
         (
-            {"reward_model.name": "code", "reward_model.num_workers": 0},
+            {"reward.name": "code", "reward.num_workers": 0},
             r"rewards: .*num_workers=0.*\[reward\.needs-process\]",
         ),
         ({f"{POLICY}.rollout.agent.default_agent_loop": "/no.py:Loop"}, "conversations: .*/no.py"),
@@ -274,7 +274,7 @@ def test_a_failing_reward_function_is_found_by_a_call(
 ) -> None:
     lines: list[str] = []
     with raises("config.dry-run-failed", "rewards"):
-        check_parts(TrainDryRun(train_config({"custom_reward_function.path": failing_reward})), lines.append)
+        check_parts(TrainDryRun(train_config({"reward.custom_reward_function.path": failing_reward})), lines.append)
     (failed,) = (line for line in lines if line.startswith("fail"))
     assert "KeyError" in failed and "gold" in failed
 
@@ -295,7 +295,7 @@ def test_a_ground_truth_that_scores_nothing_is_a_warning(
         f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {score}\n",
         encoding="utf-8",
     )
-    lines = report(train_config({"custom_reward_function.path": str(file)}))
+    lines = report(train_config({"reward.custom_reward_function.path": str(file)}))
     warned = [line for line in lines if "the ground truth itself scores nothing" in line]
     assert len(warned) == warns and any(line.startswith("warn  rewards") for line in lines) == warns
     assert ("every part is fine" in lines[-1]) != warns and ("read the warnings of: rewards" in lines[-1]) == warns
@@ -316,8 +316,8 @@ def test_a_folder_with_the_work_of_another_run_fails_the_part_of_checkpoints(
 
 
 def test_services_are_listed_but_not_called(train_config: Callable[..., TrainConfig]) -> None:
-    judge = {"reward_model.name": "judge", "reward_model.judge.base_url": "http://judge.invalid/v1"}
-    text = "\n".join(report(train_config(judge | {"reward_model.judge.model": "m"})))
+    judge = {"reward.name": "judge", "reward.judge.base_url": "http://judge.invalid/v1"}
+    text = "\n".join(report(train_config(judge | {"reward.judge.model": "m"})))
     assert "would call judge, which uses http://judge.invalid/v1: not called here" in text
 
 

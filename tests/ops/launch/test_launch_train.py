@@ -43,9 +43,9 @@ def test_training_resumes_from_its_checkpoint_after_the_driver_is_killed(
         "actor_rollout_ref.actor.ppo_mini_batch_size=24",
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
         *("actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.use_kl_loss=false"),
-        f"custom_reward_function.path={HERE / 'driver_killing_reward.py'}",
-        "custom_reward_function.name=score",
-        "reward_model.num_workers=0",
+        f"reward.custom_reward_function.path={HERE / 'driver_killing_reward.py'}",
+        "reward.custom_reward_function.name=score",
+        "reward.num_workers=0",
         *("trainer.n_gpus_per_node=1", "trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.test_freq=-1"),
         *("trainer.val_before_train=false", "trainer.resume_mode=auto", "trainer.hf_export_dir=null"),
     ]
@@ -111,7 +111,7 @@ def test_dry_run_starts_no_cluster(task, tmp_path, capsys, monkeypatch):
     shutil.copy(MODELS / "Qwen2.5-7B" / "config.json", folder)
     monkeypatch.chdir(tmp_path)
     keys = [f"actor_rollout_ref.model.path={folder}", f"data.train_files={[f'{task}/data/train.parquet'] * 13}"]
-    keys += ["trainer.dry_run=true", "trainer.hardware=h100", "trainer.save_freq=-1", "reward_model.name=gsm8k"]
+    keys += ["trainer.dry_run=true", "trainer.hardware=h100", "trainer.save_freq=-1", "reward.name=gsm8k"]
     code = megarl(["launch", "train", "--config-name", "run_8b_grpo", *keys])
     text = capsys.readouterr()
     assert code == 0, text.out + text.err

@@ -113,8 +113,8 @@ def _models(config: JobConfig) -> list[str]:
     if isinstance(config, SupervisedConfig):
         return [config.model.path]
     paths = [config.actor_rollout_ref.model.path, *(path for path, _, _ in _learners(config))]
-    if isinstance(config, ScoredJobConfig) and config.reward_model.enable:
-        paths.append(str(config.reward_model.model.path))
+    if isinstance(config, ScoredJobConfig) and config.reward.model.enable:
+        paths.append(str(config.reward.model.path))
     return paths
 
 

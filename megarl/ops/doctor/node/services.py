@@ -40,12 +40,12 @@ def check_sandbox(needs: Needs) -> CheckResult:
     try:
         observed = protections()
     except InfrastructureFailure as error:
-        remedy = "only for the reward function code: allow user namespaces, or set reward_model.sandbox_fusion.url"
+        remedy = "only for the reward function code: allow user namespaces, or set reward.sandbox.url"
         return CheckResult("code sandbox", Status.WARN, str(error), remedy)
     active = [protection.name for protection in observed if protection.active]
     missing = [f"{p.name} ({p.remedy})" if p.remedy else p.name for p in observed if not p.active]
     text = ", ".join(active) + (f"; not active: {', '.join(missing)}" if missing else "")
     if "seccomp filter" not in active:
-        remedy = "only for the reward function code: see the message, or set reward_model.sandbox.allow_unfiltered=true"
+        remedy = "only for the reward function code: see the message, or set reward.sandbox.allow_unfiltered=true"
         return CheckResult("code sandbox", Status.WARN, text, remedy)
     return CheckResult("code sandbox", Status.PASS, text)
