@@ -293,7 +293,7 @@ def _run(name: str, job: Job, request: ConfigRequest[Any], run: ComposedRun[Any]
             config = build(job.schema, values, str(folder)) if run is None else run.config
             metric = config.trainer.sweep_metric
             remember_references(config, values)
-            print("".join(f"verl: {note}\n" for note in verl_notes(job.schema, values)), end="", file=sys.stderr)
+            print("".join(f"config: {note}\n" for note in verl_notes(job.schema, values)), end="", file=sys.stderr)
             with locked_output_folders(config, folder):
                 _run_locked(name, job, request.config_name, config, values, hydra.overrides.task)
         except MegarlError as error:

@@ -470,7 +470,7 @@ def test_no_file_of_a_run_has_a_secret_or_is_readable_by_others(
     ]
     assert leaks == []
     stored = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    assert stored["custom_reward_function"]["reward_kwargs"]["password"] == "${oc.env:MEGARL_TEST_SECRET}"
+    assert stored["reward"]["custom_reward_function"]["reward_kwargs"]["password"] == "${oc.env:MEGARL_TEST_SECRET}"
     assert stored["retriever"]["url"] == "http://<redacted>@127.0.0.1:8000/retrieve"
     modes = {oct(path.stat().st_mode & 0o777) for path in files}
     assert modes == {"0o600"} and folder.stat().st_mode & 0o777 == 0o700
@@ -494,7 +494,7 @@ def test_a_stored_config_names_the_secrets_to_set_again(
         "retriever.url=null",
     ]
     assert cli.main([*again, *values]) == 0
-    kwargs = job.calls[1][0].custom_reward_function.reward_kwargs
+    kwargs = job.calls[1][0].reward.custom_reward_function.reward_kwargs
     assert (kwargs["api_key"], kwargs["password"]) == ("new", "env-secret-99")
 
 

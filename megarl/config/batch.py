@@ -244,16 +244,16 @@ class _Planner:
 
     def reward_model(self, config: ScoredJobConfig) -> MicroBatches:
         """Micro-batches of the reward model."""
-        keys, path = config.reward_model, "reward_model"
+        keys, path = config.reward.model, "reward.model"
         megatron = keys.megatron
         assert keys.max_length is not None, "derived"
         sizes = _MicroKeys(
             _Key(f"{path}.use_dynamic_bsz", keys.use_dynamic_bsz),
-            _Key(f"{path}.forward_max_token_len_per_gpu", keys.forward_max_token_len_per_gpu),
+            _Key(f"{path}.max_token_len_per_gpu", keys.max_token_len_per_gpu),
             _Key(f"{path}.micro_batch_size_per_gpu", keys.micro_batch_size_per_gpu),
         )
         micro = self._micro(sizes, megatron, None, _Longest(f"{path}.max_length", keys.max_length))
-        same_tokens = keys.model.input_tokenizer is None and megatron.context_parallel_size == 1
+        same_tokens = keys.input_tokenizer is None and megatron.context_parallel_size == 1
         return replace(micro, share_prompts=same_tokens)
 
     def _reward_phase(self, config: TrainConfig) -> PhasePlan:

@@ -44,7 +44,7 @@ from megarl.config.problems import InvalidConfigError, Problem, nearest_keys
 from megarl.config.schema.jobs import JobConfig, JobT
 from megarl.config.stored import stored_config, stored_value
 from megarl.config.sweeps import SWEEP_CALLBACK, check_plugins, runs_of, sweep_overrides, sweeper_of
-from megarl.config.verl.adopt import is_verl_key
+from megarl.config.verl.adopt import is_verl_key, keys_with_two_names
 from megarl.config.verl.table import table_of
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -130,8 +130,11 @@ def _compose(
     problems = [problem for o in parsed if (problem := _override_problem(o, keys, request)) is not None]
     wrong = {problem.path for problem in problems}
     values = _load(request, [o for o in parsed if o.key_or_group not in wrong], keys, name)
+    plain = _without_hydra(values)
+    named = {o.key_or_group for o in parsed} & keys.keys()
+    problems += keys_with_two_names(request.schema, OmegaConf.to_container(plain), named)
     try:
-        config = builder(request.schema, _without_hydra(values))
+        config = builder(request.schema, plain)
     except InvalidConfigError as error:
         raise InvalidConfigError([*problems, *error.problems]) from error
     if problems:
@@ -434,7 +437,7 @@ def changed_keys(
         overrides: of the command line, in Hydra's syntax.
     """
     schema: Any = type(config)
-    named = {text.split("=", 1)[0].lstrip("+~") for text in overrides}
+    named = {table_of(schema).current_name(text.split("=", 1)[0].lstrip("+~")) for text in overrides}
     plain: Any = OmegaConf.to_container(values) if isinstance(values, DictConfig) else values
     composed = dict(leaves(plain))
     schema_defaults = dict(leaves(defaults(schema)))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from megarl.base.algorithm_names import default_aggregation
+from megarl.config.schema.data import PromptsConfig
 from megarl.config.schema.devices import OwnDevicesConfig
 from megarl.config.schema.distillation import DistillationConfig
 from megarl.config.schema.jobs import (
@@ -20,7 +21,7 @@ from megarl.config.schema.jobs import (
     TrainConfig,
 )
 from megarl.config.schema.model import LogProbBatchConfig, MegatronConfig, ModelPathConfig
-from megarl.config.schema.rewards import RewardModelConfig
+from megarl.config.schema.rewards import RewardConfig
 from megarl.config.schema.roles import ActorConfig, CriticConfig
 from megarl.config.schema.rollout import RolloutConfig, TrainingRolloutConfig
 from megarl.config.schema.run import RunConfig
@@ -30,6 +31,7 @@ _GenerationJob = TypeVar("_GenerationJob", bound=GenerationJobConfig)
 _Supervised = TypeVar("_Supervised", bound=SupervisedConfig)
 _ModelPath = TypeVar("_ModelPath", bound=ModelPathConfig)
 _OwnDevices = TypeVar("_OwnDevices", bound=OwnDevicesConfig)
+_Reward = TypeVar("_Reward", bound=RewardConfig)
 _LogProbKeys = TypeVar("_LogProbKeys", bound=LogProbBatchConfig)
 
 SIMPO_GAMMA = 0.5
@@ -85,7 +87,7 @@ def _generation_job(config: _GenerationJob, trainer: RunConfig, root: str) -> _G
     rollout = _rollout(policy.rollout, trainer, root)
     config = replace(config, actor_rollout_ref=replace(policy, model=_model(policy.model), rollout=rollout))
     if isinstance(config, ScoredJobConfig):
-        return replace(config, reward_model=_reward_model(config, trainer))
+        return replace(config, reward=_reward(config.reward, config.data, trainer))
     return config
 
 
@@ -167,15 +169,15 @@ def _rollout(rollout: RolloutConfig, trainer: RunConfig, root: str) -> RolloutCo
     )
 
 
-def _reward_model(config: ScoredJobConfig, trainer: RunConfig) -> RewardModelConfig:
-    keys = _with_devices(config.reward_model, trainer)
-    model_alone = keys.enable and not config.reward.custom_reward_function.path and not keys.functions
-    return replace(
-        keys,
-        megatron=_layout(keys.megatron, keys.own_devices or trainer.num_devices, bool(keys.nnodes)),
-        max_length=_first(keys.max_length, config.data.max_prompt_length + config.data.max_response_length),
-        function_weight=_first(keys.function_weight, 0.0 if model_alone else 1.0),
+def _reward(keys: _Reward, data: PromptsConfig, trainer: RunConfig) -> _Reward:
+    model = _with_devices(keys.model, trainer)
+    model_alone = model.enable and not keys.custom_reward_function.path and not keys.functions
+    model = replace(
+        model,
+        megatron=_layout(model.megatron, model.own_devices or trainer.num_devices, bool(model.nnodes)),
+        max_length=_first(model.max_length, data.max_prompt_length + data.max_response_length),
     )
+    return replace(keys, model=model, function_weight=_first(keys.function_weight, 0.0 if model_alone else 1.0))
 
 
 def _actor(actor: ActorConfig, max_response_length: int, devices: int) -> ActorConfig:

@@ -16,7 +16,7 @@ _ROLES = (
     "actor_rollout_ref.model",
     "critic.model",
     "critic",
-    "reward_model",
+    "reward.model",
 )
 _POLICY = "actor_rollout_ref."
 _COLUMN: dict[type, str] = {Renamed: "megarl", Only: "values", Feature: "off at", OtherBackend: "backend"}
@@ -120,7 +120,7 @@ NPUs.
 - `trainer.logger` takes console, jsonl, mlflow, swanlab, tensorboard and wandb. Metrics have verl's names
   (`actor/pg_loss`, `critic/rewards/mean`, `timing_s/gen`, ...). `val-core/<data_source>/reward/mean@N` is the mean over
   responses.
-- `custom_reward_function` has verl's signature. A reward that raises stops the run or masks the sample
+- `reward.custom_reward_function` has verl's signature. A reward that raises stops the run or masks the sample
   (`reward.on_error`); it never counts as 0. `reward.reward_manager.name` takes naive, batch, dapo and prime.
 - `reward.model.enable` is for a model with a scalar head. It runs on Megatron, with the layout `reward.model.megatron`,
   independent of the engine in verl's keys. For a generative judge set `reward.name=judge` and

@@ -25,7 +25,6 @@ from omegaconf._utils import get_yaml_loader
 
 from megarl.base.errors import ConfigError
 from megarl.config.keys import key_at
-from megarl.config.verl.rules import Renamed
 from megarl.config.verl.table import table_of
 
 _QUOTED = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\"""")
@@ -127,9 +126,8 @@ def _plain(value: Any) -> Any:
 
 def is_text(schema: type, path: str) -> bool:
     """Whether a key, in megarl's or verl's name, holds a text or a list of texts."""
-    rule = table_of(schema).rule_for(path)
     try:
-        return key_at(schema, rule.to if isinstance(rule, Renamed) else path).annotation in (str, list[str])
+        return key_at(schema, table_of(schema).current_name(path)).annotation in (str, list[str])
     except KeyError:
         return False
 

@@ -12,6 +12,7 @@ from megarl.base.redaction import REDACTED, is_secret_name, redact, remember_sec
 from megarl.config.keys import leaves
 from megarl.config.problems import Problem
 from megarl.config.schema.jobs import JobConfig
+from megarl.config.verl.table import table_of
 
 _REFERENCE = "${oc.env:"
 
@@ -31,7 +32,10 @@ def remember_references(config: JobConfig, values: Mapping[str, Any] | DictConfi
     """
     raw = OmegaConf.to_container(values) if isinstance(values, DictConfig) else values
     assert isinstance(raw, Mapping)
-    _References.by_path = {path: value for path, value in leaves(raw) if isinstance(value, str) and _REFERENCE in value}
+    current_name = table_of(type(config)).current_name
+    _References.by_path = {
+        current_name(path): value for path, value in leaves(raw) if isinstance(value, str) and _REFERENCE in value
+    }
     remember_secrets(dataclasses.asdict(config))
 
 

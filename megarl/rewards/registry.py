@@ -98,7 +98,7 @@ def register_reward(
 
 
 def custom_reward_spec(path: str, name: str) -> str:
-    """Return the spec of verl's ``reward.custom_reward_function.path`` and ``.name`` for :func:`load_reward_function`."""
+    """Return the spec of ``reward.custom_reward_function`` for :func:`load_reward_function`."""
     return f"{path}:{name}"
 
 

@@ -142,7 +142,7 @@ def test_wrong_value_lists_the_valid_values(path: str, value: Any, expected: str
 
 @pytest.mark.parametrize("name", ["arithmetic", "mine.py:score", "package.module.score"])
 def test_reward_may_be_a_custom_function(name: str) -> None:
-    assert build(TrainConfig, with_keys({"reward.name": name})).reward_model.name == name
+    assert build(TrainConfig, with_keys({"reward.name": name})).reward.name == name
 
 
 def test_special_values_outside_the_range_are_allowed() -> None:

@@ -311,7 +311,7 @@ GENERATE = {"data.prompts": ["Why?"], "actor_rollout_ref.model.path": "model", "
         ({"data.prompts": []}, "data.prompts", "data.no-prompts"),
         ({"data.output_path": "answers.csv"}, "data.output_path", "data.output-suffix"),
         ({f"{ROLLOUT}.val_kwargs.n": 4}, f"{ROLLOUT}.val_kwargs.n", "rollout.greedy-duplicates"),
-        ({"reward.name": "gsm8k"}, "reward_model", "config.training-key"),
+        ({"reward.name": "gsm8k"}, "reward", "config.training-key"),
     ],
 )
 def test_impossible_generation(values: dict[str, Any], path: str, expected: str) -> None:
@@ -366,8 +366,8 @@ def test_reference_shaping_needs_a_reference(values: dict[str, Any], log_probs: 
     assert not build(TrainConfig, with_keys(TRAIN)).uses_reference
 
 
-RM = "reward_model"
-ENABLED = {f"{RM}.enable": True, f"{RM}.model.path": "reward"}
+RM = "reward.model"
+ENABLED = {f"{RM}.enable": True, f"{RM}.path": "reward"}
 
 
 OF_TRAINING = {
@@ -400,14 +400,14 @@ def test_keys_of_training_are_rejected_in_jobs_without_training(schema: type, pa
 @pytest.mark.parametrize(
     ("values", "path", "expected"),
     [
-        ({f"{RM}.enable": True}, f"{RM}.model.path", "reward.no-model-path: reward.model.enable=true"),
-        ({**ENABLED, f"{RM}.model_weight": 0.0}, f"{RM}.model_weight", "reward.model-without-weight: enable=false"),
-        ({f"{RM}.function_weight": 0.0}, f"{RM}.function_weight", "reward.nothing-scores"),
+        ({f"{RM}.enable": True}, f"{RM}.path", "reward.no-model-path: reward.model.enable=true"),
+        ({**ENABLED, f"{RM}.weight": 0.0}, f"{RM}.weight", "reward.model-without-weight: enable=false"),
+        ({"reward.function_weight": 0.0}, "reward.function_weight", "reward.nothing-scores"),
         ({**ENABLED, f"{RM}.megatron.tensor_model_parallel_size": 3}, f"{RM}.megatron.tensor_model_parallel_size",
          "layout.replicas-do-not-divide: pool of 8"),
         ({**ENABLED, f"{RM}.use_dynamic_bsz": False}, f"{RM}.micro_batch_size_per_gpu", "batch.no-micro-batch-size"),
-        ({**ENABLED, f"{RM}.max_length": 50, f"{RM}.forward_max_token_len_per_gpu": 40},
-         f"{RM}.forward_max_token_len_per_gpu", "batch.token-budget: reward.model.max_length = 50"),
+        ({**ENABLED, f"{RM}.max_length": 50, f"{RM}.max_token_len_per_gpu": 40},
+         f"{RM}.max_token_len_per_gpu", "batch.token-budget: reward.model.max_length = 50"),
     ],
 )  # fmt: skip
 def test_impossible_reward_models(schema: Any, values: dict[str, Any], path: str, expected: str) -> None:
@@ -416,11 +416,11 @@ def test_impossible_reward_models(schema: Any, values: dict[str, Any], path: str
 
 
 def test_a_reward_model_alone_calls_no_function_and_reads_whole_rollouts() -> None:
-    plain, alone = (build(TrainConfig, with_keys(values, TRAIN)).reward_model for values in ({}, ENABLED))
+    plain, alone = (build(TrainConfig, with_keys(values, TRAIN)).reward for values in ({}, ENABLED))
     both = build(TrainConfig, with_keys({**ENABLED, "reward.custom_reward_function.path": "mine.py"}, TRAIN))
-    assert (plain.function_weight, alone.function_weight, both.reward_model.function_weight) == (1.0, 0.0, 1.0)
-    assert alone.max_length == both.data.max_prompt_length + both.data.max_response_length
-    assert alone.megatron.data_parallel_size == 8
+    assert (plain.function_weight, alone.function_weight, both.reward.function_weight) == (1.0, 0.0, 1.0)
+    assert alone.model.max_length == both.data.max_prompt_length + both.data.max_response_length
+    assert alone.model.megatron.data_parallel_size == 8
 
 
 @pytest.mark.parametrize(

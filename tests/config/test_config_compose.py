@@ -180,9 +180,7 @@ def test_a_text_of_a_yaml_file_keeps_its_characters(tmp_path: Path, text: str) -
 
 
 def test_numbers_of_other_keys_stay_numbers() -> None:
-    config = composed(
-        "trainer.seed=1_0", "reward.functions={gsm8k: 1.0, format: 1e-1}", "trainer.hf_export_dir=null"
-    )
+    config = composed("trainer.seed=1_0", "reward.functions={gsm8k: 1.0, format: 1e-1}", "trainer.hf_export_dir=null")
     assert config.trainer.seed == 10 and config.trainer.hf_export_dir is None
     assert config.reward.functions == {"gsm8k": 1.0, "format": 0.1}
 

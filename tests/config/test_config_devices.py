@@ -54,16 +54,16 @@ def test_all_roles_have_pools() -> None:
         f"{REF}.n_gpus_per_node": 2, f"{TEACHERS}.nnodes": 1, "reward.model.nnodes": 1,
     }  # fmt: skip
     config = build(TrainConfig, with_keys(keys))
-    expected = {"critic": 8, REF: 2, TEACHERS: 8, "reward_model": 8}
+    expected = {"critic": 8, REF: 2, TEACHERS: 8, "reward.model": 8}
     assert {path: pool.own_devices for path, pool in own_pools(config).items()} == expected
     assert config.num_devices == 8 + 8 + 2 + 8 + 8
     validating = build(TrainConfig, with_keys({**keys, "trainer.val_only": True, "data.val_files": ["v.parquet"]}))
-    assert list(own_pools(validating)) == ["reward_model"]
+    assert list(own_pools(validating)) == ["reward.model"]
 
 
 def test_other_jobs() -> None:
     evaluation = build(EvaluateConfig, with_keys({**SCORING, "reward.model.nnodes": 2}, EVALUATE))
-    assert own_pools(evaluation)["reward_model"].own_devices == 16
+    assert own_pools(evaluation)["reward.model"].own_devices == 16
     generation = with_keys({"data.prompts": ["p.txt"]}, {"actor_rollout_ref": EVALUATE["actor_rollout_ref"]})
     assert own_pools(build(GenerateConfig, {**generation, "trainer": {"experiment_name": "x"}})) == {}
 
@@ -107,7 +107,7 @@ def test_verls_switch_of_a_pool(section: str) -> None:
     sizes = {f"{section}.nnodes": 1, f"{section}.n_gpus_per_node": 4}
     switch, scoring = f"{section}.enable_resource_pool", SCORING
     config = build(TrainConfig, with_keys({**scoring, **sizes, switch: True}))
-    assert own_pools(config)["reward_model"].own_devices == 4
+    assert own_pools(config)["reward.model"].own_devices == 4
     off = with_keys({**scoring, **sizes, switch: False})
     assert own_pools(build(TrainConfig, off)) == {}
     assert f"reward.model.nnodes=1 has no effect: {switch}=false" in verl_notes(TrainConfig, off)

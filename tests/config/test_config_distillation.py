@@ -58,7 +58,7 @@ def config(policy: str, teachers: dict[str, Any], loss: dict[str, Any] | None = 
             "distillation_loss": loss or {},
             **keys.pop("distillation", {}),
         },
-        "reward_model": {"name": "arithmetic"},
+        "reward": {"name": "arithmetic"},
         "trainer": {"experiment_name": "x", "device": "cpu", "n_gpus_per_node": 2, "nnodes": 1},
     }
     return build(TrainConfig, values)

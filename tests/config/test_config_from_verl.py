@@ -152,7 +152,7 @@ _SECTIONS = {
     "actor_rollout_ref.rollout.multi_turn.tool_config_path",
 }
 # Keys of earlier or later versions of verl.
-_OF_OTHER_VERSIONS = ("custom_reward_function.", "data.sampler.", "reward_model.")
+_OF_OTHER_VERSIONS = ("data.sampler.", "reward.custom_reward_function.reward_kwargs")
 # Deliberately different defaults: derived from other keys in megarl, or without influence on the result.
 _OTHER_BY_DESIGN = {
     "actor_rollout_ref.actor.use_prefix_grouper",

@@ -39,8 +39,8 @@ def test_training_arguments_are_fields_of_transformers() -> None:
 
 def test_named_keys_exist() -> None:
     keys = {path for path, _ in walk(TrainConfig)}
-    sections = "data|actor_rollout_ref|critic|algorithm|reward_model|custom_reward_function|trainer"
+    sections = "data|actor_rollout_ref|critic|algorithm|reward|trainer"
     named = re.findall(rf"`((?:{sections})\.[\w.]+)(?:=[^`]*)?`", PAGE)
     assert len(named) > 60
-    wrong = {name for name in named if name not in keys and name != "reward_model.ground_truth"}
+    wrong = {name for name in named if name not in keys}
     assert not wrong

@@ -250,7 +250,12 @@ def test_exception_in_the_reward_function_ends_the_run_and_shows_the_sample(
     endless: list[str], one_device: list[str], start: Callable[..., CliRun]
 ) -> None:
     run = start(
-        *(*endless, *one_device, f"reward.custom_reward_function.path={REWARDS}", "reward.custom_reward_function.name=broken")
+        *(
+            *endless,
+            *one_device,
+            f"reward.custom_reward_function.path={REWARDS}",
+            "reward.custom_reward_function.name=broken",
+        )
     )
     assert run.wait() == 1, run.output
     assert run.remaining() == []

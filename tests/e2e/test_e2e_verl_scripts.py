@@ -55,8 +55,8 @@ def test_verls_script_trains(
     run = start(*overrides_of(script), *of_a_user(task, name, roles))
     assert run.wait() == 0, run.output
     # verl's keys: translated, or named as without effect
-    assert "verl: actor_rollout_ref.rollout.gpu_memory_utilization is " in run.output
-    assert "verl: actor_rollout_ref.model.use_remove_padding=true has no effect" in run.output
+    assert "config: actor_rollout_ref.rollout.gpu_memory_utilization is " in run.output
+    assert "config: actor_rollout_ref.model.use_remove_padding=true has no effect" in run.output
     files = RunFiles(run.folder, name)
     assert list(files.steps)[-STEPS:] == [1, 2]
     for step in (1, 2):

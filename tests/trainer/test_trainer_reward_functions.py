@@ -180,7 +180,11 @@ def test_contradicting_keys_are_errors(train_config: Build, changes: dict[str, A
 def test_validation_has_its_own_reward_function(train_config: Build, own: str) -> None:
     training = {"reward.functions": {"gsm8k": 1.0, "format": 0.2}, "reward.reward_kwargs.max_resp_len": 9}
     assert val_reward_config(train_config(training)) is None
-    keys = {"reward.validation_function.path": own, "reward.validation_function.name": "mine", "reward.validation_function.reward_kwargs": {"bonus": 1}}
+    keys = {
+        "reward.validation_function.path": own,
+        "reward.validation_function.name": "mine",
+        "reward.validation_function.reward_kwargs": {"bonus": 1},
+    }
     config = train_config(training | keys)
     validation = val_reward_config(config)
     assert validation is not None and functions_for(config, "s") == {"gsm8k": ("gsm8k", 1.0), "format": ("format", 0.2)}

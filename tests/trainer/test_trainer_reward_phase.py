@@ -10,7 +10,7 @@ import torch
 from expected_errors import raises
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from megarl.config.schema.rewards import RewardModelConfig, RewardModelPathConfig
+from megarl.config.schema.rewards import RewardConfig, ScoringModelConfig
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
 from megarl.rewards import FailurePolicy, RewardManager, in_driver
 from megarl.rewards.manager import NullReward
@@ -54,13 +54,15 @@ def compare(data_source: str, solution_str: str, ground_truth: str, extra_info: 
 
 
 def phase(functions: BatchScorer, tokenizer: PreTrainedTokenizerBase, scores: torch.Tensor, **keys: Any) -> RewardPhase:
-    section = RewardModelConfig(enable=True, **{"on_error": "mask", **keys})
+    section = RewardConfig(**{"on_error": "mask", "model": ScoringModelConfig(enable=True), **keys})
     return RewardPhase(functions, tokenizer, section, Fixed(scores))
 
 
 def test_the_score_is_the_weighted_sum_at_the_last_token(tokenizer: PreTrainedTokenizerBase, batch: DataProto) -> None:
     functions = RewardManager(in_driver(compare), tokenizer, FailurePolicy("mask"))
-    scored = phase(functions, tokenizer, RM_SCORES, function_weight=3.0, model_weight=0.5).score(batch)
+    scored = phase(functions, tokenizer, RM_SCORES, function_weight=3.0, model=ScoringModelConfig(weight=0.5)).score(
+        batch
+    )
     rows = scored.batch.tensors["token_level_scores"]
     assert rows.sum(-1).tolist() == [3 * 2.0 + 0.5 * 0.5, 3 * 0.0 - 0.5 * 2.0, 0.0, 0.0]
     assert rows[0].tolist()[:2] == [0.0, 6.25] and rows[1, 0] == -1.0  # answers of two tokens and of one
@@ -90,9 +92,9 @@ def test_a_non_finite_score_is_masked_or_raises(tokenizer: PreTrainedTokenizerBa
         phase(NullReward(), tokenizer, scores, function_weight=0.0, on_error="raise").score(batch)
 
 
-def section(model: Path, length: int = 64, input_tokenizer: Path | None = None) -> RewardModelConfig:
-    paths = RewardModelPathConfig(str(model), str(input_tokenizer) if input_tokenizer else None)
-    return RewardModelConfig(enable=True, max_length=length, model=paths)
+def section(model: Path, length: int = 64, input_tokenizer: Path | None = None) -> ScoringModelConfig:
+    decoder = str(input_tokenizer) if input_tokenizer else None
+    return ScoringModelConfig(enable=True, path=str(model), input_tokenizer=decoder, max_length=length)
 
 
 def test_the_same_tokenizer_reads_token_ids_directly(

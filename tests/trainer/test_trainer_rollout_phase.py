@@ -174,7 +174,7 @@ def test_validation_is_the_mean_score_of_all_held_out_prompts(
     def run(size: int | None) -> tuple[dict[str, float], list[dict[str, Any]]]:
         loader = validation_loader(train_config({"data.val_batch_size": size}), tokenizer)
         functions = RewardManager(in_driver(reward), tokenizer, FailurePolicy("mask"))
-        rewards = RewardPhase(functions, tokenizer, train_config().reward_model)
+        rewards = RewardPhase(functions, tokenizer, train_config().reward)
         return Validator(phase(), rewards, loader, tokenizer).run(4)
 
     metrics, samples = run(None)
@@ -227,7 +227,7 @@ def test_scores_are_the_same_if_samples_are_scored_while_others_are_generated(
     manager = function_manager(train_config(keys), tokenizer)
     manager.policy = FailurePolicy("mask")
     with manager:
-        rewards = RewardPhase(manager, tokenizer, train_config().reward_model)
+        rewards = RewardPhase(manager, tokenizer, train_config().reward)
         samples = phase({"n": 3}, keys).generate_sequences(prompts, 1, {})
         outcomes = samples.non_tensor_batch[OUTCOME]
         assert len(outcomes) == 24 and None not in outcomes.tolist()

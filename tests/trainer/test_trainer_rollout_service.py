@@ -157,7 +157,7 @@ def make(
         traffic = RolloutTraffic(runners[-1], engine.replicas)
         phase = RolloutPhase(traffic, config, tokenizer)
         manager = RewardManager(in_driver(length), tokenizer)
-        rewards = RewardPhase(manager, tokenizer, config.reward_model)
+        rewards = RewardPhase(manager, tokenizer, config.reward)
         prompts = PromptQueue(prompt_loader(config, tokenizer))
         engine.sharding_manager.version, engine.loses_replica = 0, False
         if staleness is None:

@@ -73,7 +73,7 @@ def supervised_layout(config: SupervisedConfig) -> Iterator[Problem]:
 
 def reward_model_layout(config: ScoredJobConfig, trainer: RunConfig) -> Iterator[Problem]:
     """Check the devices and the layout of the reward model."""
-    keys = config.reward_model
+    keys = config.reward.model
     if keys.enable:
         yield from _layout(keys.megatron, _pool(keys, REWARD_MODEL, trainer), f"{REWARD_MODEL}.megatron")
     elif keys.nnodes:

@@ -62,7 +62,9 @@ def validation(config: TrainConfig) -> Iterator[Problem]:
         return
     if config.reward.validation_function.path is not None:
         text = "needs data.val_files, which is empty"
-        yield Problem("reward.validation_function.path", config.reward.validation_function.path, text, code="data.no-val-files")
+        yield Problem(
+            "reward.validation_function.path", config.reward.validation_function.path, text, code="data.no-val-files"
+        )
     for name, enabled in (("val_only", trainer.val_only), ("val_before_train", trainer.val_before_train)):
         if enabled:
             yield Problem(f"trainer.{name}", enabled, "needs data.val_files, which is empty", code="data.no-val-files")

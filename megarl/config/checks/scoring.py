@@ -18,18 +18,18 @@ _URLS = ("http://", "https://")
 def reward_model(config: TrainConfig | EvaluateConfig) -> Iterator[Problem]:
     """Check the reward model: its path, weights and layout."""
     yield from reward_model_layout(config, config.trainer)
-    keys = config.reward_model
-    if not keys.enable:
+    keys, model = config.reward, config.reward.model
+    if not model.enable:
         if keys.function_weight == 0:
             text = "leaves nothing to score with while reward.model.enable=false; leave it null"
             yield Problem("reward.function_weight", keys.function_weight, text, code="reward.nothing-scores")
         return
-    if not keys.model.path:
+    if not model.path:
         text = "must be set with reward.model.enable=true"
-        yield Problem("reward.model.path", keys.model.path, text, code="reward.no-model-path")
-    if keys.model_weight == 0:
+        yield Problem("reward.model.path", model.path, text, code="reward.no-model-path")
+    if model.weight == 0:
         text = "leaves the reward model without effect; set reward.model.enable=false"
-        yield Problem("reward.model.weight", keys.model_weight, text, code="reward.model-without-weight")
+        yield Problem("reward.model.weight", model.weight, text, code="reward.model-without-weight")
 
 
 def reward_model_batches(config: EvaluateConfig) -> Iterator[Problem]:
@@ -39,7 +39,7 @@ def reward_model_batches(config: EvaluateConfig) -> Iterator[Problem]:
 
 def reward_functions(config: ScoredJobConfig) -> Iterator[Problem]:
     """Check the reward functions, their weights and arguments."""
-    reward, custom = config.reward_model, config.reward.custom_reward_function.path
+    reward, custom = config.reward, config.reward.custom_reward_function.path
     functions, path = reward.functions, "reward.functions"
     if any(isinstance(weight, bool) or not isinstance(weight, int | float) for weight in functions.values()):
         yield Problem(path, functions, "must give each function a number, its weight", code="reward.weight-not-number")
@@ -47,7 +47,7 @@ def reward_functions(config: ScoredJobConfig) -> Iterator[Problem]:
         text = "has 'custom', and reward.custom_reward_function.path is not set; set it"
         yield Problem(path, functions, text, code="reward.custom-without-function")
     if custom is not None and functions and CUSTOM_REWARD not in functions:
-        text = "leaves out custom_reward_function; give 'custom' a weight"
+        text = "leaves out reward.custom_reward_function; give 'custom' a weight"
         yield Problem(path, functions, text, code="reward.custom-without-weight")
     if any(not isinstance(name, str) for name in reward.data_sources.values()):
         text = "must give each data source the name of a function"
@@ -60,7 +60,7 @@ def reward_functions(config: ScoredJobConfig) -> Iterator[Problem]:
         text = "must be above 0 and at most the longest response (max_resp_len, or data.max_response_length)"
         path = "reward.reward_kwargs.overlong_buffer_cfg.len"
         yield Problem(path, overlong.len, text, code="reward.overlong-buffer")
-    url = reward.sandbox_fusion.url
+    url = reward.sandbox.url
     if url is not None and not url.startswith(_URLS):
         text = "must begin with http:// or https://"
         yield Problem("reward.sandbox.url", url, text, code="config.bad-url")

@@ -23,7 +23,7 @@ from megarl.config.schema.data import (
 from megarl.config.schema.devices import OwnDevicesConfig
 from megarl.config.schema.distillation import DistillationConfig
 from megarl.config.schema.model import MegatronConfig, ModelPathConfig, OptimConfig, TrainedModelConfig
-from megarl.config.schema.rewards import CustomRewardConfig, RewardModelConfig, ValRewardConfig
+from megarl.config.schema.rewards import RewardConfig, TrainingRewardConfig
 from megarl.config.schema.roles import ActorConfig, CriticConfig, RefConfig
 from megarl.config.schema.rollout import RetrieverConfig, RolloutConfig, TrainingRolloutConfig
 from megarl.config.schema.run import (
@@ -38,7 +38,7 @@ from megarl.config.schema.run import (
 )
 
 ACTOR, ROLLOUT, REFERENCE = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
-CRITIC, REWARD_MODEL, TEACHERS = "critic", "reward_model", "distillation"
+CRITIC, REWARD_MODEL, TEACHERS = "critic", "reward.model", "distillation"
 """Paths of the sections of roles; all but the actor can have devices of their own."""
 POOL_OWNERS = {
     ROLLOUT: "the engines",
@@ -98,13 +98,12 @@ class GenerationJobConfig:
 class ScoredJobConfig(GenerationJobConfig):
     """Sections of training and evaluation: generation and a reward."""
 
-    reward_model: RewardModelConfig = section(RewardModelConfig)
-    custom_reward_function: CustomRewardConfig = section(CustomRewardConfig)
+    reward: RewardConfig = section(RewardConfig)
 
     @property
     def own_pools(self) -> dict[str, OwnDevicesConfig]:
         """Resource pools of the job's roles with devices of their own, by the path of the role's section."""
-        keys = self.reward_model
+        keys = self.reward.model
         return {REWARD_MODEL: keys} if keys.enable and keys.nnodes else {}
 
 
@@ -157,7 +156,7 @@ class TrainConfig(ScoredJobConfig):
     critic: CriticConfig = section(CriticConfig)
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
     distillation: DistillationConfig = section(DistillationConfig)
-    val_reward_fn: ValRewardConfig = section(ValRewardConfig)
+    reward: TrainingRewardConfig = section(TrainingRewardConfig)
     async_training: AsyncTrainingConfig = section(AsyncTrainingConfig)
     sync: SyncConfig = section(SyncConfig)
     trainer: TrainerConfig = section(TrainerConfig)

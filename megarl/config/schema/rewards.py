@@ -1,4 +1,4 @@
-"""The `reward_model` and `custom_reward_function` sections: reward functions and the reward model."""
+"""The `reward` section: reward functions, their services, and the reward model."""
 
 # ruff: noqa: RUF009 -- `key` and `section` return dataclass fields
 from __future__ import annotations
@@ -27,17 +27,18 @@ BUILT_IN_REWARDS = (
 )
 """Values of `reward.name`: auto (by data source), and megarl's reward functions."""
 CUSTOM_REWARD = "custom"
-"""Name of `custom_reward_function` in `reward.functions`."""
+"""Name of `reward.custom_reward_function` in `reward.functions`."""
 
 
 @dataclass(frozen=True)
-class RewardModelPathConfig:
-    """Path and tokenizers of the reward model."""
+class ScoringModelConfig(OwnDevicesConfig):
+    """Reward model: a Megatron role that scores whole sequences; see docs/how_to/reward_model.md."""
 
+    enable: bool = key(False, "Score responses with a reward model.")
     path: str | None = key(
         None,
         "Folder of a Hugging Face model with a scalar head (`...ForSequenceClassification`, one label) and its "
-        "tokenizer; required with `reward.model.enable`.",
+        "tokenizer; required with `enable`.",
     )
     input_tokenizer: str | None = key(
         None,
@@ -45,17 +46,10 @@ class RewardModelPathConfig:
         "the conversation is encoded with the reward model's tokenizer and chat template. null = the reward model "
         "reads the token ids of prompt and response unchanged.",
     )
-
-
-@dataclass(frozen=True)
-class ScoringModelConfig(OwnDevicesConfig):
-    """Megatron role that scores whole sequences; the `reward_model` section inherits it."""
-
-    enable: bool = key(False, "Score responses with a reward model; see docs/how_to/reward_model.md.")
-    model: RewardModelPathConfig = section(RewardModelPathConfig)
+    weight: float = key(1.0, "Weight of the reward model's score in the sum.")
     megatron: MegatronConfig = section(MegatronConfig)
-    use_dynamic_bsz: bool = key(True, "Fill micro-batches up to `forward_max_token_len_per_gpu` tokens.")
-    forward_max_token_len_per_gpu: int = key(
+    use_dynamic_bsz: bool = key(True, "Fill micro-batches up to `max_token_len_per_gpu` tokens.")
+    max_token_len_per_gpu: int = key(
         16384, "Tokens per micro-batch and device; read with `use_dynamic_bsz`.", at_least=1
     )
     micro_batch_size_per_gpu: int | None = key(
@@ -66,12 +60,6 @@ class ScoringModelConfig(OwnDevicesConfig):
         "Longest sequence of the reward model, in tokens; longer ones are cut at the left and counted; null = "
         "`data.max_prompt_length` + `data.max_response_length`.",
         at_least=2,
-    )
-    model_weight: float = key(1.0, "Weight of the reward model's score in the sum.")
-    function_weight: float | None = key(
-        None,
-        "Weight of the reward function's score in the sum; 0 = no function is called. null = 1, but 0 with `enable` "
-        "and neither `reward.custom_reward_function.path` nor `functions`.",
     )
 
 
@@ -99,20 +87,14 @@ class RewardKwargsConfig:
 
 
 @dataclass(frozen=True)
-class SandboxFusionConfig:
-    """Execution of programs that `code` scores."""
+class SandboxConfig:
+    """Sandbox for the programs that `code` scores."""
 
     url: str | None = key(
         None, "Address of a SandboxFusion service, including `/run_code`; null = the sandbox on this machine."
     )
-    max_concurrent: int = key(64, "Concurrent requests over all processes.", at_least=1)
+    max_concurrent: int = key(64, "Service: concurrent requests over all processes.", at_least=1)
     memory_limit_mb: int = key(1024, "Memory of a program with all its processes, in MiB.", at_least=32)
-
-
-@dataclass(frozen=True)
-class SandboxConfig:
-    """Limits of programs that `code` scores."""
-
     timeout_s: float = key(10.0, "Seconds that one test case may take.", above=0)
     max_cases: int | None = key(10, "Test cases to run, from the first; null = all.", at_least=1)
     continuous: bool = key(True, "Score the share of test cases that pass; false = 1 if all pass, else 0.")
@@ -147,12 +129,44 @@ class JudgeConfig:
 
 
 @dataclass(frozen=True)
-class RewardModelConfig(ScoringModelConfig):
+class CustomRewardConfig:
+    """Custom reward function."""
+
+    path: str | None = key(None, "Python file that holds the function; null = use `reward.name`.")
+    name: str = key(
+        "compute_score", "Name of the function; called as fn(data_source, solution_str, ground_truth, extra_info)."
+    )
+    reward_kwargs: dict[str, Any] = key({}, "Extra arguments of the function, by name.")
+
+
+@dataclass(frozen=True)
+class ValRewardConfig(CustomRewardConfig):
+    """Custom reward function of validation during training, instead of the training's rewards."""
+
+    path: str | None = key(
+        None, "Python file that holds the function; null = validation scores like training, with all its rewards."
+    )
+
+
+@dataclass(frozen=True)
+class RewardManagerConfig:
+    """Calling convention of a reward function."""
+
+    name: str | None = key(
+        None,
+        "verl's name for it: batch = one call per batch, the others = one per sample; null = by the signature of the "
+        "function.",
+        choices=("naive", "batch", "dapo", "prime"),
+    )
+
+
+@dataclass(frozen=True)
+class RewardConfig:
     """Reward functions and the handling of their failures; see docs/how_to/rewards.md."""
 
     name: str = key(
         "auto",
-        "Reward function; auto = by the row's `data_source`. Not read if `reward.custom_reward_function.path` or "
+        "Reward function; auto = by the row's `data_source`. Not read if `custom_reward_function.path` or "
         "`functions` is set.",
         choices=BUILT_IN_REWARDS,
         custom="function",
@@ -170,12 +184,13 @@ class RewardModelConfig(ScoringModelConfig):
         "Extra arguments by function, such as {gsm8k: {method: flexible}}; for a custom function see "
         "`custom_reward_function`.",
     )
-    reward_manager: str | None = key(
+    function_weight: float | None = key(
         None,
-        "verl's name for the calling convention: batch = one call per batch, the others = one per sample; null = by "
-        "the signature of the function.",
-        choices=("naive", "batch", "dapo", "prime"),
+        "Weight of the reward function's score in the sum with the reward model's; 0 = no function is called. null = "
+        "1, but 0 with `model.enable` and neither `custom_reward_function.path` nor `functions`.",
     )
+    custom_reward_function: CustomRewardConfig = section(CustomRewardConfig)
+    reward_manager: RewardManagerConfig = section(RewardManagerConfig)
     reward_kwargs: RewardKwargsConfig = section(RewardKwargsConfig)
     num_workers: int | None = key(
         None,
@@ -206,26 +221,13 @@ class RewardModelConfig(ScoringModelConfig):
     max_failure_ratio: float = key(
         0.25, "Share of a batch that may be masked; above it the run saves and stops.", at_least=0, at_most=1
     )
-    sandbox_fusion: SandboxFusionConfig = section(SandboxFusionConfig)
     sandbox: SandboxConfig = section(SandboxConfig)
     judge: JudgeConfig = section(JudgeConfig)
+    model: ScoringModelConfig = section(ScoringModelConfig)
 
 
 @dataclass(frozen=True)
-class CustomRewardConfig:
-    """Custom reward function."""
+class TrainingRewardConfig(RewardConfig):
+    """Reward functions and the handling of their failures, with a separate function for validation."""
 
-    path: str | None = key(None, "Python file that holds the function; null = use `reward.name`.")
-    name: str = key(
-        "compute_score", "Name of the function; called as fn(data_source, solution_str, ground_truth, extra_info)."
-    )
-    reward_kwargs: dict[str, Any] = key({}, "Extra arguments of the function, by name.")
-
-
-@dataclass(frozen=True)
-class ValRewardConfig(CustomRewardConfig):
-    """Custom reward function of validation during training, instead of the training's rewards."""
-
-    path: str | None = key(
-        None, "Python file that holds the function; null = validation scores like training, with all its rewards."
-    )
+    validation_function: ValRewardConfig = section(ValRewardConfig)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
+from megarl.base.redaction import redact
 from megarl.config.keys import Key, walk
 from megarl.config.problems import Problem, format_value, nearest_keys
 from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, PoolSwitch, Refused, Renamed
@@ -69,6 +70,25 @@ def adopt(schema: type, values: Mapping[str, Any]) -> Adoption:
     return _Adopter(schema, values).adopt() if table_of(schema).rules else Adoption(dict(values), [], [])
 
 
+def keys_with_two_names(schema: type, values: Mapping[str, Any], named: Collection[str]) -> list[Problem]:
+    """Find keys that the command line sets to their default while another name sets another value.
+
+    :func:`adopt` cannot see them: a default looks like a key that nobody has set.
+
+    Args:
+        schema: class of the job.
+        values: as for :func:`adopt`.
+        named: keys of the command line.
+    """
+    adopter = _Adopter(schema, values)
+    return [
+        adopter.two_names(path, value, to)
+        for path, value in adopter.foreign(values)
+        if (to := adopter.table.current_name(path)) in named and value is not None
+        if _get(adopter.tree, to) == adopter.keys[to].default != value
+    ]
+
+
 class _Adopter:
     def __init__(self, schema: type, values: Mapping[str, Any]) -> None:
         self.table: VerlTable = table_of(schema)
@@ -78,12 +98,12 @@ class _Adopter:
         self.notes: list[str] = []
 
     def adopt(self) -> Adoption:
-        foreign = dict(self._foreign(self.tree))
+        foreign = dict(self.foreign(self.tree))
         for path in foreign:
             _remove(self.tree, path, self.keys)
         self.switches = self._named_by_rules(foreign)
         for path, value in foreign.items():
-            if value not in (None, {}):  # null and an empty section set nothing
+            if value not in (None, {}) or (value is None and self._turns_off(path)):
                 self._apply(path, value, path)
         for path, value in foreign.items():
             if isinstance(rule := self.table.rule_for(path), PoolSwitch) and value is not None:
@@ -94,14 +114,31 @@ class _Adopter:
         self._complete_reference_layout()
         return Adoption(self.tree, self.problems, self.notes)
 
-    def _foreign(self, node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    def foreign(self, node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
         """verl's keys with their values; inside a free mapping of megarl, only keys with a rule."""
         for name, value in node.items():
             path = f"{prefix}{name}"
-            if isinstance(value, Mapping) and value:
-                yield from self._foreign(value, f"{path}.")
+            if isinstance(value, Mapping) and value and not self._moves_as_mapping(path):
+                yield from self.foreign(value, f"{path}.")
             elif path not in self.keys and self.table.rule_for(path) is not None:
                 yield path, value
+
+    def _moves_as_mapping(self, path: str) -> bool:
+        """Whether a section of verl is a free mapping of megarl, whose names may have dots."""
+        to = self._target(path)
+        return to is not None and to.is_mapping
+
+    def _turns_off(self, path: str) -> bool:
+        """Whether null is a value of a renamed key; at other keys of verl null sets nothing."""
+        to = self._target(path)
+        return to is not None and to.optional and to.default is not None
+
+    def _target(self, path: str) -> Key | None:
+        """The key of megarl that a key of verl becomes; None if there is no such key, or verl has rules below it."""
+        rule = None if path in self.keys else self.table.rule_for(path)
+        if not isinstance(rule, Renamed) or any(other.startswith(f"{rule.to}.") for other in self.table.rules):
+            return None
+        return self.keys.get(rule.to)
 
     def _named_by_rules(self, foreign: Mapping[str, Any]) -> dict[str, Any]:
         """Values by the names that rules use: verl's, and those of whole sections with another name in megarl."""
@@ -116,14 +153,14 @@ class _Adopter:
             text = f"is accepted as {accepted} only: {rule.why}" if accepted else rule.why
             self._refuse(source, value, text, code="config.verl-value")
         elif isinstance(rule, NoEffect):
-            self.notes.append(f"{source}={format_value(value)} has no effect: {rule.why}")
+            self.notes.append(f"{source}={_shown(value, source)} has no effect: {rule.why}")
         elif isinstance(rule, Renamed):
             self._rename(rule, value, source)
         elif isinstance(rule, Feature):
             self._switch(rule, path, value, source)
         elif isinstance(rule, Refused | OtherBackend):
             self._refuse(source, value, rule.why, code="config.verl-key")
-        elif path != source:
+        elif rule is None and path != source:
             nearest = " or ".join(nearest_keys(path, self.keys))
             text = "unknown key" + (f"; did you mean {nearest}?" if nearest else "")
             self._refuse(source, value, text, code="config.unknown-key")
@@ -147,13 +184,17 @@ class _Adopter:
         default = schema[rule.to].default if rule.to in schema else None
         current = _get(self.tree, rule.to)
         if current not in (None, default, value):
-            text = f"is {rule.to} in megarl, which is {format_value(current)} already; set one of them"
-            self._refuse(source, value, text, code="config.verl-two-names")
+            self.problems.append(self.two_names(source, value, rule.to))
             return
         _set(self.tree, rule.to, value)
-        self.notes.append(
-            f"{source} is {rule.to}={format_value(value)} in megarl" + (f": {rule.why}" if rule.why else "")
-        )
+        if rule.to not in schema or value != default:  # complete configurations of earlier runs name every key
+            why = f": {rule.why}" if rule.why else ""
+            self.notes.append(f"{source} is {rule.to}={_shown(value, rule.to)} in megarl{why}")
+
+    def two_names(self, source: str, value: Any, to: str) -> Problem:
+        """Describe a key that has another value by its name in megarl."""
+        text = f"is {to} in megarl, which is {_shown(_get(self.tree, to), to)} already; set one of them"
+        return Problem(source, value, text, code="config.verl-two-names")
 
     def _switch_pool(self, section: str, is_on: bool, source: str) -> None:
         """Clear the nodes of a role without a pool in verl; verl's scripts set both."""
@@ -217,6 +258,10 @@ class _Adopter:
 @cache
 def _schema_keys(schema: type) -> dict[str, Key]:
     return dict(walk(schema))
+
+
+def _shown(value: Any, path: str) -> str:
+    return format_value(redact(value, path.rpartition(".")[2]))
 
 
 def _parents(path: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Rules for roles with a Megatron model: `actor_rollout_ref.{actor,ref,model}`, `critic` and `reward_model`."""
+"""Rules for roles with a Megatron model: `actor_rollout_ref.{actor,ref,model}`, `critic` and `reward.model`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, Refused, Renamed, Rule, Values
 
-_ACTOR, _REF, _CRITIC, _REWARD = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward_model"
+_ACTOR, _REF, _CRITIC, _REWARD = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward.model"
 _PACKED = "megarl always packs sequences, without padding"
 _EXACT = "megarl always computes log-probs and entropy on chunks of 256 MiB of float32 logits"
 _PER_GPU = "counts samples over all ranks; give {}, per data-parallel rank"
@@ -199,10 +199,11 @@ _REWARD_ONLY: dict[str, Rule] = {
     "nccl_timeout": Renamed("trainer.nccl_timeout", why="for all roles"),
     "load_weight": Only((True,), "a model without its weights scores nothing"),
     "ulysses_sequence_parallel_size": Only((1,), "concerns FSDP; nearest: megatron.context_parallel_size"),
-    "model.use_shm": NoEffect("each rank reads its slices of the files through the page cache"),
-    "model.use_remove_padding": NoEffect(_PACKED),
-    "model.use_fused_kernels": NoEffect(_EXACT),
-    "model.fsdp_config.*": OtherBackend("FSDP", "the layout is in reward_model.megatron"),
+    "trust_remote_code": NoEffect("megarl never runs code of a model folder"),
+    "use_shm": NoEffect("each rank reads its slices of the files through the page cache"),
+    "use_remove_padding": NoEffect(_PACKED),
+    "use_fused_kernels": NoEffect(_EXACT),
+    "fsdp_config.*": OtherBackend("FSDP", "the layout is in reward.model.megatron"),
     "profiler.*": Feature("{}.profiler.enable", (False,), "the run's report shows the time of every phase"),
 }
 
@@ -299,7 +300,7 @@ def role_rules() -> dict[str, Rule]:
         rules |= _below(f"{role}.optim", _OPTIM) | _below(role, _OFFLOAD)
     for model in ("actor_rollout_ref.model", "critic.model"):
         rules |= _below(model, _MODEL)
-    for model in ("critic.model", "reward_model.model"):
+    for model in ("critic.model", _REWARD):
         imported = Renamed("actor_rollout_ref.model.external_lib", left_out=(None,), why="all processes import it")
         rules |= _below(model, {"external_lib": imported})
     return rules | _transformer_rules()

@@ -1,9 +1,11 @@
-"""Rules for generation, data, rewards, algorithm, the run, and features of verl that megarl lacks."""
+"""Rules for generation, data, algorithm, the run, and features of verl that megarl lacks."""
 
 from __future__ import annotations
 
+from megarl.config.schema.jobs import REWARD_MODEL, TEACHERS
+from megarl.config.verl.moved_rules import REWARDS
 from megarl.config.verl.role_rules import ADAPTER_KIND
-from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, PoolSwitch, Refused, Renamed, Rule, Values
+from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, Refused, Renamed, Rule, Values
 
 _CORRECTION = "algorithm.rollout_correction"
 _NEW_RESPONSES = "every step generates new responses; trainer.rollout_data_dir keeps them"
@@ -13,8 +15,6 @@ _ASYNC = "nearest: the section async_training"
 _ADMISSION = "async_training.max_staleness admits prompts ahead, so that no sample becomes too stale"
 _SWITCH = "trainer.v1.separate_async.hybrid_rollout.enable_switch"
 _SWITCHING = "the trainer's devices generate until the first mini-batch is complete, if measured times favour it"
-_REWARD_ENGINE = "a reward model runs on Megatron; its layout is reward_model.megatron"
-_JUDGE = "the model has a scalar head; for a generative judge set reward_model.judge.base_url"
 
 _DRIVER = "the driver uses no GPU: it does not run under nsys"
 _FILES = "profiles stay in global_profiler.save_path"
@@ -36,7 +36,7 @@ _DATA: dict[str, Rule] = {
     "data.function_tool_path": Refused("list tools in actor_rollout_ref.rollout.multi_turn.tool_config_path"),
     "data.return_raw_input_ids": Only(
         (False,),
-        "the policy's chat template encodes prompts; set reward_model.model.input_tokenizer for a reward model "
+        "the policy's chat template encodes prompts; set reward.model.input_tokenizer for a reward model "
         "with a different one",
     ),
     "data.sampler.group_*": Refused("nearest: data.mixture, the weights of data sets in every batch"),
@@ -51,34 +51,6 @@ _DATA: dict[str, Rule] = {
     "data.image_patch_size": NoEffect(_TEXTS),
     "data.return_multi_modal_inputs": NoEffect(_TEXTS),
     "data.mm_processor_kwargs.*": Refused(_TEXTS),
-}
-
-_REWARDS: dict[str, Rule] = {
-    "reward.custom_reward_function.path": Renamed("custom_reward_function.path"),
-    "reward.custom_reward_function.name": Renamed("custom_reward_function.name"),
-    "reward.custom_reward_function.*": Renamed("custom_reward_function"),
-    "reward.compute_score_kwargs.*": Refused("set arguments of a function in reward_model.function_kwargs.<function>"),
-    "reward.num_workers": Renamed("reward_model.num_workers"),
-    "reward.reward_manager.name": Renamed("reward_model.reward_manager"),
-    "reward.reward_manager.source": Only(("register",), "set custom_reward_function.path for a custom reward"),
-    "reward.reward_manager.module.*": Feature(
-        "reward.reward_manager.source", ("register",), "set custom_reward_function.path for a custom reward"
-    ),
-    "reward.reward_kwargs.*": Renamed("reward_model.reward_kwargs"),
-    "reward.sandbox_fusion.*": Renamed("reward_model.sandbox_fusion"),
-    "sandbox_fusion.*": Renamed("reward_model.sandbox_fusion"),
-    "reward.reward_model.enable": Renamed("reward_model.enable", why=_JUDGE),
-    "reward.reward_model.model_path": Renamed("reward_model.model.path"),
-    "reward.reward_model.enable_resource_pool": PoolSwitch("reward_model"),
-    "reward.reward_model.n_gpus_per_node": Renamed("reward_model.n_gpus_per_node", left_out=(0,)),
-    "reward.reward_model.nnodes": Renamed("reward_model.nnodes"),
-    "reward.reward_model.rollout.*": NoEffect(_REWARD_ENGINE),
-    "reward_model.model.trust_remote_code": NoEffect("megarl never runs code of a model folder"),
-    "reward_model.enable_resource_pool": PoolSwitch("reward_model"),
-    "reward_model.rollout.*": NoEffect(_REWARD_ENGINE),
-    "reward_model.reward_loop_source": Only(("register",), "set custom_reward_function.path for a custom reward"),
-    "reward_model.reward_loop_module_path": Refused("set custom_reward_function.path for a custom reward"),
-    "reward_model.reward_loop_class_name": Refused("set custom_reward_function.path for a custom reward"),
 }
 
 _ALGORITHM: dict[str, Rule] = {
@@ -271,13 +243,13 @@ VALUES: dict[str, Values] = {
         for role in ("actor_rollout_ref.actor", "critic")
     },
     **{f"{model}.lora.type": ADAPTER_KIND for model in ("actor_rollout_ref.model", "critic.model")},
-    **{f"{role}.n_gpus_per_node": Values(meanings={0: None}) for role in ("reward_model", "distillation")},
+    **{f"{role}.n_gpus_per_node": Values(meanings={0: None}) for role in (REWARD_MODEL, TEACHERS)},
     "algorithm.filter_groups.metric": Values(meanings={None: "score"}),
-    "custom_reward_function.name": Values(meanings={None: "compute_score"}),
+    "reward.custom_reward_function.name": Values(meanings={None: "compute_score"}),
 }
 
 
 def run_rules() -> dict[str, Rule]:
     """Return the rules by path; ``*`` at the end matches any rest."""
     generation = {f"{_ROLLOUT}.{name}": rule for name, rule in _GENERATION.items()}
-    return _DATA | _REWARDS | _ALGORITHM | _RUN | generation
+    return _DATA | REWARDS | _ALGORITHM | _RUN | generation

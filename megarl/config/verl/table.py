@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from megarl.config.schema.jobs import SFTConfig, TrainConfig
+from megarl.config.schema.jobs import EvaluateConfig, SFTConfig, TrainConfig
+from megarl.config.verl.moved_rules import REWARDS
 from megarl.config.verl.role_rules import role_rules, supervised_role_rules
 from megarl.config.verl.rules import Renamed, Rule, Values
 from megarl.config.verl.run_rules import VALUES, run_rules
@@ -59,9 +60,14 @@ class VerlTable:
                 if isinstance(rule, Renamed):
                     if path.startswith(f"{rule.to}."):
                         return None  # the target section holds megarl's keys
-                    return Renamed(f"{rule.to}.{path.removeprefix(start)}", rule.values, rule.left_out, rule.why)
+                    return replace(rule, to=rule.to + path.removeprefix(start.removesuffix(".")))
                 return rule
         return None
+
+    def current_name(self, path: str) -> str:
+        """Return megarl's name for a key, which is the path itself for a key that no rule translates."""
+        rule = self.rule_for(path)
+        return self.current_name(rule.to) if isinstance(rule, Renamed) else path
 
     def same_names(self) -> Iterator[tuple[str, list[str]]]:
         """List the sections with the keys that have the same name and meaning in verl and megarl."""
@@ -130,22 +136,17 @@ _SAME = {
     "critic.model.lora": "lora_A_init_method type",
     "critic.model": f"path {_ADAPTERS}",
     "critic.optim": _OPTIM,
-    "custom_reward_function": "name path reward_kwargs",
     "data": (
         "reward_fn_key train_max_samples val_max_samples filter_overlong_prompts_workers "
         "apply_chat_template_kwargs filter_overlong_prompts gen_batch_size max_prompt_length max_response_length "
         "prompt_key seed shuffle train_batch_size train_files truncation val_batch_size val_files"
     ),
     "algorithm.pf_ppo": "reweight_method weight_pow",
-    "reward_model": (
-        "enable forward_max_token_len_per_gpu max_length micro_batch_size_per_gpu num_workers reward_manager "
-        "n_gpus_per_node nnodes use_dynamic_bsz"
-    ),
-    "reward_model.reward_kwargs": "max_resp_len",
-    "reward_model.reward_kwargs.overlong_buffer_cfg": "enable len log penalty_factor",
-    "reward_model.megatron": _MEGATRON,
-    "reward_model.model": "input_tokenizer path",
-    "reward_model.sandbox_fusion": "max_concurrent memory_limit_mb url",
+    "reward": "num_workers",
+    "reward.custom_reward_function": "name path reward_kwargs",
+    "reward.reward_kwargs": "max_resp_len",
+    "reward.reward_kwargs.overlong_buffer_cfg": "enable len log penalty_factor",
+    "reward.reward_manager": "name",
     "data.custom_cls": "name path",
     "distillation": "enabled n_gpus_per_node nnodes teacher_key",
     "distillation.distillation_loss": (
@@ -191,6 +192,7 @@ _TABLES: dict[type, VerlTable] = {
         selector="engine",
         preset="sft_trainer_engine",
     ),
+    EvaluateConfig: VerlTable(REWARDS),
 }
 _NO_TABLE = VerlTable()
 

@@ -129,9 +129,9 @@ class TrainDryRun(DryRun):
             yield f"would call {', '.join(names)}, which uses {services}: not called here"
             return
         workers = config.reward.num_workers
-        few = dataclasses.replace(config.reward_model, num_workers=1 if workers is None else min(workers, 1))
+        few = dataclasses.replace(config.reward, num_workers=1 if workers is None else min(workers, 1))
         truth, tokenizer = self._ground_truth(), self._needed(self._tokenizer, "tokenizer")
-        with reward_manager(dataclasses.replace(config, reward_model=few), tokenizer) as manager:
+        with reward_manager(dataclasses.replace(config, reward=few), tokenizer) as manager:
             for answer in (form.format(truth) for form in ANSWER_FORMS):
                 row = self._answered_row(answer)
                 scored = manager.score(row).batch.tensors
@@ -212,9 +212,9 @@ class TrainDryRun(DryRun):
 
 def _services(config: TrainConfig, names: list[str]) -> str:
     """Return the services that reward functions call; they may cost money or be reachable only from the cluster."""
-    keys = config.reward_model
+    keys = config.reward
     urls = [str(keys.judge.base_url)] if "judge" in names else []
-    return ", ".join(urls + ([str(keys.sandbox_fusion.url)] if "code" in names and keys.sandbox_fusion.url else []))
+    return ", ".join(urls + ([str(keys.sandbox.url)] if "code" in names and keys.sandbox.url else []))
 
 
 class SupervisedDryRun(DryRun):

@@ -125,7 +125,7 @@ def _critic(config: TrainConfig, batches: BatchPlan) -> PlannedRole:
 
 
 def _reward_model(config: TrainConfig, batches: BatchPlan) -> PlannedRole:
-    keys, phase = config.reward_model, batches.phase("reward_model")
+    keys, phase = config.reward.model, batches.phase("reward_model")
     micro, share, longest = phase.micro, phase.samples_per_rank, keys.max_length
     assert longest is not None, "filled in"
     tokens = _tokens(micro, share, longest)
@@ -139,7 +139,7 @@ def _reward_model(config: TrainConfig, batches: BatchPlan) -> PlannedRole:
         samples=phase.samples_per_mini_batch,
         longest=longest,
     )
-    model = read_model_config(str(keys.model.path))
+    model = read_model_config(str(keys.path))
     return _role("reward_model", "reward.model.megatron", model, keys.megatron, (planned,), value_head=True)
 
 

@@ -267,9 +267,7 @@ def _communicate(
 
 def _execution(report: dict[str, object], output: _Output) -> Execution:
     if "refused" in report and output.stopped is None:  # a launcher stopped while it starts also reports an error
-        raise InfrastructureFailure(
-            f"no sandbox on this machine: {report['refused']}; use reward.sandbox.url"
-        )
+        raise InfrastructureFailure(f"no sandbox on this machine: {report['refused']}; use reward.sandbox.url")
     stdout, stderr = (text.decode(errors="replace") for text in output[:2])
     status = output.stopped or (TIMEOUT if report.get("timeout") else FINISHED)
     code = report.get("exit_code")

@@ -63,7 +63,7 @@ def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
     tokenizer, step = policy.tokenizer, policy.model.step
     check_output_files(config, step)
     loader = validation_loader(policy.with_model_folder, tokenizer)
-    reader = SequenceReader(config.reward_model, tokenizer) if config.reward.model.enable else None
+    reader = SequenceReader(config.reward.model, tokenizer) if config.reward.model.enable else None
     with open_job(config, output_dir) as session:
         functions = reward_manager(config, tokenizer, session.logs)
         session.config = config = policy.convert(session.console)
@@ -87,7 +87,7 @@ def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
         best = BestAnswers(config.best_answers, tokenizer)
         with reporter.phase("testing"):
             rollout = replicas.rollout_phase(tokenizer, runners)
-            rewards = RewardPhase(functions, tokenizer, config.reward_model, scorer)
+            rewards = RewardPhase(functions, tokenizer, config.reward, scorer)
             metrics, samples = Validator(rollout, rewards, loader, tokenizer).run(step, STREAM, best.add)
         _record(config, step, metrics, samples, reporter)
         if config.best_answers.file:

@@ -53,5 +53,5 @@ def _teachers_of(config: TrainConfig) -> list[tuple[str, MegatronConfig, str]]:
 
 
 def _reward_model_of(config: TrainConfig | EvaluateConfig) -> list[tuple[str, MegatronConfig, str]]:
-    keys = config.reward_model
-    return [(str(keys.model.path), keys.megatron, "reward.model.megatron")] if keys.enable else []
+    keys = config.reward.model
+    return [(str(keys.path), keys.megatron, "reward.model.megatron")] if keys.enable else []

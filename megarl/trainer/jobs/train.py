@@ -96,7 +96,7 @@ class TrainerBuilder:
         self.reward_functions = reward_manager(config, self.tokenizer, session.logs)
         scoring = val_reward_config(config)
         self.val_functions = None if scoring is None else reward_manager(scoring, self.tokenizer, session.logs)
-        self.reader = SequenceReader(config.reward_model, self.tokenizer) if config.reward.model.enable else None
+        self.reader = SequenceReader(config.reward.model, self.tokenizer) if config.reward.model.enable else None
         self.callbacks = load_callbacks(config.trainer.callbacks)
         self.prompts = PromptQueue(prompt_loader(config, self.tokenizer))
         if session.resume is not None:
@@ -172,14 +172,14 @@ class TrainerBuilder:
         scorer = None
         if roles.reward_model and self.reader:
             scorer = RewardModelScorer(roles.reward_model, self.reader)
-        rewards = RewardPhase(self.reward_functions, self.tokenizer, config.reward_model, scorer)
+        rewards = RewardPhase(self.reward_functions, self.tokenizer, config.reward, scorer)
         samples = self._samples(rollout, rewards, roles)
         state.in_flight = samples.state_dict if self.ledger else None
         phases = self._phases(roles, samples, advantage)
         validator = None
         if self.val_loader is not None:
             if self.val_functions is not None:
-                rewards = RewardPhase(self.val_functions, self.tokenizer, config.reward_model)
+                rewards = RewardPhase(self.val_functions, self.tokenizer, config.reward)
             validator = Validator(rollout, rewards, self.val_loader, self.tokenizer)
         recorders = build_recorders(
             config,

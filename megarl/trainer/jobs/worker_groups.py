@@ -183,7 +183,7 @@ def restart_replicas(
 
 def reward_model_group(config: TrainConfig | EvaluateConfig, pool: PlacedPool) -> RewardModelGroup:
     """Start the processes of the reward model; the verb ``init_model`` builds the model."""
-    keys, path = config.reward_model, str(config.reward.model.path)
+    keys, path = config.reward.model, str(config.reward.model.path)
     settings = RoleSettings(
         model_path=path,
         layout=layout_of(keys.megatron),

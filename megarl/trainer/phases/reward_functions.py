@@ -17,8 +17,9 @@ from megarl.config.schema.jobs import GenerationJobConfig, ScoredJobConfig, Trai
 from megarl.config.schema.rewards import (
     CUSTOM_REWARD,
     CustomRewardConfig,
+    RewardConfig,
     RewardKwargsConfig,
-    RewardModelConfig,
+    RewardManagerConfig,
     ValRewardConfig,
 )
 from megarl.rewards import FunctionSpec, RewardManager, Scorer, ScoreTerm, custom_reward_spec
@@ -64,7 +65,7 @@ def function_manager(
     Raises:
         RewardError: a function cannot be imported, or has another signature than a reward function.
     """
-    keys, plan = config.reward_model, reward_plan(config)
+    keys, plan = config.reward, reward_plan(config)
     shaping, overlong = keys.reward_kwargs, keys.reward_kwargs.overlong_buffer_cfg
     max_length = shaping.max_resp_len or config.data.max_response_length
     penalty = None
@@ -106,7 +107,7 @@ def runner_scorers(
 
 
 def _runner_scorer(config: ScoredJobConfig, logs: ProcessLogs | None, nodes: int) -> ScorerSpec | None:
-    keys = config.reward_model
+    keys = config.reward
     if keys.function_weight == 0:
         return None
     runners = config.actor_rollout_ref.rollout.agent.num_workers
@@ -116,26 +117,27 @@ def _runner_scorer(config: ScoredJobConfig, logs: ProcessLogs | None, nodes: int
     return spec if _scores_in_runners(keys, spec) else None
 
 
-def _scores_in_runners(keys: RewardModelConfig, spec: ScorerSpec | None) -> bool:
+def _scores_in_runners(keys: RewardConfig, spec: ScorerSpec | None) -> bool:
     return keys.launch_reward_fn_async and spec is not None and spec.takes_samples
 
 
 def val_reward_config(config: ScoredJobConfig) -> TrainConfig | None:
-    """Return the configuration with ``val_reward_fn`` as its only reward; None if validation scores like training."""
+    """Return the configuration whose only reward is the validation function; None without such a function."""
     if not isinstance(config, TrainConfig):
         return None
-    custom: ValRewardConfig = config.val_reward_fn
+    custom = config.reward.validation_function
     if custom.path is None:
         return None
     keys = dataclasses.replace(
-        config.reward_model, functions={}, function_weight=1.0, reward_manager=None, reward_kwargs=RewardKwargsConfig()
+        config.reward,
+        functions={},
+        function_weight=1.0,
+        custom_reward_function=CustomRewardConfig(custom.path, custom.name, custom.reward_kwargs),
+        reward_manager=RewardManagerConfig(),
+        reward_kwargs=RewardKwargsConfig(),
+        validation_function=ValRewardConfig(),
     )
-    return dataclasses.replace(
-        config,
-        reward_model=keys,
-        reward.custom_reward_function=CustomRewardConfig(custom.path, custom.name, custom.reward_kwargs),
-        reward.validation_function=ValRewardConfig(),
-    )
+    return dataclasses.replace(config, reward=keys)
 
 
 def check_rewards(config: ScoredJobConfig) -> None:
@@ -146,7 +148,7 @@ def check_rewards(config: ScoredJobConfig) -> None:
     """
     if (validation := val_reward_config(config)) is not None:
         check_rewards(validation)
-    keys = config.reward_model
+    keys = config.reward
     if keys.function_weight == 0:
         return  # no function is called
     plan = reward_plan(config)
@@ -161,7 +163,7 @@ def check_rewards(config: ScoredJobConfig) -> None:
                 "execute it in the driver; set at least 1",
                 code="reward.needs-process",
             )
-        is_local = spec.spec == "code" and keys.sandbox_fusion.url is None
+        is_local = spec.spec == "code" and keys.sandbox.url is None
         if is_local and (problem := isolation_problem(keys.sandbox.allow_unfiltered)):
             raise RewardError(f"reward function 'code': {problem}", code="sandbox.no-isolation")
         if spec.spec == "judge" and keys.judge.api_key_env and keys.judge.api_key_env not in os.environ:
@@ -178,7 +180,7 @@ def reward_plan(config: ScoredJobConfig, processes: int | None = None) -> Reward
         config: complete.
         processes: number of all processes, which share the concurrent requests to services; None = as configured.
     """
-    keys, custom = config.reward_model, config.custom_reward_function
+    keys, custom = config.reward, config.reward.custom_reward_function
     weights: Mapping[str, float] = keys.functions or {CUSTOM_REWARD if custom.path else keys.name: 1.0}
     plan = RewardPlan([], [], [])
     numbers: dict[str, int] = {}
@@ -223,7 +225,7 @@ def _label(name: str) -> str:
 
 
 def _spec(config: ScoredJobConfig, name: str, workers: int) -> FunctionSpec:
-    keys, custom = config.reward_model, config.custom_reward_function
+    keys, custom = config.reward, config.reward.custom_reward_function
     user_arguments = dict(keys.function_kwargs.get(name, {}))
     if name == CUSTOM_REWARD:
         spec = custom_reward_spec(str(custom.path), custom.name)
@@ -232,10 +234,10 @@ def _spec(config: ScoredJobConfig, name: str, workers: int) -> FunctionSpec:
         limit, share = keys.judge.timeout_s + _MARGIN_S, -(-keys.judge.max_concurrent // workers)
         return FunctionSpec(name, _judge_arguments(keys) | user_arguments, limit, share)
     if name == "code":
-        sandbox, remote = keys.sandbox, keys.sandbox_fusion
+        sandbox = keys.sandbox
         arguments: dict[str, Any] = {
-            "url": remote.url,
-            "memory_limit_mb": remote.memory_limit_mb,
+            "url": sandbox.url,
+            "memory_limit_mb": sandbox.memory_limit_mb,
             "timeout_s": sandbox.timeout_s,
             "max_processes": sandbox.max_processes,
             "disk_mb": sandbox.disk_mb,
@@ -244,12 +246,12 @@ def _spec(config: ScoredJobConfig, name: str, workers: int) -> FunctionSpec:
             "allow_unfiltered": sandbox.allow_unfiltered,
         }
         limit = (sandbox.max_cases or _CASES_WITHOUT_LIMIT) * 2 * sandbox.timeout_s + _MARGIN_S
-        share = -(-remote.max_concurrent // workers) if remote.url else 1
+        share = -(-sandbox.max_concurrent // workers) if sandbox.url else 1
         return FunctionSpec(name, arguments | user_arguments, limit, share)
     return FunctionSpec(name, user_arguments, keys.timeout_s, keys.max_concurrency)
 
 
-def _judge_arguments(keys: RewardModelConfig) -> dict[str, Any]:
+def _judge_arguments(keys: RewardConfig) -> dict[str, Any]:
     judge = keys.judge
     template = judge.template
     if judge.template_path is not None:
@@ -267,7 +269,7 @@ def _judge_arguments(keys: RewardModelConfig) -> dict[str, Any]:
     return arguments if template is None else arguments | {"template": template}
 
 
-def num_processes(keys: RewardModelConfig) -> int:
+def num_processes(keys: RewardConfig) -> int:
     """Return the number of reward processes, by default of each node; 0 = the driver calls the functions."""
     return min(len(os.sched_getaffinity(0)), MAX_PROCESSES) if keys.num_workers is None else keys.num_workers
 
@@ -276,7 +278,7 @@ def _scorer_spec(
     config: ScoredJobConfig, plan: RewardPlan, logs: ProcessLogs | None, processes: int | None = None
 ) -> ScorerSpec | None:
     """Describe the pool of reward processes; None = the driver calls the functions."""
-    keys = config.reward_model
+    keys = config.reward
     count = num_processes(keys) if processes is None else processes
     if count == 0:
         return None
@@ -284,7 +286,7 @@ def _scorer_spec(
     return ScorerSpec(plan.terms, plan.functions, traits, count, keys.max_retries, plan.first, logs)
 
 
-def _in_driver(plan: RewardPlan, keys: RewardModelConfig) -> InDriverRunner:
+def _in_driver(plan: RewardPlan, keys: RewardConfig) -> InDriverRunner:
     functions = [LoadedFunction(load_reward_function(spec.spec, spec.kwargs), spec) for spec in plan.functions]
     return InDriverRunner(functions, keys.max_retries)
 
@@ -294,9 +296,9 @@ def _traits(spec: FunctionSpec) -> FunctionTraits:
     return check_signature(load_reward_function(spec.spec, spec.kwargs), spec.spec, spec.kwargs)
 
 
-def _check_manager(keys: RewardModelConfig, spec: FunctionSpec, traits: FunctionTraits) -> None:
+def _check_manager(keys: RewardConfig, spec: FunctionSpec, traits: FunctionTraits) -> None:
     """Check that the configured verl reward manager fits the signature of the function."""
-    manager = keys.reward_manager
+    manager = keys.reward_manager.name
     if manager is not None and (manager == "batch") != traits.batch:
         takes = "a batch (data_sources, ...)" if traits.batch else "a sample (data_source, ...)"
         right = "batch" if traits.batch else "naive"

@@ -16,7 +16,7 @@ from megarl.base.logs import ProcessLogs
 from megarl.base.reductions import Total
 from megarl.cluster.role_groups import RewardModelGroup
 from megarl.config.schema.jobs import ScoredJobConfig
-from megarl.config.schema.rewards import RewardModelConfig
+from megarl.config.schema.rewards import RewardConfig, ScoringModelConfig
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right, sequence_lengths
 from megarl.data.control_tokens import control_tokens
 from megarl.data.tokenization import Prompt, PromptEncoder
@@ -81,13 +81,13 @@ class RewardModel(Protocol):
 class RewardPhase:
     """Scores batches of samples, in training and in validation.
 
-    ``score = function_weight * function's score + model_weight * reward model's score``, at the last response token.
+    ``score = function_weight * function's score + model.weight * reward model's score``, at the last response token.
     A row whose function failed stays masked, whatever the reward model's score.
 
     Args:
         functions: manager of the reward functions; its processes are started.
         tokenizer: of the policy.
-        keys: the section ``reward_model``.
+        keys: the section ``reward``.
         model: the reward model; None = functions only.
     """
 
@@ -95,7 +95,7 @@ class RewardPhase:
         self,
         functions: BatchScorer,
         tokenizer: PreTrainedTokenizerBase,
-        keys: RewardModelConfig,
+        keys: RewardConfig,
         model: RewardModel | None = None,
     ) -> None:
         self.functions = functions
@@ -131,7 +131,7 @@ class RewardPhase:
         metrics: Metrics = {"reward/failed": Total(failed.sum()), "reward/rm_truncated": Total(model.truncated)}
         for name, values in parts.items():
             metrics |= summary(f"reward/{name}", values[kept])
-        scores = weight * functions + self.keys.model_weight * model.scores
+        scores = weight * functions + self.keys.model.weight * model.scores
         batch = with_scores(scored.batch, scores, kept).with_columns({}, extras)
         return Scored(batch, scored.metrics | metrics, scored.extra_columns | extras)
 
@@ -142,9 +142,7 @@ class RewardPhase:
             f"the reward model's score of row {row} is {scores[row].item()} ({int(invalid.sum())} rows are not finite)"
         )
         if self.keys.on_error == "raise":
-            raise RewardError(
-                f"{message}; reward.on_error=mask masks such rows", code="reward.model-score-not-finite"
-            )
+            raise RewardError(f"{message}; reward.on_error=mask masks such rows", code="reward.model-score-not-finite")
         if (failed | invalid).all():
             raise RewardError(f"none of {len(invalid)} rows could be scored: {message}", code="reward.no-row-scored")
         logger.warning("masked: %s", message)
@@ -165,7 +163,7 @@ class SequenceReader:
     (``raw_prompt`` plus the response as the assistant's message) with the reward model's chat template.
 
     Args:
-        keys: the section ``reward_model``.
+        keys: the section ``reward.model``.
         policy_tokenizer: tokenizer of the samples.
 
     Raises:
@@ -173,18 +171,18 @@ class SequenceReader:
         ModelError: a tokenizer cannot be loaded.
     """
 
-    def __init__(self, keys: RewardModelConfig, policy_tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, keys: ScoringModelConfig, policy_tokenizer: PreTrainedTokenizerBase) -> None:
         assert keys.max_length is not None, "filled in"
         self.max_length = keys.max_length
         self._decoder: PreTrainedTokenizerBase | None = None
-        model_tokenizer = load_tokenizer(str(keys.model.path))
-        if keys.model.input_tokenizer is None:
+        model_tokenizer = load_tokenizer(str(keys.path))
+        if keys.input_tokenizer is None:
             _check_same_vocabulary(model_tokenizer, policy_tokenizer, keys)
             return
-        self._decoder = load_tokenizer(keys.model.input_tokenizer)
+        self._decoder = load_tokenizer(keys.input_tokenizer)
         if self._decoder.get_vocab() != policy_tokenizer.get_vocab():
             raise ConfigError(
-                f"reward.model.input_tokenizer={keys.model.input_tokenizer} has other tokens than the policy's "
+                f"reward.model.input_tokenizer={keys.input_tokenizer} has other tokens than the policy's "
                 f"tokenizer {policy_tokenizer.name_or_path}, whose responses it has to decode; name that one",
                 code="reward.input-tokenizer",
             )
@@ -254,11 +252,11 @@ def _sequence_batch(sequences: Sequence[list[int]]) -> DataProto:
 
 
 def _check_same_vocabulary(
-    model: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, keys: RewardModelConfig
+    model: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, keys: ScoringModelConfig
 ) -> None:
     if model.get_vocab() != policy.get_vocab():
         raise ConfigError(
-            f"reward.model.path={keys.model.path}: its tokenizer has other tokens than the policy's, "
+            f"reward.model.path={keys.path}: its tokenizer has other tokens than the policy's, "
             f"{policy.name_or_path}, so it cannot read the policy's token ids; set "
             f"reward.model.input_tokenizer={policy.name_or_path}",
             code="reward.other-vocabulary",

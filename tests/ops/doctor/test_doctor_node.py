@@ -67,7 +67,7 @@ def test_all_faults_of_a_machine_are_reported(tmp_path: Path) -> None:
     sandbox = results["code sandbox"]
     # no second user is mapped
     assert sandbox.status is Status.WARN and "no sandbox on this machine" in sandbox.observation
-    assert "sandbox_fusion.url" in sandbox.remedy
+    assert "reward.sandbox.url" in sandbox.remedy
     held = results["port"]
     assert held.status is Status.FAIL and held.observation.startswith(f"{port} is held by")
     reduced = results["all-reduce (gloo)"]  # still runs

@@ -32,9 +32,9 @@ def test_roles_and_phases_follow_the_algorithm(tmp_path: Path) -> None:
         megatron(2, 2),
         actor_rollout_ref__actor__use_kl_loss=True,
         actor_rollout_ref__ref__megatron=megatron(2),
-        reward_model__enable=True,
-        reward_model__model={"path": reward_model_folder(tmp_path)},
-        reward_model__megatron=megatron(4),
+        reward__model__enable=True,
+        reward__model__path=reward_model_folder(tmp_path),
+        reward__model__megatron=megatron(4),
     )
     assert [role.name for role in job.roles] == ["actor", "critic", "reference", "reward_model"]
     assert job.phases == (
@@ -70,9 +70,9 @@ def test_all_samples_are_scored_and_selected_ones_are_trained_on(algorithm: str,
     job = train_job(
         "Qwen2.5-7B",
         megatron(2),
-        reward_model__enable=True,
-        reward_model__model={"path": reward_model_folder(tmp_path)},
-        reward_model__megatron=megatron(1),
+        reward__model__enable=True,
+        reward__model__path=reward_model_folder(tmp_path),
+        reward__model__megatron=megatron(1),
         **settings,
     )
     trained, samples = 64 * (scored - 1), 64 * scored
