@@ -11,4 +11,4 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/cluster.sh"
 need RETRIEVER "the address of a retrieval server, such as http://search:8000/retrieve"
-run_on_cluster run_search_agent retriever.url="$RETRIEVER" "$@"
+run_on_cluster run_search_agent actor_rollout_ref.rollout.multi_turn.search.url="$RETRIEVER" "$@"

@@ -37,7 +37,7 @@ done
 
 echo "== 4/5  Reinforcement learning"
 megarl train --config-name search_agent trainer.seed="$seed" trainer.overwrite_output=true \
-  retriever.url="http://127.0.0.1:$port/retrieve" "$@"
+  actor_rollout_ref.rollout.multi_turn.search.url="http://127.0.0.1:$port/retrieve" "$@"
 
 echo "== 5/5  Conversations about held-out people, at the last validation"
 python - outputs/search_agent/validation <<'SHOW'

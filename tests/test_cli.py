@@ -434,7 +434,7 @@ SECRETS = ("hunter2secret", "kwargs-key-1", "sk-abcdefghijklmnop1234", "env-secr
 def secret_overrides() -> list[str]:
     """Overrides with secrets by key name, in an address, by form, and from the environment."""
     return [
-        "retriever.url=http://me:hunter2secret@127.0.0.1:8000/retrieve",
+        "actor_rollout_ref.rollout.multi_turn.search.url=http://me:hunter2secret@127.0.0.1:8000/retrieve",
         "+reward.custom_reward_function.reward_kwargs.api_key=kwargs-key-1",
         "+reward.custom_reward_function.reward_kwargs.header=sk-abcdefghijklmnop1234",
         "+reward.custom_reward_function.reward_kwargs.password=${oc.env:MEGARL_TEST_SECRET}",
@@ -485,13 +485,13 @@ def test_a_stored_config_names_the_secrets_to_set_again(
     again = ["train", "--config-dir", str(folder), "--config-name", "config"]
     assert cli.main(again) == cli.EXIT_BAD_CONFIG
     error = capsys.readouterr().err
-    assert "reward.custom_reward_function.reward_kwargs.api_key" in error and "retriever.url" in error
+    assert "reward.custom_reward_function.reward_kwargs.api_key" in error and "actor_rollout_ref.rollout.multi_turn.search.url" in error
     assert error.count("[config.redacted-secret]") == 3
     assert "reward.custom_reward_function.reward_kwargs.password" not in error
     values = [
         "reward.custom_reward_function.reward_kwargs.api_key=new",
         "reward.custom_reward_function.reward_kwargs.header=new",
-        "retriever.url=null",
+        "actor_rollout_ref.rollout.multi_turn.search.url=null",
     ]
     assert cli.main([*again, *values]) == 0
     kwargs = job.calls[1][0].reward.custom_reward_function.reward_kwargs

@@ -116,8 +116,8 @@ def test_all_keys_reach_their_loop(files, tokenizer):
 @pytest.mark.parametrize(
     ("sections", "key", "value"),
     [
-        ({"do_search": True}, "retriever.url", None),
-        ({"rollout": {"agent": {"default_agent_loop": "search_agent"}}}, "retriever.url", None),
+        ({"do_search": True}, "actor_rollout_ref.rollout.multi_turn.search.url", None),
+        ({"rollout": {"agent": {"default_agent_loop": "search_agent"}}}, "actor_rollout_ref.rollout.multi_turn.search.url", None),
         ({"rollout": {"agent": {"default_agent_loop": "external_agent"}}}, "agent.external_agent", None),
         (
             {"rollout": {"agent": {"external_agent": "a.py:b"}}, "do_search": True, "retriever": {"url": "http://h/r"}},
@@ -126,7 +126,7 @@ def test_all_keys_reach_their_loop(files, tokenizer):
         ),
         ({"rollout": {"endpoint": {"port": 65536}}}, "endpoint.port", 65536),
         ({"rollout": {"endpoint": {"host": ""}}}, "endpoint.host", ""),
-        ({"retriever": {"url": "127.0.0.1:8000"}}, "retriever.url", "127.0.0.1:8000"),
+        ({"retriever": {"url": "127.0.0.1:8000"}}, "actor_rollout_ref.rollout.multi_turn.search.url", "127.0.0.1:8000"),
         ({"rollout": {"multi_turn": {"enable": True}}}, "multi_turn.tool_config_path", None),
         ({"rollout": {"multi_turn": {"tool_config_path": "none.yaml"}}}, "multi_turn.tool_config_path", "none.yaml"),
         (
@@ -136,7 +136,7 @@ def test_all_keys_reach_their_loop(files, tokenizer):
         ),
         (
             {"do_search": True, "retriever": {"url": "http://h/r"}, "data": {"max_obs_length": 600}},
-            "data.max_obs_length",
+            "actor_rollout_ref.rollout.multi_turn.search.max_obs_length",
             600,
         ),
     ],
@@ -190,7 +190,7 @@ def test_loops_named_by_rows_are_checked_before_the_start(files):
     for name, code, value in (
         ("mein", "config.unknown-name", "path are mine"),
         ("tool_agent", "tool.no-file", "multi_turn.tool_config_path is null"),
-        ("search_agent", "tool.no-retriever", "retriever.url is null"),
+        ("search_agent", "tool.no-retriever", "actor_rollout_ref.rollout.multi_turn.search.url is null"),
         ("external_agent", "agent.endpoint-disabled", "set actor_rollout_ref.rollout.endpoint.enable=true"),
     ):
         with raises(code, f"a.parquet, row 2: agent_name={name!r}", value):

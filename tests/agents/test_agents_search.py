@@ -168,7 +168,7 @@ def test_retrieval_failure_fails_the_conversation(tokenizer, url):
         for text in ("now", "later")
     ]
     failed, fine = asyncio.run(lead_all(talks, {"search_agent": SearchLoop(tokenizer, client)}, script))
-    assert "retriever.url=http://127.0.0.1:1/retrieve" in failed.error
+    assert "actor_rollout_ref.rollout.multi_turn.search.url=http://127.0.0.1:1/retrieve" in failed.error
     assert "[tool.retriever-unreachable]" in failed.error
     assert not any(failed.response_mask) and fine.error is None
 

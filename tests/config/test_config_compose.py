@@ -43,7 +43,7 @@ SHIPPED = sorted(file.stem for file in REPOSITORY_CONFIGS.glob("*.yaml"))
 NAMES = {
     "distill": ("distillation.teacher_models.teacher.model_path=teacher",),
     "run_671b_grpo": ("actor_rollout_ref.rollout.engine_kwargs.sglang.urls=[http://a:30000,http://b:30000]",),
-    "run_search_agent": ("retriever.url=http://a:8000/retrieve",),
+    "run_search_agent": ("actor_rollout_ref.rollout.multi_turn.search.url=http://a:8000/retrieve",),
 }
 """Names and addresses that a run needs and no file can contain."""
 

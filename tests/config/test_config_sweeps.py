@@ -19,7 +19,7 @@ LR = "actor_rollout_ref.actor.optim.lr"
 REQUIRED = (
     "actor_rollout_ref.model.path=m",
     "data.train_files=x.parquet",
-    "retriever.url=http://r",
+    "actor_rollout_ref.rollout.multi_turn.search.url=http://r",
     "trainer.device=cuda",
 )
 

@@ -113,7 +113,7 @@ def test_run_scripts_need_only_a_config_json_and_a_tokenizer(
         "data.train_batch_size=64",
         f"{POLICY}.actor.ppo_mini_batch_size=64",
         "reward.name=arithmetic",
-        "retriever.url=http://retriever.invalid/retrieve",
+        "actor_rollout_ref.rollout.multi_turn.search.url=http://retriever.invalid/retrieve",
         "trainer.total_training_steps=100",
         f"trainer.default_local_dir={tmp_path}/checkpoints",
         "trainer.save_freq=-1",
