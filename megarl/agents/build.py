@@ -28,13 +28,14 @@ _KEY = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
 def default_agent_loop(config: GenerationJobConfig) -> str:
     """Return the loop of rows without ``agent_name``."""
     agent: AgentConfig = config.actor_rollout_ref.rollout.agent
+    multi_turn: MultiTurnConfig = config.actor_rollout_ref.rollout.multi_turn
     if agent.default_agent_loop is not None:
         return agent.default_agent_loop
     if agent.external_agent is not None:
         return "external_agent"
-    if config.do_search:
+    if multi_turn.search.enable:
         return "search_agent"
-    return "tool_agent" if config.actor_rollout_ref.rollout.multi_turn.enable else "single_turn_agent"
+    return "tool_agent" if multi_turn.enable else "single_turn_agent"
 
 
 def conversation_limits(config: GenerationJobConfig) -> ConversationLimits:

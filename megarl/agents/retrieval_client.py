@@ -12,6 +12,9 @@ import aiohttp
 from megarl.base.errors import MegarlError
 from megarl.base.json_text import parse_json
 
+SEARCH_URL = "actor_rollout_ref.rollout.multi_turn.search.url"
+"""Key of the address."""
+
 
 class RetrievalError(MegarlError):
     """The server is unreachable or its response is malformed; never reported as an empty result."""
@@ -128,7 +131,7 @@ class RetrievalClient:
             if status < 500 and status not in (408, 429):
                 break  # a retry would give the same result
         raise RetrievalError(
-            f"retriever.url={options.url} did not answer {len(queries)} queries ({cause}); is the server running, "
+            f"{SEARCH_URL}={options.url} did not answer {len(queries)} queries ({cause}); is the server running, "
             "and is the address right?",
             code="tool.retriever-unreachable",
         )
@@ -160,4 +163,4 @@ class RetrievalClient:
         return Hit(document["contents"], float(entry.get("score") or 0.0), str(document.get("id", "")))
 
     def _malformed(self, problem: str) -> RetrievalError:
-        return RetrievalError(f"retriever.url={self.options.url}: the answer {problem}", code="tool.retriever-answer")
+        return RetrievalError(f"{SEARCH_URL}={self.options.url}: the answer {problem}", code="tool.retriever-answer")

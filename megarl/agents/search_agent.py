@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from megarl.agents.event_loop import in_tokenizer_thread
 from megarl.agents.loop import AgentLoop, Transcript, encode_messages, register_agent_loop
-from megarl.agents.retrieval_client import Hit, RetrievalClient, RetrievalOptions
+from megarl.agents.retrieval_client import SEARCH_URL, Hit, RetrievalClient, RetrievalOptions
 from megarl.agents.types import Conversation, Generate, Trajectory, TrajectoryEnd
 from megarl.base.errors import ConfigError
 from megarl.data.control_tokens import control_tokens
@@ -85,17 +85,16 @@ class SearchLoop(AgentLoop):
 
     @classmethod
     def create(cls, config: GenerationJobConfig, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Self:
-        """Build the loop with a client of ``retriever.url``.
+        """Build the loop with a client of ``multi_turn.search.url``.
 
         Raises:
-            ConfigError: ``retriever.url`` is null.
+            ConfigError: the address is null.
         """
-        retrieval = RetrievalOptions(
-            _url(config), config.retriever.topk, config.retriever.timeout_s, config.retriever.retries
-        )
+        keys = config.actor_rollout_ref.rollout.multi_turn.search
+        retrieval = RetrievalOptions(_url(config), keys.topk, keys.timeout_s, keys.retries)
         configured = {
-            "max_turns": config.max_turns,
-            "max_obs_length": config.data.max_obs_length,
+            "max_turns": keys.max_turns,
+            "max_obs_length": keys.max_obs_length,
             "template_kwargs": config.data.apply_chat_template_kwargs,
         }
         return cls(tokenizer, RetrievalClient(retrieval), **{**configured, **options})
@@ -191,7 +190,8 @@ def _metrics(actions: list[Action]) -> dict[str, float]:
 
 
 def _url(config: GenerationJobConfig) -> str:
-    if config.retriever.url is None:
-        text = "retriever.url is null; search_agent needs a server such as http://127.0.0.1:8000/retrieve"
+    url: str | None = config.actor_rollout_ref.rollout.multi_turn.search.url
+    if url is None:
+        text = f"{SEARCH_URL} is null; search_agent needs a server such as http://127.0.0.1:8000/retrieve"
         raise ConfigError(text, code="tool.no-retriever")
-    return config.retriever.url
+    return url

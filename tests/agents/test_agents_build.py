@@ -71,20 +71,16 @@ def test_default_agent_loop(files):
     assert default_agent_loop(configured()) == "single_turn_agent"
     tools = {"enable": True, "tool_config_path": str(files / "tools.yaml")}
     assert default_agent_loop(configured(rollout={"multi_turn": tools})) == "tool_agent"
-    searching = {"do_search": True, "retriever": {"url": "http://127.0.0.1:1/retrieve"}}
-    assert default_agent_loop(configured(**searching)) == "search_agent"
+    searching = {"multi_turn": {"search": {"enable": True, "url": "http://127.0.0.1:1/retrieve"}}}
+    assert default_agent_loop(configured(rollout=searching)) == "search_agent"
     external = {"agent": {"external_agent": "a.py:b"}}
     assert default_agent_loop(configured(rollout=external)) == "external_agent"
     chosen = {"agent": {"default_agent_loop": "mine"}}
-    assert default_agent_loop(configured(rollout=chosen, **searching)) == "mine"
+    assert default_agent_loop(configured(rollout=chosen | searching)) == "mine"
 
 
 def test_all_keys_reach_their_loop(files, tokenizer):
     config = configured(
-        do_search=True,
-        max_turns=5,
-        data={"max_obs_length": 77},
-        retriever={"url": "http://host:1/retrieve", "topk": 4, "timeout_s": 9, "retries": 1},
         rollout={
             "multi_turn": {
                 "max_assistant_turns": 6,
@@ -94,6 +90,15 @@ def test_all_keys_reach_their_loop(files, tokenizer):
                 "tool_response_truncate_side": "left",
                 "tool_config_path": str(files / "tools.yaml"),
                 "format": "llama3_json",
+                "search": {
+                    "enable": True,
+                    "url": "http://host:1/retrieve",
+                    "topk": 4,
+                    "max_turns": 5,
+                    "max_obs_length": 77,
+                    "timeout_s": 9,
+                    "retries": 1,
+                },
             },
             "agent": {"agent_loop_config_path": str(files / "loops.yaml"), "timeout_s": 30},
         },
@@ -116,17 +121,22 @@ def test_all_keys_reach_their_loop(files, tokenizer):
 @pytest.mark.parametrize(
     ("sections", "key", "value"),
     [
-        ({"do_search": True}, "actor_rollout_ref.rollout.multi_turn.search.url", None),
-        ({"rollout": {"agent": {"default_agent_loop": "search_agent"}}}, "actor_rollout_ref.rollout.multi_turn.search.url", None),
+        ({"rollout": {"multi_turn": {"search": {"enable": True}}}}, "multi_turn.search.url", None),
+        ({"rollout": {"agent": {"default_agent_loop": "search_agent"}}}, "multi_turn.search.url", None),
         ({"rollout": {"agent": {"default_agent_loop": "external_agent"}}}, "agent.external_agent", None),
         (
-            {"rollout": {"agent": {"external_agent": "a.py:b"}}, "do_search": True, "retriever": {"url": "http://h/r"}},
+            {
+                "rollout": {
+                    "agent": {"external_agent": "a.py:b"},
+                    "multi_turn": {"search": {"enable": True, "url": "http://h/r"}},
+                }
+            },
             "agent.external_agent",
             "a.py:b",
         ),
         ({"rollout": {"endpoint": {"port": 65536}}}, "endpoint.port", 65536),
         ({"rollout": {"endpoint": {"host": ""}}}, "endpoint.host", ""),
-        ({"retriever": {"url": "127.0.0.1:8000"}}, "actor_rollout_ref.rollout.multi_turn.search.url", "127.0.0.1:8000"),
+        ({"rollout": {"multi_turn": {"search": {"url": "127.0.0.1:8000"}}}}, "multi_turn.search.url", "127.0.0.1:8000"),
         ({"rollout": {"multi_turn": {"enable": True}}}, "multi_turn.tool_config_path", None),
         ({"rollout": {"multi_turn": {"tool_config_path": "none.yaml"}}}, "multi_turn.tool_config_path", "none.yaml"),
         (
@@ -135,8 +145,8 @@ def test_all_keys_reach_their_loop(files, tokenizer):
             "none.yaml",
         ),
         (
-            {"do_search": True, "retriever": {"url": "http://h/r"}, "data": {"max_obs_length": 600}},
-            "actor_rollout_ref.rollout.multi_turn.search.max_obs_length",
+            {"rollout": {"multi_turn": {"search": {"enable": True, "url": "http://h/r", "max_obs_length": 600}}}},
+            "multi_turn.search.max_obs_length",
             600,
         ),
     ],

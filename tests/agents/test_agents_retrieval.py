@@ -192,7 +192,11 @@ def test_failure_is_never_an_empty_result(answers, code, value, requests):
 
 def test_unreachable_server_is_named():
     client = RetrievalClient(RetrievalOptions("http://127.0.0.1:1/retrieve", retries=0))
-    with raises("tool.retriever-unreachable", "actor_rollout_ref.rollout.multi_turn.search.url=http://127.0.0.1:1/retrieve", "1 queries"):
+    with raises(
+        "tool.retriever-unreachable",
+        "actor_rollout_ref.rollout.multi_turn.search.url=http://127.0.0.1:1/retrieve",
+        "1 queries",
+    ):
         asyncio.run(client.search("x"))
 
 

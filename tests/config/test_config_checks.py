@@ -291,7 +291,11 @@ def test_impossible_fine_tuning(values: dict[str, Any], path: str, expected: str
             f"{ROLLOUT}.tensor_model_parallel_size",
             "layout.replica-size: pool of 8",
         ),
-        ({"do_search": True}, "actor_rollout_ref.rollout.multi_turn.search.url", "tool.no-retriever"),
+        (
+            {"actor_rollout_ref.rollout.multi_turn.search.enable": True},
+            "actor_rollout_ref.rollout.multi_turn.search.url",
+            "tool.no-retriever",
+        ),
         ({"trainer.experiment_name": " "}, "trainer.experiment_name", "config.value-out-of-limits: empty"),
         ({"trainer.save_freq": 5}, "trainer.save_freq", "config.training-key"),
         ({"critic.optim.lr": 1.0}, "critic", "config.training-key"),

@@ -11,7 +11,8 @@ class SearchOnce(AgentLoop):
 
     @classmethod
     def create(cls, config, tokenizer, **options):
-        return cls(tokenizer, RetrievalClient(RetrievalOptions(config.retriever.url, config.retriever.topk, retries=0)))
+        search = config.actor_rollout_ref.rollout.multi_turn.search
+        return cls(tokenizer, RetrievalClient(RetrievalOptions(search.url, search.topk, retries=0)))
 
     async def run(self, conversation, generate):
         transcript = Transcript(conversation)

@@ -27,11 +27,11 @@ def url() -> Iterator[str]:
 def run(small: list[str], start: Callable[..., CliRun], url: str, tmp_path_factory: pytest.TempPathFactory) -> RunFiles:
     loops = tmp_path_factory.mktemp("loops") / "loops.yaml"
     loops.write_text(json.dumps([{"name": "search_once", "_target_": f"{LOOP}:SearchOnce"}]), encoding="utf-8")
-    agent = "actor_rollout_ref.rollout.agent"
+    agent, search = "actor_rollout_ref.rollout.agent", "actor_rollout_ref.rollout.multi_turn.search"
     run = start(
         *("--config-name", "quickstart", *small, "trainer.experiment_name=agents", "trainer.total_training_steps=2"),
-        *(f"{agent}.agent_loop_config_path={loops}", f"{agent}.default_agent_loop=search_once", f"actor_rollout_ref.rollout.multi_turn.search.url={url}"),
-        *("actor_rollout_ref.rollout.multi_turn.search.topk=1", "data.max_response_length=120", "trainer.rollout_data_dir=rollouts"),
+        *(f"{agent}.agent_loop_config_path={loops}", f"{agent}.default_agent_loop=search_once", f"{search}.url={url}"),
+        *(f"{search}.topk=1", "data.max_response_length=120", "trainer.rollout_data_dir=rollouts"),
         *("trainer.val_before_train=false", "trainer.test_freq=-1"),
         *("actor_rollout_ref.rollout.calculate_log_probs=true", "trainer.save_freq=-1"),
     )

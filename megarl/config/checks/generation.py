@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.config.problems import Problem
-from megarl.config.schema.jobs import EvaluateConfig, GenerateConfig, GenerationJobConfig, TrainConfig
+from megarl.config.schema.jobs import SEARCH, EvaluateConfig, GenerateConfig, GenerationJobConfig, TrainConfig
 from megarl.config.schema.rollout import TokenFilterConfig, TrainingRolloutConfig
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -54,25 +54,25 @@ def token_filters(config: TrainConfig | EvaluateConfig | GenerateConfig) -> Iter
 
 def agents(config: GenerationJobConfig) -> Iterator[Problem]:
     """Check the settings of agent loops, tools, retrieval and endpoint."""
-    rollout, retriever = config.actor_rollout_ref.rollout, config.retriever
+    rollout, search = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.multi_turn.search
     agent, loop, tools = rollout.agent, rollout.agent.default_agent_loop, rollout.multi_turn.tool_config_path
-    if (config.do_search or loop == "search_agent") and retriever.url is None:
+    if (search.enable or loop == "search_agent") and search.url is None:
         text = "search_agent needs a server, such as http://127.0.0.1:8000/retrieve"
-        yield Problem("retriever.url", retriever.url, text, code="tool.no-retriever")
-    if retriever.url is not None and not retriever.url.startswith(("http://", "https://")):
-        yield Problem("retriever.url", retriever.url, "must begin with http:// or https://", code="config.bad-url")
+        yield Problem(f"{SEARCH}.url", search.url, text, code="tool.no-retriever")
+    if search.url is not None and not search.url.startswith(("http://", "https://")):
+        yield Problem(f"{SEARCH}.url", search.url, "must begin with http:// or https://", code="config.bad-url")
     uses_tools = rollout.multi_turn.enable or loop == "tool_agent"
-    if uses_tools and loop in (None, "tool_agent") and not config.do_search and tools is None:
+    if uses_tools and loop in (None, "tool_agent") and not search.enable and tools is None:
         text = "tool_agent needs a YAML file with its tools"
         yield Problem(f"{_ROLLOUT}.multi_turn.tool_config_path", tools, text, code="tool.no-file")
-    if config.do_search and config.data.max_obs_length >= config.data.max_response_length:
+    if search.enable and search.max_obs_length >= config.data.max_response_length:
         text = "must be below data.max_response_length, which holds search results and the policy's tokens"
-        yield Problem("data.max_obs_length", config.data.max_obs_length, text, code="agent.observation-length")
+        yield Problem(f"{SEARCH}.max_obs_length", search.max_obs_length, text, code="agent.observation-length")
     if loop == "external_agent" and agent.external_agent is None:
         text = "external_agent needs a function, path.py:function"
         yield Problem(f"{_ROLLOUT}.agent.external_agent", agent.external_agent, text, code="agent.no-external-agent")
-    if agent.external_agent and config.do_search and loop is None:
-        text = "and do_search both lead trajectories; choose by agent.default_agent_loop"
+    if agent.external_agent and search.enable and loop is None:
+        text = "and multi_turn.search.enable both lead trajectories; choose by agent.default_agent_loop"
         yield Problem(f"{_ROLLOUT}.agent.external_agent", agent.external_agent, text, code="agent.two-agent-loops")
     for name, file in (
         ("multi_turn.tool_config_path", tools),

@@ -94,9 +94,6 @@ class PromptsConfig(RowConfig):
     )
     max_prompt_length: int = key(512, "Longest prompt, in tokens.", at_least=1)
     max_response_length: int = key(512, "Longest response, in tokens.", at_least=1)
-    max_obs_length: int = key(
-        500, "Longest result of the retrieval server in a trajectory, in tokens; longer results are cut.", at_least=16
-    )
     val_batch_size: int | None = key(None, "Prompts per validation batch; null = all in one batch.", at_least=1)
     filter_overlong_prompts: bool = key(
         False, "Drop prompts longer than `max_prompt_length` (counted) instead of applying `truncation`."

@@ -25,7 +25,7 @@ from megarl.config.schema.distillation import DistillationConfig
 from megarl.config.schema.model import MegatronConfig, ModelPathConfig, OptimConfig, TrainedModelConfig
 from megarl.config.schema.rewards import RewardConfig, TrainingRewardConfig
 from megarl.config.schema.roles import ActorConfig, CriticConfig, RefConfig
-from megarl.config.schema.rollout import RetrieverConfig, RolloutConfig, TrainingRolloutConfig
+from megarl.config.schema.rollout import RolloutConfig, TrainingRolloutConfig
 from megarl.config.schema.run import (
     EvaluateRunConfig,
     HubConfig,
@@ -40,6 +40,7 @@ from megarl.config.schema.run import (
 ACTOR, ROLLOUT, REFERENCE = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 CRITIC, REWARD_MODEL, TEACHERS = "critic", "reward.model", "distillation"
 """Paths of the sections of roles; all but the actor can have devices of their own."""
+SEARCH = f"{ROLLOUT}.multi_turn.search"
 POOL_OWNERS = {
     ROLLOUT: "the engines",
     CRITIC: "the critic",
@@ -86,11 +87,6 @@ class GenerationJobConfig:
 
     data: PromptsConfig = section(PromptsConfig)
     actor_rollout_ref: PolicyConfig = section(PolicyConfig)
-    do_search: bool = key(False, "Use `search_agent`, which queries `retriever.url`, as default agent loop.")
-    max_turns: int = key(
-        2, "Turns of `search_agent` with search results; one more turn follows without a search.", at_least=0
-    )
-    retriever: RetrieverConfig = section(RetrieverConfig)
     hub: HubConfig = section(HubConfig)
 
 

@@ -55,6 +55,21 @@ class EngineKwargsConfig:
 
 
 @dataclass(frozen=True)
+class SearchConfig:
+    """Search agent (Search-R1) and its retrieval server; see docs/how_to/agents.md."""
+
+    enable: bool = key(False, "Use `search_agent`, which queries `url`, as default agent loop.")
+    url: str | None = key(None, "Address of POST requests, such as http://127.0.0.1:8000/retrieve; null = none.")
+    topk: int = key(3, "Documents per query.", at_least=1)
+    max_turns: int = key(2, "Turns with search results; one more turn follows without a search.", at_least=0)
+    max_obs_length: int = key(
+        500, "Longest search result in a trajectory, in tokens; longer results are cut.", at_least=16
+    )
+    timeout_s: float = key(30.0, "Seconds that one request may take.", above=0)
+    retries: int = key(3, "Retries of a failed request; then the trajectory fails.", at_least=0)
+
+
+@dataclass(frozen=True)
 class MultiTurnConfig:
     """Multi-turn trajectories with tools; see docs/how_to/agents.md."""
 
@@ -75,6 +90,7 @@ class MultiTurnConfig:
         "hermes",
         "Parser of tool calls: hermes (also Qwen), llama3_json, or a parser that a user module registers.",
     )
+    search: SearchConfig = section(SearchConfig)
 
 
 @dataclass(frozen=True)
@@ -84,8 +100,8 @@ class AgentConfig:
     default_agent_loop: str | None = key(
         None,
         "Agent loop of rows without `agent_name`: single_turn_agent, tool_agent, search_agent, external_agent, a name "
-        "from `agent_loop_config_path`, or path.py:Class; null = by `external_agent`, `do_search` and "
-        "`multi_turn.enable`.",
+        "from `agent_loop_config_path`, or path.py:Class; null = by `external_agent`, "
+        "`multi_turn.search.enable` and `multi_turn.enable`.",
     )
     external_agent: str | None = key(
         None,
@@ -124,16 +140,6 @@ class EndpointConfig:
         "Seconds that an external request waits for the run to generate; then the client gets a retry response.",
         above=0,
     )
-
-
-@dataclass(frozen=True)
-class RetrieverConfig:
-    """Retrieval server of `search_agent`."""
-
-    url: str | None = key(None, "Address of POST requests, such as http://127.0.0.1:8000/retrieve; null = none.")
-    topk: int = key(3, "Documents per query.", at_least=1)
-    timeout_s: float = key(30.0, "Seconds that one request may take.", above=0)
-    retries: int = key(3, "Retries of a failed request; then the trajectory fails.", at_least=0)
 
 
 @dataclass(frozen=True)

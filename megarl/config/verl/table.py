@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from megarl.config.schema.jobs import EvaluateConfig, SFTConfig, TrainConfig
-from megarl.config.verl.moved_rules import REWARDS
+from megarl.config.schema.jobs import EvaluateConfig, GenerateConfig, SFTConfig, TrainConfig
+from megarl.config.verl.moved_rules import REWARDS, SEARCH_AGENT
 from megarl.config.verl.role_rules import role_rules, supervised_role_rules
 from megarl.config.verl.rules import Renamed, Rule, Values
 from megarl.config.verl.run_rules import VALUES, run_rules
@@ -192,7 +192,8 @@ _TABLES: dict[type, VerlTable] = {
         selector="engine",
         preset="sft_trainer_engine",
     ),
-    EvaluateConfig: VerlTable(REWARDS),
+    EvaluateConfig: VerlTable(REWARDS | SEARCH_AGENT),
+    GenerateConfig: VerlTable(SEARCH_AGENT),
 }
 _NO_TABLE = VerlTable()
 

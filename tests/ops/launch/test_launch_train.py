@@ -91,7 +91,10 @@ def test_script_composes_its_configuration(name):
 
 def overrides(settings):
     urls = "actor_rollout_ref.rollout.engine_kwargs.sglang.urls"
-    keys = {"SERVERS": f"{urls}=[{settings.get('SERVERS')}]", "RETRIEVER": f"actor_rollout_ref.rollout.multi_turn.search.url={settings.get('RETRIEVER')}"}
+    keys = {
+        "SERVERS": f"{urls}=[{settings.get('SERVERS')}]",
+        "RETRIEVER": f"actor_rollout_ref.rollout.multi_turn.search.url={settings.get('RETRIEVER')}",
+    }
     return [keys[name] for name in settings]
 
 
