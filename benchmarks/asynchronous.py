@@ -203,7 +203,7 @@ def overrides(task: Path, folder: Path, work: Workload, mode: Sequence[str]) -> 
         f"data.max_response_length={work.longest}",
         f"actor_rollout_ref.model.path={task}/model",
         f"{actor}.ppo_mini_batch_size={work.prompts // 4}",
-        f"{actor}.ppo_max_token_len_per_gpu=4096",
+        f"{actor}.max_token_len_per_gpu=4096",
         f"{actor}.use_kl_loss=false",
         f"{actor}.optim.lr=1e-5",
         f"{actor}.megatron.dtype=float32",

@@ -92,7 +92,7 @@ def overrides(folder: Path, mix: Mix, steps: int, engine_log_probs: bool) -> lis
         f"actor_rollout_ref.model.path={folder}/model",
         f"actor_rollout_ref.model.tokenizer_path={folder}/tokenizer",
         f"{actor}.ppo_mini_batch_size={mix.prompts}",
-        f"{actor}.ppo_max_token_len_per_gpu=2048",
+        f"{actor}.max_token_len_per_gpu=2048",
         f"{actor}.use_kl_loss=false",
         f"{actor}.optim.lr={LEARNING_RATE}",
         f"{actor}.megatron.data_parallel_size=2",

@@ -162,7 +162,7 @@ def step_times(case: Step, folder: Path) -> dict[str, float]:
                 "model": {"path": str(model)},
                 "actor": {
                     "ppo_mini_batch_size": case.mini_batch // 16,
-                    "ppo_max_token_len_per_gpu": case.longest,
+                    "max_token_len_per_gpu": case.longest,
                     "use_kl_loss": True,
                     "megatron": {**case.megatron, "param_offload": True, "optimizer_offload": True,
                                  "grad_offload": True, "recompute_granularity": "full"},

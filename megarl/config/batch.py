@@ -302,8 +302,8 @@ class _Planner:
         self._divides_samples(mini, step, dp)
         sizes = _MicroKeys(
             _Key(f"{path}.use_dynamic_bsz", keys.use_dynamic_bsz),
-            _Key(f"{path}.ppo_max_token_len_per_gpu", keys.ppo_max_token_len_per_gpu),
-            _Key(f"{path}.ppo_micro_batch_size_per_gpu", keys.ppo_micro_batch_size_per_gpu),
+            _Key(f"{path}.max_token_len_per_gpu", keys.max_token_len_per_gpu),
+            _Key(f"{path}.micro_batch_size_per_gpu", keys.micro_batch_size_per_gpu),
         )
         samples = mini.value * n
         micro = self._micro(sizes, megatron, _share(samples, dp), step.longest)

@@ -189,7 +189,7 @@ def _actor(actor: ActorConfig, max_response_length: int, devices: int) -> ActorC
         policy_loss=replace(actor.policy_loss, loss_mode=loss_mode),
         loss_agg_mode=_first(actor.loss_agg_mode, default_aggregation(loss_mode)),
         loss_scale_factor=_first(actor.loss_scale_factor, max_response_length),
-        use_dynamic_bsz=_first(actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu is None),
+        use_dynamic_bsz=_first(actor.use_dynamic_bsz, actor.micro_batch_size_per_gpu is None),
         megatron=_layout(actor.megatron, devices),
     )
 
@@ -212,11 +212,11 @@ def _log_prob(keys: _LogProbKeys, actor: ActorConfig, actor_by_tokens: bool | No
     by_tokens = _first(keys.log_prob_use_dynamic_bsz, False if in_samples else bool(actor.use_dynamic_bsz))
     samples = keys.log_prob_micro_batch_size_per_gpu
     if samples is None and not by_tokens:
-        samples = actor.ppo_micro_batch_size_per_gpu
+        samples = actor.micro_batch_size_per_gpu
     return replace(
         keys,
         log_prob_use_dynamic_bsz=by_tokens,
-        log_prob_max_token_len_per_gpu=_first(keys.log_prob_max_token_len_per_gpu, actor.ppo_max_token_len_per_gpu),
+        log_prob_max_token_len_per_gpu=_first(keys.log_prob_max_token_len_per_gpu, actor.max_token_len_per_gpu),
         log_prob_micro_batch_size_per_gpu=samples,
     )
 
@@ -229,6 +229,6 @@ def _critic(critic: CriticConfig, actor: ActorConfig, model: ModelPathConfig, tr
         ppo_mini_batch_size=_first(critic.ppo_mini_batch_size, actor.ppo_mini_batch_size),
         ppo_epochs=_first(critic.ppo_epochs, actor.ppo_epochs),
         loss_agg_mode=_first(critic.loss_agg_mode, actor.loss_agg_mode),
-        use_dynamic_bsz=_first(critic.use_dynamic_bsz, critic.ppo_micro_batch_size_per_gpu is None),
+        use_dynamic_bsz=_first(critic.use_dynamic_bsz, critic.micro_batch_size_per_gpu is None),
         megatron=_layout(critic.megatron, critic.own_devices or trainer.num_devices, bool(critic.nnodes)),
     )

@@ -48,11 +48,11 @@ _KEYS: dict[str, str] = {
     f"{_OPTIM}.eps optim.eps": "adam_epsilon adam_eps",
     f"{_OPTIM}.clip_grad optim.clip_grad": "max_grad_norm max_norm grad_clip",
     f"{_ACTOR}.ppo_mini_batch_size": "mini_batch_size gradient_accumulation_steps num_mini_batches",
-    f"{_ACTOR}.ppo_micro_batch_size_per_gpu data.micro_batch_size_per_gpu": (
+    f"{_ACTOR}.micro_batch_size_per_gpu data.micro_batch_size_per_gpu": (
         "per_device_train_batch_size micro_train_batch_size micro_batch_size local_batch_size"
     ),
     f"{_ACTOR}.use_dynamic_bsz data.use_dynamic_bsz": "use_dynamic_batch use_dynamic_batch_size",
-    f"{_ACTOR}.ppo_max_token_len_per_gpu data.max_token_len_per_gpu": "max_tokens_per_gpu train_max_tokens_per_gpu",
+    f"{_ACTOR}.max_token_len_per_gpu data.max_token_len_per_gpu": "max_tokens_per_gpu train_max_tokens_per_gpu",
     f"{_ACTOR}.ppo_epochs": "num_iterations num_ppo_epochs max_epochs",
     f"{_ACTOR}.clip_ratio": "eps_clip cliprange clip_eps",
     f"{_ACTOR}.clip_ratio_low": "epsilon epsilon_low",

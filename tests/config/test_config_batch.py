@@ -52,7 +52,7 @@ def test_a_plan_is_valid_exactly_if_every_share_is_even(
         f"{ACTOR}.ppo_mini_batch_size": mini,
         f"{ACTOR}.ppo_epochs": epochs,
         f"{ACTOR}.use_dynamic_bsz": False,
-        f"{ACTOR}.ppo_micro_batch_size_per_gpu": micro,
+        f"{ACTOR}.micro_batch_size_per_gpu": micro,
         "actor_rollout_ref.rollout.n": n,
         "trainer.n_gpus_per_node": devices,
     }
@@ -187,19 +187,19 @@ def test_interleaved_stages_need_a_multiple_of_micro_batches(samples: int, budge
         **INTERLEAVED,
         "data.train_batch_size": samples,
         f"{ACTOR}.ppo_mini_batch_size": samples,
-        f"{ACTOR}.ppo_max_token_len_per_gpu": budget,
+        f"{ACTOR}.max_token_len_per_gpu": budget,
         "critic.megatron.pipeline_model_parallel_size": 2,
     }
     if fits:
         assert plan_batches(build(TrainConfig, with_keys(values))).phase("actor").micro.multiple == 2
         return
-    problem = problems_of(values)[f"{ACTOR}.ppo_max_token_len_per_gpu"]
+    problem = problems_of(values)[f"{ACTOR}.max_token_len_per_gpu"]
     check_problem(problem, f"batch.micro-batches-vpp: {samples} samples")
     assert "2 interleaved pipeline stages" in problem.text
 
 
 def test_interleaved_stages_and_micro_batches_of_fixed_size() -> None:
-    path = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+    path = f"{ACTOR}.micro_batch_size_per_gpu"
     values = {
         **INTERLEAVED,
         "data.train_batch_size": 12,
@@ -220,6 +220,6 @@ def test_devices_that_share_sequences_share_the_budget() -> None:
         "data.max_prompt_length": 60,
         "data.max_response_length": 40,
     }
-    path = f"{ACTOR}.ppo_max_token_len_per_gpu"
+    path = f"{ACTOR}.max_token_len_per_gpu"
     assert plan_batches(build(TrainConfig, with_keys({**values, path: 50}))).phase("actor").micro.max_tokens == 100
     check_problem(problems_of({**values, path: 49})[path], "batch.token-budget: = 100 tokens, on 2 devices: 50 on each")

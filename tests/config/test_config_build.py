@@ -220,7 +220,7 @@ def test_derived_keys() -> None:
         "actor_rollout_ref.actor.clip_ratio_high": 0.4,
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": 2,
         "actor_rollout_ref.actor.use_dynamic_bsz": False,
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4,
+        "actor_rollout_ref.actor.micro_batch_size_per_gpu": 4,
         "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-sum",
         "trainer.seed": 9,
         "data.seed": 3,

@@ -257,12 +257,12 @@ def test_layout_does_not_divide_the_devices(refuse: Refuse) -> None:
             ("batch.samples-per-rank", "data.train_batch_size=9", "2 data-parallel ranks", "8 and 10"),
         ),
         (
-            ["actor_rollout_ref.actor.use_dynamic_bsz=false", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=5"],
-            ("batch.micro-batch-division", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=5", "24", "4 and 6"),
+            ["actor_rollout_ref.actor.use_dynamic_bsz=false", "actor_rollout_ref.actor.micro_batch_size_per_gpu=5"],
+            ("batch.micro-batch-division", "actor_rollout_ref.actor.micro_batch_size_per_gpu=5", "24", "4 and 6"),
         ),
         (
-            ["critic.ppo_max_token_len_per_gpu=37"],
-            ("batch.token-budget", "critic.ppo_max_token_len_per_gpu=37", "38 tokens"),
+            ["critic.max_token_len_per_gpu=37"],
+            ("batch.token-budget", "critic.max_token_len_per_gpu=37", "38 tokens"),
         ),
     ],
     ids=["mini-batch", "data parallel", "micro-batch", "token budget"],

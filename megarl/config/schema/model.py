@@ -223,13 +223,13 @@ class UpdateBatchConfig:
 
     use_dynamic_bsz: bool | None = key(
         None,
-        "Fill micro-batches up to `ppo_max_token_len_per_gpu` tokens instead of a fixed number of samples; "
-        "null = true unless `ppo_micro_batch_size_per_gpu` is set.",
+        "Fill micro-batches up to `max_token_len_per_gpu` tokens instead of a fixed number of samples; "
+        "null = true unless `micro_batch_size_per_gpu` is set.",
     )
-    ppo_max_token_len_per_gpu: int = key(
+    max_token_len_per_gpu: int = key(
         16384, "Tokens (prompt and response) per micro-batch and device; read with `use_dynamic_bsz`.", at_least=1
     )
-    ppo_micro_batch_size_per_gpu: int | None = key(
+    micro_batch_size_per_gpu: int | None = key(
         None, "Samples per micro-batch and data-parallel rank; required without `use_dynamic_bsz`.", at_least=1
     )
     use_prefix_grouper: bool = key(
@@ -249,11 +249,11 @@ class LogProbBatchConfig:
         "too, true unless `log_prob_micro_batch_size_per_gpu` is set.",
     )
     log_prob_max_token_len_per_gpu: int | None = key(
-        None, "Tokens per micro-batch and device; null = the actor's `ppo_max_token_len_per_gpu`.", at_least=1
+        None, "Tokens per micro-batch and device; null = the actor's `max_token_len_per_gpu`.", at_least=1
     )
     log_prob_micro_batch_size_per_gpu: int | None = key(
         None,
-        "Samples per micro-batch and data-parallel rank; null = the actor's `ppo_micro_batch_size_per_gpu`.",
+        "Samples per micro-batch and data-parallel rank; null = the actor's `micro_batch_size_per_gpu`.",
         at_least=1,
     )
 

@@ -184,7 +184,7 @@ def _derived_values(config: TrainConfig | SupervisedConfig) -> dict[str, None]:
             derived.append(f"{path}.rollout.replicas")
         passes: dict[str, LogProbBatchConfig] = {f"{path}.rollout": rollout, f"{path}.ref": policy.ref, **teachers}
         for section, keys in passes.items():
-            if keys.log_prob_max_token_len_per_gpu == policy.actor.ppo_max_token_len_per_gpu:
+            if keys.log_prob_max_token_len_per_gpu == policy.actor.max_token_len_per_gpu:
                 derived.append(f"{section}.log_prob_max_token_len_per_gpu")
     for section, megatron in layouts.items():
         pool = TEACHERS if section.startswith(TEACHERS) else section.removesuffix(".megatron")

@@ -122,7 +122,7 @@ def test_run_scripts_need_only_a_config_json_and_a_tokenizer(
     if not script.startswith("run_"):
         overrides += (f"{POLICY}.rollout.name=sglang", "trainer.nnodes=2", "trainer.device=cuda")
         overrides += tuple(f"{role}.megatron.{kind}_offload=true" for role in ROLES for kind in ("grad", "optimizer"))
-        overrides += ("critic.megatron.param_offload=true", f"{POLICY}.actor.ppo_max_token_len_per_gpu=4096")
+        overrides += ("critic.megatron.param_offload=true", f"{POLICY}.actor.max_token_len_per_gpu=4096")
     if "async" in script:
         overrides += ("async_training.sync_interval=1",)
     if "671b" in script:  # its rollout uses external servers

@@ -226,7 +226,7 @@ def test_kv_cache_takes_the_static_fraction_without_weights() -> None:
 
 
 def test_micro_batch_tokens_follow_the_budget_or_the_sample_count() -> None:
-    fixed = {"actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 2}
+    fixed = {"actor_rollout_ref__actor__micro_batch_size_per_gpu": 2}
     passes = {planned.phase: planned for planned in train_job("Qwen2.5-7B", megatron(4), **fixed).role("actor").passes}
     assert (passes["update_actor"].tokens, passes["update_actor"].outputs) == (2 * 2048, 2 * 1024)
     assert passes["update_actor"].micro_batches == 2 * 32 // 2 // 2

@@ -69,7 +69,7 @@ def test_pipeline_bubble_follows_the_formula(micro_batches, stages, chunks):
         nodes=16,
         data__train_batch_size=samples // 2,
         actor_rollout_ref__actor__ppo_mini_batch_size=samples // 2,
-        actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu=2,
+        actor_rollout_ref__actor__micro_batch_size_per_gpu=2,
     )
     cost = pass_time(job, "old_log_prob").cost
     without_bubble = cost._replace(bubble=0.0, host=0.0).seconds

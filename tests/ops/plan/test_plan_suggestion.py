@@ -38,7 +38,7 @@ def test_a_run_that_fits_has_no_shortfalls():
 def test_offloading_idle_roles_is_suggested_first():
     """70B and its critic are in device memory while the other updates: offloading is the cheapest change."""
     layout = megatron(8, 2)
-    budgets = {"actor_rollout_ref__actor__ppo_max_token_len_per_gpu": 4096, "critic__ppo_max_token_len_per_gpu": 4096}
+    budgets = {"actor_rollout_ref__actor__max_token_len_per_gpu": 4096, "critic__max_token_len_per_gpu": 4096}
     suggestion = suggestion_for(seventy_billion(layout, layout, **budgets))
     assert suggestion is not None and all(path.endswith("_offload") for path in suggestion.changes)
 
@@ -46,7 +46,7 @@ def test_offloading_idle_roles_is_suggested_first():
 def test_recomputation_is_suggested():
     tight = seventy_billion(megatron(8, 4), data__train_batch_size=1024,
                             actor_rollout_ref__actor__ppo_mini_batch_size=1024,
-                            actor_rollout_ref__actor__ppo_max_token_len_per_gpu=24576)  # fmt: skip
+                            actor_rollout_ref__actor__max_token_len_per_gpu=24576)  # fmt: skip
     suggestion = suggestion_for(tight)
     assert [path.rpartition(".")[2] for path in suggestion.changes] == ["recompute_granularity"]
     assert suggestion.overrides()[0].startswith("actor_rollout_ref.actor.megatron.recompute_granularity=")
@@ -102,7 +102,7 @@ def test_overrides_of_free_keys_have_a_plus():
     [
         ("trainer.nnodes", 32, {"actor_rollout_ref.actor.megatron.data_parallel_size": 8,
                                 "actor_rollout_ref.rollout.replicas": 32}),
-        ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", 4096,
+        ("actor_rollout_ref.actor.max_token_len_per_gpu", 4096,
          {"actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": 4096}),
         ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size", 4,
          {"actor_rollout_ref.actor.megatron.data_parallel_size": 8}),
