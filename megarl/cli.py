@@ -48,11 +48,12 @@ from megarl.config.compose import (
     compose,
     compose_run,
     compose_sweep,
+    overridden_keys,
     run_once,
     run_sweep,
     to_yaml,
 )
-from megarl.config.overrides import restore_texts
+from megarl.config.overrides import TextConfigSource, restore_texts
 from megarl.config.problems import nearest_keys
 from megarl.config.schema.jobs import JobConfig
 from megarl.config.short_flags import add_flags, flag_overrides
@@ -290,10 +291,12 @@ def _run(name: str, job: Job, request: ConfigRequest[Any], run: ComposedRun[Any]
             _store_sweep(folder, values)
         try:
             # runs of a sweep share a name, so files without an explicit path go to the folder of each run
-            config = build(job.schema, values, str(folder)) if run is None else run.config
+            overridden = overridden_keys(hydra.overrides.task)
+            config = build(job.schema, values, str(folder), overridden) if run is None else run.config
             metric = config.trainer.sweep_metric
             remember_references(config, values)
-            print("".join(f"config: {note}\n" for note in verl_notes(job.schema, values)), end="", file=sys.stderr)
+            notes = [*TextConfigSource.notes, *verl_notes(job.schema, values, overridden)]
+            print("".join(f"config: {note}\n" for note in notes), end="", file=sys.stderr)
             with locked_output_folders(config, folder):
                 _run_locked(name, job, request.config_name, config, values, hydra.overrides.task)
         except MegarlError as error:

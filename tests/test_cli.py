@@ -471,7 +471,10 @@ def test_no_file_of_a_run_has_a_secret_or_is_readable_by_others(
     assert leaks == []
     stored = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     assert stored["reward"]["custom_reward_function"]["reward_kwargs"]["password"] == "${oc.env:MEGARL_TEST_SECRET}"
-    assert stored["actor_rollout_ref"]["rollout"]["multi_turn"]["search"]["url"] == "http://<redacted>@127.0.0.1:8000/retrieve"
+    assert (
+        stored["actor_rollout_ref"]["rollout"]["multi_turn"]["search"]["url"]
+        == "http://<redacted>@127.0.0.1:8000/retrieve"
+    )
     modes = {oct(path.stat().st_mode & 0o777) for path in files}
     assert modes == {"0o600"} and folder.stat().st_mode & 0o777 == 0o700
 

@@ -11,13 +11,15 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from megarl.base.formatting import count_noun, table_lines
 from megarl.config.problems import InvalidConfigError, Problem
 from megarl.config.schema.async_training import SYNC
+from megarl.config.schema.data import SupervisedDataConfig
 from megarl.config.schema.jobs import ScoredJobConfig, SupervisedConfig, TrainConfig
-from megarl.config.schema.model import LogProbBatchConfig, MegatronConfig
+from megarl.config.schema.model import LogProbBatchConfig, MegatronConfig, UpdateBatchConfig
+from megarl.config.schema.rewards import ScoringModelConfig
 from megarl.config.schema.roles import ActorConfig, CriticConfig
 
 _count = partial(count_noun, grouping=False)
@@ -181,6 +183,9 @@ class _Key(NamedTuple):
     value: Any
 
 
+_HasMicroBatches: TypeAlias = UpdateBatchConfig | LogProbBatchConfig | SupervisedDataConfig | ScoringModelConfig
+
+
 class _MicroKeys(NamedTuple):
     """The three keys that size micro-batches."""
 
@@ -227,13 +232,13 @@ class _Planner:
             ),
         )
         actor, shared = policy.actor, policy.actor.use_prefix_grouper
-        old_log_prob = _log_prob_keys(policy.rollout, "actor_rollout_ref.rollout")
+        old_log_prob = _micro_keys(policy.rollout.log_prob_batch, "actor_rollout_ref.rollout", "log_prob_")
         phases = [self._forward("old_log_prob", step, actor.megatron, old_log_prob, shared)]
         if config.reward.model.enable:
             phases.insert(0, self._reward_phase(config))
         if config.uses_reference:
             layout = policy.ref.megatron or actor.megatron
-            ref_log_prob = _log_prob_keys(policy.ref, "actor_rollout_ref.ref")
+            ref_log_prob = _micro_keys(policy.ref, "actor_rollout_ref.ref")
             phases.append(self._forward("ref_log_prob", step, layout, ref_log_prob, shared))
         if config.distillation.enabled:
             phases += self._teacher_phases(config, step)
@@ -247,12 +252,8 @@ class _Planner:
         keys, path = config.reward.model, "reward.model"
         megatron = keys.megatron
         assert keys.max_length is not None, "derived"
-        sizes = _MicroKeys(
-            _Key(f"{path}.use_dynamic_bsz", keys.use_dynamic_bsz),
-            _Key(f"{path}.max_token_len_per_gpu", keys.max_token_len_per_gpu),
-            _Key(f"{path}.micro_batch_size_per_gpu", keys.micro_batch_size_per_gpu),
-        )
-        micro = self._micro(sizes, megatron, None, _Longest(f"{path}.max_length", keys.max_length))
+        longest = _Longest(f"{path}.max_length", keys.max_length)
+        micro = self._micro(_micro_keys(keys, path), megatron, None, longest)
         same_tokens = keys.input_tokenizer is None and megatron.context_parallel_size == 1
         return replace(micro, share_prompts=same_tokens)
 
@@ -268,7 +269,7 @@ class _Planner:
         samples, shared = step.prompts * step.samples_per_prompt, config.actor_rollout_ref.actor.use_prefix_grouper
         for name, teacher in config.distillation.local_teachers.items():
             megatron = teacher.megatron
-            keys = _log_prob_keys(teacher, f"distillation.teacher_models.{name}")
+            keys = _micro_keys(teacher, f"distillation.teacher_models.{name}")
             micro = self._micro(keys, megatron, None, step.longest)
             micro = _with_shared_prompts(micro, megatron, step, shared)
             dp = megatron.data_parallel_size or 1
@@ -282,11 +283,7 @@ class _Planner:
             self._divides(size, size.value, dp, text, dp, code="batch.samples-per-rank")
         count = config.sequences_per_row
         name = f"{count} x data.max_length" if count > 1 else "data.max_length"
-        sizes = _MicroKeys(
-            _Key("data.use_dynamic_bsz", data.use_dynamic_bsz),
-            _Key("data.max_token_len_per_gpu", data.max_token_len_per_gpu),
-            _Key("data.micro_batch_size_per_gpu", data.micro_batch_size_per_gpu),
-        )
+        sizes = _micro_keys(data, "data")
         micro = self._micro(sizes, megatron, _share(size.value, dp), _Longest(name, count * data.max_length))
         phase = PhasePlan(config.role, megatron.layout, dp or 1, 1, 1, None, size.value, micro, True)
         return BatchPlan(size.value, 1, (phase,))
@@ -300,13 +297,8 @@ class _Planner:
         size = _Key("data.train_batch_size", step.prompts)
         self._divides(size, step.prompts, mini.value, text, mini.value, code="batch.mini-batch-size")
         self._divides_samples(mini, step, dp)
-        sizes = _MicroKeys(
-            _Key(f"{path}.use_dynamic_bsz", keys.use_dynamic_bsz),
-            _Key(f"{path}.max_token_len_per_gpu", keys.max_token_len_per_gpu),
-            _Key(f"{path}.micro_batch_size_per_gpu", keys.micro_batch_size_per_gpu),
-        )
         samples = mini.value * n
-        micro = self._micro(sizes, megatron, _share(samples, dp), step.longest)
+        micro = self._micro(_micro_keys(keys, path), megatron, _share(samples, dp), step.longest)
         micro = _with_shared_prompts(micro, megatron, step, keys.use_prefix_grouper)
         mini_batches = step.prompts // mini.value
         return PhasePlan(
@@ -401,11 +393,12 @@ class _Planner:
             self.problems.append(problem)
 
 
-def _log_prob_keys(keys: LogProbBatchConfig, path: str) -> _MicroKeys:
+def _micro_keys(keys: _HasMicroBatches, path: str, prefix: str = "") -> _MicroKeys:
+    """The keys of a section that size its micro-batches; ``prefix`` begins their names."""
     return _MicroKeys(
-        _Key(f"{path}.log_prob_use_dynamic_bsz", keys.log_prob_use_dynamic_bsz),
-        _Key(f"{path}.log_prob_max_token_len_per_gpu", keys.log_prob_max_token_len_per_gpu),
-        _Key(f"{path}.log_prob_micro_batch_size_per_gpu", keys.log_prob_micro_batch_size_per_gpu),
+        _Key(f"{path}.{prefix}use_dynamic_bsz", keys.use_dynamic_bsz),
+        _Key(f"{path}.{prefix}max_token_len_per_gpu", keys.max_token_len_per_gpu),
+        _Key(f"{path}.{prefix}micro_batch_size_per_gpu", keys.micro_batch_size_per_gpu),
     )
 
 

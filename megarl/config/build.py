@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any, cast
@@ -20,12 +20,17 @@ from megarl.config.problems import InvalidConfigError, Problem, namesakes, neare
 from megarl.config.schema.jobs import JobConfig, JobT, SupervisedConfig, TrainConfig
 from megarl.config.stored import redacted_problems
 from megarl.config.synonyms import synonyms
-from megarl.config.verl.adopt import Adoption, adopt
+from megarl.config.verl.adopt import adopt
 
 _TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
-def build(schema: type[JobT], values: Mapping[str, Any] | DictConfig, files_root: str | None = None) -> JobT:
+def build(
+    schema: type[JobT],
+    values: Mapping[str, Any] | DictConfig,
+    files_root: str | None = None,
+    overridden: Collection[str] = (),
+) -> JobT:
     """Build the complete, checked and frozen configuration of a job from nested values.
 
     The modules of ``model.external_lib`` are imported, because they may register names that the configuration uses.
@@ -34,6 +39,7 @@ def build(schema: type[JobT], values: Mapping[str, Any] | DictConfig, files_root
         schema: class of the job, see :data:`megarl.config.schema.jobs.JobConfig`; it holds every default.
         values: values that differ from the defaults; interpolations may refer to any key.
         files_root: folder of files without an explicit path; None = ``outputs/<experiment_name>``.
+        overridden: keys of the command line, see :func:`~megarl.config.verl.adopt.adopt`.
 
     Returns:
         An instance of ``schema``, with keys documented as "null = ..." filled.
@@ -41,24 +47,26 @@ def build(schema: type[JobT], values: Mapping[str, Any] | DictConfig, files_root
     Raises:
         InvalidConfigError: with every problem.
     """
-    config = _complete(schema, values, files_root)
+    config = _complete(schema, values, files_root, overridden)
     _raise(config, check(config) or list(redacted_problems(config)) or list(_external_problems(config)))
     return config
 
 
-def build_draft(schema: type[JobT], values: Mapping[str, Any] | DictConfig) -> JobT:
+def build_draft(schema: type[JobT], values: Mapping[str, Any] | DictConfig, overridden: Collection[str] = ()) -> JobT:
     """Build as :func:`build`, without the checks across sections, for a search over keys that they may reject.
 
     Raises:
         InvalidConfigError: with every problem of single keys.
     """
-    config = _complete(schema, values)
+    config = _complete(schema, values, None, overridden)
     _raise(config, list(_external_problems(config)))
     return config
 
 
-def _complete(schema: type[JobT], values: Mapping[str, Any] | DictConfig, files_root: str | None = None) -> JobT:
-    adopted = _adopted(schema, values)
+def _complete(
+    schema: type[JobT], values: Mapping[str, Any] | DictConfig, files_root: str | None, overridden: Collection[str]
+) -> JobT:
+    adopted = adopt(schema, _resolved(schema, values), overridden)
     return with_derived(cast(JobT, read(schema, adopted.values, adopted.problems)), files_root)
 
 
@@ -126,14 +134,9 @@ def defaults(schema: type) -> Mapping[str, Any]:
     return cast(dict[str, Any], OmegaConf.to_container(_typed(schema)))
 
 
-def verl_notes(schema: type, values: Mapping[str, Any] | DictConfig) -> list[str]:
+def verl_notes(schema: type, values: Mapping[str, Any] | DictConfig, overridden: Collection[str] = ()) -> list[str]:
     """Describe verl's keys in ``values``: one line for each that is translated or has no effect."""
-    return _adopted(schema, values).notes
-
-
-def _adopted(schema: type, values: Mapping[str, Any] | DictConfig) -> Adoption:
-    resolved = _resolved(schema, values)
-    return adopt(schema, resolved)
+    return adopt(schema, _resolved(schema, values), overridden).notes
 
 
 def _resolved(schema: type, values: Mapping[str, Any] | DictConfig) -> Mapping[str, Any]:

@@ -44,7 +44,7 @@ from megarl.config.problems import InvalidConfigError, Problem, nearest_keys
 from megarl.config.schema.jobs import JobConfig, JobT
 from megarl.config.stored import stored_config, stored_value
 from megarl.config.sweeps import SWEEP_CALLBACK, check_plugins, runs_of, sweep_overrides, sweeper_of
-from megarl.config.verl.adopt import is_verl_key, keys_with_two_names
+from megarl.config.verl.adopt import is_verl_key
 from megarl.config.verl.table import table_of
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -123,18 +123,13 @@ def compose_draft(request: ConfigRequest[JobT]) -> JobT:
     return _compose(request, build_draft).config
 
 
-def _compose(
-    request: ConfigRequest[JobT], builder: Callable[[type[JobT], DictConfig], JobT], name: str = "megarl"
-) -> ComposedRun[JobT]:
+def _compose(request: ConfigRequest[JobT], builder: Callable[..., JobT], name: str = "megarl") -> ComposedRun[JobT]:
     keys, parsed = dict(walk(request.schema)), _without_verls_groups(_parse(request), request)
     problems = [problem for o in parsed if (problem := _override_problem(o, keys, request)) is not None]
     wrong = {problem.path for problem in problems}
     values = _load(request, [o for o in parsed if o.key_or_group not in wrong], keys, name)
-    plain = _without_hydra(values)
-    named = {o.key_or_group for o in parsed} & keys.keys()
-    problems += keys_with_two_names(request.schema, OmegaConf.to_container(plain), named)
     try:
-        config = builder(request.schema, plain)
+        config = builder(request.schema, _without_hydra(values), overridden={o.key_or_group for o in parsed})
     except InvalidConfigError as error:
         raise InvalidConfigError([*problems, *error.problems]) from error
     if problems:
@@ -437,7 +432,7 @@ def changed_keys(
         overrides: of the command line, in Hydra's syntax.
     """
     schema: Any = type(config)
-    named = {table_of(schema).current_name(text.split("=", 1)[0].lstrip("+~")) for text in overrides}
+    named = {table_of(schema).current_name(path) for path in overridden_keys(overrides)}
     plain: Any = OmegaConf.to_container(values) if isinstance(values, DictConfig) else values
     composed = dict(leaves(plain))
     schema_defaults = dict(leaves(defaults(schema)))
@@ -448,6 +443,11 @@ def changed_keys(
             origin = _origin(key, named, in_file=composed.get(key, default) != default)
             changed.append(ChangedKey(key, stored_value(key, value), default, origin))
     return changed
+
+
+def overridden_keys(overrides: Iterable[str]) -> set[str]:
+    """Return the keys that overrides name, as they are written."""
+    return {text.split("=", 1)[0].lstrip("+~") for text in overrides}
 
 
 def _origin(key: str, named: set[str], *, in_file: bool) -> str:

@@ -70,7 +70,7 @@ def _train(config: TrainConfig, root: str) -> TrainConfig:
             policy,
             actor=actor,
             ref=_log_prob(ref, actor, by_tokens),
-            rollout=_log_prob(policy.rollout, actor, by_tokens),
+            rollout=_old_log_prob(policy.rollout, actor, by_tokens),
         ),
         critic=_critic(config.critic, actor, policy.model, trainer),
         data=replace(
@@ -208,16 +208,28 @@ def _log_prob(keys: _LogProbKeys, actor: ActorConfig, actor_by_tokens: bool | No
         actor: with its derived values.
         actor_by_tokens: ``use_dynamic_bsz`` as the user set it; if null, a size in samples decides for the pass.
     """
-    in_samples = keys.log_prob_micro_batch_size_per_gpu is not None and actor_by_tokens is None
-    by_tokens = _first(keys.log_prob_use_dynamic_bsz, False if in_samples else bool(actor.use_dynamic_bsz))
-    samples = keys.log_prob_micro_batch_size_per_gpu
+    in_samples = keys.micro_batch_size_per_gpu is not None and actor_by_tokens is None
+    by_tokens = _first(keys.use_dynamic_bsz, False if in_samples else bool(actor.use_dynamic_bsz))
+    samples = keys.micro_batch_size_per_gpu
     if samples is None and not by_tokens:
         samples = actor.micro_batch_size_per_gpu
     return replace(
         keys,
-        log_prob_use_dynamic_bsz=by_tokens,
-        log_prob_max_token_len_per_gpu=_first(keys.log_prob_max_token_len_per_gpu, actor.max_token_len_per_gpu),
-        log_prob_micro_batch_size_per_gpu=samples,
+        use_dynamic_bsz=by_tokens,
+        max_token_len_per_gpu=_first(keys.max_token_len_per_gpu, actor.max_token_len_per_gpu),
+        micro_batch_size_per_gpu=samples,
+    )
+
+
+def _old_log_prob(
+    rollout: TrainingRolloutConfig, actor: ActorConfig, actor_by_tokens: bool | None
+) -> TrainingRolloutConfig:
+    keys = _log_prob(rollout.log_prob_batch, actor, actor_by_tokens)
+    return replace(
+        rollout,
+        log_prob_use_dynamic_bsz=keys.use_dynamic_bsz,
+        log_prob_max_token_len_per_gpu=keys.max_token_len_per_gpu,
+        log_prob_micro_batch_size_per_gpu=keys.micro_batch_size_per_gpu,
     )
 
 

@@ -63,7 +63,7 @@ Keep the overrides as they are, with or without verl's leading `+`. `model_engin
 `--config-name=ppo_megatron_trainer` in older scripts, starts from verl's defaults
 (`configs/ppo_megatron_trainer.yaml`). megarl ignores `--config-path` if the folder has no such file. megarl accepts
 each key of verl with its meaning, translates it, or refuses it by name before any process starts. It reports translated
-keys and keys without effect once, on standard error. `--cfg job` prints the resulting configuration. The tests train
+keys (unless the value is megarl's default) and keys without effect once, on standard error. `--cfg job` prints the resulting configuration. The tests train
 with the overrides of verl's GRPO and PPO scripts for Qwen3-8B, with a tiny model on a CPU
 (`tests/e2e/test_e2e_verl_scripts.py`).
 
@@ -85,7 +85,7 @@ NPUs.
 ## Differences
 
 - `data.train_batch_size` and `ppo_mini_batch_size` count prompts, as in verl. verl multiplies the latter by `rollout.n`
-  and divides it over ranks; in megarl it never depends on the layout. `ppo_micro_batch_size_per_gpu` and
+  and divides it over ranks; in megarl it never depends on the layout. `micro_batch_size_per_gpu` and
   `log_prob_micro_batch_size_per_gpu` count samples per data-parallel rank. If no micro-batch size is set, megarl cuts
   micro-batches by tokens; verl does so only with `use_dynamic_bsz=True`. Neither choice changes the result.
 - Batch sizes must divide. If one does not, the error names the nearest sizes that do.

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import yaml
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
@@ -25,6 +25,8 @@ from omegaconf._utils import get_yaml_loader
 
 from megarl.base.errors import ConfigError
 from megarl.config.keys import key_at
+from megarl.config.problems import InvalidConfigError
+from megarl.config.verl.adopt import adopt_file
 from megarl.config.verl.table import table_of
 
 _QUOTED = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\"""")
@@ -212,9 +214,15 @@ class _Scanner:
 
 
 class TextConfigSource(FileConfigSource):
-    """Hydra's reader of YAML files, with texts as they are written: ``experiment_name: 2026_11_27`` is no number."""
+    """Hydra's reader of YAML files, with texts as they are written: ``experiment_name: 2026_11_27`` is no number.
+
+    Attributes:
+        schema: configuration class of the job.
+        notes: one line for each name in the last configuration's files that is not megarl's.
+    """
 
     schema: ClassVar[type]
+    notes: ClassVar[list[str]] = []
 
     @classmethod
     def register(cls, schema: type) -> None:
@@ -223,6 +231,7 @@ class TextConfigSource(FileConfigSource):
         Args:
             schema: configuration class of the job.
         """
+        TextConfigSource.notes = []
         Plugins.instance()  # registers Hydra's own reader, which is replaced
         # A class of its own and of that name: launchers of sweeps pickle it by value, and Hydra compares names there.
         SourcesRegistry.instance().types[cls.scheme()] = type(FileConfigSource.__name__, (cls,), {"schema": schema})
@@ -235,7 +244,21 @@ class TextConfigSource(FileConfigSource):
         node = yaml.compose(StringIO(file.read_text(encoding="utf-8")), get_yaml_loader())
         if isinstance(result.config, DictConfig) and isinstance(node, yaml.MappingNode):
             _restore(result.config, node, self.schema, ["", "" if package == "_global_" else f"{package}."])
+            if package in ("", "_global_"):
+                self._rename(result.config)
         return result
+
+    def _rename(self, config: DictConfig) -> None:
+        """Replace verl's and earlier names by megarl's, in place."""
+        before = cast(dict[str, Any], OmegaConf.to_container(config))
+        adoption = adopt_file(self.schema, before)
+        if adoption.problems:
+            raise InvalidConfigError(adoption.problems)
+        if adoption.values != before:
+            for name in list(config):
+                del config[name]
+            config.merge_with(adoption.values)
+            TextConfigSource.notes += adoption.notes
 
 
 def _restore(config: Any, node: yaml.Node, schema: type, prefixes: Sequence[str]) -> None:

@@ -231,8 +231,8 @@ def test_derived_keys() -> None:
     assert policy.actor.megatron.data_parallel_size == 4 and config.critic.megatron.data_parallel_size == 8
     assert policy.rollout.replicas == 8
     assert policy.model.tokenizer_path == config.critic.model.path == "model"
-    for keys in (policy.rollout, policy.ref):
-        assert keys.log_prob_use_dynamic_bsz is False and keys.log_prob_micro_batch_size_per_gpu == 4
+    for keys in (policy.rollout.log_prob_batch, policy.ref):
+        assert keys.use_dynamic_bsz is False and keys.micro_batch_size_per_gpu == 4
     assert (config.data.seed, policy.rollout.seed) == (3, 9)
     assert config.critic.loss_agg_mode == "seq-mean-token-sum"
     assert config.critic.ppo_mini_batch_size == policy.actor.ppo_mini_batch_size

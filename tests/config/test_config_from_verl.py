@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,10 @@ def overrides_of(script: str) -> list[str]:
     return [override for override, users in FACTS["overrides"].items() if number in users]
 
 
-def refused_of(values: Mapping[str, Any]) -> dict[str, str]:
+def refused_of(values: Mapping[str, Any], overridden: Collection[str] = ()) -> dict[str, str]:
     """Codes of the problems of a configuration, by key."""
     try:
-        build(TrainConfig, values)
+        build(TrainConfig, values, overridden=overridden)
     except InvalidConfigError as error:
         return {problem.path: problem.code for problem in error.problems}
     return {}
@@ -60,7 +60,7 @@ def refused() -> dict[str, dict[str, str]]:
         values = copy.deepcopy(preset)
         for override in overrides_of(script):
             put(values, parsed[override].key_or_group, parsed[override].value())
-        problems[script] = refused_of(values)
+        problems[script] = refused_of(values, [key_of(override) for override in overrides_of(script)])
     return problems
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
-from config_cases import SFT, check_problem, problems_of, with_keys
+from config_cases import EVALUATE, SFT, check_problem, problems_of, with_keys
 
-from megarl.config import RewardTrainingConfig, SFTConfig, TrainConfig
+from megarl.config import EvaluateConfig, GenerateConfig, RewardTrainingConfig, SFTConfig, TrainConfig
 from megarl.config.build import build, verl_notes
 from megarl.config.compose import ConfigRequest, compose
 from megarl.config.keys import value_at, walk
+from megarl.config.overrides import TextConfigSource
 from megarl.config.problems import InvalidConfigError
 from megarl.config.verl.adopt import adopt, is_verl_key
 from megarl.config.verl.rules import Feature, Only, Renamed
@@ -54,6 +56,8 @@ SERVER = f"{ROLLOUT}.engine_kwargs.sglang.server_args"
         ("max_turns", 7, f"{ROLLOUT}.multi_turn.search.max_turns", 7),
         ("retriever.url", "http://s", f"{ROLLOUT}.multi_turn.search.url", "http://s"),
         ("data.max_obs_length", 99, f"{ROLLOUT}.multi_turn.search.max_obs_length", 99),
+        ("critic.ppo_max_token_len_per_gpu", 9999, "critic.max_token_len_per_gpu", 9999),
+        (f"{REF}.log_prob_max_token_len_per_gpu", 9999, f"{REF}.max_token_len_per_gpu", 9999),
         ("val_reward_fn.name", "mine", "reward.validation_function.name", "mine"),
         ("sandbox_fusion.max_concurrent", 8, "reward.sandbox.max_concurrent", 8),
         ("actor_rollout_ref.nccl_timeout", 3600, "trainer.nccl_timeout", 3600),
@@ -121,7 +125,7 @@ def test_accepted_without_a_change(key: str, value: Any) -> None:
         ("trainer.device", "npu", "config.verl-value"),
         ("actor_rollout_ref.model.lora.type", "vlm_lora", "config.verl-value"),
         ("actor_rollout_ref.model.lora.dropout", 0.1, "config.verl-value"),
-        (f"{ACTOR}.ppo_micro_batch_size", 8, "config.verl-key: ppo_micro_batch_size_per_gpu"),
+        (f"{ACTOR}.ppo_micro_batch_size", 8, "config.verl-key: micro_batch_size_per_gpu"),
         (
             f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff",
             0.01,
@@ -211,6 +215,62 @@ def test_two_names_of_one_setting_must_agree() -> None:
     assert build(TrainConfig, with_keys(values)).actor_rollout_ref.actor.optim.clip_grad == 0.5
 
 
+@pytest.mark.parametrize(
+    ("file", "overrides", "expected"),
+    [
+        ("reward_model: {timeout_s: 60}", (), 60),
+        ("reward_model: {timeout_s: 60}", ("reward.timeout_s=30",), 30),  # the default, but on the command line
+        ("reward: {timeout_s: 60}", ("reward_model.timeout_s=70",), 70),
+        ("reward: {timeout_s: 60}", ("reward_model={timeout_s:70}",), 70),
+        ("reward_model: {timeout_s: 60}", ("reward_model.timeout_s=70",), 70),
+        ("reward_model: {name: gsm8k, timeout_s: 60}", (), 60),  # the file below it has reward.name
+        ("reward: {timeout_s: 60}\nreward_model: {timeout_s: 70}", (), None),
+        ("reward_model: {timeout_s: 60}", ("reward.timeout_s=30", "reward_model.timeout_s=70"), None),
+    ],
+)
+def test_the_command_line_takes_precedence_over_another_name_in_a_file(
+    file: str, overrides: tuple[str, ...], expected: float | None, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.yaml").write_text(f"defaults: [quickstart_evaluate, _self_]\n{file}\n", encoding="utf-8")
+    request = ConfigRequest(EvaluateConfig, "mine", overrides, str(tmp_path))
+    if expected is not None:
+        assert compose(request).reward.timeout_s == expected
+        return
+    with pytest.raises(InvalidConfigError) as caught:
+        compose(request)
+    (problem,) = caught.value.problems
+    check_problem(problem, "config.verl-two-names: reward.timeout_s")
+    assert (problem.path, problem.value) == ("reward_model.timeout_s", 70)
+
+
+def test_a_stored_configuration_of_an_earlier_run_means_the_same() -> None:
+    """The file has the sections that moved as such a run stored them: with all of their keys."""
+    folder = str(Path(__file__).parent)
+    new = (
+        "reward.name=code", "reward.functions={custom: 1.0, a.f: 2.0}", "reward.sandbox.max_cases=null",
+        "reward.sandbox.url=http://s/run_code", "reward.reward_manager.name=naive", "reward.num_workers=2",
+        "reward.model.path=rm", "reward.model.enable=true", "reward.model.weight=0.5", "reward.function_weight=1.0",
+        "reward.model.max_token_len_per_gpu=4096", "reward.model.megatron.param_offload=true",
+        "reward.custom_reward_function={path: mine.py, reward_kwargs: {b.c: 1}}",
+        "reward.validation_function.path=val.py",
+        f"{ROLLOUT}.multi_turn.search={{enable: true, url: http://r, topk: 5}}",
+        f"{ROLLOUT}.multi_turn.search.max_obs_length=16", "data.max_response_length=40",
+        "critic.max_token_len_per_gpu=2048",
+        f"{ACTOR}.micro_batch_size_per_gpu=2", f"{REF}.micro_batch_size_per_gpu=4",
+    )  # fmt: skip
+    stored = compose(ConfigRequest(TrainConfig, "earlier_run", config_dir=folder))
+    notes = TextConfigSource.notes
+    assert stored == compose(ConfigRequest(TrainConfig, "quickstart", new))
+    changed = {note.split(" is ")[0] for note in notes}
+    assert "reward_model.model_weight" in changed and len(changed) == 28  # no notes on the keys at their defaults
+
+
+def test_notes_show_no_secrets() -> None:
+    values = {"custom_reward_function.reward_kwargs.api_key": "abc-123", "retriever.url": "http://me:hunter22@h/r"}
+    notes = "\n".join(verl_notes(TrainConfig, with_keys(values)))
+    assert notes.count("<redacted>") == 2 and "abc-123" not in notes and "hunter22" not in notes
+
+
 def test_notes_on_translated_keys_and_keys_without_effect() -> None:
     values = {
         f"{ROLLOUT}.gpu_memory_utilization": 0.6,
@@ -239,7 +299,7 @@ MICRO, LOG_PROB = "ppo_micro_batch_size_per_gpu", "log_prob_micro_batch_size_per
 )
 def test_micro_batches_follow_verls_keys(values: dict[str, Any], actor: Any, rollout: Any) -> None:
     policy = build(TrainConfig, with_keys(values)).actor_rollout_ref
-    assert (policy.actor.use_dynamic_bsz, policy.actor.ppo_micro_batch_size_per_gpu) == actor
+    assert (policy.actor.use_dynamic_bsz, policy.actor.micro_batch_size_per_gpu) == actor
     assert (policy.rollout.log_prob_use_dynamic_bsz, policy.rollout.log_prob_micro_batch_size_per_gpu) == rollout
 
 
@@ -303,6 +363,15 @@ def test_problems_of_verls_keys_are_reported_with_all_others() -> None:
     assert {problem.path for problem in caught.value.problems} == {"actor_rollout_ref.rollout.name", "data.sed"}
 
 
+def test_moved_keys_are_translated_in_all_jobs_that_have_them() -> None:
+    values = {"reward_model.name": "gsm8k", "reward_model.model.path": "rm", "retriever.topk": 5, "max_turns": 4}
+    config = build(EvaluateConfig, with_keys(values, EVALUATE))
+    search = config.actor_rollout_ref.rollout.multi_turn.search
+    assert (config.reward.name, config.reward.model.path, search.topk, search.max_turns) == ("gsm8k", "rm", 5, 4)
+    generated = build(GenerateConfig, with_keys({"data.max_obs_length": 64}, EVALUATE))
+    assert generated.actor_rollout_ref.rollout.multi_turn.search.max_obs_length == 64
+
+
 def test_other_jobs_have_no_rules_for_verl() -> None:
     assert is_verl_key(TrainConfig, "model_engine") and not is_verl_key(SFTConfig, "model_engine")
     check_problem(problems_of({"model_engine": "megatron"}, SFTConfig, SFT)["model_engine"], "config.unknown-key")
@@ -312,7 +381,7 @@ def test_other_jobs_have_no_rules_for_verl() -> None:
 
 # The tables of rules.
 
-TABLES = pytest.mark.parametrize("schema", [TrainConfig, SFTConfig])
+TABLES = pytest.mark.parametrize("schema", [TrainConfig, SFTConfig, EvaluateConfig, GenerateConfig])
 
 
 @TABLES

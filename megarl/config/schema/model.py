@@ -243,15 +243,15 @@ class UpdateBatchConfig:
 class LogProbBatchConfig:
     """Micro-batches of passes that only compute log-probs; null = as in the actor's update."""
 
-    log_prob_use_dynamic_bsz: bool | None = key(
+    use_dynamic_bsz: bool | None = key(
         None,
         "Cut micro-batches by tokens instead of samples; null = the actor's `use_dynamic_bsz`, or if that is null "
-        "too, true unless `log_prob_micro_batch_size_per_gpu` is set.",
+        "too, true unless `micro_batch_size_per_gpu` is set.",
     )
-    log_prob_max_token_len_per_gpu: int | None = key(
+    max_token_len_per_gpu: int | None = key(
         None, "Tokens per micro-batch and device; null = the actor's `max_token_len_per_gpu`.", at_least=1
     )
-    log_prob_micro_batch_size_per_gpu: int | None = key(
+    micro_batch_size_per_gpu: int | None = key(
         None,
         "Samples per micro-batch and data-parallel rank; null = the actor's `micro_batch_size_per_gpu`.",
         at_least=1,

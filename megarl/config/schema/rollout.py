@@ -227,8 +227,8 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True)
-class TrainingRolloutConfig(OwnDevicesConfig, RolloutConfig, TokenFilterConfig, LogProbBatchConfig):
-    """Generation. The `log_prob_*` keys are those of the actor's old log-probs."""
+class TrainingRolloutConfig(OwnDevicesConfig, RolloutConfig, TokenFilterConfig):
+    """Generation. The `log_prob_*` keys are those of the actor's pass for old log-probs."""
 
     nnodes: int = key(
         0,
@@ -261,6 +261,26 @@ class TrainingRolloutConfig(OwnDevicesConfig, RolloutConfig, TokenFilterConfig, 
         "Compare the engine's log-probs with the actor's (`training/rollout_probs_diff_*`, `rollout_corr/*`), and "
         "write them next to the responses in `trainer.rollout_data_dir` as `<step>.npz`, for `megarl doctor logprobs`.",
     )
+    log_prob_use_dynamic_bsz: bool | None = key(
+        None,
+        "Cut micro-batches by tokens instead of samples; null = the actor's `use_dynamic_bsz`, or if that is null "
+        "too, true unless `log_prob_micro_batch_size_per_gpu` is set.",
+    )
+    log_prob_max_token_len_per_gpu: int | None = key(
+        None, "Tokens per micro-batch and device; null = the actor's `max_token_len_per_gpu`.", at_least=1
+    )
+    log_prob_micro_batch_size_per_gpu: int | None = key(
+        None,
+        "Samples per micro-batch and data-parallel rank; null = the actor's `micro_batch_size_per_gpu`.",
+        at_least=1,
+    )
+
+    @property
+    def log_prob_batch(self) -> LogProbBatchConfig:
+        """The `log_prob_*` keys, as those of the other passes for log-probs."""
+        return LogProbBatchConfig(
+            self.log_prob_use_dynamic_bsz, self.log_prob_max_token_len_per_gpu, self.log_prob_micro_batch_size_per_gpu
+        )
 
     @property
     def device_groups(self) -> list[int]:

@@ -14,10 +14,10 @@ from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, Pool
 from megarl.config.verl.table import VerlTable, table_of
 
 _DYNAMIC = (
-    ("actor_rollout_ref.actor", "use_dynamic_bsz", "ppo_micro_batch_size_per_gpu"),
-    ("critic", "use_dynamic_bsz", "ppo_micro_batch_size_per_gpu"),
+    ("actor_rollout_ref.actor", "use_dynamic_bsz", "micro_batch_size_per_gpu"),
+    ("critic", "use_dynamic_bsz", "micro_batch_size_per_gpu"),
     ("actor_rollout_ref.rollout", "log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu"),
-    ("actor_rollout_ref.ref", "log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu"),
+    ("actor_rollout_ref.ref", "use_dynamic_bsz", "micro_batch_size_per_gpu"),
     ("data", "use_dynamic_bsz", "micro_batch_size_per_gpu"),
 )
 """Sections, with the key for micro-batches by tokens and the key for micro-batches by samples."""
@@ -60,45 +60,41 @@ def is_verl_key(schema: type, path: str) -> bool:
     return table_of(schema).rule_for(path) is not None
 
 
-def adopt(schema: type, values: Mapping[str, Any]) -> Adoption:
+def adopt(schema: type, values: Mapping[str, Any], overridden: Collection[str] = ()) -> Adoption:
     """Translate verl's keys to those of megarl's schema.
 
     Args:
         schema: class of the job.
         values: nested and plain, including all defaults.
+        overridden: keys of the command line; of two names for one setting they take precedence over files.
     """
-    return _Adopter(schema, values).adopt() if table_of(schema).rules else Adoption(dict(values), [], [])
+    return _Adopter(schema, values, overridden).adopt() if table_of(schema).rules else Adoption(dict(values), [], [])
 
 
-def keys_with_two_names(schema: type, values: Mapping[str, Any], named: Collection[str]) -> list[Problem]:
-    """Find keys that the command line sets to their default while another name sets another value.
-
-    :func:`adopt` cannot see them: a default looks like a key that nobody has set.
+def adopt_file(schema: type, values: Mapping[str, Any]) -> Adoption:
+    """Translate only the names in one file, so that later files and the command line override either name.
 
     Args:
         schema: class of the job.
-        values: as for :func:`adopt`.
-        named: keys of the command line.
+        values: nested and plain, as the file has them; interpolations stay.
     """
-    adopter = _Adopter(schema, values)
-    return [
-        adopter.two_names(path, value, to)
-        for path, value in adopter.foreign(values)
-        if (to := adopter.table.current_name(path)) in named and value is not None
-        if _get(adopter.tree, to) == adopter.keys[to].default != value
-    ]
+    adopter = _Adopter(schema, values, ())
+    adopter.rename_all()
+    return Adoption(adopter.tree, adopter.problems, adopter.notes)
 
 
 class _Adopter:
-    def __init__(self, schema: type, values: Mapping[str, Any]) -> None:
+    def __init__(self, schema: type, values: Mapping[str, Any], overridden: Collection[str]) -> None:
         self.table: VerlTable = table_of(schema)
         self.keys = _schema_keys(schema)
         self.tree: dict[str, Any] = copy.deepcopy(dict(values))
+        self.overridden = frozenset(overridden)
         self.problems: list[Problem] = []
         self.notes: list[str] = []
+        self.switches: dict[str, Any] = {}
 
     def adopt(self) -> Adoption:
-        foreign = dict(self.foreign(self.tree))
+        foreign = dict(self._foreign(self.tree))
         for path in foreign:
             _remove(self.tree, path, self.keys)
         self.switches = self._named_by_rules(foreign)
@@ -114,12 +110,29 @@ class _Adopter:
         self._complete_reference_layout()
         return Adoption(self.tree, self.problems, self.notes)
 
-    def foreign(self, node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    def rename_all(self) -> None:
+        """Translate the keys that only have another name in megarl."""
+        for path, value in list(self._foreign(self.tree)):
+            to = self.keys.get(self.table.current_name(path))
+            if self._is_plain_name(path) and value != {} and (value is not None or (to is not None and to.optional)):
+                _remove(self.tree, path, self.keys)
+                self._apply(path, value, path)
+
+    def _is_plain_name(self, path: str) -> bool:
+        """Whether a key of verl becomes a key of megarl with the same values in every case."""
+        while isinstance(rule := self.table.rule_for(path), Renamed):
+            if rule.values or rule.left_out or rule.switch:
+                return False
+            path = rule.to
+        is_entry = any(above in self.keys and self.keys[above].is_mapping for above in _parents(path))
+        return path in self.keys or (is_entry and rule is None)
+
+    def _foreign(self, node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
         """verl's keys with their values; inside a free mapping of megarl, only keys with a rule."""
         for name, value in node.items():
             path = f"{prefix}{name}"
             if isinstance(value, Mapping) and value and not self._moves_as_mapping(path):
-                yield from self.foreign(value, f"{path}.")
+                yield from self._foreign(value, f"{path}.")
             elif path not in self.keys and self.table.rule_for(path) is not None:
                 yield path, value
 
@@ -182,19 +195,22 @@ class _Adopter:
             return
         value = rule.values.get(value, value) if not isinstance(value, list | dict) else value
         default = schema[rule.to].default if rule.to in schema else None
-        current = _get(self.tree, rule.to)
-        if current not in (None, default, value):
-            self.problems.append(self.two_names(source, value, rule.to))
+        current, is_override = _get(self.tree, rule.to), self._is_overridden(rule.to)
+        if is_override and not self._is_overridden(source):
+            self.notes.append(f"{source}={_shown(value, source)} has no effect: the command line sets {rule.to}")
+            return
+        is_set = is_override or (current not in (None, default) and not self._is_overridden(source))
+        if is_set and current != value:
+            text = f"is {rule.to} in megarl, which is {_shown(current, rule.to)} already; set {rule.to} only"
+            self._refuse(source, value, text, code="config.verl-two-names")
             return
         _set(self.tree, rule.to, value)
         if rule.to not in schema or value != default:  # complete configurations of earlier runs name every key
             why = f": {rule.why}" if rule.why else ""
             self.notes.append(f"{source} is {rule.to}={_shown(value, rule.to)} in megarl{why}")
 
-    def two_names(self, source: str, value: Any, to: str) -> Problem:
-        """Describe a key that has another value by its name in megarl."""
-        text = f"is {to} in megarl, which is {_shown(_get(self.tree, to), to)} already; set one of them"
-        return Problem(source, value, text, code="config.verl-two-names")
+    def _is_overridden(self, path: str) -> bool:
+        return path in self.overridden or any(above in self.overridden for above in _parents(path))
 
     def _switch_pool(self, section: str, is_on: bool, source: str) -> None:
         """Clear the nodes of a role without a pool in verl; verl's scripts set both."""

@@ -27,7 +27,6 @@ REWARDS: dict[str, Rule] = {
     f"{REWARD_MODEL}.rollout.*": NoEffect(f"a reward model runs on Megatron; its layout is {REWARD_MODEL}.megatron"),
     f"{REWARD_MODEL}.forward_max_token_len_per_gpu": Renamed(f"{REWARD_MODEL}.max_token_len_per_gpu"),
     "custom_reward_function.*": Renamed("reward.custom_reward_function"),
-    "val_reward_fn.*": Renamed("reward.validation_function"),
     "sandbox_fusion.*": Renamed("reward.sandbox"),
     **{f"{_OLD}.{name}": Renamed(f"reward.{name}") for name in _FUNCTION_KEYS.split()},
     **{f"{_OLD}.{name}.*": Renamed(f"reward.{name}") for name in _FUNCTION_SECTIONS.split()},
@@ -41,7 +40,10 @@ REWARDS: dict[str, Rule] = {
     f"{_OLD}.model.*": Renamed(REWARD_MODEL),
     f"{_OLD}.*": Renamed(REWARD_MODEL),
 }
-"""verl's section `reward`, and the sections before it: `reward_model`, `custom_reward_function`, `val_reward_fn`."""
+"""verl's section `reward`, and the sections before it: `reward_model`, `custom_reward_function`, `sandbox_fusion`."""
+
+VALIDATION_REWARD: dict[str, Rule] = {"val_reward_fn.*": Renamed("reward.validation_function")}
+"""The section before `reward.validation_function`, which only training has."""
 
 SEARCH_AGENT: dict[str, Rule] = {
     "do_search": Renamed(f"{SEARCH}.enable"),

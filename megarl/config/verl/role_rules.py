@@ -8,6 +8,7 @@ from dataclasses import replace
 from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, Refused, Renamed, Rule, Values
 
 _ACTOR, _REF, _CRITIC, _REWARD = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward.model"
+MICRO_BATCH_KEYS = ("use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu")
 _PACKED = "megarl always packs sequences, without padding"
 _EXACT = "megarl always computes log-probs and entropy on chunks of 256 MiB of float32 logits"
 _PER_GPU = "counts samples over all ranks; give {}, per data-parallel rank"
@@ -143,7 +144,9 @@ ADAPTER_KIND = Values(meanings={"canonical_lora": "lora"}, refused={"vlm_lora": 
 """verl's values of `lora.type`: each Hugging Face tensor always has an A and a B, also in Megatron's fused layers."""
 
 _UPDATE: dict[str, Rule] = {
-    "ppo_micro_batch_size": Refused(_PER_GPU.format("ppo_micro_batch_size_per_gpu")),
+    "ppo_micro_batch_size": Refused(_PER_GPU.format("micro_batch_size_per_gpu")),
+    "ppo_micro_batch_size_per_gpu": Renamed("{}.micro_batch_size_per_gpu"),
+    "ppo_max_token_len_per_gpu": Renamed("{}.max_token_len_per_gpu"),
     "strategy": Only(("megatron",), "megarl trains with Megatron; set the layout in `megatron`"),
     "data_loader_seed": NoEffect("shuffling draws from trainer.seed"),
     "grad_clip": Renamed("{}.optim.clip_grad"),
@@ -173,7 +176,8 @@ _ACTOR_ONLY: dict[str, Rule] = {
 
 _REF_ONLY: dict[str, Rule] = {
     "strategy": Only(("megatron",), "megarl trains with Megatron; set the layout in `megatron`"),
-    "log_prob_micro_batch_size": Refused(_PER_GPU.format("log_prob_micro_batch_size_per_gpu")),
+    "log_prob_micro_batch_size": Refused(_PER_GPU.format("micro_batch_size_per_gpu")),
+    **{f"log_prob_{name}": Renamed(f"{{}}.{name}") for name in MICRO_BATCH_KEYS},
     "use_torch_compile": NoEffect("megarl compiles nothing"),
     "rollout_n": Refused("set actor_rollout_ref.rollout.n"),
     "entropy_from_logits_with_chunking": NoEffect(_EXACT),
@@ -187,7 +191,7 @@ _REF_ONLY: dict[str, Rule] = {
 _CRITIC_ONLY: dict[str, Rule] = {
     "shuffle": Renamed("actor_rollout_ref.actor.shuffle", why="actor and critic have the same mini-batches"),
     "loss_scale_factor": Refused("seq-mean-token-sum-norm divides by data.max_response_length"),
-    "forward_max_token_len_per_gpu": NoEffect("ppo_max_token_len_per_gpu limits the forward pass for values"),
+    "forward_max_token_len_per_gpu": NoEffect("max_token_len_per_gpu limits the forward pass for values"),
     "nccl_timeout": Renamed("trainer.nccl_timeout", why="for all roles"),
     "model.tokenizer_path": NoEffect("the critic reads the token ids of the actor's tokenizer"),
     "model.fsdp_config.*": OtherBackend("FSDP", "the layout is in critic.megatron"),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megarl.config.schema.jobs import REWARD_MODEL, TEACHERS
-from megarl.config.verl.moved_rules import REWARDS, SEARCH_AGENT
-from megarl.config.verl.role_rules import ADAPTER_KIND
+from megarl.config.verl.moved_rules import REWARDS, SEARCH_AGENT, VALIDATION_REWARD
+from megarl.config.verl.role_rules import ADAPTER_KIND, MICRO_BATCH_KEYS
 from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, Refused, Renamed, Rule, Values
 
 _CORRECTION = "algorithm.rollout_correction"
@@ -85,6 +85,7 @@ _DISTILLATION: dict[str, Rule] = {
     f"{_TEACHER}.inference.quantization": Refused("teacher_models.<name>.megatron.dtype is the format of its weights"),
     f"{_TEACHER}.inference.quantization_config_file": Refused("megatron.dtype is the format of the teacher's weights"),
     f"{_TEACHER}.inference.*": NoEffect(_TEACHER_ENGINE),
+    **{f"{_TEACHER}.log_prob_{name}": Renamed(f"{_TEACHER}.{name}") for name in MICRO_BATCH_KEYS},
     "distillation.distillation_loss.policy_loss_mode": Only(("vanilla",), "the policy gradient has PPO's clipped loss"),
     "distillation.distillation_loss.use_chunked_topk": NoEffect("log-probs are always computed in chunks"),
     "distillation.distillation_loss.chunked_topk_chunk_size": NoEffect("the memory of a chunk is constant"),
@@ -252,4 +253,4 @@ VALUES: dict[str, Values] = {
 def run_rules() -> dict[str, Rule]:
     """Return the rules by path; ``*`` at the end matches any rest."""
     generation = {f"{_ROLLOUT}.{name}": rule for name, rule in _GENERATION.items()}
-    return _DATA | REWARDS | SEARCH_AGENT | _ALGORITHM | _RUN | generation
+    return _DATA | REWARDS | VALIDATION_REWARD | SEARCH_AGENT | _ALGORITHM | _RUN | generation

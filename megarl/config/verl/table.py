@@ -91,7 +91,7 @@ _SAME = {
     "actor_rollout_ref.actor": (
         "tau_neg tau_pos loss_scale_factor calculate_sum_pi_squared "
         "clip_ratio clip_ratio_c clip_ratio_high clip_ratio_low entropy_coeff kl_loss_coef kl_loss_type "
-        "loss_agg_mode ppo_epochs ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu ppo_mini_batch_size shuffle "
+        "loss_agg_mode ppo_epochs ppo_mini_batch_size shuffle "
         "use_dynamic_bsz use_kl_loss use_prefix_grouper"
     ),
     "actor_rollout_ref.actor.megatron": _MEGATRON,
@@ -105,9 +105,6 @@ _SAME = {
     "actor_rollout_ref.actor.policy_loss": "clip_cov_lb clip_cov_ratio clip_cov_ub kl_cov_ratio loss_mode ppo_kl_coef",
     "actor_rollout_ref.model": f"external_lib path tokenizer_path {_ADAPTERS}",
     "actor_rollout_ref.model.lora": "lora_A_init_method type",
-    "actor_rollout_ref.ref": (
-        "log_prob_max_token_len_per_gpu log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz"
-    ),
     "actor_rollout_ref.ref.megatron": _MEGATRON,
     "actor_rollout_ref.rollout.agent": "agent_loop_config_path default_agent_loop num_workers",
     "actor_rollout_ref.rollout": (
@@ -128,10 +125,7 @@ _SAME = {
         "bypass_mode rollout_is rollout_is_batch_normalize rollout_is_threshold rollout_rs rollout_rs_threshold"
     ),
     "critic.checkpoint": _CHECKPOINT,
-    "critic": (
-        "cliprange_value enable loss_agg_mode ppo_epochs ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu "
-        "ppo_mini_batch_size use_dynamic_bsz"
-    ),
+    "critic": ("cliprange_value enable loss_agg_mode ppo_epochs ppo_mini_batch_size use_dynamic_bsz"),
     "critic.megatron": _MEGATRON,
     "critic.model.lora": "lora_A_init_method type",
     "critic.model": f"path {_ADAPTERS}",

@@ -182,10 +182,14 @@ def _derived_values(config: TrainConfig | SupervisedConfig) -> dict[str, None]:
         rollout = policy.rollout
         if rollout.replicas and rollout.replicas * rollout.devices_per_replica == (rollout.own_devices or devices):
             derived.append(f"{path}.rollout.replicas")
-        passes: dict[str, LogProbBatchConfig] = {f"{path}.rollout": rollout, f"{path}.ref": policy.ref, **teachers}
-        for section, keys in passes.items():
-            if keys.log_prob_max_token_len_per_gpu == policy.actor.max_token_len_per_gpu:
-                derived.append(f"{section}.log_prob_max_token_len_per_gpu")
+        passes: dict[str, LogProbBatchConfig] = {
+            f"{path}.rollout.log_prob_": rollout.log_prob_batch,
+            f"{path}.ref.": policy.ref,
+            **{f"{section}.": teacher for section, teacher in teachers.items()},
+        }
+        for prefix, keys in passes.items():
+            if keys.max_token_len_per_gpu == policy.actor.max_token_len_per_gpu:
+                derived.append(f"{prefix}max_token_len_per_gpu")
     for section, megatron in layouts.items():
         pool = TEACHERS if section.startswith(TEACHERS) else section.removesuffix(".megatron")
         if megatron and (megatron.data_parallel_size or 0) * megatron.devices_per_replica == own.get(pool, devices):

@@ -218,18 +218,16 @@ def _host_changes(job: PlannedJob) -> Iterator[Changes]:
 def _smaller_budgets(job: PlannedJob, role_path: str, phase: str) -> Iterator[Changes]:
     """Yield smaller micro-batches: half the tokens, repeatedly, down to the longest sequence; or half the samples."""
     section, config = role_path.removesuffix(".megatron"), job.config
-    prefix, path = "ppo_", section
+    prefix = f"{section}."
     if isinstance(config, SupervisedConfig):
-        prefix, path = "", "data"
+        prefix = "data."
     elif phase == "old_log_prob":
-        prefix, path = "log_prob_", _ROLLOUT
+        prefix = f"{_ROLLOUT}.log_prob_"
     elif phase == "ref":
-        prefix, path = "log_prob_", "actor_rollout_ref.ref"
-    elif phase == "teacher":
-        prefix = "log_prob_"
+        prefix = "actor_rollout_ref.ref."
     elif phase == "reward":
         return
-    tokens, samples = f"{path}.{prefix}max_token_len_per_gpu", f"{path}.{prefix}micro_batch_size_per_gpu"
+    tokens, samples = f"{prefix}max_token_len_per_gpu", f"{prefix}micro_batch_size_per_gpu"
     count = value_at(config, samples)
     if count is not None:
         while count > 1:
