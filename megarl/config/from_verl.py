@@ -21,7 +21,7 @@ _ROLES = (
 _POLICY = "actor_rollout_ref."
 _COLUMN: dict[type, str] = {Renamed: "megarl", Only: "values", Feature: "off at", OtherBackend: "backend"}
 _TITLES: dict[type, tuple[str, str]] = {
-    Renamed: ("Translated", "megarl has a different name. If both keys are set, their values must agree."),
+    Renamed: ("Translated", "megarl has a different name. If one place sets both keys, their values must agree."),
     Only: ("Accepted at the values that describe megarl's behaviour", "Any other value is refused."),
     NoEffect: (
         "Accepted without effect",
@@ -63,7 +63,8 @@ Keep the overrides as they are, with or without verl's leading `+`. `model_engin
 `--config-name=ppo_megatron_trainer` in older scripts, starts from verl's defaults
 (`configs/ppo_megatron_trainer.yaml`). megarl ignores `--config-path` if the folder has no such file. megarl accepts
 each key of verl with its meaning, translates it, or refuses it by name before any process starts. It reports translated
-keys (unless the value is megarl's default) and keys without effect once, on standard error. `--cfg job` prints the resulting configuration. The tests train
+keys (unless the value is megarl's default) and keys without effect once, on standard error. `--cfg job` prints the
+resulting configuration. The tests train
 with the overrides of verl's GRPO and PPO scripts for Qwen3-8B, with a tiny model on a CPU
 (`tests/e2e/test_e2e_verl_scripts.py`).
 
