@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from megarl.base.formatting import count_noun, table_lines
 from megarl.config.problems import InvalidConfigError, Problem
@@ -181,9 +181,6 @@ def teacher_phase(name: str) -> str:
 class _Key(NamedTuple):
     path: str
     value: Any
-
-
-_HasMicroBatches: TypeAlias = UpdateBatchConfig | LogProbBatchConfig | SupervisedDataConfig | ScoringModelConfig
 
 
 class _MicroKeys(NamedTuple):
@@ -393,7 +390,11 @@ class _Planner:
             self.problems.append(problem)
 
 
-def _micro_keys(keys: _HasMicroBatches, path: str, prefix: str = "") -> _MicroKeys:
+def _micro_keys(
+    keys: UpdateBatchConfig | LogProbBatchConfig | SupervisedDataConfig | ScoringModelConfig,
+    path: str,
+    prefix: str = "",
+) -> _MicroKeys:
     """The keys of a section that size its micro-batches; ``prefix`` begins their names."""
     return _MicroKeys(
         _Key(f"{path}.{prefix}use_dynamic_bsz", keys.use_dynamic_bsz),
