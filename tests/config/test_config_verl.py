@@ -10,7 +10,7 @@ from config_cases import EVALUATE, SFT, check_problem, problems_of, with_keys
 
 from megarl.config import EvaluateConfig, GenerateConfig, RewardTrainingConfig, SFTConfig, TrainConfig
 from megarl.config.build import build, verl_notes
-from megarl.config.compose import ConfigRequest, compose
+from megarl.config.compose import ConfigRequest, compose, compose_sweep
 from megarl.config.keys import value_at, walk
 from megarl.config.overrides import TextConfigSource
 from megarl.config.problems import InvalidConfigError
@@ -263,6 +263,11 @@ def test_a_stored_configuration_of_an_earlier_run_means_the_same() -> None:
     assert stored == compose(ConfigRequest(TrainConfig, "quickstart", new))
     changed = {note.split(" is ")[0] for note in notes}
     assert "reward_model.model_weight" in changed and len(changed) == 28  # no notes on the keys at their defaults
+
+
+def test_a_sweep_takes_earlier_names() -> None:
+    request = ConfigRequest(EvaluateConfig, "quickstart_evaluate", ("reward_model.name=gsm8k,math",), multirun=True)
+    assert [config.reward.name for config in compose_sweep(request)] == ["gsm8k", "math"]
 
 
 def test_notes_show_no_secrets() -> None:

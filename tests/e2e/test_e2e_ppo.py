@@ -416,8 +416,12 @@ def test_killed_run_resumes_bit_exact(
     assert killed.remaining() == []
     assert list(RunFiles(tmp_path, "ppo").steps) == list(range(1, KILLED_IN_STEP))
 
-    resumed = start(*arguments, folder=tmp_path)
+    earlier = {"reward.custom": "custom", "reward.num": "reward_model.num", "reward.max": "reward_model.max"}
+    for new, old in earlier.items():
+        arguments = [old + words.removeprefix(new) if words.startswith(new) else words for words in arguments]
+    resumed = start(*arguments, folder=tmp_path)  # with the names of keys that an earlier version had
     assert resumed.wait() == 0, resumed.output
+    assert "config: custom_reward_function.name is reward.custom_reward_function.name=dense" in resumed.output
     again = RunFiles(tmp_path, "ppo")
     # The save of the previous step may not have finished; the one before it has.
     assert STEPS - again.summary["steps"] in (KILLED_IN_STEP - 2, KILLED_IN_STEP - 1)
