@@ -224,6 +224,7 @@ def test_two_names_of_one_setting_must_agree() -> None:
         ("reward: {timeout_s: 60}", ("reward_model={timeout_s:70}",), 70),
         ("reward_model: {timeout_s: 60}", ("reward_model.timeout_s=70",), 70),
         ("reward_model: {name: gsm8k, timeout_s: 60}", (), 60),  # the file below it has reward.name
+        ("reward: {timeout_s: 60}\nreward_model: {timeout_s: '${reward.timeout_s}'}", (), 60),
         ("reward: {timeout_s: 60}\nreward_model: {timeout_s: 70}", (), None),
         ("reward_model: {timeout_s: 60}", ("reward.timeout_s=30", "reward_model.timeout_s=70"), None),
     ],

@@ -111,9 +111,15 @@ class _Adopter:
         return Adoption(self.tree, self.problems, self.notes)
 
     def rename_all(self) -> None:
-        """Translate the keys that only have another name in megarl."""
+        """Translate the keys that only have another name in megarl.
+
+        An interpolation stays, to be resolved first, if it is relative or megarl's name is in the file too.
+        """
         for path, value in list(self._foreign(self.tree)):
-            to = self.keys.get(self.table.current_name(path))
+            name = self.table.current_name(path)
+            to, current = self.keys.get(name), _get(self.tree, name)
+            if "${." in str(value) or (current is not None and "${" in f"{value}{current}"):
+                continue
             if self._is_plain_name(path) and value != {} and (value is not None or (to is not None and to.optional)):
                 _remove(self.tree, path, self.keys)
                 self._apply(path, value, path)
