@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import json
 import logging
@@ -27,6 +26,7 @@ from megarl.base.errors import DataError, RewardError, RewardFunctionError, Work
 from megarl.base.run_writer import RUN_WRITER
 from megarl.config import EvaluateConfig, SFTConfig, TrainConfig
 from megarl.config.compose import to_yaml
+from megarl.config.stored import stored_config
 from megarl.tracking import Console
 from megarl.trainer.jobs import early_checks
 from megarl.trainer.records.reporting import RunReporter
@@ -451,7 +451,7 @@ def test_no_file_of_a_run_has_a_secret_or_is_readable_by_others(
     def run(config: Any, output_dir: Path) -> None:
         record(config, output_dir)
         logging.getLogger("megarl").info("the judge answered 401 to kwargs-key-1 and env-secret-99")
-        reporter = RunReporter(config.trainer, dataclasses.asdict(config), output_dir, Console(quiet=True))
+        reporter = RunReporter(config.trainer, stored_config(config), output_dir, Console(quiet=True))
         (output_dir / "tracker_config.json").write_text(json.dumps(reporter.resolved), encoding="utf-8")
         (output_dir / "checkpoint_config.yaml").write_text(to_yaml(config), encoding="utf-8")
 
