@@ -6,11 +6,12 @@ This works on plain values, before they are typed: a typed section has a value f
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from megarl.config.keys import AUTO, find_key, keys_of, lookup, walk
-from megarl.config.schema.jobs import ACTOR, CRITIC, REFERENCE, TEACHERS
+from megarl.config.keys import AUTO, find_key, keys_of, lookup, value_at, walk
+from megarl.config.schema.jobs import ACTOR, CRITIC, REFERENCE, TEACHERS, JobConfig, TrainConfig
 from megarl.config.schema.model import MegatronConfig
 
 ACTOR_MEGATRON = f"{ACTOR}.megatron"
@@ -40,6 +41,7 @@ DEPENDENT_KEYS: Mapping[str, tuple[str, ...]] = {
     "use_distributed_optimizer": ("overlap_param_gather",),
 }
 """Keys that a role inherits only with the actor's value of another key."""
+_ROLE_KEY = re.compile(r"(?P<section>[\w.]+\.megatron)\.(?P<name>\w+)=")
 
 
 def without_auto(schema: type, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -84,7 +86,10 @@ def inherit(schema: type, values: Mapping[str, Any]) -> set[str]:
     """
     actors, inherited = lookup(values, ACTOR_MEGATRON), set()
     for path in inheriting_sections(schema, values):
-        layout = lookup(values, path)
+        role, _, name = path.rpartition(".")
+        if not isinstance(section := lookup(values, role), dict):
+            continue
+        layout = section.setdefault(name, {})  # a teacher's section may be absent
         if not isinstance(layout, dict):
             continue
         for item in keys_of(MegatronConfig):
@@ -96,6 +101,22 @@ def inherit(schema: type, values: Mapping[str, Any]) -> set[str]:
             layout |= {name: copy.deepcopy(actors[name]) for name in names}
             inherited |= {f"{path}.{name}" for name in names}
     return inherited
+
+
+def inheritance_note(config: JobConfig, text: str) -> str:
+    """Return the end of a message about a role's layout: where the value comes from, if it is the actor's.
+
+    Args:
+        config: complete.
+        text: names the key as ``critic.megatron.tensor_model_parallel_size=8``.
+    """
+    match = _ROLE_KEY.search(text)
+    if match is None or match["section"] == ACTOR_MEGATRON or not isinstance(config, TrainConfig):
+        return ""
+    section, name = match["section"], match["name"]
+    if name in NOT_INHERITED or value_at(config, f"{section}.{name}") != value_at(config, f"{ACTOR_MEGATRON}.{name}"):
+        return ""
+    return f". This is the value of {ACTOR_MEGATRON}.{name}; set {section}.{name} to give the role another"
 
 
 class _Role(NamedTuple):

@@ -21,7 +21,7 @@ def reward_model(config: TrainConfig | EvaluateConfig) -> Iterator[Problem]:
     keys = config.reward_model
     if not keys.enable:
         if keys.function_weight == 0:
-            text = "leaves nothing to score with while reward_model.enable=false; leave it null"
+            text = "leaves nothing to score with while reward_model.enable=false; leave it auto"
             yield Problem("reward_model.function_weight", keys.function_weight, text, code="reward.nothing-scores")
         return
     if not keys.model.path:

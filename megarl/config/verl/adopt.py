@@ -126,9 +126,10 @@ class _Adopter:
             self._apply(rule.to, value, source)
             return
         value = rule.values.get(value, value) if not isinstance(value, list | dict) else value
-        default = schema[rule.to].shown_default if rule.to in schema else None
+        item = schema.get(rule.to)
+        defaults = (item.default, item.shown_default) if item else ()
         current = lookup(self.tree, rule.to)
-        if current not in (None, default, value):
+        if current not in (None, *defaults, value):
             text = f"is {rule.to} in megarl, which is {format_value(current)} already; set one of them"
             self._refuse(source, value, text, code="config.verl-two-names")
             return

@@ -302,6 +302,6 @@ def _check_manager(keys: RewardModelConfig, spec: FunctionSpec, traits: Function
         right = "batch" if traits.batch else "naive"
         raise RewardError(
             f"reward_model.reward_manager={manager}, but reward function {spec.spec!r} takes {takes}; set {right} or "
-            "null",
+            "auto",
             code="reward.manager-signature",
         )
