@@ -6,6 +6,7 @@ This works on plain values, before they are typed: a typed section has a value f
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -101,6 +102,32 @@ def inherit(schema: type, values: Mapping[str, Any]) -> set[str]:
             layout |= {name: copy.deepcopy(actors[name]) for name in names}
             inherited |= {f"{path}.{name}" for name in names}
     return inherited
+
+
+def followers(config: JobConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of roles that follow changes of the actor's section, with their new values.
+
+    A complete configuration does not tell inherited keys from others: a key with the actor's value counts as inherited.
+
+    Args:
+        config: complete.
+        changes: values by dotted path.
+    """
+    prefix = f"{ACTOR_MEGATRON}."
+    changed = {path.removeprefix(prefix): value for path, value in changes.items() if path.startswith(prefix)}
+    if not changed or not isinstance(config, TrainConfig):
+        return {}
+    plain, followed = dataclasses.asdict(config), {}
+    before = lookup(plain, ACTOR_MEGATRON)
+    after = before | changed
+    for path in inheriting_sections(TrainConfig, plain):
+        if not isinstance(layout := lookup(plain, path), Mapping):
+            continue
+        named = {name: changes[f"{path}.{name}"] for name in layout if f"{path}.{name}" in changes}
+        own = {name: value for name, value in layout.items() if value != before[name]} | named
+        names = _inherited_names(own, after, _role_of(path, plain)) - own.keys()
+        followed |= {f"{path}.{name}": after[name] for name in names if after[name] != layout[name]}
+    return followed
 
 
 def inheritance_note(config: JobConfig, text: str) -> str:

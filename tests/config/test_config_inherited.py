@@ -12,8 +12,8 @@ from config_cases import EVALUATE, SFT, TRAIN, check_problem, problems_of, with_
 from megarl.config import EvaluateConfig, GenerateConfig, PreferenceConfig, RewardTrainingConfig, SFTConfig, TrainConfig
 from megarl.config.build import build, defaults
 from megarl.config.compose import REPOSITORY_CONFIGS, ConfigRequest, changed_keys, compose, compose_sweep, to_yaml
-from megarl.config.inherited import inherit
-from megarl.config.keys import keys_of, lookup, walk
+from megarl.config.inherited import followers, inherit
+from megarl.config.keys import keys_of, lookup, value_at, walk
 from megarl.config.schema.distillation import TeacherConfig
 from megarl.config.schema.model import MegatronConfig
 
@@ -184,3 +184,18 @@ def test_verls_critic_and_reward_model_inherit_nothing() -> None:
     section = yaml.safe_load((REPOSITORY_CONFIGS / "ppo_megatron_trainer.yaml").read_text())["critic"]["megatron"]
     derived = {"data_parallel_size", "recompute_method", "recompute_num_layers"}
     assert section.keys() == {item.name for item in keys_of(MegatronConfig)} - derived
+
+
+def test_a_changed_layout_of_the_actor_changes_the_roles_that_have_it() -> None:
+    """The planner's changes mean the same as overrides."""
+    before = {f"{ACTOR}.{PP}": 2, f"critic.megatron.{PP}": 1, f"{REF}.{TP}": "auto", "algorithm.use_kl_in_reward": True}
+    changes = {f"{ACTOR}.{TP}": 4, f"{ACTOR}.{PP}": 1, f"{ACTOR}.{EP}": 4, f"{ACTOR}.param_offload": True}
+    config, changed = build_train(before), build_train({**before, **changes})
+    followed = followers(config, changes)
+    assert f"reward_model.megatron.{EP}" not in followed and f"critic.megatron.{PP}" not in followed
+    for path in ("critic.megatron", "reward_model.megatron", REF):
+        for item in keys_of(MegatronConfig):
+            key = f"{path}.{item.name}"
+            if item.name != "data_parallel_size":
+                assert followed.get(key, value_at(config, key)) == value_at(changed, key), key
+    assert followers(config, {f"critic.megatron.{TP}": 2}) == {}
