@@ -1,6 +1,6 @@
 """Declaration of configuration keys: default, documentation and limits in one place, and access by dotted path.
 
-The declarations feed the typed conversion, the error messages and ``docs/reference/config.md``.
+The declarations feed the typed conversion, the error messages and the pages of ``docs/reference/config/``.
 """
 
 from __future__ import annotations
