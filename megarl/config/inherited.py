@@ -52,7 +52,7 @@ def without_auto(schema: type, values: Mapping[str, Any], prefix: str = "") -> d
         path = f"{prefix}{name}"
         if isinstance(value, Mapping):
             inherits = (item := find_key(schema, path)) is not None and item.inherits
-            plain[name] = value if inherits else without_auto(schema, value, f"{path}.")
+            plain[name] = dict(value) if inherits else without_auto(schema, value, f"{path}.")
         elif value != AUTO or (item := find_key(schema, path)) is None or not item.accepts_auto:
             plain[name] = value
     return plain

@@ -137,6 +137,7 @@ def test_what_a_role_sets_is_stored_and_read_again() -> None:
 def test_an_evaluation_has_no_actor_to_inherit_from() -> None:
     config = build(EvaluateConfig, with_keys({f"reward_model.megatron.{TP}": "auto"}, EVALUATE))
     assert config.reward_model.megatron == MegatronConfig(data_parallel_size=8)
+    assert lookup(defaults(EvaluateConfig), f"reward_model.megatron.{TP}") == "auto", "unchanged"
 
 
 def test_every_key_is_inherited_or_an_exception() -> None:
