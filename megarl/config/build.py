@@ -246,7 +246,7 @@ def _assign(node: DictConfig, item: Key, value: Any, path: str) -> Problem | Non
 
 
 def _has_no_auto(item: Key) -> bool:
-    """Whether ``auto`` is a mistake: it may be a text or a choice of a key that does not follow others."""
+    """Whether ``auto`` is a mistake. It may be a text, or a choice of a key that follows no other."""
     is_text = item.annotation in (str, list[str]) and not item.optional
     return not is_text and AUTO not in item.limits.choices
 

@@ -59,7 +59,7 @@ def without_auto(schema: type, values: Mapping[str, Any], prefix: str = "") -> d
 
 
 def inheriting_sections(schema: type, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the paths of the sections whose keys are the actor's unless they are set, those of all teachers included.
+    """Yield the paths of the sections that inherit the actor's, with those of all teachers.
 
     Args:
         schema: class of the job.

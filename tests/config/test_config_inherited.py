@@ -182,7 +182,9 @@ def test_verls_critic_and_reward_model_inherit_nothing() -> None:
         tensor_model_parallel_size=4, expert_tensor_parallel_size=4, data_parallel_size=2, overlap_grad_reduce=True
     )
     assert config.reward_model.megatron == MegatronConfig(expert_tensor_parallel_size=1, data_parallel_size=8)
-    section = yaml.safe_load((REPOSITORY_CONFIGS / "ppo_megatron_trainer.yaml").read_text())["critic"]["megatron"]
+    section = yaml.safe_load((REPOSITORY_CONFIGS / "ppo_megatron_trainer.yaml").read_text(encoding="utf-8"))["critic"][
+        "megatron"
+    ]
     derived = {"data_parallel_size", "recompute_method", "recompute_num_layers"}
     assert section.keys() == {item.name for item in keys_of(MegatronConfig)} - derived
 
