@@ -446,7 +446,7 @@ def _record_start(
 def _parser(name: str, job: Job) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"megarl {name}",
-        description=f"{job.doc}. Every key is described in docs/reference/config.md.",
+        description=f"{job.doc}. Every key is described in docs/reference/config/{name.replace('-', '_')}.md.",
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the YAML file")
     add_flags(parser, job.schema)

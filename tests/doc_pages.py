@@ -102,7 +102,8 @@ def anchors(page: Path) -> set[str]:
         marker = _FENCE.match(line)
         if marker:
             fence = marker[1] if not fence else ("" if line.strip() == fence else fence)
-        elif not fence and (heading := re.match(r"#{1,6} (.+)", line)):
+        names |= set(re.findall(r'<a id="([^"]+)"></a>', line))
+        if not marker and not fence and (heading := re.match(r"#{1,6} (.+)", line)):
             text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading[1]).strip().lower()
             names.add(re.sub(r"[^\w\- ]", "", text).replace(" ", "-"))
     return names

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import json
 import logging
@@ -27,6 +26,7 @@ from megarl.base.errors import DataError, RewardError, RewardFunctionError, Work
 from megarl.base.run_writer import RUN_WRITER
 from megarl.config import EvaluateConfig, SFTConfig, TrainConfig
 from megarl.config.compose import to_yaml
+from megarl.config.stored import stored_config
 from megarl.tracking import Console
 from megarl.trainer.jobs import early_checks
 from megarl.trainer.records.reporting import RunReporter
@@ -311,11 +311,25 @@ def test_layout_is_checked_against_the_model(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = model_folder(tmp_path / "model", **changes)
-    devices = ("trainer.n_gpus_per_node=4", "critic.megatron.data_parallel_size=null")
+    devices = ("trainer.n_gpus_per_node=4", "critic.megatron.data_parallel_size=auto")
     arguments = quickstart(*devices, f"actor_rollout_ref.model.path={path}", f"{key}={value}")
     assert cli.run_job("train", arguments) == cli.EXIT_BAD_CONFIG
     error = capsys.readouterr().err
     assert f"{key}={value}" in error and f"[{code}]" in error and not job.calls
+
+
+def test_an_inherited_size_that_does_not_fit_the_critics_model_names_both_keys(
+    job: FakeJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy, critic = model_folder(tmp_path / "policy"), model_folder(tmp_path / "critic", num_key_value_heads=1)
+    key = "megatron.tensor_model_parallel_size"
+    arguments = quickstart(
+        f"actor_rollout_ref.model.path={policy}", f"critic.model.path={critic}", f"critic.{key}=auto"
+    )
+    assert cli.run_job("train", arguments) == cli.EXIT_BAD_CONFIG
+    error = capsys.readouterr().err
+    assert error.startswith(f"critic.{key}=2 must divide the model's num_key_value_heads=1")
+    assert f"actor_rollout_ref.actor.{key}; set critic.{key}" in error and "[layout.tp-heads]" in error
 
 
 def test_unknown_architecture_is_refused_before_the_job(
@@ -451,7 +465,7 @@ def test_no_file_of_a_run_has_a_secret_or_is_readable_by_others(
     def run(config: Any, output_dir: Path) -> None:
         record(config, output_dir)
         logging.getLogger("megarl").info("the judge answered 401 to kwargs-key-1 and env-secret-99")
-        reporter = RunReporter(config.trainer, dataclasses.asdict(config), output_dir, Console(quiet=True))
+        reporter = RunReporter(config.trainer, stored_config(config), output_dir, Console(quiet=True))
         (output_dir / "tracker_config.json").write_text(json.dumps(reporter.resolved), encoding="utf-8")
         (output_dir / "checkpoint_config.yaml").write_text(to_yaml(config), encoding="utf-8")
 

@@ -322,7 +322,7 @@ class _Planner:
             self._check_samples(keys, share, multiple)
             return MicroBatches(samples=samples, multiple=multiple)
         if samples is not None:
-            text = f"has no effect while {keys.dynamic.path}=true; leave it null or set that to false"
+            text = f"has no effect while {keys.dynamic.path}=true; remove it, or set that to false"
             self._add(keys.samples, text, code="batch.unused-micro-batch-size")
         devices = megatron.context_parallel_size
         budget: int = keys.max_tokens.value * devices

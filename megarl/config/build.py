@@ -15,12 +15,13 @@ from megarl.base.errors import ConfigError
 from megarl.base.user_code import import_user_modules
 from megarl.config.checks import check
 from megarl.config.derived import with_derived
-from megarl.config.keys import REQUIRED, Key, key_at, keys_of, walk
+from megarl.config.inherited import inherit, without_auto
+from megarl.config.keys import AUTO, REQUIRED, Key, key_at, keys_of, lookup, walk
 from megarl.config.problems import InvalidConfigError, Problem, namesakes, nearest_keys
 from megarl.config.schema.jobs import JobConfig, JobT, SupervisedConfig, TrainConfig
 from megarl.config.stored import redacted_problems
 from megarl.config.synonyms import synonyms
-from megarl.config.verl.adopt import adopt
+from megarl.config.verl.adopt import Adoption, adopt
 
 _TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
@@ -42,7 +43,7 @@ def build(
         overridden: keys of the command line, see :func:`~megarl.config.verl.adopt.adopt`.
 
     Returns:
-        An instance of ``schema``, with keys documented as "null = ..." filled.
+        An instance of ``schema``, with keys documented as "auto = ..." filled.
 
     Raises:
         InvalidConfigError: with every problem.
@@ -66,8 +67,13 @@ def build_draft(schema: type[JobT], values: Mapping[str, Any] | DictConfig, over
 def _complete(
     schema: type[JobT], values: Mapping[str, Any] | DictConfig, files_root: str | None, overridden: Collection[str]
 ) -> JobT:
-    adopted = adopt(schema, _resolved(schema, values), overridden)
-    return with_derived(cast(JobT, read(schema, adopted.values, adopted.problems)), files_root)
+    adopted = _adopted(schema, values, overridden)
+    inherited = inherit(schema, adopted.values)
+    try:
+        config = cast(JobT, read(schema, adopted.values, adopted.problems))
+    except InvalidConfigError as error:  # an inherited problem is the actor's
+        raise InvalidConfigError(problem for problem in error.problems if problem.path not in inherited) from error
+    return with_derived(config, files_root)
 
 
 def _raise(config: JobConfig, problems: Sequence[Problem]) -> None:
@@ -131,12 +137,21 @@ def _writable(node: DictConfig) -> DictConfig:
 @cache
 def defaults(schema: type) -> Mapping[str, Any]:
     """Return the schema's defaults as nested plain values, read-only."""
-    return cast(dict[str, Any], OmegaConf.to_container(_typed(schema)))
+    plain = cast(dict[str, Any], OmegaConf.to_container(_typed(schema)))
+    for path, item in walk(schema):
+        section, _, name = path.rpartition(".")
+        if item.accepts_auto and (holder := lookup(plain, section) if section else plain) is not None:
+            holder[name] = AUTO
+    return plain
 
 
 def verl_notes(schema: type, values: Mapping[str, Any] | DictConfig, overridden: Collection[str] = ()) -> list[str]:
     """Describe verl's keys in ``values``: one line for each that is translated or has no effect."""
-    return adopt(schema, _resolved(schema, values), overridden).notes
+    return _adopted(schema, values, overridden).notes
+
+
+def _adopted(schema: type, values: Mapping[str, Any] | DictConfig, overridden: Collection[str]) -> Adoption:
+    return adopt(schema, without_auto(schema, _resolved(schema, values)), overridden)
 
 
 def _resolved(schema: type, values: Mapping[str, Any] | DictConfig) -> Mapping[str, Any]:
@@ -221,6 +236,10 @@ def _assign(node: DictConfig, item: Key, value: Any, path: str) -> Problem | Non
     if isinstance(value, str) and value == REQUIRED:
         text = f"has no default and must be set, to {_expected(item)}"
         return Problem(path, value, text, doc=item.doc, code="config.required-key")
+    if value == AUTO and item.accepts_auto:
+        value = None
+    if value == AUTO and _has_no_auto(item):
+        return Problem(path, value, f"has no auto; it must be {_expected(item)}", doc=item.doc, code="config.no-auto")
     if item.is_list and isinstance(value, str | int | float):
         value = [value]
     if isinstance(value, bool) and item.annotation is not bool:
@@ -232,6 +251,12 @@ def _assign(node: DictConfig, item: Key, value: Any, path: str) -> Problem | Non
     converted = node[item.name]
     complaint = item.limits.complaint(OmegaConf.to_container(converted) if OmegaConf.is_list(converted) else converted)
     return Problem(path, value, complaint, doc=item.doc, code="config.value-out-of-limits") if complaint else None
+
+
+def _has_no_auto(item: Key) -> bool:
+    """Whether ``auto`` is a mistake. It may be a text, or a choice of a key that follows no other."""
+    is_text = item.annotation in (str, list[str]) and not item.optional
+    return not is_text and AUTO not in item.limits.choices
 
 
 def unknown_key(path: str, value: Any, valid: list[str]) -> Problem:
@@ -252,7 +277,7 @@ def _training_keys() -> frozenset[str]:
 
 
 def _expected(item: Key) -> str:
-    words = _TYPE_WORDS.get(item.annotation) or f"a {item.type_name.removesuffix(' or null')}"
+    words = _TYPE_WORDS.get(item.annotation) or f"a {item.type_name.removesuffix(item.unset)}"
     limits = item.limits.describe()
     words = f"{words} ({limits})" if limits else words
-    return f"{words} or null" if item.optional else words
+    return f"{words}{item.unset}"

@@ -37,6 +37,7 @@ from megarl.base.logs import keep_standard_error_open
 from megarl.base.redaction import redact
 from megarl.base.run_writer import RUN_WRITER
 from megarl.config.build import build, build_draft, defaults, unknown_key
+from megarl.config.inherited import inheriting_sections
 from megarl.config.keys import Key, leaves, walk
 from megarl.config.outputs import check_sweep_outputs
 from megarl.config.overrides import TextConfigSource, parse_overrides
@@ -412,7 +413,7 @@ class ChangedKey(NamedTuple):
         value: value in the run, in its stored form.
         default: value in the schema.
         origin: ``command line``, ``file`` (the named YAML file, or one of its defaults), or ``derived`` from other
-            keys, for keys that are null in the schema.
+            keys, for keys that are ``auto`` in the schema; not for inherited ones.
     """
 
     key: str
@@ -435,13 +436,14 @@ def changed_keys(
     named = {table_of(schema).current_name(path) for path in overridden_keys(overrides)}
     plain: Any = OmegaConf.to_container(values) if isinstance(values, DictConfig) else values
     composed = dict(leaves(plain))
-    schema_defaults = dict(leaves(defaults(schema)))
+    schema_defaults, layouts = dict(leaves(defaults(schema))), tuple(inheriting_sections(schema, plain))
     changed = []
     for key, value in leaves(dataclasses.asdict(config)):
-        default = schema_defaults.get(key)
-        if value != default:
+        default, stored = schema_defaults.get(key), stored_value(schema, key, value)
+        if default not in (value, stored):
             origin = _origin(key, named, in_file=composed.get(key, default) != default)
-            changed.append(ChangedKey(key, stored_value(key, value), default, origin))
+            if origin != DERIVED or not key.startswith(layouts):  # an inherited key is no news
+                changed.append(ChangedKey(key, stored, default, origin))
     return changed
 
 

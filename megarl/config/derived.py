@@ -1,4 +1,4 @@
-"""Derived values: fill keys documented as "null = ..." from the keys that they follow."""
+"""Derived values: fill keys documented as "auto = ..." from the keys that they follow."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ SIMPO_GAMMA = 0.5
 
 
 def with_derived(config: JobT, files_root: str | None = None) -> JobT:
-    """Return a copy of a configuration with its null keys filled.
+    """Return a copy of a configuration with the keys that follow others filled.
 
-    A layout that does not divide the devices leaves its size null; the checks report it.
+    A layout that does not divide the devices leaves its size None; the checks report it.
 
     Args:
         config: of any job.
@@ -206,7 +206,7 @@ def _log_prob(keys: _LogProbKeys, actor: ActorConfig, actor_by_tokens: bool | No
     Args:
         keys: of the pass.
         actor: with its derived values.
-        actor_by_tokens: ``use_dynamic_bsz`` as the user set it; if null, a size in samples decides for the pass.
+        actor_by_tokens: ``use_dynamic_bsz`` as the user set it; if auto, a size in samples decides for the pass.
     """
     in_samples = keys.micro_batch_size_per_gpu is not None and actor_by_tokens is None
     by_tokens = _first(keys.use_dynamic_bsz, False if in_samples else bool(actor.use_dynamic_bsz))

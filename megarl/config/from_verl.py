@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+from megarl.config.keys import AUTO, find_key
 from megarl.config.problems import format_value
 from megarl.config.schema.jobs import SFTConfig, TrainConfig
 from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, PoolSwitch, Refused, Renamed, Rule
@@ -97,6 +98,8 @@ NPUs.
   numbers of samples if that equalizes their work.
 - `actor_rollout_ref.ref.megatron` gives the reference separate workers. Missing keys are the actor's, as in verl.
   Without any of its keys, the reference's weights are swapped into the actor's model, which needs less memory.
+- `critic.megatron` and `reward_model.megatron` inherit the actor's section too. verl's have their own defaults, which
+  the preset `ppo_megatron_trainer` sets.
 - LoRA: `lora_rank` and `lora.rank` are one setting, likewise `lora_alpha`, `target_modules`, `exclude_modules` and the
   adapter's path. Each Hugging Face tensor has one A and one B, also in Megatron's fused layers. A's initial
   values are peft's by default; verl's presets select Megatron-Bridge's ([LoRA](../how_to/lora.md)).
@@ -160,19 +163,20 @@ def render_verl_page() -> str:
     parts = [
         _INTRODUCTION.replace("@SHARES@", _shares()),
         "## Keys",
-        *_keys_of(table_of(TrainConfig)),
+        *_keys_of(TrainConfig),
         _FINE_TUNING,
-        *_keys_of(table_of(SFTConfig)),
+        *_keys_of(SFTConfig),
     ]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
-def _keys_of(table: VerlTable) -> list[str]:
+def _keys_of(schema: type) -> list[str]:
     """Sections on the keys of one job."""
+    table = table_of(schema)
     groups: dict[type, dict[str, Rule]] = defaultdict(dict)
     for path, rule in table.rules.items():
         groups[type(rule)][path] = rule
-    parts = ["### Same name and meaning", _same(table), "### Same name, different values", _values(table)]
+    parts = ["### Same name and meaning", _same(table), "### Same name, different values", _values(schema)]
     for kind, (title, text) in _TITLES.items():
         if groups[kind]:
             parts += [f"### {title}", text, _table(kind, groups[kind])]
@@ -189,11 +193,13 @@ def _same(table: VerlTable) -> str:
     return "\n".join(["| section | keys |", "|---|---|", *lines])
 
 
-def _values(table: VerlTable) -> str:
+def _values(schema: type) -> str:
     rows = ["| key | verl | megarl |", "|---|---|---|"]
-    for path, words in table.values.items():
+    for path, words in table_of(schema).values.items():
+        item = find_key(schema, path)
+        unset = AUTO if item and item.accepts_auto else None
         rows += [
-            _row(path, f"`{format_value(value)}`", f"`{format_value(other)}`")
+            _row(path, f"`{format_value(value)}`", f"`{format_value(unset if other is None else other)}`")
             for value, other in words.meanings.items()
         ]
         rows += [_row(path, f"`{format_value(value)}`", f"refused: {why}") for value, why in words.refused.items()]

@@ -1,6 +1,6 @@
 """Declaration of configuration keys: default, documentation and limits in one place, and access by dotted path.
 
-The declarations feed the typed conversion, the error messages and ``docs/reference/config.md``.
+The declarations feed the typed conversion, the error messages and the pages of ``docs/reference/config/``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from omegaconf import MISSING
 
 REQUIRED: Any = MISSING
 """Default of a key that the user has to set."""
+AUTO = "auto"
+"""Value of a key that follows other keys; None in the typed configuration until it is derived."""
 
 _META = "megarl"
 _Config = TypeVar("_Config")
@@ -82,8 +84,22 @@ class KeyLimits(NamedTuple):
         return text
 
 
+class _Declaration(NamedTuple):
+    """The declaration of a key or section; fields as in :class:`Key`."""
+
+    doc: str = ""
+    limits: KeyLimits = KeyLimits()
+    auto: bool = False
+    inherits: bool = False
+
+
 class Key(NamedTuple):
-    """One declared key or section of a configuration class."""
+    """One declared key or section of a configuration class.
+
+    Attributes:
+        auto: whether the value follows other keys by default, and is None until it is derived.
+        inherits: whether the value of another section is the default; for a section, of all its keys.
+    """
 
     name: str
     annotation: Any  # the resolved type, without None
@@ -91,6 +107,22 @@ class Key(NamedTuple):
     default: Any
     doc: str
     limits: KeyLimits
+    auto: bool = False
+    inherits: bool = False
+
+    @property
+    def accepts_auto(self) -> bool:
+        """Whether users may write ``auto``, which then is the default."""
+        return (self.auto or self.inherits) and self.section is None
+
+    @property
+    def shown_default(self) -> Any:
+        """The default as users write it."""
+        return AUTO if self.accepts_auto else self.default
+
+    def _of_section(self, inner: Key) -> Key:
+        """A key of this section, which inherits if the section does."""
+        return inner._replace(inherits=True) if self.inherits else inner
 
     @property
     def section(self) -> type | None:
@@ -116,7 +148,7 @@ class Key(NamedTuple):
 
     @property
     def type_name(self) -> str:
-        """The type in the words of the reference, such as ``int or null``."""
+        """The type in the words of the reference, such as ``int or null`` or ``int or auto``."""
         name = getattr(self.annotation, "__name__", str(self.annotation))
         if self.is_list:
             (item,) = typing.get_args(self.annotation)
@@ -127,28 +159,53 @@ class Key(NamedTuple):
             name = "mapping"
         elif self.section is not None:
             name = "section"
-        return f"{name} or null" if self.optional else name
+        return f"{name}{self.unset}"
+
+    @property
+    def unset(self) -> str:
+        """The value without a setting, as the end of a sentence: `` or auto``, `` or null``, or nothing."""
+        if self.accepts_auto:
+            return f" or {AUTO}"
+        return " or null" if self.optional else ""
 
 
 def key(default: Any, doc: str, **limits: Any) -> Any:
     """Declare one key of a configuration dataclass.
 
     Args:
-        default: the value of an unset key; ``REQUIRED`` without a sensible one.
+        default: the value of an unset key; ``REQUIRED`` without a sensible one. ``derived_key`` declares ``auto``.
         doc: meaning of the key, with its unit.
         limits: fields of :class:`KeyLimits`.
     """
-    metadata = {_META: (doc, KeyLimits(**limits))}
+    metadata = {_META: _Declaration(doc, KeyLimits(**limits))}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def section(factory: Any, doc: str = "", **overrides: Any) -> Any:
-    """Declare a nested section; ``overrides`` replace defaults of the section's class."""
+def derived_key(doc: str, **limits: Any) -> Any:
+    """Declare a key whose default is ``auto``: its value follows other keys. The field is None until it is derived.
+
+    Args:
+        doc: meaning of the key, with its unit, and what ``auto = ...`` is.
+        limits: fields of :class:`KeyLimits`.
+    """
+    return dataclasses.field(default=None, metadata={_META: _Declaration(doc, KeyLimits(**limits), auto=True)})
+
+
+def section(factory: Any, doc: str = "", *, inherits: bool = False, **overrides: Any) -> Any:
+    """Declare a nested section.
+
+    Args:
+        factory: its class; None for an optional section that is absent by default.
+        doc: meaning of the section, beyond that of its class.
+        inherits: whether all its keys are ``auto``, the values of another section (:mod:`megarl.config.inherited`).
+        overrides: defaults that differ from those of the class.
+    """
+    metadata = {_META: _Declaration(doc, inherits=inherits)}
     if factory is None:
-        return dataclasses.field(default=None, metadata={_META: (doc, KeyLimits())})
-    return dataclasses.field(default_factory=lambda: factory(**overrides), metadata={_META: (doc, KeyLimits())})
+        return dataclasses.field(default=None, metadata=metadata)
+    return dataclasses.field(default_factory=lambda: factory(**overrides), metadata=metadata)
 
 
 def keys_of(schema: Any) -> Sequence[Key]:
@@ -168,8 +225,8 @@ def _keys_of_class(cls: Any) -> tuple[Key, ...]:
     keys = []
     for item in dataclasses.fields(cls):
         annotation, optional = _without_none(hints[item.name])
-        doc, limits = item.metadata.get(_META, ("", KeyLimits()))
-        keys.append(Key(item.name, annotation, optional, getattr(instance, item.name), doc, limits))
+        declared = item.metadata.get(_META, _Declaration())
+        keys.append(Key(item.name, annotation, optional, getattr(instance, item.name), *declared))
     return tuple(keys)
 
 
@@ -182,7 +239,8 @@ def walk(schema: Any, prefix: str = "") -> Iterator[tuple[str, Key]]:
         path = f"{prefix}.{item.name}" if prefix else item.name
         yield path, item
         if item.section is not None:
-            yield from walk(item.section if item.default is None else item.default, path)
+            inner_keys = walk(item.section if item.default is None else item.default, path)
+            yield from ((inner, item._of_section(key)) for inner, key in inner_keys)
         elif item.entry is not None:
             for name, entry in item.default.items():
                 yield from walk(entry, f"{path}.{name}")
@@ -202,7 +260,15 @@ def key_at(schema: type, path: str) -> Key:
         return key_at(item.entry, rest.partition(".")[2])
     if item.section is None:
         raise KeyError(path)
-    return key_at(item.section, rest)
+    return item._of_section(key_at(item.section, rest))
+
+
+def find_key(schema: type, path: str) -> Key | None:
+    """Return the declaration of a key as :func:`key_at`, or None without such a key."""
+    try:
+        return key_at(schema, path)
+    except KeyError:
+        return None
 
 
 def value_at(config: Any, path: str) -> Any:
@@ -224,6 +290,13 @@ def leaves(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield from leaves(inner, f"{path}.")
         else:
             yield path, inner
+
+
+def lookup(values: Any, path: str) -> Any:
+    """Return the value at a dotted path of nested plain values; None without one."""
+    for name in path.split("."):
+        values = values.get(name) if isinstance(values, Mapping) else None
+    return values
 
 
 def with_values(config: _Config, values: Mapping[str, Any]) -> _Config:

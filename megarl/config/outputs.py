@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megarl.base.errors import ConfigError
+from megarl.config.keys import AUTO, find_key
 from megarl.config.schema.jobs import EvaluateConfig, GenerateConfig, JobConfig, SupervisedConfig, TrainConfig
 
 CHECKPOINTS_KEY, EXPORT_KEY = "trainer.default_local_dir", "trainer.hf_export_dir"
@@ -63,9 +64,11 @@ def check_sweep_outputs(configs: Sequence[JobConfig]) -> None:
         for key, path in (output_folders(config) | output_files(config)).items():
             first = writers.setdefault((key, path), number)
             if first != number:
+                item = find_key(type(config), key)
+                unset = AUTO if item and item.accepts_auto else "null"
                 raise ConfigError(
-                    f"{key}={path}: runs {first} and {number} of the sweep would both write it. Set {key}=null: each "
-                    "run then has its own folder, or writes no such files; or list a path for each run; or set "
+                    f"{key}={path}: runs {first} and {number} of the sweep would both write it. Set {key}={unset}: "
+                    "each run then has its own folder, or writes no such files; or list a path for each run; or set "
                     "trainer.overwrite_output=true to keep the last run's",
                     code="config.sweep-shared-output",
                 )

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from megarl.base.redaction import REDACTED, is_secret_name, redact, remember_secrets
-from megarl.config.keys import leaves
+from megarl.config.keys import AUTO, find_key, leaves
 from megarl.config.problems import Problem
 from megarl.config.schema.jobs import JobConfig
 from megarl.config.verl.table import table_of
@@ -39,14 +39,16 @@ def remember_references(config: JobConfig, values: Mapping[str, Any] | DictConfi
     remember_secrets(dataclasses.asdict(config))
 
 
-def stored_config(config: JobConfig | Mapping[str, Any]) -> dict[str, Any]:
+def stored_config(config: JobConfig) -> dict[str, Any]:
     """Return a configuration as nested plain values that may be written to a file or sent to a tracker."""
-    plain = config if isinstance(config, Mapping) else dataclasses.asdict(config)
-    return {name: _stored(value, str(name)) for name, value in plain.items()}
+    schema, plain = type(config), dataclasses.asdict(config)
+    return {name: _stored(schema, value, str(name)) for name, value in plain.items()}
 
 
-def stored_value(path: str, value: Any) -> Any:
-    """Return the value of one key in its stored form."""
+def stored_value(schema: type, path: str, value: Any) -> Any:
+    """Return the value of one key in its stored form: ``auto`` for a value that a later phase derives."""
+    if value is None and (item := find_key(schema, path)) is not None and item.auto:
+        return AUTO
     return _References.by_path.get(path) or redact(value, path.rpartition(".")[2])
 
 
@@ -60,7 +62,7 @@ def redacted_problems(config: JobConfig) -> Iterator[Problem]:
             yield Problem(path, value, text, code="config.redacted-secret")
 
 
-def _stored(value: Any, path: str) -> Any:
+def _stored(schema: type, value: Any, path: str) -> Any:
     if isinstance(value, Mapping) and not is_secret_name(path.rpartition(".")[2]):
-        return {key: _stored(inner, f"{path}.{key}") for key, inner in value.items()}
-    return stored_value(path, value)
+        return {key: _stored(schema, inner, f"{path}.{key}") for key, inner in value.items()}
+    return stored_value(schema, path, value)

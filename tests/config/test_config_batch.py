@@ -116,6 +116,7 @@ def test_roles_have_separate_layouts() -> None:
         f"{ACTOR}.megatron.tensor_model_parallel_size": 2,
         "critic.ppo_mini_batch_size": 4,
         "critic.ppo_epochs": 2,
+        "critic.megatron.tensor_model_parallel_size": 1,
         "actor_rollout_ref.rollout.n": 3,
         "actor_rollout_ref.ref.megatron": {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 4},
         "algorithm.use_kl_in_reward": True,

@@ -228,7 +228,7 @@ def test_derived_keys() -> None:
     config = build(TrainConfig, with_keys(values))
     policy = config.actor_rollout_ref
     assert (policy.actor.clip_ratio_low, policy.actor.clip_ratio_high) == (0.3, 0.4)
-    assert policy.actor.megatron.data_parallel_size == 4 and config.critic.megatron.data_parallel_size == 8
+    assert policy.actor.megatron.data_parallel_size == config.critic.megatron.data_parallel_size == 4
     assert policy.rollout.replicas == 8
     assert policy.model.tokenizer_path == config.critic.model.path == "model"
     for keys in (policy.rollout.log_prob_batch, policy.ref):

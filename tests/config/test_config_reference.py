@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from megarl.base.algorithm_names import (
     ADV_ESTIMATORS,
     FULL_KL,
@@ -14,25 +16,46 @@ from megarl.base.algorithm_names import (
     REWEIGHT_KINDS,
     WEIGHT_SCHEDULES,
 )
-from megarl.config import EvaluateConfig, GenerateConfig, PreferenceConfig, RewardTrainingConfig, SFTConfig, TrainConfig
 from megarl.config.keys import walk
-from megarl.config.reference import render_reference
+from megarl.config.reference import JOB_PAGES, render_reference
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_committed_page_is_up_to_date() -> None:
-    page = (ROOT / "docs" / "reference" / "config.md").read_text(encoding="utf-8")
-    assert page == render_reference(), "run: python -m megarl.config.reference > docs/reference/config.md"
+def test_committed_pages_are_up_to_date() -> None:
+    folder = ROOT / "docs" / "reference"
+    files = [folder / "config.md", *(folder / "config").iterdir()]
+    committed = {str(file.relative_to(folder)): file.read_text(encoding="utf-8") for file in files}
+    assert committed == render_reference(), "run: python -m megarl.config.reference docs/reference"
 
 
-def test_every_key_is_on_the_page() -> None:
-    page = render_reference()
-    for schema in (TrainConfig, SFTConfig, RewardTrainingConfig, PreferenceConfig, EvaluateConfig, GenerateConfig):
-        for path, item in walk(schema):
-            if item.section is None:
-                assert f"| `{item.name}` | " in page, path
-                assert item.doc.replace("|", "\\|") in page, path
+@pytest.mark.parametrize("name", JOB_PAGES)
+def test_every_key_is_on_the_page_of_its_job(name: str) -> None:
+    """Or in a section that the page links to: a shared one, or one of training."""
+    pages = render_reference()
+    page, shared, training = pages[f"config/{name}.md"], pages["config.md"], pages["config/train.md"]
+    for path, item in walk(JOB_PAGES[name]):
+        if item.section is None:
+            text = page + "".join(training for parent in parents(path) if f"(train.md#{parent})" in page)
+            text += "".join(
+                shared for parent in parents(path) if f"| `{parent.rpartition('.')[2]}` | section | " in text
+            )
+            assert f"| `{item.name}` | " in text and item.doc.replace("|", "\\|") in text, path
+
+
+def parents(path: str) -> list[str]:
+    return [path[:at] for at, letter in enumerate(path) if letter == "."]
+
+
+def test_headings_are_the_last_parts_of_paths_and_shared_sections_occur_once() -> None:
+    pages = render_reference()
+    for name in JOB_PAGES:
+        headings = [line.lstrip("# ") for line in pages[f"config/{name}.md"].splitlines()[1:] if line.startswith("#")]
+        assert headings and not any("." in heading for heading in headings)
+    size = "| `tensor_model_parallel_size` | int | `1` | Tensor parallelism"
+    assert {name for name, page in pages.items() if size in page} == {"config.md"}
+    roles = ("actor_rollout_ref.ref", "critic", "distillation.teacher_models.<name>")
+    assert all(f"- `{role}.megatron`\n" in pages["config.md"] for role in roles)
 
 
 def test_algorithm_names_are_the_registered_names() -> None:

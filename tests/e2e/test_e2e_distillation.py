@@ -30,6 +30,7 @@ def distilled(small: list[str], teacher: Path, start: Callable[..., CliRun]) -> 
         *("actor_rollout_ref.rollout.n=1", "data.train_batch_size=32", "actor_rollout_ref.actor.ppo_mini_batch_size=8"),
         *(f"trainer.total_training_steps={STEPS}", "trainer.test_freq=-1", "trainer.hf_export_dir=student"),
         *(f"{TEACHER}.model_path={teacher}", f"{TEACHER}.megatron.pipeline_model_parallel_size=2"),
+        f"{TEACHER}.megatron.tensor_model_parallel_size=1",
         *("distillation.distillation_loss.topk=16", "actor_rollout_ref.actor.optim.lr=5e-3"),
     )
     assert run.wait() == 0, run.output
@@ -74,7 +75,8 @@ def test_each_prompt_approaches_its_own_teacher_over_the_whole_vocabulary(
         *(f"data.train_files={tmp_path}/train.parquet", f"trainer.total_training_steps={STEPS}"),
         *(f"~{TEACHER}", "distillation.teacher_key=expert", "distillation.distillation_loss.loss_mode=full"),
         *(f"+{section}.wide.model_path={teacher}", f"+{section}.wide.megatron.pipeline_model_parallel_size=2"),
-        *(f"+{section}.narrow.model_path={narrow}", f"+{section}.narrow.megatron.tensor_model_parallel_size=2"),
+        f"+{section}.wide.megatron.tensor_model_parallel_size=1",
+        f"+{section}.narrow.model_path={narrow}",  # with the student's layout, tensor parallel 2
         *("actor_rollout_ref.actor.optim.lr=5e-3", "trainer.test_freq=-1"),
     )
     assert run.wait() == 0, run.output

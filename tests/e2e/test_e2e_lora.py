@@ -18,7 +18,7 @@ ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 OTHER_LAYOUT = [
     f"{ACTOR}.megatron.tensor_model_parallel_size=1",
     f"{ACTOR}.megatron.pipeline_model_parallel_size=2",
-    *("critic.megatron.data_parallel_size=1", "critic.megatron.tensor_model_parallel_size=2"),
+    *("critic.megatron.pipeline_model_parallel_size=1", "critic.megatron.tensor_model_parallel_size=2"),
 ]
 
 

@@ -46,7 +46,7 @@ OTHER_LAYOUT = [
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
     "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
     "actor_rollout_ref.actor.megatron.sequence_parallel=false",
-    *("critic.megatron.data_parallel_size=1", "critic.megatron.tensor_model_parallel_size=2"),
+    *("critic.megatron.pipeline_model_parallel_size=1", "critic.megatron.tensor_model_parallel_size=2"),
 ]
 DYING_WRITER = Path(__file__).with_name("dying_writer")
 PROFILED_STEP = 2

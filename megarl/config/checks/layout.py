@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megarl.config.checks.transformer_fields import override_problems
+from megarl.config.inherited import inheritance_note
 from megarl.config.problems import Problem
 from megarl.config.schema.devices import OwnDevicesConfig
 from megarl.config.schema.jobs import (
@@ -31,13 +32,15 @@ def train_layouts(config: TrainConfig) -> Iterator[Problem]:
     policy, trainer, teachers = config.actor_rollout_ref, config.trainer, config.distillation
     yield from _layout(policy.actor.megatron, _trainers(trainer), "actor_rollout_ref.actor.megatron")
     if config.uses_reference and policy.ref.megatron is not None:
-        yield from _layout(policy.ref.megatron, _pool(policy.ref, REFERENCE, trainer), f"{REFERENCE}.megatron")
+        pool = _pool(policy.ref, REFERENCE, trainer)
+        yield from _role_layout(config, policy.ref.megatron, pool, f"{REFERENCE}.megatron")
     if local := teachers.local_teachers:
         pool = _pool(teachers, TEACHERS, trainer)
         for name, teacher in local.items():
-            yield from _layout(teacher.megatron, pool, f"{TEACHERS}.teacher_models.{name}.megatron")
+            yield from _role_layout(config, teacher.megatron, pool, f"{TEACHERS}.teacher_models.{name}.megatron")
     if config.uses_critic:
-        yield from _layout(config.critic.megatron, _pool(config.critic, CRITIC, trainer), "critic.megatron")
+        pool = _pool(config.critic, CRITIC, trainer)
+        yield from _role_layout(config, config.critic.megatron, pool, f"{CRITIC}.megatron")
 
 
 def unused_devices(config: TrainConfig) -> Iterator[Problem]:
@@ -75,7 +78,7 @@ def reward_model_layout(config: ScoredJobConfig, trainer: RunConfig) -> Iterator
     """Check the devices and the layout of the reward model."""
     keys = config.reward.model
     if keys.enable:
-        yield from _layout(keys.megatron, _pool(keys, REWARD_MODEL, trainer), f"{REWARD_MODEL}.megatron")
+        yield from _role_layout(config, keys.megatron, _pool(keys, REWARD_MODEL, trainer), f"{REWARD_MODEL}.megatron")
     elif keys.nnodes:
         text = f"{REWARD_MODEL}.enable is false; set 0"
         yield Problem(f"{REWARD_MODEL}.nnodes", keys.nnodes, text, code="layout.unused-devices")
@@ -153,6 +156,18 @@ def _keyed_pool(path: str, nodes: int, per_node: int) -> _Pool:
     return _Pool(devices, f"the pool of {devices} ({path}.nnodes={nodes} x {path}.n_gpus_per_node={per_node})")
 
 
+def _role_layout(config: ScoredJobConfig, megatron: MegatronConfig, pool: _Pool, path: str) -> Iterator[Problem]:
+    """Check the layout of a role that inherits the actor's, without the problems that the actor has too."""
+    of_actor: set[tuple[str, str, str]] = set()
+    if isinstance(config, TrainConfig):
+        actors = _layout(config.actor_rollout_ref.actor.megatron, _trainers(config.trainer), path)
+        of_actor = {(problem.path, str(problem.value), problem.code) for problem in actors}
+    for problem in _layout(megatron, pool, path):
+        if (problem.path, str(problem.value), problem.code) not in of_actor:
+            note = inheritance_note(config, f"{problem.path}={problem.value}")
+            yield problem._replace(text=f"{problem.text}{note}")
+
+
 def _layout(megatron: MegatronConfig, pool: _Pool, path: str) -> Iterator[Problem]:
     """Check the layout of one role, as far as possible without its model; ``path`` is the key of its section."""
     trains = not path.endswith(".ref.megatron")  # which has the actor's fields
@@ -228,7 +243,7 @@ def _memory(megatron: MegatronConfig) -> Iterator[Problem]:
         ("recompute_num_layers", megatron.recompute_num_layers),
     ):
         if value is not None and not full:
-            text = "has no effect without recompute_granularity=full; set null"
+            text = "has no effect without recompute_granularity=full; set auto"
             yield Problem(key, value, text, code="layout.recompute-not-full")
     if megatron.recompute_granularity == "selective" and not megatron.recompute_modules:
         text = "recompute_granularity=selective needs at least one"

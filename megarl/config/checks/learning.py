@@ -24,9 +24,9 @@ def estimator(config: TrainConfig) -> Iterator[Problem]:
         text = f"{label} compares the responses of a group; set at least 2"
         yield Problem("actor_rollout_ref.rollout.n", n, text, code="algorithm.group-of-one")
     if enabled is False and estimator_needs(name, "values"):
-        yield Problem("critic.enable", enabled, f"{label} needs a critic; leave it null", code="algorithm.needs-critic")
+        yield Problem("critic.enable", enabled, f"{label} needs a critic; leave it auto", code="algorithm.needs-critic")
     if enabled and name in ADV_ESTIMATORS and not estimator_needs(name, "values"):
-        text = f"{label} reads no values; leave it null"
+        text = f"{label} reads no values; leave it auto"
         yield Problem("critic.enable", enabled, text, code="algorithm.unused-critic")
     yield from _sum_pi_squared(config, label)
     if name in ADV_ESTIMATORS and name != GIGPO:
@@ -51,10 +51,10 @@ def _sum_pi_squared(config: TrainConfig, label: str) -> Iterator[Problem]:
     enabled = config.actor_rollout_ref.actor.calculate_sum_pi_squared
     needs = estimator_needs(name, "sum_pi_squared")
     if enabled is False and needs:
-        text = f"{label} needs the sum of squared probabilities; leave it null"
+        text = f"{label} needs the sum of squared probabilities; leave it auto"
         yield Problem(path, enabled, text, code="algorithm.needs-sum-pi-squared")
     if enabled and name in ADV_ESTIMATORS and not needs:
-        text = f"{label} reads no squared probabilities; leave it null"
+        text = f"{label} reads no squared probabilities; leave it auto"
         yield Problem(path, enabled, text, code="algorithm.unused-sum-pi-squared")
     if not config.uses_sum_pi_squared:
         return
@@ -100,7 +100,7 @@ def selection(config: TrainConfig) -> Iterator[Problem]:
     if not groups.enable and per_round not in (None, per_step):
         text = (
             f"only algorithm.filter_groups generates in rounds of another size than data.train_batch_size={per_step}; "
-            "leave it null"
+            "leave it auto"
         )
         yield Problem("data.gen_batch_size", per_round, text, code="algorithm.rounds-without-filter")
     if best.enable and best.keep >= n:
@@ -196,7 +196,7 @@ def preference_loss(config: PreferenceConfig) -> Iterator[Problem]:
         text = f"has no effect with loss.type={loss.type}; leave it 0, or use {' or '.join(smoothed)}"
         yield Problem("loss.label_smoothing", loss.label_smoothing, text, code="algorithm.preference-key-unused")
     if loss.simpo_gamma is not None and loss.type != "simpo":
-        text = f"has no effect with loss.type={loss.type}; leave it null, or use simpo"
+        text = f"has no effect with loss.type={loss.type}; leave it auto, or use simpo"
         yield Problem("loss.simpo_gamma", loss.simpo_gamma, text, code="algorithm.preference-key-unused")
     if loss.uses_pairs:
         unread: dict[str, object] = {
@@ -206,7 +206,7 @@ def preference_loss(config: PreferenceConfig) -> Iterator[Problem]:
         }
         for path, value in unread.items():
             if value is not None:
-                text = f"has no effect with loss.type={loss.type}; leave it null, or use kto"
+                text = f"has no effect with loss.type={loss.type}; leave it auto, or use kto"
                 yield Problem(path, value, text, code="algorithm.preference-key-unused")
     elif config.data.train_batch_size < 2:
         text = "loss.type=kto estimates the KL from responses to other prompts of the step; set at least 2"

@@ -21,7 +21,7 @@ def reward_model(config: TrainConfig | EvaluateConfig) -> Iterator[Problem]:
     keys, model = config.reward, config.reward.model
     if not model.enable:
         if keys.function_weight == 0:
-            text = "leaves nothing to score with while reward.model.enable=false; leave it null"
+            text = "leaves nothing to score with while reward.model.enable=false; leave it auto"
             yield Problem("reward.function_weight", keys.function_weight, text, code="reward.nothing-scores")
         return
     if not model.path:

@@ -144,7 +144,7 @@ class RolloutCorrectionConfig:
     rollout_rs_threshold: str | None = key(
         None,
         "Bounds of `rollout_rs`, comma-separated, one for all options or one for each: for k1 of the ratio, as "
-        "'0.5_2.0' or '2.0' (lower bound: 1/2.0); for k2 and k3 the largest estimate.",
+        "'0.5_2.0' or '2.0' (lower bound: 1/2.0); for k2 and k3 the largest estimate; null = none.",
     )
     bypass_mode: bool = key(
         False,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.config.keys import REQUIRED, key, section
+from megarl.config.keys import REQUIRED, derived_key, key, section
 
 _SPEC = "path.py or package.module"
 
@@ -22,19 +22,19 @@ class RowConfig:
         "base models. Chat messages are always rendered.",
     )
     system_prompt: str | None = key(
-        None, "System message of rows without one, neither as first message nor in a column `system`.", empty=True
+        None,
+        "System message of rows without one, neither as first message nor in a column `system`; null = none.",
+        empty=True,
     )
     apply_chat_template_kwargs: dict[str, Any] = key({}, "Extra arguments for the tokenizer's chat template.")
-    filter_overlong_prompts_workers: int | None = key(
-        None,
-        "Processes that count the tokens of rows, for `filter_overlong_prompts` and `truncation: error`; null = one "
+    filter_overlong_prompts_workers: int | None = derived_key(
+        "Processes that count the tokens of rows, for `filter_overlong_prompts` and `truncation: error`; auto = one "
         "per 16,384 rows, at most half of the cores.",
         at_least=1,
     )
-    cache_dir: str | None = key(
-        None,
+    cache_dir: str | None = derived_key(
         "Cache folder for large files as memory-mapped rows, and for the lengths of rows (see docs/how_to/data.md); "
-        "null = `$XDG_CACHE_HOME/megarl/data`, or `~/.cache/megarl/data`.",
+        "auto = `$XDG_CACHE_HOME/megarl/data`, or `~/.cache/megarl/data`.",
     )
 
 
@@ -71,7 +71,7 @@ class DataSourceConfig(RowConfig):
         allowed=(-1,),
     )
     shuffle: bool = key(True, "Read rows in a random order, a new one in each epoch.")
-    seed: int | None = key(None, "Seed of the order; null = `trainer.seed`.")
+    seed: int | None = derived_key("Seed of the order; auto = `trainer.seed`.")
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class SamplerConfig:
     class_path: str | None = key(
         None, f"File or module of the class ({_SPEC}), called with `data_source` and `data_config`; null = none."
     )
-    class_name: str | None = key(None, "Name of the class.")
+    class_name: str | None = key(None, "Name of the class; null = none.")
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class CustomDatasetConfig:
     """A custom data set class: with verl's constructor, or derived from `megarl.data.RLHFDataset`."""
 
     path: str | None = key(None, f"File or module of the class ({_SPEC}); null = none.")
-    name: str | None = key(None, "Name of the class.")
+    name: str | None = key(None, "Name of the class; null = none.")
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,8 @@ class DataConfig(DataSourceConfig, PromptsConfig):
         "Function from the samples of a batch to a mapping of columns, as verl's `collate_fn` (path.py:function or "
         "package.module.function); null = all entries become columns.",
     )
-    gen_batch_size: int | None = key(
-        None,
-        "Prompts per generation round of dynamic sampling (`algorithm.filter_groups`); null = `train_batch_size`.",
+    gen_batch_size: int | None = derived_key(
+        "Prompts per generation round of dynamic sampling (`algorithm.filter_groups`); auto = `train_batch_size`.",
         at_least=1,
     )
 
@@ -143,8 +142,8 @@ class GenerateDataConfig(PromptsConfig):
     prompts: list[str] = key(
         [], "Texts, each sent as one user message after those of `val_files`; [-] = the lines of the standard input."
     )
-    output_path: str | None = key(
-        None, "File for the responses, .jsonl or .parquet; null = `answers.jsonl` in the run's folder."
+    output_path: str | None = derived_key(
+        "File for the responses, .jsonl or .parquet; auto = `answers.jsonl` in the run's folder."
     )
 
 
@@ -163,7 +162,9 @@ class SupervisedDataConfig(DataSourceConfig):
         16384, "Tokens per micro-batch and device; read with `use_dynamic_bsz`.", at_least=1
     )
     micro_batch_size_per_gpu: int | None = key(
-        None, "Rows per micro-batch and data-parallel rank; required without `use_dynamic_bsz`.", at_least=1
+        None,
+        "Rows per micro-batch and data-parallel rank; required without `use_dynamic_bsz`; null = none.",
+        at_least=1,
     )
 
 

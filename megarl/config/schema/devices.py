@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.config.keys import key
+from megarl.config.keys import derived_key, key
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class OwnDevicesConfig:
         "docs/how_to/layouts.md.",
         at_least=0,
     )
-    n_gpus_per_node: int | None = key(
-        None, "Devices of the role on each of `nnodes` nodes; null = `trainer.n_gpus_per_node`.", at_least=1
+    n_gpus_per_node: int | None = derived_key(
+        "Devices of the role on each of `nnodes` nodes; auto = `trainer.n_gpus_per_node`.", at_least=1
     )
 
     @property

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.base.algorithm_names import DISTILLATION_MODES, FORWARD_KL_TOPK, FULL_KL
-from megarl.config.keys import key, section
+from megarl.config.keys import derived_key, key, section
 from megarl.config.schema.devices import OwnDevicesConfig
 from megarl.config.schema.model import LogProbBatchConfig, MegatronConfig
 
@@ -34,16 +34,17 @@ class TeacherConfig(LogProbBatchConfig):
     """A teacher with the policy's tokenizer: a frozen model of any size and its Megatron layout, or servers."""
 
     model_path: str | None = key(
-        None, "Folder of the teacher's Hugging Face model; required with `enabled`, without `server.urls`."
+        None, "Folder of the teacher's Hugging Face model; required with `enabled`, without `server.urls`; null = none."
     )
     server: TeacherServerConfig = section(TeacherServerConfig)
     megatron: MegatronConfig = section(
         MegatronConfig,
         "Layout of the teacher, on the trainer's devices or those of `distillation.nnodes`. `param_offload` frees them "
         "between phases.",
+        inherits=True,
     )
     # the last field: it hides the function of the same name
-    key: str | None = key(None, "Value of `teacher_key` in this teacher's rows; null = its name.")
+    key: str | None = derived_key("Value of `teacher_key` in this teacher's rows; auto = its name.")
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,9 @@ class DistillationLossConfig:
         False,
         "Use the negative divergence as advantage of PPO's clipped loss instead of its gradient; k1 requires it.",
     )
-    clip_ratio: float = key(0.2, "Clip range of that loss; read if low or high is null.", above=0)
-    clip_ratio_low: float | None = key(None, "Clip range below 1; null = `clip_ratio`.", above=0, at_most=1)
-    clip_ratio_high: float | None = key(None, "Clip range above 1; null = `clip_ratio`.", above=0)
+    clip_ratio: float = key(0.2, "Clip range of that loss; read if low or high is auto.", above=0)
+    clip_ratio_low: float | None = derived_key("Clip range below 1; auto = `clip_ratio`.", above=0, at_most=1)
+    clip_ratio_high: float | None = derived_key("Clip range above 1; auto = `clip_ratio`.", above=0)
 
     @property
     def teacher_topk(self) -> int:

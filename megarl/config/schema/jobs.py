@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeAlias, TypeVar
 
 from megarl.base.algorithm_names import KTO, PREFERENCE_LOSS_TYPES, estimator_needs
-from megarl.config.keys import key, section
+from megarl.config.keys import derived_key, key, section
 from megarl.config.schema.algorithm import AlgorithmConfig
 from megarl.config.schema.async_training import LOGLINEAR, RECOMPUTE, AsyncTrainingConfig
 from megarl.config.schema.data import (
@@ -320,15 +320,15 @@ class PreferenceLossConfig:
     label_smoothing: float = key(
         0.0, "Probability that a pair's label is wrong, for dpo and simpo.", at_least=0, at_most=0.5
     )
-    simpo_gamma: float | None = key(
-        None, "Target margin between the rewards of simpo; null = 0.5. Other losses have none.", at_least=0
+    simpo_gamma: float | None = derived_key(
+        "Target margin between the rewards of simpo; auto = 0.5. Other losses have none.", at_least=0
     )
 
-    desirable_weight: float | None = key(
-        None, "Weight of desirable responses in kto; null = 1. Other losses have none.", at_least=0
+    desirable_weight: float | None = derived_key(
+        "Weight of desirable responses in kto; auto = 1. Other losses have none.", at_least=0
     )
-    undesirable_weight: float | None = key(
-        None, "Weight of undesirable responses in kto; null = 1. Other losses have none.", at_least=0
+    undesirable_weight: float | None = derived_key(
+        "Weight of undesirable responses in kto; auto = 1. Other losses have none.", at_least=0
     )
 
     @property

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.config.keys import REQUIRED, key, section
+from megarl.config.keys import REQUIRED, derived_key, key, section
 
 DTYPES = ("float32", "bfloat16")
 RESUMABLE = ("model", "optimizer", "extra")
@@ -27,11 +27,11 @@ class ModelPathConfig:
     """Model, tokenizer and code to import."""
 
     path: str = key(REQUIRED, "Folder of the Hugging Face model: config.json, safetensors and tokenizer.")
-    tokenizer_path: str | None = key(None, "Folder of the tokenizer; null = `path`.")
+    tokenizer_path: str | None = derived_key("Folder of the tokenizer; auto = `path`.")
     external_lib: list[str] | None = key(
         None,
         "User modules that every process of the run imports first, each as `path.py` or `package.module`; they may "
-        "register model families (docs/how_to/add_a_model.md).",
+        "register model families (docs/how_to/add_a_model.md); null = none.",
     )
 
     @property
@@ -75,9 +75,13 @@ class AdapterKeys:
         "Layers with adapters: Hugging Face modules or their last parts, such as q_proj; Megatron's layers, such as "
         "linear_qkv; or all-linear = attention, MLP and experts, without router and output layer.",
     )
-    exclude_modules: list[str] | None = key(None, "Layers without adapters among `target_modules`, by the same names.")
+    exclude_modules: list[str] | None = key(
+        None, "Layers without adapters among `target_modules`, by the same names; null = none."
+    )
     lora_adapter_path: str | None = key(
-        None, "Folder of adapters in peft's format to continue from; its rank, scale and layers must be those here."
+        None,
+        "Folder of adapters in peft's format to continue from, with the rank, scale and layers set here; null = new "
+        "adapters.",
     )
     lora: LoraConfig = section(LoraConfig)
 
@@ -94,23 +98,23 @@ class MegatronConfig:
     tensor_model_parallel_size: int = key(1, "Tensor parallelism: devices that share each layer.", at_least=1)
     pipeline_model_parallel_size: int = key(1, "Pipeline parallelism: stages that share the layers.", at_least=1)
     virtual_pipeline_model_parallel_size: int | None = key(
-        None, "Chunks of layers per stage (interleaved schedule); null = 1.", at_least=1
+        None, "Chunks of layers per stage (interleaved schedule); null = a single one.", at_least=1
     )
     context_parallel_size: int = key(1, "Context parallelism: devices that share each sequence.", at_least=1)
     expert_model_parallel_size: int = key(
         1, "Expert parallelism: groups of devices that share the experts of a mixture-of-experts model.", at_least=1
     )
-    expert_tensor_parallel_size: int | None = key(
-        None, "Devices that share each expert; null = `tensor_model_parallel_size`.", at_least=1
+    expert_tensor_parallel_size: int | None = derived_key(
+        "Devices that share each expert; auto = `tensor_model_parallel_size`.", at_least=1
     )
-    data_parallel_size: int | None = key(
-        None, "Replicas of the model; null = the trainer's devices divided by the other sizes.", at_least=1
+    data_parallel_size: int | None = derived_key(
+        "Replicas of the model; auto = the role's devices divided by the other sizes.", at_least=1
     )
     num_layers_in_first_pipeline_stage: int | None = key(
-        None, "Layers of the first stage; null = as many as the other stages.", at_least=1
+        None, "Layers of the first stage; null = like the other stages.", at_least=1
     )
     num_layers_in_last_pipeline_stage: int | None = key(
-        None, "Layers of the last stage; null = as many as the other stages.", at_least=1
+        None, "Layers of the last stage; null = like the other stages.", at_least=1
     )
     account_for_embedding_in_pipeline_split: bool = key(
         False, "Count the embedding as one layer in the split over pipeline stages."
@@ -132,13 +136,12 @@ class MegatronConfig:
         "`recompute_modules` (selective); null = none.",
         choices=("full", "selective"),
     )
-    recompute_method: str | None = key(
-        None,
+    recompute_method: str | None = derived_key(
         "With granularity full: recompute in groups of `recompute_num_layers` layers (uniform), or only the first "
-        "`recompute_num_layers` layers of each stage (block); null = uniform.",
+        "`recompute_num_layers` layers of each stage (block); auto = uniform.",
         choices=("uniform", "block"),
     )
-    recompute_num_layers: int | None = key(None, "See `recompute_method`; null = 1.", at_least=1)
+    recompute_num_layers: int | None = derived_key("See `recompute_method`; auto = 1.", at_least=1)
     recompute_modules: list[str] = key(
         ["core_attn"],
         "Modules to recompute with granularity selective; moe_act needs Transformer Engine's experts, which neither "
@@ -206,8 +209,8 @@ class OptimConfig:
         "exponential", "With wsd: shape of the decay.", choices=("linear", "cosine", "exponential")
     )
     min_lr: float = key(0.0, "Learning rate at the end of the decay.", at_least=0)
-    total_training_steps: int | None = key(
-        None, "Optimizer steps of the schedule, at most those of the run; null = those of the run.", at_least=1
+    total_training_steps: int | None = derived_key(
+        "Optimizer steps of the schedule, at most those of the run; auto = those of the run.", at_least=1
     )
     max_skipped_steps: int = key(
         3,
@@ -221,16 +224,17 @@ class OptimConfig:
 class UpdateBatchConfig:
     """Micro-batches of an update; their size never changes the result."""
 
-    use_dynamic_bsz: bool | None = key(
-        None,
+    use_dynamic_bsz: bool | None = derived_key(
         "Fill micro-batches up to `max_token_len_per_gpu` tokens instead of a fixed number of samples; "
-        "null = true unless `micro_batch_size_per_gpu` is set.",
+        "auto = true unless `micro_batch_size_per_gpu` is set.",
     )
     max_token_len_per_gpu: int = key(
         16384, "Tokens (prompt and response) per micro-batch and device; read with `use_dynamic_bsz`.", at_least=1
     )
     micro_batch_size_per_gpu: int | None = key(
-        None, "Samples per micro-batch and data-parallel rank; required without `use_dynamic_bsz`.", at_least=1
+        None,
+        "Samples per micro-batch and data-parallel rank; required without `use_dynamic_bsz`; null = none.",
+        at_least=1,
     )
     use_prefix_grouper: bool = key(
         True,
@@ -241,19 +245,17 @@ class UpdateBatchConfig:
 
 @dataclass(frozen=True)
 class LogProbBatchConfig:
-    """Micro-batches of passes that only compute log-probs; null = as in the actor's update."""
+    """Micro-batches of passes that only compute log-probs; auto = as in the actor's update."""
 
-    use_dynamic_bsz: bool | None = key(
-        None,
-        "Cut micro-batches by tokens instead of samples; null = the actor's `use_dynamic_bsz`, or if that is null "
+    use_dynamic_bsz: bool | None = derived_key(
+        "Cut micro-batches by tokens instead of samples; auto = the actor's `use_dynamic_bsz`, or if that is auto "
         "too, true unless `micro_batch_size_per_gpu` is set.",
     )
-    max_token_len_per_gpu: int | None = key(
-        None, "Tokens per micro-batch and device; null = the actor's `max_token_len_per_gpu`.", at_least=1
+    max_token_len_per_gpu: int | None = derived_key(
+        "Tokens per micro-batch and device; auto = the actor's `max_token_len_per_gpu`.", at_least=1
     )
-    micro_batch_size_per_gpu: int | None = key(
-        None,
-        "Samples per micro-batch and data-parallel rank; null = the actor's `micro_batch_size_per_gpu`.",
+    micro_batch_size_per_gpu: int | None = derived_key(
+        "Samples per micro-batch and data-parallel rank; auto = the actor's `micro_batch_size_per_gpu`.",
         at_least=1,
     )
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.config.keys import key, section
+from megarl.config.keys import derived_key, key, section
 from megarl.config.schema.devices import OwnDevicesConfig
 from megarl.config.schema.model import MegatronConfig
 
@@ -38,7 +38,7 @@ class ScoringModelConfig(OwnDevicesConfig):
     path: str | None = key(
         None,
         "Folder of a Hugging Face model with a scalar head (`...ForSequenceClassification`, one label) and its "
-        "tokenizer; required with `enable`.",
+        "tokenizer; required with `enable`; null = none.",
     )
     input_tokenizer: str | None = key(
         None,
@@ -47,17 +47,18 @@ class ScoringModelConfig(OwnDevicesConfig):
         "reads the token ids of prompt and response unchanged.",
     )
     weight: float = key(1.0, "Weight of the reward model's score in the sum.")
-    megatron: MegatronConfig = section(MegatronConfig)
+    megatron: MegatronConfig = section(MegatronConfig, inherits=True)
     use_dynamic_bsz: bool = key(True, "Fill micro-batches up to `max_token_len_per_gpu` tokens.")
     max_token_len_per_gpu: int = key(
         16384, "Tokens per micro-batch and device; read with `use_dynamic_bsz`.", at_least=1
     )
     micro_batch_size_per_gpu: int | None = key(
-        None, "Samples per micro-batch and data-parallel rank; required without `use_dynamic_bsz`.", at_least=1
-    )
-    max_length: int | None = key(
         None,
-        "Longest sequence of the reward model, in tokens; longer ones are cut at the left and counted; null = "
+        "Samples per micro-batch and data-parallel rank; required without `use_dynamic_bsz`; null = none.",
+        at_least=1,
+    )
+    max_length: int | None = derived_key(
+        "Longest sequence of the reward model, in tokens; longer ones are cut at the left and counted; auto = "
         "`data.max_prompt_length` + `data.max_response_length`.",
         at_least=2,
     )
@@ -78,8 +79,8 @@ class RewardKwargsConfig:
     """Terms added to the score of the reward functions."""
 
     overlong_buffer_cfg: OverlongBufferConfig = section(OverlongBufferConfig)
-    max_resp_len: int | None = key(
-        None, "Longest response in tokens, for `overlong_buffer_cfg`; null = `data.max_response_length`.", at_least=1
+    max_resp_len: int | None = derived_key(
+        "Longest response in tokens, for `overlong_buffer_cfg`; auto = `data.max_response_length`.", at_least=1
     )
     length_reward_weight: float = key(
         0.0, "Weight of Kimi k1.5's length reward within a group (arXiv:2501.12599); 0 = none."
@@ -111,10 +112,12 @@ class SandboxConfig:
 class JudgeConfig:
     """Language model as judge, behind an OpenAI-compatible chat endpoint; used by `judge`."""
 
-    base_url: str | None = key(None, "Address without `/chat/completions`, such as http://127.0.0.1:8000/v1.")
-    model: str | None = key(None, "Name of the model at the endpoint.")
-    template: str | None = key(
-        None, "Prompt of the judge, with {prompt}, {response} and {ground_truth}; null = megarl's."
+    base_url: str | None = key(
+        None, "Address without `/chat/completions`, such as http://127.0.0.1:8000/v1; null = none."
+    )
+    model: str | None = key(None, "Name of the model at the endpoint; null = none.")
+    template: str | None = derived_key(
+        "Prompt of the judge, with {prompt}, {response} and {ground_truth}; auto = megarl's."
     )
     template_path: str | None = key(None, "File that holds `template`; null = none.")
     score_pattern: str = key(
@@ -132,7 +135,7 @@ class JudgeConfig:
 class CustomRewardConfig:
     """Custom reward function."""
 
-    path: str | None = key(None, "Python file that holds the function; null = use `reward.name`.")
+    path: str | None = key(None, "Python file that holds the function; null = none, `reward.name` scores.")
     name: str = key(
         "compute_score", "Name of the function; called as fn(data_source, solution_str, ground_truth, extra_info)."
     )
@@ -152,9 +155,8 @@ class ValRewardConfig(CustomRewardConfig):
 class RewardManagerConfig:
     """Calling convention of a reward function."""
 
-    name: str | None = key(
-        None,
-        "verl's name for it: batch = one call per batch, the others = one per sample; null = by the signature of the "
+    name: str | None = derived_key(
+        "verl's name for it: batch = one call per batch, the others = one per sample; auto = by the signature of the "
         "function.",
         choices=("naive", "batch", "dapo", "prime"),
     )
@@ -184,17 +186,15 @@ class RewardConfig:
         "Extra arguments by function, such as {gsm8k: {method: flexible}}; for a custom function see "
         "`custom_reward_function`.",
     )
-    function_weight: float | None = key(
-        None,
-        "Weight of the reward function's score in the sum with the reward model's; 0 = no function is called. null = "
+    function_weight: float | None = derived_key(
+        "Weight of the reward function's score in the sum with the reward model's; 0 = no function is called. auto = "
         "1, but 0 with `model.enable` and neither `custom_reward_function.path` nor `functions`.",
     )
     custom_reward_function: CustomRewardConfig = section(CustomRewardConfig)
     reward_manager: RewardManagerConfig = section(RewardManagerConfig)
     reward_kwargs: RewardKwargsConfig = section(RewardKwargsConfig)
-    num_workers: int | None = key(
-        None,
-        "Processes that call functions, shared evenly by the agent runners; null = one per core of a node with agent "
+    num_workers: int | None = derived_key(
+        "Processes that call functions, shared evenly by the agent runners; auto = one per core of a node with agent "
         "runners, at most 32 per node; 0 = call them in the driver, which cannot stop a function that hangs.",
         at_least=0,
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.base.algorithm_names import FULL_KL, KL_KINDS, LOSS_AGG_MODES, LOSS_MODES
-from megarl.config.keys import key, section
+from megarl.config.keys import derived_key, key, section
 from megarl.config.schema.devices import OwnDevicesConfig
 from megarl.config.schema.model import (
     AdapterKeys,
@@ -77,24 +77,22 @@ class ActorConfig(UpdateBatchConfig):
         "critic; false = samples of a prompt stay together (see `trainer.balance_batch`).",
     )
     clip_ratio: float = key(0.2, "Largest distance of the probability ratio from 1 before it is clipped.", above=0)
-    clip_ratio_low: float | None = key(None, "Clip range below 1; null = `clip_ratio`.", above=0, at_most=1)
-    clip_ratio_high: float | None = key(None, "Clip range above 1; null = `clip_ratio`.", above=0)
+    clip_ratio_low: float | None = derived_key("Clip range below 1; auto = `clip_ratio`.", above=0, at_most=1)
+    clip_ratio_high: float | None = derived_key("Clip range above 1; auto = `clip_ratio`.", above=0)
     clip_ratio_c: float = key(3.0, "Dual clip: largest ratio at a negative advantage.", above=1)
     tau_pos: float = key(1.0, "sapo: steepness of its gate at a positive advantage.", above=0)
     tau_neg: float = key(1.05, "sapo: steepness of its gate at other advantages.", above=0)
-    loss_agg_mode: str | None = key(
-        None,
-        "Aggregation of per-token losses; null = the default of the policy loss: seq-mean-token-mean for gspo, "
+    loss_agg_mode: str | None = derived_key(
+        "Aggregation of per-token losses; auto = the default of the policy loss: seq-mean-token-mean for gspo, "
         "geo_mean and sapo, seq-mean-token-sum for topr, else token-mean.",
         choices=LOSS_AGG_MODES,
     )
-    loss_scale_factor: int | None = key(
-        None, "Divisor of seq-mean-token-sum-norm, in tokens; null = `data.max_response_length`.", at_least=1
+    loss_scale_factor: int | None = derived_key(
+        "Divisor of seq-mean-token-sum-norm, in tokens; auto = `data.max_response_length`.", at_least=1
     )
     entropy_coeff: float = key(0.0, "Weight of the entropy bonus.", at_least=0)
-    calculate_sum_pi_squared: bool | None = key(
-        None,
-        "Compute the sum of the squared probabilities of each token's distribution with the old log-probs; null = if "
+    calculate_sum_pi_squared: bool | None = derived_key(
+        "Compute the sum of the squared probabilities of each token's distribution with the old log-probs; auto = if "
         "`algorithm.adv_estimator` is an optimal token baseline. A custom estimator may need it.",
     )
     use_kl_loss: bool = key(False, "Add the KL to the reference policy to the loss.")
@@ -129,8 +127,9 @@ class RefConfig(OwnDevicesConfig, LogProbBatchConfig):
 
     megatron: MegatronConfig | None = section(
         None,
-        "Layout of separate reference workers; missing keys are the actor's. null = no separate workers: the "
-        "reference's weights stay in host memory and are swapped into the actor's model.",
+        "Layout of separate reference workers; null = no separate workers: the reference's weights stay in host memory "
+        "and are swapped into the actor's model.",
+        inherits=True,
     )
     profiler: RoleProfilerConfig = section(RoleProfilerConfig)
 
@@ -139,19 +138,19 @@ class RefConfig(OwnDevicesConfig, LogProbBatchConfig):
 class CriticModelConfig(AdapterKeys):
     """Initial model of the critic, and its adapters."""
 
-    path: str | None = key(None, "Folder of the Hugging Face model; null = the actor's. A value head is added.")
+    path: str | None = derived_key("Folder of the Hugging Face model; auto = the actor's. A value head is added.")
 
 
 @dataclass(frozen=True)
 class CriticConfig(OwnDevicesConfig, UpdateBatchConfig):
     """The value function; it exists if the advantage estimator needs values."""
 
-    enable: bool | None = key(
-        None, "Have a critic; null = if `algorithm.adv_estimator` is gae. A custom estimator may need one."
+    enable: bool | None = derived_key(
+        "Have a critic; auto = if `algorithm.adv_estimator` is gae. A custom estimator may need one."
     )
     model: CriticModelConfig = section(CriticModelConfig)
-    ppo_mini_batch_size: int | None = key(None, "PROMPTS per optimizer step; null = the actor's.", at_least=1)
-    ppo_epochs: int | None = key(None, "Passes over a step's samples; null = the actor's.", at_least=1)
+    ppo_mini_batch_size: int | None = derived_key("PROMPTS per optimizer step; auto = the actor's.", at_least=1)
+    ppo_epochs: int | None = derived_key("Passes over a step's samples; auto = the actor's.", at_least=1)
     vf_coef: float = key(
         1.0,
         "Weight of the value loss. The critic has a separate optimizer: Adam's steps depend on this weight only "
@@ -159,10 +158,10 @@ class CriticConfig(OwnDevicesConfig, UpdateBatchConfig):
         above=0,
     )
     cliprange_value: float = key(0.5, "Largest distance of a value from the old value before it is clipped.", above=0)
-    loss_agg_mode: str | None = key(
-        None, "Aggregation of per-token losses; null = the actor's.", choices=LOSS_AGG_MODES
+    loss_agg_mode: str | None = derived_key(
+        "Aggregation of per-token losses; auto = the actor's.", choices=LOSS_AGG_MODES
     )
     optim: OptimConfig = section(OptimConfig, lr=1e-5)
-    megatron: MegatronConfig = section(MegatronConfig)
+    megatron: MegatronConfig = section(MegatronConfig, inherits=True)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     profiler: RoleProfilerConfig = section(RoleProfilerConfig)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.config.keys import key, section
+from megarl.config.keys import derived_key, key, section
 from megarl.config.schema.devices import OwnDevicesConfig
 from megarl.config.schema.model import DTYPES, LogProbBatchConfig
 
@@ -31,14 +31,14 @@ class SGLangConfig:
     api_key_env: str | None = key(
         None,
         "Environment variable with the API key of `urls`, which must demand one (`--api-key`); a server that the "
-        "replica starts gets a random key.",
+        "replica starts gets a random key; null = none.",
     )
     host: str = key("127.0.0.1", "Listen address of a server that the replica starts, on a free port.")
-    deterministic: bool | None = key(
-        None, "SGLang's deterministic mode, which seeds need; null = on a CPU only, since it is slower."
+    deterministic: bool | None = derived_key(
+        "SGLang's deterministic mode, which seeds need; auto = on a CPU only, since it is slower."
     )
-    stop_strings: bool | None = key(
-        None, "SGLang decodes every response, as stop strings need; null = if the model folder has a tokenizer."
+    stop_strings: bool | None = derived_key(
+        "SGLang decodes every response, as stop strings need; auto = if the model folder has a tokenizer."
     )
     start_timeout_s: float = key(600.0, "Seconds that SGLang may take to start.", above=0)
     call_timeout_s: float = key(600.0, "Seconds that a call for weights or memory may take.", above=0)
@@ -97,10 +97,9 @@ class MultiTurnConfig:
 class AgentConfig:
     """Agent loop of each row, and concurrency."""
 
-    default_agent_loop: str | None = key(
-        None,
+    default_agent_loop: str | None = derived_key(
         "Agent loop of rows without `agent_name`: single_turn_agent, tool_agent, search_agent, external_agent, a name "
-        "from `agent_loop_config_path`, or path.py:Class; null = by `external_agent`, "
+        "from `agent_loop_config_path`, or path.py:Class; auto = by `external_agent`, "
         "`multi_turn.search.enable` and `multi_turn.enable`.",
     )
     external_agent: str | None = key(
@@ -130,10 +129,9 @@ class EndpointConfig:
         "Listen address; beyond loopback, every client with the token has access, without encryption.",
     )
     port: int = key(0, "Port; 0 = any free one, see `access_file`.", at_least=0, at_most=65535)
-    access_file: str | None = key(
-        None,
+    access_file: str | None = derived_key(
         "File with `base_url`, `api_key` and `model` for clients, readable by its owner only; "
-        "null = `outputs/<experiment_name>/endpoint.json`.",
+        "auto = `outputs/<experiment_name>/endpoint.json`.",
     )
     wait_s: float = key(
         600.0,
@@ -194,10 +192,10 @@ class RolloutConfig:
 
     name: str = key("embedded", "Rollout engine.", choices=("embedded", "sglang"))
     tensor_model_parallel_size: int = key(1, "Devices per engine replica.", at_least=1)
-    replicas: int | None = key(None, "Engine replicas; null = as many as fit the trainer's devices.", at_least=1)
+    replicas: int | None = derived_key("Engine replicas; auto = as many as fit the trainer's devices.", at_least=1)
     max_num_seqs: int = key(256, "Sequences that one replica generates concurrently.", at_least=1)
     dtype: str = key("bfloat16", "Number format of the engine's weights.", choices=DTYPES)
-    seed: int | None = key(None, "Seed of sampling; null = `trainer.seed`.", at_least=0)
+    seed: int | None = derived_key("Seed of sampling; auto = `trainer.seed`.", at_least=0)
     engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig)
     multi_turn: MultiTurnConfig = section(MultiTurnConfig)
     agent: AgentConfig = section(AgentConfig)
@@ -246,7 +244,7 @@ class TrainingRolloutConfig(OwnDevicesConfig, RolloutConfig, TokenFilterConfig):
     n: int = key(1, "Responses per prompt.", at_least=1)
     quantization: str | None = key(
         None,
-        "Format of the engine's linear layers: fp8 = blockwise FP8, quantized at each weight sync; null = `dtype`. "
+        "Format of the engine's linear layers: fp8 = blockwise FP8, quantized at each weight sync; null = none. "
         "Training keeps its own format; see docs/internals/weights.md.",
         choices=(FP8,),
     )
@@ -261,17 +259,15 @@ class TrainingRolloutConfig(OwnDevicesConfig, RolloutConfig, TokenFilterConfig):
         "Compare the engine's log-probs with the actor's (`training/rollout_probs_diff_*`, `rollout_corr/*`), and "
         "write them next to the responses in `trainer.rollout_data_dir` as `<step>.npz`, for `megarl doctor logprobs`.",
     )
-    log_prob_use_dynamic_bsz: bool | None = key(
-        None,
-        "Cut micro-batches by tokens instead of samples; null = the actor's `use_dynamic_bsz`, or if that is null "
+    log_prob_use_dynamic_bsz: bool | None = derived_key(
+        "Cut micro-batches by tokens instead of samples; auto = the actor's `use_dynamic_bsz`, or if that is auto "
         "too, true unless `log_prob_micro_batch_size_per_gpu` is set.",
     )
-    log_prob_max_token_len_per_gpu: int | None = key(
-        None, "Tokens per micro-batch and device; null = the actor's `max_token_len_per_gpu`.", at_least=1
+    log_prob_max_token_len_per_gpu: int | None = derived_key(
+        "Tokens per micro-batch and device; auto = the actor's `max_token_len_per_gpu`.", at_least=1
     )
-    log_prob_micro_batch_size_per_gpu: int | None = key(
-        None,
-        "Samples per micro-batch and data-parallel rank; null = the actor's `micro_batch_size_per_gpu`.",
+    log_prob_micro_batch_size_per_gpu: int | None = derived_key(
+        "Samples per micro-batch and data-parallel rank; auto = the actor's `micro_batch_size_per_gpu`.",
         at_least=1,
     )
 

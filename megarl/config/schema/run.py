@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.config.keys import REQUIRED, key, section
+from megarl.config.keys import REQUIRED, derived_key, key, section
 from megarl.config.schema.model import CheckpointConfig
 
 PHASES = (
@@ -34,7 +34,7 @@ class WatchdogConfig:
         "its longest time so far in this run; null = no limit. At least 60 s below `trainer.nccl_timeout`.",
         above=0,
     )
-    phases: dict[str, Any] = key({}, "Seconds by phase, such as `{gen: 3600}`, replacing `timeout_s`; null = none.")
+    phases: dict[str, Any] = key({}, "Seconds by phase, such as `{gen: 3600}`, replacing `timeout_s`; null = no limit.")
     action: str = key(
         "tell",
         "tell = report, continue, and double the limit of that phase; end = end the run with its processes, a phase "
@@ -53,8 +53,8 @@ class HubConfig:
         "Download models named `owner/name` (or `owner/name@revision`), unless such a folder exists here, and data "
         "files named `hf://datasets/owner/name/file`; false = nothing is downloaded.",
     )
-    cache_dir: str | None = key(
-        None, "Folder of the downloads, which all nodes must see; null = Hugging Face's cache (`HF_HOME`)."
+    cache_dir: str | None = derived_key(
+        "Folder of the downloads, which all nodes must see; auto = Hugging Face's cache (`HF_HOME`)."
     )
 
 
@@ -111,10 +111,10 @@ class ProfilerConfig:
         "under `nsys profile`; null = none.",
         choices=("torch", "torch_memory", "nsys"),
     )
-    steps: list[int] | None = key(None, "Training steps to profile.", at_least=1)
+    steps: list[int] | None = key(None, "Training steps to profile; null = none.", at_least=1)
     profile_continuous_steps: bool = key(False, "Write one file for consecutive steps, instead of one per step.")
-    save_path: str | None = key(
-        None, "Folder of the files, on the node of each process; null = `profile` in the run's folder."
+    save_path: str | None = derived_key(
+        "Folder of the files, on the node of each process; auto = `profile` in the run's folder."
     )
     global_tool_config: ToolConfig = section(ToolConfig)
 
@@ -156,9 +156,8 @@ class RunConfig:
         "Serve Ray's dashboard, for this machine only (needs `ray[default]`); read if the run starts Ray itself: a "
         "cluster of `megarl launch` has one.",
     )
-    sweep_metric: str | None = key(
-        None,
-        "Metric that a sweep compares runs by, at its last value; null = mean of the last validation, or without one "
+    sweep_metric: str | None = derived_key(
+        "Metric that a sweep compares runs by, at its last value; auto = mean of the last validation, or without one "
         "the score or the loss (see docs/how_to/sweeps.md).",
     )
     overwrite_output: bool = key(
@@ -205,13 +204,12 @@ class TrainingRunConfig(CollectivesConfig, RunConfig):
         at_least=1,
     )
     total_epochs: int = key(1, "Passes over the training data.", at_least=1)
-    total_training_steps: int | None = key(
-        None, "Training steps, instead of `total_epochs`; null = the steps of the epochs.", at_least=1
+    total_training_steps: int | None = derived_key(
+        "Training steps, instead of `total_epochs`; auto = the steps of the epochs.", at_least=1
     )
     hf_export_dir: str | None = key(
         None,
-        "Folder for the final model in Hugging Face format; null = none, but in `megarl sft`, `megarl reward-model` "
-        "and `megarl preference` `outputs/<experiment_name>/hf`.",
+        "Folder for the final model in Hugging Face format; null = none.",
     )
     save_freq: int = key(
         -1, "Steps between checkpoints; the last step is saved too; -1 = never save.", at_least=1, allowed=(-1,)
@@ -222,9 +220,11 @@ class TrainingRunConfig(CollectivesConfig, RunConfig):
         "stop without one; disable: start from scratch; resume_path: continue from `resume_from_path`.",
         choices=("auto", "must", "disable", "resume_path"),
     )
-    resume_from_path: str | None = key(None, "Checkpoint folder to continue from, with `resume_mode: resume_path`.")
-    default_local_dir: str | None = key(
-        None, "Folder of the checkpoints; null = `outputs/<experiment_name>/checkpoints`."
+    resume_from_path: str | None = key(
+        None, "Checkpoint folder to continue from, with `resume_mode: resume_path`; null = none."
+    )
+    default_local_dir: str | None = derived_key(
+        "Folder of the checkpoints; auto = `outputs/<experiment_name>/checkpoints`."
     )
     max_wall_seconds: float | None = key(
         None,
@@ -232,10 +232,9 @@ class TrainingRunConfig(CollectivesConfig, RunConfig):
         "the last step that fits; null = only the deadline of the scheduler (see docs/how_to/checkpoints.md).",
         above=0,
     )
-    hardware: str | None = key(
-        None,
+    hardware: str | None = derived_key(
         "Node type for `megarl plan` and the dry run: a name, such as h100, or a user file (see docs/how_to/plan.md); "
-        "null = h100, or cpu if `device` is cpu.",
+        "auto = h100, or cpu if `device` is cpu.",
     )
     dry_run: bool = key(
         False,
@@ -287,7 +286,7 @@ class TrainerConfig(ValidationRecordsConfig, TrainingRunConfig):
     best_metric: str | None = key(
         None,
         "Validation metric, such as `val-core/<data_source>/reward/mean@1`, that selects the best checkpoint, which is "
-        "kept in full; a new best validation saves a checkpoint independent of `save_freq`.",
+        "kept in full; a new best validation saves a checkpoint independent of `save_freq`; null = none.",
     )
     best_mode: str = key(
         "max", "Whether the best value is the largest or the smallest; read with `best_metric`.", choices=("max", "min")
@@ -307,8 +306,8 @@ class TrainerConfig(ValidationRecordsConfig, TrainingRunConfig):
 class EvaluateRunConfig(ValidationRecordsConfig, CollectivesConfig, RunConfig):
     """The run: devices and records."""
 
-    validation_data_dir: str | None = key(
-        None, "Folder for the responses as `<step>.jsonl`; null = `answers/` in the run's folder."
+    validation_data_dir: str | None = derived_key(
+        "Folder for the responses as `<step>.jsonl`; auto = `answers/` in the run's folder."
     )
 
 
@@ -316,6 +315,9 @@ class EvaluateRunConfig(ValidationRecordsConfig, CollectivesConfig, RunConfig):
 class SupervisedRunConfig(TrainingRunConfig):
     """The run: length, devices, checkpoints and records."""
 
+    hf_export_dir: str | None = derived_key(
+        "Folder for the final model in Hugging Face format; auto = `outputs/<experiment_name>/hf`."
+    )
     max_ckpt_to_keep: int | None = key(None, "Newest checkpoints to keep; null = all.", at_least=1)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     target_accuracy: float | None = key(

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from megarl.base.redaction import redact
-from megarl.config.keys import Key, walk
+from megarl.config.keys import Key, lookup, walk
 from megarl.config.problems import Problem, format_value, nearest_keys
 from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, PoolSwitch, Refused, Renamed
 from megarl.config.verl.table import VerlTable, table_of
@@ -21,24 +21,6 @@ _DYNAMIC = (
     ("data", "use_dynamic_bsz", "micro_batch_size_per_gpu"),
 )
 """Sections, with the key for micro-batches by tokens and the key for micro-batches by samples."""
-
-_FROM_ACTOR = (
-    "tensor_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "sequence_parallel",
-    "param_offload",
-    "override_transformer_config",
-    "dtype",
-)
-_FROM_ACTOR_PIPELINE = (
-    "virtual_pipeline_model_parallel_size",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
 
 
 class Adoption(NamedTuple):
@@ -107,7 +89,7 @@ class _Adopter:
         for path in self.table.values:
             self._reword(path)
         self._drop_unread_sizes()
-        self._complete_reference_layout()
+        self._drop_reference_layout()
         return Adoption(self.tree, self.problems, self.notes)
 
     def rename_all(self) -> None:
@@ -117,7 +99,7 @@ class _Adopter:
         """
         for path, value in list(self._foreign(self.tree)):
             name = self.table.current_name(path)
-            to, current = self.keys.get(name), _get(self.tree, name)
+            to, current = self.keys.get(name), lookup(self.tree, name)
             if "${." in str(value) or (current is not None and "${" in f"{value}{current}"):
                 continue
             if self._is_plain_name(path) and value != {} and (value is not None or (to is not None and to.optional)):
@@ -200,18 +182,19 @@ class _Adopter:
             self._apply(rule.to, value, source)
             return
         value = rule.values.get(value, value) if not isinstance(value, list | dict) else value
-        default = schema[rule.to].default if rule.to in schema else None
-        current, is_override = _get(self.tree, rule.to), self._is_overridden(rule.to)
+        item = schema.get(rule.to)
+        defaults = (item.default, item.shown_default) if item else ()
+        current, is_override = lookup(self.tree, rule.to), self._is_overridden(rule.to)
         if is_override and not self._is_overridden(source):
             self.notes.append(f"{source}={_shown(value, source)} has no effect: the command line sets {rule.to}")
             return
-        is_set = is_override or (current not in (None, default) and not self._is_overridden(source))
+        is_set = is_override or (current not in (None, *defaults) and not self._is_overridden(source))
         if is_set and current != value:
             text = f"is {rule.to} in megarl, which is {_shown(current, rule.to)} already; set {rule.to} only"
             self._refuse(source, value, text, code="config.verl-two-names")
             return
         _set(self.tree, rule.to, value)
-        if rule.to not in schema or value != default:  # complete configurations of earlier runs name every key
+        if rule.to not in schema or value not in defaults:  # complete configurations of earlier runs name every key
             why = f": {rule.why}" if rule.why else ""
             self.notes.append(f"{source} is {rule.to}={_shown(value, rule.to)} in megarl{why}")
 
@@ -220,7 +203,7 @@ class _Adopter:
 
     def _switch_pool(self, section: str, is_on: bool, source: str) -> None:
         """Clear the nodes of a role without a pool in verl; verl's scripts set both."""
-        keys = _get(self.tree, section)
+        keys = lookup(self.tree, section)
         nodes = keys.get("nnodes") if isinstance(keys, dict) else None
         if is_on and not nodes:
             text = f"needs devices: set {section}.nnodes and {section}.n_gpus_per_node"
@@ -232,7 +215,7 @@ class _Adopter:
     def _reword(self, path: str) -> None:
         """Translate the value of a key that both projects have."""
         section, _, name = path.rpartition(".")
-        holder, words = _get(self.tree, section), self.table.values[path]
+        holder, words = lookup(self.tree, section), self.table.values[path]
         if not isinstance(holder, dict) or name not in holder or isinstance(holder[name], dict):
             return
         value = holder[name]
@@ -247,31 +230,24 @@ class _Adopter:
 
     def _drop_unread_sizes(self) -> None:
         """Drop micro-batch sizes in samples while tokens count; verl's scripts set both."""
-        actor_by_tokens = _get(self.tree, "actor_rollout_ref.actor.use_dynamic_bsz")
+        actor_by_tokens = lookup(self.tree, "actor_rollout_ref.actor.use_dynamic_bsz")
         for section, by_tokens, samples in _DYNAMIC:
-            state = _get(self.tree, f"{section}.{by_tokens}")
-            if (actor_by_tokens if state is None else state) is True and _get(self.tree, f"{section}.{samples}"):
-                _get(self.tree, section)[samples] = None
+            state = lookup(self.tree, f"{section}.{by_tokens}")
+            if (actor_by_tokens if state is None else state) is True and lookup(self.tree, f"{section}.{samples}"):
+                lookup(self.tree, section)[samples] = None
                 self.notes.append(f"{section}.{samples} has no effect: micro-batches are cut by tokens ({by_tokens})")
 
-    def _complete_reference_layout(self) -> None:
-        """Fill missing keys of a separate reference layout with the actor's."""
-        layout = _get(self.tree, "actor_rollout_ref.ref.megatron")
-        actors = _get(self.tree, "actor_rollout_ref.actor.megatron")
-        if not isinstance(layout, dict) or not isinstance(actors, dict):
+    def _drop_reference_layout(self) -> None:
+        """Drop a separate reference layout without keys, or with adapters."""
+        layout = lookup(self.tree, "actor_rollout_ref.ref.megatron")
+        with_adapters = bool(lookup(self.tree, "actor_rollout_ref.model.lora_rank"))
+        if not isinstance(layout, dict) or (layout and not with_adapters):
             return
-        with_adapters = bool(_get(self.tree, "actor_rollout_ref.model.lora_rank"))
-        if with_adapters and layout:
+        if layout:
             self.notes.append(
                 "actor_rollout_ref.ref.megatron has no effect: with adapters the reference is the actor's model"
             )
-        if with_adapters or not layout:
-            self.tree["actor_rollout_ref"]["ref"]["megatron"] = None
-            return
-        pipeline = "pipeline_model_parallel_size"
-        same_pipeline = layout.setdefault(pipeline, actors.get(pipeline)) == actors.get(pipeline)
-        for name in (*_FROM_ACTOR, *(_FROM_ACTOR_PIPELINE if same_pipeline else ())):
-            layout.setdefault(name, copy.deepcopy(actors.get(name)))
+        self.tree["actor_rollout_ref"]["ref"]["megatron"] = None
 
     def _refuse(self, path: str, value: Any, text: str, *, code: str) -> None:
         self.problems.append(Problem(path, value, text, code=code))
@@ -290,12 +266,6 @@ def _parents(path: str) -> list[str]:
     return [path[:at] for at, letter in enumerate(path) if letter == "."]
 
 
-def _get(tree: Any, path: str) -> Any:
-    for name in path.split("."):
-        tree = tree.get(name) if isinstance(tree, dict) else None
-    return tree
-
-
 def _set(tree: dict[str, Any], path: str, value: Any) -> None:
     *parents, last = path.split(".")
     for name in parents:
@@ -308,7 +278,7 @@ def _set(tree: dict[str, Any], path: str, value: Any) -> None:
 def _remove(tree: dict[str, Any], path: str, keys: Mapping[str, Key]) -> None:
     """Remove a key, and sections outside megarl's schema that become empty."""
     *parents, last = path.split(".")
-    section = _get(tree, ".".join(parents)) if parents else tree
+    section = lookup(tree, ".".join(parents)) if parents else tree
     del section[last]
     above = ".".join(parents)
     if above and not section and above not in keys:

@@ -210,7 +210,7 @@ def _devices(bench: Bench, *roles: str) -> list[str]:
     for role in roles:
         overrides += [f"{role}tensor_model_parallel_size=1", f"{role}dtype={_dtype(bench)}"]
         if role.startswith("critic"):
-            overrides.append(f"{role}data_parallel_size=null")
+            overrides.append(f"{role}data_parallel_size=auto")
     return overrides
 
 

@@ -12,6 +12,7 @@ from megarl.base.formatting import GIB
 from megarl.config import MegatronConfig, SupervisedConfig, TrainConfig
 from megarl.config.checks import check
 from megarl.config.derived import with_derived
+from megarl.config.inherited import followers
 from megarl.config.keys import with_values
 from megarl.config.problems import InvalidConfigError
 from megarl.config.schema.jobs import ROLLOUT, TEACHERS, own_pools
@@ -146,7 +147,7 @@ def shortfalls(job: PlannedJob, memory: MemoryPlan, hardware: Hardware) -> list[
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
-    """Return a copy of a configuration with changed values; derived values are computed again.
+    """Return a copy of a configuration with changed values; derived and inherited values follow.
 
     Args:
         config: complete.
@@ -155,7 +156,7 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
     Raises:
         InvalidConfigError: the values are inconsistent.
     """
-    result = with_derived(with_values(config, {**_derived_values(config), **changes}))
+    result = with_derived(with_values(config, {**_derived_values(config), **followers(config, changes), **changes}))
     problems = check(result)
     if problems:
         raise InvalidConfigError(problems)

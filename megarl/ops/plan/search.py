@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from megarl.base.errors import MegarlError
 from megarl.config import MegatronConfig, SupervisedConfig, TrainConfig
+from megarl.config.inherited import ACTOR_MEGATRON, followers
 from megarl.config.keys import value_at
 from megarl.config.problems import format_value
 from megarl.config.schema.jobs import own_pools
@@ -322,5 +323,7 @@ def _fitting(config: Config, changes: Mapping[str, Any], hardware: Hardware, len
 
 
 def _differing(config: Config, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that differ from the configuration."""
-    return {path: value for path, value in changes.items() if value_at(config, path) != value}
+    """Return the values to set: those that differ from the configuration, where roles inherit the actor's layout."""
+    actors = {path: value for path, value in changes.items() if path.startswith(ACTOR_MEGATRON)}
+    inherited = followers(config, actors)
+    return {path: value for path, value in changes.items() if inherited.get(path, value_at(config, path)) != value}

@@ -18,6 +18,7 @@ from megarl.base.json_text import format_json
 from megarl.base.run_writer import RUN_WRITER
 from megarl.cluster.agent_runners import AgentRunners
 from megarl.config.schema.jobs import REWARD_MODEL, BestAnswersConfig, EvaluateConfig
+from megarl.config.stored import stored_config
 from megarl.data import DataProto
 from megarl.tracking import validation_table
 from megarl.trainer.jobs.frozen_policy import STREAM, FrozenPolicy, FrozenReplicas
@@ -71,7 +72,7 @@ def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
         # The table below replaces the console's tracker.
         trackers = [name for name in config.trainer.logger if name != "console"]
         logged = dataclasses.replace(config.trainer, logger=trackers)
-        reporter = RunReporter(logged, dataclasses.asdict(config), output_dir, session.console, started=session.started)
+        reporter = RunReporter(logged, stored_config(config), output_dir, session.console, started=session.started)
         check_endpoint(config)
         pool = session.start(functions)
         with session.starting_workers() as progress:

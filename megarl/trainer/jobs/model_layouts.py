@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megarl.base.errors import ConfigError
 from megarl.config import EvaluateConfig, GenerateConfig, MegatronConfig, SupervisedConfig, TrainConfig
+from megarl.config.inherited import inheritance_note
 from megarl.config.schema.jobs import JobConfig
 from megarl.models import read_model_config
 from megarl.workers.settings import check_role
@@ -20,7 +22,11 @@ def check_models(config: JobConfig) -> None:
     for path, megatron, field in _models_of(config):
         if not Path(path).is_dir():
             continue  # created before the run starts, or reported when the run loads the model
-        check_role(read_model_config(path), megatron, field)
+        model = read_model_config(path)
+        try:
+            check_role(model, megatron, field)
+        except ConfigError as error:
+            raise ConfigError(f"{error.text}{inheritance_note(config, error.text)}", code=error.code) from error
 
 
 def _models_of(config: JobConfig) -> list[tuple[str, MegatronConfig, str]]:

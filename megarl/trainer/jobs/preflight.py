@@ -246,7 +246,7 @@ def check_schedules(config: TrainConfig | SupervisedConfig, batches: BatchPlan, 
 def _schedule(optim: OptimConfig, path: str, updates: int) -> Iterator[Problem]:
     total, warmup, decay, warmup_key, decay_key = schedule_steps(optim, updates)
     if total > updates:
-        text = f"must be at most the run's {updates} optimizer steps; null = as many"
+        text = f"must be at most the run's {updates} optimizer steps; auto = as many"
         yield Problem(f"{path}.total_training_steps", total, text, code="algorithm.schedule-too-long")
     elif warmup > total:
         yield Problem(

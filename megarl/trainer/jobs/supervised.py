@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
@@ -16,6 +15,7 @@ from megarl.cluster import PlacedPool, wait_ready
 from megarl.cluster.role_groups import MegatronGroup
 from megarl.config.batch import PhasePlan, plan_batches, render_plan
 from megarl.config.schema.jobs import SupervisedConfig
+from megarl.config.stored import stored_config
 from megarl.data import PairDataset, SFTDataset, StatefulLoader
 from megarl.data.loader import PromptQueue
 from megarl.data.tokenizer_folder import load_tokenizer
@@ -145,7 +145,7 @@ def run_supervised(job: SupervisedJob, output_dir: Path) -> RunSummary:
         resumed_from = (session.resume.path, session.resume.state.step) if session.resume else None
         reporter = RunReporter(
             config.trainer,
-            dataclasses.asdict(config),
+            stored_config(config),
             output_dir,
             console,
             resumed_from,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from megarl.cluster.calls import completed_call
 from megarl.config.batch import plan_batches, render_plan
 from megarl.config.schema.async_training import SYNC
 from megarl.config.schema.jobs import TrainConfig
+from megarl.config.stored import stored_config
 from megarl.data.loader import PromptQueue
 from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.trainer.callbacks import load_callbacks
@@ -138,7 +138,7 @@ class TrainerBuilder:
         resumed_from = (session.resume.path, session.resume.state.step) if session.resume else None
         reporter = RunReporter(
             config.trainer,
-            dataclasses.asdict(config),
+            stored_config(config),
             session.output_dir,
             console,
             resumed_from,

@@ -304,6 +304,6 @@ def _check_manager(keys: RewardConfig, spec: FunctionSpec, traits: FunctionTrait
         right = "batch" if traits.batch else "naive"
         raise RewardError(
             f"reward.reward_manager.name={manager}, but reward function {spec.spec!r} takes {takes}; set {right} or "
-            "null",
+            "auto",
             code="reward.manager-signature",
         )

@@ -15,7 +15,6 @@ from megarl.base.json_text import format_json
 from megarl.base.logs import LOGS_FOLDER
 from megarl.base.run_writer import RUN_WRITER
 from megarl.config.schema.run import RunConfig, TrainingRunConfig
-from megarl.config.stored import stored_config
 from megarl.tracing import PHASE, lane_span, span
 from megarl.tracking import Console, PhaseTimer, RunInfo, Trackers, open_trackers, read_metrics
 from megarl.tracking.jsonl_files import BALANCE_FILE, METRICS_FILE, BalanceFile, RankLists
@@ -67,7 +66,7 @@ class RunReporter:
 
     Args:
         config: the section ``trainer``.
-        resolved: the whole configuration as nested dicts.
+        resolved: the whole configuration in its stored form.
         folder: folder of the run's files.
         console: of the run.
         resumed_from: folder and step of the checkpoint whose metrics the run continues; None for a new run.
@@ -88,7 +87,7 @@ class RunReporter:
         started: float | None = None,
     ) -> None:
         self.config = config
-        self.resolved = stored_config(resolved)
+        self.resolved = resolved
         self.folder = folder
         self.console = console
         self.run_id = run_id or identify_run()
