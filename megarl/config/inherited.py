@@ -85,7 +85,8 @@ def inherit(schema: type, values: Mapping[str, Any]) -> set[str]:
     Returns:
         The inherited keys.
     """
-    actors, inherited = lookup(values, ACTOR_MEGATRON), set()
+    actors = lookup(values, ACTOR_MEGATRON)
+    inherited: set[str] = set()
     for path in inheriting_sections(schema, values):
         role, _, name = path.rpartition(".")
         if not isinstance(section := lookup(values, role), dict):
@@ -117,7 +118,8 @@ def followers(config: JobConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
     changed = {path.removeprefix(prefix): value for path, value in changes.items() if path.startswith(prefix)}
     if not changed or not isinstance(config, TrainConfig):
         return {}
-    plain, followed = dataclasses.asdict(config), {}
+    plain = dataclasses.asdict(config)
+    followed: dict[str, Any] = {}
     before = lookup(plain, ACTOR_MEGATRON)
     after = before | changed
     for path in inheriting_sections(TrainConfig, plain):
