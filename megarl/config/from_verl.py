@@ -98,7 +98,7 @@ NPUs.
   numbers of samples if that equalizes their work.
 - `actor_rollout_ref.ref.megatron` gives the reference separate workers. Missing keys are the actor's, as in verl.
   Without any of its keys, the reference's weights are swapped into the actor's model, which needs less memory.
-- `critic.megatron` and `reward_model.megatron` inherit the actor's section too. verl's have their own defaults, which
+- `critic.megatron` and `reward.model.megatron` inherit the actor's section too. verl's have their own defaults, which
   the preset `ppo_megatron_trainer` sets.
 - LoRA: `lora_rank` and `lora.rank` are one setting, likewise `lora_alpha`, `target_modules`, `exclude_modules` and the
   adapter's path. Each Hugging Face tensor has one A and one B, also in Megatron's fused layers. A's initial

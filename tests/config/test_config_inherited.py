@@ -88,7 +88,7 @@ LAYOUT = {
     f"{ACTOR}.{TP}": 2, f"{ACTOR}.{PP}": 2, f"{ACTOR}.{VPP}": 3, f"{ACTOR}.{EP}": 2, f"{ACTOR}.dtype": "float32",
     f"{ACTOR}.param_offload": True, f"{ACTOR}.optimizer_offload": True, f"{ACTOR}.recompute_granularity": "full",
     f"{ACTOR}.recompute_method": "block", f"{ACTOR}.override_transformer_config": {"attention_backend": "flash"},
-    "algorithm.use_kl_in_reward": True, "reward_model.enable": True, "reward_model.model.path": "other",
+    "algorithm.use_kl_in_reward": True, "reward.model.enable": True, "reward.model.path": "other",
     f"{REF}.{TP}": "auto", "distillation.teacher_models": {"big": {"model_path": "other"}},
 }  # fmt: skip
 
@@ -106,7 +106,7 @@ def test_roles_with_another_model_inherit_neither_experts_nor_the_split_of_layer
         param_offload=True, optimizer_offload=True, recompute_granularity="full", recompute_method="block",
     )  # fmt: skip
     teacher = config.distillation.teacher_models["big"].megatron
-    assert config.critic.megatron == config.reward_model.megatron == teacher == expected
+    assert config.critic.megatron == config.reward.model.megatron == teacher == expected
 
 
 def test_a_role_on_its_own_devices_inherits_no_offloading_and_fills_its_devices() -> None:
@@ -129,15 +129,15 @@ def test_keys_of_another_choice_are_not_inherited() -> None:
 
 
 def test_what_a_role_sets_is_stored_and_read_again() -> None:
-    values = {**LAYOUT, f"critic.megatron.{VPP}": None, "reward_model.megatron.dtype": "bfloat16"}
+    values = {**LAYOUT, f"critic.megatron.{VPP}": None, "reward.model.megatron.dtype": "bfloat16"}
     config = build_train(values)
     assert build(TrainConfig, yaml.safe_load(to_yaml(config))) == config
 
 
 def test_an_evaluation_has_no_actor_to_inherit_from() -> None:
-    config = build(EvaluateConfig, with_keys({f"reward_model.megatron.{TP}": "auto"}, EVALUATE))
-    assert config.reward_model.megatron == MegatronConfig(data_parallel_size=8)
-    assert lookup(defaults(EvaluateConfig), f"reward_model.megatron.{TP}") == "auto", "unchanged"
+    config = build(EvaluateConfig, with_keys({f"reward.model.megatron.{TP}": "auto"}, EVALUATE))
+    assert config.reward.model.megatron == MegatronConfig(data_parallel_size=8)
+    assert lookup(defaults(EvaluateConfig), f"reward.model.megatron.{TP}") == "auto", "unchanged"
 
 
 def test_every_key_is_inherited_or_an_exception() -> None:
@@ -165,7 +165,7 @@ def test_an_inherited_size_that_does_not_fit_names_both_keys() -> None:
 def test_inherited_keys_are_no_changes_of_the_configuration() -> None:
     values = with_keys({**LAYOUT, "critic.megatron.dtype": "bfloat16"})
     changed = {change.key: change for change in changed_keys(build(TrainConfig, values), values, [])}
-    assert [key for key in changed if key.startswith(("critic.megatron", "reward_model.megatron"))] == [
+    assert [key for key in changed if key.startswith(("critic.megatron", "reward.model.megatron"))] == [
         "critic.megatron.dtype"
     ]
     assert changed["data.seed"].default == "auto" and "data.cache_dir" not in changed
@@ -181,7 +181,7 @@ def test_verls_critic_and_reward_model_inherit_nothing() -> None:
     assert config.critic.megatron == MegatronConfig(
         tensor_model_parallel_size=4, expert_tensor_parallel_size=4, data_parallel_size=2, overlap_grad_reduce=True
     )
-    assert config.reward_model.megatron == MegatronConfig(expert_tensor_parallel_size=1, data_parallel_size=8)
+    assert config.reward.model.megatron == MegatronConfig(expert_tensor_parallel_size=1, data_parallel_size=8)
     section = yaml.safe_load((REPOSITORY_CONFIGS / "ppo_megatron_trainer.yaml").read_text(encoding="utf-8"))["critic"][
         "megatron"
     ]
@@ -195,8 +195,8 @@ def test_a_changed_layout_of_the_actor_changes_the_roles_that_have_it() -> None:
     changes = {f"{ACTOR}.{TP}": 4, f"{ACTOR}.{PP}": 1, f"{ACTOR}.{EP}": 4, f"{ACTOR}.param_offload": True}
     config, changed = build_train(before), build_train({**before, **changes})
     followed = followers(config, changes)
-    assert f"reward_model.megatron.{EP}" not in followed and f"critic.megatron.{PP}" not in followed
-    for path in ("critic.megatron", "reward_model.megatron", REF):
+    assert f"reward.model.megatron.{EP}" not in followed and f"critic.megatron.{PP}" not in followed
+    for path in ("critic.megatron", "reward.model.megatron", REF):
         for item in keys_of(MegatronConfig):
             key = f"{path}.{item.name}"
             if item.name != "data_parallel_size":
