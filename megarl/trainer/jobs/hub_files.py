@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +41,36 @@ def with_hub_files(config: JobT, message: Callable[[str], None]) -> JobT:
     if not hub.enable:
         return config
 
-    folders: dict[str, str] = {}
-    values: dict[str, Any] = {}
-    for path in _model_keys(config):
-        name = value_at(config, path)
-        if name is not None and is_model_name(name):
-            if name not in folders:
-                message(f"{path}: {name} of the Hugging Face Hub")
-                folders[name] = download_model(name, path, hub.cache_dir)
-            values[path] = folders[name]
+    values: dict[str, Any] = dict(_models(config, message, MODEL_FILES))
     for path, files in _data_keys(config):
         if any(map(is_data_url, files)):
             message(f"{path}: files of the Hugging Face Hub")
             parts = [download_data(file, path, hub.cache_dir) if is_data_url(file) else [file] for file in files]
             values[path] = [file for part in parts for file in part]
     return with_values(config, values)
+
+
+def with_hub_configs(config: JobT) -> JobT:
+    """Replace model names of the Hub by folders with their ``config.json``, unless ``hub.enable`` is false.
+
+    Raises:
+        ConfigError: a model cannot be downloaded; names its key.
+    """
+    return (
+        with_values(config, dict(_models(config, lambda line: None, ("config.json",)))) if config.hub.enable else config
+    )
+
+
+def _models(config: JobT, message: Callable[[str], None], files: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Download the models that are named by their Hub names; yields keys and folders."""
+    folders: dict[str, str] = {}
+    for path in _model_keys(config):
+        name = value_at(config, path)
+        if name is not None and is_model_name(name):
+            if name not in folders:
+                message(f"{path}: {name} of the Hugging Face Hub")
+                folders[name] = download_model(name, path, config.hub.cache_dir, files)
+            yield path, folders[name]
 
 
 def _model_keys(config: Any) -> Iterator[str]:
@@ -82,20 +97,21 @@ def is_data_url(text: str) -> bool:
     return text.startswith("hf://")
 
 
-def download_model(text: str, label: str, cache_dir: str | None = None) -> str:
+def download_model(text: str, label: str, cache_dir: str | None = None, files: Sequence[str] = MODEL_FILES) -> str:
     """Download a model of the Hub, or find it in the cache; return its folder.
 
     Args:
         text: ``owner/name`` or ``owner/name@revision``.
         label: configuration key, for errors.
         cache_dir: folder of the cache; None = Hugging Face's.
+        files: patterns of the files.
 
     Raises:
         ConfigError: the Hub cannot be reached or has no such model; names the key.
     """
     match = _MODEL_NAME.fullmatch(text)
     assert match is not None
-    return _snapshot(match, "model", list(MODEL_FILES), f"{label}={text}", cache_dir)
+    return _snapshot(match, "model", list(files), f"{label}={text}", cache_dir)
 
 
 def download_data(text: str, label: str, cache_dir: str | None = None) -> list[str]:
