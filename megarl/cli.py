@@ -65,6 +65,7 @@ from megarl.config.verl.table import table_of
 from megarl.trainer.jobs.hub_files import with_hub_files
 from megarl.trainer.jobs.model_layouts import check_models
 from megarl.trainer.jobs.output_folders import locked_output_folders
+from megarl.trainer.jobs.served_judge import with_served_judge
 
 if TYPE_CHECKING:
     from megarl.tracking.sweep import RunResult
@@ -353,6 +354,7 @@ def _run_locked(
 ) -> None:
     """Run one job in its folder, which no other run writes."""
     folder, title = Path(HydraConfig.get().runtime.output_dir), f"{name} {config.trainer.experiment_name}"
+    config = with_served_judge(config)
     RUN_WRITER.replace(folder / "config.yaml", to_yaml(config))
     _store_hydra(folder, values)
     for line in layout.lines:

@@ -130,7 +130,7 @@ class JudgeConfig:
     """Language model as judge, behind an OpenAI-compatible chat endpoint; used by `judge`."""
 
     base_url: str | None = key(None, "Address without `/chat/completions`, such as http://127.0.0.1:8000/v1.")
-    model: str | None = key(None, "Name of the model at the endpoint.")
+    model: str | None = key(None, "Name of the model at the endpoint; null = the only one that it serves.")
     template: str | None = key(
         None, "Prompt of the judge, with {prompt}, {response} and {ground_truth}; null = megarl's."
     )

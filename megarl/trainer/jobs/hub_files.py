@@ -9,10 +9,10 @@ from __future__ import annotations
 import glob
 import re
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from megarl.base.errors import ConfigError
+from megarl.base.hub_names import DATA_URL, MODEL_NAME, is_data_url, is_model_name
 from megarl.config.keys import value_at, walk, with_values
 from megarl.config.schema.jobs import JobT
 from megarl.config.schema.run import HubConfig
@@ -22,9 +22,6 @@ _MODELS = ("model.path", "model.tokenizer_path", "model.input_tokenizer", ".mode
 _DATA = ("data.train_files", "data.val_files")
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 """Files of a model repository that a run reads: no code, and no weights in other formats."""
-_NAME = r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?"
-_MODEL_NAME = re.compile(_NAME)
-_DATA_URL = re.compile(r"hf://datasets/(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+?)(?:@(?P<revision>[^/]+))?/(?P<file>.+)")
 
 
 def with_hub_files(config: JobT, message: Callable[[str], None]) -> JobT:
@@ -87,16 +84,6 @@ def _data_keys(config: Any) -> Iterator[tuple[str, list[str]]]:
         yield f"data.mixture.{name}.files", [files] if isinstance(files, str) else files
 
 
-def is_model_name(text: str) -> bool:
-    """Return whether a model path is a Hub name, ``owner/name`` or ``owner/name@revision``, instead of a local path."""
-    return _MODEL_NAME.fullmatch(text) is not None and not Path(text).exists()
-
-
-def is_data_url(text: str) -> bool:
-    """Return whether a data file is one of the Hub, ``hf://datasets/owner/name/file``."""
-    return text.startswith("hf://")
-
-
 def download_model(text: str, label: str, cache_dir: str | None = None, files: Sequence[str] = MODEL_FILES) -> str:
     """Download a model of the Hub, or find it in the cache; return its folder.
 
@@ -109,7 +96,7 @@ def download_model(text: str, label: str, cache_dir: str | None = None, files: S
     Raises:
         ConfigError: the Hub cannot be reached or has no such model; names the key.
     """
-    match = _MODEL_NAME.fullmatch(text)
+    match = MODEL_NAME.fullmatch(text)
     assert match is not None
     return _snapshot(match, "model", list(files), f"{label}={text}", cache_dir)
 
@@ -125,7 +112,7 @@ def download_data(text: str, label: str, cache_dir: str | None = None) -> list[s
     Raises:
         ConfigError: the URL is malformed, the Hub cannot be reached, or has no such file; names the key.
     """
-    match = _DATA_URL.fullmatch(text)
+    match = DATA_URL.fullmatch(text)
     if match is None:
         raise ConfigError(
             f"{label}={text}: write hf://datasets/owner/name/file, with a file or a pattern", code="hub.data-url"
@@ -148,7 +135,7 @@ def _snapshot(match: re.Match[str], kind: str, files: list[str], setting: str, c
     except Exception as error:  # of many libraries: HTTP, authentication, file system
         state = "HF_HUB_OFFLINE is set, and the cache does not have it" if is_offline_mode() else "the download failed"
         first = str(error).strip().splitlines() or [""]
-        local = "there is no such folder here, and from the Hub: " if kind == "model" else ""
+        local = f"there is no folder or file {match['name']} here, and as a {kind} of the Hub: "
         raise ConfigError(
             f"{setting}: {local}{state} ({type(error).__name__}: {first[0][:200]}); check the name, the network and "
             f"HF_TOKEN, or name a local {'folder' if kind == 'model' else 'file'}",
