@@ -10,14 +10,21 @@ from typing import Any
 import yaml
 
 from megarl.base.checkpoint_files import POINTER
-from megarl.base.errors import ConfigError, MegarlError
+from megarl.base.errors import ConfigError
 from megarl.base.formatting import GIB, table_lines
 from megarl.config import SupervisedConfig, TrainConfig
 from megarl.config.keys import leaves, value_at
 from megarl.config.problems import format_value
 from megarl.ops.plan.found_hardware import hardware_for
 from megarl.ops.plan.hardware import Hardware
-from megarl.ops.plan.layout_choice import AutomaticLayout, ChosenKey, NothingFitsError, choose_layout, is_layout_key
+from megarl.ops.plan.layout_choice import (
+    AutomaticLayout,
+    ChosenKey,
+    NothingFitsError,
+    choose_layout,
+    fits,
+    is_layout_key,
+)
 from megarl.trainer.jobs.hub_files import with_hub_configs
 
 Config = TrainConfig | SupervisedConfig
@@ -54,7 +61,8 @@ def automatic_layout(build: Build, fixed: frozenset[str], hardware_name: str | N
     changes |= stored
 
     def config_with(extra: Mapping[str, Any]) -> Config:
-        return with_hub_configs(build({**changes, **extra}))
+        config = build({**changes, **extra})
+        return config if hardware.device == "cpu" else with_hub_configs(config)
 
     try:
         chosen = choose_layout(config_with({}), fixed, hardware)
@@ -98,20 +106,12 @@ def _remedies(build: Build, fixed: frozenset[str], hardware: Hardware) -> Iterat
     )
     for group in groups:
         for changes in group:
-            if _fits(build, changes, fixed, hardware):
+            if fits(build(changes), fixed, hardware):
                 yield " ".join(f"{key}={format_value(value)}" for key, value in changes.items())
                 break
     saving = [key for key in fixed if key.endswith(("_offload", ".recompute_granularity"))]
-    if saving and _fits(build, {}, fixed.difference(saving), hardware):
+    if saving and fits(config, fixed.difference(saving), hardware):
         yield f"{', '.join(sorted(saving))} left to the planner"
-
-
-def _fits(build: Build, changes: Mapping[str, Any], fixed: frozenset[str], hardware: Hardware) -> bool:
-    try:
-        choose_layout(build(changes), fixed, hardware)
-    except MegarlError:
-        return False
-    return True
 
 
 def layout_lines(layout: AutomaticLayout) -> list[str]:

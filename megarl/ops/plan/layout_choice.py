@@ -132,6 +132,17 @@ def choose_layout(config: Config, fixed: Collection[str], hardware: Hardware) ->
     return choice.with_reasons(sizes, choice.fastest_settings(sizes))
 
 
+def fits(config: Config, fixed: Collection[str], hardware: Hardware) -> bool:
+    """Whether some layout of a job fits; arguments as for :func:`choose_layout`."""
+    try:
+        choice = _Choice(config, frozenset(fixed), hardware)
+        choice.start()
+        choice.smallest_sizes()
+    except MegarlError:
+        return False
+    return True
+
+
 class _Choice:
     """The choice for one job: candidates of each role, and the reasons for which smaller ones were rejected."""
 
@@ -154,7 +165,8 @@ class _Choice:
     def start(self) -> None:
         """List the candidates, from a layout that is valid for all roles."""
         budgets = self.budgets(max(_TARGET, self.shortest_budget({})))
-        job = self._job(initial_changes(self.config, self.hardware, {**budgets, **self._kept}))
+        initial = initial_changes(self.config, self.hardware, budgets)
+        job = planned_job(changed(self.config, initial), device=self.hardware.device)
         self.roles = list(job.roles)
         self.candidates = {role.name: self._layouts_of(role) for role in job.roles}
         self.engines = list(self._engines(job))
@@ -278,7 +290,8 @@ class _Choice:
                 closest = min(attempt, closest or attempt, key=_missing)
                 at[name] += 1
         if closest is None:
-            raise invalid or ConfigError("no layout divides these devices", code="layout.no-sizes")
+            self._job(self.budgets(max(_TARGET, self.shortest_budget({}))))  # raises what is wrong with values by hand
+            raise invalid or ConfigError("layout=auto: no layout divides these devices", code="layout.no-sizes")
         raise self._nothing_fits(closest)
 
     def _lacking(self, sizes: Changes) -> tuple[Shortfall, ...]:

@@ -265,7 +265,8 @@ def _timed(
 def least_bytes(job: PlannedJob, role: PlannedRole) -> float:
     """Return the minimum bytes of a rank in the role's update, without other roles.
 
-    An offloaded optimizer may return to the device after the activations are freed.
+    An offloaded optimizer may return to the device after the activations are freed. Gradients and optimizer of adapters
+    are small, and not counted.
     """
     largest = 0.0
     for stage in {0, role.layout.pp - 1}:
@@ -275,7 +276,10 @@ def least_bytes(job: PlannedJob, role: PlannedRole) -> float:
         updates = [pass_activations(job, role, planned, stage) for planned in role.passes if planned.updates]
         saved = max((activations.layers + activations.ends for activations in updates), default=0)
         peak = max(optimizer, saved) if role.megatron.optimizer_offload else optimizer + saved
-        largest = max(largest, elements.total * (role.dtype_bytes + FLOAT32) + peak)
+        if role.lora is None:
+            largest = max(largest, elements.total * (role.dtype_bytes + FLOAT32) + peak)
+        else:
+            largest = max(largest, elements.total * role.dtype_bytes + saved)
     return largest
 
 
