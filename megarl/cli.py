@@ -9,7 +9,7 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,23 +39,25 @@ from megarl.config import (
     TrainConfig,
 )
 from megarl.config.build import build, verl_notes
+from megarl.config.changed_keys import ChangedKey, changed_keys, overridden_keys
 from megarl.config.compose import (
+    Changes,
     ComposedRun,
     ConfigRequest,
-    changed_keys,
     check_run_folder,
     check_sweep_folder,
     compose,
     compose_run,
     compose_sweep,
-    overridden_keys,
+    fill_layout,
     run_once,
     run_sweep,
+    set_keys,
     to_yaml,
 )
 from megarl.config.overrides import TextConfigSource, restore_texts
 from megarl.config.problems import nearest_keys
-from megarl.config.schema.jobs import JobConfig
+from megarl.config.schema.jobs import AUTO, JobConfig
 from megarl.config.short_flags import add_flags, flag_overrides
 from megarl.config.stored import remember_references
 from megarl.config.sweeps import SweepFolder
@@ -63,6 +65,7 @@ from megarl.config.verl.table import table_of
 from megarl.trainer.jobs.hub_files import with_hub_files
 from megarl.trainer.jobs.model_layouts import check_models
 from megarl.trainer.jobs.output_folders import locked_output_folders
+from megarl.trainer.jobs.served_judge import with_served_judge
 
 if TYPE_CHECKING:
     from megarl.tracking.sweep import RunResult
@@ -129,12 +132,8 @@ COMMANDS = {
     ),
 }
 
-# Tools around a run are above the core, which finds them by name.
-DRY_RUN = "megarl.ops.dry_run"  # has run(config)
-REPORT = "megarl.ops.report"  # has report_run(folder) and compare_runs(folders)
-EARLY_CHECKS = "megarl.trainer.jobs.early_checks"  # has check_early(config); imports Ray and pyarrow, no torch
-
 SUMMARY_FILE = "summary.json"
+_TRAINED = (TrainConfig, SupervisedConfig)
 
 EXIT_RUN_FAILED, EXIT_BAD_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 WRONG_INPUT = (ConfigError, ModelError, DataError)
@@ -213,8 +212,9 @@ def run_job(name: str, argv: Sequence[str] | None = None) -> int:
     options = _parser(name, job).parse_intermixed_args(argv)
     try:
         request = _request(job, options)
-        run = None if options.multirun else compose_run(request, name)
-        configs = compose_sweep(request) if run is None else [run.config]
+        layout = _Layout()
+        run = None if options.multirun else compose_run(request, name, layout.choose)
+        configs = compose_sweep(request, layout.choose) if run is None else [run.config]
         for config in configs:
             check_models(config)
         if not options.cfg:
@@ -223,12 +223,13 @@ def run_job(name: str, argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return EXIT_BAD_CONFIG
     if options.cfg:
+        print("".join(f"{line}\n" for line in layout.lines), end="", file=sys.stderr)
         print("---\n".join(map(to_yaml, configs)), end="")
         return 0
     try:
         private = private_files(all(config.trainer.private_files for config in configs))
         with steady_output(), signals_exit_in_order(), private:
-            return _run(name, job, request, run, minimize=any(map(_is_loss, configs)))
+            return _run(name, job, request, run, layout, any(map(_is_loss, configs)))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -253,9 +254,25 @@ def compose_job(name: str, argv: Sequence[str]) -> JobConfig:
         raise ConfigError(
             "--multirun and --cfg do not work with the launcher; remove them", code="launch.multirun-or-cfg"
         )
-    config: JobConfig = compose(_request(job, options))
+    config: JobConfig = compose(_request(job, options), _Layout().choose)
     check_models(config)
     return config
+
+
+class _Layout:
+    """The layout that the planner chose for ``layout=auto``; empty otherwise."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.keys: frozenset[str] = frozenset()
+
+    def choose(self, build: Callable[[Changes], Any], fixed: frozenset[str]) -> Changes:
+        """Choose as :data:`megarl.config.compose.LayoutChooser`."""
+        from megarl.ops.plan.automatic import automatic_layout, layout_lines
+
+        layout = automatic_layout(build, fixed)
+        self.lines, self.keys = layout_lines(layout), frozenset(layout.changes)
+        return layout.changes
 
 
 def _request(job: Job, options: argparse.Namespace) -> ConfigRequest[Any]:
@@ -270,13 +287,18 @@ def _request(job: Job, options: argparse.Namespace) -> ConfigRequest[Any]:
     verl = table_of(job.schema)
     names_engine = bool(verl.selector) and any(text.lstrip("+").startswith(f"{verl.selector}=") for text in overrides)
     config_name = options.config_name or (verl.preset if names_engine else job.config_name)
+    if options.config_name is None and getattr(options, "model", None) and issubclass(job.schema, _TRAINED):
+        overrides = (f"layout={AUTO}", *overrides)  # a short command; later words replace it
     if folder is None and options.config_path is not None and Path(options.config_path).is_dir():
         folder = options.config_path
     return ConfigRequest(job.schema, config_name.removesuffix(".yaml"), overrides, folder, options.multirun)
 
 
-def _run(name: str, job: Job, request: ConfigRequest[Any], run: ComposedRun[Any] | None, *, minimize: bool) -> int:
+def _run(
+    name: str, job: Job, request: ConfigRequest[Any], run: ComposedRun[Any] | None, layout: _Layout, minimize: bool
+) -> int:
     """Run a job, or without a composed run the jobs of a sweep; returns the exit code."""
+    fixed = set_keys(request) if run is None and layout.lines else frozenset[str]()
     codes: list[int] = []
     results: list[RunResult] = []
 
@@ -290,6 +312,8 @@ def _run(name: str, job: Job, request: ConfigRequest[Any], run: ComposedRun[Any]
             restore_texts(values, hydra.overrides.task, job.schema)
             _store_sweep(folder, values)
         try:
+            if sweeps and layout.lines:
+                fill_layout(job.schema, values, layout.choose, fixed)
             # runs of a sweep share a name, so files without an explicit path go to the folder of each run
             overridden = overridden_keys(hydra.overrides.task)
             config = build(job.schema, values, str(folder), overridden) if run is None else run.config
@@ -298,7 +322,7 @@ def _run(name: str, job: Job, request: ConfigRequest[Any], run: ComposedRun[Any]
             notes = [*TextConfigSource.notes, *verl_notes(job.schema, values, overridden)]
             print("".join(f"config: {note}\n" for note in notes), end="", file=sys.stderr)
             with locked_output_folders(config, folder):
-                _run_locked(name, job, request.config_name, config, values, hydra.overrides.task)
+                _run_locked(name, job, request.config_name, config, values, hydra.overrides.task, layout)
         except MegarlError as error:
             problem = str(error)
             codes.append(EXIT_BAD_CONFIG if isinstance(error, WRONG_INPUT) and not sweeps else EXIT_RUN_FAILED)
@@ -307,8 +331,8 @@ def _run(name: str, job: Job, request: ConfigRequest[Any], run: ComposedRun[Any]
             return None
         from megarl.tracking.sweep import result_of
 
-        overrides = redact_words(hydra.overrides.task)
-        result = result_of(folder, overrides, metric, problem and redact_text(problem))
+        words = redact_words(hydra.overrides.task)
+        result = result_of(folder, words, metric, problem and redact_text(problem))
         results.append(result)
         return result.value  # Optuna counts None as a failed trial and continues; NaN would end its study
 
@@ -322,23 +346,35 @@ def _run(name: str, job: Job, request: ConfigRequest[Any], run: ComposedRun[Any]
 
 
 def _run_locked(
-    name: str, job: Job, config_name: str, config: JobConfig, values: DictConfig, overrides: Sequence[str]
+    name: str,
+    job: Job,
+    config_name: str,
+    config: JobConfig,
+    values: DictConfig,
+    overrides: Sequence[str],
+    layout: _Layout,
 ) -> None:
     """Run one job in its folder, which no other run writes."""
     folder, title = Path(HydraConfig.get().runtime.output_dir), f"{name} {config.trainer.experiment_name}"
+    config = with_served_judge(config)
     RUN_WRITER.replace(folder / "config.yaml", to_yaml(config))
     _store_hydra(folder, values)
-    _record_start(folder, name, config_name, config, values, overrides)
+    for line in layout.lines:
+        _say(config, line)
+    changes = changed_keys(config, values, overrides, layout.keys)
+    _record_start(folder, name, config_name, changes, overrides)
     config = with_hub_files(config, lambda line: print(line, file=sys.stderr))
     with driver_log(folder / LOGS_FOLDER, config.trainer.log_level):
         if isinstance(config, TrainConfig | SupervisedConfig) and config.trainer.dry_run:
             _say(config, f"{title}: dry run, load libraries ...")
-            importlib.import_module(DRY_RUN).run(config)
+            from megarl.ops.dry_run import run as dry_run
+
+            dry_run(config)
             return
         _say(config, f"{title}: check files, devices and logins ...")
         with signals_exit_at_once():
-            early_checks = importlib.import_module(EARLY_CHECKS)
-        early_checks.check_early(config)
+            from megarl.trainer.jobs.early_checks import check_early  # imports Ray and pyarrow, no torch
+        check_early(config)
         _say(config, "load libraries (torch, transformers, Ray) ...")
         try:
             with fork_server(_has_local_cpu_workers(config)):
@@ -389,12 +425,12 @@ def _close_sweep(folder: Path, local_results: Sequence[RunResult], minimize: boo
         local_results: results of runs in this process.
         minimize: whether the smallest objective is the best.
     """
+    from megarl.ops import report
     from megarl.tracking.sweep import read_results, save_sweep, sweep_table
 
     results = read_results(folder, local_results)
     save_sweep(folder, results, minimize)
     print(sweep_table(results, minimize))
-    report = importlib.import_module(REPORT)
     try:
         print(f"sweep: {report.compare_runs([folder])}")
     except report.NoRunError:
@@ -416,7 +452,9 @@ def _write_report(folder: Path) -> None:
     if not (folder / SUMMARY_FILE).exists():
         return
     try:
-        importlib.import_module(REPORT).report_run(folder)
+        from megarl.ops.report import report_run
+
+        report_run(folder)
     except Exception as error:
         _say_unwritten("report", folder, error)
 
@@ -429,10 +467,9 @@ def _say_unwritten(page: str, folder: Path, error: Exception) -> None:
 
 
 def _record_start(
-    folder: Path, name: str, config_name: str, config: JobConfig, values: DictConfig, overrides: Sequence[str]
+    folder: Path, name: str, config_name: str, changes: Sequence[ChangedKey], overrides: Sequence[str]
 ) -> None:
     """Write ``run.json``: command, configuration changes, software and machine, for the report."""
-    changes = changed_keys(config, values, overrides)
     facts = {
         "job": name,
         "config_name": config_name,

@@ -57,9 +57,8 @@ def job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeJob:
     fake = FakeJob()
     module = types.ModuleType("megarl_fake_job")
     module.run = fake.run  # type: ignore[attr-defined]
-    module.check_early = lambda config: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megarl_fake_job", module)
-    monkeypatch.setattr(cli, "EARLY_CHECKS", "megarl_fake_job")
+    monkeypatch.setattr("megarl.trainer.jobs.early_checks.check_early", lambda config: None)
     for name, entry in cli.JOBS.items():
         monkeypatch.setitem(cli.JOBS, name, entry._replace(module="megarl_fake_job"))
     monkeypatch.chdir(tmp_path)

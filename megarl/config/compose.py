@@ -7,14 +7,13 @@ values that differ, and needs no mention of the schema. Overrides of unknown key
 from __future__ import annotations
 
 import copy
-import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Generic, NamedTuple
+from typing import IO, Any, Generic, NamedTuple, TypeAlias, cast
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -27,7 +26,7 @@ from hydra.core.utils import configure_log, run_job
 from hydra.errors import HydraException
 from hydra.main import main as hydra_main
 from hydra.types import HydraContext, RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -37,13 +36,12 @@ from megarl.base.logs import keep_standard_error_open
 from megarl.base.redaction import redact
 from megarl.base.run_writer import RUN_WRITER
 from megarl.config.build import build, build_draft, defaults, unknown_key
-from megarl.config.inherited import inheriting_sections
 from megarl.config.keys import Key, leaves, walk
 from megarl.config.outputs import check_sweep_outputs
 from megarl.config.overrides import TextConfigSource, parse_overrides
 from megarl.config.problems import InvalidConfigError, Problem, nearest_keys
-from megarl.config.schema.jobs import JobConfig, JobT
-from megarl.config.stored import stored_config, stored_value
+from megarl.config.schema.jobs import AUTO, JobConfig, JobT
+from megarl.config.stored import stored_config
 from megarl.config.sweeps import SWEEP_CALLBACK, check_plugins, runs_of, sweep_overrides, sweeper_of
 from megarl.config.verl.adopt import is_verl_key
 from megarl.config.verl.table import table_of
@@ -56,7 +54,6 @@ HARDWARE = "hardware"
 """Folder of node descriptions for ``megarl plan``, which are no configurations."""
 EXPERIMENT = "experiment"
 """Folder of experiments, applied on top of a configuration by ``+experiment=NAME``."""
-COMMAND_LINE, FILE, DERIVED = "command line", "file", "derived"
 
 _JOB, _DEFAULTS = "megarl_job", "megarl_defaults"
 _RUN_FOLDER = "outputs/${trainer.experiment_name}/${now:%Y-%m-%d_%H-%M-%S}"
@@ -81,14 +78,18 @@ class ConfigRequest(Generic[JobT]):
     multirun: bool = False
 
 
-def compose(request: ConfigRequest[JobT]) -> JobT:
+def compose(request: ConfigRequest[JobT], choose: LayoutChooser | None = None) -> JobT:
     """Compose the typed, complete and checked configuration of a single run.
+
+    Args:
+        request: of a single run.
+        choose: as for :func:`compose_run`.
 
     Raises:
         ConfigError: the YAML file is missing or malformed, an override is malformed, or the values are wrong (then an
             ``InvalidConfigError`` with every problem).
     """
-    return compose_run(request).config
+    return compose_run(request, choose=choose).config
 
 
 class ComposedRun(NamedTuple, Generic[JobT]):
@@ -103,15 +104,24 @@ class ComposedRun(NamedTuple, Generic[JobT]):
     values: DictConfig
 
 
-def compose_run(request: ConfigRequest[JobT], name: str = "megarl") -> ComposedRun[JobT]:
+Changes: TypeAlias = Mapping[str, Any]
+LayoutChooser: TypeAlias = Callable[[Callable[[Changes], Any], frozenset[str]], Changes]
+"""Chooses values for ``layout=auto``, by key: from a function that builds the unchecked configuration with changes, and
+from the keys that files or the command line set."""
+
+
+def compose_run(
+    request: ConfigRequest[JobT], name: str = "megarl", choose: LayoutChooser | None = None
+) -> ComposedRun[JobT]:
     """Compose as :func:`compose`, and keep the values for :func:`run_once`.
 
     Args:
         request: of a single run.
         name: the job's name in Hydra's files.
+        choose: chooses the values of ``layout=auto``; None = they stay as they are.
     """
     check_plugins(_parse(request), multirun=False)
-    run = _compose(request, build, name)
+    run = _compose(request, build, name, choose)
     if run.values.hydra.mode == RunMode.MULTIRUN:
         raise ConfigError("hydra.mode=MULTIRUN: only a sweep uses it; add --multirun", code="config.needs-multirun")
     run.values.hydra.mode = RunMode.RUN
@@ -124,12 +134,20 @@ def compose_draft(request: ConfigRequest[JobT]) -> JobT:
     return _compose(request, build_draft).config
 
 
-def _compose(request: ConfigRequest[JobT], builder: Callable[..., JobT], name: str = "megarl") -> ComposedRun[JobT]:
+def _compose(
+    request: ConfigRequest[JobT],
+    builder: Callable[..., JobT],
+    name: str = "megarl",
+    choose: LayoutChooser | None = None,
+) -> ComposedRun[JobT]:
     keys, parsed = dict(walk(request.schema)), _without_verls_groups(_parse(request), request)
     problems = [problem for o in parsed if (problem := _override_problem(o, keys, request)) is not None]
     wrong = {problem.path for problem in problems}
-    values = _load(request, [o for o in parsed if o.key_or_group not in wrong], keys, name)
+    valid = [override for override in parsed if override.key_or_group not in wrong]
+    values = _load(request, valid, keys, name)
     try:
+        if choose is not None and not problems and values.get("layout") == AUTO:
+            fill_layout(request.schema, values, choose, _set_keys(request, valid, keys))
         config = builder(request.schema, _without_hydra(values), overridden={o.key_or_group for o in parsed})
     except InvalidConfigError as error:
         raise InvalidConfigError([*problems, *error.problems]) from error
@@ -138,7 +156,59 @@ def _compose(request: ConfigRequest[JobT], builder: Callable[..., JobT], name: s
     return ComposedRun(config, values)
 
 
-def compose_sweep(request: ConfigRequest[JobT]) -> list[JobT]:
+def fill_layout(schema: type[JobT], values: DictConfig, choose: LayoutChooser, fixed: frozenset[str]) -> None:
+    """Set the values of ``layout=auto``, in place.
+
+    Args:
+        schema: configuration class of the job.
+        values: composed, with Hydra's section.
+        choose: chooses the values.
+        fixed: keys that files or the command line set.
+
+    Raises:
+        ConfigError, ModelError: nothing fits, or the values are wrong.
+    """
+    plain = _without_hydra(values)
+
+    def draft(changes: Changes) -> JobT:
+        return build_draft(schema, _updated(copy.deepcopy(plain), changes))
+
+    _updated(values, choose(draft, fixed))
+
+
+def _updated(values: DictConfig, changes: Changes) -> DictConfig:
+    for key, value in changes.items():
+        OmegaConf.update(values, key, value, force_add=True)
+    return values
+
+
+def set_keys(request: ConfigRequest[Any]) -> frozenset[str]:
+    """Return the keys that files or the command line set, also to the schema's default.
+
+    Args:
+        request: of a run, or of a sweep.
+    """
+    keys, parsed = dict(walk(request.schema)), _without_verls_groups(_parse(request), request)
+    swept = [override.key_or_group for override in parsed if override.is_sweep_override()]
+    return _set_keys(request, [o for o in parsed if not o.is_sweep_override()], keys).union(swept)
+
+
+def _set_keys(request: ConfigRequest[Any], overrides: Sequence[Override], keys: dict[str, Key]) -> frozenset[str]:
+    values: Any = OmegaConf.to_container(_without_hydra(_load(request, overrides, keys, of_schema=_unset)))
+    table = table_of(request.schema)
+    return frozenset(table.current_name(path) for path, value in leaves(values) if value != MISSING)
+
+
+def _unset(schema: type) -> dict[str, Any]:
+    """Return the schema's keys without values."""
+    unset = OmegaConf.create({})
+    for path, value in leaves(defaults(schema)):
+        OmegaConf.update(unset, path, {} if isinstance(value, Mapping) else MISSING, force_add=True)
+    plain: Any = OmegaConf.to_container(unset)
+    return cast(dict[str, Any], plain)
+
+
+def compose_sweep(request: ConfigRequest[JobT], choose: LayoutChooser | None = None) -> list[JobT]:
     """Compose the configuration of every run of a sweep, in order, to find wrong runs before the first starts.
 
     For a sweeper that samples values (Optuna), one possible run is composed; the others are checked when they start.
@@ -154,7 +224,8 @@ def compose_sweep(request: ConfigRequest[JobT]) -> list[JobT]:
         try:
             run = ConfigRequest(request.schema, request.config_name, overrides, request.config_dir)
             # as when it starts: files without an explicit path go to the folder of each run
-            configs.append(_compose(run, partial(build, files_root=f"<folder of the sweep>/{number}")).config)
+            builder = partial(build, files_root=f"<folder of the sweep>/{number}")
+            configs.append(_compose(run, builder, choose=choose).config)
         except InvalidConfigError as error:
             raise InvalidConfigError(error.problems, run=" ".join(overrides)) from error
         except ConfigError as error:
@@ -295,12 +366,16 @@ def _parents(path: str) -> list[str]:
 
 
 def _load(
-    request: ConfigRequest[Any], overrides: Sequence[Override], keys: dict[str, Key], name: str = "megarl"
+    request: ConfigRequest[Any],
+    overrides: Sequence[Override],
+    keys: dict[str, Key],
+    name: str = "megarl",
+    of_schema: Callable[[type], Mapping[str, Any]] = defaults,
 ) -> DictConfig:
-    """Compose the values of all keys, and Hydra's section."""
+    """Compose the values of all keys, and Hydra's section, on top of ``of_schema``'s values."""
     arguments = [f"hydra.job.name={name}"]
     arguments += [_reachable(override, keys, request) for override in overrides]
-    _register(request)
+    _register(request, of_schema)
     try:
         with _initialized(request, name):
             composed: DictConfig = hydra_compose(_JOB, overrides=arguments, return_hydra_config=True)
@@ -325,12 +400,12 @@ def _without_hydra(values: DictConfig) -> DictConfig:
     return plain
 
 
-def _register(request: ConfigRequest[Any]) -> None:
-    """Register the schema's defaults and the primary config, which puts the user's YAML on top of them."""
+def _register(request: ConfigRequest[Any], values: Callable[[type], Mapping[str, Any]] = defaults) -> None:
+    """Register the schema's values and the primary config, which puts the user's YAML on top of them."""
     schema: Any = request.schema
     folders = _folders(request)
     _find(request.config_name, folders)
-    of_schema = f"{_DEFAULTS}_{schema.__name__}"
+    of_schema = f"{_DEFAULTS}_{schema.__name__}_{values.__name__}"
     primary = {
         # the run writes its log itself; see megarl.base.logs
         "defaults": [of_schema, f"{request.config_name}@_global_", "_self_", {"override hydra/job_logging": "none"}],
@@ -345,7 +420,7 @@ def _register(request: ConfigRequest[Any]) -> None:
     TextConfigSource.register(schema)
     store = ConfigStore.instance()
     if f"{of_schema}.yaml" not in store.repo:  # storing them takes a tenth of a composition
-        store.store(of_schema, defaults(schema))
+        store.store(of_schema, values(schema))
     store.store(_JOB, primary)
 
 
@@ -403,56 +478,3 @@ def _arguments(arguments: Sequence[str]) -> Iterator[None]:
 def to_yaml(config: JobConfig) -> str:
     """Render the complete configuration as YAML in its stored form, without secrets."""
     return OmegaConf.to_yaml(OmegaConf.create(stored_config(config)))
-
-
-class ChangedKey(NamedTuple):
-    """A key whose value is not the schema's default.
-
-    Attributes:
-        key: dotted path.
-        value: value in the run, in its stored form.
-        default: value in the schema.
-        origin: ``command line``, ``file`` (the named YAML file, or one of its defaults), or ``derived`` from other
-            keys, for keys that are ``auto`` in the schema; not for inherited ones.
-    """
-
-    key: str
-    value: Any
-    default: Any
-    origin: str
-
-
-def changed_keys(
-    config: JobConfig, values: Mapping[str, Any] | DictConfig, overrides: Iterable[str]
-) -> list[ChangedKey]:
-    """List the keys that differ from the schema's defaults, with the origins of their values.
-
-    Args:
-        config: complete, as :func:`megarl.config.build.build` returns it.
-        values: the values it was built from: files and command line.
-        overrides: of the command line, in Hydra's syntax.
-    """
-    schema: Any = type(config)
-    named = {table_of(schema).current_name(path) for path in overridden_keys(overrides)}
-    plain: Any = OmegaConf.to_container(values) if isinstance(values, DictConfig) else values
-    composed = dict(leaves(plain))
-    schema_defaults, layouts = dict(leaves(defaults(schema))), tuple(inheriting_sections(schema, plain))
-    changed = []
-    for key, value in leaves(dataclasses.asdict(config)):
-        default, stored = schema_defaults.get(key), stored_value(schema, key, value)
-        if default not in (value, stored):
-            origin = _origin(key, named, in_file=composed.get(key, default) != default)
-            if origin != DERIVED or not key.startswith(layouts):  # an inherited key is no news
-                changed.append(ChangedKey(key, stored, default, origin))
-    return changed
-
-
-def overridden_keys(overrides: Iterable[str]) -> set[str]:
-    """Return the keys that overrides name, as they are written."""
-    return {text.split("=", 1)[0].lstrip("+~") for text in overrides}
-
-
-def _origin(key: str, named: set[str], *, in_file: bool) -> str:
-    if any(key == name or key.startswith(f"{name}.") for name in named):
-        return COMMAND_LINE
-    return FILE if in_file else DERIVED

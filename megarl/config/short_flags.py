@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.base.errors import ConfigError
+from megarl.base.hub_names import is_data_name
 from megarl.config.keys import walk
 from megarl.config.overrides import override_of
 from megarl.config.problems import nearest_keys
@@ -36,9 +35,7 @@ def _same(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _data(key: str, value: list[str]) -> Iterator[tuple[str, Any]]:
     split = "test" if key == "data.val_files" else "train"
-    is_hub = [re.fullmatch(r"[\w.-]+/[\w-]+", name) is not None and not Path(name).exists() for name in value]
-    url = f"hf://datasets/{{}}/**/{split}*.parquet"
-    yield key, [url.format(name) if hub else name for name, hub in zip(value, is_hub, strict=True)]
+    yield key, [f"hf://datasets/{name}/**/{split}*.parquet" if is_data_name(name) else name for name in value]
 
 
 def _reward(key: str, value: str) -> Iterator[tuple[str, Any]]:

@@ -22,13 +22,24 @@ async def post_json(
         InfrastructureFailure: the service is unreachable, too slow, failed, or returned no JSON.
         ValueError: the service refuses this request.
     """
+    return await _request("POST", url, dict(body), timeout_s, headers)
+
+
+async def get_json(url: str, timeout_s: float, headers: Mapping[str, str] | None = None) -> Any:
+    """Send one GET request; otherwise as :func:`post_json`."""
+    return await _request("GET", url, None, timeout_s, headers)
+
+
+async def _request(
+    method: str, url: str, body: dict[str, Any] | None, timeout_s: float, headers: Mapping[str, str] | None
+) -> Any:
     import aiohttp  # a slow import, needed only by processes that call a service
 
     limit = aiohttp.ClientTimeout(total=timeout_s)
     try:
         async with (
             aiohttp.ClientSession(timeout=limit, headers=dict(headers or {})) as session,
-            session.post(url, json=dict(body)) as response,
+            session.request(method, url, json=body) as response,
         ):
             content = await response.read()
     except (TimeoutError, aiohttp.ClientError, OSError) as error:

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 ROWS_PER_HEADER = 25
 PROGRESS_S = 2.0
 """Seconds between lines about the progress of a phase, where there is no live view."""
+_LONG_PHASES = ("gen", "testing", "update")
+"""Phases that may take minutes before the first row."""
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -62,6 +64,7 @@ class Console:
         self.table = StepTable(columns, self.output.width, total_steps, self._is_ascii)
         self.status = LiveStatus(total_steps, columns=columns, title=title)
         self._rewards: list[float] = []
+        self._named: set[str] = set()
         self._skipped_steps = 0
         self._last_validation: dict[str, float] = {}
         self._rows_since_header = 0
@@ -94,13 +97,15 @@ class Console:
         Args:
             name: the phase.
             announce: print a line with the seconds at the end, for phases that happen once. Without a live view, also
-                lines at the start and about progress.
+                lines at the start and about progress; long phases of a step have a line at their first start.
         """
         self._start_live()
         start = time.perf_counter()
         progress = self.status.enter(name)
-        if announce and not self._is_live:
+        if not self._is_live and (announce or (name in _LONG_PHASES and name not in self._named)):
+            self._named.add(name)
             self.message(f"{name} ...")
+        if announce and not self._is_live:
             progress.on_update = _ProgressLines(self.message)
         finished = False
         try:

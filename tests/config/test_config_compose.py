@@ -14,11 +14,10 @@ from megarl.base.errors import ConfigError
 from megarl.config import EvaluateConfig, GenerateConfig, PreferenceConfig, RewardTrainingConfig, SFTConfig, TrainConfig
 from megarl.config.batch import plan_batches
 from megarl.config.build import build
+from megarl.config.changed_keys import ChangedKey, changed_keys
 from megarl.config.compose import (
     REPOSITORY_CONFIGS,
-    ChangedKey,
     ConfigRequest,
-    changed_keys,
     compose,
     compose_sweep,
     to_yaml,

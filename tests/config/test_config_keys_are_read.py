@@ -22,8 +22,8 @@ CONFIG = PACKAGE / "config"
 # In the config room, only the schema's properties, the batch plan and the correction bounds read keys for the trainer;
 # the other modules check and copy.
 READERS_IN_CONFIG = {CONFIG / "batch.py", CONFIG / "correction_bounds.py", *(CONFIG / "schema").glob("*.py")}
-# The default of two other keys, read through them.
-READ_AS_DEFAULT = {"actor_rollout_ref.actor.clip_ratio"}
+# The default of two other keys, read through them; and the key that decides how others are composed.
+READ_ELSEWHERE = {"actor_rollout_ref.actor.clip_ratio", "layout"}
 
 
 class Reads(ast.NodeVisitor):
@@ -88,7 +88,7 @@ def unread_keys(schema: Any, pairs: set[tuple[str, str]]) -> list[str]:
     unread = []
     for path, item in walk(schema):
         section, _, name = path.rpartition(".")
-        if item.section is not None or path in READ_AS_DEFAULT:
+        if item.section is not None or path in READ_ELSEWHERE:
             continue
         owners = {section.rpartition(".")[2], *(cls.__name__ for cls in sections[section].__mro__)}
         if not any((owner, name) in pairs for owner in owners):

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from expected_errors import raises
 
+from megarl.base.hub_names import is_data_url, is_model_name
 from megarl.config import TrainConfig
-from megarl.trainer.jobs.hub_files import download_data, is_data_url, is_model_name, with_hub_files
+from megarl.trainer.jobs.hub_files import download_data, with_hub_files
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 RESOLVE = """

@@ -71,10 +71,9 @@ def _judge(judge: JudgeConfig, *, required: bool) -> Iterator[Problem]:
     path = "reward.judge"
     if judge.base_url is not None and not judge.base_url.startswith(_URLS):
         yield Problem(f"{path}.base_url", judge.base_url, "must begin with http:// or https://", code="config.bad-url")
-    for name, value in (("base_url", judge.base_url), ("model", judge.model)):
-        if required and value is None:
-            text = "must be set for the reward function 'judge'"
-            yield Problem(f"{path}.{name}", value, text, code="judge.not-configured")
+    if required and judge.base_url is None:
+        text = "must be set for the reward function 'judge'"
+        yield Problem(f"{path}.base_url", None, text, code="judge.not-configured")
     if judge.score_range[0] >= judge.score_range[1]:
         text = "its first entry must be below its second"
         yield Problem(f"{path}.score_range", judge.score_range, text, code="judge.score-range")

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from megarl.base.algorithm_names import KTO, PREFERENCE_LOSS_TYPES, estimator_needs
 from megarl.config.keys import derived_key, key, section
@@ -49,6 +49,8 @@ POOL_OWNERS = {
     TEACHERS: "the teachers",
 }
 """Owners of resource pools in the words of reports."""
+AUTO = "auto"
+"""Value of `layout`: the planner chooses."""
 STANDARD_INPUT = "-"
 """Entry of `data.prompts` that stands for the lines of the standard input."""
 
@@ -143,10 +145,20 @@ class SyncConfig:
     delta: DeltaConfig = section(DeltaConfig)
 
 
+def _layout_key() -> Any:
+    return key(
+        "manual",
+        "auto = choose the keys of parallel sizes, offloading, recomputation, token budgets and engine size that are "
+        "not set by hand, for the devices found; see docs/how_to/layouts.md#automatic-layouts.",
+        choices=(AUTO, "manual"),
+    )
+
+
 @dataclass(frozen=True)
 class TrainConfig(ScoredJobConfig):
     """Reinforcement learning: PPO or GRPO."""
 
+    layout: str = _layout_key()
     data: DataConfig = section(DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
     critic: CriticConfig = section(CriticConfig)
@@ -261,6 +273,7 @@ class SupervisedConfig:
     sequences_per_row: ClassVar[int] = 1
     """Sequences of at most `data.max_length` tokens per row of the data."""
 
+    layout: str = _layout_key()
     data: SupervisedDataConfig = section(SupervisedDataConfig)
     model: TrainedModelConfig = section(TrainedModelConfig)
     optim: OptimConfig = section(OptimConfig, lr=1e-5)

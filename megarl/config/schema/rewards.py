@@ -115,7 +115,7 @@ class JudgeConfig:
     base_url: str | None = key(
         None, "Address without `/chat/completions`, such as http://127.0.0.1:8000/v1; null = none."
     )
-    model: str | None = key(None, "Name of the model at the endpoint; null = none.")
+    model: str | None = derived_key("Name of the model at the endpoint; auto = the only one that it serves.")
     template: str | None = derived_key(
         "Prompt of the judge, with {prompt}, {response} and {ground_truth}; auto = megarl's."
     )

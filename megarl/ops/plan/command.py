@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
 
 from megarl.base.errors import ConfigError, ModelError
 from megarl.config import PreferenceConfig, RewardTrainingConfig, SFTConfig, SupervisedConfig, TrainConfig
-from megarl.config.compose import ConfigRequest, compose, compose_draft
+from megarl.config.compose import Changes, ConfigRequest, LayoutChooser, compose, compose_draft
 from megarl.config.schema.async_training import SYNC
+from megarl.ops.plan.automatic import AutomaticLayout, automatic_layout, layout_lines
 from megarl.ops.plan.estimate import Estimate, estimate
+from megarl.ops.plan.found_hardware import hardware_for
 from megarl.ops.plan.hardware import Hardware, hardware_of, known_hardware
 from megarl.ops.plan.lengths import Lengths, lengths_of
 from megarl.ops.plan.report import plan_json, plan_sections, print_report, search_json, search_sections
@@ -46,7 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.top is not None and not options.search:
         parser.error("--top needs --search")
     try:
-        config = (compose_draft if options.search else compose)(_request(options))
+        layouts: list[AutomaticLayout] = []
+        config = (
+            compose_draft(_request(options))
+            if options.search
+            else compose(_request(options), _chooser(options, layouts))
+        )
+        for line in (line for layout in layouts for line in layout_lines(layout)):
+            print(line, file=sys.stderr if options.json else sys.stdout)
         if options.search and isinstance(config, TrainConfig) and config.async_training.mode != SYNC:
             mode = config.async_training.mode
             raise ConfigError(
@@ -54,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "also prints the fastest split of the devices, or set sync",
                 code="plan.search-async",
             )
-        hardware = hardware_of(config, options.hardware)
+        hardware = (hardware_for if layouts else hardware_of)(config, options.hardware)
         lengths = lengths_of(config, options.lengths)
         action = _search if options.search else _plan
         return action(options, config, hardware, lengths)
@@ -88,6 +97,14 @@ def _search(
     else:
         print_report(search_sections(result, hardware.name), Console())
     return 0 if result.best else EXIT_DOES_NOT_FIT
+
+
+def _chooser(options: argparse.Namespace, layouts: list[AutomaticLayout]) -> LayoutChooser:
+    def choose(build: Callable[[Changes], Any], fixed: frozenset[str]) -> Changes:
+        layouts.append(automatic_layout(build, fixed, options.hardware))
+        return layouts[-1].changes
+
+    return choose
 
 
 def _request(options: argparse.Namespace, extra: Sequence[str] = ()) -> ConfigRequest[Any]:

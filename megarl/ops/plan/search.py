@@ -8,7 +8,8 @@ fit, including weight sync and KV cache. The checks and the plan are those of a 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megarl.base.errors import MegarlError
@@ -38,18 +39,22 @@ MIN_CONTEXT = 1024
 PLANNED_PER_RESULT = 2
 """Number of combinations planned in full, as a multiple of the requested number."""
 MAX_PLANNED = 400
-_TP, _PP, _CP = (f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context"))
-_RECOMPUTE = "recompute_granularity"
-_WITHOUT_OTHER_SPLITS = {
-    _CP: 1,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": None,
-    "data_parallel_size": None,
+TP, PP, CP = (f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context"))
+EP, _RECOMPUTE = "expert_model_parallel_size", "recompute_granularity"
+STAGES = {
     "virtual_pipeline_model_parallel_size": None,
     "num_layers_in_first_pipeline_stage": None,
     "num_layers_in_last_pipeline_stage": None,
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
+}
+"""Keys that divide the layers into stages, with the values of an even split."""
+_WITHOUT_OTHER_SPLITS = {
+    CP: 1,
+    EP: 1,
+    "expert_tensor_parallel_size": None,
+    "data_parallel_size": None,
+    **STAGES,
 }
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -132,16 +137,24 @@ def search(config: Config, hardware: Hardware, lengths: Lengths, top: int = 10) 
     return SearchResult(best, sum(map(len, choices)), planned_count)
 
 
-def initial_changes(config: Config, hardware: Hardware) -> dict[str, Any]:
+def initial_changes(
+    config: Config, hardware: Hardware, fixed: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
     """Return changes that make an invalid layout valid, the same sizes for each trained role; empty if it is valid.
 
     Each role is timed with the initial layouts of the others, which therefore have to be valid.
+
+    Args:
+        config: complete, with any layout.
+        hardware: hardware of the job.
+        fixed: values that stay, by key.
 
     Raises:
         ConfigError, ModelError: no such sizes exist; the error is that of the unchanged configuration.
     """
     own_error: MegarlError | None = None
-    for changes in ({}, *_uniform_layouts(config)):
+    for sizes in ({}, *_uniform_layouts(config)):
+        changes = {**sizes, **fixed}
         try:
             planned_job(changed(config, changes), device=hardware.device)
             return changes
@@ -160,17 +173,15 @@ def _uniform_layouts(config: Config) -> Iterator[dict[str, Any]]:
         engine = {f"{ROLLOUT}.tensor_model_parallel_size": replica, f"{ROLLOUT}.replicas": None} if rollout else {}
         for pp in (pp for pp in range(1, devices + 1) if devices % pp == 0):
             for tp in (tp for tp in _powers(trainer.n_gpus_per_node) if devices // pp % tp == 0):
-                sizes = {_TP: tp, _PP: pp, **_WITHOUT_OTHER_SPLITS}
+                sizes = {TP: tp, PP: pp, **_WITHOUT_OTHER_SPLITS}
                 yield engine | {f"{section}.{key}": value for section in sections for key, value in sizes.items()}
 
 
 def role_layouts(config: Config, role: PlannedRole, hardware: Hardware, lengths: Lengths) -> list[LayoutChoice]:
     """Return every layout of a role that passes the checks and whose states fit, the fastest first."""
-    choices, trainer = [], config.trainer
-    own = own_pools(config).get(role.section)
-    devices = own.own_devices if own else trainer.num_devices
-    per_node = (own.n_gpus_per_node if own else None) or trainer.n_gpus_per_node
-    for changes in layouts(role, devices, per_node, _longest(config)):
+    choices = []
+    devices, per_node = devices_of(config, role)
+    for changes in layouts(role, devices, per_node, longest_sequence(config)):
         for recompute in _recompute_modes(value_at(config, role.path)):
             combined = {**changes, **{f"{role.path}.{key}": value for key, value in recompute.items()}}
             timed = _timed(config, combined, role.name, hardware, lengths)
@@ -179,23 +190,48 @@ def role_layouts(config: Config, role: PlannedRole, hardware: Hardware, lengths:
     return sorted(choices, key=lambda choice: choice.seconds)
 
 
-def layouts(role: PlannedRole, devices: int, per_node: int, longest: int) -> Iterator[dict[str, Any]]:
-    """Yield parallel sizes of a role that divide model and devices; tensor parallelism stays inside a node."""
+def devices_of(config: Config, role: PlannedRole) -> tuple[int, int]:
+    """Return the number of devices of a role's pool, in total and per node."""
+    own = own_pools(config).get(role.section)
+    per_node = (own.n_gpus_per_node if own else None) or config.trainer.n_gpus_per_node
+    return own.own_devices if own else config.trainer.num_devices, per_node
+
+
+def layouts(
+    role: PlannedRole,
+    devices: int,
+    per_node: int,
+    longest: int,
+    fixed: Mapping[str, Any] = MappingProxyType({}),
+) -> Iterator[dict[str, Any]]:
+    """Yield parallel sizes of a role that divide model and devices; tensor parallelism stays inside a node.
+
+    Args:
+        role: the role.
+        devices: devices of its pool.
+        per_node: devices of its pool per node.
+        longest: tokens of the longest sequence.
+        fixed: sizes that stay, by key of the role's layout.
+    """
     model = role.model
-    for tp in _powers(min(per_node, devices)):
+    for tp in _sizes(fixed, TP, _powers(min(per_node, devices))):
         if model.num_key_value_heads % tp:
             continue  # rejected by the checks, independent of the other sizes
-        for pp in range(1, min(devices // tp, model.num_layers) + 1):
+        for pp in _sizes(fixed, PP, range(1, min(devices // tp, model.num_layers) + 1)):
             if devices % (tp * pp):
                 continue
-            for cp in _powers(min(devices // (tp * pp), max(1, longest // MIN_CONTEXT))):
+            for cp in _sizes(fixed, CP, _powers(min(devices // (tp * pp), max(1, longest // MIN_CONTEXT)))):
                 if devices % (tp * pp * cp):
                     continue
-                sizes = {_TP: tp, _PP: pp, _CP: cp}
-                for stages in _stages(model.num_layers, pp):
-                    for experts in _experts(model, devices // pp):
-                        all_sizes = {**sizes, **stages, **experts}
+                sizes = {TP: tp, PP: pp, CP: cp}
+                for stages in [{}] if fixed.keys() & STAGES.keys() else _stages(model.num_layers, pp):
+                    for experts in _experts(model, devices // pp, fixed):
+                        all_sizes = {**sizes, **stages, **experts, **fixed}
                         yield {f"{role.path}.{key}": value for key, value in all_sizes.items()}
+
+
+def _sizes(fixed: Mapping[str, Any], key: str, sizes: Iterable[int]) -> Iterable[int]:
+    return [fixed[key]] if key in fixed else sizes
 
 
 def rollout_layouts(config: TrainConfig, hardware: Hardware, lengths: Lengths) -> list[LayoutChoice]:
@@ -228,17 +264,23 @@ def _timed(
 
 
 def least_bytes(job: PlannedJob, role: PlannedRole) -> float:
-    """Return the minimum bytes of a rank in the role's update, without other roles."""
+    """Return the minimum bytes of a rank in the role's update, without other roles.
+
+    An offloaded optimizer may return to the device after the activations are freed. Gradients and optimizer of adapters
+    are small, and not counted.
+    """
     largest = 0.0
     for stage in {0, role.layout.pp - 1}:
         elements = rank_elements(role, stage)
         main = 0 if role.megatron.dtype == "float32" else FLOAT32
         optimizer = optimized_elements(role, elements) * (main + MOMENTS * FLOAT32)
-        states = elements.total * (role.dtype_bytes + FLOAT32) + optimizer
         updates = [pass_activations(job, role, planned, stage) for planned in role.passes if planned.updates]
-        largest = max(
-            largest, states + max((activations.layers + activations.ends for activations in updates), default=0)
-        )
+        saved = max((activations.layers + activations.ends for activations in updates), default=0)
+        peak = max(optimizer, saved) if role.megatron.optimizer_offload else optimizer + saved
+        if role.lora is None:
+            largest = max(largest, elements.total * (role.dtype_bytes + FLOAT32) + peak)
+        else:
+            largest = max(largest, elements.total * role.dtype_bytes + saved)
     return largest
 
 
@@ -265,14 +307,14 @@ def _stages(layers: int, pp: int) -> Iterator[dict[str, Any]]:
         )
 
 
-def _experts(model: ModelConfig, ranks: int) -> Iterator[dict[str, Any]]:
+def _experts(model: ModelConfig, ranks: int, fixed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the expert-parallel sizes; each expert stays whole on its rank."""
     if model.experts is None:
         yield {}
         return
-    for ep in _powers(min(model.experts.count, ranks)):
+    for ep in _sizes(fixed, EP, _powers(min(model.experts.count, ranks))):
         if model.experts.count % ep == 0 and ranks % ep == 0:
-            yield {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": 1}
+            yield {EP: ep, "expert_tensor_parallel_size": 1}
 
 
 def _powers(most: int) -> Iterator[int]:
@@ -282,7 +324,8 @@ def _powers(most: int) -> Iterator[int]:
         size *= 2
 
 
-def _longest(config: Config) -> int:
+def longest_sequence(config: Config) -> int:
+    """Return the maximum tokens of a sequence."""
     if isinstance(config, SupervisedConfig):
         return config.data.max_length
     return config.data.max_prompt_length + config.data.max_response_length

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.rewards.calling import InfrastructureFailure
-from megarl.rewards.http import post_json
+from megarl.rewards.http import get_json, post_json
 from megarl.rewards.registry import register_reward
 
 TEMPLATE = (
@@ -69,11 +69,35 @@ async def judge(
         "max_tokens": max_tokens,
         "temperature": temperature,
     }
-    headers = {"Authorization": f"Bearer {os.environ.get(api_key_env, '')}"} if api_key_env else {}
     url = f"{base_url.rstrip('/')}/chat/completions"
-    judgement = _content(await post_json(url, body, timeout_s, headers), url)
+    judgement = _content(await post_json(url, body, timeout_s, _headers(api_key_env)), url)
     low, high = score_range
     return {"score": (read_score(judgement, score_pattern, low, high) - low) / (high - low), "judgement": judgement}
+
+
+async def served_models(base_url: str, timeout_s: float, api_key_env: str | None = None) -> list[str]:
+    """Return the names of the models that an OpenAI-compatible endpoint serves.
+
+    Args:
+        base_url: base URL of the endpoint.
+        timeout_s: seconds for the request.
+        api_key_env: environment variable with the API key; None = no key.
+
+    Raises:
+        InfrastructureFailure: the endpoint is unreachable, or answers no list of models.
+        ValueError: the endpoint refuses the request.
+    """
+    url = f"{base_url.rstrip('/')}/models"
+    answer = await get_json(url, timeout_s, _headers(api_key_env))
+    models = answer.get("data") if isinstance(answer, Mapping) else None
+    names = [model.get("id") for model in models if isinstance(model, Mapping)] if isinstance(models, list) else []
+    if not names or not all(isinstance(name, str) for name in names):
+        raise InfrastructureFailure(f"{url} answered no list of models but {answer!r:.300}")
+    return [str(name) for name in names]
+
+
+def _headers(api_key_env: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {os.environ.get(api_key_env, '')}"} if api_key_env else {}
 
 
 def fill_template(template: str, prompt: str, response: str, ground_truth: Any) -> str:

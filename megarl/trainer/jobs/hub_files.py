@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megarl.base.errors import ConfigError
+from megarl.base.hub_names import DATA_URL, MODEL_NAME, is_data_url, is_model_name
 from megarl.config.keys import value_at, walk, with_values
 from megarl.config.schema.jobs import JobT
 from megarl.config.schema.run import HubConfig
@@ -22,9 +22,6 @@ _MODELS = ("model.path", "model.tokenizer_path", "model.input_tokenizer", ".mode
 _DATA = ("data.train_files", "data.val_files")
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 """Files of a model repository that a run reads: no code, and no weights in other formats."""
-_NAME = r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?"
-_MODEL_NAME = re.compile(_NAME)
-_DATA_URL = re.compile(r"hf://datasets/(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+?)(?:@(?P<revision>[^/]+))?/(?P<file>.+)")
 
 
 def with_hub_files(config: JobT, message: Callable[[str], None]) -> JobT:
@@ -41,21 +38,36 @@ def with_hub_files(config: JobT, message: Callable[[str], None]) -> JobT:
     if not hub.enable:
         return config
 
-    folders: dict[str, str] = {}
-    values: dict[str, Any] = {}
-    for path in _model_keys(config):
-        name = value_at(config, path)
-        if name is not None and is_model_name(name):
-            if name not in folders:
-                message(f"{path}: {name} of the Hugging Face Hub")
-                folders[name] = download_model(name, path, hub.cache_dir)
-            values[path] = folders[name]
+    values: dict[str, Any] = dict(_models(config, message, MODEL_FILES))
     for path, files in _data_keys(config):
         if any(map(is_data_url, files)):
             message(f"{path}: files of the Hugging Face Hub")
             parts = [download_data(file, path, hub.cache_dir) if is_data_url(file) else [file] for file in files]
             values[path] = [file for part in parts for file in part]
     return with_values(config, values)
+
+
+def with_hub_configs(config: JobT) -> JobT:
+    """Replace model names of the Hub by folders with their ``config.json``, unless ``hub.enable`` is false.
+
+    Raises:
+        ConfigError: a model cannot be downloaded; names its key.
+    """
+    return (
+        with_values(config, dict(_models(config, lambda line: None, ("config.json",)))) if config.hub.enable else config
+    )
+
+
+def _models(config: JobT, message: Callable[[str], None], files: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Download the models that are named by their Hub names; yields keys and folders."""
+    folders: dict[str, str] = {}
+    for path in _model_keys(config):
+        name = value_at(config, path)
+        if name is not None and is_model_name(name):
+            if name not in folders:
+                message(f"{path}: {name} of the Hugging Face Hub")
+                folders[name] = download_model(name, path, config.hub.cache_dir, files)
+            yield path, folders[name]
 
 
 def _model_keys(config: Any) -> Iterator[str]:
@@ -72,30 +84,21 @@ def _data_keys(config: Any) -> Iterator[tuple[str, list[str]]]:
         yield f"data.mixture.{name}.files", [files] if isinstance(files, str) else files
 
 
-def is_model_name(text: str) -> bool:
-    """Return whether a model path is a Hub name, ``owner/name`` or ``owner/name@revision``, instead of a local path."""
-    return _MODEL_NAME.fullmatch(text) is not None and not Path(text).exists()
-
-
-def is_data_url(text: str) -> bool:
-    """Return whether a data file is one of the Hub, ``hf://datasets/owner/name/file``."""
-    return text.startswith("hf://")
-
-
-def download_model(text: str, label: str, cache_dir: str | None = None) -> str:
+def download_model(text: str, label: str, cache_dir: str | None = None, files: Sequence[str] = MODEL_FILES) -> str:
     """Download a model of the Hub, or find it in the cache; return its folder.
 
     Args:
         text: ``owner/name`` or ``owner/name@revision``.
         label: configuration key, for errors.
         cache_dir: folder of the cache; None = Hugging Face's.
+        files: patterns of the files.
 
     Raises:
         ConfigError: the Hub cannot be reached or has no such model; names the key.
     """
-    match = _MODEL_NAME.fullmatch(text)
+    match = MODEL_NAME.fullmatch(text)
     assert match is not None
-    return _snapshot(match, "model", list(MODEL_FILES), f"{label}={text}", cache_dir)
+    return _snapshot(match, "model", list(files), f"{label}={text}", cache_dir)
 
 
 def download_data(text: str, label: str, cache_dir: str | None = None) -> list[str]:
@@ -109,7 +112,7 @@ def download_data(text: str, label: str, cache_dir: str | None = None) -> list[s
     Raises:
         ConfigError: the URL is malformed, the Hub cannot be reached, or has no such file; names the key.
     """
-    match = _DATA_URL.fullmatch(text)
+    match = DATA_URL.fullmatch(text)
     if match is None:
         raise ConfigError(
             f"{label}={text}: write hf://datasets/owner/name/file, with a file or a pattern", code="hub.data-url"
@@ -132,7 +135,7 @@ def _snapshot(match: re.Match[str], kind: str, files: list[str], setting: str, c
     except Exception as error:  # of many libraries: HTTP, authentication, file system
         state = "HF_HUB_OFFLINE is set, and the cache does not have it" if is_offline_mode() else "the download failed"
         first = str(error).strip().splitlines() or [""]
-        local = "there is no such folder here, and from the Hub: " if kind == "model" else ""
+        local = f"there is no folder or file {match['name']} here, and as a {kind} of the Hub: "
         raise ConfigError(
             f"{setting}: {local}{state} ({type(error).__name__}: {first[0][:200]}); check the name, the network and "
             f"HF_TOKEN, or name a local {'folder' if kind == 'model' else 'file'}",

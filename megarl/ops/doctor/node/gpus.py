@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import xml.etree.ElementTree as xml
@@ -120,6 +121,23 @@ def _number(text: str) -> int | None:
     """Return the leading number of a text such as ``81559 MiB``."""
     first = text.split(" ")[0]
     return int(first) if first.isdigit() else None
+
+
+def visible_gpus() -> tuple[Gpu, ...]:
+    """Return the GPUs of this machine that this process sees (``CUDA_VISIBLE_DEVICES``); none without a driver."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return ()
+    try:
+        gpus = parse_inventory(_run_nvidia_smi(command, "-q", "-x")).gpus
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return ()  # the check of devices before the start reports it
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return gpus
+    names = [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
+    numbered = [gpus[int(name)] for name in names if name.isdigit() and int(name) < len(gpus)]
+    return tuple(numbered) or gpus[: len(names)]
 
 
 def parse_links(text: str) -> dict[tuple[int, int], str]:

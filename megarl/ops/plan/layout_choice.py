@@ -1,0 +1,429 @@
+"""Choice of a layout: the smallest model parallelism that fits, and the fastest settings with it.
+
+Each role gets the smallest product of tensor, pipeline and context parallel sizes with which the job fits the devices.
+Of equal products tensor parallelism, which stays in a node, comes first, then pipeline stages. Experts are spread over
+the devices of a node, over more nodes only if that is not enough. Offloading, recomputation, token budgets and the
+engine's size are those with the shortest predicted step. Values set by hand stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from typing import Any, NamedTuple
+
+from megarl.base.errors import ConfigError, MegarlError
+from megarl.base.formatting import GIB
+from megarl.config import MegatronConfig, SupervisedConfig, TrainConfig
+from megarl.config.keys import value_at
+from megarl.config.schema.jobs import ACTOR, CRITIC, REWARD_MODEL, ROLLOUT
+from megarl.ops.plan.estimate import Estimate, Shortfall, changed, estimate, shortfalls, usable_bytes
+from megarl.ops.plan.hardware import Hardware
+from megarl.ops.plan.job import PlannedJob, PlannedRole
+from megarl.ops.plan.job_from_config import planned_job
+from megarl.ops.plan.lengths import lengths_of
+from megarl.ops.plan.memory import plan_memory
+from megarl.ops.plan.search import CP, EP, PP, STAGES, TP, devices_of, initial_changes, layouts, least_bytes
+from megarl.workers.settings import check_role
+
+Config = TrainConfig | SupervisedConfig
+Changes = Mapping[str, Any]
+
+_FASTEST = "shortest predicted step of those that fit"
+_UPDATED = (ACTOR, CRITIC)
+RECOMPUTE, CHUNKS = "recompute_granularity", "virtual_pipeline_model_parallel_size"
+_SIZES = (TP, PP, CP, EP, "expert_tensor_parallel_size", "data_parallel_size", *STAGES)
+_DERIVED = ("replicas", "log_prob_max_token_len_per_gpu")
+"""Keys that follow the sizes unless they are set by hand."""
+_OFFLOADS: tuple[tuple[str, ...], ...] = ((), ("grad", "optimizer"), ("grad", "optimizer", "param"))
+"""States that leave the devices between phases, from the fastest choice to the smallest."""
+_RECOMPUTATIONS = (None, "selective", "full")
+_BUDGETS, _TARGET = (8192, 16384, 32768, 65536), 16384
+"""Token budgets to compare, besides the longest sequence; the one with which engines and offloading are compared."""
+_BUDGET_MULTIPLE = 64
+_RESERVE = 0.05
+"""Share of the memory that settings leave free if they can: the plan's activations are an estimate."""
+_SLOTS = (1, 4, 16, 64, 128, 256)
+"""Concurrent sequences of an embedded engine, which reserves memory for each."""
+
+
+class ChosenKey(NamedTuple):
+    """A chosen value and its reason."""
+
+    key: str
+    value: Any
+    reason: str
+
+
+class AutomaticLayout(NamedTuple):
+    """The chosen values of a configuration.
+
+    Attributes:
+        keys: values with their reasons.
+        plan: memory and time with these values; None on a CPU, where no memory is planned.
+    """
+
+    keys: tuple[ChosenKey, ...]
+    plan: Estimate | None
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The chosen values by key."""
+        return {chosen.key: chosen.value for chosen in self.keys}
+
+
+class NothingFitsError(ConfigError):
+    """No layout fits the devices."""
+
+
+class _Settings(NamedTuple):
+    """Everything besides the parallel sizes."""
+
+    engine: Changes
+    offload: tuple[str, ...]
+    recompute: str | None
+    budget: int
+
+
+class _Attempt(NamedTuple):
+    """Sizes that do not fit with any settings, and the missing memory with the smallest ones."""
+
+    label: str
+    shortfalls: tuple[Shortfall, ...]
+
+    @property
+    def missing(self) -> float:
+        """Bytes that the fullest phase lacks."""
+        return self.shortfalls[0].missing
+
+
+def is_layout_key(key: str) -> bool:
+    """Whether a key is one that :func:`choose_layout` chooses, or that follows from its choice."""
+    section, _, name = key.rpartition(".")
+    of_engine = section == ROLLOUT and name in (TP, "max_num_seqs", *_DERIVED)
+    of_role = section.endswith("megatron") and (name in (*_SIZES, RECOMPUTE) or name.endswith("_offload"))
+    return of_engine or of_role or name.endswith("max_token_len_per_gpu")
+
+
+def _missing(attempt: _Attempt) -> float:
+    return attempt.missing
+
+
+def choose_layout(config: Config, fixed: Collection[str], hardware: Hardware) -> AutomaticLayout:
+    """Choose the layout of a job. The same input gives the same layout.
+
+    Args:
+        config: complete, as ``build_draft`` returns it: its layouts and batches may not divide.
+        fixed: keys whose values stay.
+        hardware: hardware of the job.
+
+    Raises:
+        NothingFitsError: names the smallest excess of memory.
+        ConfigError, ModelError: no layout is valid; the error is that of the configuration.
+    """
+    choice = _Choice(config, frozenset(fixed), hardware)
+    if hardware.device == "cpu":
+        budgets = choice.budgets(max(_TARGET, choice.shortest_budget({})))
+        keys = [ChosenKey(k, n, "the longest sequence") for k, n in budgets.items() if value_at(config, k) < n]
+        return AutomaticLayout(tuple(keys), None)
+    choice.start()
+    sizes = choice.smallest_sizes()
+    return choice.with_reasons(sizes, choice.fastest_settings(sizes))
+
+
+def fits(config: Config, fixed: Collection[str], hardware: Hardware) -> bool:
+    """Whether some layout of a job fits; arguments as for :func:`choose_layout`."""
+    try:
+        choice = _Choice(config, frozenset(fixed), hardware)
+        choice.start()
+        choice.smallest_sizes()
+    except MegarlError:
+        return False
+    return True
+
+
+class _Choice:
+    """The choice for one job: candidates of each role, and the reasons for which smaller ones were rejected."""
+
+    def __init__(self, config: Config, fixed: frozenset[str], hardware: Hardware) -> None:
+        self.config, self.fixed, self.hardware = config, fixed, hardware
+        names = {*_SIZES, *_DERIVED}
+        paths = sorted(path for path in fixed if path.rpartition(".")[2] in names)
+        self._kept = {path: value_at(config, path) for path in paths}
+        self._supervised = isinstance(config, SupervisedConfig)
+        if isinstance(config, SupervisedConfig):
+            self._longest = config.data.max_length * config.sequences_per_row
+        else:
+            self._longest = config.data.max_prompt_length + config.data.max_response_length
+        self.roles: list[PlannedRole] = []
+        self.candidates: dict[str, list[Changes]] = {}
+        self.engines: list[Changes] = []
+        self.rejected: dict[str, _Attempt] = {}
+        self._reserve = 0.0
+
+    def start(self) -> None:
+        """List the candidates, from a layout that is valid for all roles."""
+        budgets = self.budgets(max(_TARGET, self.shortest_budget({})))
+        initial = initial_changes(self.config, self.hardware, budgets)
+        job = planned_job(changed(self.config, initial), device=self.hardware.device)
+        self.roles = list(job.roles)
+        self.candidates = {role.name: self._layouts_of(role) for role in job.roles}
+        self.engines = list(self._engines(job))
+
+    def _job(self, changes: Changes) -> PlannedJob:
+        return planned_job(changed(self.config, {**changes, **self._kept}), device=self.hardware.device)
+
+    def _layouts_of(self, role: PlannedRole) -> list[Changes]:
+        """List the valid sizes of a role in the order of preference."""
+        devices, per_node = devices_of(self.config, role)
+        paths = {key: f"{role.path}.{key}" for key in _SIZES}
+        fixed = {key: self._kept[path] for key, path in paths.items() if path in self._kept}
+        spread = min(per_node, role.model.experts.count) if role.model.experts else 1
+        ranked: dict[tuple[int, ...], Changes] = {}
+        for changes in layouts(role, devices, per_node, self._longest, fixed):
+            sizes = {path.rpartition(".")[2]: value for path, value in changes.items()}
+            experts, replica = sizes.get(EP, 1), sizes[TP] * sizes[PP] * sizes[CP]
+            nodes = max(1, experts // per_node)
+            if (sizes.get(CHUNKS) and CHUNKS not in fixed) or not _is_valid(role, sizes, devices // replica):
+                continue
+            if EP not in fixed and experts < min(spread, devices // sizes[PP]):
+                continue  # a node's devices hold fewer experts each at the same cost
+            ranked[replica * nodes, nodes, -sizes[TP], -sizes[PP], experts] = changes
+        return [ranked[rank] for rank in sorted(ranked)]
+
+    def _engines(self, job: PlannedJob) -> Iterator[Changes]:
+        """Yield the sizes of the rollout engine, from the smallest memory per device to the largest."""
+        rollout = job.rollout
+        if rollout is None or rollout.is_external:
+            yield {}
+            return
+        slots, size = f"{ROLLOUT}.max_num_seqs", f"{ROLLOUT}.{TP}"
+        if rollout.config.name == "embedded":
+            most = rollout.config.max_num_seqs
+            values = sorted({*(n for n in _SLOTS if n < most), most})
+            yield from [{}] if slots in self.fixed else [{slots: value} for value in values]
+            return
+        pool, per_node = len(job.pool_of(ROLLOUT).numbers), job.engine_devices_per_node
+        sizes = [tp for tp in range(1, pool + 1) if pool % tp == 0 and (tp % per_node == 0 or per_node % tp == 0)]
+        valid = [tp for tp in sizes if _is_valid_engine(rollout.model, tp)] if size not in self._kept else []
+        yield from [{size: tp} for tp in reversed(valid)] or [{}]
+
+    def shortest_budget(self, sizes: Changes) -> int:
+        """Return the smallest token budget: the longest sequence over the context-parallel ranks of every role."""
+        ranks = min([sizes.get(f"{role.path}.{CP}", 1) for role in self.roles], default=1)
+        return -(-self._longest // ranks // _BUDGET_MULTIPLE) * _BUDGET_MULTIPLE
+
+    def budgets(self, tokens: int) -> dict[str, int]:
+        """Return the keys of the token budgets that are read, with one value."""
+        if self._supervised:
+            keys = {"data.max_token_len_per_gpu": "data.micro_batch_size_per_gpu"}
+        else:
+            keys = {f"{role}.max_token_len_per_gpu": f"{role}.micro_batch_size_per_gpu" for role in _UPDATED}
+            forward = f"{REWARD_MODEL}.forward_max_token_len_per_gpu"
+            keys[forward] = f"{REWARD_MODEL}.micro_batch_size_per_gpu"
+        return {
+            key: tokens
+            for key, samples in keys.items()
+            if key not in self.fixed and value_at(self.config, samples) is None and self._is_used(key)
+        }
+
+    def _is_used(self, key: str) -> bool:
+        config = self.config
+        if not isinstance(config, TrainConfig):
+            return True
+        used = {CRITIC: config.uses_critic, REWARD_MODEL: config.reward.model.enable}
+        return used.get(key.rpartition(".")[0], True)
+
+    def _changes(self, sizes: Changes, settings: _Settings) -> dict[str, Any]:
+        """Return all chosen values, without those set by hand."""
+        result = {**sizes, **settings.engine, **self.budgets(settings.budget)}
+        for role in self.roles:
+            if role.trains:
+                result[f"{role.path}.{RECOMPUTE}"] = settings.recompute
+            states = ("grad", "optimizer", "param") if role.trains else ("param",)
+            alone = not self._shares_devices(role)
+            for state in states:
+                result[f"{role.path}.{state}_offload"] = state in settings.offload and not (state == "param" and alone)
+        return {key: value for key, value in result.items() if key not in self.fixed}
+
+    def _shares_devices(self, role: PlannedRole) -> bool:
+        return devices_of(self.config, role)[0] == self.config.trainer.num_devices
+
+    def _shortfalls(self, changes: Changes) -> list[Shortfall]:
+        """Return what a job lacks with these values.
+
+        Raises:
+            MegarlError: they are invalid.
+        """
+        job = self._job(changes)
+        hardware = replace(self.hardware, memory_gib=(1 - self._reserve) * self.hardware.memory_gib)
+        usable = usable_bytes(job, hardware)
+        for role in job.roles:
+            if role.trains and (least := least_bytes(job, role)) > usable:  # much faster than a plan
+                update = next(planned.phase for planned in role.passes if planned.updates)
+                text = f"{update} needs at least {least / GIB:.1f} GiB of a device's {usable / GIB:.1f} usable"
+                return [Shortfall(update, least, usable, (), text)]
+        return shortfalls(job, plan_memory(job, int(usable), hardware.devices_per_node), hardware)
+
+    def smallest_sizes(self) -> Changes:
+        """Return the first sizes of all roles with which some settings fit.
+
+        The role whose phase lacks memory gets its next candidate, until nothing is missing.
+        """
+        at = dict.fromkeys(self.candidates, 0)
+        closest: _Attempt | None = None
+        invalid: MegarlError | None = None
+        while all(at[name] < len(candidates) for name, candidates in self.candidates.items()):
+            sizes = {key: value for name in at for key, value in self.candidates[name][at[name]].items()}
+            try:
+                lacking = self._lacking(sizes)
+            except MegarlError as error:
+                invalid = invalid or error
+                at[self._blamed(str(error))] += 1
+                continue
+            if not lacking:
+                return sizes
+            for name in self._growing(lacking):
+                attempt = _Attempt(_label(sizes, self._role(name).path), lacking)
+                self.rejected[name] = min(attempt, self.rejected.get(name, attempt), key=_missing)
+                closest = min(attempt, closest or attempt, key=_missing)
+                at[name] += 1
+        if closest is None:
+            self._job(self.budgets(max(_TARGET, self.shortest_budget({}))))  # raises what is wrong with values by hand
+            raise invalid or ConfigError("layout=auto: no layout divides these devices", code="layout.no-sizes")
+        raise self._nothing_fits(closest)
+
+    def _lacking(self, sizes: Changes) -> tuple[Shortfall, ...]:
+        """Return what is missing with the settings that take the least memory; empty if some settings fit."""
+        budget = self.shortest_budget(sizes)
+        smallest = _Settings(self.engines[0], _OFFLOADS[-1], _RECOMPUTATIONS[-1], budget)
+        lacking = self._shortfalls(self._changes(sizes, smallest))
+        if {shortfall.phase for shortfall in lacking} == {"host"}:
+            for offload in _OFFLOADS[:-1]:
+                if not self._shortfalls(self._changes(sizes, smallest._replace(offload=offload))):
+                    return ()
+        return tuple(sorted(lacking, key=lambda shortfall: -shortfall.missing))
+
+    def _growing(self, lacking: Iterable[Shortfall]) -> set[str]:
+        """Return the roles that compute in the phase that lacks most; the actor if none does."""
+        phase = next(iter(lacking)).phase
+        working = {role.name for role in self.roles if role.pass_of(phase) is not None}
+        return working or {self.roles[0].name}
+
+    def _blamed(self, text: str) -> str:
+        """Return the role whose section an error names; the first role if none is named."""
+        named = [role.name for role in self.roles if role.path in text or role.section in text]
+        return (named or [self.roles[0].name])[0]
+
+    def _role(self, name: str) -> PlannedRole:
+        return next(role for role in self.roles if role.name == name)
+
+    def fastest_settings(self, sizes: Changes) -> _Settings:
+        """Return the settings with the shortest predicted step: engine and offloading first, then the token budget."""
+        shortest = self.shortest_budget(sizes)
+        budgets = sorted({shortest, *(tokens for tokens in _BUDGETS if tokens > shortest)}, reverse=True)
+        for self._reserve, budget in product((_RESERVE, 0.0), budgets):
+            if budget > max(shortest, _TARGET):
+                continue
+            options = product(self.engines, _OFFLOADS)
+            best = _fastest(self._timed(sizes, engine, offload, budget) for engine, offload in options)
+            if best is not None:
+                break
+        else:
+            raise AssertionError("smallest_sizes found settings that fit")
+        fastest = _fastest(self._timed(sizes, best.engine, best.offload, budget) for budget in budgets)
+        self._reserve = 0.0
+        assert fastest is not None, "best has one of these budgets"
+        return fastest
+
+    def _timed(
+        self, sizes: Changes, engine: Changes, offload: tuple[str, ...], budget: int
+    ) -> tuple[float, _Settings] | None:
+        """Return the predicted seconds with the least recomputation that fits; None if nothing fits."""
+        for recompute in _RECOMPUTATIONS:
+            settings = _Settings(engine, offload, recompute, budget)
+            changes = self._changes(sizes, settings)
+            try:
+                if not self._shortfalls(changes):
+                    return self._plan(changes).step.seconds, settings
+            except MegarlError:
+                continue
+        return None
+
+    def _plan(self, changes: Changes) -> Estimate:
+        config = changed(self.config, {**changes, **self._kept})
+        return estimate(config, self.hardware, lengths_of(config), with_sync=False)
+
+    def with_reasons(self, sizes: Changes, settings: _Settings) -> AutomaticLayout:
+        """Return the chosen values with their reasons, and the plan with them."""
+        changes = self._changes(sizes, settings)
+        shown = [k for k in changes if k.endswith((f".{TP}", f".{PP}")) or value_at(self.config, k) != changes[k]]
+        keys = [ChosenKey(key, changes[key], self._reason(changes, key)) for key in sorted(shown, key=_section)]
+        return AutomaticLayout(tuple(keys), self._plan(changes))
+
+    def _reason(self, changes: Changes, key: str) -> str:
+        section, _, name = key.rpartition(".")
+        role = next((role for role in self.roles if role.path == section), None)
+        if role is None:
+            return _FASTEST
+        return self._size_reason(role, name, changes[key]) if name in _SIZES else self._memory_reason(changes, key)
+
+    def _size_reason(self, role: PlannedRole, name: str, value: Any) -> str:
+        if name in (EP, "expert_tensor_parallel_size"):
+            return "spreads the experts over a node" if name == EP else "experts are too narrow to divide"
+        if name in STAGES:
+            return "the layers do not divide evenly"
+        attempt = self.rejected.get(role.name)
+        if attempt and value == 1:
+            return "not needed"
+        return f"{attempt.label}: {attempt.shortfalls[0].text}" if attempt else "the smallest size fits"
+
+    def _memory_reason(self, changes: Changes, key: str) -> str:
+        """Explain an offloaded state or a recomputation by what the job lacks without it."""
+        lacking = self._shortfalls({**changes, key: None if key.endswith(RECOMPUTE) else False})
+        return f"without: {lacking[0].text}" if lacking else _FASTEST
+
+    def _nothing_fits(self, closest: _Attempt) -> NothingFitsError:
+        pools, shortfall = self.config.trainer, closest.shortfalls[0]
+        components = ", ".join(f"{part.owner} {part.name} {part.nbytes / GIB:.1f} GiB" for part in shortfall.largest)
+        text = (
+            f"layout=auto: nothing fits {pools.nnodes} x {pools.n_gpus_per_node} {self.hardware.name} with "
+            f"{self.hardware.memory_gib:g} GiB each. The closest, {closest.label} with offloading and full "
+            f"recomputation, lacks {closest.missing / GIB:.1f} GiB: {shortfall.text}"
+        )
+        return NothingFitsError(f"{text} ({components})" if components else text, code="layout.nothing-fits")
+
+
+def _section(key: str) -> str:
+    return key.rpartition(".")[0].removesuffix(".megatron")
+
+
+def _fastest(timed: Iterable[tuple[float, _Settings] | None]) -> _Settings | None:
+    """Return the settings with the fewest seconds; of equal ones the first."""
+    found = [option for option in timed if option is not None]
+    return min(found, key=lambda option: option[0])[1] if found else None
+
+
+def _is_valid(role: PlannedRole, sizes: Changes, replicas: int) -> bool:
+    """Whether the sizes divide the role's model."""
+    try:
+        check_role(role.model, replace(role.megatron, **{"data_parallel_size": replicas, **sizes}), role.path)
+    except MegarlError:
+        return False
+    return True
+
+
+def _is_valid_engine(model: Any, tp: int) -> bool:
+    try:
+        check_role(model, MegatronConfig(tensor_model_parallel_size=tp, data_parallel_size=1), ROLLOUT)
+    except MegarlError:
+        return False
+    return True
+
+
+def _label(sizes: Changes, path: str) -> str:
+    """Return the sizes of a role in short, such as ``TP4 PP2``."""
+    values = {"TP": sizes[f"{path}.{TP}"], "PP": sizes[f"{path}.{PP}"]}
+    values |= {"CP": sizes[f"{path}.{CP}"], "EP": sizes.get(f"{path}.{EP}", 1)}
+    return " ".join(f"{name}{value}" for name, value in values.items() if value > 1 or name in ("TP", "PP"))
