@@ -1,4 +1,4 @@
-"""Generate the page for users of verl: ``python -m megarl.config.from_verl > docs/tutorials/from_verl.md``."""
+"""Generate the page for users of verl: ``python -m megarl.config.from_verl > docs/reference/verl_keys.md``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _TITLES: dict[type, tuple[str, str]] = {
 _INTRODUCTION = """\
 # From verl
 
-Generated from `megarl/config/verl/` by `python -m megarl.config.from_verl > docs/tutorials/from_verl.md`; do not edit.
+Generated from `megarl/config/verl/` by `python -m megarl.config.from_verl > docs/reference/verl_keys.md`; do not edit.
 
 Four changes make a current run script of verl for Megatron start megarl:
 
@@ -108,7 +108,7 @@ NPUs.
   collate function ([data](../how_to/data.md)).
 - `actor.shuffle` shuffles the samples of a step once, for actor and critic; verl shuffles in every epoch.
 - Two bounds of `rollout_rs_threshold` for k1 bound the ratio of actor to engine; verl's code bounds its inverse.
-  Replace `'a_b'` by the numbers of `'1/b_1/a'` ([rollout correction](../reference/rollout_correction.md)).
+  Replace `'a_b'` by the numbers of `'1/b_1/a'` ([rollout correction](rollout_correction.md)).
 - `nccl_timeout` is `trainer.nccl_timeout`, for all roles: 1800 s by default, 600 s in verl.
 - `algorithm.filter_groups` generates `data.gen_batch_size` prompts per round, until `train_batch_size` groups differ in
   `metric` (`score` by default). If `max_num_gen_batches` rounds give too few, the run saves and stops, or fills the
