@@ -1,4 +1,4 @@
-"""Generate the page for users of verl: ``python -m megarl.config.from_verl > docs/reference/verl_keys.md``."""
+"""Generate the page on verl's keys: ``python -m megarl.config.from_verl > docs/reference/verl_keys.md``."""
 
 from __future__ import annotations
 
@@ -37,33 +37,16 @@ _TITLES: dict[type, tuple[str, str]] = {
 }
 
 _INTRODUCTION = """\
-# From verl
+# verl's keys
 
 Generated from `megarl/config/verl/` by `python -m megarl.config.from_verl > docs/reference/verl_keys.md`; do not edit.
 
-Four changes make a current run script of verl for Megatron start megarl:
+megarl accepts each key of verl with its meaning, translates it, or refuses it by name before any process starts. It
+reports translated keys and keys without effect once, on standard error. [From verl](../tutorials/from_verl.md) starts a
+run script of verl.
 
-1. `-m verl.trainer.main_ppo` becomes `-m megarl train`.
-2. `VERL_USE_UV=0`: the scripts start verl, and every Ray worker, by `uv run` in verl's environment. Without uv they
-   take the Python of the shell: activate megarl's environment.
-3. `INFER_BACKEND=sglang`: the scripts generate with vLLM by default. Scripts without this variable need the override
-   `actor_rollout_ref.rollout.name=sglang` (or `embedded`, on a CPU).
-4. The files of data are on disk, or named `hf://datasets/owner/name/file`.
-
-```
-VERL_USE_UV=0 INFER_BACKEND=sglang MODEL_PATH=/models/Qwen3-8B bash examples/grpo_trainer/run_qwen3_8b_megatron.sh
-
--"${LAUNCH[@]}" -m verl.trainer.main_ppo \\
-+"${LAUNCH[@]}" -m megarl train \\
-     "${DATA[@]}" \\
-     ...
-```
-
-Keep the overrides as they are, with or without verl's leading `+`. `model_engine=megatron`, or
-`--config-name=ppo_megatron_trainer` in older scripts, starts from verl's defaults
-(`configs/ppo_megatron_trainer.yaml`). megarl ignores `--config-path` if the folder has no such file. megarl accepts
-each key of verl with its meaning, translates it, or refuses it by name before any process starts. It reports translated
-keys and keys without effect once, on standard error. `--cfg job` prints the resulting configuration. The tests train
+`model_engine=megatron`, or `--config-name=ppo_megatron_trainer` in older scripts, starts from verl's defaults
+(`configs/ppo_megatron_trainer.yaml`). megarl ignores `--config-path` if the folder has no such file. The tests train
 with the overrides of verl's GRPO and PPO scripts for Qwen3-8B, with a tiny model on a CPU
 (`tests/e2e/test_e2e_verl_scripts.py`).
 
@@ -74,9 +57,6 @@ The table covers the run scripts with Megatron among verl's examples, at the com
 the scripts give it.
 
 @SHARES@
-
-Before megarl had adapters, distillation, routing replay, asynchronous training and the newer objectives, the shares
-were 87, 73 and 94 % for all scripts, and 92, 86 and 95 % for those on GPUs with SGLang.
 
 megarl refuses the rest by name. The refused keys belong to features that megarl lacks: multi-token prediction (MTP),
 initial weights from Megatron checkpoints, and Megatron's FSDP. Others belong to vLLM, TensorRT-LLM, VeOmni and Ascend
