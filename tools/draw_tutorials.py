@@ -1,8 +1,8 @@
 """Run the commands of the tutorials and draw their pictures: ``python tools/draw_tutorials.py [PAGE ...]``.
 
-Runs the shell blocks of ``docs/tutorials/PAGE.md`` in order, as a reader would, and draws each picture of the page that is
-in ``docs/images/tutorials`` from the block above it. A block that is marked as not run runs only if its terminal is drawn.
-``PICTURES`` says what a picture shows: the terminal, curves of the newest run, or a part of its report.
+Runs the shell blocks of ``docs/tutorials/PAGE.md`` in order, as a reader would, and draws each picture of the page that
+is in ``docs/images/tutorials`` from the block above it. A block that is marked as not run runs only if its terminal is
+drawn. ``PICTURES`` says what a picture shows: the terminal, curves of the newest run, or a part of its report.
 
 Needs the quickstart's results, except for the page ``quickstart``, and a browser of the Chromium family
 (``tools/headless_browser.py``).
@@ -20,6 +20,7 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Callable, Iterator, Sequence
 from fcntl import ioctl
 from pathlib import Path
@@ -194,6 +195,7 @@ class Session:
     def run(self, code: str, patterns: Sequence[str]) -> None:
         """Run a block and show its output here too."""
         self.screen, self.seen = Screen(), {}
+        start = time.monotonic()
         reader, writer = pty.openpty()
         ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
         environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(COLUMNS), "LINES": str(LINES)}
@@ -214,7 +216,7 @@ class Session:
                 if pattern not in self.seen and re.search(pattern, text):
                     self.seen[pattern] = self.screen.shown
         os.close(reader)
-        print(f"== exit status {process.wait()}", flush=True)
+        print(f"== exit status {process.wait()} after {time.monotonic() - start:.0f} s", flush=True)
 
 
 def draw_terminal(session: Session, what: Terminal, code: str, target: Path) -> None:
@@ -315,17 +317,17 @@ def draw(browser: Browser, session: Session, block: Block, name: str) -> None:
     browser.picture(target)
 
 
-def draw_page(browser: Browser, page: Path, skipped: bool) -> None:
-    """Run the blocks of a page and draw its pictures, in order."""
-    found = [(block.line, block) for block in blocks(page) if block.language == "bash"]
+def draw_page(browser: Browser, page: Path) -> None:
+    """Run the blocks of a page down to its last picture, and draw the pictures, in order."""
     lines = enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
     pictures = [(number, match[1]) for number, line in lines if (match := _IMAGE.match(line))]
+    found = [block for block in blocks(page) if block.language == "bash" and block.line < pictures[-1][0]]
     session = Session()
-    for number, (line, block) in enumerate(found):
-        end = found[number + 1][0] if number + 1 < len(found) else sys.maxsize
-        names = [name for at, name in pictures if line < at < end]
+    for number, block in enumerate(found):
+        end = found[number + 1].line if number + 1 < len(found) else sys.maxsize
+        names = [name for line, name in pictures if block.line < line < end]
         shown = [what for name in names if isinstance(what := PICTURES[name], Terminal)]
-        if shown or not (skipped or block.mark.startswith(NOT_RUN)):
+        if shown or not block.mark.startswith(NOT_RUN):
             print(f"== {block.name}", flush=True)
             session.run(block.code, [what.at for what in shown if what.at])
         for name in names:
@@ -340,7 +342,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Draw the pictures of the named tutorials, by default all; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="*", metavar="PAGE", help="name of a page without .md")
-    parser.add_argument("--skip-runs", action="store_true", help="run only blocks whose terminal is drawn")
     options = parser.parse_args(argv)
     names = options.pages or ["quickstart", *sorted(p.stem for p in PAGES.glob("*.md") if p.stem != "quickstart")]
     try:
@@ -350,7 +351,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         IMAGES.mkdir(parents=True, exist_ok=True)
         with Browser(program, REPORT_WIDTH, 900) as browser:
             for name in names:
-                draw_page(browser, PAGES / f"{name}.md", options.skip_runs)
+                draw_page(browser, PAGES / f"{name}.md")
     except (BrowserError, ValueError, OSError) as error:
         print(f"draw_tutorials: {error}", file=sys.stderr)
         return 2
