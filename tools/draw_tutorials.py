@@ -119,7 +119,7 @@ PICTURES: dict[str, Terminal | Curves | Report] = {
     "grpo_8b_plan.svg": Terminal(60, hidden=BATCHES),
     "grpo_8b_dry_run.svg": Terminal(60, hidden=BATCHES),
     "from_verl_diff.svg": Terminal(),
-    "from_verl_start.svg": Terminal(10, r"start workers \d"),
+    "from_verl_start.svg": Terminal(16, r"\u2713 read data"),
     "from_verl_curves.svg": Curves("from_verl", {"reward": REWARD, "held out": HELD_OUT.format("arithmetic")}),
     "from_trl_end.svg": Terminal(18),
     "from_trl_curves.svg": Curves(
