@@ -11,6 +11,7 @@ Needs the quickstart's results, except for the page ``quickstart``, and a browse
 from __future__ import annotations
 
 import argparse
+import codecs
 import io
 import json
 import os
@@ -204,9 +205,10 @@ class Session:
             command, cwd=ROOT, env=environment, stdin=writer, stdout=writer, stderr=writer, start_new_session=True
         )
         os.close(writer)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a read may end within a character
         while True:
             try:
-                output = os.read(reader, 65536).decode("utf-8", "replace")
+                output = decoder.decode(os.read(reader, 65536))
             except OSError:  # the last process has closed the terminal
                 break
             sys.stdout.write(output)
