@@ -82,16 +82,18 @@ def group_of_answers(browser: Browser) -> None:
     """Open two answers to a prompt of the first step."""
     browser.choose("#kind", "train")
     browser.choose("#last-step", "1")
-    browser.wait("document.querySelectorAll('#rows > tr').length > 1")
+    browser.wait("rowView.rows.length > 1 && rowView.rows.every((row) => rollouts.step[row] === 1)")
     for number in (8, 1):
         browser.click(f"#rows > tr:nth-child({number} of :not(.group-row)) td:nth-child(4)")
     browser.on("#rollouts", TOP_OF)
 
 
 def conversation(browser: Browser) -> None:
-    """Open a conversation of the last validation with a search, colored by the loss mask."""
-    browser.choose("#kind", "validation")
-    browser.wait("document.querySelectorAll('#rows > tr').length > 1")
+    """Open a right answer of the training, with the tokens that are not trained on."""
+    browser.choose("#kind", "train")
+    browser.choose("#low", "1")
+    browser.choose("#color", "mask")
+    browser.wait("rowView.rows.length > 1 && rowView.rows.every((row) => rollouts.score[row] >= 1)")
     browser.click("#rows > tr:nth-child(1 of :not(.group-row)) td:nth-child(4)")
     browser.on("#rollouts", TOP_OF)
 
