@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs megarl's parts on the GPU of this machine, and compares with transformers and `megarl plan`: parity, speed, engines,
-# weight sync, offload, colocated jobs, FP8 (docs/tutorials/first_gpu_run.md). Each stage takes less than eight minutes. The same
+# weight sync, offload, colocated jobs, FP8 (docs/how_to/gpu.md). Each stage takes less than eight minutes. The same
 # command continues after an interruption. Without a GPU, the stages run on the CPU with tiny models.
 #
 #   bash launch/gpu_check.sh                              all stages; reports in gpu_check/

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _report(browser: Browser, out: Path) -> None:
     """Take overview and curves in light colors, responses and phases in dark colors."""
     browser.resize(WIDTH, 1180)
-    _wait_for_charts(browser)
+    wait_for_charts(browser)
     browser.picture(out / "report_overview.png")
     browser.resize(WIDTH, HEIGHT)
     browser.prefer("dark")
@@ -58,25 +58,25 @@ def _report(browser: Browser, out: Path) -> None:
     browser.click("#rows > tr:nth-child(1 of :not(.group-row)) td:nth-child(4)")
     browser.click("#rows > tr:nth-child(3 of :not(.group-row)) td:nth-child(4)")
     browser.on("#rollouts", TOP_OF)
-    _wait_for_charts(browser)
+    wait_for_charts(browser)
     browser.hover(".answer .token:nth-child(2)")
     browser.on("#rollouts", TOP_OF)
     browser.hover(".answer .token:nth-child(1)")
-    _wait_for_charts(browser)
+    wait_for_charts(browser)
     browser.picture(out / "report_answers.png")
     browser.on("#findings", "() => [...document.querySelectorAll('.group')][2].scrollIntoView({behavior: 'instant'})")
-    _wait_for_charts(browser)
+    wait_for_charts(browser)
     browser.picture(out / "report_time.png")
     browser.prefer("light")
 
 
 def _comparison(browser: Browser, out: Path) -> None:
     browser.resize(WIDTH, 1180)
-    _wait_for_charts(browser)
+    wait_for_charts(browser)
     browser.picture(out / "report_comparison.png")
 
 
-def _wait_for_charts(browser: Browser) -> None:
+def wait_for_charts(browser: Browser) -> None:
     """Wait until every chart near the window is drawn and fits it."""
     fits = "plot.querySelector('svg') && plot.querySelector('svg').clientWidth <= plot.clientWidth"
     near = "(plot) => plot.getBoundingClientRect().bottom > 0 && plot.getBoundingClientRect().top < innerHeight"

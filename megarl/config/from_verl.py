@@ -1,4 +1,4 @@
-"""Generate the page for users of verl: ``python -m megarl.config.from_verl > docs/tutorials/from_verl.md``."""
+"""Generate the page on verl's keys: ``python -m megarl.config.from_verl > docs/reference/verl_keys.md``."""
 
 from __future__ import annotations
 
@@ -38,34 +38,16 @@ _TITLES: dict[type, tuple[str, str]] = {
 }
 
 _INTRODUCTION = """\
-# From verl
+# verl's keys
 
-Generated from `megarl/config/verl/` by `python -m megarl.config.from_verl > docs/tutorials/from_verl.md`; do not edit.
+Generated from `megarl/config/verl/` by `python -m megarl.config.from_verl > docs/reference/verl_keys.md`; do not edit.
 
-Four changes make a current run script of verl for Megatron start megarl:
+megarl accepts each key of verl with its meaning, translates it, or refuses it by name before any process starts. It
+reports translated keys, unless the value is megarl's default, and keys without effect once, on standard error.
+[From verl](../tutorials/from_verl.md) starts a run script of verl.
 
-1. `-m verl.trainer.main_ppo` becomes `-m megarl train`.
-2. `VERL_USE_UV=0`: the scripts start verl, and every Ray worker, by `uv run` in verl's environment. Without uv they
-   take the Python of the shell: activate megarl's environment.
-3. `INFER_BACKEND=sglang`: the scripts generate with vLLM by default. Scripts without this variable need the override
-   `actor_rollout_ref.rollout.name=sglang` (or `embedded`, on a CPU).
-4. The files of data are on disk, or named `hf://datasets/owner/name/file`.
-
-```
-VERL_USE_UV=0 INFER_BACKEND=sglang MODEL_PATH=/models/Qwen3-8B bash examples/grpo_trainer/run_qwen3_8b_megatron.sh
-
--"${LAUNCH[@]}" -m verl.trainer.main_ppo \\
-+"${LAUNCH[@]}" -m megarl train \\
-     "${DATA[@]}" \\
-     ...
-```
-
-Keep the overrides as they are, with or without verl's leading `+`. `model_engine=megatron`, or
-`--config-name=ppo_megatron_trainer` in older scripts, starts from verl's defaults
-(`configs/ppo_megatron_trainer.yaml`). megarl ignores `--config-path` if the folder has no such file. megarl accepts
-each key of verl with its meaning, translates it, or refuses it by name before any process starts. It reports translated
-keys (unless the value is megarl's default) and keys without effect once, on standard error. `--cfg job` prints the
-resulting configuration. The tests train
+`model_engine=megatron`, or `--config-name=ppo_megatron_trainer` in older scripts, starts from verl's defaults
+(`configs/ppo_megatron_trainer.yaml`). megarl ignores `--config-path` if the folder has no such file. The tests train
 with the overrides of verl's GRPO and PPO scripts for Qwen3-8B, with a tiny model on a CPU
 (`tests/e2e/test_e2e_verl_scripts.py`).
 
@@ -76,9 +58,6 @@ The table covers the run scripts with Megatron among verl's examples, at the com
 the scripts give it.
 
 @SHARES@
-
-Before megarl had adapters, distillation, routing replay, asynchronous training and the newer objectives, the shares
-were 87, 73 and 94 % for all scripts, and 92, 86 and 95 % for those on GPUs with SGLang.
 
 megarl refuses the rest by name. The refused keys belong to features that megarl lacks: multi-token prediction (MTP),
 initial weights from Megatron checkpoints, and Megatron's FSDP. Others belong to vLLM, TensorRT-LLM, VeOmni and Ascend
@@ -112,7 +91,7 @@ NPUs.
   collate function ([data](../how_to/data.md)).
 - `actor.shuffle` shuffles the samples of a step once, for actor and critic; verl shuffles in every epoch.
 - Two bounds of `rollout_rs_threshold` for k1 bound the ratio of actor to engine; verl's code bounds its inverse.
-  Replace `'a_b'` by the numbers of `'1/b_1/a'` ([rollout correction](../reference/rollout_correction.md)).
+  Replace `'a_b'` by the numbers of `'1/b_1/a'` ([rollout correction](rollout_correction.md)).
 - `nccl_timeout` is `trainer.nccl_timeout`, for all roles: 1800 s by default, 600 s in verl.
 - `algorithm.filter_groups` generates `data.gen_batch_size` prompts per round, until `train_batch_size` groups differ in
   `metric` (`score` by default). If `max_num_gen_batches` rounds give too few, the run saves and stops, or fills the

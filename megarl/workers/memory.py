@@ -88,7 +88,7 @@ class MemoryBudgets:
         if len(largest) == 1:
             return (
                 f"Its largest micro-batch is a single row of {size}: set recompute_granularity=full, use more tensor "
-                "or context parallelism, or give the engine less memory (docs/tutorials/first_gpu_run.md)."
+                "or context parallelism, or give the engine less memory (docs/how_to/gpu.md)."
             )
         key = "*micro_batch_size_per_gpu" if budget.max_tokens is None else "*max_token_len_per_gpu"
         return (

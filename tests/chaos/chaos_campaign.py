@@ -294,7 +294,7 @@ def arguments_of(config_name: str, task: Sequence[str], steps: int, watchdog_s: 
         *("trainer.max_actor_ckpt_to_keep=3", "trainer.max_critic_ckpt_to_keep=3"),
         *(f"trainer.watchdog.timeout_s={watchdog_s}", "trainer.watchdog.action=end"),
         "+trainer.watchdog.phases.start_workers=60",
-        # See docs/tutorials/debugging.md#time-limits: a frozen replica is replaced, a frozen actor ends the run.
+        # See docs/how_to/debugging.md#time-limits: a frozen replica is replaced, a frozen actor ends the run.
         *(
             f"actor_rollout_ref.rollout.health.timeout_s={answer_s}",
             f"sync.timeout_s={answer_s}",

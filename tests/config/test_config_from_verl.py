@@ -245,5 +245,5 @@ def test_plan_of_a_complete_recipe() -> None:
 
 
 def test_committed_page_is_up_to_date() -> None:
-    page = (ROOT / "docs" / "tutorials" / "from_verl.md").read_text(encoding="utf-8")
-    assert page == render_verl_page(), "run: python -m megarl.config.from_verl > docs/tutorials/from_verl.md"
+    page = (ROOT / "docs" / "reference" / "verl_keys.md").read_text(encoding="utf-8")
+    assert page == render_verl_page(), "run: python -m megarl.config.from_verl > docs/reference/verl_keys.md"

@@ -1,4 +1,4 @@
-"""The tools in docs/tutorials/debugging.md."""
+"""The tools in docs/how_to/debugging.md."""
 
 from __future__ import annotations
 

@@ -43,6 +43,9 @@ python() {
     "-m megarl") megarl "${@:3}" ;;
     "tools/make_arithmetic.py "*)
       _python "$@" --hidden 32 --layers 2 --largest 9 --num-test 20 --lessons 60 60 ;;
+    "tools/make_search_task.py "*)
+      _python "$@" --hidden 32 --num-test 16 --demonstrations 64 ;;
+    "tools/retrieval_server.py "*) exec python "$@" ;; # in the background: a signal to the job reaches the server
     tools/*.py\ *) _python "$@" ;;
     *) command python "$@" ;;
   esac

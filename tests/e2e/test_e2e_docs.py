@@ -16,6 +16,9 @@ from warm_drivers import Drivers
 PINNED = ("launch/constraints.txt", "setup.py")
 FOLDERS = ("benchmarks", "configs", "docs", "examples", "launch", "tools", "tests/ops/plan/models")
 BLOCKS = shell_blocks()
+MARKS = (ALONE, AFTER_QUICKSTART, ONE_STEP)
+TESTED = {(block.mark, block.code): block for block in BLOCKS if block.mark in MARKS}
+"""Equal blocks once, in the order of the pages."""
 
 
 def run(code: str, folder: Path, how: str, warm: Mapping[str, str]) -> str:
@@ -77,16 +80,8 @@ def test_quickstart_writes_a_report_and_a_model(after_quickstart: Path) -> None:
     assert (after_quickstart / "outputs/quickstart/trained/model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("block", [b for b in BLOCKS if b.mark == ALONE], ids=lambda block: block.name)
-def test_standalone_commands(block: Block, checkout: Path, warm: dict[str, str]) -> None:
-    run(block.code, checkout, "check", warm)
-
-
-@pytest.mark.parametrize("block", [b for b in BLOCKS if b.mark == AFTER_QUICKSTART], ids=lambda block: block.name)
-def test_commands_after_the_quickstart(block: Block, after_quickstart: Path, warm: dict[str, str]) -> None:
-    run(block.code, after_quickstart, "check", warm)
-
-
-@pytest.mark.parametrize("block", [b for b in BLOCKS if b.mark == ONE_STEP], ids=lambda block: block.name)
-def test_commands_after_the_quickstart_run_one_step(block: Block, after_quickstart: Path, warm: dict[str, str]) -> None:
-    run(block.code, after_quickstart, "step", warm)
+@pytest.mark.parametrize("block", TESTED.values(), ids=lambda block: block.name)
+def test_commands(block: Block, request: pytest.FixtureRequest, warm: dict[str, str]) -> None:
+    """In the order of a page: a block may use what the blocks above it have made."""
+    folder = request.getfixturevalue("checkout" if block.mark == ALONE else "after_quickstart")
+    run(block.code, folder, "step" if block.mark == ONE_STEP else "check", warm)

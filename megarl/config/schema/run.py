@@ -39,7 +39,7 @@ class WatchdogConfig:
         "tell",
         "tell = report, continue, and double the limit of that phase; end = end the run with its processes, a phase "
         "that has not completed yet shortly before `trainer.nccl_timeout` (see "
-        "docs/tutorials/debugging.md#time-limits).",
+        "docs/how_to/debugging.md#time-limits).",
         choices=("tell", "end"),
     )
 
