@@ -50,7 +50,7 @@ Four changes make a current run script of verl for Megatron start megarl:
    `actor_rollout_ref.rollout.name=sglang` (or `embedded`, on a CPU).
 4. The files of data are on disk, or named `hf://datasets/owner/name/file`.
 
-```
+```diff
 VERL_USE_UV=0 INFER_BACKEND=sglang MODEL_PATH=/models/Qwen3-8B bash examples/grpo_trainer/run_qwen3_8b_megatron.sh
 
 -"${LAUNCH[@]}" -m verl.trainer.main_ppo \\

@@ -29,7 +29,8 @@ do not edit.
 The schema is the only source of defaults. The YAML files in `configs/` and the overrides on the command line state only
 values that differ. A list with one entry may be written as the entry. A key that is not on this page is an error.
 
-```
+<!-- not run here: KEY=VALUE and mine stand for your keys and files -->
+```bash
 megarl train --config-name grpo --cfg job KEY=VALUE ...   # print the resolved configuration
 megarl train --config-name grpo KEY=VALUE ...             # run
 megarl train --config-dir mine --config-name my ...       # mine/my.yaml, with `defaults: [grpo, _self_]`
