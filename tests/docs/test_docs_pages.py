@@ -60,7 +60,9 @@ def test_command_blocks_have_marks() -> None:
 
 
 def test_code_blocks_name_their_language() -> None:
-    unknown = [f"{block.name}: {block.language!r}" for page in pages() for block in blocks(page) if not _is_language(block)]
+    unknown = [
+        f"{block.name}: {block.language!r}" for page in pages() for block in blocks(page) if not _is_language(block)
+    ]
     assert not unknown, f"code blocks without a language that the site can color: {unknown}"
 
 

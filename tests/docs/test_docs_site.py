@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from doc_pages import ROOT
 
-
 API = {
     "python_api.html": ("megarl.api.train", "megarl.api.Run.plot", "ConfigError"),
     "api/rewards.html": ("megarl.rewards.registry.register_reward", "megarl.rewards.registry.check_signature"),
