@@ -22,6 +22,8 @@ from megarl.config.verl.table import table_of
 SCHEMAS = tuple({job.schema for job in JOBS.values()})
 OTHERS = ("torch.", "megatron.core", "hydra.", "model.layers.", "reward_model.ground_truth")
 """Beginnings of names that are no keys: modules, Hydra's own keys, weights, and a column of the data."""
+MAIN_GENERATION = {"data.path", "data.batch_size", "data.n_samples", "rollout.prompt_length", "rollout.response_length"}
+"""Keys of verl's `main_generation`, next to those of `megarl generate`."""
 VERL_SECTIONS = ("", "actor_rollout_ref.model.")
 """Sections that pages leave out before a name of verl."""
 FILES = re.compile(r"\.(py|md|jsonl?|yaml|html|bin|npz|parquet|safetensors|sh|log|txt|gz|svg|distcp)$")
@@ -76,8 +78,8 @@ def in_spans(text: str) -> Iterator[str]:
     for span in _SPAN.findall(re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S)):
         for word in span.split():
             found = _DOTTED.match(word)
-            if found and found[1].partition(".")[0] in sections and not FILES.search(found[1]):
-                yield from expanded(found[1])
+            if found and found[1].partition(".")[0] in sections:
+                yield from (name for name in expanded(found[1]) if not is_other(name))
 
 
 def in_block(block: Block) -> Iterator[str]:
@@ -88,7 +90,12 @@ def in_block(block: Block) -> Iterator[str]:
         names = [name for name, _ in leaves(values)] if isinstance(values, dict) else []
     else:
         names = (_STRING if block.language == "python" else _WORD).findall(block.code)
-    yield from (name for name in names if name.partition(".")[0] in tops and not FILES.search(name))
+    yield from (name for name in names if name.partition(".")[0] in tops and not is_other(name))
+
+
+def is_other(name: str) -> bool:
+    """Whether a dotted name is a file, a module, an error code, or a key of another program."""
+    return name.startswith(OTHERS) or bool(FILES.search(name)) or name in (codes() | MAIN_GENERATION)
 
 
 @cache
@@ -104,8 +111,7 @@ def test_named_keys_exist(page: Path) -> None:
         return
     found = [*in_spans(page.read_text(encoding="utf-8"))]
     found += [name for block in blocks(page) if block.language != "diff" for name in in_block(block)]
-    wrong = sorted({name for name in found if not name.startswith(OTHERS) and not is_key(name) and name not in codes()})
-    assert wrong == []
+    assert sorted({name for name in found if not is_key(name)}) == []
 
 
 def test_wrong_keys_are_found() -> None:
@@ -122,7 +128,8 @@ def commands() -> Iterator[tuple[str, list[str]]]:
             for command in re.split(r"[;|&]{1,2}", re.sub(r"(^|\s)#.*", "", line)):
                 words = command.split()
                 if "megarl" in words:
-                    yield block.name, words[words.index("megarl") + 1 :]
+                    own = words[words.index("megarl") + 1 :]
+                    yield block.name, own[: own.index("--")] if "--" in own else own
 
 
 @cache
