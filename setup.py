@@ -36,7 +36,7 @@ EXTRAS_REQUIRE = {
     "swanlab": ["swanlab"],
     "mlflow": ["mlflow-skinny"],  # all that a client needs
     "sweep": ["hydra-joblib-launcher", "hydra-submitit-launcher", "hydra-optuna-sweeper"],
-    "docs": ["mkdocs-material"],
+    "docs": ["zensical", "mkdocstrings-python"],
     "bench": ["matplotlib"],  # figures of benchmarks
     "gpu": ["transformer-engine[pytorch]>=2.0"],
     "sglang": ["sglang>=0.5.17"],
@@ -49,7 +49,8 @@ EXTRAS_REQUIRE = {
         "mypy",
         "import-linter",
         "build",  # of the wheel that a test installs
-        "mkdocs-material",
+        "zensical",
+        "mkdocstrings-python",
         "hydra-joblib-launcher",
         "hydra-submitit-launcher",
         "hydra-optuna-sweeper",

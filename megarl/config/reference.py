@@ -53,7 +53,7 @@ JOBS
 The schema in `megarl/config/schema/` is the only source of defaults. The YAML files in `configs/` and the overrides of
 the command line state only values that differ. A key that is not on the page of the job is an error.
 
-<!-- not run here: placeholders -->
+<!-- not run here: KEY=VALUE and mine stand for your keys and files -->
 ```bash
 megarl train --config-name grpo --cfg job KEY=VALUE ...   # print the complete configuration
 megarl train --config-name grpo KEY=VALUE ...             # run

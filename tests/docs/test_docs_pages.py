@@ -7,7 +7,22 @@ from urllib.parse import urlsplit
 
 import pytest
 import yaml
-from doc_pages import AFTER_QUICKSTART, ALONE, NOT_RUN, ONE_STEP, QUICKSTART, ROOT, anchors, links, pages, shell_blocks
+from doc_pages import (
+    AFTER_QUICKSTART,
+    ALONE,
+    NOT_RUN,
+    ONE_STEP,
+    QUICKSTART,
+    ROOT,
+    Block,
+    anchors,
+    blocks,
+    links,
+    pages,
+    shell_blocks,
+)
+from pygments.lexers import get_lexer_by_name
+from pygments.util import ClassNotFound
 
 IDS = [str(page.relative_to(ROOT)) for page in pages()]
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
@@ -42,6 +57,20 @@ def test_command_blocks_have_marks() -> None:
     ]
     expected = ", ".join(f"<!-- {mark} -->" for mark in (*marks, f"{NOT_RUN}reason"))
     assert not wrong, f"command blocks without a mark above them; expected one of {expected}: {wrong}"
+
+
+def test_code_blocks_name_their_language() -> None:
+    unknown = [
+        f"{block.name}: {block.language!r}" for page in pages() for block in blocks(page) if not _is_language(block)
+    ]
+    assert not unknown, f"code blocks without a language that the site can color: {unknown}"
+
+
+def _is_language(block: Block) -> bool:
+    try:
+        return bool(block.language) and get_lexer_by_name(block.language) is not None
+    except ClassNotFound:
+        return False
 
 
 def test_every_page_is_in_the_navigation_and_in_the_index() -> None:
