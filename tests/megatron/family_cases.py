@@ -259,7 +259,9 @@ def study(place: Place, path: Path, setup: Setup, rows: list[Row]) -> Study | No
         handles = []
         for chunk in built.chunks:
             routers = [module for module in chunk.modules() if isinstance(module, ExpertRouter)]
-            handles += [r.register_forward_hook(lambda m, i, o: routing.setdefault(m, []).append(o[0])) for r in routers]
+            handles += [
+                router.register_forward_hook(lambda m, i, o: routing.setdefault(m, []).append(o[0])) for router in routers
+            ]
         dp = built.runtime.coordinate.dp
         mine = micro_batches(rows, setup, dp, setup.layout.dp)
         answers = built.forward(mine, OutputOptions(temperature=TEMPERATURE, with_entropy=not setup.value_head)) or []
