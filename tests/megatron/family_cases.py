@@ -260,7 +260,8 @@ def study(place: Place, path: Path, setup: Setup, rows: list[Row]) -> Study | No
         for chunk in built.chunks:
             routers = [module for module in chunk.modules() if isinstance(module, ExpertRouter)]
             handles += [
-                router.register_forward_hook(lambda m, i, o: routing.setdefault(m, []).append(o[0])) for router in routers
+                router.register_forward_hook(lambda m, i, o: routing.setdefault(m, []).append(o[0]))
+                for router in routers
             ]
         dp = built.runtime.coordinate.dp
         mine = micro_batches(rows, setup, dp, setup.layout.dp)
