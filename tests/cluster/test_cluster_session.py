@@ -453,7 +453,7 @@ def test_ray_that_does_not_start_is_an_error_with_causes(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "error, code, value",
+    ("error", "code", "value"),
     [  # as Ray 2.60 raises them: wrong or no token; token mode without a token; no Ray on this machine
         (ConnectionError("Failed to connect to Ray cluster at h:1"), "ray.not-joined", "RAY_AUTH_MODE=token"),
         (AuthenticationError("no authentication token was found."), "ray.not-joined", "RAY_AUTH_TOKEN_PATH"),
