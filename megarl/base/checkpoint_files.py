@@ -55,7 +55,7 @@ def read_index(folder: Path) -> Metadata:
 
     path = folder / INDEX
     try:
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             metadata = _IndexUnpickler(file).load()
     except FileNotFoundError:
         text = f"{path} is missing: the checkpoint is incomplete"

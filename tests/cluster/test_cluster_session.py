@@ -83,7 +83,7 @@ class Script:
         file, self.stdout, self.stderr = (folder / f"{name}.{suffix}" for suffix in ("py", "out", "err"))
         file.write_text(code, encoding="utf-8")
         with (
-            open(os.devnull, encoding="utf-8") as nothing,
+            Path(os.devnull).open(encoding="utf-8") as nothing,
             self.stdout.open("w", encoding="utf-8") as out,
             self.stderr.open("w", encoding="utf-8") as err,
         ):
