@@ -190,7 +190,7 @@ def test_conflicting_requirements() -> None:
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from megarl.ops.doctor.node import versions
 
-    present = {name: version for name, version in package_versions((*PACKAGES, "megarl")).items() if name != "ray"}
+    present = {name: version for name, version in package_versions((*PACKAGES, "megarl-llm")).items() if name != "ray"}
     monkeypatch.setattr(versions, "package_versions", lambda packages: present)
     (result,) = check_versions(Needs())
     assert result.status is Status.FAIL and result.observation == "not installed: ray"
