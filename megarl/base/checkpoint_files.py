@@ -84,7 +84,7 @@ def _member(kind: Any, name: str) -> Enum:
     return kind[name]
 
 
-class _IndexUnpickler(pickle.Unpickler):
+class _IndexUnpickler(pickle.Unpickler):  # noqa: S301 - classes of an allow-list
     def find_class(self, module: str, name: str) -> Any:
         """Resolve classes of the allow-list only."""
         if module.startswith(_FOREIGN) and name.startswith("MCore"):

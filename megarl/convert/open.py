@@ -200,7 +200,7 @@ class _Empty:
         """Ignore the value."""
 
 
-class _EmptyUnpickler(pickle.Unpickler):
+class _EmptyUnpickler(pickle.Unpickler):  # noqa: S301 - placeholders only, no code
     def find_class(self, module: str, name: str) -> Any:
         """Return the empty class for every name."""
         return _Empty
