@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import shutil
 import subprocess
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
 import yaml
 
 import megarl
@@ -62,6 +65,19 @@ def test_workflow_runs_each_python_with_its_megatron() -> None:
         (megatron, pythons[sign]) for megatron, sign in expected
     ]
     assert any("bash launch/test.sh" in step.get("run", "") for step in job["steps"])
+
+
+@pytest.mark.parametrize(("tag", "accepted"), [(f"v{megarl.__version__}", True), ("v99.0.0", False)])
+def test_release_workflow_checks_the_tag_and_takes_the_notes(tag: str, accepted: bool, tmp_path: Path) -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8"))
+    (script,) = [step["run"] for step in workflow["jobs"]["draft"]["steps"] if "notes.md\n" in step.get("run", "")]
+    shutil.copy(ROOT / "CHANGELOG.md", tmp_path)
+    variables = {**os.environ, "GITHUB_REF_NAME": tag, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(["bash", "-eo", "pipefail", "-c", script], cwd=tmp_path, env=variables, check=False)
+    assert (result.returncode == 0) is accepted
+    if accepted:
+        notes = (tmp_path / "notes.md").read_text(encoding="utf-8")
+        assert re.findall(r"^## \[(.+?)\]", notes, re.M) == [megarl.__version__] and "### Added" in notes
 
 
 INSTALLS_BY_NAME = re.compile(r"pip install[^\n`#;]*(?<![/\w'])'?megarl(\[|['\s`\"]|$)")
