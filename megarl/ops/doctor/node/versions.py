@@ -42,7 +42,6 @@ PACKAGES = (
 
 REQUIRED = ("torch", "megarl-llm", "megatron-core", "ray", "transformers")
 
-
 _PINS = Path(__file__).parents[3] / "pins"
 _GPU_PACKAGES = frozenset({"transformer-engine", "sglang-kernel", "flashinfer-python", "torch-memory-saver"})
 _PIN = re.compile(r'^([\w.-]+)==([^\s;]+)(?: ; python_version (<|>=) "3\.12")?$', re.MULTILINE)
