@@ -83,7 +83,7 @@ def write_shard(path: Path, tensors: dict[str, tuple[int, ...]]) -> None:
         header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, at + 2 * math.prod(shape)]}
         at += 2 * math.prod(shape)
     text = json.dumps(header).encode()
-    with open(path, "wb") as file:
+    with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         while at > 0:
             file.write(BLOCK[:at])

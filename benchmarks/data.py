@@ -33,7 +33,7 @@ FILLER = "Think about it step by step and write the answer down. " * 4
 def make(folder: Path, rows: int) -> None:
     """Write the same rows as parquet and as JSONL."""
     size = 10_000
-    with open(folder / "rows.jsonl", "w", encoding="utf-8") as lines:
+    with (folder / "rows.jsonl").open("w", encoding="utf-8") as lines:
         writer = None
         for start in range(0, rows, size):
             part = [row(number) for number in range(start, min(start + size, rows))]

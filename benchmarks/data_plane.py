@@ -21,6 +21,8 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
+from pathlib import Path
+
 import numpy as np
 import torch
 from machine import benchmark_parser, parse_sizes
@@ -202,7 +204,7 @@ class Meter:
 
 def anonymous_bytes() -> int:
     """Memory of this process without files and shared memory."""
-    with open("/proc/self/status", encoding="utf-8") as lines:
+    with Path("/proc/self/status").open(encoding="utf-8") as lines:
         return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
 
 

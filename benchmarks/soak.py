@@ -84,7 +84,7 @@ def run_job(steps: int, overrides: Sequence[str], scratch: Path, limit_s: float 
     command += ["actor_rollout_ref.actor.ppo_mini_batch_size=12", "trainer.total_epochs=100000"]
     command += [f"trainer.total_training_steps={steps}", "trainer.quiet=true", *overrides]
     readings: Readings = defaultdict(dict)
-    with open(scratch / "output.txt", "wb") as output:
+    with (scratch / "output.txt").open("wb") as output:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", MARK: mark}
         process = subprocess.Popen(command, cwd=scratch, env=environment, stdout=output, stderr=subprocess.STDOUT)
         done, metrics = 0, run / "metrics.jsonl"

@@ -92,7 +92,7 @@ class Memory:
 
     def __init__(self, pid: int) -> None:
         self.folder = f"/proc/{pid}"
-        with open(f"{self.folder}/clear_refs", "w", encoding="ascii") as file:
+        with Path(f"{self.folder}/clear_refs").open("w", encoding="ascii") as file:
             file.write("5")  # resets the peak
         self.before = self._read()
 
@@ -103,7 +103,7 @@ class Memory:
         return now["VmHWM"] - self.before["VmRSS"] - max(0, others)
 
     def _read(self) -> dict[str, int]:
-        with open(f"{self.folder}/status", encoding="ascii") as file:
+        with Path(f"{self.folder}/status").open(encoding="ascii") as file:
             fields = dict(line.split(":", 1) for line in file)
         return {name: int(fields[name].split()[0]) * 1024 for name in ("VmHWM", "VmRSS", "RssShmem")}
 

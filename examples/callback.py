@@ -22,5 +22,5 @@ class GroupSpread(Callback):
 
     def on_save(self, view: TrainerView) -> None:
         """Append the folder of a complete checkpoint to ``saves.txt``."""
-        with open(view.folder / "saves.txt", "a", encoding="utf-8") as file:
+        with (view.folder / "saves.txt").open("a", encoding="utf-8") as file:
             file.write(f"{view.checkpoint}\n")

@@ -3,9 +3,8 @@
 # compute nothing (tests/cuda_host/host_runtime.c). Needs Python 3.12 and a C compiler.
 
 _install_cuda_host() {
-  local pins=constraints-gpu-embedded.txt
-  _pip_with "$pins" "$1" torch && _pip_with "$pins" "$1" setuptools wheel &&
-    _pip_with "$pins" "$1" --no-build-isolation -e "$MEGARL_ROOT" && _pip "$1" pytest pytest-timeout hypothesis &&
+  _pip "$1" torch && _pip "$1" setuptools wheel && _pip "$1" --no-build-isolation -e "$MEGARL_ROOT" &&
+    _pip "$1" pytest pytest-timeout hypothesis &&
     _build_cuda_host "$1"
 }
 
@@ -39,7 +38,7 @@ _build_cuda_host() {
 # new memory is zero, so that indices that no kernel has written are valid.
 ensure_cuda_host_environment() {
   _ensure .venv-cuda-host "torch for CUDA, three minutes" _install_cuda_host _find_gpu_python \
-    launch/constraints-gpu-embedded.txt setup.py launch/cuda_host.sh tests/cuda_host/host_runtime.c || return 1
+    megarl/pins/default.txt launch/cuda_host.sh tests/cuda_host/host_runtime.c || return 1
   export CUDA_HOST_LIBRARIES="$MEGARL_ROOT/.venv-cuda-host/cuda_host"
   export LD_LIBRARY_PATH="$CUDA_HOST_LIBRARIES" LD_PRELOAD="$CUDA_HOST_LIBRARIES/libcuda_host.so"
   export PYTORCH_NO_CUDA_MEMORY_CACHING=1

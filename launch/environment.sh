@@ -22,20 +22,23 @@ _find_python_of() {
 
 _find_python() { _find_python_of "3.11 3.12" "python3.11 python3.12 python3"; }
 
-# _pip_with FILE ENVIRONMENT ARGUMENT...: installs packages in the versions of a constraint file. Python compiles the modules
-# that a run imports: compiling all of them would double the time.
+# _pip_with STACK ENVIRONMENT ARGUMENT...: installs packages in the versions of a stack. Python compiles the modules that a run
+# imports: compiling all of them would double the time.
 _pip_with() {
-  "$2/bin/python" -m pip --disable-pip-version-check --quiet install --no-compile -c "$MEGARL_ROOT/launch/$1" "${@:3}"
+  "$2/bin/python" -m pip --disable-pip-version-check --quiet install --no-compile -c "$MEGARL_ROOT/megarl/pins/$1.txt" "${@:3}"
 }
 
-_pip() { _pip_with constraints.txt "$@"; }
+_pip() { _pip_with default "$@"; }
+
+# _checksum FILE...: of the requirements in pyproject.toml and of the files.
+_checksum() { (cd "$MEGARL_ROOT" && { sed '/^\[tool\.ruff/,$d' pyproject.toml && cat "$@"; } | cksum); }
 
 # _ensure NAME DESCRIPTION INSTALL PYTHON FILE...: puts an environment in the root of the repository first on PATH. The
 # function PYTHON prints the interpreter, and the function INSTALL fills the environment. An existing environment is reused
 # if the FILEs have not changed.
 _ensure() {
   local venv="$MEGARL_ROOT/$1" description="$2" install="$3" python="$4" pins
-  pins="$(cd "$MEGARL_ROOT" && cat "${@:5}" | cksum)"
+  pins="$(_checksum "${@:5}")"
   if [ ! -f "$venv/.megarl-pins" ] || [ "$(cat "$venv/.megarl-pins")" != "$pins" ]; then
     python="$("$python")" || return 1
     echo "Setting up $venv with $("$python" --version): $description, once" >&2
@@ -56,29 +59,29 @@ _install_megarl() {
 }
 
 ensure_environment() {
-  _ensure .venv "megarl, about two minutes" _install_megarl _find_python launch/constraints.txt setup.py
+  _ensure .venv "megarl, about two minutes" _install_megarl _find_python megarl/pins/default.txt
 }
 
 # The Megatron-Core of the GPU stacks needs Python 3.12.
 _find_gpu_python() { _find_python_of "3.12" "python3.12 python3"; }
 
-# _install_megarl_gpu STACK EXTRAS ENVIRONMENT. pip builds Transformer Engine's extension from source with the environment's
+# _install_megarl_gpu PINS EXTRAS ENVIRONMENT. pip builds Transformer Engine's extension from source with the environment's
 # torch and CUDA's compiler: torch and the tools of the build are installed first, and the build is not isolated.
 _install_megarl_gpu() {
-  local pins="constraints-gpu-$1.txt"
-  _pip_with "$pins" "$3" torch && _pip_with "$pins" "$3" setuptools wheel ninja pybind11 &&
-    _pip_with "$pins" "$3" --no-build-isolation -e "$MEGARL_ROOT[$2]"
+  _pip_with "$1" "$3" torch && _pip_with "$1" "$3" setuptools wheel ninja pybind11 &&
+    _pip_with "$1" "$3" --no-build-isolation -e "$MEGARL_ROOT[$2]"
 }
 _install_gpu_sglang() { _install_megarl_gpu sglang gpu,sglang "$1"; }
-_install_gpu_embedded() { _install_megarl_gpu embedded gpu "$1"; }
+_install_gpu_embedded() { _install_megarl_gpu default gpu "$1"; }
 
 # ensure_gpu_environment [STACK]: the stack is named after its rollout engine, sglang (default) or embedded.
 ensure_gpu_environment() {
-  local stack="${1:-sglang}"
-  if [ ! -f "$MEGARL_ROOT/launch/constraints-gpu-$stack.txt" ]; then
-    echo "ensure_gpu_environment $stack: unknown stack; choose sglang or embedded" >&2
-    return 1
-  fi
+  local stack="${1:-sglang}" pins
+  case "$stack" in
+    sglang) pins=sglang ;;
+    embedded) pins=default ;;
+    *) echo "ensure_gpu_environment $stack: unknown stack; choose sglang or embedded" >&2; return 1 ;;
+  esac
   _ensure ".venv-gpu-$stack" "megarl for GPUs, engine $stack" "_install_gpu_$stack" _find_gpu_python \
-    "launch/constraints-gpu-$stack.txt" setup.py
+    "megarl/pins/$pins.txt"
 }

@@ -11,15 +11,19 @@ _site_packages() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_pat
 
 _venv_python() { echo "$MEGARL_ROOT/.venv/bin/python"; }
 
+# SGLang and the packages that would bring CUDA libraries are installed without their dependencies. Triton is imported only.
+# Packages that .venv lacks have SGLang's versions.
 _install_sglang() {
-  local pins="$MEGARL_ROOT/launch/constraints-sglang.txt" alone
+  local pins="$MEGARL_ROOT/megarl/pins"
   echo "import site; site.addsitedir('$(_site_packages "$MEGARL_ROOT/.venv")')" >"$(_site_packages "$1")/megarl.pth" || return 1
-  alone="$(grep -E '^(sglang|triton|xgrammar|apache-tvm-ffi|compressed-tensors)==' "$pins")"
-  _pip "$1" --no-deps $alone && _pip "$1" -c "$pins" $_SGLANG_NEEDS
+  awk -F '==' 'NR == FNR {pinned[$1]; next} !($1 in pinned)' "$pins/default.txt" "$pins/sglang.txt" >"$1/sglang.txt"
+  _pip_with sglang "$1" --no-deps sglang xgrammar apache-tvm-ffi compressed-tensors &&
+    "$1/bin/python" -m pip --disable-pip-version-check --quiet install --no-compile --no-deps triton==3.9.0 &&
+    _pip "$1" -c "$1/sglang.txt" $_SGLANG_NEEDS
 }
 
 ensure_sglang_environment() {
   ensure_environment || return 1
   _ensure .venv-sglang "SGLang, half a minute" _install_sglang _venv_python \
-    launch/constraints.txt setup.py launch/constraints-sglang.txt launch/sglang_cpu.sh
+    megarl/pins/default.txt megarl/pins/sglang.txt launch/sglang_cpu.sh
 }

@@ -60,7 +60,7 @@ class CliRun:
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **(env or {}), MARK: self.mark}
         self.process: subprocess.Popen[bytes] | WarmDriver
         # The driver begins a session: a signal to its process group acts like Ctrl-C in a terminal.
-        with open(self.output_file, "w", encoding="utf-8") as output:
+        with self.output_file.open("w", encoding="utf-8") as output:
             if server is not None:
                 self.process = server.start(command, folder, variables, output.fileno())
                 return

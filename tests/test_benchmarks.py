@@ -44,7 +44,7 @@ def test_a_benchmark_prints_its_table(
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if script.stem in JOBS:
         environment |= {**shared_server, "WARM_PYTHON": str(interpreter)}
-    with open(output, "wb") as file:
+    with output.open("wb") as file:
         command = [str(script), *sizes, *overrides.get(script.stem, [])]
         job = drivers.start(command, tmp_path, environment, file.fileno())
         try:

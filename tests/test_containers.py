@@ -116,8 +116,8 @@ def test_steps_of_the_cpu_image(tmp_path: Path) -> None:
     for entry in Path(sys.prefix).iterdir():
         if not entry.name.startswith(".megarl"):
             (environment / entry.name).symlink_to(entry)
-    pins = "cat launch/constraints.txt setup.py | cksum >.venv/.megarl-pins"
-    subprocess.run(pins, shell=True, cwd=tmp_path, check=True)
+    pins = "source launch/environment.sh && _checksum megarl/pins/default.txt >.venv/.megarl-pins"
+    subprocess.run(["bash", "-euo", "pipefail", "-c", pins], cwd=tmp_path, check=True)
     (install,) = [step for step in arguments(file, "RUN") if step.startswith("source launch/environment.sh")]
     job = (
         "python -c 'import megarl; print(megarl.__file__)' && python -m megarl train --config-name quickstart --cfg job"

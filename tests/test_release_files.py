@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import shutil
 import subprocess
+import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
+import pytest
 import yaml
 
 import megarl
 
 ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 def test_version_is_equal_everywhere() -> None:
-    assert f'version="{megarl.__version__}"' in (ROOT / "setup.py").read_text(encoding="utf-8")
+    assert version(PROJECT["name"]) == megarl.__version__
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["version"] == megarl.__version__
 
 
@@ -23,7 +29,7 @@ def test_licence_is_apache_2() -> None:
     text = (ROOT / "LICENSE").read_bytes()
     # checksum of https://www.apache.org/licenses/LICENSE-2.0.txt
     assert hashlib.sha256(text).hexdigest() == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
-    assert 'license="Apache-2.0"' in (ROOT / "setup.py").read_text(encoding="utf-8")
+    assert PROJECT["license"] == "Apache-2.0"
 
 
 def test_citation_file_is_valid() -> None:
@@ -49,7 +55,7 @@ def test_changelog_follows_keep_a_changelog() -> None:
 
 def test_workflow_runs_each_python_with_its_megatron() -> None:
     (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8"))["jobs"].values()
-    pins = (ROOT / "launch" / "constraints.txt").read_text(encoding="utf-8")
+    pins = (ROOT / "megarl" / "pins" / "default.txt").read_text(encoding="utf-8")
     expected = [
         (version.rpartition(".")[0], sign)
         for version, sign in re.findall(r"^megatron-core==(\S+) ; python_version (\S+)", pins, re.M)
@@ -59,6 +65,19 @@ def test_workflow_runs_each_python_with_its_megatron() -> None:
         (megatron, pythons[sign]) for megatron, sign in expected
     ]
     assert any("bash launch/test.sh" in step.get("run", "") for step in job["steps"])
+
+
+@pytest.mark.parametrize(("tag", "accepted"), [(f"v{megarl.__version__}", True), ("v99.0.0", False)])
+def test_release_workflow_checks_the_tag_and_takes_the_notes(tag: str, accepted: bool, tmp_path: Path) -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8"))
+    (script,) = [step["run"] for step in workflow["jobs"]["draft"]["steps"] if "notes.md\n" in step.get("run", "")]
+    shutil.copy(ROOT / "CHANGELOG.md", tmp_path)
+    variables = {**os.environ, "GITHUB_REF_NAME": tag, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(["bash", "-eo", "pipefail", "-c", script], cwd=tmp_path, env=variables, check=False)
+    assert (result.returncode == 0) is accepted
+    if accepted:
+        notes = (tmp_path / "notes.md").read_text(encoding="utf-8")
+        assert re.findall(r"^## \[(.+?)\]", notes, re.M) == [megarl.__version__] and "### Added" in notes
 
 
 INSTALLS_BY_NAME = re.compile(r"pip install[^\n`#;]*(?<![/\w'])'?megarl(\[|['\s`\"]|$)")
@@ -82,7 +101,7 @@ TEXTS = (
 def test_no_text_installs_megarl_by_name_or_names_a_registry() -> None:
     """The name belongs to another project on the public registry."""
     assert INSTALLS_BY_NAME.search("run pip install 'megarl[gpu]' first")
-    assert INSTALLS_BY_NAME.search("pip install -c launch/constraints.txt megarl")
+    assert INSTALLS_BY_NAME.search("pip install -c megarl/pins/default.txt megarl")
     assert not INSTALLS_BY_NAME.search("pip install dist/megarl-0.1.0-py3-none-any.whl")
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
         "\n"

@@ -131,7 +131,7 @@ class Drivers:
 
     def start(self, command: Sequence[str], cwd: Path, env: dict[str, str], output: int) -> WarmDriver:
         """Run a module with arguments; standard output and error go to a file descriptor."""
-        with open(os.devnull, encoding="utf-8") as nothing:
+        with Path(os.devnull).open(encoding="utf-8") as nothing:
             streams = [nothing.fileno(), output, output]
             return WarmDriver(self.address, command[0], list(command[1:]), str(cwd), env, streams)
 

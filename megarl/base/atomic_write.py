@@ -35,7 +35,7 @@ def atomic_write(path: Path, *, flush: bool = False, temporary: Path | None = No
         yield temporary
         if flush:
             flush_path(temporary)
-        os.replace(temporary, path)
+        temporary.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -69,14 +69,14 @@ def replace_folder(finished: Path, path: Path) -> None:
     """
     old: Path | None = None
     if not os.path.lexists(path):
-        os.rename(finished, path)
+        finished.rename(path)
     elif exchange_paths(finished, path):
         old = finished
     else:
         old = replaced_name(path)
         _remove(old)
-        os.rename(path, old)
-        os.rename(finished, path)
+        path.rename(old)
+        finished.rename(path)
     flush_path(path.parent)
     if old is not None:
         _remove(old)
@@ -95,7 +95,7 @@ def restore_replaced_folder(path: Path) -> bool:
     if os.path.lexists(path) or not os.path.lexists(old):
         _remove(old)
         return False
-    os.rename(old, path)
+    old.rename(path)
     flush_path(path.parent)
     return True
 

@@ -55,7 +55,7 @@ def read_index(folder: Path) -> Metadata:
 
     path = folder / INDEX
     try:
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             metadata = _IndexUnpickler(file).load()
     except FileNotFoundError:
         text = f"{path} is missing: the checkpoint is incomplete"
@@ -84,7 +84,7 @@ def _member(kind: Any, name: str) -> Enum:
     return kind[name]
 
 
-class _IndexUnpickler(pickle.Unpickler):
+class _IndexUnpickler(pickle.Unpickler):  # noqa: S301 - classes of an allow-list
     def find_class(self, module: str, name: str) -> Any:
         """Resolve classes of the allow-list only."""
         if module.startswith(_FOREIGN) and name.startswith("MCore"):

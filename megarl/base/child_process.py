@@ -25,6 +25,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import IO, Any
 
 import psutil
@@ -53,7 +54,7 @@ class ChildEnvironment:
     @classmethod
     def here(cls) -> ChildEnvironment:
         """Return the environment of this process."""
-        return cls(os.getcwd(), dict(os.environ), list(sys.path))
+        return cls(str(Path.cwd()), dict(os.environ), list(sys.path))
 
 
 class ChildProcess:
@@ -100,7 +101,7 @@ class ChildProcess:
                 stderr=None if output is None else subprocess.STDOUT,
                 pass_fds=[handle],
                 start_new_session=True,
-                cwd=environment.folder if environment and os.path.isdir(environment.folder) else None,
+                cwd=environment.folder if environment and Path(environment.folder).is_dir() else None,
                 env={"OMP_NUM_THREADS": "1", **(environment.variables if environment else os.environ)},
             )
             self.connection = Connection(parent_end.detach())

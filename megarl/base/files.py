@@ -48,7 +48,7 @@ def read_entry(path: Path, flush: bool = False) -> FileEntry:
         OSError: reading or flushing fails.
     """
     digest, size = hashlib.blake2b(digest_size=DIGEST_BYTES), 0
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         if flush:
             flush_file(file.fileno())
         while block := file.read(BLOCK_BYTES):

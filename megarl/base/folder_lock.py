@@ -111,7 +111,7 @@ def folder_lock(
 def read_holder(file: Path) -> LockHolder | None:
     """Read the holder of a lock file; None without one, or if the record is damaged."""
     try:
-        with open(file, "rb") as stream:
+        with file.open("rb") as stream:
             return LockHolder(**parse_json(stream.read(_RECORD_BYTES)))
     except (OSError, ValueError, TypeError):
         return None
@@ -166,14 +166,14 @@ def _lives(file: Path, holder: LockHolder, *, flock: bool) -> bool:
 
 def _beats(file: Path, holder: LockHolder) -> bool:
     """Whether the time stamp of a lock file changes within ``SILENT_S``; clocks of two hosts are not compared."""
-    first = os.stat(file).st_mtime_ns
+    first = file.stat().st_mtime_ns
     logger.warning("waiting up to %.0f s for a sign of life of the holder of %s: %s", SILENT_S, file, holder.describe())
     deadline = time.monotonic() + SILENT_S
     while time.monotonic() < deadline:
         time.sleep(min(0.5, SILENT_S / 10))
         try:
             # Opening the file makes NFS read its attributes again.
-            with open(file, "rb") as stream:
+            with file.open("rb") as stream:
                 if os.fstat(stream.fileno()).st_mtime_ns != first:
                     return True
         except FileNotFoundError:
@@ -192,7 +192,7 @@ def _held(file: Path, holder: LockHolder | None, describe: Callable[[LockHolder]
 
 def _is_same(descriptor: int, file: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(file))
+        return os.path.samestat(os.fstat(descriptor), file.stat())
     except FileNotFoundError:
         return False
 

@@ -263,13 +263,13 @@ def output_log(descriptor: int) -> str:
         target = os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:
         return ""
-    return target if os.path.isfile(target) else ""
+    return target if Path(target).is_file() else ""
 
 
 def tail(path: Path | str, lines: int = TAIL_LINES) -> str:
     """Return the last lines of a log file; empty if the file is missing."""
     try:
-        with open(path, "rb") as file:
+        with Path(path).open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:

@@ -28,11 +28,11 @@ def install_command(extra: str) -> str:
     """Return the command that installs an extra of megarl, which is installed from its checkout only.
 
     Args:
-        extra: name in ``setup.py``; the extras for GPUs need a stack of ``launch/environment.sh``.
+        extra: name in ``pyproject.toml``; the extras for GPUs need a stack of ``launch/environment.sh``.
     """
     if extra in _GPU_STACKS:
         return f"in megarl's checkout, source launch/environment.sh && ensure_gpu_environment {_GPU_STACKS[extra]}"
-    return f"in megarl's checkout, pip install -c launch/constraints.txt -e '.[{extra}]'"
+    return f"in megarl's checkout, pip install -c megarl/pins/default.txt -e '.[{extra}]'"
 
 
 def installed_versions(also: tuple[str, ...] = ()) -> dict[str, str]:

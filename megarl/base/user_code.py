@@ -32,7 +32,7 @@ def import_file(path: str) -> ModuleType:
     if not file.is_file():
         raise ConfigError(f"there is no file {path}", code="config.user-code-file")
     # a module name per file, which shadows no installed module
-    name = f"megarl_user_{file.stem}_{sha1(str(file.resolve()).encode()).hexdigest()[:8]}"
+    name = f"megarl_user_{file.stem}_{sha1(str(file.resolve()).encode(), usedforsecurity=False).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)

@@ -110,7 +110,7 @@ class ForkServer:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(self.address)
         listener.listen(128)  # workers may ask while the server still imports
-        with listener, open(self.folder / "log", "wb") as log:
+        with listener, (self.folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-m", __name__, str(listener.fileno()), *modules],
                 stdin=subprocess.PIPE,  # its end tells the server that this process is gone
@@ -149,7 +149,7 @@ def fork_server(enabled: bool = True) -> Iterator[None]:
     if not enabled or off or _address or sys.platform != "linux":
         yield
         return
-    shared = os.path.isabs(setting)
+    shared = Path(setting).is_absolute()
     if shared and not Path(setting).is_socket():
         raise ConfigError(
             f"{ENVIRONMENT}={setting}: no fork server listens there; unset it, or 0 = no fork server",

@@ -12,6 +12,7 @@ import os
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megarl.cluster import fork_client
@@ -29,7 +30,7 @@ def node_parameters(arguments: Sequence[str], environ: Mapping[str, str]) -> dic
     """
     parameters: dict[str, Any] = {"no_monitor": True, "include_log_monitor": False, "ray_client_server_port": None}
     is_on_cpu = any(argument.startswith("--num-cpus=") for argument in arguments)
-    if is_on_cpu and os.path.isabs(environ.get(fork_client.ADDRESS, "")):
+    if is_on_cpu and Path(environ.get(fork_client.ADDRESS, "")).is_absolute():
         parameters["setup_worker_path"] = fork_client.__file__
     return parameters
 

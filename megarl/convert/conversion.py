@@ -196,7 +196,7 @@ class UnfinishedOutput:
         self._fingerprint = hashlib.sha256(json.dumps(plan, sort_keys=True, default=str).encode()).hexdigest()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with open(self.folder / _LOCK, "w", encoding="utf-8") as lock:
+            with (self.folder / _LOCK).open("w", encoding="utf-8") as lock:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:

@@ -175,7 +175,7 @@ def _arguments_file(checkpoint: Path) -> Path | io.BytesIO:
         return checkpoint / _ARGUMENTS_FILE
     places = read_index(checkpoint).storage_data
     place = next(place for key, place in places.items() if key.fqn.startswith(_ARGUMENTS_OBJECT))
-    with open(checkpoint / place.relative_path, "rb") as file:
+    with (checkpoint / place.relative_path).open("rb") as file:
         file.seek(place.offset)
         return io.BytesIO(file.read(place.length))
 
@@ -200,7 +200,7 @@ class _Empty:
         """Ignore the value."""
 
 
-class _EmptyUnpickler(pickle.Unpickler):
+class _EmptyUnpickler(pickle.Unpickler):  # noqa: S301 - placeholders only, no code
     def find_class(self, module: str, name: str) -> Any:
         """Return the empty class for every name."""
         return _Empty

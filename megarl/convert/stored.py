@@ -110,7 +110,7 @@ class Chunk:
         if self.length is None:
             return ElementLocation(self.offset, _contiguous(self.shape))
         try:
-            with open(self.file, "rb") as file:
+            with self.file.open("rb") as file:
                 saved = locate_tensor(io.BufferedReader(_Window(file, self.offset, self.length)))
         except FileNotFoundError:
             raise CheckpointError(f"{self.file} is missing", code="checkpoint.missing-file") from None

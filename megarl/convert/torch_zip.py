@@ -124,7 +124,7 @@ _FUNCTIONS: dict[tuple[str, str], Any] = {
 }
 
 
-class _TensorUnpickler(pickle.Unpickler):
+class _TensorUnpickler(pickle.Unpickler):  # noqa: S301 - known names only
     def find_class(self, module: str, name: str) -> Any:
         """Resolve the names of a tensor's pickle to harmless functions."""
         if (module, name) in _FUNCTIONS:

@@ -98,7 +98,7 @@ def measure_lengths(rows: Rows, measure: LengthMeasure, workers: int | None = No
     name = f"lengths-{digest('|'.join(map(os.path.abspath, rows.files)))}-{digest(measure.identity)}"
 
     def write(path: Path) -> None:
-        with open(path, "wb") as file:
+        with path.open("wb") as file:
             np.save(file, _measure(rows, measure, workers))
 
     lengths: np.ndarray = np.load(rows.cache.entry(name, content, ".npy", write))

@@ -125,7 +125,7 @@ def file_entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         raise DataError(f"{path}: there is no such file", code="data.file-missing")
     if path.suffix == ".parquet":
         return _numbered(path, pq.read_table(path).to_pylist())
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         is_list = file.read(256).lstrip().startswith(b"[")
     return _numbered(path, _parse_json(path, path.read_bytes())) if is_list else _lines(path)
 
@@ -145,7 +145,7 @@ def _numbered(path: Path, entries: Any) -> Iterator[tuple[str, Mapping[str, Any]
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 location = f"{path}, line {number}"
@@ -313,7 +313,7 @@ def _download(origin: Origin, split: str, out: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = target.with_suffix(".part")
         try:
-            with urllib.request.urlopen(url, timeout=60) as source, open(unfinished, "wb") as file:
+            with urllib.request.urlopen(url, timeout=60) as source, unfinished.open("wb") as file:  # noqa: S310 - from a table
                 shutil.copyfileobj(source, file)
         except OSError as error:
             text = f"{url} cannot be downloaded ({error}); name a file with --{split}"

@@ -69,7 +69,7 @@ def write_state(folder: Path, state: RoleState) -> str:
     Raises:
         OSError: writing failed.
     """
-    with open(folder / STATE_FILE, "w", encoding="utf-8") as file:
+    with (folder / STATE_FILE).open("w", encoding="utf-8") as file:
         json.dump({"format": FORMAT, **asdict(state), "layout": state.layout._asdict()}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())

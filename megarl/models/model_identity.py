@@ -46,7 +46,7 @@ def identify_model(path: str | Path) -> ModelIdentity:
     weights = hashlib.blake2b(digest_size=16)
     for name, entry in sorted(folder.tensors.items()):
         weights.update(f"{name} {entry.dtype} {list(entry.shape)}\n".encode())
-        with open(entry.file, "rb") as file:
+        with entry.file.open("rb") as file:
             for start, stop in _samples(entry.nbytes):
                 file.seek(entry.offset + start)
                 weights.update(file.read(stop - start))

@@ -179,7 +179,7 @@ class WandbTracker(Tracker):
 
     def leftover(self) -> str:
         """Name the command that sends the records later; the package keeps them in files."""
-        return f"send the missing records by: wandb sync {os.path.dirname(self.run.dir)}"
+        return f"send the missing records by: wandb sync {Path(self.run.dir).parent}"
 
     def finish(self) -> None:
         """Send all records, end the run, and wait for the exit of wandb's service process."""

@@ -11,7 +11,6 @@ in a verb. It is a separate file because one metric per rank would swamp the met
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -160,4 +159,4 @@ def _read_rows(path: Path, kind: str, parse: Callable[[Any], _Row]) -> list[_Row
 
 def _set_aside(path: Path) -> None:
     if path.exists():
-        os.replace(path, path.with_name(path.name + ".old"))
+        path.replace(path.with_name(path.name + ".old"))

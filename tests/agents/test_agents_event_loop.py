@@ -11,7 +11,7 @@ from megarl.agents.event_loop import monitored_loop
 
 async def careless_tool(reported: threading.Event) -> None:
     reported.wait(60)  # the fault under test
-    time.sleep(0.5)  # long enough for a second report
+    time.sleep(0.5)  # noqa: ASYNC251 - also the fault; long enough for a second report
 
 
 def test_a_blocked_loop_is_reported_once_with_its_stack() -> None:

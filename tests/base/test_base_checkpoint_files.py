@@ -24,7 +24,7 @@ class _OldPickler(pickle.Pickler):
 
 class _Reaches:
     def __reduce__(self):
-        return getattr, (Path("."), "unlink")
+        return getattr, (Path(), "unlink")
 
 
 def index():
@@ -35,7 +35,7 @@ def index():
 
 @pytest.mark.parametrize("pickler", [pickle.Pickler, _OldPickler])
 def test_enumerations_of_all_python_versions_are_read(tmp_path, pickler):
-    with open(tmp_path / INDEX, "wb") as file:
+    with (tmp_path / INDEX).open("wb") as file:
         pickler(file).dump(index())
     tensor = read_index(tmp_path).state_dict_metadata["weight"]
     assert tensor == index().state_dict_metadata["weight"]

@@ -136,9 +136,9 @@ def test_the_holder_renews_its_time_stamp(tmp_path: Path, monkeypatch: pytest.Mo
     with folder_lock(tmp_path / "lock", OWN, REMEDY):
         os.utime(tmp_path / "lock", (0, 0))
         deadline = time.monotonic() + 60
-        while os.stat(tmp_path / "lock").st_mtime == 0 and time.monotonic() < deadline:
+        while (tmp_path / "lock").stat().st_mtime == 0 and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert os.stat(tmp_path / "lock").st_mtime > 0
+        assert (tmp_path / "lock").stat().st_mtime > 0
 
 
 def test_a_damaged_record_is_stale(tmp_path: Path) -> None:

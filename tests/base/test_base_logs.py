@@ -106,7 +106,7 @@ open(sys.argv[1], "w").write(str(RUN_WRITER.refused_output))
 
 def test_console_on_a_full_disk_ends_no_run(tmp_path):
     """The interpreter itself fails, too, with status 120, if the last text cannot be written at its exit."""
-    with open("/dev/full", "w", encoding="utf-8") as full:
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
         command = [sys.executable, "-c", FULL_DISK, str(tmp_path / "done")]
         assert subprocess.run(command, stdout=full, stderr=full, timeout=300).returncode == 0
     assert 40_000 < int((tmp_path / "done").read_text(encoding="utf-8")) < 70_000, (

@@ -89,7 +89,7 @@ def _fill_disk(run: CliRun, random: Random) -> bool:
         return False
     ballast = run.folder / "ballast"
     deadline = time.monotonic() + random.uniform(1.0, 4.0)
-    with open(ballast, "wb", buffering=0) as file:
+    with ballast.open("wb", buffering=0) as file:
         while time.monotonic() < deadline and run.process.poll() is None:
             try:
                 file.write(bytes(1 << 20))

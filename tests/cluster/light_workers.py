@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from pathlib import Path
 
 from megarl.base.errors import WorkerLost
 from megarl.rollout.interface import Completion
@@ -27,7 +28,7 @@ class Sleeper:
 
     @verb(Dispatch.ALL)
     def wait_for(self, file):
-        while not os.path.exists(file):
+        while not Path(file).exists():
             time.sleep(0.01)
 
     @verb(Dispatch.ALL)

@@ -4,6 +4,7 @@ import os
 import time
 import traceback
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,7 @@ def failing_rows(batch):
 
 def megarl_frames():
     """Names of megarl's frames on the stack, outermost first, without those that every forked process has."""
-    package = os.path.dirname(megarl.__file__) + os.sep
+    package = f"{Path(megarl.__file__).parent}/"
     frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(package)]
     names = [frame.name for frame in frames if frame.filename != fork_server.__file__]
     return [name for name in names if name != "<listcomp>"]  # no frame of its own from Python 3.12 on

@@ -83,7 +83,7 @@ class Script:
         file, self.stdout, self.stderr = (folder / f"{name}.{suffix}" for suffix in ("py", "out", "err"))
         file.write_text(code, encoding="utf-8")
         with (
-            open(os.devnull, encoding="utf-8") as nothing,
+            Path(os.devnull).open(encoding="utf-8") as nothing,
             self.stdout.open("w", encoding="utf-8") as out,
             self.stderr.open("w", encoding="utf-8") as err,
         ):
@@ -453,7 +453,7 @@ def test_ray_that_does_not_start_is_an_error_with_causes(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "error, code, value",
+    ("error", "code", "value"),
     [  # as Ray 2.60 raises them: wrong or no token; token mode without a token; no Ray on this machine
         (ConnectionError("Failed to connect to Ray cluster at h:1"), "ray.not-joined", "RAY_AUTH_MODE=token"),
         (AuthenticationError("no authentication token was found."), "ray.not-joined", "RAY_AUTH_TOKEN_PATH"),

@@ -115,7 +115,7 @@ def test_invalid_role_checkpoints_are_rejected(
         case "no index":
             (role / ".metadata").unlink()
         case "damaged":
-            with open(role / "__0_0.distcp", "r+b") as file:
+            with (role / "__0_0.distcp").open("r+b") as file:
                 file.write(bytes(2000))
                 file.seek(-2000, os.SEEK_END)
                 file.write(bytes(2000))

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+from pathlib import Path
 
 import datasets
 import pyarrow as pa
@@ -91,9 +92,9 @@ def test_file_is_converted_once_per_content(write, question_rows, cache):
 
 def test_failed_conversion_leaves_no_file(write, question_rows, cache):
     path = write(question_rows(3))
-    with open(path, "rb") as file:
+    with Path(path).open("rb") as file:
         whole = file.read()
-    with open(path, "wb") as file:
+    with Path(path).open("wb") as file:
         file.write(whole[:4] + bytes(len(whole) // 2) + whole[4 + len(whole) // 2 :])
     with raises("data.unreadable-file", "train.parquet"):
         read(path, str(cache))
@@ -172,7 +173,7 @@ def test_malformed_json_value_is_named_by_file_column_and_row(write_lines, quest
 @pytest.mark.parametrize(("line", "code"), [("{", "data.not-json"), ("[1]", "data.row-not-object")])
 def test_malformed_line_is_named(write_lines, question_rows, tmp_path, line, code):
     path = write_lines(question_rows(1))
-    with open(path, "a", encoding="utf-8") as file:
+    with Path(path).open("a", encoding="utf-8") as file:
         file.write(f"{line}\n")
     with raises(code, path, "line 2"):
         read(path)

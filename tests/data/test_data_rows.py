@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -134,7 +135,7 @@ def test_missing_and_malformed_parquet_files(tmp_path, write, question_rows):
     text.write_text("question,answer\n1,2\n", encoding="utf-8")
     truncated = tmp_path / "cut.parquet"
     whole = write(question_rows(3))
-    with open(whole, "rb") as file:
+    with Path(whole).open("rb") as file:
         truncated.write_bytes(file.read()[:-100])
     for path in (text, truncated):
         with raises("data.unreadable-file", "data.val_files", path):

@@ -33,6 +33,6 @@ def two_turns(task):
         log_probs = [token["logprob"] for token in choice["logprobs"]["content"]]
         turns.append([body["prompt_token_ids"], choice["token_ids"], log_probs, body["weight_version"]])
         messages += [choice["message"], {"role": "user", "content": f"Really? {turn}"}]
-    with open(os.environ["MEGARL_E2E_TURNS"], "a", encoding="utf-8") as file:
+    with Path(os.environ["MEGARL_E2E_TURNS"]).open("a", encoding="utf-8") as file:
         file.write(json.dumps(turns) + "\n")
     return {"score": len(messages[-2]["content"]), "requests": 2.0}

@@ -15,7 +15,7 @@ _training_calls = 0
 
 
 def fill_up(path: Path) -> None:
-    with open(path, "wb", buffering=0) as file:
+    with path.open("wb", buffering=0) as file:
         try:
             while file.write(bytes(4096)) == 4096:
                 pass

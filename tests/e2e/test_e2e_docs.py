@@ -13,8 +13,8 @@ import pytest
 from doc_pages import AFTER_QUICKSTART, ALONE, ONE_STEP, QUICKSTART, ROOT, Block, shell_blocks
 from warm_drivers import Drivers
 
-PINNED = ("launch/constraints.txt", "setup.py")
-FOLDERS = ("benchmarks", "configs", "docs", "examples", "launch", "tools", "tests/ops/plan/models")
+PINS = "megarl/pins/default.txt"
+FOLDERS = ("benchmarks", "configs", "docs", "examples", "launch", "megarl/pins", "tools", "tests/ops/plan/models")
 BLOCKS = shell_blocks()
 MARKS = (ALONE, AFTER_QUICKSTART, ONE_STEP)
 TESTED = {(block.mark, block.code): block for block in BLOCKS if block.mark in MARKS}
@@ -60,7 +60,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for entry in Path(sys.prefix).iterdir():
         if not entry.name.startswith(".megarl"):
             (environment / entry.name).symlink_to(entry)
-    pins = subprocess.run(f"cat {' '.join(PINNED)} | cksum", shell=True, cwd=folder, capture_output=True, text=True)
+    script = f"source launch/environment.sh && _checksum {PINS}"
+    pins = subprocess.run(["bash", "-euc", script], cwd=folder, capture_output=True, text=True, check=True)
     (environment / ".megarl-pins").write_text(pins.stdout, encoding="utf-8")
     return folder
 

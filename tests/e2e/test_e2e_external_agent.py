@@ -6,7 +6,6 @@ The model has experts, and their routes are replayed from the engine (R3), over 
 from __future__ import annotations
 
 import json
-import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -60,7 +59,7 @@ def run(
     assert not access.exists() and endpoint["api_key"] not in run.output
     for file in (run.folder / "outputs").rglob("*"):
         assert not file.is_file() or endpoint["api_key"].encode() not in file.read_bytes(), file
-    os.rename(turns, run.folder / "turns.jsonl")
+    turns.rename(run.folder / "turns.jsonl")
     return RunFiles(run.folder, "external")
 
 

@@ -39,7 +39,7 @@ def test_a_fork_equals_a_process_of_its_own(drivers: Drivers, tmp_path: Path) ->
         [sys.executable, *command], cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    with open(tmp_path / "output", "w+", encoding="utf-8") as file:
+    with (tmp_path / "output").open("w+", encoding="utf-8") as file:
         driver = drivers.start(command, tmp_path, env, file.fileno())
         assert driver.wait(60) == fresh.returncode == 3
         file.seek(0)

@@ -66,14 +66,14 @@ def test_wheel_has_every_file_of_the_package(built: Path) -> None:
     assert expected <= set(names), expected - set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     folders = {name.split("/")[0] for name in names}
-    assert folders == {"megarl", f"megarl-{megarl.__version__}.dist-info"}
+    assert folders == {"megarl", f"megarl_llm-{megarl.__version__}.dist-info"}
 
 
 def test_source_distribution_has_tests_and_docs(built: Path) -> None:
     (archive,) = built.glob("*.tar.gz")
     with tarfile.open(archive) as packed:
         names = {name.partition("/")[2] for name in packed.getnames()}
-    for name in ("LICENSE", "CHANGELOG.md", "CITATION.cff", "mkdocs.yml", "docs/index.md", "launch/constraints.txt"):
+    for name in ("LICENSE", "CHANGELOG.md", "CITATION.cff", "mkdocs.yml", "docs/index.md", "megarl/pins/default.txt"):
         assert name in names, name
     assert {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("*.py")} <= names
 

@@ -75,7 +75,7 @@ def decoder_spec(
 def arranged_engine(place: Place, path: Path, setup: Setup) -> Iterator[MegatronEngine]:
     build = model.build_transformer_config
     with (
-        mock.patch.object(model, "uses_transformer_engine", lambda device, dtype: True),
+        mock.patch.object(model, "uses_transformer_engine", return_value=True),
         mock.patch.object(model, "build_transformer_config", lambda *args, fused: build(*args, fused=False)),
         mock.patch.object(model, "decoder_spec", decoder_spec),
         engine(place, path, setup) as built,

@@ -258,9 +258,11 @@ def study(place: Place, path: Path, setup: Setup, rows: list[Row]) -> Study | No
         routing: dict[Any, list[Tensor]] = {}
         handles = []
         for chunk in built.chunks:
-            for module in chunk.modules():
-                if isinstance(module, ExpertRouter):
-                    handles.append(module.register_forward_hook(lambda m, i, o: routing.setdefault(m, []).append(o[0])))
+            routers = [module for module in chunk.modules() if isinstance(module, ExpertRouter)]
+            handles += [
+                router.register_forward_hook(lambda m, i, o: routing.setdefault(m, []).append(o[0]))
+                for router in routers
+            ]
         dp = built.runtime.coordinate.dp
         mine = micro_batches(rows, setup, dp, setup.layout.dp)
         answers = built.forward(mine, OutputOptions(temperature=TEMPERATURE, with_entropy=not setup.value_head)) or []

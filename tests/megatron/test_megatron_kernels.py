@@ -276,7 +276,7 @@ def fusions_without_compiler(place: Place) -> FusionCase:
     compiled = torch.compile(lambda x: x * 2, backend=lambda graph, inputs: mock.Mock(side_effect=RuntimeError("no C")))
     try:
         with (
-            mock.patch.object(kernels, "fusion_error", lambda device: error),
+            mock.patch.object(kernels, "fusion_error", return_value=error),
             mock.patch.object(kernels.logger, "warning", lambda text, *args: warnings.append(text % args)),
         ):
             kernels.check_fusions(fused[0], runtime.device)  # a CPU: nothing to compile

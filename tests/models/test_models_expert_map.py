@@ -127,7 +127,7 @@ def test_replicas_contribute_each_element_once(case):
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("tp,ep", [(2, 1), (2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (2, 2), (4, 2), (4, 4)])
 def test_engine_stacks_its_experts(model, tp, ep):
     weight_map = WeightMap(config_of(model))
     checkpoint = labelled_checkpoint(weight_map.hf_shapes())
@@ -151,7 +151,7 @@ def test_engine_stacks_its_experts(model, tp, ep):
     assert seen == set(checkpoint)
 
 
-@pytest.mark.parametrize("tp,ep", [(2, 4), (4, 3), (16, 16)])
+@pytest.mark.parametrize(("tp", "ep"), [(2, 4), (4, 3), (16, 16)])
 def test_experts_that_do_not_divide_over_the_engine_are_rejected(tp, ep):
     with pytest.raises(ValueError, match=f"ep={ep} must divide tensor parallelism tp={tp} and .* experts 8"):
         WeightMap(config_of("qwen3_moe")).rollout_params(tp, 0, ep)

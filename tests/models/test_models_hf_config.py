@@ -69,7 +69,7 @@ def test_separate_head_width_and_key_value_heads():
 
 
 @pytest.mark.parametrize(
-    "fields,theta,scaling",
+    ("fields", "theta", "scaling"),
     [
         ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, 5e5, None),
         ({"rope_parameters": {"rope_theta": 5e5, **LLAMA3}}, 5e5, LLAMA3),
@@ -104,7 +104,7 @@ def test_agrees_with_configs_of_transformers(family, real_model_folder):
 
 
 @pytest.mark.parametrize(
-    "change,fault,parts",
+    ("change", "fault", "parts"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "no-weight-map", ["GPT2LMHeadModel", "qwen2_moe, qwen3"]),
         ({"architectures": None}, "no-architecture", ["architectures=None", "LlamaForCausalLM"]),
@@ -128,7 +128,7 @@ def test_config_errors_are_named(tmp_path, change, fault, parts):
 
 
 @pytest.mark.parametrize(
-    "factor,head_dim,width",
+    ("factor", "head_dim", "width"),
     [(0.5, 66, 33), (0.1, 64, 6), (0.25, 36, 9), (0.01, 64, 0), (1.0, 65, 65), (1.5, 64, 96)],
 )
 @pytest.mark.parametrize("section", [None, "rope_parameters"])
@@ -175,7 +175,7 @@ def test_layouts_that_fit(layout):
 
 
 @pytest.mark.parametrize(
-    "layout,model,code,parts",
+    ("layout", "model", "code", "parts"),
     [
         (ParallelLayout(tp=8), {}, "layout.tp-heads", ["parallel_size=8", "num_key_value_heads=4", "1, 2, 4"]),
         (ParallelLayout(tp=4), {"ffn": 6}, "layout.tp-heads", ["parallel_size=4", "intermediate_size=6", "1, 2"]),

@@ -15,7 +15,7 @@ from megarl.models.multi_token import unused_tensors
 from megarl.rollout.embedded import EmbeddedEngine
 
 
-@pytest.fixture()
+@pytest.fixture
 def folder(real_model_folder, tmp_path):
     """A copy of a complete model folder, to be damaged."""
     return shutil.copytree(real_model_folder("qwen2"), tmp_path / "model")
@@ -83,7 +83,7 @@ def test_missing_tensor_is_named_with_its_shape(folder):
     assert str(caught.value) == f"{text} [model.missing-tensor]"
 
 
-@pytest.mark.parametrize("name,shape", [("model.norm.weight", (31,)), ("lm_head.weight", (51, 32))])
+@pytest.mark.parametrize(("name", "shape"), [("model.norm.weight", (31,)), ("lm_head.weight", (51, 32))])
 def test_wrong_shape_is_named_even_for_a_larger_tensor(folder, name, shape):
     rewrite(folder, lambda t: t.update({name: torch.zeros(shape)}))
     with raises("model.tensor-shape", folder / "model.safetensors", name, list(shape)):
@@ -156,7 +156,7 @@ def test_head_bias_without_architecture_is_rejected(folder):
     assert check_model_folder(folder).config.has_head_bias
 
 
-@pytest.fixture()
+@pytest.fixture
 def tied(real_model_folder, tmp_path):
     """A tied model whose file has an output layer too: the embedding with one other element."""
     folder = shutil.copytree(real_model_folder("qwen2", tied=True), tmp_path / "tied")

@@ -134,7 +134,7 @@ def test_every_name_of_the_dtype_has_the_exported_one(names):
     assert {name: value for name, value in raw.items() if name.endswith("dtype")} == dict.fromkeys(names, "bfloat16")
 
 
-@pytest.fixture()
+@pytest.fixture
 def two_tensors():
     return {"a": (4, 6), "b": (3,)}
 
@@ -188,7 +188,7 @@ def test_existing_folder_is_replaced_only_on_request(tmp_path, two_tensors):
 
 
 @pytest.mark.parametrize(
-    "piece,values,fault,named",
+    ("piece", "values", "fault", "named"),
     [
         (Piece("c", (0,), (1,), (0,)), torch.zeros(1), "unknown-tensor", ["'c'"]),
         (Piece("a", (0, 0), (5, 6), (0, 0)), torch.zeros(5, 6), "shape", ["'a'", [4, 6]]),

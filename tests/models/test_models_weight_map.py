@@ -58,7 +58,7 @@ def test_rollout_shards_equal_whole_tensor_reshapes(case):
         equal(weight_map.rollout_params(layout.tp, tp_rank), reference, checkpoint)
 
 
-@pytest.mark.parametrize("groups,tp", [(2, 4), (1, 4), (2, 8), (4, 2)])
+@pytest.mark.parametrize(("groups", "tp"), [(2, 4), (1, 4), (2, 8), (4, 2)])
 def test_engine_ranks_share_key_value_heads(groups, tp):
     config = tiny_config(heads=8, groups=groups)
     weight_map = WeightMap(config)
@@ -114,7 +114,9 @@ def test_hf_shapes_are_those_of_the_real_model(family, tied, real_model_folder):
     assert WeightMap(read_model_config(folder)).hf_shapes() == real
 
 
-@pytest.mark.parametrize("vocab,tp,padded", [(500, 1, 512), (500, 2, 512), (512, 2, 512), (513, 2, 544), (1, 4, 64)])
+@pytest.mark.parametrize(
+    ("vocab", "tp", "padded"), [(500, 1, 512), (500, 2, 512), (512, 2, 512), (513, 2, 544), (1, 4, 64)]
+)
 def test_vocabulary_is_padded_to_a_multiple_of_16_per_rank(vocab, tp, padded):
     assert WeightMap(tiny_config(vocab=vocab)).padded_vocab(tp) == padded
 

@@ -33,8 +33,8 @@ def misbehaving(data_source, solution_str, ground_truth, extra_info):
 
 def fails_once(data_source, solution_str, ground_truth, extra_info):
     """Raises a TimeoutError at the first attempt."""
-    if not os.path.exists(ground_truth):
-        with open(ground_truth, "w", encoding="utf-8"):
+    if not Path(ground_truth).exists():
+        with Path(ground_truth).open("w", encoding="utf-8"):
             pass
         raise TimeoutError("too slow")
     return 1.0

@@ -205,19 +205,19 @@ def _engines():
 
 
 @pytest.fixture(scope="session")
-def _sglang():
+def sglang_engines():
     engines = SGLangEngines()
     yield engines
     engines.shutdown()
 
 
 @pytest.fixture
-def engine_for(engine_name, _engines, _sglang):
+def engine_for(engine_name, _engines, sglang_engines):
     """``engine_for(folder, **options)``: an engine with the folder's weights, started once."""
 
     def make(folder, **options):
         if engine_name in SGLANG:
-            engine = _sglang.get(engine_name, folder)
+            engine = sglang_engines.get(engine_name, folder)
         else:
             key = (engine_name, folder, repr(sorted(options.items())))
             if key not in _engines:
@@ -231,13 +231,13 @@ def engine_for(engine_name, _engines, _sglang):
 
 
 @pytest.fixture
-def new_engine(engine_name, _sglang):
+def new_engine(engine_name, sglang_engines):
     """``new_engine(folder)``: an unused engine."""
     created = []
 
     def make(folder):
         if engine_name in SGLANG:
-            return _sglang.new(engine_name, folder)
+            return sglang_engines.new(engine_name, folder)
         created.append(create_engine(engine_name, str(folder)))
         return created[-1]
 

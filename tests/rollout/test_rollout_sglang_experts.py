@@ -121,8 +121,8 @@ CASES = [pytest.param(kind, marks=[pytest.mark.sglang] if kind == "DeepseekV3" e
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_loading_and_updating_give_the_same_weights_in_sglang(kind, _sglang, reference_for, tmp_path):
-    _sglang.make_room()
+def test_loading_and_updating_give_the_same_weights_in_sglang(kind, sglang_engines, reference_for, tmp_path):
+    sglang_engines.make_room()
     folders = [saved(kind, seed, tmp_path / str(seed)) for seed in (0, 1)]
     engine = create_engine("sglang", str(folders[0]), SGLangOptions(tensor_parallel_size=RANKS, return_routes=True))
     try:
@@ -150,7 +150,9 @@ def routing_server(folders):
 
 
 @pytest.mark.sglang
-def test_routes_over_http_equal_those_in_process_and_transformers(routing_server, folders, _sglang, reference_for):
+def test_routes_over_http_equal_those_in_process_and_transformers(
+    routing_server, folders, sglang_engines, reference_for
+):
     """Also those that a second client of the running server receives."""
     options = replace(routing_server.options, url=routing_server.url)
     client = create_engine("sglang", str(folders[0]), options)
@@ -159,7 +161,7 @@ def test_routes_over_http_equal_those_in_process_and_transformers(routing_server
         assert_serves(engine, folders[0], reference_for(folders[0]), 1)
     over_http = client.generate(REQUESTS)
     client.shutdown()
-    _sglang.make_room()
+    sglang_engines.make_room()
     engine = create_engine("sglang", str(folders[0]), SGLangOptions(return_routes=True))
     try:
         engine.load_hf(str(folders[0]))

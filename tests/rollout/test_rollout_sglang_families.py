@@ -64,8 +64,8 @@ def assert_serves(engine, folder, reference, version):
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_loading_and_updating_give_the_same_log_probs_in_sglang(kind, _sglang, reference_for, tmp_path):
-    _sglang.make_room()
+def test_loading_and_updating_give_the_same_log_probs_in_sglang(kind, sglang_engines, reference_for, tmp_path):
+    sglang_engines.make_room()
     folders = [saved(kind, seed, tmp_path / str(seed)) for seed in (0, 1)]
     options = SGLangOptions(tensor_parallel_size=MODELS[kind][1], dtype="float32")
     engine = create_engine("sglang", str(folders[0]), options)

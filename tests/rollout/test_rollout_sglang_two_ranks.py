@@ -79,9 +79,9 @@ def folders(make_folder):
 
 
 @pytest.fixture(scope="module")
-def owner(_sglang, folders):
+def owner(sglang_engines, folders):
     """The engine that started the server, after its use by the contract suite."""
-    return _sglang.running(TWO_RANKS, folders[0])
+    return sglang_engines.running(TWO_RANKS, folders[0])
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +98,9 @@ def tied(make_folder):
 
 
 @pytest.fixture(scope="module")
-def front_end(_sglang, tied):
+def front_end(sglang_engines, tied):
     """Two ranks in process, of Qwen3 with a tied output layer."""
-    _sglang.make_room()
+    sglang_engines.make_room()
     engine = create_engine("sglang", str(tied[0]), SGLangOptions(tensor_parallel_size=2, max_num_seqs=2))
     yield engine
     engine.shutdown()

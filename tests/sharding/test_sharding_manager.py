@@ -19,7 +19,7 @@ from megarl.models import ParallelLayout
 LAYOUT = ParallelLayout(2, 2, 2)
 
 
-@pytest.fixture()
+@pytest.fixture
 def setup():
     created = []
 

@@ -168,7 +168,7 @@ def test_a_rank_receives_only_its_shard_minus_the_elements_on_its_device(case):
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("architecture,ep", [("LlamaForCausalLM", 1), ("Qwen2MoeForCausalLM", 2)])
+@pytest.mark.parametrize(("architecture", "ep"), [("LlamaForCausalLM", 1), ("Qwen2MoeForCausalLM", 2)])
 def test_holders_of_the_same_elements_send_equal_bytes(architecture, ep, replicas):
     train = ParallelLayout(tp=2, pp=2, dp=4, ep=ep, etp=1 if ep > 1 else 0)
     case = Case(weight_map_of(architecture, layers=8, hidden=64, ffn=16), train, RolloutLayout(2, ep, replicas), None)

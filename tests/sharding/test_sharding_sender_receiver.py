@@ -67,7 +67,7 @@ def test_a_rank_exports_its_messages_by_receiver():
 
 
 @pytest.mark.parametrize(
-    "params,code,named",
+    ("params", "code", "named"),
     [
         ({}, "sync.parameter-missing", ["rank 0", "'src'"]),
         ({"src": torch.zeros(2, 3)}, "sync.parameter-shape", ["'src'", "rank 0", [2, 3]]),
@@ -120,7 +120,7 @@ def test_weights_are_sent_in_the_engine_dtype_except_float32_parameters():
 # ---- receiving
 
 
-@pytest.fixture()
+@pytest.fixture
 def way():
     """A plan with one training rank, its sender, and a receiver with an open update."""
     weight_map, layout = weight_map_of(), ParallelLayout()

@@ -402,7 +402,7 @@ def rebuild(number, *arguments):
     return HANDLES.created[number]
 
 
-@pytest.fixture()
+@pytest.fixture
 def handles(monkeypatch):
     global HANDLES
     HANDLES = FakeHandles(monkeypatch)

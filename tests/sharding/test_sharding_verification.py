@@ -30,7 +30,7 @@ def test_any_exact_tiling_passes_the_coverage_check():
 
 
 @pytest.mark.parametrize(
-    "ops,named",
+    ("ops", "named"),
     [
         ([], ["[0, 0] to [3, 6]", "0 times instead of 1"]),
         ([op((0, 0), (2, 6))], ["[2, 0] to [3, 6]", "0 times instead of 1"]),
@@ -100,7 +100,7 @@ def test_equal_weights_have_equal_checksums_in_any_two_layouts(case):
     compare_checksums(*shares_of_both(*case, training_tensors(weight_map, train, checkpoint), engines), tp)
 
 
-@pytest.fixture()
+@pytest.fixture
 def sides():
     weight_map, train = weight_map_of(), ParallelLayout(2, 2, 2)
     checkpoint = labelled_checkpoint(weight_map, FLOAT32)

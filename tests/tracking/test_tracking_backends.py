@@ -83,7 +83,7 @@ def test_tensorboard_goes_on_after_a_full_disk(run):
 
 
 @pytest.mark.parametrize(
-    "uri, valid",
+    ("uri", "valid"),
     [
         (None, True),  # mlflow.db in the working folder
         ("sqlite:///other.db", True),

@@ -67,7 +67,7 @@ def test_results_are_ordered_and_dead_runs_are_errors(tmp_path: Path) -> None:
     save_sweep(tmp_path, results)
     saved = json.loads((tmp_path / "sweep.json").read_text(encoding="utf-8"))
     assert saved["best"] == "9" and saved["runs"][4]["value"] is None
-    with open(tmp_path / "sweep.csv", newline="", encoding="utf-8") as file:
+    with (tmp_path / "sweep.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert rows[2] == {
         "run": "2", "lr": "2", "steps": "5", "metric": "critic/score/mean", "value": "0.2", "error": ""

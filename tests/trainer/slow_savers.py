@@ -36,7 +36,7 @@ class SlowSaver:
 
     def _write(self) -> None:
         self.failure = ""
-        with open(self.folder / f"shard_{self.rank}", "wb") as file:
+        with (self.folder / f"shard_{self.rank}").open("wb") as file:
             file.write(b"half")
             file.flush()
             while not (self.control / "go").exists():

@@ -301,7 +301,7 @@ def test_a_checkpoint_has_the_work_in_flight(make: Callable[..., Any], engine: O
 
 def saved(source: Any, folder: Path) -> tuple[Any, Any]:
     """The state of a source in a checkpoint, and that of its prompts."""
-    with open(folder / "arrays", "wb") as arrays:
+    with (folder / "arrays").open("wb") as arrays:
         return json.loads(
             json.dumps(Encoder(arrays).encode(source.state_dict(), "rollout"))
         ), source.prompts.state_dict()

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 _KEY = "actor_rollout_ref.rollout.endpoint"
 _STOP_S = 10.0
 _MAX_OPEN_FILES = 65536
-_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - the user's choice, not bound here
 
 
 @dataclass(frozen=True)

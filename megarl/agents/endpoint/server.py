@@ -192,7 +192,7 @@ def write_access_file(path: Path, base_url: str, token: str, model: str) -> None
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         # A new file with these permissions from the start: a process with the old file open cannot read it.
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write(content)
     except OSError as error:
         key = "actor_rollout_ref.rollout.endpoint.access_file"

@@ -64,5 +64,5 @@ def digest(text: str) -> str:
 
 def file_identity(path: str) -> str:
     """Fingerprint a file's content: absolute path, size in bytes, modification time in ns."""
-    status = os.stat(path)
+    status = Path(path).stat()
     return f"{os.path.abspath(path)}|{status.st_size}|{status.st_mtime_ns}"

@@ -49,7 +49,7 @@ class JsonLinesSource:
         self.columns = index.columns
         self._starts = index.starts
         self._cache = cache
-        with open(path, "rb") as file:
+        with Path(path).open("rb") as file:
             self._text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if len(self) else b""
 
     def __len__(self) -> int:
@@ -166,14 +166,14 @@ def check_json_sample(path: str, schema: RowSchema) -> int:
 
 
 def _is_list(path: str) -> bool:
-    with open(path, "rb") as file:
+    with Path(path).open("rb") as file:
         return file.read(1024).lstrip().startswith(b"[")
 
 
 def _lines(path: str) -> Iterator[tuple[int, bytes, int]]:
     """Iterate over non-blank lines: start byte, text, and number from 1."""
     start = 0
-    with open(path, "rb") as file:
+    with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 yield start, line, number
@@ -191,7 +191,7 @@ def _read_index(path: str) -> LineIndex:
 
 def _write_index(path: str, target: Path) -> None:
     index = _read_index(path)
-    with open(target, "wb") as file:
+    with target.open("wb") as file:
         np.savez(file, starts=index.starts, columns=np.array(index.columns, dtype=np.str_))
 
 

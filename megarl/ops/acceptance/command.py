@@ -171,7 +171,7 @@ class _StageRun:
         command += ["--scale", self.scale, "--device", self.device]
         command += [] if options.checks is None else ["--checks", options.checks]
         self.started = time.monotonic()
-        with open(self.log, "w", encoding="utf-8") as errors:
+        with self.log.open("w", encoding="utf-8") as errors:
             self.process = subprocess.Popen(command, stdout=2 if options.json else None, stderr=errors)
 
     def finish(self, limit: float) -> StageReport:

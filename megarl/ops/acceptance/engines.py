@@ -167,7 +167,7 @@ def _contract(bench: Bench, tests: str, marker: str) -> Result:
         return Result("", Verdict.FAIL, note=f"not finished after {CONTRACT_LIMIT_S:.0f} s")
     if not report.is_file():
         raise MissingError("pytest wrote no report; see the log")
-    suite = ElementTree.parse(report).getroot().find("testsuite")
+    suite = ElementTree.parse(report).getroot().find("testsuite")  # noqa: S314 - written by pytest
     assert suite is not None
     total, bad = int(suite.get("tests", 0)), int(suite.get("failures", 0)) + int(suite.get("errors", 0))
     failed = [case.get("name", "") for case in suite.iter("testcase") if len(case) and case[0].tag != "skipped"]

@@ -155,7 +155,7 @@ class _Case:
         folder = folder or self.bench.scratch / f"{config}-{time.time_ns()}"
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / "output.txt"
-        with open(log, "a", encoding="utf-8") as output:
+        with log.open("a", encoding="utf-8") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "megarl", command, "--config-name", config, *overrides],
                 cwd=folder, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,

@@ -293,5 +293,5 @@ def _weights(path: str) -> str:
     if not any((Path(path) / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
         return f"{path} has no weights: not checked, and required by the run"
     folder = check_model_folder(path)
-    size = sum(os.path.getsize(file) for file in {entry.file for entry in folder.tensors.values()})
+    size = sum(Path(file).stat().st_size for file in {entry.file for entry in folder.tensors.values()})
     return f"{path} has complete weights: {len(folder.tensors)} tensors, {gib(size)} GiB"

@@ -161,7 +161,7 @@ def _in_folder(folder: str, command: Sequence[str]) -> str:
 
 def current_folder() -> str:
     """Return the working directory of the launcher; on a shared file system it exists on the nodes too."""
-    return os.getcwd()
+    return str(Path.cwd())
 
 
 _TAIL_LINES = 20

@@ -104,7 +104,7 @@ def ray_job(job: JobToRun, pods: PodSettings, ports: Ports, max_restarts: int, r
     """
     head = {
         # KubeRay polls the job over the dashboard, so it cannot listen on loopback; the token protects it.
-        "rayStartParams": {"dashboard-host": "0.0.0.0", "port": str(ports.gcs)},
+        "rayStartParams": {"dashboard-host": "0.0.0.0", "port": str(ports.gcs)},  # noqa: S104
         "template": _template("ray-head", job, pods),
     }
     cluster: dict[str, Any] = {

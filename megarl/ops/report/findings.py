@@ -105,10 +105,10 @@ def run_findings(run: RunRecord) -> list[ReportFinding]:
         level = BAD if metric in _FAILED_ONLY else WARN
         results.append(ReportFinding(level, f"{total:,.0f} {words}, in {count_noun(steps, 'step')}.", metric))
     broken = non_finite_counts(run.rows)
-    for metric in sorted(broken)[:5]:
-        results.append(
-            ReportFinding(BAD, f"{metric} was not a finite number at {broken[metric]:,} of its steps.", metric)
-        )
+    results.extend(
+        ReportFinding(BAD, f"{metric} was not a finite number at {broken[metric]:,} of its steps.", metric)
+        for metric in sorted(broken)[:5]
+    )
     if len(broken) > 5:
         results.append(ReportFinding(BAD, f"{len(broken) - 5:,} more metrics were not finite at some step."))
     for check in _CHECKS:

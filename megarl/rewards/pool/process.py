@@ -203,7 +203,7 @@ class FunctionServer:
             self.loaded[number] = self.specs[number].load()
             self.connection.send_bytes(json.dumps([READY, number]).encode())
         with span(self.specs[number].spec, "reward", tasks=len(tasks)):
-            self.loaded[number].run([pickle.loads(task) for task in tasks], self._report)
+            self.loaded[number].run([pickle.loads(task) for task in tasks], self._report)  # noqa: S301 - of this run
 
     def _report(self, position: int, outcome: Outcome) -> None:
         self.connection.send_bytes(json.dumps([position, *outcome]).encode())

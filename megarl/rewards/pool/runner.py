@@ -86,7 +86,7 @@ class InDriverRunner:
                     if isinstance(serialized, Outcome):
                         outcomes[index] = serialized
                     else:
-                        tasks[index] = pickle.loads(serialized)
+                        tasks[index] = pickle.loads(serialized)  # noqa: S301 - pickled by this process
 
             def report(at: int, outcome: Outcome, indices: Sequence[int] = tuple(tasks)) -> None:
                 outcomes[indices[at]] = outcome

@@ -227,7 +227,7 @@ def run_test(test: str, replies: list[Any]) -> dict[str, Any]:
     try:
         tree = ast.fix_missing_locations(_SkipUnknown().visit(ast.parse(test)))
         random.seed(0)  # the test must make the same calls in each round
-        exec(compile(tree, "test", "exec"), TestNames(calls))
+        exec(compile(tree, "test", "exec"), TestNames(calls))  # noqa: S102 - inside the sandbox
         verdict = "passed"
     except AssertionError:
         verdict = "wrong"

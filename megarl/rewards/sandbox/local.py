@@ -171,7 +171,7 @@ class LocalSandbox:
                 if process.poll() is None:
                     process.kill()  # its children die with it
                     process.wait()
-                with open(status_r, "rb") as file:
+                with os.fdopen(status_r, "rb") as file:
                     report = file.readline()
         return _execution(json.loads(report) if report else {}, output)
 

@@ -59,7 +59,7 @@ def _anonymous_files(pids: list[int]) -> int:
         for path, target in open_files(pid):
             if target.startswith("/memfd:"):
                 with contextlib.suppress(OSError):  # closed since it was listed
-                    status = os.stat(path)
+                    status = Path(path).stat()
                     sizes[status.st_ino] = status.st_blocks * 512
     return sum(sizes.values())
 

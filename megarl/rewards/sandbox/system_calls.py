@@ -108,7 +108,7 @@ def system_call_filter() -> SystemCallFilter:
         for flag in _NAMESPACES:
             rules.add_rule(denied, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, flag, flag))
         rules.add_rule(seccomp.ERRNO(errno.ENOSYS), "clone3")
-        with open(os.memfd_create("seccomp"), "w+b") as file:
+        with os.fdopen(os.memfd_create("seccomp"), "w+b") as file:
             rules.export_bpf(file)
             file.seek(0)
             return SystemCallFilter(file.read())

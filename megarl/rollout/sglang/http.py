@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
@@ -307,7 +308,7 @@ def _message(body: Any) -> str:
 def _output() -> IO[bytes]:
     """Open the file for the server's output: this process's log file, if any."""
     path = output_log(1)
-    return open(path, "a+b") if path else tempfile.TemporaryFile()
+    return Path(path).open("a+b") if path else tempfile.TemporaryFile()
 
 
 def _tail(log: IO[bytes], start: int) -> str:

@@ -94,7 +94,7 @@ def write_document(folder: Path, manifest: Manifest) -> Manifest:
         OSError: writing failed.
     """
     document = _document(manifest)
-    with open(folder / MANIFEST, "w", encoding="utf-8") as file:
+    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
         json.dump({**document, "digest": _document_digest(document)}, file, indent=1)
         file.flush()
         flush_file(file.fileno())

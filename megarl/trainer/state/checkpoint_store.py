@@ -347,7 +347,7 @@ class CheckpointStore:
     def _remove(self, step: int) -> None:
         hidden = self.unfinished(step)
         # Hide first, so that a reader never sees a half-removed folder.
-        os.rename(self.root / f"global_step_{step}", hidden)
+        (self.root / f"global_step_{step}").rename(hidden)
         shutil.rmtree(hidden)
 
     def _remove_roles(self, step: int, roles: Collection[str]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,13 +62,13 @@ class TrainerState:
             OSError: writing failed.
             TypeError: the state contains a type that cannot be stored; names its path.
         """
-        with open(Path(folder) / ARRAY_FILE, "wb") as arrays:
+        with (Path(folder) / ARRAY_FILE).open("wb") as arrays:
             encoder = Encoder(arrays)
             values = {name: encoder.encode(getattr(self, name), name) for name in _FIELDS}
             has_arrays = arrays.tell() > 0
         if not has_arrays:
-            os.unlink(arrays.name)
-        with open(Path(folder) / STATE_FILE, "w", encoding="utf-8") as file:
+            Path(arrays.name).unlink()
+        with (Path(folder) / STATE_FILE).open("w", encoding="utf-8") as file:
             json.dump({"format": FORMAT, **values}, file, indent=1)
 
     @classmethod
@@ -289,7 +288,7 @@ class Decoder:
     def _content(self, value: Mapping[str, Any]) -> bytes:
         if "data" in value:
             return base64.b64decode(value["data"], validate=True)
-        with open(self._arrays, "rb") as file:
+        with self._arrays.open("rb") as file:
             file.seek(value["begin"])
             raw = file.read(value["bytes"])
         if len(raw) != value["bytes"]:

@@ -195,7 +195,7 @@ def open_folder() -> Iterator[Path]:
     import tempfile
 
     with tempfile.TemporaryDirectory() as name:
-        os.chmod(name, 0o755)
+        Path(name).chmod(0o755)
         yield Path(name)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shutil
 import stat
 import subprocess
-from collections.abc import Iterator, Mapping
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from megarl.ops.doctor.node.versions import (
 )
 
 ROOT = Path(__file__).resolve().parents[3]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = {"GPU, SGLang": ("gpu", "sglang"), "GPU, embedded engine": ("gpu",)}
 
 
@@ -38,18 +39,12 @@ def name_of(combination: Combination) -> str:
     return combination.name
 
 
-def pins(python: str, *files: str) -> dict[str, str]:
+def pins(python: str, file: str) -> dict[str, str]:
     """Return the pinned versions for a Python version by package."""
-    versions = {}
-    for file in files:
-        for line in (ROOT / file).read_text(encoding="utf-8").splitlines():
-            line = re.sub(r"(^|\s+)#.*$", "", line)
-            if line:
-                requirement = Requirement(line)
-                if requirement.marker is None or requirement.marker.evaluate({"python_version": python}):
-                    (pin,) = requirement.specifier
-                    versions[canonicalize_name(requirement.name)] = pin.version
-    return versions
+    lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+    requirements = [Requirement(line) for line in lines if not line.startswith("#")]
+    needed = [req for req in requirements if req.marker is None or req.marker.evaluate({"python_version": python})]
+    return {canonicalize_name(req.name): pin.version for req in needed for pin in req.specifier}
 
 
 def unmet(requirements: list[str], pinned: Mapping[str, str], python: str) -> list[str]:
@@ -67,28 +62,28 @@ def known_distributions() -> Iterator[Distribution]:
     yield from distributions(path=[str(path) for path in ROOT.glob(".venv-sglang/lib/python*/site-packages")])
 
 
-def setup_lists() -> dict:
-    """Return the literals that ``setup.py`` assigns, by name."""
-    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
-    assigned = [
-        node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.List | ast.Dict)
-    ]
-    return {node.targets[0].id: ast.literal_eval(node.value) for node in assigned}
+def declared(extras: Iterable[str]) -> list[str]:
+    """Return the requirements of ``pyproject.toml`` with those of some extras, without megarl's own."""
+    groups = [PROJECT["dependencies"], *(PROJECT["optional-dependencies"][extra] for extra in extras)]
+    return [text for group in groups for text in group if not text.startswith(PROJECT["name"])]
 
 
 @pytest.mark.parametrize("combination", CPU_STACKS + GPU_STACKS, ids=name_of)
 def test_combinations_match_the_constraint_files(combination: Combination) -> None:
-    pinned = pins(combination.python, *combination.files)
-    assert combination.versions == {name: pinned[name] for name in PACKAGES if name in pinned}
+    """The files leave nothing that ``pyproject.toml`` declares without a version, for any extra of the stack."""
+    pinned = pins(combination.python, combination.file)
+    known = {**pins("3.12", "megarl/pins/sglang.txt"), **pinned} if "sglang" in combination.versions else pinned
+    assert combination.versions == {name: known[name] for name in combination.versions}
+    without = set() if combination.file.endswith("/sglang.txt") else {"sglang"}
+    without |= {"dev"} if combination in GPU_STACKS else set()
+    assert unmet(declared(PROJECT["optional-dependencies"].keys() - without), pinned, combination.python) == []
 
 
 @pytest.mark.parametrize("combination", GPU_STACKS, ids=name_of)
 def test_gpu_stacks_meet_all_requirements(combination: Combination) -> None:
-    """Those of setup.py with the stack's extras, and those in the metadata of each package in the pinned version."""
-    pinned = pins(combination.python, *combination.files)
-    lists = setup_lists()
-    extras = [text for name in EXTRAS[combination.name] for text in lists["EXTRAS_REQUIRE"][name]]
-    assert unmet(lists["INSTALL_REQUIRES"] + extras, pinned, combination.python) == []
+    """Those in the metadata of each package in the pinned version."""
+    pinned = pins(combination.python, combination.file)
+    assert combination.versions == {name: pinned[name] for name in PACKAGES if name in pinned}
     checked = set()
     for distribution in known_distributions():
         name = canonicalize_name(distribution.name)
@@ -103,13 +98,7 @@ def test_sglang_contradicts_the_pins_for_cpus() -> None:
     requirements = next((item.requires for item in known_distributions() if item.name == "sglang"), None)
     if requirements is None:
         pytest.skip("SGLang's environment does not exist")
-    assert "torch==2.14.1" in unmet(requirements, pins("3.12", "launch/constraints.txt"), "3.12")
-
-
-def test_stack_with_the_embedded_engine_has_the_versions_tested_on_a_cpu() -> None:
-    tested, stack = pins("3.12", "launch/constraints.txt"), pins("3.12", "launch/constraints-gpu-embedded.txt")
-    common = tested.keys() & stack.keys()
-    assert len(common) > 30 and {name: stack[name] for name in common} == {name: tested[name] for name in common}
+    assert "torch==2.14.1" in unmet(requirements, pins("3.12", "megarl/pins/default.txt"), "3.12")
 
 
 INTERPRETER = """#!/usr/bin/env bash
@@ -126,12 +115,12 @@ def test_gpu_environment_installs_torch_before_the_build_of_transformer_engine(
 ) -> None:
     """The commands of pip are recorded: each has the stack's file alone, and the last does not isolate the build."""
     shutil.copytree(ROOT / "launch", tmp_path / "launch")
-    (tmp_path / "setup.py").touch()
+    shutil.copytree(ROOT / "megarl/pins", tmp_path / "megarl/pins")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
     interpreter = tmp_path / "python3.12"
     interpreter.write_text(INTERPRETER, encoding="utf-8")
     interpreter.chmod(interpreter.stat().st_mode | stat.S_IXUSR)
-    (file,) = combination.files
-    stack = Path(file).stem.removeprefix("constraints-gpu-")
+    stack = {"GPU, SGLang": "sglang", "GPU, embedded engine": "embedded"}[combination.name]
     script = f"source launch/environment.sh && ensure_gpu_environment {stack} && echo $PATH"
     variables = {**os.environ, "PYTHON": str(interpreter), "LOG": str(tmp_path / "log")}
     done = subprocess.run(["bash", "-euc", script], cwd=tmp_path, env=variables, capture_output=True, text=True)
@@ -139,7 +128,7 @@ def test_gpu_environment_installs_torch_before_the_build_of_transformer_engine(
     assert done.stdout.startswith(f"{tmp_path}/.venv-gpu-{stack}/bin:")
     torch, tools, megarl = (tmp_path / "log").read_text(encoding="utf-8").splitlines()
     for command in (torch, tools, megarl):
-        assert re.findall(r"-c (\S+)", command) == [str(tmp_path / file)]
+        assert re.findall(r"-c (\S+)", command) == [str(tmp_path / combination.file)]
     assert torch.endswith(" torch") and "setuptools wheel" in tools
     assert megarl.endswith(f" --no-build-isolation -e {tmp_path}[{','.join(EXTRAS[combination.name])}]")
 
@@ -159,16 +148,16 @@ def test_versions_on_a_gpu_are_compared_with_the_stacks_file() -> None:
     match = check_combination(versions, stacks)
     assert match.status is Status.PASS
     assert match.observation.startswith(
-        "chosen by requirements, not yet run together (GPU, SGLang; launch/constraints-gpu-sglang.txt)"
+        "chosen by requirements, not yet run together (GPU, SGLang; megarl/pins/sglang.txt)"
     )
     # SGLang's torch replaced by the one that is tested on a CPU
     moved = check_combination({**versions, "torch": "2.13.0+cu130"}, stacks)
     assert moved.status is Status.WARN
-    assert moved.remedy == "not tested together; 'GPU, SGLang; launch/constraints-gpu-sglang.txt' has torch 2.14.1"
+    assert moved.remedy == "not tested together; 'GPU, SGLang; megarl/pins/sglang.txt' has torch 2.14.1"
     clash = check_requirements(
         {**versions, "torch": "2.13.0"}, lambda package: ["torch==2.14.1"] if package == "sglang" else [], stacks
     )
-    assert clash.status is Status.FAIL and "pip install -c launch/constraints-gpu-sglang.txt" in clash.remedy
+    assert clash.status is Status.FAIL and "pip install -c megarl/pins/sglang.txt" in clash.remedy
 
 
 def test_this_environment_is_a_tested_combination() -> None:
@@ -201,7 +190,7 @@ def test_conflicting_requirements() -> None:
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from megarl.ops.doctor.node import versions
 
-    present = {name: version for name, version in package_versions((*PACKAGES, "megarl")).items() if name != "ray"}
+    present = {name: version for name, version in package_versions((*PACKAGES, "megarl-llm")).items() if name != "ray"}
     monkeypatch.setattr(versions, "package_versions", lambda packages: present)
     (result,) = check_versions(Needs())
     assert result.status is Status.FAIL and result.observation == "not installed: ray"

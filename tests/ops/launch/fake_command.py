@@ -14,7 +14,7 @@ name, arguments = Path(sys.argv[0]).name, sys.argv[1:]
 call = {"name": name, "arguments": arguments}
 if name in ("sbatch", "kubectl"):
     call["input"] = sys.stdin.read()
-with open(os.environ["FAKE_CALLS"], "a", encoding="utf-8") as file:
+with Path(os.environ["FAKE_CALLS"]).open("a", encoding="utf-8") as file:
     file.write(json.dumps(call) + "\n")
 
 if name == "scontrol":

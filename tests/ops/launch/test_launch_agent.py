@@ -1,12 +1,12 @@
 """The agent as a process, with requests and events."""
 
-import os
 import queue
 import signal
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -79,7 +79,7 @@ def test_token_is_stored_in_a_private_file(agent):
     assert (token, mode) == ("secret", "0")
     agent.send(Shutdown())
     assert wait_for(agent, DISCONNECTED).facts["code"] == 0
-    assert not os.path.exists(os.path.dirname(file))
+    assert not Path(file).parent.exists()
 
 
 @pytest.mark.parametrize("cause", ["shutdown", "end of input", "signal"])

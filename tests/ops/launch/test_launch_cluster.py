@@ -44,7 +44,7 @@ def test_worker_group_over_two_nodes_by_ssh(start_launcher, fake_commands, first
     assert run["address"] == f"127.0.0.2:{first_port}"
     assert run["hang"]["total"] == [3.0, 3.0]
     assert run["given"] == "a value; of two words"
-    assert not os.path.exists(run["token"])
+    assert not Path(run["token"]).exists()
     assert launched.survivors() == []
     assert "the driver is at work" in launched.text()
     calls = fake_commands.calls("ssh")
@@ -116,7 +116,7 @@ def test_local_cluster_refuses_clients_without_token_and_ends_on_sigterm(start_l
     options = ("--on=local", "--no-doctor", "--nodes=1", "--devices-per-node=1", "--device=cpu")
     launched = start_launcher(*options, f"--port={first_port}", "--max-restarts=3", "--", sys.executable, "-c", driver)
     token = launched.until(rf"127\.0\.0\.1:{first_port} (\S+/megarl-\S+)\n")[1]
-    assert os.stat(token).st_mode & 0o077 == 0
+    assert Path(token).stat().st_mode & 0o077 == 0
     assert_on_loopback(listening_processes(launched.survivors()), "gcs_server", "raylet")
     client = f"import ray; ray.init(address='127.0.0.1:{first_port}', logging_level='ERROR')"
     env = {**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_gcs_rpc_server_reconnect_timeout_s": "1"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -54,7 +53,7 @@ def test_missing_and_broken_files_are_reported(make_run: MakeRun) -> None:
     (folder / "run.json").write_text("[1]", encoding="utf-8")
     (folder / "summary.json").write_text("{", encoding="utf-8")
     (folder / "metrics.jsonl").write_text('{"step": 1}\nnot json\n{"step": 2}\n', encoding="utf-8")
-    os.unlink(folder / "config.yaml")
+    (folder / "config.yaml").unlink()
     run = read_run(folder)
     assert run.config == run.facts == run.summary == {} and run.rows == [] and run.name == "run"
     problems = " ".join(run.problems)

@@ -97,7 +97,7 @@ def observe(device: str) -> KernelFacts:
     """
     with tempfile.TemporaryDirectory() as caches:
         names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-        environment = {**os.environ, **{name: os.path.join(caches, name) for name in names}}
+        environment = {**os.environ, **{name: f"{caches}/{name}" for name in names}}
         command = [sys.executable, "-m", __name__, device]
         try:
             done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LIMIT_S)

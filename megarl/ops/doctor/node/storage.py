@@ -120,7 +120,7 @@ def _path_problem(path: Path) -> str | None:
     try:
         for file in sorted(path.iterdir()) if path.is_dir() else [path]:
             if not file.is_dir():
-                with open(file, "rb") as opened:
+                with file.open("rb") as opened:
                     opened.read(1)
     except OSError as error:
         return f"{error.filename or path}: {error.strerror or error}"

@@ -99,7 +99,7 @@ def check_processes(needs: Needs) -> CheckResult:
 
 def check_locked_memory(needs: Needs, infiniband: str = "/sys/class/infiniband") -> list[CheckResult]:
     """Check the limit of locked memory, needed to register buffers with InfiniBand; no result without InfiniBand."""
-    if not os.path.isdir(infiniband) or not os.listdir(infiniband):
+    if not Path(infiniband).is_dir() or not os.listdir(infiniband):
         return []
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:

@@ -1,14 +1,16 @@
 """Checks of package versions.
 
-Two sources: the combinations in the constraint files of ``launch/`` (a part as data in this module, since the wheel
-does not contain the files), and the requirements in the metadata of the installed packages.
+Two sources: the combinations in the constraint files of ``megarl/pins/``, which ``launch/lock.sh`` writes, and the
+requirements in the metadata of the installed packages.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence, Set
 from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
 from typing import NamedTuple
 
 from packaging.markers import default_environment
@@ -38,7 +40,11 @@ PACKAGES = (
 )
 """Packages that compute or move tensors; the versions of other packages hardly change results."""
 
-REQUIRED = ("torch", "megarl", "megatron-core", "ray", "transformers")
+REQUIRED = ("torch", "megarl-llm", "megatron-core", "ray", "transformers")
+
+_PINS = Path(__file__).parents[3] / "pins"
+_GPU_PACKAGES = frozenset({"transformer-engine", "sglang-kernel", "flashinfer-python", "torch-memory-saver"})
+_PIN = re.compile(r'^([\w.-]+)==([^\s;]+)(?: ; python_version (<|>=) "3\.12")?$', re.MULTILINE)
 
 
 class Combination(NamedTuple):
@@ -47,56 +53,43 @@ class Combination(NamedTuple):
     Attributes:
         name: name in the table.
         python: major and minor version.
-        files: the constraint files with these versions and those of all other packages.
+        file: the constraint file with these versions and those of all other packages.
         versions: by package; packages without an entry are not installed.
         tested: whether all tests passed with these versions; otherwise they are chosen by the packages' metadata.
     """
 
     name: str
     python: str
-    files: tuple[str, ...]
+    file: str
     versions: Mapping[str, str]
     tested: bool = True
 
     def __str__(self) -> str:
-        return f"{self.name}; {', '.join(self.files)}"
+        return f"{self.name}; {self.file}"
 
 
-_COMMON = {
-    "torch": "2.13.0",
-    "ray": "2.60.0",
-    "transformers": "5.19.0",
-    "tokenizers": "0.23.3",
-    "safetensors": "0.8.0",
-    "tensordict": "0.15.3",
-    "numpy": "2.4.6",
-    "hydra-core": "1.3.8",
-    "omegaconf": "2.3.1",
-}
-_MCORE_312, _MCORE_311 = {"megatron-core": "0.19.2"}, {"megatron-core": "0.16.1"}
-_SGLANG = {"sglang": "0.5.23"}
-_SGLANG_GPU = {
-    "torch": "2.14.1",
-    "tokenizers": "0.23.2",
-    "numpy": "2.3.5",
-    "sglang-kernel": "0.4.10",
-    "flashinfer-python": "0.7.2",
-    "torch-memory-saver": "0.0.10",
-}
-_PINS, _SGLANG_PINS = "launch/constraints.txt", "launch/constraints-sglang.txt"
-CPU_STACKS = (
-    Combination("CPU, Python 3.12", "3.12", (_PINS,), {**_COMMON, **_MCORE_312}),
-    Combination("CPU, Python 3.11", "3.11", (_PINS,), {**_COMMON, **_MCORE_311}),
-    Combination("CPU, Python 3.12, SGLang", "3.12", (_PINS, _SGLANG_PINS), {**_COMMON, **_MCORE_312, **_SGLANG}),
-    Combination("CPU, Python 3.11, SGLang", "3.11", (_PINS, _SGLANG_PINS), {**_COMMON, **_MCORE_311, **_SGLANG}),
-)
-_GPU = {**_COMMON, **_MCORE_312, "transformer-engine": "2.20.2"}
+def _combination(name: str, python: str, stack: str, without: Set[str], tested: bool = True) -> Combination:
+    """Read the versions of ``PACKAGES`` in a constraint file for a version of Python."""
+    text = (_PINS / f"{stack}.txt").read_text(encoding="utf-8")
+    excluded = ">=" if python == "3.11" else "<"
+    pins = {package: pin for package, pin, sign in _PIN.findall(text) if sign != excluded}
+    versions = {package: pins[package] for package in PACKAGES if package in pins and package not in without}
+    return Combination(name, python, f"megarl/pins/{stack}.txt", versions, tested)
+
+
+def _with_sglang(combination: Combination) -> Combination:
+    versions = {**combination.versions, "sglang": GPU_STACKS[0].versions["sglang"]}
+    return combination._replace(name=f"{combination.name}, SGLang", versions=versions)
+
+
 GPU_STACKS = (
-    Combination(
-        "GPU, SGLang", "3.12", ("launch/constraints-gpu-sglang.txt",), {**_GPU, **_SGLANG, **_SGLANG_GPU}, tested=False
-    ),
-    Combination("GPU, embedded engine", "3.12", ("launch/constraints-gpu-embedded.txt",), _GPU, tested=False),
+    _combination("GPU, SGLang", "3.12", "sglang", frozenset(), tested=False),
+    _combination("GPU, embedded engine", "3.12", "default", frozenset(), tested=False),
 )
+_CPU_STACKS = tuple(
+    _combination(f"CPU, Python {python}", python, "default", _GPU_PACKAGES) for python in ("3.12", "3.11")
+)
+CPU_STACKS = (*_CPU_STACKS, *(_with_sglang(combination) for combination in _CPU_STACKS))
 
 
 def package_versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
@@ -112,7 +105,7 @@ def package_versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
 
 def check_versions(needs: Needs) -> list[CheckResult]:
     """Check the installed packages: missing ones, conflicting requirements, differences from the constraint files."""
-    versions = package_versions((*PACKAGES, "megarl"))
+    versions = package_versions((*PACKAGES, "megarl-llm"))
     stacks = stacks_of(versions, needs.device)
     if missing := [package for package in REQUIRED if package not in versions]:
         remedy = f"install megarl with its pins: {install_command('dev' if stacks is CPU_STACKS else 'gpu')}"
@@ -122,8 +115,7 @@ def check_versions(needs: Needs) -> list[CheckResult]:
 
 def stacks_of(versions: Mapping[str, str], device: str) -> tuple[Combination, ...]:
     """Return the combinations to compare with: those of GPUs for a run on GPUs or with packages for GPUs only."""
-    gpu_packages = {"transformer-engine", "sglang-kernel"} & versions.keys()
-    return GPU_STACKS if device == "cuda" or gpu_packages else CPU_STACKS
+    return GPU_STACKS if device == "cuda" or _GPU_PACKAGES & versions.keys() else CPU_STACKS
 
 
 def check_requirements(
@@ -147,7 +139,7 @@ def check_requirements(
             text = f"{package} {versions[package]} requires {requirement_text}, installed is {present}"
             (exempt if package == "sglang" and _tested(versions) else conflicts).append(text)
     if conflicts:
-        file = _nearest(versions, stacks).files[-1]
+        file = _nearest(versions, stacks).file
         remedy = f"install matching versions: pip install -c {file}, or the versions that it requires"
         return CheckResult("requirements", Status.FAIL, "; ".join(conflicts), remedy)
     if exempt:  # pins of SGLang for its CUDA kernels; the tested CPU combination does not use them
