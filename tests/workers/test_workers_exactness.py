@@ -20,7 +20,7 @@ from megarl.workers.settings import MicroBatchBudget
 
 COUNT = os.environ.get("MEGARL_EXACTNESS_CASES")
 CASES = range(int(COUNT)) if COUNT else (0, 1, 3, 7, 8, 9, 11, 12, 14, 16, 17, 21, 23)
-"""By default those in which every pair of a role and a kind of parallelism, pipeline, recomputation or offload occurs."""
+"""By default those that have each kind of parallelism, pipeline, recomputation and offload with each role."""
 PREFIXES = {"actor": "actor", "critic": "critic", "sft": "train"}
 
 TWICE = {
