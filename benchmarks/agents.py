@@ -339,7 +339,7 @@ def cpu_seconds(pids: Sequence[int]) -> list[float]:
 def task_keys(folder: Path) -> dict[str, Any]:
     """Keys of a job whose model is the small arithmetic task's."""
     if not (folder / "model").is_dir():
-        make_arithmetic.main(["--out", str(folder)])
+        make_arithmetic.main(["--out", str(folder), "--hidden", "32", "--lessons", "1", "1", "--pairs", "1", "1"])
     model = {"actor_rollout_ref.model.path": str(folder / "model"), "data.prompts": ["1"]}
     return model | {"trainer.device": "cpu", "trainer.experiment_name": "agents"}
 

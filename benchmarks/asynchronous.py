@@ -55,6 +55,8 @@ LENGTHS = "BENCHMARK_LENGTHS"
 """Environment variable of the loop: median and sigma of the lengths, and mean seconds of a tool, comma-separated."""
 PACE = "BENCHMARK_PACE"
 """Environment variable of ``paced_devices.py``, which must not be imported here: it changes the process."""
+PROBLEMS = ("--largest", "29", "--num-test", "20", "--lessons", "1", "1", "--pairs", "1", "1")
+"""Few problems: their answers have drawn lengths."""
 CAP = 8
 WARMUP, LAST = 2, 2
 """Steps at the beginning and at the end that do not count."""
@@ -231,7 +233,7 @@ def overrides(task: Path, folder: Path, work: Workload, mode: Sequence[str]) -> 
 
 def make_task(folder: Path, work: Workload) -> None:
     """Make the arithmetic task, with a model whose positions suffice for the longest response."""
-    run(["tools/make_arithmetic.py", "--out", str(folder), "--hidden", str(work.hidden)], os.environ)
+    run(["tools/make_arithmetic.py", "--out", str(folder), "--hidden", str(work.hidden), *PROBLEMS], os.environ)
     path = folder / "model" / "config.json"
     path.write_text(
         json.dumps({**json.loads(path.read_text(encoding="utf-8")), "max_position_embeddings": 64 + work.longest}),
