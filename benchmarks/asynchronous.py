@@ -37,7 +37,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from machine import benchmark_parser, parse_sizes, processor
@@ -83,11 +83,6 @@ class DrawnLengthLoop(SingleTurnLoop):
             params = replace(params, max_new_tokens=tokens - tokens // 2)
         await transcript.generate(generate, params)
         return transcript.end("length")
-
-
-def score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
-    """Return a reward that differs between the samples of a prompt."""
-    return float(len(set(solution_str)))
 
 
 @dataclass(frozen=True)
@@ -215,8 +210,8 @@ def overrides(task: Path, folder: Path, work: Workload, mode: Sequence[str]) -> 
         f"{rollout}.max_num_seqs={work.slots}",
         f"{rollout}.calculate_log_probs=true",
         f"{rollout}.agent.default_agent_loop={here}:{DrawnLengthLoop.__name__}",
-        f"custom_reward_function.path={here}",
-        f"custom_reward_function.name={score.__name__}",
+        f"custom_reward_function.path={here.with_name('character_reward.py')}",
+        "custom_reward_function.name=score",
         "trainer.device=cpu",
         f"trainer.total_training_steps={work.steps}",
         "trainer.total_epochs=1000",
