@@ -71,7 +71,7 @@ def fork_this_process() -> None:
         util.spawnv_passfds = spawn
 
 
-def _fork(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+def _fork(path: bytes, arguments: Sequence[Any], descriptors: Sequence[int]) -> int:
     """Run the code of ``python -c CODE`` in a fork instead of a new interpreter; return its process id."""
     if pid := os.fork():
         return pid
