@@ -71,11 +71,11 @@ def fork_this_process() -> None:
         util.spawnv_passfds = spawn
 
 
-def _fork(path: bytes, arguments: Sequence[Any], descriptors: Sequence[int]) -> int:
+def _fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
     """Run the code of ``python -c CODE`` in a fork instead of a new interpreter; return its process id."""
     if pid := os.fork():
         return pid
-    exec(arguments[-1], {})  # the call of the fork server's main function
+    exec(args[-1], {})  # the call of the fork server's main function
     os._exit(0)
 
 
