@@ -19,7 +19,6 @@ import http.client
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -36,6 +35,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/agents"), str(ROOT / "tools")]
 
+import make_arithmetic  # noqa: E402
 from agent_cases import ids_of, lead_all, merging_tokenizer  # noqa: E402
 from dotted_keys import set_keys  # noqa: E402
 from machine import benchmark_parser, parse_sizes  # noqa: E402
@@ -55,6 +55,7 @@ from megarl.agents.types import ConversationGroup, PlannedSample  # noqa: E402
 from megarl.cluster import RaySession, ResourcePool, WorkerGroup  # noqa: E402
 from megarl.cluster.adapters import ReplicaProcess, replica_processes  # noqa: E402
 from megarl.cluster.agent_runners import AgentRunners  # noqa: E402
+from megarl.cluster.fork_server import fork_server  # noqa: E402
 from megarl.config import GenerateConfig  # noqa: E402
 from megarl.config.build import build  # noqa: E402
 from megarl.data.tokenizer_folder import load_tokenizer  # noqa: E402
@@ -146,7 +147,7 @@ def measure_loops(most: int) -> None:
     """Print the overhead of each loop, with at most ``most`` conversations."""
     tokenizer = merging_tokenizer()
     parent_pipe, child_pipe = multiprocessing.Pipe()
-    server = multiprocessing.get_context("spawn").Process(target=serve, args=(child_pipe,), daemon=True)
+    server = multiprocessing.get_context("fork").Process(target=serve, args=(child_pipe,), daemon=True)
     server.start()
     url = parent_pipe.recv()
     prompt = ids_of(tokenizer, "<|im_start|>user\nHow many keys are in the drawer?<|im_end|>\n<|im_start|>assistant\n")
@@ -294,7 +295,7 @@ def measure_runners(conversations: int, runners: int, folder: Path) -> None:
         )
         for number in range(conversations)
     ]
-    with RaySession(num_cpus=REPLICAS) as session:
+    with fork_server(), RaySession(num_cpus=REPLICAS) as session:
         pool = session.place([ResourcePool("main", "cpu", [REPLICAS])])["main"]
         kwargs = {"slots": conversations // REPLICAS}
         replicas = WorkerGroup("rollout", NullReplica, kwargs, ParallelLayout(dp=REPLICAS), pool, threads=runners + 2)
@@ -338,8 +339,7 @@ def cpu_seconds(pids: Sequence[int]) -> list[float]:
 def task_keys(folder: Path) -> dict[str, Any]:
     """Keys of a job whose model is the small arithmetic task's."""
     if not (folder / "model").is_dir():
-        command = [sys.executable, str(ROOT / "tools/make_arithmetic.py"), "--out", str(folder)]
-        subprocess.run(command, check=True, capture_output=True)
+        make_arithmetic.main(["--out", str(folder), "--hidden", "32", "--lessons", "1", "1", "--pairs", "1", "1"])
     model = {"actor_rollout_ref.model.path": str(folder / "model"), "data.prompts": ["1"]}
     return model | {"trainer.device": "cpu", "trainer.experiment_name": "agents"}
 

@@ -37,7 +37,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from machine import benchmark_parser, parse_sizes, processor
@@ -55,6 +55,8 @@ LENGTHS = "BENCHMARK_LENGTHS"
 """Environment variable of the loop: median and sigma of the lengths, and mean seconds of a tool, comma-separated."""
 PACE = "BENCHMARK_PACE"
 """Environment variable of ``paced_devices.py``, which must not be imported here: it changes the process."""
+PROBLEMS = ("--largest", "29", "--num-test", "20", "--lessons", "1", "1", "--pairs", "1", "1")
+"""Few problems: their answers have drawn lengths."""
 CAP = 8
 WARMUP, LAST = 2, 2
 """Steps at the beginning and at the end that do not count."""
@@ -81,11 +83,6 @@ class DrawnLengthLoop(SingleTurnLoop):
             params = replace(params, max_new_tokens=tokens - tokens // 2)
         await transcript.generate(generate, params)
         return transcript.end("length")
-
-
-def score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
-    """Return a reward that differs between the samples of a prompt."""
-    return float(len(set(solution_str)))
 
 
 @dataclass(frozen=True)
@@ -213,8 +210,8 @@ def overrides(task: Path, folder: Path, work: Workload, mode: Sequence[str]) -> 
         f"{rollout}.max_num_seqs={work.slots}",
         f"{rollout}.calculate_log_probs=true",
         f"{rollout}.agent.default_agent_loop={here}:{DrawnLengthLoop.__name__}",
-        f"reward.custom_reward_function.path={here}",
-        f"reward.custom_reward_function.name={score.__name__}",
+        f"reward.custom_reward_function.path={here.with_name('character_reward.py')}",
+        "reward.custom_reward_function.name=score",
         "trainer.device=cpu",
         f"trainer.total_training_steps={work.steps}",
         "trainer.total_epochs=1000",
@@ -231,7 +228,7 @@ def overrides(task: Path, folder: Path, work: Workload, mode: Sequence[str]) -> 
 
 def make_task(folder: Path, work: Workload) -> None:
     """Make the arithmetic task, with a model whose positions suffice for the longest response."""
-    run(["tools/make_arithmetic.py", "--out", str(folder), "--hidden", str(work.hidden)], os.environ)
+    run(["tools/make_arithmetic.py", "--out", str(folder), "--hidden", str(work.hidden), *PROBLEMS], os.environ)
     path = folder / "model" / "config.json"
     path.write_text(
         json.dumps({**json.loads(path.read_text(encoding="utf-8")), "max_position_embeddings": 64 + work.longest}),

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from megarl.base.formatting import table_lines
 from megarl.cluster import PlacedPool, RaySession, ResourcePool, WorkerGroup, wait_ready
+from megarl.cluster.fork_server import fork_server
 from megarl.cluster.split import plan_rows
 from megarl.data import DataProto
 from megarl.models import ParallelLayout
@@ -211,7 +212,7 @@ def main() -> None:
 
     has_queue = importlib.util.find_spec("transfer_queue") is not None
     rows = []
-    with RaySession(num_cpus=args.ranks + UNITS + 2) as session:
+    with fork_server(), RaySession(num_cpus=args.ranks + UNITS + 2) as session:
         pool = session.place([ResourcePool("ranks", "cpu", [args.ranks])])["ranks"]
         for samples in args.samples:
             producer = ray.remote(Producer).options(num_cpus=0).remote(samples, args.longest, args.mean)

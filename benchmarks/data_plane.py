@@ -31,6 +31,7 @@ from megarl.agents.trajectories import PackedSamples, trajectories_to_batch
 from megarl.agents.types import FinishedSample, SampleId, Trajectory
 from megarl.base.allocators import keep_freed_memory
 from megarl.cluster import RaySession, ResourcePool, WorkerGroup, stored_chunks, wait_ready
+from megarl.cluster.fork_server import fork_server
 from megarl.config.schema.algorithm import AlgorithmConfig
 from megarl.data import DataProto, token_counts
 from megarl.data.column_store import ragged_columns
@@ -238,7 +239,7 @@ def main() -> None:
     torch.set_num_threads(1)
     keep_freed_memory(LARGEST_KEPT_TENSOR)
     meter = Meter()
-    with RaySession(num_cpus=2, object_store_bytes=args.store_gb << 30) as session:
+    with fork_server(), RaySession(num_cpus=2, object_store_bytes=args.store_gb << 30) as session:
         pool = session.place([ResourcePool("main", "cpu", [1])])["main"]
         group = OneProcessGroup("ranks", AnsweringWorker, {}, ParallelLayout(), pool)
         source = WorkerGroup("agents", SampleSource, {}, ParallelLayout(), pool, on_device=False)

@@ -27,10 +27,10 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import grpo_step
-from grpo_workload import LEARNING_RATE, PROMPT_TOKENS, SAMPLES, Mix, distinct_words, mix_of, prompt_ids
+from grpo_workload import LEARNING_RATE, PROMPT_TOKENS, SAMPLES, Mix, mix_of, prompt_ids, score
 from machine import benchmark_parser, parse_sizes, processor
 
 from megarl.agents.single_turn import SingleTurnLoop
@@ -46,11 +46,6 @@ class FixedLengthLoop(SingleTurnLoop):
     async def run(self, conversation: Conversation, generate: Generate) -> Trajectory:
         """Generate one turn."""
         return await super().run(replace(conversation, params=replace(conversation.params, ignore_eos=True)), generate)
-
-
-def score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
-    """Return the reward of a response, as in the other rows."""
-    return distinct_words(solution_str)
 
 
 class Row(NamedTuple):
@@ -101,7 +96,7 @@ def overrides(folder: Path, mix: Mix, steps: int, engine_log_probs: bool) -> lis
         f"{rollout}.dtype=float32",
         f"{rollout}.agent.default_agent_loop={Path(__file__).resolve()}:{FixedLengthLoop.__name__}",
         f"algorithm.rollout_correction.bypass_mode={str(engine_log_probs).lower()}",
-        f"reward.custom_reward_function.path={Path(__file__).resolve()}",
+        f"reward.custom_reward_function.path={Path(__file__).with_name('grpo_workload.py').resolve()}",
         f"reward.custom_reward_function.name={score.__name__}",
         "trainer.device=cpu",
         "trainer.n_gpus_per_node=2",

@@ -61,9 +61,9 @@ from grpo_workload import (
     Mix,
     Taken,
     clock,
-    distinct_words,
     mix_of,
     prompt_ids,
+    score,
 )
 from machine import benchmark_parser, parse_sizes, processor
 
@@ -428,11 +428,6 @@ class Megarl:
         chunks = split(batch, plan_rows(batch, 2, self.mix.rows), self.mix.rows)
         metrics = self.processes.scatter("actor", "update_actor", [(chunk,) for chunk in chunks])[0]
         assert not metrics["actor/skipped_steps"] and math.isfinite(metrics["actor/grad_norm"])
-
-
-def score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
-    """Return the reward, with the arguments of a megarl reward function."""
-    return distinct_words(solution_str)
 
 
 # ---- TRL, in a separate interpreter (grpo_trl.py)

@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150, help="training steps")
     parser.add_argument("--limit", type=float, default=math.inf, metavar="MINUTES", help="end after this time")
     parser.add_argument("overrides", nargs="*", help="overrides of the configuration, after --")
-    options = parse_sizes(parser, steps=7)
+    options = parse_sizes(parser, steps=5)
     with tempfile.TemporaryDirectory() as scratch:
         readings = run_job(options.steps, options.overrides, Path(scratch), 60.0 * options.limit)
     last = max(step for points in readings.values() for step in points)

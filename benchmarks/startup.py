@@ -117,9 +117,10 @@ def _count_cpu(mark: str, cpu: dict[tuple[int, float], tuple[str, float]]) -> No
             continue
 
 
-def _print_imports(repeat: int) -> None:
+def _print_imports(repeat: int, processes: Sequence[str]) -> None:
     print("CPU seconds of imports in a fresh process")
-    for process, modules in IMPORTS.items():
+    for process in processes:
+        modules = IMPORTS[process]
         runs = [import_seconds(modules) for _ in range(repeat)]
         medians = [statistics.median(column) for column in zip(*runs, strict=True)]
         for module, seconds in zip(modules, medians, strict=True):
@@ -151,9 +152,10 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--repeat", type=int, default=3, help="runs of each kind")
     parser.add_argument("--only", choices=["imports", "job"], help="one of the tables")
-    options = parse_sizes(parser, repeat=1, only="imports")
+    parser.add_argument("--processes", nargs="+", choices=list(IMPORTS), default=list(IMPORTS), help="whose imports")
+    options = parse_sizes(parser, repeat=1, only="imports", processes=["worker"])
     if options.only != "job":
-        _print_imports(options.repeat)
+        _print_imports(options.repeat, options.processes)
     if options.only != "imports":
         _print_jobs(options.repeat)
 

@@ -51,7 +51,7 @@ ENGINES = {"embedded": (1,), "sglang": (1, 2)}
 """Tensor-parallel sizes to measure, by engine."""
 
 
-def write_model(folder: Path, layers: int) -> ModelConfig:
+def write_model(folder: Path, layers: int, vocabulary: int) -> ModelConfig:
     """Write the config of a Llama with wide layers; eight layers are 1.0 GB."""
     fields = {
         "architectures": ["LlamaForCausalLM"],
@@ -62,7 +62,7 @@ def write_model(folder: Path, layers: int) -> ModelConfig:
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
         "head_dim": 128,
-        "vocab_size": 32000,
+        "vocab_size": vocabulary,
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-6,
         "hidden_act": "silu",
@@ -268,10 +268,10 @@ def serve(pipe: Connection, build: Callable[..., Any], arguments: tuple[Any, ...
     try:
         rank = build(*arguments)
         post(pipe, None)
-        while True:
-            verb, values = take(pipe)
+        while (call := take(pipe)) is not None:
+            verb, values = call
             post(pipe, getattr(rank, verb)(*values))
-            del values
+            del call, values
     except EOFError:
         return
     except Exception as error:
@@ -338,7 +338,7 @@ class Ranks:
     def stop(self) -> None:
         """End the processes."""
         for pipe in self.pipes:
-            pipe.close()
+            post(pipe, None)
         for process in self.processes:
             process.join()
 
@@ -471,8 +471,10 @@ def main() -> None:
     parser.add_argument("--transports", nargs="+", default=["auto", "gloo", "inline"])
     parser.add_argument("--bucket-megabytes", type=int, default=64)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--rounds", type=int, default=6)
-    options = parse_sizes(parser, engines=["embedded"], transports=["auto"], bucket_megabytes=64, layers=2, rounds=1)
+    small = {"bucket_megabytes": 64, "layers": 2, "vocabulary": 512, "rounds": 1}
+    options = parse_sizes(parser, engines=["embedded"], transports=["auto"], **small)
     bucket = options.bucket_megabytes * 2**20
     print(f"{processor()}, {os.cpu_count()} cores; {TRAIN.describe()}, buckets of {options.bucket_megabytes} MiB")
     print(
@@ -481,7 +483,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
-        config = write_model(folder, options.layers)
+        config = write_model(folder, options.layers, options.vocabulary)
         for engine in options.engines:
             for tp, transport in ((tp, transport) for tp in ENGINES[engine] for transport in options.transports):
                 row = measure(config, folder, engine, tp, transport, bucket, options.rounds + 1)

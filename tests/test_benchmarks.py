@@ -15,8 +15,8 @@ SCRIPTS = [
     for path in sorted((ROOT / "benchmarks").glob("*.py"))
     if "__main__" in path.read_text(encoding="utf-8") and path.stem != "grpo_trl"  # TRL is in another environment
 ]
-JOBS = {"learning", "plan_times", "quickstart", "soak", "startup"}
-"""Start jobs whose drivers and workers may be forks. Those of the others import the script or its folder."""
+JOBS = ("asynchronous", "data", "grpo_job", "learning", "plan_times", "quickstart", "rollout", "soak", "startup")
+"""Their jobs and scripts are forks. Others may start Ray, whose processes need an interpreter that is no script."""
 LIMIT_S = 300.0
 
 
@@ -38,12 +38,13 @@ def test_a_benchmark_prints_its_table(
     overrides = {
         "learning": ["--runs", str(tmp_path), *data, model],
         "quickstart": [*data, model, *batch],
+        "plan_times": [*data, model, *batch],
     }
     output = tmp_path / "output.txt"
     interpreter = write_interpreter(tmp_path / "python", drivers.address, "megarl")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **shared_server}
     if script.stem in JOBS:
-        environment |= {**shared_server, "WARM_PYTHON": str(interpreter)}
+        environment["WARM_PYTHON"] = str(interpreter)
     with output.open("wb") as file:
         command = [str(script), *sizes, *overrides.get(script.stem, [])]
         job = drivers.start(command, tmp_path, environment, file.fileno())

@@ -4,8 +4,9 @@ Importing torch, transformers, Ray and the trainer costs a job 3.5 s of CPU time
 is otherwise like a process of its own: arguments, environment, working folder, standard streams, session and exit code.
 All forks share the seed of Python's string hashes, so one run of a comparison must be a process of its own.
 
-As a script, ``warm_drivers.py SOCKET MODULE ARGUMENT...`` runs a job on a server, for the commands of a shell. A fork
-is killed when its client ends. :func:`write_interpreter` writes an interpreter that starts jobs in this way.
+As a script, ``warm_drivers.py SOCKET MODULE ARGUMENT...`` runs a job on a server, for the commands of a shell, and ends
+as the job does. A fork is killed when its client ends. :func:`write_interpreter` writes an interpreter that starts jobs
+in this way.
 """
 
 from __future__ import annotations
@@ -231,9 +232,21 @@ def _become(request: dict[str, object]) -> str:
     sys.executable = os.environ.pop(_INTERPRETER, sys.executable)
     sys.argv = [module, *arguments]
     sys.orig_argv = [sys.executable, *([] if is_script else ["-m"]), *sys.argv]
+    if "RAY_ADDRESS" in os.environ:
+        _read_cluster()
     first = os.path.dirname(os.path.abspath(module)) if is_script else os.getcwd()
     sys.path[:1] = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return module
+
+
+def _read_cluster() -> None:
+    """Let Ray, which has read the environment of the server, read that of a job which joins a cluster."""
+    from ray._private import ray_constants
+
+    from megarl.cluster.ray_token import read_authentication
+
+    ray_constants.ENABLE_RAY_CLUSTER = ray_constants.env_bool(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, True)
+    read_authentication()
 
 
 def _main() -> None:
@@ -259,6 +272,7 @@ def _main() -> None:
             if module == "megarl.cli":  # loaded, so runpy would warn
                 sys.exit(importlib.import_module(module).main())
             if module.endswith(".py"):
+                _fork_children()
                 runpy.run_path(module, run_name="__main__")
             else:
                 runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -267,6 +281,14 @@ def _main() -> None:
                 raise
             _exit(stop.code or 0)
         _exit(0)
+
+
+def _fork_children() -> None:
+    """Let a script's processes be forks, too, where it asks multiprocessing for new interpreters."""
+    import multiprocessing.context
+
+    contexts: dict[str, object] = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
+    contexts["spawn"] = contexts["fork"]
 
 
 def _compose_once() -> None:
@@ -291,7 +313,12 @@ def _exit(code: int) -> NoReturn:
 
 def _client(address: str, module: str, arguments: list[str]) -> int:
     driver = WarmDriver(address, module, arguments, os.getcwd(), dict(os.environ), [0, 1, 2])
-    return driver.wait() % 256
+    code = driver.wait()
+    if code < 0:  # it was ended by a signal, and so is its client
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code
 
 
 if __name__ == "__main__":

@@ -413,7 +413,8 @@ def _run_script(request: dict[str, Any], streams: Sequence[int], server: int) ->
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
     sys.argv = request["argv"]
-    sys.path[0] = str(Path(sys.argv[0]).parent)
+    added = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry and entry not in sys.path]
+    sys.path[:1] = [str(Path(sys.argv[0]).parent), *added]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

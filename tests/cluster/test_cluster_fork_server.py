@@ -26,7 +26,7 @@ SCRIPT = """
 import json, os, sys
 import colorsys
 values = {"argv": sys.argv[1:], "cwd": os.getcwd(), "value": os.environ["VALUE"], "parent": os.getppid(),
-          "loaded": "imaginary_module" in sys.modules, "path": sys.path[0], "home": "HOME" in os.environ}
+          "loaded": "imaginary_module" in sys.modules, "path": sys.path[:2], "home": "HOME" in os.environ}
 print(json.dumps(values), flush=True)
 print("to standard error", file=sys.stderr, flush=True)
 """
@@ -65,10 +65,11 @@ def test_fork_has_the_clients_arguments_environment_folder_and_streams(server: F
 
     script = tmp_path / "worker.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    done = run_client(server.address, script, *SETUP_ARGUMENTS, "--rank", "3", env={"VALUE": "of the client"})
+    env = {"VALUE": "of the client", "PYTHONPATH": "/modules/of/the/client"}
+    done = run_client(server.address, script, *SETUP_ARGUMENTS, "--rank", "3", env=env)
     values = json.loads(done.stdout)
     assert values["argv"] == ["--rank", "3"]  # without the arguments for Ray's set-up script
-    assert values["cwd"] == values["path"] == str(tmp_path)
+    assert values["cwd"] == str(tmp_path) and values["path"] == [str(tmp_path), "/modules/of/the/client"]
     assert values["value"] == "of the client" and not values["home"], "the environment of the client, nothing else"
     assert values["loaded"], "a fork finds the modules of the server loaded"
     assert values["parent"] == server._process.pid

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import ray
+import warm_drivers
 from expected_errors import raises
 from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.exceptions import AuthenticationError
@@ -300,29 +301,7 @@ def test_a_driver_without_a_parent_outlives_its_raylet():
     assert done.stdout == "Ray's node process (raylet) died, so the run ends [ray.process-died]\n"
 
 
-JOINING = """
-import contextlib, os, sys
-from megarl.base.errors import ResourceError
-from megarl.cluster import RaySession, ResourcePool, WorkerGroup
-from megarl.models.layout import ParallelLayout
-
-session = RaySession()
-try:
-    session.__enter__()
-except ResourceError as error:
-    sys.exit(f"refused: {error}")
-with contextlib.ExitStack() as stack:
-    stack.push(session)
-    pool = session.place([ResourcePool("main", "cpu", [1])])["main"]
-    group = WorkerGroup("guest", "tests.cluster.light_workers.Sleeper", {}, ParallelLayout(), pool)
-    print("pid", *group.pid(), flush=True)
-    session.last_words("ended in step 3", {sys.argv[1]: "summary"})
-    if "killed" in sys.argv:
-        os.kill(os.getpid(), 9)
-"""
-
-
-def join(gcs_address, *arguments, **authentication):
+def join(drivers, gcs_address, *arguments, **authentication):
     """Join the local cluster from another process, with the authentication of a user's shell."""
     env = {
         **{name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")},
@@ -330,12 +309,14 @@ def join(gcs_address, *arguments, **authentication):
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # this cluster is on the loopback interface only
         **authentication,
     }
-    return subprocess.run(
-        [sys.executable, "-c", JOINING, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
-    )
+    client = [sys.executable, "-S", warm_drivers.__file__, drivers.address]
+    command = [*client, "tests.cluster.joining_driver", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
 
 
-def test_other_processes_join_a_local_cluster_with_its_token_only_and_leave_it_as_it_was(monkeypatch, tmp_path):
+def test_other_processes_join_a_local_cluster_with_its_token_only_and_leave_it_as_it_was(
+    drivers, monkeypatch, tmp_path
+):
     """Ray itself would follow the shell, which turns authentication off here, and would share one token with others.
 
     Below a long folder for temporary files, the addresses of Ray's sockets would be too long.
@@ -355,11 +336,13 @@ def test_other_processes_join_a_local_cluster_with_its_token_only_and_leave_it_a
         assert os.environ["RAY_AUTH_MODE"] == "disabled" and os.environ["RAY_AUTH_TOKEN"] == "of another cluster"
         # A refused client tries again every second.
         summary = tmp_path / "summary"
-        stranger = join(address, str(summary), RAY_AUTH_MODE="disabled", RAY_NUM_REDIS_GET_RETRIES="2")
+        stranger = join(drivers, address, str(summary), RAY_AUTH_MODE="disabled", RAY_NUM_REDIS_GET_RETRIES="2")
         assert stranger.returncode == 1 and "refused: cannot join the Ray cluster" in stranger.stderr, stranger.stderr
         assert "RAY_AUTH_MODE is 'disabled' here: set RAY_AUTH_MODE=token" in stranger.stderr
         for arguments, code in (((), 0), (("killed",), -signal.SIGKILL)):  # and a joined cluster survives its driver
-            guest = join(address, str(summary), *arguments, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
+            guest = join(
+                drivers, address, str(summary), *arguments, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token)
+            )
             assert guest.returncode == code, guest.stderr
             assert ("ended in step 3" in guest.stderr) == summary.is_file() == bool(code), "a killed driver only"
             pid = int(guest.stdout.split("pid")[1])

@@ -89,8 +89,17 @@ def required(name: str) -> tuple[str, ...]:
     return () if name.startswith("quickstart") else REQUIRED
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
-@pytest.mark.parametrize("name", ["quickstart", "quickstart_grpo", "ppo", "grpo", "run_8b_grpo", "run_70b_ppo"])
+NAMES = ("quickstart", "quickstart_grpo", "ppo", "grpo", "run_8b_grpo", "run_70b_ppo")
+
+
+@pytest.mark.parametrize(
+    ("name", "experiment"),
+    # Each experiment with each kind of configuration, each configuration with an experiment.
+    [
+        *((name, experiment) for name in ("quickstart", "run_8b_grpo") for experiment in EXPERIMENTS),
+        *((name, EXPERIMENTS[0]) for name in NAMES if name not in ("quickstart", "run_8b_grpo")),
+    ],
+)
 def test_experiments_apply_to_configurations(name: str, experiment: str) -> None:
     changed = compose(ConfigRequest(TrainConfig, name, (*required(name), f"+experiment={experiment}")))
     assert changed != bare(name) and changed.trainer.experiment_name == bare(name).trainer.experiment_name

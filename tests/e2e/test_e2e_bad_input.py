@@ -437,35 +437,41 @@ def test_dead_cluster(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_error(refuse(code=1), "ray.no-cluster", "127.0.0.1:1", "3 s", "RAY_ADDRESS")
 
 
-@pytest.mark.parametrize(
-    ("argument", "error"),
-    [
-        ("data.train_files=nowhere.parquet", "data.file-missing"),
-        ("data.train_files=broken.jsonl", "data.not-json"),
-        ("actor_rollout_ref.model.path=nowhere", "model.folder-missing"),
-        ("trainer.device=cuda", "ray.no-gpu"),
-        ("trainer.save_freq=1", "disk.not-writable"),
-    ],
-)
-def test_cheap_checks_precede_expensive_imports(argument: str, error: str, small: list[str], tmp_path: Path) -> None:
+CHEAP = {
+    "data.train_files=nowhere.parquet": "data.file-missing",
+    "data.train_files=broken.jsonl": "data.not-json",
+    "actor_rollout_ref.model.path=nowhere": "model.folder-missing",
+    "trainer.device=cuda": "ray.no-gpu",
+    "trainer.save_freq=1": "disk.not-writable",
+}
+IN_TURN = """
+import contextlib, io, json, sys
+from megarl import cli
+for arguments in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.main(arguments)
+    imported = sorted({"torch", "transformers", "megatron", "wandb"} & set(sys.modules))
+    print(json.dumps({"code": code, "imported": imported, "out": out.getvalue(), "err": err.getvalue()}))
+"""
+
+
+def test_cheap_checks_precede_expensive_imports(small: list[str], tmp_path: Path) -> None:
+    """One new process makes all checks in turn."""
     (tmp_path / "broken.jsonl").write_text(
         json.dumps({"prompt": "1+1", "data_source": "a"}) + '\n{"prompt": [\n', encoding="utf-8"
     )
-    arguments = ["train", "--config-name", "quickstart", *small, argument, "trainer.default_local_dir=/proc/x"]
-    code = (
-        "import sys\n"
-        "from megarl import cli\n"
-        f"code = cli.main({arguments!r})\n"
-        "imported = {'torch', 'transformers', 'megatron', 'wandb'} & set(sys.modules)\n"
-        "assert code == 2 and not imported, (code, imported)\n"
-    )
+    common = ["train", "--config-name", "quickstart", *small, "trainer.default_local_dir=/proc/x"]
+    calls = json.dumps([[*common, argument] for argument in CHEAP])
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0 and f"[{error}]" in result.stderr, result.stderr
-    # A folder is locked even before the first line.
-    assert result.stdout in ("", "train quickstart: check files, devices and logins ...\n")
+    command = [sys.executable, "-c", IN_TURN, calls]
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    for answer, error in zip(answers, CHEAP.values(), strict=True):
+        assert answer["code"] == 2 and answer["imported"] == [] and f"[{error}]" in answer["err"], answer
+        # A folder is locked even before the first line.
+        assert answer["out"] in ("", "train quickstart: check files, devices and logins ...\n")
 
 
 # Real command lines

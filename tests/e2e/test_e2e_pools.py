@@ -22,8 +22,7 @@ PASSES, UPDATES = ("old_log_prob", "ref", "values"), ("update_critic", "update_a
 def cluster_of_three(forked_workers: None) -> Iterator[dict[str, str]]:
     """A Ray with three CPU slots on any number of cores, as the environment of the jobs that join it.
 
-    The jobs' workers are forks of the shared server, like those of a job with a Ray of its own. A warm driver could not
-    join: Ray decides at its import whether a cluster is on loopback.
+    The jobs' workers are forks of the shared server, like those of a job with a Ray of its own.
     """
     with RaySession(num_cpus=3) as session:
         yield {
@@ -46,7 +45,7 @@ def test_roles_on_their_own_devices_train_like_roles_that_share(
     ]
     runs = {}
     for name, keys, env in (("shared", (), None), ("apart", APART, cluster_of_three)):
-        run = start(*arguments, *keys, f"trainer.experiment_name={name}", env=env)
+        run = start(*arguments, *keys, f"trainer.experiment_name={name}", env=env, warm=True)
         assert run.wait() == 0, run.output
         runs[name] = RunFiles(run.folder, name)
     shared, apart = (list(files.steps.values()) for files in runs.values())
@@ -68,7 +67,7 @@ def test_roles_on_their_own_devices_train_like_roles_that_share(
 
     checkpoint = runs["apart"].root / "checkpoints" / "global_step_2"
     again = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
-    run = start(*arguments, *APART, *again, "trainer.experiment_name=resumed", env=cluster_of_three)
+    run = start(*arguments, *APART, *again, "trainer.experiment_name=resumed", env=cluster_of_three, warm=True)
     assert run.wait() == 0, run.output
     resumed = RunFiles(run.folder, "resumed").steps
     assert "step 2/3" not in run.output and reproducible(resumed[3]) == reproducible(apart[2])
@@ -93,6 +92,7 @@ def test_replicas_sync_one_by_one_and_one_dies_in_its_wave(
         f"reward.custom_reward_function.path={Path(__file__).with_name('deadly_reward.py')}",
         "reward.custom_reward_function.name=length_and_kill",
         env=cluster_of_three,
+        warm=True,
     )
     assert run.wait() == 0, run.output
     # The second sync of the run is the first in waves; the one after the replacement is for all again.

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from distributed import Place, ProcessPool
-from valid_layouts import paired_layouts
+from valid_layouts import of_release, paired_layouts
 
 from megarl.base.checkpoint_files import read_index
 from megarl.base.errors import CheckpointError
@@ -314,9 +314,12 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+PAIRS = list(zip(paired_layouts(model_config(layers=4), 4), itertools.cycle(OPTIONS), strict=False))
+
+
 @pytest.mark.parametrize(
     ("layout", "options"),
-    zip(paired_layouts(model_config(layers=4), 4), itertools.cycle(OPTIONS), strict=False),
+    of_release(PAIRS[::2], PAIRS[1::2]),
     ids=lambda value: value.describe() if isinstance(value, ParallelLayout) else " ".join(value),
 )
 def test_resume_is_bit_exact(

@@ -11,9 +11,10 @@ import time
 from multiprocessing.connection import Connection
 
 from megarl.base.child_process import die_with_parent
-from megarl.rollout.sglang.forks import ForkedProcess
+from megarl.rollout.sglang.forks import ForkedProcess, fork_this_process
 
 VARIABLE = "FORK_OF_A_TEST"
+LOADED = "module_of_the_parent"
 
 
 def report(connection: Connection) -> None:
@@ -22,6 +23,7 @@ def report(connection: Connection) -> None:
     values = {
         "variable": os.environ.get(VARIABLE),
         "server": os.getppid(),
+        "inherits": LOADED in sys.modules,
         "starter": parent and parent.pid,
         "default": signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL,
     }
@@ -37,11 +39,14 @@ def sleep(connection: Connection) -> None:
 
 
 def main() -> None:
-    """Print the reports of forks, or with an argument sleep with one."""
+    """Print the reports of forks, with ``own`` of a server that is a fork itself; or with ``sleep`` sleep with one."""
+    sys.modules[LOADED] = sys
+    if "own" in sys.argv:
+        fork_this_process()
     signals: list[int] = []
     signal.signal(signal.SIGQUIT, lambda number, _: signals.append(number))
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    if len(sys.argv) > 1:
+    if "sleep" in sys.argv:
         ForkedProcess(target=sleep, args=(sender,)).start()
         print(json.dumps(receiver.recv()), flush=True)
         time.sleep(600)

@@ -23,7 +23,7 @@ def plan_of(case, bucket_bytes):
     return build_plan(case.weight_map, case.train, case.rollout, bucket_bytes, ELEMENT, case.placement)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(plan_cases(), BUCKETS, st.integers(1, 4))
 def test_each_wave_has_replicas_and_buckets_of_its_own_and_the_same_slices(case, bucket_bytes, wave_replicas):
     whole = plan_of(case, bucket_bytes)
@@ -62,7 +62,7 @@ def cut(op, source):
     return source[op.src_rank][op.src_param][box(op.src_start, shape)].reshape(op.shape)
 
 
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(plan_cases(), BUCKETS)
 def test_every_engine_element_is_written_exactly_once_from_the_right_source(case, bucket_bytes):
     numbers = labels(case.weight_map)
@@ -80,7 +80,7 @@ def test_every_engine_element_is_written_exactly_once_from_the_right_source(case
         check_coverage(plan, {rank: params})
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(plan_cases(), st.sampled_from([6, 40, 300]))
 def test_every_transfer_comes_from_a_rank_that_holds_it(case, bucket_bytes):
     plan = plan_of(case, bucket_bytes)
@@ -88,7 +88,7 @@ def test_every_transfer_comes_from_a_rank_that_holds_it(case, bucket_bytes):
         assert np.isin(plan.source[:, plan.table.holders == number], holders).all()
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(plan_cases(), BUCKETS)
 def test_no_rank_sends_or_receives_more_than_the_bucket_size(case, bucket_bytes):
     plan = plan_of(case, bucket_bytes)
@@ -108,7 +108,7 @@ def test_no_rank_sends_or_receives_more_than_the_bucket_size(case, bucket_bytes)
     assert sum(total) == plan.nbytes
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(plan_cases(), BUCKETS)
 def test_sender_and_receiver_list_the_same_ops_in_the_same_order(case, bucket_bytes):
     plan = plan_of(case, bucket_bytes)
@@ -129,7 +129,7 @@ def test_sender_and_receiver_list_the_same_ops_in_the_same_order(case, bucket_by
     assert dict(zip(zip(src, dst, strict=True), amounts, strict=True)) == pairs
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(plan_cases(), BUCKETS)
 def test_elements_on_the_same_device_or_node_are_never_fetched_from_farther_away(case, bucket_bytes):
     numbers = labels(case.weight_map)
@@ -150,7 +150,7 @@ def test_elements_on_the_same_device_or_node_are_never_fetched_from_farther_away
             assert receiver.node == sender.node or on_node[receiver.node].isdisjoint(elements)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(plan_cases())
 def test_a_rank_receives_only_its_shard_minus_the_elements_on_its_device(case):
     numbers = labels(case.weight_map)
@@ -301,7 +301,7 @@ def test_planning_671b_parameters_on_512_ranks_needs_little_memory():
     assert len(plan.buckets) <= 1.1 * max(sent.max(), received.max()) / (1 << 29)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(plan_cases())
 def test_a_rank_plan_has_the_ops_of_its_rank(case):
     plan = build_plan(case.weight_map, case.train, case.rollout, 300, 2, case.placement)

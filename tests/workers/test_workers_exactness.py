@@ -18,7 +18,9 @@ from torch import Tensor
 from megarl.models import ParallelLayout
 from megarl.workers.settings import MicroBatchBudget
 
-CASES = int(os.environ.get("MEGARL_EXACTNESS_CASES", "24"))
+COUNT = os.environ.get("MEGARL_EXACTNESS_CASES")
+CASES = range(int(COUNT)) if COUNT else (0, 1, 3, 7, 8, 9, 11, 12, 14, 16, 17, 21, 23)
+"""By default those that have each kind of parallelism, pipeline, recomputation and offload with each role."""
 PREFIXES = {"actor": "actor", "critic": "critic", "sft": "train"}
 
 TWICE = {
@@ -50,7 +52,7 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool],
     return {key: Subject(tmp_path_factory.mktemp(key[0]), *key) for key in MODELS}
 
 
-@pytest.mark.parametrize("number", range(CASES))
+@pytest.mark.parametrize("number", CASES)
 def test_any_layout_equals_plain_transformers(
     pool: ProcessPool, subjects: dict[tuple[str, bool], Subject], number: int
 ) -> None:

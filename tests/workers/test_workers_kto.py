@@ -11,6 +11,7 @@ import torch
 from distributed import ProcessPool
 from role_processes import BUDGETS, LAYOUTS, Role, role_settings
 from tiny_policies import VOCAB, Models, adam_of, clipped_step, load_model
+from valid_layouts import of_release
 from whole_tensors import whole_tensors
 
 from megarl.config.schema.jobs import PreferenceLossConfig
@@ -19,6 +20,7 @@ from megarl.models import ParallelLayout
 from megarl.workers.kto import KTOWorker
 
 CASES = {**LAYOUTS, "tp2 pp2": ParallelLayout(tp=2, pp=2)}
+NAMES = of_release(["cp2", "dp2", "tp2 pp2"], ["tp1", "tp2", "pp2"])
 BETA, WEIGHTS = 0.3, {True: 1.2, False: 0.7}
 Example = tuple[torch.Tensor, torch.Tensor, bool]
 
@@ -101,7 +103,7 @@ def worker_arguments(models: Models, layout: ParallelLayout, budget: Any) -> dic
 
 
 @pytest.mark.parametrize(
-    ("layout", "labels"), [*((name, "+--+-+--") for name in CASES), ("dp2", "++++++++"), ("tp1", "--------")]
+    ("layout", "labels"), [*((name, "+--+-+--") for name in NAMES), ("dp2", "++++++++"), ("tp1", "--------")]
 )
 def test_updates_equal_plain_torch(role_pool: ProcessPool, models: Models, layout: str, labels: str) -> None:
     made = examples(labels)

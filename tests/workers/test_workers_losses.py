@@ -25,6 +25,7 @@ from loss_cases import (
 from role_processes import BUDGETS, LAYOUTS, MINI_BATCH_ROWS, Role, actor_arguments, update_plan
 from safetensors.torch import load_file
 from tiny_policies import Models, Trained, load_model, train
+from valid_layouts import of_release
 
 from megarl.algorithms import POLICY_LOSSES
 from megarl.config import ActorConfig
@@ -82,7 +83,7 @@ def test_batch_triggers_every_clip_and_selection(reference: dict[str, Trained]) 
         assert all(0 < value < 1 for value in token_means.values()), (name, token_means)
 
 
-@pytest.mark.parametrize("layout", NAMES)
+@pytest.mark.parametrize("layout", of_release(["tp1", "tp2", "cp2", "dp2"], ["pp2"]))
 def test_updates(
     role_pool: ProcessPool, models: Models, reference: dict[str, Trained], tmp_path: Path, layout: str
 ) -> None:

@@ -26,6 +26,7 @@ from tiny_policies import (
     training_batch,
 )
 from torch import Tensor
+from valid_layouts import of_release
 
 from megarl.agents.trajectories import trajectories_to_batch
 from megarl.agents.types import Trajectory
@@ -106,13 +107,10 @@ def rollout(tmp_path_factory: pytest.TempPathFactory) -> Rollout:
     return Rollout(path, batch, torch.cat(rows).abs())
 
 
-LAYOUTS = [
-    ParallelLayout(tp=2),
-    ParallelLayout(cp=2),
-    ParallelLayout(pp=2, vpp=2),
-    ParallelLayout(dp=2, ep=2),
-    ParallelLayout(tp=2, ep=2, etp=1),
-]
+LAYOUTS = of_release(
+    [ParallelLayout(cp=2), ParallelLayout(pp=2, vpp=2), ParallelLayout(tp=2, ep=2, etp=1)],
+    [ParallelLayout(tp=2), ParallelLayout(dp=2, ep=2)],
+)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=ParallelLayout.describe)

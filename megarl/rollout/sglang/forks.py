@@ -1,8 +1,8 @@
 """Starts SGLang's processes on a CPU as forks of a process that has imported SGLang.
 
 SGLang starts a scheduler per rank and a detokenizer as new interpreters, and each imports SGLang for 6 s of CPU time.
-The shim for CPUs replaces them by forks of Python's fork server, of which each process with an engine has one. On a
-GPU nothing changes: forks share no CUDA state.
+The shim for CPUs replaces them by forks of Python's fork server, of which each process with an engine has one. That of
+SGLang's HTTP server is a fork itself. On a GPU nothing changes: forks share no CUDA state.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import logging
 import multiprocessing
 import os
 import signal
+from collections.abc import Sequence
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerProcess
 from types import FrameType, ModuleType
 from typing import Any
@@ -56,6 +58,25 @@ class _Multiprocessing(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(multiprocessing, name)
+
+
+def fork_this_process() -> None:
+    """Start the fork server as a fork of this process, which has imported SGLang and has one thread."""
+    resource_tracker.ensure_running()
+    multiprocessing.set_forkserver_preload([f"{__name__}_server"])
+    spawn, util.spawnv_passfds = util.spawnv_passfds, _fork
+    try:
+        forkserver.ensure_running()
+    finally:
+        util.spawnv_passfds = spawn
+
+
+def _fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
+    """Run the code of ``python -c CODE`` in a fork instead of a new interpreter; return its process id."""
+    if pid := os.fork():
+        return pid
+    exec(args[-1], {})  # the call of the fork server's main function
+    os._exit(0)
 
 
 def fork_processes(module: Any) -> None:

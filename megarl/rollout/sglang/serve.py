@@ -6,13 +6,14 @@ API key is among them; on a command line every user of the machine could read it
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
 
 from megarl.base.child_process import die_with_parent
 from megarl.base.proxies import bypass_proxies
-from megarl.rollout.sglang.options import RankRendezvous, SGLangOptions, server_args
+from megarl.rollout.sglang.options import RankRendezvous, SGLangOptions, needs_shim, server_args
 
 
 def main() -> None:
@@ -27,6 +28,8 @@ def main() -> None:
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import ServerArgs
 
+    if needs_shim(options):
+        importlib.import_module("megarl.rollout.sglang.forks").fork_this_process()
     # A warm-up would generate without weights.
     arguments |= {"host": options.host, "port": options.port, "api_key": options.api_key, "skip_server_warmup": True}
     launch_server(ServerArgs(**arguments))

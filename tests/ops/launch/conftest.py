@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -16,6 +17,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import warm_drivers
+from warm_drivers import Drivers
 
 from megarl.base.processes import READ_ERRORS, all_processes, has_ended
 from megarl.ops.launch.settings import PORTS_PER_NODE
@@ -61,6 +64,28 @@ def first_port() -> int:
             for port in range(first, first + 2 * PORTS_PER_NODE):
                 held.enter_context(socket.socket()).bind(("", port))
             return first
+
+
+_WARM = """#!/usr/bin/env bash
+# Python on the nodes, whose drivers of jobs are forks of a server of tests/warm_drivers.py.
+if [ "$1 $2" = "-m megarl.cli" ]; then exec {client} "${{@:2}}"; fi
+exec {python} "$@"
+"""
+
+
+@pytest.fixture(scope="session")
+def warm_script(drivers: Drivers) -> list[str]:
+    """Command that runs the script after it in a fork."""
+    return [sys.executable, "-S", warm_drivers.__file__, drivers.address]
+
+
+@pytest.fixture
+def warm_python(warm_script, tmp_path) -> Path:
+    """Interpreter for ``--python``."""
+    path = tmp_path / "python"
+    path.write_text(_WARM.format(client=shlex.join(warm_script), python=sys.executable), encoding="utf-8")
+    path.chmod(0o755)
+    return path
 
 
 @pytest.fixture

@@ -16,14 +16,16 @@ from megarl.base.processes import command_line, process_name
 
 HERE = Path(__file__).parent
 TWO = ("--no-doctor", "--nodes=2", "--devices-per-node=1", "--device=cpu")
-DRIVER = (sys.executable, str(HERE / "two_nodes.py"))
+DRIVER = str(HERE / "two_nodes.py")
 
 
 def runs_of(folder):
     return [json.loads(line) for line in (folder / "runs.json").read_text(encoding="utf-8").splitlines()]
 
 
-def test_worker_group_over_two_nodes_by_ssh(start_launcher, fake_commands, first_port, tmp_path):
+def test_worker_group_over_two_nodes_by_ssh(
+    start_launcher, fake_commands, first_port, warm_script, shared_server, tmp_path
+):
     """The Ray cluster of another user on the machine keeps running."""
     foreign = subprocess.Popen(
         [sys.executable, str(HERE / "foreign_ray.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -35,9 +37,11 @@ def test_worker_group_over_two_nodes_by_ssh(start_launcher, fake_commands, first
         "--hosts=127.0.0.2,127.0.0.3",
         "--env=MEGARL_TEST=a value; of two words",
         "--",
-        *DRIVER,
+        *warm_script,
+        DRIVER,
         str(tmp_path),
         "hang",
+        **shared_server,
     )
     assert launched.code() == 0, launched.text()
     (run,) = runs_of(tmp_path)
@@ -79,13 +83,16 @@ def check_stall_on_the_other_node(hang, folder):
     assert not any(psutil.pid_exists(pid) for pid in pids.values())
 
 
-def test_lost_node_is_named_and_the_job_restarts_by_srun(start_launcher, fake_commands, first_port, tmp_path):
+def test_lost_node_is_named_and_the_job_restarts_by_srun(
+    start_launcher, fake_commands, first_port, warm_script, shared_server, tmp_path
+):
     launched = start_launcher(
         *TWO,
         f"--port={first_port}",
-        *("--on=slurm", "--max-restarts=1", "--restart-delay=0.1", "--", *DRIVER, str(tmp_path), "lose"),
+        *("--on=slurm", "--max-restarts=1", "--restart-delay=0.1", "--", *warm_script, DRIVER, str(tmp_path), "lose"),
         SLURM_JOB_NODELIST="local[2-3]",
         SLURM_CPUS_ON_NODE="2",
+        **shared_server,
     )
     launched.until("the driver is at work")
     (raylet,) = [

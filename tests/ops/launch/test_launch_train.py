@@ -33,7 +33,7 @@ def task(tmp_path_factory):
 
 
 def test_training_resumes_from_its_checkpoint_after_the_driver_is_killed(
-    start_launcher, first_port, task, shared_server, tmp_path
+    start_launcher, first_port, task, shared_server, warm_python, tmp_path
 ):
     keys = [
         f"data.train_files={task}/data/train.parquet",
@@ -51,7 +51,7 @@ def test_training_resumes_from_its_checkpoint_after_the_driver_is_killed(
     ]
     launched = start_launcher(
         *("--on=local", "--no-doctor", f"--port={first_port}", "--max-restarts=1", "--restart-delay=0.1"),
-        *("train", "--config-name", "quickstart_grpo", *keys),
+        *(f"--python={warm_python}", "train", "--config-name", "quickstart_grpo", *keys),
         MEGARL_DIED=str(tmp_path / "died"),
         **shared_server,
     )

@@ -10,6 +10,7 @@ from distributed import ProcessPool
 from engine_memory import Measured, hidden_peak, measure, peaks
 from memory_cases import CASES, MODELS, ROWS, expected, planned_pass, planned_role
 from tiny_models import save_model
+from valid_layouts import of_release
 
 from megarl.ops.plan.pass_activations import role_activations
 
@@ -25,7 +26,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return paths
 
 
-@pytest.mark.parametrize("name", CASES)
+MORE = ("one", "experts", "experts_ep2", "sinks", "sinks_bfloat16_ep2", "sinks_cp2", "latent", "linear", "window")
+MORE += ("output_norms", "output_norms_cp2", "adapters_tp2_bfloat16")
+
+
+@pytest.mark.parametrize("name", of_release([name for name in CASES if name not in MORE], MORE))
 def test_planned_bytes_equal_the_engines(pool: ProcessPool, models: dict[str, Path], name: str) -> None:
     case = CASES[name]
     path = models[case.model]
