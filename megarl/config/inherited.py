@@ -132,11 +132,11 @@ def followers(config: JobConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
     return followed
 
 
-def inheritance_note(config: JobConfig, text: str) -> str:
+def inheritance_note(config: object, text: str) -> str:
     """Return the end of a message about a role's layout: where the value comes from, if it is the actor's.
 
     Args:
-        config: complete.
+        config: of a job, complete.
         text: names the key as ``critic.megatron.tensor_model_parallel_size=8``.
     """
     match = _ROLE_KEY.search(text)

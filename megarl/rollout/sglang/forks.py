@@ -75,7 +75,7 @@ def _fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
     """Run the code of ``python -c CODE`` in a fork instead of a new interpreter; return its process id."""
     if pid := os.fork():
         return pid
-    exec(args[-1], {})  # the call of the fork server's main function
+    exec(args[-1], {})  # noqa: S102 -- the call of the fork server's main function
     os._exit(0)
 
 

@@ -27,10 +27,10 @@ def with_served_judge(config: JobT) -> JobT:
     """
     if not isinstance(config, ScoredJobConfig):
         return config
-    keys = config.reward_model
+    keys = config.reward
     judge = keys.judge
     if judge.model is not None or judge.base_url is None or not (keys.name == "judge" or "judge" in keys.functions):
-        return config
+        return cast(JobT, config)
     try:
         names = asyncio.run(served_models(judge.base_url, min(_TIMEOUT_S, judge.timeout_s), judge.api_key_env))
     except (InfrastructureFailure, ValueError) as error:
