@@ -27,7 +27,7 @@ MAIN_GENERATION = {"data.path", "data.batch_size", "data.n_samples", "rollout.pr
 VERL_SECTIONS = ("", "actor_rollout_ref.model.")
 """Sections that pages leave out before a name of verl."""
 FILES = re.compile(r"\.(py|md|jsonl?|yaml|html|bin|npz|parquet|safetensors|sh|log|txt|gz|svg|distcp)$")
-GENERATED = ("errors.md", "from_verl.md")
+GENERATED = ("errors.md", "verl_keys.md")
 SUBCOMMANDS = {("doctor", "logprobs"), ("doctor", "--accept")} | {
     ("convert", name) for name in ("megatron-to-hf", "megatron-to-peft", "hf-to-megatron", "inspect", "verify")
 }
@@ -127,7 +127,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
         for line in block.code.replace("\\\n", " ").splitlines():
             for command in re.split(r"[;|&]{1,2}", re.sub(r"(^|\s)#.*", "", line)):
                 words = command.split()
-                if "megarl" in words:
+                if "megarl" in words and words[0] != "sed":
                     own = words[words.index("megarl") + 1 :]
                     yield block.name, own[: own.index("--")] if "--" in own else own
 

@@ -135,7 +135,7 @@ class _Adopter:
         return to is not None and to.optional and to.default is not None
 
     def _target(self, path: str) -> Key | None:
-        """The key of megarl that a key of verl becomes; None if there is no such key, or verl has rules below it."""
+        """Return megarl's key for a key of verl; None without one, or with rules of verl below it."""
         rule = None if path in self.keys else self.table.rule_for(path)
         if not isinstance(rule, Renamed) or any(other.startswith(f"{rule.to}.") for other in self.table.rules):
             return None

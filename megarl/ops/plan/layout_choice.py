@@ -31,7 +31,8 @@ Config = TrainConfig | SupervisedConfig
 Changes = Mapping[str, Any]
 
 _FASTEST = "shortest predicted step of those that fit"
-_UPDATED = (ACTOR, CRITIC)
+_BUDGETED = (ACTOR, CRITIC, REWARD_MODEL)
+"""Sections with a token budget."""
 RECOMPUTE, CHUNKS = "recompute_granularity", "virtual_pipeline_model_parallel_size"
 _SIZES = (TP, PP, CP, EP, "expert_tensor_parallel_size", "data_parallel_size", *STAGES)
 _DERIVED = ("replicas", "log_prob_max_token_len_per_gpu")
@@ -219,9 +220,7 @@ class _Choice:
         if self._supervised:
             keys = {"data.max_token_len_per_gpu": "data.micro_batch_size_per_gpu"}
         else:
-            keys = {f"{role}.max_token_len_per_gpu": f"{role}.micro_batch_size_per_gpu" for role in _UPDATED}
-            forward = f"{REWARD_MODEL}.forward_max_token_len_per_gpu"
-            keys[forward] = f"{REWARD_MODEL}.micro_batch_size_per_gpu"
+            keys = {f"{role}.max_token_len_per_gpu": f"{role}.micro_batch_size_per_gpu" for role in _BUDGETED}
         return {
             key: tokens
             for key, samples in keys.items()

@@ -56,13 +56,13 @@ def test_a_resumed_run_keeps_the_layout_of_its_checkpoint(tmp_path):
     keys = ["trainer.hardware=h100", f"trainer.default_local_dir={tmp_path}"]
     step = tmp_path / "global_step_20"
     step.mkdir()
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("20\n")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("20\n", encoding="utf-8")
     stored = {
         "layout": "auto",
         "trainer": {"nnodes": 1, "n_gpus_per_node": 8},
         "actor_rollout_ref": {"actor": {"megatron": {"tensor_model_parallel_size": 4, "data_parallel_size": 2}}},
     }
-    (step / "config.yaml").write_text(yaml.safe_dump(stored))
+    (step / "config.yaml").write_text(yaml.safe_dump(stored), encoding="utf-8")
     assert value_at(compose_job("grpo", words("Qwen2.5-7B", *keys)), TP) == 4
     assert value_at(compose_job("grpo", words("Qwen2.5-7B", *keys, f"{TP}=2")), TP) == 2
     assert value_at(compose_job("grpo", words("Qwen2.5-7B", *keys, "trainer.resume_mode=disable")), TP) == 1
