@@ -22,8 +22,8 @@ KEYS = {path: item for path, item in walk(TrainConfig) if item.section is None}
 
 
 def table(heading: str) -> list[list[str]]:
-    """The rows of a section's table, by cells."""
-    section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    """The rows of a section's first table, by cells."""
+    section = "|" + PAGE.split(f"\n## {heading}\n")[1].partition("\n|")[2].split("\n\n")[0]
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
     return rows[2:]
 

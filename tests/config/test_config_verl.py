@@ -252,6 +252,7 @@ def test_a_stored_configuration_of_an_earlier_run_means_the_same() -> None:
         "reward.sandbox.url=http://s/run_code", "reward.reward_manager.name=naive", "reward.num_workers=2",
         "reward.model.path=rm", "reward.model.enable=true", "reward.model.weight=0.5", "reward.function_weight=1.0",
         "reward.model.max_token_len_per_gpu=4096", "reward.model.megatron.param_offload=true",
+        "reward.model.megatron={tensor_model_parallel_size: 1, sequence_parallel: true, dtype: bfloat16}",
         "reward.custom_reward_function={path: mine.py, reward_kwargs: {b.c: 1}}",
         "reward.validation_function.path=val.py",
         f"{ROLLOUT}.multi_turn.search={{enable: true, url: http://r, topk: 5}}",

@@ -168,7 +168,7 @@ def test_dumb_terminal_gets_plain_lines(monkeypatch):
     output = RichConsole(file=text, width=90, force_terminal=True, color_system=None)
     with Console(60, output=output) as console, console.phase("gen"):
         console.log(STEP, 1)
-    assert text.getvalue() == "step 1/60  reward=0.500  sec=2.00  tok/s=50  [gen 1.00]\n"
+    assert text.getvalue() == "gen ...\nstep 1/60  reward=0.500  sec=2.00  tok/s=50  [gen 1.00]\n"
 
 
 def test_table_follows_a_terminal_resize():

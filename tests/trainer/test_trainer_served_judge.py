@@ -43,7 +43,7 @@ def endpoint(*names: str) -> Iterator[str]:
 
 def judged(url: str, *extra: str) -> str | None:
     config = compose_job("grpo", ["--model", "m", "--data", "d", "--reward", url, *extra])
-    return with_served_judge(config).reward_model.judge.model  # type: ignore[union-attr]
+    return with_served_judge(config).reward.judge.model  # type: ignore[union-attr]
 
 
 def test_the_only_model_is_taken() -> None:

@@ -34,7 +34,7 @@ def published() -> ModuleType:
 
 
 def test_published_figures_agree_and_are_on_the_docs_page(published: ModuleType) -> None:
-    page = (ROOT / "docs" / "internals" / "plan_memory.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "benchmarks.md").read_text(encoding="utf-8")
     for row in published.rows():
         if row.source != "2205.05198 T2":
             assert abs(row.distance) <= DISTANCES[row.source], row
