@@ -210,6 +210,8 @@ def run_job(name: str, argv: Sequence[str] | None = None) -> int:
     bypass_proxies()  # for user code in this process and its children, such as rewards and trackers
     job = JOBS[name]
     options = _parser(name, job).parse_intermixed_args(argv)
+    if not options.cfg and sys.stderr.isatty():
+        print("reading the configuration ...", file=sys.stderr)  # the first line that a user sees, within a second
     try:
         request = _request(job, options)
         layout = _Layout()

@@ -98,7 +98,7 @@ def inherit(schema: type, values: Mapping[str, Any]) -> set[str]:
             is_unset = layout.get(item.name) is None and (item.auto or not item.optional)
             if is_unset or layout.get(item.name) == AUTO:
                 layout.pop(item.name, None)
-        if isinstance(actors, Mapping):
+        if isinstance(actors, Mapping) and not (section.get("server") or {}).get("urls"):  # servers have no layout
             names = _inherited_names(layout, actors, _role_of(path, values)) - layout.keys()
             layout |= {name: copy.deepcopy(actors[name]) for name in names}
             inherited |= {f"{path}.{name}" for name in names}

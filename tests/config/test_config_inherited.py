@@ -118,6 +118,11 @@ def test_a_role_on_its_own_devices_inherits_no_offloading_and_fills_its_devices(
     ).critic.megatron.grad_offload
 
 
+def test_a_teacher_behind_servers_inherits_no_layout() -> None:
+    values = {**LAYOUT, "distillation.teacher_models": {"big": {"server": {"urls": ["http://teacher:1"]}}}}
+    assert build_train(values).distillation.teacher_models["big"].megatron == MegatronConfig()
+
+
 def test_keys_of_another_choice_are_not_inherited() -> None:
     critic = build_train({**LAYOUT, f"critic.megatron.{PP}": 1, "critic.megatron.recompute_granularity": None}).critic
     layout = critic.megatron
