@@ -117,7 +117,7 @@ def _remedies(build: Build, fixed: frozenset[str], hardware: Hardware) -> Iterat
 def layout_lines(layout: AutomaticLayout) -> list[str]:
     """Describe a layout: a table of keys, values and reasons, and the memory of a device in each phase."""
     rows = [(f"{chosen.key}={format_value(chosen.value)}", chosen.reason) for chosen in layout.keys]
-    lines = ["layout=auto chose:", *table_lines(rows, indent="  ")]
+    lines = ["layout=auto chose:", *table_lines(rows, indent="  ")] if rows else ["layout=auto: nothing to choose"]
     if (plan := layout.plan) is not None:
         usable = plan.usable_bytes / GIB
         phases = ", ".join(f"{phase.phase} {phase.nbytes / GIB:.1f}" for phase in plan.memory.phases)
