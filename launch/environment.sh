@@ -35,15 +35,15 @@ _checksum() { (cd "$MEGARL_ROOT" && { sed '/^\[tool\.ruff/,$d' pyproject.toml &&
 
 # _ensure NAME DESCRIPTION INSTALL PYTHON FILE...: puts an environment in the root of the repository first on PATH. The
 # function PYTHON prints the interpreter, and the function INSTALL fills the environment. An existing environment is reused
-# if the FILEs have not changed.
+# if the FILEs have not changed; else one that this function made is emptied first, so that no earlier package stays.
 _ensure() {
-  local venv="$MEGARL_ROOT/$1" description="$2" install="$3" python="$4" pins
+  local venv="$MEGARL_ROOT/$1" description="$2" install="$3" python="$4" pins clear=()
   pins="$(_checksum "${@:5}")"
   if [ ! -f "$venv/.megarl-pins" ] || [ "$(cat "$venv/.megarl-pins")" != "$pins" ]; then
     python="$("$python")" || return 1
     echo "Setting up $venv with $("$python" --version): $description, once" >&2
-    rm -f "$venv/.megarl-pins"
-    { "$python" -m venv "$venv" && "$install" "$venv"; } ||
+    [ ! -f "$venv/.megarl-pins" ] || clear=(--clear)
+    { "$python" -m venv "${clear[@]}" "$venv" && "$install" "$venv"; } ||
       { echo "Setting up $venv failed; see the messages above" >&2; return 1; }
     echo "$pins" >"$venv/.megarl-pins"
   fi
