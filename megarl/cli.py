@@ -55,9 +55,10 @@ from megarl.config.compose import (
     set_keys,
     to_yaml,
 )
+from megarl.config.keys import AUTO
 from megarl.config.overrides import TextConfigSource, restore_texts
 from megarl.config.problems import nearest_keys
-from megarl.config.schema.jobs import AUTO, JobConfig
+from megarl.config.schema.jobs import JobConfig
 from megarl.config.short_flags import add_flags, flag_overrides
 from megarl.config.stored import remember_references
 from megarl.config.sweeps import SweepFolder
@@ -98,12 +99,7 @@ JOBS = {
         "megarl.trainer.jobs.preference",
         "preference optimization on pairs (DPO, IPO, SLiC, SimPO)",
     ),
-    "dpo": Job(
-        PreferenceConfig,
-        "preference",
-        "megarl.trainer.jobs.preference",
-        "DPO: preference optimization with its default loss",
-    ),
+    "dpo": Job(PreferenceConfig, "preference", "megarl.trainer.jobs.preference", "DPO, the default preference loss"),
     "evaluate": Job(
         EvaluateConfig, "evaluate", "megarl.trainer.jobs.evaluate", "mean@N, best@N, maj@N on held-out prompts"
     ),
@@ -133,7 +129,6 @@ COMMANDS = {
 }
 
 SUMMARY_FILE = "summary.json"
-_TRAINED = (TrainConfig, SupervisedConfig)
 
 EXIT_RUN_FAILED, EXIT_BAD_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 WRONG_INPUT = (ConfigError, ModelError, DataError)
@@ -211,7 +206,7 @@ def run_job(name: str, argv: Sequence[str] | None = None) -> int:
     job = JOBS[name]
     options = _parser(name, job).parse_intermixed_args(argv)
     if not options.cfg and sys.stderr.isatty():
-        print("reading the configuration ...", file=sys.stderr)  # the first line that a user sees, within a second
+        print("reading the configuration ...", file=sys.stderr)
     try:
         request = _request(job, options)
         layout = _Layout()
@@ -289,7 +284,8 @@ def _request(job: Job, options: argparse.Namespace) -> ConfigRequest[Any]:
     verl = table_of(job.schema)
     names_engine = bool(verl.selector) and any(text.lstrip("+").startswith(f"{verl.selector}=") for text in overrides)
     config_name = options.config_name or (verl.preset if names_engine else job.config_name)
-    if options.config_name is None and getattr(options, "model", None) and issubclass(job.schema, _TRAINED):
+    trains = issubclass(job.schema, TrainConfig | SupervisedConfig)
+    if options.config_name is None and getattr(options, "model", None) and trains:
         overrides = (f"layout={AUTO}", *overrides)  # a short command; later words replace it
     if folder is None and options.config_path is not None and Path(options.config_path).is_dir():
         folder = options.config_path
@@ -310,12 +306,13 @@ def _run(
         hydra = HydraConfig.get()
         folder, sweeps = Path(hydra.runtime.output_dir), run is None
         metric, problem = None, None
+        chosen = _Layout() if sweeps else layout
         if sweeps:
             restore_texts(values, hydra.overrides.task, job.schema)
             _store_sweep(folder, values)
         try:
-            if sweeps and layout.lines:
-                fill_layout(job.schema, values, layout.choose, fixed)
+            if sweeps and values.get("layout") == AUTO:
+                fill_layout(job.schema, values, chosen.choose, fixed)
             # runs of a sweep share a name, so files without an explicit path go to the folder of each run
             overridden = overridden_keys(hydra.overrides.task)
             config = build(job.schema, values, str(folder), overridden) if run is None else run.config
@@ -324,7 +321,7 @@ def _run(
             notes = [*TextConfigSource.notes, *verl_notes(job.schema, values, overridden)]
             print("".join(f"config: {note}\n" for note in notes), end="", file=sys.stderr)
             with locked_output_folders(config, folder):
-                _run_locked(name, job, request.config_name, config, values, hydra.overrides.task, layout)
+                _run_locked(name, job, request.config_name, config, values, hydra.overrides.task, chosen)
         except MegarlError as error:
             problem = str(error)
             codes.append(EXIT_BAD_CONFIG if isinstance(error, WRONG_INPUT) and not sweeps else EXIT_RUN_FAILED)

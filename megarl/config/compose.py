@@ -36,11 +36,11 @@ from megarl.base.logs import keep_standard_error_open
 from megarl.base.redaction import redact
 from megarl.base.run_writer import RUN_WRITER
 from megarl.config.build import build, build_draft, defaults, unknown_key
-from megarl.config.keys import Key, leaves, walk
+from megarl.config.keys import AUTO, Key, leaves, walk
 from megarl.config.outputs import check_sweep_outputs
 from megarl.config.overrides import TextConfigSource, parse_overrides
 from megarl.config.problems import InvalidConfigError, Problem, nearest_keys
-from megarl.config.schema.jobs import AUTO, JobConfig, JobT
+from megarl.config.schema.jobs import JobConfig, JobT
 from megarl.config.stored import stored_config
 from megarl.config.sweeps import SWEEP_CALLBACK, check_plugins, runs_of, sweep_overrides, sweeper_of
 from megarl.config.verl.adopt import is_verl_key

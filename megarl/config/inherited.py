@@ -59,7 +59,7 @@ def without_auto(schema: type, values: Mapping[str, Any], prefix: str = "") -> d
 
 
 def inheriting_sections(schema: type, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the paths of the sections that inherit the actor's, with those of all teachers.
+    """Yield the paths of the sections that inherit the actor's, with those of all teachers but servers.
 
     Args:
         schema: class of the job.
@@ -69,7 +69,8 @@ def inheriting_sections(schema: type, values: Mapping[str, Any]) -> Iterator[str
         if item.section is not None and item.inherits:
             yield path
         elif item.entry is not None:
-            names = lookup(values, path) or {}
+            entries = lookup(values, path) or {}
+            names = [name for name, entry in entries.items() if not lookup(entry, "server.urls")]
             yield from (f"{path}.{name}.{inner}" for name in names for inner in inheriting_sections(item.entry, {}))
 
 
@@ -98,7 +99,7 @@ def inherit(schema: type, values: Mapping[str, Any]) -> set[str]:
             is_unset = layout.get(item.name) is None and (item.auto or not item.optional)
             if is_unset or layout.get(item.name) == AUTO:
                 layout.pop(item.name, None)
-        if isinstance(actors, Mapping) and not (section.get("server") or {}).get("urls"):  # servers have no layout
+        if isinstance(actors, Mapping):
             names = _inherited_names(layout, actors, _role_of(path, values)) - layout.keys()
             layout |= {name: copy.deepcopy(actors[name]) for name in names}
             inherited |= {f"{path}.{name}" for name in names}

@@ -120,7 +120,9 @@ def test_a_role_on_its_own_devices_inherits_no_offloading_and_fills_its_devices(
 
 def test_a_teacher_behind_servers_inherits_no_layout() -> None:
     values = {**LAYOUT, "distillation.teacher_models": {"big": {"server": {"urls": ["http://teacher:1"]}}}}
-    assert build_train(values).distillation.teacher_models["big"].megatron == MegatronConfig()
+    config = build_train(values)
+    assert config.distillation.teacher_models["big"].megatron == MegatronConfig()
+    assert not any(path.startswith("distillation.") for path in followers(config, {f"{ACTOR}.{TP}": 4}))
 
 
 def test_keys_of_another_choice_are_not_inherited() -> None:

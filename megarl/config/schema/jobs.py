@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from megarl.base.algorithm_names import KTO, PREFERENCE_LOSS_TYPES, estimator_needs
-from megarl.config.keys import derived_key, key, section
+from megarl.config.keys import AUTO, derived_key, key, section
 from megarl.config.schema.algorithm import AlgorithmConfig
 from megarl.config.schema.async_training import LOGLINEAR, RECOMPUTE, AsyncTrainingConfig
 from megarl.config.schema.data import (
@@ -49,8 +49,6 @@ POOL_OWNERS = {
     TEACHERS: "the teachers",
 }
 """Owners of resource pools in the words of reports."""
-AUTO = "auto"
-"""Value of `layout`: the planner chooses."""
 STANDARD_INPUT = "-"
 """Entry of `data.prompts` that stands for the lines of the standard input."""
 

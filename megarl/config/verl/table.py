@@ -125,7 +125,7 @@ _SAME = {
         "bypass_mode rollout_is rollout_is_batch_normalize rollout_is_threshold rollout_rs rollout_rs_threshold"
     ),
     "critic.checkpoint": _CHECKPOINT,
-    "critic": ("cliprange_value enable loss_agg_mode ppo_epochs ppo_mini_batch_size use_dynamic_bsz"),
+    "critic": "cliprange_value enable loss_agg_mode ppo_epochs ppo_mini_batch_size use_dynamic_bsz",
     "critic.megatron": _MEGATRON,
     "critic.model.lora": "lora_A_init_method type",
     "critic.model": f"path {_ADAPTERS}",

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from megarl.base.errors import ConfigError, MegarlError
@@ -24,7 +25,18 @@ from megarl.ops.plan.job import PlannedJob, PlannedRole
 from megarl.ops.plan.job_from_config import planned_job
 from megarl.ops.plan.lengths import lengths_of
 from megarl.ops.plan.memory import plan_memory
-from megarl.ops.plan.search import CP, EP, PP, STAGES, TP, devices_of, initial_changes, layouts, least_bytes
+from megarl.ops.plan.search import (
+    CP,
+    EP,
+    PP,
+    STAGES,
+    TP,
+    devices_of,
+    initial_changes,
+    layouts,
+    least_bytes,
+    longest_sequence,
+)
 from megarl.workers.settings import check_role
 
 Config = TrainConfig | SupervisedConfig
@@ -107,10 +119,6 @@ def is_layout_key(key: str) -> bool:
     return of_engine or of_role or name.endswith("max_token_len_per_gpu")
 
 
-def _missing(attempt: _Attempt) -> float:
-    return attempt.missing
-
-
 def choose_layout(config: Config, fixed: Collection[str], hardware: Hardware) -> AutomaticLayout:
     """Choose the layout of a job. The same input gives the same layout.
 
@@ -151,12 +159,10 @@ class _Choice:
         self.config, self.fixed, self.hardware = config, fixed, hardware
         names = {*_SIZES, *_DERIVED}
         paths = sorted(path for path in fixed if path.rpartition(".")[2] in names)
-        self._kept = {path: value_at(config, path) for path in paths}
+        self._fixed_sizes = {path: value_at(config, path) for path in paths}
         self._supervised = isinstance(config, SupervisedConfig)
-        if isinstance(config, SupervisedConfig):
-            self._longest = config.data.max_length * config.sequences_per_row
-        else:
-            self._longest = config.data.max_prompt_length + config.data.max_response_length
+        rows = config.sequences_per_row if isinstance(config, SupervisedConfig) else 1
+        self._longest = longest_sequence(config) * rows
         self.roles: list[PlannedRole] = []
         self.candidates: dict[str, list[Changes]] = {}
         self.engines: list[Changes] = []
@@ -173,13 +179,13 @@ class _Choice:
         self.engines = list(self._engines(job))
 
     def _job(self, changes: Changes) -> PlannedJob:
-        return planned_job(changed(self.config, {**changes, **self._kept}), device=self.hardware.device)
+        return planned_job(changed(self.config, {**changes, **self._fixed_sizes}), device=self.hardware.device)
 
     def _layouts_of(self, role: PlannedRole) -> list[Changes]:
         """List the valid sizes of a role in the order of preference."""
         devices, per_node = devices_of(self.config, role)
         paths = {key: f"{role.path}.{key}" for key in _SIZES}
-        fixed = {key: self._kept[path] for key, path in paths.items() if path in self._kept}
+        fixed = {key: self._fixed_sizes[path] for key, path in paths.items() if path in self._fixed_sizes}
         spread = min(per_node, role.model.experts.count) if role.model.experts else 1
         ranked: dict[tuple[int, ...], Changes] = {}
         for changes in layouts(role, devices, per_node, self._longest, fixed):
@@ -207,7 +213,7 @@ class _Choice:
             return
         pool, per_node = len(job.pool_of(ROLLOUT).numbers), job.engine_devices_per_node
         sizes = [tp for tp in range(1, pool + 1) if pool % tp == 0 and (tp % per_node == 0 or per_node % tp == 0)]
-        valid = [tp for tp in sizes if _is_valid_engine(rollout.model, tp)] if size not in self._kept else []
+        valid = [tp for tp in sizes if _is_valid_engine(rollout.model, tp)] if size not in self._fixed_sizes else []
         yield from [{size: tp} for tp in reversed(valid)] or [{}]
 
     def shortest_budget(self, sizes: Changes) -> int:
@@ -285,8 +291,8 @@ class _Choice:
                 return sizes
             for name in self._growing(lacking):
                 attempt = _Attempt(_label(sizes, self._role(name).path), lacking)
-                self.rejected[name] = min(attempt, self.rejected.get(name, attempt), key=_missing)
-                closest = min(attempt, closest or attempt, key=_missing)
+                self.rejected[name] = min(attempt, self.rejected.get(name, attempt), key=attrgetter("missing"))
+                closest = min(attempt, closest or attempt, key=attrgetter("missing"))
                 at[name] += 1
         if closest is None:
             self._job(self.budgets(max(_TARGET, self.shortest_budget({}))))  # raises what is wrong with values by hand
@@ -351,7 +357,7 @@ class _Choice:
         return None
 
     def _plan(self, changes: Changes) -> Estimate:
-        config = changed(self.config, {**changes, **self._kept})
+        config = changed(self.config, {**changes, **self._fixed_sizes})
         return estimate(config, self.hardware, lengths_of(config), with_sync=False)
 
     def with_reasons(self, sizes: Changes, settings: _Settings) -> AutomaticLayout:

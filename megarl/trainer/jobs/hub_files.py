@@ -53,9 +53,9 @@ def with_hub_configs(config: JobT) -> JobT:
     Raises:
         ConfigError: a model cannot be downloaded; names its key.
     """
-    return (
-        with_values(config, dict(_models(config, lambda line: None, ("config.json",)))) if config.hub.enable else config
-    )
+    if not config.hub.enable:
+        return config
+    return with_values(config, dict(_models(config, lambda line: None, ("config.json",))))
 
 
 def _models(config: JobT, message: Callable[[str], None], files: Sequence[str]) -> Iterator[tuple[str, str]]:
