@@ -161,7 +161,7 @@ def fill_layout(schema: type[JobT], values: DictConfig, choose: LayoutChooser, f
 
     Args:
         schema: configuration class of the job.
-        values: composed, with Hydra's section.
+        values: composed, with or without Hydra's section.
         choose: chooses the values.
         fixed: keys that files or the command line set.
 
@@ -396,7 +396,7 @@ def _initialized(request: ConfigRequest[Any], name: str) -> AbstractContextManag
 def _without_hydra(values: DictConfig) -> DictConfig:
     plain = copy.deepcopy(values)
     with open_dict(plain):
-        del plain["hydra"]
+        plain.pop("hydra", None)
     return plain
 
 
