@@ -26,8 +26,8 @@ import torch
 from machine import benchmark_parser, parse_sizes, processor
 
 from megarl.megatron import MegatronEngine, MegatronOptions, OptimizerOptions, PackedMicroBatch, init_runtime
-from megarl.megatron.checkpoint import begin_save
-from megarl.megatron.checkpoint_save import HostSnapshot
+from megarl.megatron.checkpoint.pending_save import HostSnapshot
+from megarl.megatron.checkpoint.sharded import begin_save
 from megarl.models import ParallelLayout, parse_model_config
 
 VOCAB, TOKENS = 1000, 128

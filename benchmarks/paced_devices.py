@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megarl.megatron.schedule_runner import ScheduleRunner
+from megarl.megatron.engine.schedule_runner import ScheduleRunner
 from megarl.rollout.embedded.generation import ContinuousBatcher
 
 PACE = "BENCHMARK_PACE"

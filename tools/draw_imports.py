@@ -27,7 +27,7 @@ def floors() -> list[list[str]]:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
         "contracts"
     ]
-    (layers,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
+    (layers,) = (contract["layers"] for contract in contracts if contract["name"] == "Imports point down only")
     rows = [[name.strip().removeprefix(f"{PACKAGE}.") for name in layer.split("|")] for layer in layers]
     return [row for row in rows if row != [EVERYWHERE]]
 

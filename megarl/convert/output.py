@@ -242,7 +242,7 @@ def _safetensors(name: str, tensors: list[str], selection: Selection) -> FilePla
 
 
 def plan_role(selection: Selection, max_shard_bytes: int) -> OutputPlan:
-    """Plan a role checkpoint with weights only, in the format of :mod:`megarl.megatron.checkpoint`.
+    """Plan a role checkpoint with weights only, in the format of :mod:`megarl.megatron.checkpoint.sharded`.
 
     Args:
         selection: tensors to write, in one dtype, except weights that the model keeps in float32 (in any dtype).

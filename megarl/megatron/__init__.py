@@ -3,12 +3,12 @@ weights.
 
 """
 
-from megarl.megatron.runtime import Runtime, init_runtime, shutdown_runtime  # isort: skip  (quiets Megatron's imports)
-from megarl.megatron.engine import LossFunction, MegatronEngine
-from megarl.megatron.optimizer import OptimizerOptions, StepResult, learning_rate
-from megarl.megatron.options import MegatronOptions, OverlapOptions, RecomputeOptions
-from megarl.megatron.outputs import DEFAULT_OUTPUTS, OutputOptions, PolicyOutputs, ValueOutputs
-from megarl.megatron.packed import PackedMicroBatch
+from megarl.megatron.runtime.process_groups import Runtime, init_runtime, shutdown_runtime  # isort: skip  (quiets Megatron's imports)
+from megarl.megatron.engine.megatron_engine import LossFunction, MegatronEngine
+from megarl.megatron.engine.optimizer import OptimizerOptions, StepResult, learning_rate
+from megarl.megatron.engine.options import MegatronOptions, OverlapOptions, RecomputeOptions
+from megarl.megatron.layers.outputs import DEFAULT_OUTPUTS, OutputOptions, PolicyOutputs, ValueOutputs
+from megarl.megatron.layers.packed import PackedMicroBatch
 
 __all__ = [
     "DEFAULT_OUTPUTS",

@@ -30,9 +30,9 @@ from megarl.config import ActorConfig
 from megarl.config.schema.distillation import DistillationLossConfig
 from megarl.data import DataProto
 from megarl.megatron import OutputOptions, PackedMicroBatch, PolicyOutputs
-from megarl.megatron.checkpoint_state import RESUMABLE
-from megarl.megatron.logprobs import REF_HIDDEN, TEACHER_HIDDEN, TEACHER_NUMBER
-from megarl.megatron.outputs import POOLED
+from megarl.megatron.checkpoint.role_state import RESUMABLE
+from megarl.megatron.layers.logprobs import REF_HIDDEN, TEACHER_HIDDEN, TEACHER_NUMBER
+from megarl.megatron.layers.outputs import POOLED
 from megarl.sharding.delta import DeltaEncoder
 from megarl.sharding.placement import ProcessLocation, Routes, current_location
 from megarl.sharding.plan import RankPlan, TransferUsage

@@ -35,8 +35,8 @@ from megarl.megatron import (
     StepResult,
     init_runtime,
 )
-from megarl.megatron.device_memory import read_device_memory
-from megarl.megatron.offload import GRAD, OPTIMIZER, PARAM
+from megarl.megatron.engine.offload import GRAD, OPTIMIZER, PARAM
+from megarl.megatron.runtime.device_memory import read_device_memory
 from megarl.models import ModelConfig, read_model_config
 from megarl.models.hf_writer import NO_FILES
 from megarl.workers.dispatch import MINI_BATCH_SIZES, Dispatch, WorkerPlace, verb

@@ -12,8 +12,8 @@ from megarl.algorithms.distillation import forward_kl_topk
 from megarl.algorithms.kl import unclamped_k3
 from megarl.config.schema.distillation import DistillationLossConfig
 from megarl.megatron import PackedMicroBatch, PolicyOutputs
-from megarl.megatron.logprobs import TEACHER_HIDDEN, TEACHER_IDS, TEACHER_NUMBER
-from megarl.megatron.runtime import Runtime
+from megarl.megatron.layers.logprobs import TEACHER_HIDDEN, TEACHER_IDS, TEACHER_NUMBER
+from megarl.megatron.runtime.process_groups import Runtime
 from megarl.models import WeightMap
 from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.workers.base import TokenLosses, TokenLossFunction

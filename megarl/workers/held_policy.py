@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 
 from megarl.megatron import MegatronEngine
-from megarl.megatron.host_memory import HostCopy
+from megarl.megatron.runtime.host_memory import HostCopy
 
 
 class HeldPolicy:

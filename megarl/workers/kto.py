@@ -14,7 +14,7 @@ from megarl.algorithms.masked import sequence_sums
 from megarl.config.schema.jobs import PreferenceLossConfig
 from megarl.data import KTO_COLUMNS, DataProto
 from megarl.megatron import PolicyOutputs
-from megarl.megatron.packed import PackedMicroBatch
+from megarl.megatron.layers.packed import PackedMicroBatch
 from megarl.workers.base import offload_after
 from megarl.workers.dispatch import Dispatch, verb
 from megarl.workers.memory import FORWARD

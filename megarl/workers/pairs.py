@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megarl.data import DataProto
 from megarl.megatron import LossFunction
-from megarl.megatron.packed import PackedMicroBatch
+from megarl.megatron.layers.packed import PackedMicroBatch
 from megarl.workers.base import MegatronWorker
 from megarl.workers.dispatch import WorkerPlace
 from megarl.workers.memory import UPDATE

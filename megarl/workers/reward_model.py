@@ -11,7 +11,7 @@ from torch import Tensor
 from megarl.algorithms import bradley_terry_loss
 from megarl.data import DataProto
 from megarl.megatron import ValueOutputs
-from megarl.megatron.packed import PackedMicroBatch
+from megarl.megatron.layers.packed import PackedMicroBatch
 from megarl.models import ModelConfig, read_model_config
 from megarl.workers.base import MegatronWorker, offload_after
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb

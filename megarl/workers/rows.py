@@ -16,7 +16,7 @@ from megarl.data import (
     sequence_lengths,
 )
 from megarl.data.shared_prompts import SharedPromptRows, micro_batch_units, split_units
-from megarl.megatron.packed import PackedMicroBatch
+from megarl.megatron.layers.packed import PackedMicroBatch
 from megarl.workers.settings import MicroBatchBudget
 
 SEQUENCES = ("prompts", "responses", "attention_mask")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from megarl.base.errors import CheckpointError
 from megarl.megatron import MegatronEngine
-from megarl.megatron.checkpoint import begin_save, load_sharded
-from megarl.megatron.checkpoint_save import HostSnapshot, PendingSave
-from megarl.megatron.checkpoint_state import RESUMABLE
+from megarl.megatron.checkpoint.pending_save import HostSnapshot, PendingSave
+from megarl.megatron.checkpoint.role_state import RESUMABLE
+from megarl.megatron.checkpoint.sharded import begin_save, load_sharded
 from megarl.workers.dispatch import Dispatch, SavedPart, verb
 from megarl.workers.settings import RoleSettings
 

@@ -12,7 +12,7 @@ from megarl.base.errors import TeacherError
 from megarl.base.reductions import Total
 from megarl.config.schema.distillation import TeacherServerConfig
 from megarl.data import DataProto
-from megarl.megatron.logprobs import TEACHER_IDS
+from megarl.megatron.layers.logprobs import TEACHER_IDS
 from megarl.rollout.sglang.teacher import TeacherServers, TokenGrades, TokenRow
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
 from megarl.workers.distillation import TEACHER_LOG_PROB, TEACHER_TOPK

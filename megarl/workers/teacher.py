@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from megarl.data import DataProto
 from megarl.megatron import OutputOptions
-from megarl.megatron.logprobs import TEACHER_HIDDEN, TEACHER_IDS, TEACHER_NUMBER
+from megarl.megatron.layers.logprobs import TEACHER_HIDDEN, TEACHER_IDS, TEACHER_NUMBER
 from megarl.workers.actor import PolicyWorker
 from megarl.workers.base import offload_after
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb

@@ -29,7 +29,7 @@ from megarl.rewards.http import post_json
 from megarl.rewards.rules.code import read_cases
 from megarl.tracking.jsonl_files import read_metrics
 from megarl.tracking.sweep import read_results
-from megarl.trainer.rollout_service.replay_order import read_order
+from megarl.trainer.state.replay_order import read_order
 
 DEEP = ["[" * 100_000, '{"a":' * 100_000]
 """Python's own parser raises RecursionError, which no caller expects, for both."""

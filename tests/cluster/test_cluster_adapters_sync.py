@@ -9,7 +9,7 @@ from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup, 
 from megarl.cluster.adapters import GroupSource, GroupTarget
 from megarl.models.layout import ParallelLayout
 from megarl.sharding import ShardingManager, SyncOptions, SyncWave
-from megarl.trainer.jobs.roles import _lost_ranks
+from megarl.trainer.roles.job_roles import _lost_ranks
 
 PLAN = SimpleNamespace(buckets=(None,) * 3, nbytes=12, waves=(SyncWave(range(2), range(3)),))
 WAVES = SimpleNamespace(

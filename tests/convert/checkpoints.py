@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megarl.convert.command import main
 from megarl.megatron import MegatronEngine, MegatronOptions, OptimizerOptions, init_runtime, shutdown_runtime
-from megarl.megatron.checkpoint import begin_save, load_sharded
+from megarl.megatron.checkpoint.sharded import begin_save, load_sharded
 from megarl.models import ParallelLayout, read_model_config
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -22,7 +22,7 @@ from torch import Tensor
 from megarl.base.errors import CheckpointError
 from megarl.convert.command import main
 from megarl.convert.open import open_source
-from megarl.megatron.checkpoint import load_sharded
+from megarl.megatron.checkpoint.sharded import load_sharded
 from megarl.models import ParallelLayout
 from megarl.models.adapters import LoraOptions
 

@@ -14,8 +14,8 @@ from checkpoints import _engine, add_multi_token_layer, assert_same, run, save_r
 from distributed import Place, ProcessPool
 
 from megarl.megatron import shutdown_runtime
-from megarl.megatron.checkpoint import begin_save
-from megarl.megatron.checkpoint_state import HF_MODEL, RESUMABLE
+from megarl.megatron.checkpoint.role_state import HF_MODEL, RESUMABLE
+from megarl.megatron.checkpoint.sharded import begin_save
 from megarl.models import ParallelLayout, read_model_config
 from megarl.models.multi_token import is_multi_token
 

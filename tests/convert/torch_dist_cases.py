@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from distributed import Place
 
-from megarl.megatron import MegatronEngine, MegatronOptions, cuda_on_cpu, init_runtime, shutdown_runtime
-from megarl.megatron.activations import SwiGLU
-from megarl.megatron.parameter_names import global_names
+from megarl.megatron import MegatronEngine, MegatronOptions, init_runtime, shutdown_runtime
+from megarl.megatron.layers.activations import SwiGLU
+from megarl.megatron.layers.parameter_names import global_names
+from megarl.megatron.runtime import cuda_on_cpu
 from megarl.models import ParallelLayout, WeightMap
 from megarl.models.hf_checkpoint import HFReader, load_local
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megarl.megatron import MegatronOptions, OptimizerOptions, OutputOptions, PackedMicroBatch, RecomputeOptions
-from megarl.megatron.offload import PARTS
-from megarl.megatron.options import OverlapOptions
+from megarl.megatron.engine.offload import PARTS
+from megarl.megatron.engine.options import OverlapOptions
 from megarl.models.adapters import LoraOptions
 from megarl.ops.acceptance.models import _WIDTH, FAMILIES, VOCABULARY, SingleRankEngine
 

@@ -419,8 +419,8 @@ def test_machine_that_cannot_run_the_job(
     arguments: list[str], expected: tuple[str, ...], refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("megarl.trainer.jobs.devices.local_node", lambda: {"CPU": 2.0, "GPU": 0.0})
-    monkeypatch.setattr("megarl.trainer.jobs.devices.dashboard_error", lambda: "No module named 'aiohttp_cors'")
+    monkeypatch.setattr("megarl.trainer.roles.devices.local_node", lambda: {"CPU": 2.0, "GPU": 0.0})
+    monkeypatch.setattr("megarl.trainer.roles.devices.dashboard_error", lambda: "No module named 'aiohttp_cors'")
     for name in ("WANDB_MODE", "WANDB_API_KEY", "NETRC", "RAY_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
     assert_error(refuse(*arguments, code=2), *expected)

@@ -23,8 +23,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megarl.megatron import MegatronEngine, model
-from megarl.megatron.layers import PackedAttention, SharedPromptAttention
+from megarl.megatron import MegatronEngine
+from megarl.megatron.engine import model
+from megarl.megatron.layers.torch_layers import PackedAttention, SharedPromptAttention
 from megarl.models import ModelConfig
 
 

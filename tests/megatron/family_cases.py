@@ -13,7 +13,7 @@ from tiny_models import TEMPERATURE, Row, policy_reference, save_model, value_re
 from torch import Tensor
 
 from megarl.megatron import OutputOptions, PolicyOutputs
-from megarl.megatron.moe import ExpertRouter
+from megarl.megatron.layers.moe import ExpertRouter
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LATENTS = {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from megarl.megatron.activations import ClampedSwiGLU, GeGLU, SwiGLU
+from megarl.megatron.layers.activations import ClampedSwiGLU, GeGLU, SwiGLU
 from megarl.models.model_config import ClampedGate
 
 CONFIG: Any = None

@@ -12,7 +12,7 @@ from tiny_models import Row, rows, rows_of, save_model
 from torch import Tensor
 
 from megarl.megatron import OptimizerOptions, OutputOptions, OverlapOptions
-from megarl.megatron.layers import rotate, rotation_table
+from megarl.megatron.layers.torch_layers import rotate, rotation_table
 from megarl.models import ParallelLayout, read_model_config
 from megarl.models.rope import inverse_frequencies
 from megarl.rollout import EngineOptions, Request, SamplingParams, create_engine

@@ -27,13 +27,13 @@ from megarl.megatron import (
     OptimizerOptions,
     OverlapOptions,
     PackedMicroBatch,
-    cuda_on_cpu,
     init_runtime,
     shutdown_runtime,
 )
-from megarl.megatron.checkpoint import load_sharded, save_sharded, saved_items
-from megarl.megatron.checkpoint_format import tensor_shapes
-from megarl.megatron.optimizer import state_shards
+from megarl.megatron.checkpoint.sharded import load_sharded, save_sharded, saved_items
+from megarl.megatron.checkpoint.storage import tensor_shapes
+from megarl.megatron.engine.optimizer import state_shards
+from megarl.megatron.runtime import cuda_on_cpu
 from megarl.models import ParallelLayout, WeightMap, parse_model_config
 
 VOCAB = 70  # padded to 80 rows at TP1, to 96 at TP2
@@ -242,11 +242,11 @@ def break_writing(patch: pytest.MonkeyPatch, how: str) -> None:
         raise OSError(28, "No space left on device")
 
     if how == "random":
-        patch.setattr("megarl.megatron.checkpoint_state.save_file", full)
+        patch.setattr("megarl.megatron.checkpoint.role_state.save_file", full)
     elif how == "data":
         patch.setattr(torch, "save", full)
     elif how == "disagreement":
-        patch.setattr("megarl.megatron.checkpoint.check_steps", full)
+        patch.setattr("megarl.megatron.checkpoint.sharded.check_steps", full)
 
 
 # ---- assembling what ranks hold
@@ -568,7 +568,7 @@ def save_without_a_block(place: Place, layout: ParallelLayout, folder: str) -> s
     try:
         engine = build(place, layout, {})
         with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as caught:
-            patch.setattr("megarl.megatron.checkpoint.saved_items", incomplete)
+            patch.setattr("megarl.megatron.checkpoint.sharded.saved_items", incomplete)
             save_sharded(engine, folder)
         return str(caught.value)
     finally:

@@ -26,11 +26,11 @@ from test_megatron_checkpoint import (
 from megarl.base.errors import CheckpointError
 from megarl.base.files import read_entry
 from megarl.megatron import MegatronEngine, shutdown_runtime
-from megarl.megatron.checkpoint import begin_save, load_sharded, save_sharded
-from megarl.megatron.checkpoint_format import Item, ItemWriter, TensorBlock
-from megarl.megatron.checkpoint_save import HostSnapshot
-from megarl.megatron.checkpoint_state import read_state
-from megarl.megatron.host_memory import TensorMemory
+from megarl.megatron.checkpoint.pending_save import HostSnapshot
+from megarl.megatron.checkpoint.role_state import read_state
+from megarl.megatron.checkpoint.sharded import begin_save, load_sharded, save_sharded
+from megarl.megatron.checkpoint.storage import Item, ItemWriter, TensorBlock
+from megarl.megatron.runtime.host_memory import TensorMemory
 from megarl.models import ParallelLayout
 
 DP2, TP2 = ParallelLayout(dp=2), ParallelLayout(tp=2)

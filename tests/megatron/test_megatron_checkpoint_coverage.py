@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from valid_layouts import valid_layouts
 
 from megarl.base.errors import CheckpointError, ConfigError
-from megarl.megatron.checkpoint import StoredState, saved_items
-from megarl.megatron.checkpoint_format import SavePlanner, check_index, check_written
-from megarl.megatron.host_memory import TensorMemory
-from megarl.megatron.optimizer import StateShard
+from megarl.megatron.checkpoint.sharded import StoredState, saved_items
+from megarl.megatron.checkpoint.storage import SavePlanner, check_index, check_written
+from megarl.megatron.engine.optimizer import StateShard
+from megarl.megatron.runtime.host_memory import TensorMemory
 from megarl.models import ModelConfig, ParallelLayout, WeightMap
 from megarl.models.adapters import AdapterMap, LoraOptions
 

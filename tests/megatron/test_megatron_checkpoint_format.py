@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.megatron.checkpoint_format import blocks_of_range
+from megarl.megatron.checkpoint.storage import blocks_of_range
 from megarl.models import LocalParam, ParallelLayout, Piece, WeightMap, parse_model_config
 
 SHAPE = (7, 5)

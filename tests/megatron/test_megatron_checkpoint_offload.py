@@ -15,11 +15,11 @@ from distributed import Place, ProcessPool
 from test_megatron_checkpoint import TP2PP2, assert_same_bits, build, fill, load_and_train, rank_state, step
 
 from megarl.megatron import MegatronEngine, shutdown_runtime
-from megarl.megatron.checkpoint import begin_save, load_sharded, save_sharded
-from megarl.megatron.checkpoint_format import ItemWriter
-from megarl.megatron.checkpoint_save import HostSnapshot
-from megarl.megatron.host_memory import HostBuffer
-from megarl.megatron.offload import OPTIMIZER, PARAM, PARTS, Offloader, OffloadManager
+from megarl.megatron.checkpoint.pending_save import HostSnapshot
+from megarl.megatron.checkpoint.sharded import begin_save, load_sharded, save_sharded
+from megarl.megatron.checkpoint.storage import ItemWriter
+from megarl.megatron.engine.offload import OPTIMIZER, PARAM, PARTS, Offloader, OffloadManager
+from megarl.megatron.runtime.host_memory import HostBuffer
 from megarl.models import ParallelLayout
 
 DP2 = ParallelLayout(dp=2)
@@ -42,7 +42,9 @@ def recorded(cls: type, name: str) -> Iterator[list[Any]]:
 def offloading_engine(place: Place, layout: ParallelLayout, dtype: str, parts: tuple[str, ...]) -> Iterator[Any]:
     """An engine whose offloaded tensors are spread over many chunks of host memory."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megarl.megatron.engine.OffloadManager", partial(OffloadManager, chunk_bytes=1008))
+        patch.setattr(
+            "megarl.megatron.engine.megatron_engine.OffloadManager", partial(OffloadManager, chunk_bytes=1008)
+        )
         try:
             yield build(place, layout, {"dtype": dtype, "offload": parts})
         finally:

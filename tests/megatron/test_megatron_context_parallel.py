@@ -15,7 +15,7 @@ from tiny_models import TEMPERATURE, policy_reference, rows, save_model, value_r
 from torch import Tensor
 
 from megarl.megatron import OptimizerOptions, OutputOptions, OverlapOptions, RecomputeOptions, StepResult
-from megarl.megatron.layers import PackedAttention
+from megarl.megatron.layers.torch_layers import PackedAttention
 from megarl.models import ParallelLayout
 
 ADAM = OptimizerOptions(lr=1e-2, weight_decay=0.1, clip_grad=0.5, eps=1e-3)

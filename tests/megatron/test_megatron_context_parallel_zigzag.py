@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from test_megatron_packed import ROWS, make_rows
 
 from megarl.megatron import PackedMicroBatch
-from megarl.megatron.context_parallel import MicroBatchPart, context_parallel_part, padded_lengths, rank_indices
+from megarl.megatron.layers.context_parallel import MicroBatchPart, context_parallel_part, padded_lengths, rank_indices
 
 RANKS = st.integers(1, 5)
 MULTIPLES = st.sampled_from([1, 2, 3, 4, 8])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.megatron import cuda_on_cpu
+from megarl.megatron.runtime import cuda_on_cpu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megarl.megatron.cuda_on_cpu import parallel_linear
+from megarl.megatron.runtime.cuda_on_cpu import parallel_linear
 
 
 def refused(*_: object, **__: object) -> torch.Tensor:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megarl.megatron.device_memory import DeviceMemory, _own_bytes, _processes
+from megarl.megatron.runtime.device_memory import DeviceMemory, _own_bytes, _processes
 
 GIB = 2**30
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from valid_layouts import ALL, of_release, paired_layouts
 
 from megarl.megatron import MegatronEngine, OptimizerOptions, OutputOptions
-from megarl.megatron.checkpoint import load_sharded, save_sharded
+from megarl.megatron.checkpoint.sharded import load_sharded, save_sharded
 from megarl.models import ParallelLayout
 
 # Two replicas of each expert, whose optimizer state is divided over them; four ranks divide that of the rest.

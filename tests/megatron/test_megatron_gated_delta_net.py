@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from megarl.megatron import OptimizerOptions, OutputOptions, RecomputeOptions
-from megarl.megatron.gated_delta_net import in_convolution_kernel, in_rule_kernel
+from megarl.megatron.layers.gated_delta_net import in_convolution_kernel, in_rule_kernel
 from megarl.models import ParallelLayout
 from megarl.models.delta_rule import CHUNK, ChunkPlan, causal_convolution, chunked_delta_rule
 

@@ -18,8 +18,11 @@ import torch.nn.functional as F
 from distributed import Place, ProcessPool
 from torch import Tensor
 
-from megarl.megatron import init_runtime, kernels, layers, shutdown_runtime, versions
-from megarl.megatron.layers import PackedAttention, PackedSequences
+from megarl.megatron import init_runtime, shutdown_runtime
+from megarl.megatron.layers import kernels
+from megarl.megatron.layers import torch_layers as layers
+from megarl.megatron.layers.torch_layers import PackedAttention, PackedSequences
+from megarl.megatron.runtime import versions
 from megarl.models import ParallelLayout
 
 RUNS = ((3, 4), (1, 5))
@@ -106,8 +109,9 @@ IMPORT_ENGINE = """
 import importlib.util, logging, sys
 logging.basicConfig(format="%(levelname)s %(message)s")
 import torch
-from megarl.megatron import kernels, transformer_engine
-from megarl.megatron.runtime import init_runtime
+from megarl.megatron.layers import kernels
+from megarl.megatron.runtime import transformer_engine
+from megarl.megatron.runtime.process_groups import init_runtime
 assert importlib.util.find_spec("transformer_engine") is None, "Megatron would find the broken package"
 assert not [name for name in sys.modules if name.startswith("transformer_engine.")]
 print(kernels.kernels(torch.device("cuda"), torch.bfloat16, trains=False).layers)

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.megatron import cuda_on_cpu
-from megarl.megatron.kernels import window_attention
-from megarl.megatron.layers import (
+from megarl.megatron.layers.kernels import window_attention
+from megarl.megatron.layers.torch_layers import (
     PackedAttention,
     PackedSequences,
     RMSNorm,
@@ -20,6 +19,7 @@ from megarl.megatron.layers import (
     rotate,
     rotation_table,
 )
+from megarl.megatron.runtime import cuda_on_cpu
 from megarl.models import ModelConfig, parse_model_config
 from megarl.models.rope import inverse_frequencies
 

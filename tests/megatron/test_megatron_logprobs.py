@@ -8,7 +8,7 @@ from alive import Alive
 from distributed import Place, ProcessPool
 from torch import Tensor
 
-from megarl.megatron.logprobs import ReferenceHead, vocab_parallel_outputs
+from megarl.megatron.layers.logprobs import ReferenceHead, vocab_parallel_outputs
 from megarl.models import partition
 
 VOCAB, N = 23, 7

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.megatron.logprobs import ReferenceHead, vocab_parallel_outputs
+from megarl.megatron.layers.logprobs import ReferenceHead, vocab_parallel_outputs
 from megarl.models import partition
 
 VOCABULARY, PADDED = 11, 16

@@ -17,8 +17,8 @@ from torch import Tensor
 from valid_layouts import of_release
 
 from megarl.megatron import MegatronEngine, OptimizerOptions, OutputOptions, RecomputeOptions
-from megarl.megatron.checkpoint import load_sharded, save_sharded
-from megarl.megatron.lora import initial_a
+from megarl.megatron.checkpoint.sharded import load_sharded, save_sharded
+from megarl.megatron.layers.lora import initial_a
 from megarl.models import ParallelLayout, WeightMap, read_model_config
 from megarl.models.adapters import AdapterMap, LoraOptions
 

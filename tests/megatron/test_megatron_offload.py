@@ -19,10 +19,10 @@ from tiny_models import rows, save_model
 from torch import Tensor
 
 from megarl.megatron import MegatronEngine, OptimizerOptions, OutputOptions, StepResult
-from megarl.megatron.host_memory import HostBuffer
-from megarl.megatron.offload import GRAD, OPTIMIZER, PARAM, PARTS, Offloader, OffloadManager
-from megarl.megatron.optimizer import state_shards
-from megarl.megatron.options import OverlapOptions
+from megarl.megatron.engine.offload import GRAD, OPTIMIZER, PARAM, PARTS, Offloader, OffloadManager
+from megarl.megatron.engine.optimizer import state_shards
+from megarl.megatron.engine.options import OverlapOptions
+from megarl.megatron.runtime.host_memory import HostBuffer
 from megarl.models import ParallelLayout
 
 CPU = torch.device("cpu")
@@ -76,7 +76,9 @@ def test_inference_model_offloads_weights_only() -> None:
 def small_chunks() -> Iterator[None]:
     """Chunks so small that every storage is spread over several."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megarl.megatron.engine.OffloadManager", partial(OffloadManager, chunk_bytes=1000))
+        patch.setattr(
+            "megarl.megatron.engine.megatron_engine.OffloadManager", partial(OffloadManager, chunk_bytes=1000)
+        )
         yield
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megarl.algorithms import LearningRateSchedule, learning_rate
 from megarl.megatron import OptimizerOptions, OutputOptions, PackedMicroBatch, PolicyOutputs, StepResult
-from megarl.megatron.faults import SkipReport
-from megarl.megatron.optimizer import check_steps, set_steps, state_shards, use_fused_kernels
+from megarl.megatron.engine.faults import SkipReport
+from megarl.megatron.engine.optimizer import check_steps, set_steps, state_shards, use_fused_kernels
 from megarl.models import ParallelLayout
 
 

@@ -14,7 +14,7 @@ from tiny_models import Row, rows, save_model
 from torch import Tensor
 
 from megarl.megatron import PackedMicroBatch
-from megarl.megatron.outputs import POOLED
+from megarl.megatron.layers.outputs import POOLED
 from megarl.models import ParallelLayout
 
 LAYOUTS = {

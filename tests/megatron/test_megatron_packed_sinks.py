@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.megatron.packed_sinks import PackedFlashKernel, flash_prefix_attention, flash_sink_attention
+from megarl.megatron.layers.packed_sinks import PackedFlashKernel, flash_prefix_attention, flash_sink_attention
 from megarl.models.sink_attention import sink_attention
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from megarl.megatron import OptimizerOptions, OutputOptions, PackedMicroBatch, RecomputeOptions
-from megarl.megatron.moe import ExpertRouter
+from megarl.megatron.layers.moe import ExpertRouter
 from megarl.models import ParallelLayout
 
 PER_TOKEN, COUNT = 2, 4

@@ -14,9 +14,10 @@ from engine_cases import Setup, engine, micro_batches, policy_loss
 from tiny_models import rows, save_model
 from torch import Tensor
 
-from megarl.megatron import OptimizerOptions, OutputOptions, PackedMicroBatch, context_parallel, packed
-from megarl.megatron.context_parallel import context_parallel_part
-from megarl.megatron.model import StageModel
+from megarl.megatron import OptimizerOptions, OutputOptions, PackedMicroBatch
+from megarl.megatron.engine.model import StageModel
+from megarl.megatron.layers import context_parallel, packed
+from megarl.megatron.layers.context_parallel import context_parallel_part
 from megarl.models import ParallelLayout
 
 CUDA = torch.device("cuda", 0)

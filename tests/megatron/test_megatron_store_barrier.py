@@ -14,9 +14,9 @@ from test_megatron_checkpoint import build, fill
 
 from megarl.base.errors import CheckpointError
 from megarl.megatron import shutdown_runtime
-from megarl.megatron.checkpoint import load_sharded, save_sharded
-from megarl.megatron.checkpoint_format import ItemWriter, _Reader
-from megarl.megatron.store_barrier import StoreBarrier
+from megarl.megatron.checkpoint.sharded import load_sharded, save_sharded
+from megarl.megatron.checkpoint.storage import ItemWriter, _Reader
+from megarl.megatron.runtime.store_barrier import StoreBarrier
 from megarl.models import ParallelLayout
 from megarl.models.hf_writer import HFWriter
 
@@ -92,7 +92,7 @@ def test_failed_export_is_raised_on_the_ranks_that_wait_for_rank_0(pool: Process
 
 def test_rank_that_never_comes_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
-    monkeypatch.setattr("megarl.megatron.store_barrier._get_default_store", lambda: store)
+    monkeypatch.setattr("megarl.megatron.runtime.store_barrier._get_default_store", lambda: store)
     with raises("checkpoint.rank-timeout", "0 s"):
         StoreBarrier(0, 2, longest_wait_s=0.05).wait_for_all()
     with raises("checkpoint.rank-timeout", "0 s"):

@@ -23,8 +23,9 @@ from megarl.config import MegatronConfig
 from megarl.config.checks.transformer_field_table import OWNED, REJECTED, SUPPORTED
 from megarl.config.checks.transformer_fields import attention_backends, transformer_fields
 from megarl.config.keys import key_at
-from megarl.megatron import MegatronOptions, OutputOptions, RecomputeOptions, transformer_config
-from megarl.megatron.transformer_config import build_transformer_config
+from megarl.megatron import MegatronOptions, OutputOptions, RecomputeOptions
+from megarl.megatron.engine import transformer_config
+from megarl.megatron.engine.transformer_config import build_transformer_config
 from megarl.models import ParallelLayout, read_model_config
 
 MODULES = key_at(MegatronConfig, "recompute_modules").limits.choices

@@ -16,8 +16,8 @@ from megarl.config import TrainConfig
 from megarl.data import DataProto
 from megarl.trainer.callbacks import Callback, TrainerView, load_callbacks
 from megarl.trainer.jobs.preflight import check_train
-from megarl.trainer.ppo_trainer import PPOTrainer
-from megarl.trainer.records.recorders import CheckpointRecorder, ValidationRecorder, build_recorders
+from megarl.trainer.loop.ppo_trainer import PPOTrainer
+from megarl.trainer.loop.recorders import CheckpointRecorder, ValidationRecorder, build_recorders
 
 
 class Recorded(Callback):

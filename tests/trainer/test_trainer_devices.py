@@ -12,8 +12,8 @@ from expected_errors import raises
 from megarl.base.errors import ConfigError, ResourceError
 from megarl.config.schema.devices import OwnDevicesConfig
 from megarl.config.schema.run import RunConfig
-from megarl.trainer.jobs import devices
-from megarl.trainer.jobs.devices import check_dashboard, check_devices, resolve_device
+from megarl.trainer.roles import devices
+from megarl.trainer.roles.devices import check_dashboard, check_devices, resolve_device
 
 
 @pytest.fixture(autouse=True)

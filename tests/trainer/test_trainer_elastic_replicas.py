@@ -15,7 +15,7 @@ from megarl.cluster import RaySession, ResourcePool, wait_ready
 from megarl.cluster.resources import PlacedPool
 from megarl.cluster.role_groups import RolloutGroup
 from megarl.models import ParallelLayout
-from megarl.trainer.jobs.elastic_replicas import MOST_FAILURES, ElasticReplicas, ReplicasMissing
+from megarl.trainer.roles.elastic_replicas import MOST_FAILURES, ElasticReplicas, ReplicasMissing
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
 from tests.expected_errors import raises
 from tests.waits import wait_until

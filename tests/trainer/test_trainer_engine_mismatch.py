@@ -15,7 +15,7 @@ from megarl.algorithms.moments import Moments
 from megarl.config import TrainConfig
 from megarl.models import read_model_config
 from megarl.models.model_config import Experts
-from megarl.trainer.records.engine_mismatch import (
+from megarl.trainer.metrics.engine_mismatch import (
     DIFFERENCE,
     EXCESS,
     explained_by_rounding,

@@ -12,9 +12,7 @@ from documented_metrics import undocumented
 
 from megarl.base.reductions import combine_metrics
 from megarl.data import DataProto, token_counts
-from megarl.trainer.phases.advantage_phase import _quality_metrics
-from megarl.trainer.phases.validation import CONVERSATION_METRICS, conversation_metrics
-from megarl.trainer.records.metrics import (
+from megarl.trainer.metrics.step_metrics import (
     GENERATED_TOKENS,
     batch_metrics,
     group_spread,
@@ -22,6 +20,8 @@ from megarl.trainer.records.metrics import (
     summary,
     throughput_metrics,
 )
+from megarl.trainer.phases.advantage_phase import _quality_metrics
+from megarl.trainer.phases.validation import CONVERSATION_METRICS, conversation_metrics
 from megarl.trainer.rollout_service.source import TrainedBatches
 
 

@@ -12,9 +12,9 @@ from expected_errors import raises
 from megarl.cluster.calls import PendingCall, completed_call
 from megarl.data import DataProto
 from megarl.models import ParallelLayout
-from megarl.trainer.jobs.devices import JobPools
-from megarl.trainer.jobs.worker_groups import pending_device_bytes
 from megarl.trainer.phases.model_passes import ModelPass, TeacherPhase, simultaneous_passes, verb_pass
+from megarl.trainer.roles.devices import JobPools
+from megarl.trainer.roles.worker_groups import pending_device_bytes
 
 
 class Group:

@@ -9,7 +9,7 @@ import torch
 
 from megarl.base.signals import POLL_S, sleep, while_waiting
 from megarl.data import DataProto
-from megarl.trainer.ppo_trainer import PPOTrainer
+from megarl.trainer.loop.ppo_trainer import PPOTrainer
 
 ANSWERS, PROMPTS = 2, 96
 

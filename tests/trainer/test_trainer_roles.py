@@ -14,8 +14,8 @@ from megarl.cluster import RaySession, ResourcePool, WorkerGroup
 from megarl.config import TrainConfig
 from megarl.config.batch import plan_batches
 from megarl.models import WeightMap, read_model_config
-from megarl.trainer.jobs.devices import JobPools
-from megarl.trainer.jobs.role_builder import RoleBuilder
+from megarl.trainer.roles.devices import JobPools
+from megarl.trainer.roles.role_builder import RoleBuilder
 
 
 @pytest.mark.usefixtures("forked_workers")

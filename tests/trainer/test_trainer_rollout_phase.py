@@ -26,8 +26,8 @@ from megarl.trainer.phases.data_loading import prompt_loader, validation_loader
 from megarl.trainer.phases.reward_functions import function_manager, runner_scorers
 from megarl.trainer.phases.reward_phase import RewardPhase
 from megarl.trainer.phases.rollout_phase import LengthPredictor, RolloutPhase, check_weight_versions
+from megarl.trainer.phases.rollout_traffic import RolloutTraffic
 from megarl.trainer.phases.validation import Validator
-from megarl.trainer.rollout_service.traffic import RolloutTraffic
 from megarl.workers.dispatch import WorkerPlace
 from megarl.workers.rollout import RolloutWorker
 from megarl.workers.settings import RolloutSettings

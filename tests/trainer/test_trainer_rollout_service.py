@@ -33,12 +33,12 @@ from megarl.trainer.phases.data_loading import prompt_loader
 from megarl.trainer.phases.reward_functions import runner_scorers
 from megarl.trainer.phases.reward_phase import RewardPhase
 from megarl.trainer.phases.rollout_phase import RolloutPhase
+from megarl.trainer.phases.rollout_traffic import RolloutTraffic
 from megarl.trainer.rollout_service.ledger import AdmissionRule, GroupLedger
-from megarl.trainer.rollout_service.replay_order import OrderFile, ReplayOrder
 from megarl.trainer.rollout_service.service import RolloutService, check_staleness
 from megarl.trainer.rollout_service.source import StepRounds
 from megarl.trainer.rollout_service.staleness import staleness_metrics
-from megarl.trainer.rollout_service.traffic import RolloutTraffic
+from megarl.trainer.state.replay_order import OrderFile, ReplayOrder
 from megarl.trainer.state.trainer_state import Decoder, Encoder
 from megarl.workers.dispatch import WorkerPlace
 from megarl.workers.rollout import RolloutWorker

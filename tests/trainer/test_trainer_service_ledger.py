@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megarl.agents.types import SampleId, VersionSpan
 from megarl.trainer.rollout_service.ledger import AdmissionRule, GroupLedger
-from megarl.trainer.rollout_service.replay_order import OrderedBatch, OrderFile, ReplayOrder, read_order
+from megarl.trainer.state.replay_order import OrderedBatch, OrderFile, ReplayOrder, read_order
 
 TENTHS = st.integers(0, 40).map(lambda tenths: tenths / 10)
 

@@ -17,7 +17,7 @@ from megarl.cluster.split import Plan, collect, plan_split, row_costs, split
 from megarl.config import ActorConfig, CriticConfig, MegatronConfig, OptimConfig
 from megarl.data import DataProto
 from megarl.megatron import shutdown_runtime
-from megarl.megatron.offload import PARTS
+from megarl.megatron.engine.offload import PARTS
 from megarl.models import ParallelLayout
 from megarl.workers.dispatch import WorkerPlace, read_marks
 from megarl.workers.settings import LogProbSettings, MicroBatchBudget, RoleSettings, UpdatePlan

@@ -13,7 +13,7 @@ from tiny_policies import Models
 import megarl
 from megarl.data import DataProto
 from megarl.megatron import shutdown_runtime
-from megarl.megatron.optimizer import Optimizer
+from megarl.megatron.engine.optimizer import Optimizer
 from megarl.models import ParallelLayout
 from megarl.workers.actor import ActorWorker
 from megarl.workers.dispatch import WorkerPlace

@@ -13,7 +13,7 @@ from distributed import Place, ProcessPool, RemoteError
 from role_processes import CRITIC, LAYOUTS, Role, actor_arguments, log_prob_settings, role_settings, update_plan
 from tiny_policies import ROW_LENGTHS, Models
 
-from megarl.megatron.pass_guard import DeviceMemoryError
+from megarl.megatron.engine.pass_guard import DeviceMemoryError
 from megarl.workers.actor import ActorWorker
 from megarl.workers.critic import CriticWorker
 from megarl.workers.memory import FORWARD, UPDATE, MemoryBudgets

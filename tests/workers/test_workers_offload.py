@@ -16,8 +16,8 @@ from tiny_policies import Models
 
 from megarl.data import DataProto
 from megarl.megatron import shutdown_runtime
-from megarl.megatron.host_memory import HostBuffer
-from megarl.megatron.offload import PARTS
+from megarl.megatron.engine.offload import PARTS
+from megarl.megatron.runtime.host_memory import HostBuffer
 from megarl.workers.actor import ActorWorker
 from megarl.workers.critic import CriticWorker
 from megarl.workers.dispatch import WorkerPlace

@@ -29,7 +29,7 @@ from megarl.base.seeds import derive_seed
 from megarl.cluster.adapters import ResultsByRank
 from megarl.config import RolloutConfig
 from megarl.data import DataProto
-from megarl.megatron.offload import PARTS
+from megarl.megatron.engine.offload import PARTS
 from megarl.models import WeightMap, read_model_config
 from megarl.rollout import Completion, Request, SamplingParams
 from megarl.rollout.embedded.generation import ContinuousBatcher

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megarl.megatron import MegatronOptions, OptimizerOptions
-from megarl.megatron.offload import GRAD, PARTS
+from megarl.megatron.engine.offload import GRAD, PARTS
 from megarl.ops.acceptance.bench import Bench, UnsupportedError
 from megarl.ops.acceptance.models import SHAPES, SingleRankEngine
 from megarl.ops.acceptance.results import Result, Verdict

@@ -12,7 +12,7 @@ import torch
 
 from megarl.config import MegatronConfig
 from megarl.megatron import MegatronEngine, MegatronOptions, OptimizerOptions, PackedMicroBatch
-from megarl.megatron.kernels import uses_transformer_engine
+from megarl.megatron.layers.kernels import uses_transformer_engine
 from megarl.models import ParallelLayout, parse_model_config
 from megarl.ops.acceptance.bench import Bench, UnsupportedError, near_plan
 from megarl.ops.acceptance.models import SHAPES, SingleRankEngine

@@ -33,11 +33,11 @@ from megarl.ops.doctor.node.storage import check_checkpoint_room
 from megarl.ops.plan.report import shortfall_lines
 from megarl.ops.plan.suggestion import plan_run
 from megarl.tracking import check_trackers
-from megarl.trainer.jobs.devices import check_devices
 from megarl.trainer.jobs.early_checks import check_packages
 from megarl.trainer.jobs.output_folders import check_output_folders
 from megarl.trainer.jobs.preflight import check_schedules
 from megarl.trainer.phases.end_tokens import disagreement
+from megarl.trainer.roles.devices import check_devices
 from megarl.trainer.state.run_state import find_resume
 
 PartCheck = Callable[[], Iterator[str]]

@@ -5,7 +5,7 @@ Requests enter by the admission rule of the rollout service, and batches are com
 Engines decode with continuous batching: a step of a replica with ``c`` sequences takes ``decode_s + sequence_s * c``.
 Replicas are equally loaded, as the router keeps them. Events are ends of responses, ends of updates, and weight syncs.
 Hybrid replicas generate from a sync to the first update, by the decisions of the run
-(:class:`~megarl.trainer.jobs.hybrid_replicas.HybridReplicas`).
+(:class:`~megarl.trainer.roles.hybrid_replicas.HybridReplicas`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from megarl.ops.plan.generation import GenerationTime
 from megarl.ops.plan.lengths import Quantiles
-from megarl.trainer.jobs.hybrid_replicas import HybridReplicas
+from megarl.trainer.roles.hybrid_replicas import HybridReplicas
 from megarl.trainer.rollout_service.ledger import AdmissionRule, GroupLedger
 
 

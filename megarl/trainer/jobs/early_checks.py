@@ -30,8 +30,8 @@ from megarl.data import check_files
 from megarl.models import check_model_folder, read_model_config
 from megarl.models.multi_token import unused_tensors, warn_of_unused
 from megarl.tracking import check_trackers
-from megarl.trainer.jobs.devices import check_dashboard, check_devices
 from megarl.trainer.jobs.output_folders import check_output_files
+from megarl.trainer.roles.devices import check_dashboard, check_devices
 from megarl.workers.settings import check_adapters, check_role, check_router_replay
 
 logger = logging.getLogger(__name__)

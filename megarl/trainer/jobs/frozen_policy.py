@@ -28,9 +28,9 @@ from megarl.models import ModelConfig
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE
 from megarl.models.multi_token import warn_of_unused
 from megarl.tracking import Console
-from megarl.trainer.jobs.worker_groups import Progress, build_engines, restart_replicas, rollout_group
 from megarl.trainer.phases.rollout_phase import RolloutPhase
-from megarl.trainer.rollout_service.traffic import RolloutTraffic
+from megarl.trainer.phases.rollout_traffic import RolloutTraffic
+from megarl.trainer.roles.worker_groups import Progress, build_engines, restart_replicas, rollout_group
 from megarl.trainer.state.checkpoint_manifest import MANIFEST, is_whole
 
 KEY = "actor_rollout_ref.model.path"

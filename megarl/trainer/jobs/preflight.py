@@ -28,9 +28,9 @@ from megarl.rollout.sglang.options import CACHE_TOKENS
 from megarl.rollout.sglang.teacher import TeacherServers
 from megarl.trainer.callbacks import load_callbacks
 from megarl.trainer.jobs.early_checks import check_prompt_rows
-from megarl.trainer.jobs.role_builder import run_updates
 from megarl.trainer.phases.data_loading import collate_function, mixture_weights, reads_its_files, user_sampler
 from megarl.trainer.phases.reward_functions import check_rewards
+from megarl.trainer.roles.role_builder import run_updates
 from megarl.workers.settings import schedule_steps
 
 

@@ -18,11 +18,11 @@ from megarl.config.keys import with_values
 from megarl.config.schema.jobs import JobT, SupervisedConfig, TrainConfig, own_pools
 from megarl.tracing import PHASE, span
 from megarl.tracking import Console
-from megarl.trainer.jobs.devices import JobPools, reserve_pools
-from megarl.trainer.jobs.worker_groups import Progress
 from megarl.trainer.records.reporting import RunReporter
 from megarl.trainer.records.tracing import RunTracing, role_profiles
 from megarl.trainer.records.watchdog import LaterLimits
+from megarl.trainer.roles.devices import JobPools, reserve_pools
+from megarl.trainer.roles.worker_groups import Progress
 from megarl.trainer.state.run_identity import identify_run
 from megarl.trainer.state.run_state import Resume, RunState, find_resume
 from megarl.trainer.state.stopping import CTRL_C, KILLED, RAY_LOST, StopCondition, ends_on_signals, process_deadlines

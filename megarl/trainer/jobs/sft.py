@@ -11,9 +11,9 @@ from megarl.config.schema.jobs import SFTConfig
 from megarl.data import SFTDataset
 from megarl.models.sequence_cost import SequenceCost
 from megarl.trainer.jobs.supervised import SupervisedJob, run_supervised
-from megarl.trainer.jobs.worker_groups import update_plan
 from megarl.trainer.phases.data_loading import subset_options
 from megarl.trainer.records.reporting import RunSummary
+from megarl.trainer.roles.worker_groups import update_plan
 
 
 def run(config: SFTConfig, output_dir: Path) -> RunSummary:

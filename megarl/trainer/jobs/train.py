@@ -17,13 +17,11 @@ from megarl.config.stored import stored_config
 from megarl.data.loader import PromptQueue
 from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.trainer.callbacks import load_callbacks
-from megarl.trainer.jobs.devices import JobPools
 from megarl.trainer.jobs.output_folders import check_output_folders, claim_response_folders
 from megarl.trainer.jobs.preflight import check_schedules, check_train
-from megarl.trainer.jobs.role_builder import RoleBuilder
-from megarl.trainer.jobs.roles import Roles
 from megarl.trainer.jobs.session import JobSession, open_job
-from megarl.trainer.jobs.worker_groups import Progress
+from megarl.trainer.loop.ppo_trainer import PPOTrainer, StepPhases
+from megarl.trainer.loop.recorders import build_recorders
 from megarl.trainer.phases.advantage_phase import AdvantagePhase, RewardShaping
 from megarl.trainer.phases.correction_phase import (
     PreferencePhase,
@@ -37,15 +35,17 @@ from megarl.trainer.phases.reference_phase import AlignmentPhase, BatchPhase
 from megarl.trainer.phases.reward_functions import runner_scorers, val_reward_config
 from megarl.trainer.phases.reward_phase import RewardModelScorer, RewardPhase, SequenceReader, reward_manager
 from megarl.trainer.phases.rollout_phase import RolloutPhase
+from megarl.trainer.phases.rollout_traffic import RolloutTraffic
 from megarl.trainer.phases.validation import Validator
-from megarl.trainer.ppo_trainer import PPOTrainer, StepPhases
-from megarl.trainer.records.recorders import build_recorders
 from megarl.trainer.records.reporting import RunReporter, RunSummary
+from megarl.trainer.roles.devices import JobPools
+from megarl.trainer.roles.job_roles import Roles
+from megarl.trainer.roles.role_builder import RoleBuilder
+from megarl.trainer.roles.worker_groups import Progress
 from megarl.trainer.rollout_service.ledger import GroupLedger
-from megarl.trainer.rollout_service.replay_order import REPLAY_FILE, OrderFile, ReplayOrder
 from megarl.trainer.rollout_service.service import RolloutService, restored_ledger
 from megarl.trainer.rollout_service.source import SampleSource, StepRounds
-from megarl.trainer.rollout_service.traffic import RolloutTraffic
+from megarl.trainer.state.replay_order import REPLAY_FILE, OrderFile, ReplayOrder
 from megarl.trainer.state.run_state import RunState, inexact_checkpoints
 
 LARGEST_KEPT_TENSOR = 2**30

@@ -15,8 +15,8 @@ from megarl.data import DataProto
 from megarl.models.sequence_cost import SequenceCost
 from megarl.trainer.jobs.pair_training import PairTraining
 from megarl.trainer.jobs.supervised import run_supervised
-from megarl.trainer.jobs.worker_groups import budget
 from megarl.trainer.records.reporting import RunSummary
+from megarl.trainer.roles.worker_groups import budget
 
 
 def run(config: RewardTrainingConfig, output_dir: Path) -> RunSummary:

@@ -26,8 +26,8 @@ from megarl.base.reductions import Total
 from megarl.config.schema.algorithm import AlgorithmConfig, ScheduledWeightConfig
 from megarl.data import DataProto
 from megarl.data.row_map import RowMap, map_in_process, with_tokens
+from megarl.trainer.metrics.step_metrics import Metrics, summary
 from megarl.trainer.phases.correction_phase import RolloutCorrectionPhase
-from megarl.trainer.records.metrics import Metrics, summary
 from megarl.workers.advantage_rows import (
     ANCHOR_STATES,
     GROUPS,

@@ -13,7 +13,7 @@ from megarl.base.errors import DataError, StepImpossible
 from megarl.base.reductions import Total, combine_metrics
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data import DataProto, sequence_lengths
-from megarl.trainer.records.metrics import GENERATED_TOKENS, Metrics
+from megarl.trainer.metrics.step_metrics import GENERATED_TOKENS, Metrics
 from megarl.workers.row_math import counted_rows, generated_tokens, row_sums, trained_tokens
 
 SCORES = ("score", "seq_reward")

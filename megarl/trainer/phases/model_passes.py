@@ -15,7 +15,7 @@ from megarl.cluster import PlacedPool, WorkerGroup
 from megarl.cluster.calls import PendingCall, completed_call
 from megarl.data import DataProto
 from megarl.models import ParallelLayout
-from megarl.trainer.records.metrics import Metrics
+from megarl.trainer.metrics.step_metrics import Metrics
 
 ROW_VERB = "compute_log_prob"
 """Verb of the actor whose rows on each process are also those of the row functions of a step."""

@@ -15,7 +15,7 @@ from megarl.data import DataProto, attention_mask_of, pad_right, sequence_length
 from megarl.data.row_map import RowMap, map_in_process
 from megarl.data.text_bounds import cut_middle, measured_tokens
 from megarl.models import ParallelLayout
-from megarl.trainer.records.metrics import Metrics, summary
+from megarl.trainer.metrics.step_metrics import Metrics, summary
 from megarl.workers.row_math import MASKS, counted_rows, entropy_of_rows
 
 if TYPE_CHECKING:

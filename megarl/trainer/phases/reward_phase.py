@@ -23,8 +23,8 @@ from megarl.data.tokenization import Prompt, PromptEncoder
 from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.rewards.manager import NullReward, Scored, with_scores
 from megarl.rewards.outcome import EXTRA
+from megarl.trainer.metrics.step_metrics import Metrics, summary
 from megarl.trainer.phases.reward_functions import function_manager
-from megarl.trainer.records.metrics import Metrics, summary
 from megarl.workers.row_math import row_sums
 
 logger = logging.getLogger(__name__)

@@ -33,8 +33,8 @@ from megarl.data import DataProto
 from megarl.rewards.outcome import REWARD_COUNTS
 from megarl.rollout.interface import NO_VERSION, SamplingParams
 from megarl.rollout.router_stats import RouterStats
-from megarl.trainer.records.metrics import Metrics
-from megarl.trainer.rollout_service.traffic import WAIT_S, RolloutTraffic
+from megarl.trainer.metrics.step_metrics import Metrics
+from megarl.trainer.phases.rollout_traffic import WAIT_S, RolloutTraffic
 
 TRAINING, VALIDATION = 0, 1
 """Seed streams of training and validation."""

@@ -25,9 +25,9 @@ from megarl.algorithms import sequence_counts
 from megarl.base.reductions import combine_metrics
 from megarl.data import DataProto, StatefulLoader, sequence_lengths
 from megarl.rewards.outcome import EXTRA, as_number
+from megarl.trainer.metrics.step_metrics import Metrics
 from megarl.trainer.phases.reward_phase import RewardPhase
 from megarl.trainer.phases.rollout_phase import ROLLOUT_METRICS, RolloutPhase
-from megarl.trainer.records.metrics import Metrics
 from megarl.trainer.records.samples import Sample, describe_samples
 from megarl.workers.row_math import generated_tokens, row_sums
 

@@ -20,10 +20,10 @@ from megarl.tracking import Console, PhaseTimer, RunInfo, Trackers, open_tracker
 from megarl.tracking.jsonl_files import BALANCE_FILE, METRICS_FILE, BalanceFile, RankLists
 from megarl.tracking.run_summary import REPORT_FILE
 from megarl.tracking.sample_files import SampleFiles, begin_samples
-from megarl.trainer.records.engine_mismatch import mismatch_warnings
-from megarl.trainer.records.metrics import Metrics, empty_step_warnings, memory_warnings
+from megarl.trainer.metrics.engine_mismatch import mismatch_warnings
+from megarl.trainer.metrics.step_metrics import Metrics, empty_step_warnings, memory_warnings
 from megarl.trainer.records.samples import Sample
-from megarl.trainer.rollout_service.replay_order import REPLAY_FILE
+from megarl.trainer.state.replay_order import REPLAY_FILE
 from megarl.trainer.state.run_identity import ID_FILE, identify_run
 
 ACCURACY_PREFIX = "val-core/"

@@ -21,17 +21,17 @@ from megarl.rewards.outcome import Outcome
 from megarl.rollout.interface import NO_VERSION
 from megarl.rollout.router_stats import RouterStats
 from megarl.sharding import PausedRequests
-from megarl.trainer.jobs.roles import Roles
+from megarl.trainer.metrics.step_metrics import Metrics
 from megarl.trainer.phases.dynamic_sampling import SampleCollector
 from megarl.trainer.phases.reward_phase import RewardPhase
 from megarl.trainer.phases.rollout_phase import RolloutPhase
-from megarl.trainer.records.metrics import Metrics
+from megarl.trainer.phases.rollout_traffic import WAIT_S
+from megarl.trainer.roles.job_roles import Roles
 from megarl.trainer.rollout_service.idle_clock import IdleClock
 from megarl.trainer.rollout_service.ledger import AdmissionRule, GroupLedger
-from megarl.trainer.rollout_service.replay_order import OrderedBatch, OrderFile, ReplayOrder
 from megarl.trainer.rollout_service.source import TimedPhase
 from megarl.trainer.rollout_service.staleness import staleness_metrics
-from megarl.trainer.rollout_service.traffic import WAIT_S
+from megarl.trainer.state.replay_order import OrderedBatch, OrderFile, ReplayOrder
 from megarl.trainer.state.run_state import Resume
 
 logger = logging.getLogger(__name__)

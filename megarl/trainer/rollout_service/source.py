@@ -10,11 +10,11 @@ from megarl.base.reductions import combine_metrics
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data import DataProto
 from megarl.data.loader import PromptQueue
-from megarl.trainer.jobs.roles import Roles
+from megarl.trainer.metrics.step_metrics import GENERATED_TOKENS, Metrics
 from megarl.trainer.phases.dynamic_sampling import SampleCollector, join
 from megarl.trainer.phases.reward_phase import RewardPhase
 from megarl.trainer.phases.rollout_phase import RolloutPhase, check_weight_versions
-from megarl.trainer.records.metrics import GENERATED_TOKENS, Metrics
+from megarl.trainer.roles.job_roles import Roles
 
 TimedPhase = Callable[[str], AbstractContextManager[object]]
 """Times a phase of the step under its name."""

@@ -9,7 +9,7 @@ import numpy as np
 from megarl.agents.types import Trajectory
 from megarl.base.reductions import Largest, Total
 from megarl.rollout.interface import NO_VERSION
-from megarl.trainer.records.metrics import Metrics
+from megarl.trainer.metrics.step_metrics import Metrics
 
 
 def staleness_metrics(trajectories: Sequence[Trajectory], version: int, admission: Sequence[int]) -> Metrics:

@@ -24,7 +24,7 @@ from megarl.config.schema.model import HF_MODEL, CheckpointConfig
 from megarl.convert.conversion import ConversionOptions, convert
 from megarl.convert.open import open_source
 from megarl.convert.source import HUGGING_FACE
-from megarl.trainer.records.metrics import Metrics
+from megarl.trainer.metrics.step_metrics import Metrics
 from megarl.trainer.state.checkpoint_manifest import Score
 from megarl.trainer.state.checkpoint_store import CheckpointStore
 from megarl.workers.dispatch import SavedPart

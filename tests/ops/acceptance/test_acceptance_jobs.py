@@ -12,7 +12,7 @@ import torch
 from waits import LIMIT_S, wait_for_end, wait_until
 
 from megarl.megatron import MegatronOptions, OptimizerOptions
-from megarl.megatron.checkpoint import save_sharded
+from megarl.megatron.checkpoint.sharded import save_sharded
 from megarl.ops.acceptance.jobs import DECAY, UPDATES, lost_moments
 from megarl.ops.acceptance.models import SHAPES, SingleRankEngine
 from megarl.ops.acceptance.speed import one_step

@@ -7,7 +7,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from megarl.megatron.host_memory import HostBuffer
+from megarl.megatron.runtime.host_memory import HostBuffer
 from megarl.ops.acceptance.bench import Bench
 from megarl.ops.acceptance.offload import _Case
 from megarl.ops.acceptance.results import StageReport

@@ -9,7 +9,7 @@ import torch
 from alive import Alive
 from planned_jobs import megatron, train_job
 
-from megarl.megatron.logprobs import ReferenceHead, vocab_parallel_outputs
+from megarl.megatron.layers.logprobs import ReferenceHead, vocab_parallel_outputs
 from megarl.models import partition
 from megarl.ops.plan.job import PlannedPass, PlannedRole
 from megarl.ops.plan.layer_activations import tokens_on_rank

@@ -1,0 +1,1 @@
+"""Models, optimizers, schedules of passes, and weights."""

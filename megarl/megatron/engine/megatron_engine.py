@@ -1,0 +1,487 @@
+"""The engine: one rank's part of a model, with forward, backward and optimizer steps over packed micro-batches."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.base.errors import ConfigError
+from megarl.megatron.engine.faults import FaultWatch, SkipReport, skip_report
+from megarl.megatron.engine.model import build_model
+from megarl.megatron.engine.offload import GRAD, OPTIMIZER, PARAM, OffloadManager
+from megarl.megatron.engine.optimizer import Optimizer, StepResult
+from megarl.megatron.engine.options import MegatronOptions
+from megarl.megatron.engine.pass_guard import PassGuard
+from megarl.megatron.engine.schedule_runner import ScheduleRunner, wrap_data_parallel
+from megarl.megatron.engine.weights import RankWeights
+from megarl.megatron.layers.context_parallel import MicroBatchPart, gather_outputs
+from megarl.megatron.layers.kernels import kernels
+from megarl.megatron.layers.lora import Adapters, LowRankAdapter, add_adapters
+from megarl.megatron.layers.moe import drop_autograd_graphs
+from megarl.megatron.layers.outputs import (
+    DEFAULT_OUTPUTS,
+    OutputOptions,
+    Outputs,
+    mean_of_rows,
+    policy_outputs,
+    value_outputs,
+)
+from megarl.megatron.layers.packed import PackedMicroBatch, begin_copy_to_host
+from megarl.megatron.layers.routing import Routing, RoutingPass
+from megarl.megatron.runtime import cuda_on_cpu
+from megarl.megatron.runtime.host_memory import HostCopy
+from megarl.megatron.runtime.process_groups import Runtime
+from megarl.models import ModelConfig, ParallelLayout, WeightMap, check_layout
+from megarl.models.adapters import AdapterMap
+from megarl.models.hf_writer import NO_FILES, HFWriter
+from megarl.models.model_identity import ModelIdentity, identify_model
+from megarl.models.peft_folder import AdapterFolder
+from megarl.tracing import span
+
+LossFunction = Callable[[Any, PackedMicroBatch], tuple[Tensor, Mapping[str, Tensor]]]
+"""Computes this micro-batch's share of the global loss, already divided by global counts, and its metrics. The global
+value of a metric is its sum over micro-batches and data-parallel ranks. Called on the last stage, with the same result
+on each tensor-parallel rank; the micro-batch's tensors are on the device of the outputs.
+"""
+
+
+class MegatronEngine:
+    """A rank's part of one model.
+
+    Methods that communicate say so; all ranks of the role must call them. Every public method enters
+    ``cuda_on_cpu.active()``, the scope that lets Megatron run on a CPU, because the scope belongs to a thread.
+
+    Args:
+        model: the model's shape.
+        layout: the role's layout.
+        runtime: this rank's process groups.
+        options: number format, sequence parallelism, head, optimizer.
+
+    Attributes:
+        model: the model's shape.
+        runtime: this rank's process groups.
+        options: the options above.
+        weight_map: weight map of this model.
+        trained_map: map of the parameters that checkpoints contain: all weights, or with LoRA the adapters.
+        base: identity of the frozen model under the adapters, on rank 0; None without adapters.
+        chunks: Megatron's modules of this rank, wrapped for data parallelism if there is an optimizer.
+        weights: this rank's weights.
+        optimizer: None for inference.
+        offload_manager: offloads parts between phases; methods onload the parts that they need.
+
+    Raises:
+        ConfigError: the layout differs from the runtime's, or does not fit the model.
+    """
+
+    def __init__(self, model: ModelConfig, layout: ParallelLayout, runtime: Runtime, options: MegatronOptions) -> None:
+        with cuda_on_cpu.active():
+            if layout != runtime.layout:
+                text = f"layout {layout.describe()} is not that of the process group: {runtime.layout.describe()}"
+                raise ConfigError(text, code="layout.process-group")
+            check_layout(model, layout, "megatron")
+            self.model = model
+            self.runtime = runtime
+            self.options = options
+            self.weight_map = WeightMap(model, options.value_head)
+            self._stage = build_model(model, runtime, options)
+            self._routing: Routing | None = None
+            if model.experts is not None:
+                self._routing = Routing(self._stage.chunks, model.experts, model.num_layers, runtime)
+            self._expert_load: Tensor | None = None
+            self._guard = PassGuard(runtime, enabled=options.repeat_out_of_memory)
+            self.chunks: list[Any] = list(self._stage.chunks)
+            self.trained_map: WeightMap | AdapterMap = self.weight_map
+            self.base: ModelIdentity | None = None
+            self._adapters: Adapters | None = None
+            if options.lora is not None:
+                self.trained_map = AdapterMap(self.weight_map, options.lora)
+                self.trained_map.check_layout(layout)
+                self._adapters = add_adapters(self.chunks, self.trained_map, runtime)
+            self.optimizer: Optimizer | None = None
+            if options.optimizer is None:
+                for chunk in self.chunks:
+                    chunk.requires_grad_(False)
+            else:
+                self.chunks = wrap_data_parallel(self._stage, options.optimizer, options.overlap, self._guard)
+                self.optimizer = Optimizer(self.chunks, options.optimizer, options.dtype)
+            self.offload_manager = OffloadManager(self.chunks, self.optimizer, options.offload, runtime.device)
+            self._runner = ScheduleRunner(
+                self._stage, self.chunks, runtime, self._guard, self._routing, self.offload_manager, options.overlap
+            )
+            settle = self._runner.gather_weights
+            self.weights = RankWeights(
+                self._stage.chunks, self.weight_map, runtime, self.offload_manager, settle, self._adapters
+            )
+            self._loss = torch.zeros(())
+            self._faults = FaultWatch()
+
+    def offload(self, *, return_cached: bool = True) -> dict[str, int]:
+        """Free device memory at the end of a phase: offload the configured parts, and return cached memory.
+
+        Args:
+            return_cached: see :meth:`~megarl.megatron.engine.offload.OffloadManager.offload`.
+
+        Returns:
+            Released device bytes of each part.
+        """
+        self._faults = FaultWatch()  # it holds the outputs of the last step
+        return self.offload_manager.offload(return_cached=return_cached)
+
+    def describe(self) -> str:
+        """Describe layout, number format and kernels in one line."""
+        options, latent = self.options, self.model.latent
+        used = kernels(
+            self.runtime.device,
+            options.dtype,
+            trains=options.optimizer is not None,
+            has_experts=self.model.experts is not None,
+            has_windows=self.model.window is not None,
+            has_sinks=self.model.sinks,
+            has_delta_nets=self.model.linear is not None,
+            head_dims=(self.model.head_dim, self.model.head_dim if latent is None else latent.v_dim),
+        )
+        name = str(options.dtype).removeprefix("torch.")
+        return f"{self.runtime.layout.describe()} on {self.runtime.device.type} in {name}; {used.describe()}"
+
+    # ---- weights
+
+    def load_hf(self, path: str | Path) -> None:
+        """Load this rank's shard of a Hugging Face folder; may communicate. A value head that it lacks stays zero.
+
+        Raises:
+            ModelError: the folder is of another model, or incomplete.
+        """
+        if self.options.lora is not None and self.runtime.rank == 0:
+            self.base = identify_model(path)
+        with cuda_on_cpu.active():
+            self.weights.load_hf(path)
+            if self.optimizer is not None:
+                self.offload_manager.onload(OPTIMIZER)
+                self.offload_manager.mark_changed(OPTIMIZER)
+                self.optimizer.weights_changed()
+
+    def load_adapters(self, path: str | Path) -> None:
+        """Load this rank's shard of adapters in peft's format.
+
+        Raises:
+            ConfigError: the folder is damaged, or has other adapters than this model.
+        """
+        assert isinstance(self.trained_map, AdapterMap) and self.optimizer is not None, "the model has no adapters"
+        folder = AdapterFolder(path)
+        folder.check(self.trained_map)
+        if self.base is not None:
+            folder.check_base(self.base.path)
+        with cuda_on_cpu.active():
+            self.weights.load_adapters(folder.as_model_folder(self.trained_map), self.trained_map)
+            self.offload_manager.onload(OPTIMIZER)
+            self.offload_manager.mark_changed(OPTIMIZER)
+            self.optimizer.weights_changed()
+
+    def export_hf(
+        self,
+        path: str | Path,
+        source: str | Path | None = None,
+        *,
+        overwrite: bool = False,
+        files: Mapping[str, str] = NO_FILES,
+    ) -> None:
+        """Write the model as a Hugging Face folder; communicates.
+
+        Args:
+            path: the new folder; only rank 0 writes.
+            source: folder of the initial model, whose tokenizer and multi-token prediction layers are copied.
+            overwrite: replace an existing folder.
+            files: text of further files, by name.
+
+        Raises:
+            CheckpointError: on every rank, if rank 0 cannot write, or the folder exists and ``overwrite`` is off.
+        """
+
+        def writer() -> HFWriter:
+            shapes = self.weight_map.hf_shapes()
+            exact = [name for name in shapes if self.weight_map.is_float32(name)]
+            return HFWriter(path, self.model, shapes, float32=exact, copy_from=source, overwrite=overwrite, files=files)
+
+        with cuda_on_cpu.active():
+            self.weights.export(writer)
+
+    def named_local_params(self) -> Mapping[str, Tensor]:
+        """Return this rank's weights by weight-map name, adapters merged; only to be read; may communicate."""
+        return self.weights.named()
+
+    def weights_to_host(self) -> dict[str, Tensor]:
+        """Copy this rank's weights to host memory, by their names in the weight map; may communicate."""
+        return self.weights.to_host()
+
+    def copy_weights(self, reuse: HostCopy | None = None) -> HostCopy:
+        """Copy this rank's weights to host memory, for :meth:`swapped_weights`; may communicate.
+
+        Args:
+            reuse: an earlier copy, whose memory the new one takes; None = new memory.
+        """
+        self.weights.settle()
+        return self.offload_manager.copy_weights(reuse)
+
+    def swapped_weights(self, copy: HostCopy) -> AbstractContextManager[None]:
+        """Swap in the weights of ``copy`` within the context; the optimizer must not step in it.
+
+        Raises:
+            ValueError: the copy is of another model.
+        """
+        self._runner.gather_weights()
+        return self.offload_manager.swapped_weights(copy)
+
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """Compute without adapters within the context: the reference policy of a model with LoRA."""
+        assert self._adapters is not None, "the model has no adapters"
+        return self._adapters.off()
+
+    def copy_adapters(self) -> dict[str, Tensor]:
+        """Copy this rank's adapters to host memory, for :meth:`swapped_adapters`; may communicate."""
+        assert self._adapters is not None, "the model has no adapters"
+        self.weights.settle()
+        return self._adapters.copy()
+
+    def swapped_adapters(self, copy: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        """Swap in the adapters of ``copy`` within the context; the optimizer must not step in it."""
+        assert self._adapters is not None, "the model has no adapters"
+        self.weights.settle()
+        return self._adapters.swapped(copy)
+
+    # ---- computing
+
+    @torch.no_grad()
+    def forward(
+        self,
+        micro_batches: Sequence[PackedMicroBatch],
+        options: OutputOptions = DEFAULT_OUTPUTS,
+    ) -> list[Any] | None:
+        """Compute outputs without gradients; communicates within the tensor- and pipeline-parallel groups.
+
+        Args:
+            micro_batches: the same on each rank of a pipeline; at least one.
+            options: requested outputs of a language model.
+
+        Returns:
+            :class:`PolicyOutputs` or :class:`ValueOutputs` per micro-batch, on every rank of the last stage; None on
+            other ranks.
+        """
+        with cuda_on_cpu.active():
+
+            def read(output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch) -> Outputs:
+                return self._outputs(output, part, micro_batch, options)
+
+            run = RoutingPass(records=options.record_routes)
+            outputs = self._runner.run(micro_batches, read, self._drop_graphs, forward_only=True, routing=run)
+            if options.record_routes:
+                assert self._routing is not None, "a dense model has no routes"
+                routes = self._routing.recorded(micro_batches)
+                outputs = [
+                    replace(output, routes=micro_batch.per_row(each))
+                    for output, micro_batch, each in zip(outputs, micro_batches, routes, strict=False)
+                ]
+            return outputs if self.runtime.is_last_stage else None
+
+    @torch.no_grad()
+    def hidden(self, micro_batches: Sequence[PackedMicroBatch]) -> list[Tensor] | None:
+        """Compute the final hidden states that predict the response tokens, without gradients; communicates.
+
+        Args:
+            micro_batches: see :meth:`forward`.
+
+        Returns:
+            ``[response tokens, hidden]`` per micro-batch in host memory, after the final norm, on every rank of the
+            last stage; None on other ranks.
+        """
+        with cuda_on_cpu.active():
+
+            def read(output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch) -> Tensor:
+                return begin_copy_to_host(gather_outputs(output, part, self.runtime.cp_group))
+
+            outputs = self._runner.run(micro_batches, read, self._drop_graphs, forward_only=True, hidden_only=True)
+            if self.runtime.device.type == "cuda":
+                torch.cuda.current_stream(self.runtime.device).synchronize()  # once, for all copies
+            return outputs if self.runtime.is_last_stage else None
+
+    def output_weight(self) -> Tensor | None:
+        """Copy this rank's rows of the output layer, ``[padded vocab / tp, hidden]``; None before the last stage.
+
+        The adapter is merged unless it is off.
+        """
+        self.offload_manager.onload(PARAM)
+        weight = self._stage.chunks[-1].output_weight()
+        adapter: LowRankAdapter | None = getattr(getattr(self._stage.chunks[-1], "output_layer", None), "lora", None)
+        if weight is None or adapter is None or not adapter.enabled:
+            return weight
+        return adapter.merged(weight, adapter.factors(weight))
+
+    @torch.no_grad()
+    def mean_hidden(self, micro_batches: Sequence[PackedMicroBatch]) -> list[Tensor] | None:
+        """Compute the mean final hidden state of each row's marked response tokens, without gradients; communicates.
+
+        Args:
+            micro_batches: see :meth:`forward`; packed with ``at_tokens`` and a column
+                :data:`~megarl.megatron.layers.outputs.POOLED`.
+
+        Returns:
+            ``[rows, hidden]`` float32 per micro-batch, after the final norm, on every rank of the last stage; None on
+            other ranks. A row without marked tokens has zeros.
+        """
+        with cuda_on_cpu.active():
+
+            def read(output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch) -> Tensor:
+                return mean_of_rows(output, part, micro_batch, self.runtime.cp_group)
+
+            outputs = self._runner.run(micro_batches, read, self._drop_graphs, forward_only=True, hidden_only=True)
+            return outputs if self.runtime.is_last_stage else None
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[PackedMicroBatch],
+        loss: LossFunction,
+        options: OutputOptions = DEFAULT_OUTPUTS,
+    ) -> dict[str, float]:
+        """Compute the gradient of the global loss, the sum over micro-batches and data-parallel ranks; communicates.
+
+        Drops gradients of an earlier call. The result does not depend on the division of rows into micro-batches, nor
+        on the number of micro-batches per data-parallel rank.
+
+        Args:
+            micro_batches: see :meth:`forward`.
+            loss: see :data:`LossFunction`.
+            options: see :meth:`forward`.
+
+        Returns:
+            The sums of the metrics that ``loss`` returns; the same on every rank.
+        """
+        with cuda_on_cpu.active():
+            optimizer = self._need_optimizer()
+            self.offload_manager.onload(GRAD)
+            self.offload_manager.mark_changed(PARAM)  # a backward updates the correction of a router's choice
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            self._loss = torch.zeros((), device=self.runtime.device)
+            self._faults = FaultWatch()
+
+            def read(output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch) -> Any:
+                return self._contribute(loss, self._outputs(output, part, micro_batch, options), micro_batch)
+
+            run = self._training_pass(micro_batches)
+            metrics = self._runner.run(micro_batches, read, self._drop_graphs, forward_only=False, routing=run)
+            for chunk in self.chunks:
+                drop_autograd_graphs(chunk)
+            return self._sum_metrics(metrics) | self._expert_metrics()
+
+    def _training_pass(self, micro_batches: Sequence[PackedMicroBatch]) -> RoutingPass:
+        """The routers' part of a pass with gradients; communicates if there are losses that balance experts."""
+        if self._routing is None or not self._routing.balance:
+            return RoutingPass(trains=True)
+        lengths = [length for micro_batch in micro_batches for length in micro_batch.lengths]
+        sequences, tokens = self.all_reduce_dp(torch.tensor([len(lengths), sum(lengths)])).tolist()
+        return RoutingPass(trains=True, sequences=sequences, tokens=tokens)
+
+    def _expert_metrics(self) -> dict[str, float]:
+        """Loads and losses of the experts in the last pass; communicates for a model with experts."""
+        if self._routing is None:
+            return {}
+        sums = self._routing.sums()
+        self._expert_load = sums.load
+        return sums.metrics(self._routing.balance)
+
+    def optimizer_step(self) -> StepResult:
+        """Clip the gradient and step; skips on every rank if a loss or gradient is not finite. Communicates."""
+        with cuda_on_cpu.active():
+            assert GRAD not in self.offload_manager.offloaded, "the gradients were offloaded before the optimizer step"
+            self.offload_manager.onload(PARAM, OPTIMIZER)
+            self.offload_manager.mark_changed(PARAM, OPTIMIZER)
+            with span("optimizer step", "compute"):
+                result = self._need_optimizer().step(self._loss)
+            self._runner.weights_unsettled = self.options.overlap.param_gather
+            if self._routing is not None and self._expert_load is not None and not result.skipped:
+                self._routing.update_biases(self._expert_load)
+            return result
+
+    def explain_skip(self, describe: Callable[[int, int], str]) -> SkipReport:
+        """Report the reason of the last skipped step, the same on every rank; communicates.
+
+        Args:
+            describe: names a sample by its micro-batch's index, in the order of the last call, and its row there.
+        """
+        with cuda_on_cpu.active():
+            return skip_report(self._faults.findings(self.weights.parameters(), describe))
+
+    @property
+    def can_share_prompts(self) -> bool:
+        """Whether micro-batches may store a shared prompt once; not with context parallelism."""
+        return self.runtime.layout.cp == 1
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next optimizer step."""
+        return self._need_optimizer().next_lr
+
+    def all_reduce_dp(self, tensor: Tensor) -> Tensor:
+        """Sum ``tensor`` over the data-parallel ranks, on the tensor's device; communicates."""
+        total = tensor.to(self.runtime.device, copy=True)
+        dist.all_reduce(total, group=self.runtime.dp_group)
+        return total.to(tensor.device)
+
+    def max_over_ranks(self, tensor: Tensor) -> Tensor:
+        """Compute the maximum of ``tensor`` over all ranks of the role, on the tensor's device; communicates."""
+        largest = tensor.to(self.runtime.device, copy=True)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest.to(tensor.device)
+
+    def _need_optimizer(self) -> Optimizer:
+        if self.optimizer is None:
+            text = "this engine was built with optimizer=None: it only computes forward"
+            raise ConfigError(text, code="engine.no-optimizer")
+        return self.optimizer
+
+    def _drop_graphs(self) -> None:
+        """Drop what keeps the activations of an interrupted pass."""
+        self._faults = FaultWatch()
+        self._runner.drop_graphs()
+
+    def _outputs(
+        self, output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch, options: OutputOptions
+    ) -> Outputs:
+        """Gather the whole micro-batch's outputs from this rank's part of the last layer's output; communicates."""
+        if self.options.value_head:
+            return value_outputs(output, part, self.runtime)
+        return policy_outputs(output, part, micro_batch, options, self.model.vocab_size, self.runtime)
+
+    def _contribute(
+        self, loss: LossFunction, outputs: Outputs, micro_batch: PackedMicroBatch
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return the loss, a token count that nothing divides by, and the metrics, for the schedule."""
+        value, metrics = loss(outputs, micro_batch)
+        self._loss = self._loss + value.detach()
+        self._faults.watch(value, vars(outputs).values(), micro_batch.response_lengths)
+        # The schedule frees the loss's memory, which must therefore not be shared with a metric.
+        return value.clone(), torch.zeros((), dtype=torch.int), {k: v.detach().clone() for k, v in metrics.items()}
+
+    def _sum_metrics(self, contributions: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+        result: list[dict[str, float]] = [{}]
+        if self.runtime.is_last_stage:
+            sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
+            for metrics in contributions:
+                for name, value in metrics.items():
+                    sums[name] = sums[name] + value.double()
+            names = sorted(sums)
+            total = self.all_reduce_dp(torch.stack([sums[name] for name in names])) if names else torch.empty(0)
+            result = [dict(zip(names, total.tolist(), strict=True))]
+        if self.runtime.layout.pp > 1:
+            # Earlier stages do not know the names.
+            last = self.runtime.layout.rank(**{**self.runtime.coordinate._asdict(), "pp": self.runtime.layout.pp - 1})
+            dist.broadcast_object_list(result, src=last, group=self.runtime.pp_group)
+        return result[0]

@@ -1,0 +1,280 @@
+"""Passes of a model through Megatron's pipeline schedule, over packed micro-batches, and the schedule's hooks.
+
+The next micro-batch is prepared on the host while the device computes the current one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megarl.base.errors import ConfigError
+from megarl.megatron.engine.model import StageModel
+from megarl.megatron.engine.offload import PARAM, OffloadManager
+from megarl.megatron.engine.optimizer import OptimizerOptions
+from megarl.megatron.engine.options import OverlapOptions
+from megarl.megatron.engine.pass_guard import PassGuard
+from megarl.megatron.engine.pipeline_schedule import StageExchange, schedule_timers
+from megarl.megatron.layers.context_parallel import MicroBatchPart, context_parallel_part, part_tokens
+from megarl.megatron.layers.moe import drop_autograd_graphs
+from megarl.megatron.layers.packed import PackedMicroBatch
+from megarl.megatron.layers.routing import INFERENCE, RoutedTokens, Routing, RoutingPass
+from megarl.megatron.layers.torch_layers import PackedSequences
+from megarl.megatron.runtime import cuda_on_cpu
+from megarl.megatron.runtime.process_groups import Runtime
+
+
+def wrap_data_parallel(
+    stage: StageModel, options: OptimizerOptions, overlap: OverlapOptions, guard: PassGuard
+) -> list[DistributedDataParallel]:
+    """Wrap the chunks of a stage for the sum of their gradients over data-parallel ranks.
+
+    Args:
+        stage: this rank's chunks; the hooks of the schedule are set in their config.
+        options: of the optimizer.
+        overlap: overlap of the sum with the backward pass.
+        guard: votes before the sum, in which other ranks wait for this one.
+    """
+    config = stage.chunks[0].config
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=options.use_distributed_optimizer,
+        overlap_grad_reduce=overlap.grad_reduce,
+        overlap_param_gather=overlap.param_gather,
+        bucket_size=overlap.bucket_size,
+    )
+    chunks = [
+        # The first chunk's backward runs last: only there does bucketed communication save time.
+        DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(stage.chunks)
+    ]
+    config.finalize_model_grads_func = partial(_sum_model_grads, guard)
+    if overlap.grad_reduce:
+        scopes = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = scopes if len(scopes) > 1 else scopes[0]
+    return chunks
+
+
+def _sum_model_grads(guard: PassGuard, chunks: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
+    """Megarl's ``finalize_model_grads``: no division by a token count, because losses are already normalized."""
+    guard.agree()
+    finalize_model_grads(chunks, None, **options)
+
+
+class ScheduleRunner:
+    """Runs passes of one rank's chunks: loads micro-batches, exchanges activations, votes on memory.
+
+    Args:
+        stage: this rank's part of the model.
+        chunks: its chunks, wrapped for data parallelism if they are trained.
+        runtime: this rank's process groups.
+        guard: lets all ranks repeat a pass that ran out of memory.
+        routing: the routers; None for a dense model.
+        offload: onloads the weights before a pass.
+        overlap: communication overlap of the trained chunks.
+
+    Attributes:
+        weights_unsettled: the weights of the last step are gathered by the next forward, or by :meth:`gather_weights`.
+    """
+
+    def __init__(
+        self,
+        stage: StageModel,
+        chunks: Sequence[Any],
+        runtime: Runtime,
+        guard: PassGuard,
+        routing: Routing | None,
+        offload: OffloadManager,
+        overlap: OverlapOptions,
+    ) -> None:
+        self._stage, self._chunks, self._runtime, self._guard = stage, list(chunks), runtime, guard
+        self._routing, self._offload, self._overlap = routing, offload, overlap
+        self.weights_unsettled = False
+        self._config = stage.chunks[0].config
+        # Sequence parallelism divides every rank's tokens.
+        self._multiple = runtime.layout.tp if self._config.sequence_parallel else 1
+        self._exchange = StageExchange(runtime.pp_group, self._config) if runtime.layout.pp > 1 else None
+        if self._exchange is not None and runtime.layout.vpp > 1:
+            self._exchange.connect()
+
+    def gather_weights(self) -> None:
+        """Gather the weights of the last step, if that was deferred to the next forward; communicates then."""
+        if self.weights_unsettled:
+            self._offload.onload(PARAM)
+            self._offload.mark_changed(PARAM)
+            with cuda_on_cpu.active():
+                for chunk in self._chunks:
+                    chunk.start_param_sync(force_sync=True)
+            self.weights_unsettled = False
+
+    def run(
+        self,
+        micro_batches: Sequence[PackedMicroBatch],
+        read: Callable[[Tensor, MicroBatchPart, PackedMicroBatch], Any],
+        clean_up: Callable[[], None],
+        *,
+        forward_only: bool,
+        hidden_only: bool = False,
+        routing: RoutingPass = INFERENCE,
+    ) -> list[Any]:
+        """Run a pass over micro-batches; communicates.
+
+        Args:
+            micro_batches: the same on each rank of a pipeline; at least one.
+            read: converts the output of the last stage's model.
+            clean_up: drops references to activations after an interrupted pass.
+            forward_only: without gradients.
+            hidden_only: the model returns its final hidden states.
+            routing: the routers' part.
+
+        Returns:
+            Results of ``read`` on the last stage, in order.
+
+        Raises:
+            DeviceMemoryError: a rank ran out of memory; on all ranks if the pass can be repeated.
+        """
+        numbers, last = itertools.count(1), len(micro_batches)
+        reduces_early = self._overlap.grad_reduce and self._runtime.dp_cp_group.size() > 1 and not forward_only
+
+        def step(batches: MicroBatchLoader, module: Any) -> tuple[Tensor, Callable[..., Any] | None]:
+            if next(numbers) == last and reduces_early:
+                self._guard.agree()  # from here on peers wait for this rank's gradients
+            loaded = next(batches)
+            if self._routing is not None:
+                self._routing.current = loaded.routed
+            output = module(loaded.part, loaded.sequences, hidden_only=hidden_only)
+            if loaded.whole is None:
+                batches.load_next()
+                return output, None
+            outputs = read(output, loaded.part, loaded.whole)
+            batches.load_next()
+            # The schedule keeps the returned tensor until the next micro-batch: return an empty one, not logits.
+            return output.new_empty(0), lambda _, non_loss_data=False: outputs
+
+        self._check_number(len(micro_batches))
+        self._offload.onload(PARAM)
+        if self.weights_unsettled:  # the forward gathers them
+            self._offload.mark_changed(PARAM)
+        self._config.timers = schedule_timers()
+        # Each chunk of an interleaved schedule iterates over the micro-batches separately.
+        interleaved = len(self._chunks) > 1
+        loaders = [
+            MicroBatchLoader(micro_batches, partial(self._load, has_outputs=self._has_outputs(chunk)))
+            for chunk in self._chunks
+        ]
+
+        def run_schedule() -> list[Any]:
+            if self._routing is not None:
+                self._routing.begin(routing)
+            with self._stage_exchange(micro_batches, forward_only) as exchange:
+                results: list[Any] = get_forward_backward_func()(
+                    forward_step_func=step,
+                    data_iterator=loaders if interleaved else loaders[0],
+                    model=self._chunks if interleaved else self._chunks[0],
+                    num_microbatches=len(micro_batches),
+                    seq_length=1,  # not read: each micro-batch has its own
+                    micro_batch_size=1,
+                    forward_only=forward_only,
+                    collect_non_loss_data=forward_only,
+                    **exchange,
+                )
+                return results
+
+        result = self._guard.run(run_schedule, clean_up, gathers_weights=self.weights_unsettled)
+        self.weights_unsettled = False
+        return result
+
+    def drop_graphs(self) -> None:
+        """Drop the graphs of an interrupted pass."""
+        if self._routing is not None:
+            self._routing.begin(INFERENCE)
+        for chunk in self._chunks:
+            drop_autograd_graphs(chunk)
+
+    def _stage_exchange(
+        self, micro_batches: Sequence[PackedMicroBatch], forward_only: bool
+    ) -> AbstractContextManager[dict[str, Any]]:
+        """Open the exchange between stages for a run of the schedule; yields its arguments, none for one stage."""
+        if self._exchange is None:
+            return nullcontext({})
+        tokens = [part_tokens(micro_batch, self._runtime.layout.cp, self._multiple) for micro_batch in micro_batches]
+        return self._exchange.expecting(tokens, forward_only=forward_only)
+
+    def _check_number(self, micro_batches: int) -> None:
+        if not micro_batches:
+            raise ConfigError("each data-parallel rank needs at least one micro-batch", code="batch.no-micro-batch")
+        layout = self._runtime.layout
+        if layout.vpp > 1 and micro_batches % layout.pp:
+            raise ConfigError(
+                f"{micro_batches} micro-batches with virtual_pipeline_model_parallel_size={layout.vpp}: the "
+                f"interleaved schedule needs a multiple of pipeline_model_parallel_size={layout.pp}",
+                code="batch.micro-batches-vpp",
+            )
+
+    def _has_outputs(self, chunk: Any) -> bool:
+        return self._runtime.is_last_stage and chunk is self._chunks[-1]
+
+    def _load(self, micro_batch: PackedMicroBatch, *, has_outputs: bool) -> LoadedMicroBatch:
+        """This rank's part of a micro-batch on the device, and all of it for a chunk that has outputs."""
+        cp, device = self._runtime.layout.cp, self._runtime.device
+        part = context_parallel_part(micro_batch, cp, self._runtime.coordinate.cp, self._multiple).to(device)
+        whole = micro_batch.to(device) if has_outputs else None
+        routed = None if self._routing is None else self._routing.load(micro_batch)
+        return LoadedMicroBatch(part, self._stage.sequences(part), whole, routed)
+
+
+class LoadedMicroBatch(NamedTuple):
+    """A micro-batch on the device, complete before its forward pass.
+
+    Attributes:
+        part: this rank's part.
+        sequences: its sequence boundaries and rotations, computed once for all layers.
+        whole: the whole micro-batch, to compute its outputs and loss; None for a chunk of layers without outputs.
+        routed: this rank's tokens as its routers see them; None for a dense model.
+    """
+
+    part: MicroBatchPart
+    sequences: PackedSequences
+    whole: PackedMicroBatch | None
+    routed: RoutedTokens | None = None
+
+
+class MicroBatchLoader:
+    """Iterator over micro-batches that can load one ahead.
+
+    Args:
+        micro_batches: on the host.
+        load: copies one to the device without waiting.
+    """
+
+    def __init__(
+        self, micro_batches: Sequence[PackedMicroBatch], load: Callable[[PackedMicroBatch], LoadedMicroBatch]
+    ) -> None:
+        self._waiting = iter(micro_batches)
+        self._load = load
+        self._loaded: deque[LoadedMicroBatch] = deque()
+
+    def __iter__(self) -> MicroBatchLoader:
+        return self
+
+    def __next__(self) -> LoadedMicroBatch:
+        """Return the next micro-batch; load it if :meth:`load_next` did not."""
+        return self._loaded.popleft() if self._loaded else self._load(next(self._waiting))
+
+    def load_next(self) -> None:
+        """Load the next micro-batch, if there is one."""
+        for micro_batch in self._waiting:
+            self._loaded.append(self._load(micro_batch))
+            break

@@ -1,0 +1,1 @@
+"""Layers and outputs of a model, and layouts of packed tokens."""

@@ -1,0 +1,1 @@
+"""Process groups, devices and memory below Megatron's models."""

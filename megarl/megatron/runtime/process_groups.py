@@ -1,0 +1,248 @@
+"""Process groups of a role: gloo on CPU or NCCL on CUDA, and collective steps of all ranks.
+
+The only module that chooses backend and device.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from megarl.base.allocators import keep_freed_memory
+from megarl.base.errors import CheckpointError, ConfigError, MegarlError, ResourceError
+from megarl.base.rendezvous import join_rendezvous
+from megarl.megatron.runtime import cuda_on_cpu
+from megarl.megatron.runtime.gloo_device import one_gloo_device
+from megarl.megatron.runtime.store_barrier import StoreBarrier
+from megarl.megatron.runtime.transformer_engine import transformer_engine_error
+from megarl.models import ParallelLayout, RankCoordinate
+
+# Warnings of Megatron that appear in every run and need no action. It warns of missing GPU libraries file by file;
+# MegatronEngine.describe() reports the kernels in use once.
+for _message in (
+    r"(Transformer Engine|Apex)\b.*",
+    r"The \.grad attribute of a Tensor that is not a leaf",
+    r"`torch\.distributed\.(reduce_scatter|all_gather_into)_tensor` is deprecated",
+):
+    warnings.filterwarnings("ignore", message=_message)
+
+transformer_engine_error()
+with cuda_on_cpu.lean_import():
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.models.gpt import gpt_layer_specs, gpt_model  # noqa: F401
+    from megatron.core.optimizer import distrib_optimizer  # noqa: F401
+
+logger = logging.getLogger(__name__)
+
+DEVICES = ("auto", "cpu", "cuda")
+# Names and largest value as in glibc's malloc.h.
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """One process's rank, device and process groups.
+
+    Attributes:
+        layout: parallel sizes of the role.
+        rank: rank in the role.
+        device: device of this process's tensors.
+        tp_group: tensor-parallel ranks, which share each layer with this one.
+        pp_group: the pipeline of this rank's stage.
+        dp_group: data-parallel ranks: same weights, other rows.
+        cp_group: context-parallel ranks, which share each sequence with this one.
+        dp_cp_group: all ranks with the same weights.
+        ep_group: expert-parallel ranks, which divide the experts with this one.
+        etp_group: expert-tensor-parallel ranks, which share each expert with this one.
+        edp_group: ranks with the same experts.
+        barrier: waits without a time limit of collectives.
+    """
+
+    layout: ParallelLayout
+    rank: int
+    device: torch.device
+    tp_group: dist.ProcessGroup = field(repr=False)
+    pp_group: dist.ProcessGroup = field(repr=False)
+    dp_group: dist.ProcessGroup = field(repr=False)
+    cp_group: dist.ProcessGroup = field(repr=False)
+    dp_cp_group: dist.ProcessGroup = field(repr=False)
+    ep_group: dist.ProcessGroup = field(repr=False)
+    etp_group: dist.ProcessGroup = field(repr=False)
+    edp_group: dist.ProcessGroup = field(repr=False)
+    barrier: StoreBarrier = field(repr=False)
+
+    @property
+    def coordinate(self) -> RankCoordinate:
+        """Ranks within the tensor-, data-, pipeline- and context-parallel groups."""
+        return self.layout.coordinate(self.rank)
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the embedding."""
+        return self.coordinate.pp == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes outputs and losses."""
+        return self.coordinate.pp == self.layout.pp - 1
+
+
+def init_runtime(
+    layout: ParallelLayout,
+    rank: int,
+    world_size: int,
+    master_addr: str,
+    master_port: int,
+    *,
+    device: str = "auto",
+    seed: int = 1,
+    timeout_s: float = 600.0,
+) -> Runtime:
+    """Join the process group of a role and set Megatron's parallel state; once per process.
+
+    Args:
+        layout: parallel sizes of the role.
+        rank: this process's rank.
+        world_size: number of processes that will join.
+        master_addr: host of rank 0.
+        master_port: free port there; rank 0 listens on it, on this address only.
+        device: ``cpu``, ``cuda`` or ``auto`` (CUDA if available).
+        seed: seed of the role; tensor-parallel ranks and stages derive theirs from it like Megatron.
+        timeout_s: seconds after which an incomplete collective fails; reading and writing files may take longer.
+
+    Raises:
+        ConfigError: the layout does not have ``world_size`` processes, or ``device`` is unknown.
+        ResourceError: CUDA is requested and not available, or rank 0 cannot listen on the address.
+    """
+    if layout.world_size != world_size:
+        text = f"layout {layout.describe()} has {layout.world_size} processes, but {world_size} were started"
+        raise ConfigError(text, code="layout.world-size")
+    torch_device = _choose_device(device, rank)
+    # Lets Megatron overlap collectives with matrix products; CUDA reads it at its start.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if torch_device.type == "cuda":
+        torch.cuda.set_device(torch_device)
+        backend = "nccl"
+    else:
+        # More threads than cores per process slow small matrices down.
+        torch.set_num_threads(1)
+        keep_freed_memory()
+        cuda_on_cpu.install()
+        backend = "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    store = join_rendezvous(master_addr, master_port, rank, world_size, timeout)
+    with one_gloo_device(), cuda_on_cpu.active():
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.expert_tp,
+            distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+            # Only the optimizer's own checkpoints use them; gloo binds to the host name's address, often 127.0.1.1.
+            create_gloo_process_groups=False,
+        )
+        stage_seed = seed + 100 * layout.coordinate(rank).pp  # as Megatron's own training script does
+        torch.manual_seed(stage_seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
+    logger.info("rank %d of %d: %s on %s with %s", rank, world_size, layout.describe(), torch_device, backend)
+    return Runtime(
+        layout,
+        rank,
+        torch_device,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        pp_group=parallel_state.get_pipeline_model_parallel_group(),
+        dp_group=parallel_state.get_data_parallel_group(),
+        cp_group=parallel_state.get_context_parallel_group(),
+        dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        ep_group=parallel_state.get_expert_model_parallel_group(),
+        etp_group=parallel_state.get_expert_tensor_parallel_group(),
+        edp_group=parallel_state.get_expert_data_parallel_group(),
+        barrier=StoreBarrier(rank, world_size),
+    )
+
+
+def shutdown_runtime() -> None:
+    """Leave the process group; the process may join another layout afterwards."""
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+        # A model's cycles keep its groups alive, and each group's threads with it.
+        gc.collect()
+
+
+def _choose_device(device: str, rank: int) -> torch.device:
+    if device not in DEVICES:
+        raise ConfigError(f"device={device!r} must be one of {', '.join(DEVICES)}", code="launch.unknown-device")
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise ResourceError("device='cuda' but torch finds no CUDA device; use 'cpu' or 'auto'", code="launch.no-cuda")
+    if device == "cpu" or not available:
+        return torch.device("cpu")
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+def all_ranks_or_raise(runtime: Runtime, action: Callable[[], _T], doing: str) -> _T:
+    """Run ``action`` on every rank; if it raises on any rank, raise on all. Communicates.
+
+    Args:
+        runtime: this rank's process groups.
+        action: must not communicate.
+        doing: description of the action, for the message.
+
+    Raises:
+        CheckpointError: on every rank, if the action raised on any; names the rank and the reason.
+    """
+    failure, result = None, None
+    try:
+        result = action()
+    except MegarlError as error:
+        failure = error.text, error.code
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}", "checkpoint.rank-failed"
+    failures: list[tuple[str, str] | None] = [None] * runtime.layout.world_size
+    dist.all_gather_object(failures, failure)
+    for rank, reason in enumerate(failures):
+        if reason is not None:
+            text, code = reason
+            raise CheckpointError(f"{doing} failed on rank {rank}: {text}", code=code)
+    return cast(_T, result)  # no failure: the action has returned
+
+
+def gather_apply_scatter(runtime: Runtime, value: Any, action: Callable[[list[Any]], Sequence[_T]], doing: str) -> _T:
+    """Gather a value of every rank on rank 0, apply ``action``, and scatter its results; communicates.
+
+    Args:
+        runtime: this rank's process groups.
+        value: this rank's value.
+        action: maps the values, by rank, to the results, by rank; runs on rank 0.
+        doing: description of the action, for the message.
+
+    Raises:
+        CheckpointError: on every rank, if ``action`` raised.
+    """
+    size = runtime.layout.world_size
+    values: list[Any] | None = [None] * size if runtime.rank == 0 else None
+    dist.gather_object(value, values, dst=0)
+    results: list[Any] = [None] * size
+
+    def run() -> None:
+        if values is not None:
+            results[:] = action(values)
+
+    all_ranks_or_raise(runtime, run, doing)
+    received: list[Any] = [None]
+    dist.scatter_object_list(received, results if runtime.rank == 0 else None, src=0)
+    part: _T = received[0]
+    return part

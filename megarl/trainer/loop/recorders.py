@@ -1,0 +1,272 @@
+"""Recorders: write the metrics, samples, balance, validation and checkpoint of each finished step.
+
+A recorder is a :class:`~megarl.trainer.callbacks.Callback` with access to the parts of the trainer. The trainer calls
+all recorders and user callbacks in the order of :func:`build_recorders`; metrics that one returns are visible to the
+next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from megarl.base.errors import StepImpossible
+from megarl.cluster import WorkerGroup, seqlen_metrics
+from megarl.cluster.role_groups import ActorGroup, MegatronGroup
+from megarl.config.schema.jobs import TrainConfig
+from megarl.data import token_counts
+from megarl.models import read_model_config
+from megarl.trainer.callbacks import Callback, TrainerView
+from megarl.trainer.metrics.engine_mismatch import explained_by_rounding
+from megarl.trainer.metrics.step_metrics import (
+    Metrics,
+    batch_metrics,
+    phase_tokens,
+    rank_balance,
+    throughput_metrics,
+)
+from megarl.trainer.phases.model_passes import ROW_VERB
+from megarl.trainer.phases.validation import Validator
+from megarl.trainer.records.reporting import RunReporter
+from megarl.trainer.records.samples import (
+    describe_samples,
+    dump_log_probs,
+    dump_samples,
+    evenly_spaced,
+    rows_of_groups,
+    samples_with_tokens,
+)
+from megarl.trainer.state.run_state import RunState
+
+SAMPLES_PER_STEP_IN_REPORT = 16
+SAMPLES_PER_VALIDATION_IN_REPORT = 64
+
+
+class StepMetrics(Callback):
+    """Computes the metrics of the batch: progress, scores, lengths, throughput, balance and rollout mismatch.
+
+    Adds those of groups without an update, which returns the other groups' metrics.
+
+    Args:
+        actor: worker group of the actor.
+        frozen: worker groups with a model that is not trained.
+        state: of the run.
+        compare_log_probs: compare the log-probs of engine and actor in every step.
+        explained: in step 1, compare the difference with this one, see :func:`batch_metrics`; None = do not.
+    """
+
+    def __init__(
+        self,
+        actor: ActorGroup,
+        frozen: Sequence[MegatronGroup],
+        state: RunState,
+        *,
+        compare_log_probs: bool,
+        explained: float | None = None,
+    ) -> None:
+        self.actor = actor
+        self.frozen = frozen
+        self.state = state
+        self.compare_log_probs = compare_log_probs
+        self.explained = explained
+
+    def on_step_end(self, view: TrainerView) -> Metrics:
+        """Return the metrics, and update the prompt queue with the scores of its prompts."""
+        batch, trained, data = view.batch, view.trained, view.config.data
+        assert batch is not None and trained is not None
+        # Not in the first step of a resumed run, whose metrics equal those of an undisturbed one.
+        explained = self.explained if view.step == 1 else None
+        metrics = {"training/global_step": float(view.step), "training/epoch": float(view.epoch)}
+        self.state.prompts.update(batch)
+        metrics |= self.state.prompts.metrics()
+        metrics |= batch_metrics(
+            batch,
+            data.max_prompt_length,
+            data.max_response_length,
+            self.actor.row_map(ROW_VERB),
+            compare_log_probs=self.compare_log_probs or explained is not None,
+            explained=explained,
+        )
+        metrics |= throughput_metrics(batch, trained, view.seconds, view.config.num_devices, view.hidden)
+        lengths = token_counts(trained)
+        costs = self.actor.budgets["update_actor"].cost.of(lengths)
+        rows = trained.meta_info["actor_mini_batch_rows"]
+        metrics |= seqlen_metrics(lengths, costs, self.actor.plan("update_actor", trained), rows)
+        for group in self.frozen:
+            metrics |= group.pass_metrics()
+        return metrics
+
+
+class BalanceRecorder(Callback):
+    """Records the work and busy seconds of each data-parallel rank in ``balance.jsonl``."""
+
+    def __init__(self, learners: Sequence[WorkerGroup], reporter: RunReporter) -> None:
+        self.learners = learners
+        self.reporter = reporter
+
+    def on_step_end(self, view: TrainerView) -> None:
+        """Append the ranks' lists of the step."""
+        assert view.trained is not None
+        self.reporter.keep_balance(view.step, rank_balance(view.trained, self.learners, view.seconds))
+
+
+class SampleRecorder(Callback):
+    """Dumps the samples of a step to ``trainer.rollout_data_dir``, and keeps some for the report."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, reporter: RunReporter, *, compare_log_probs: bool) -> None:
+        self.tokenizer = tokenizer
+        self.reporter = reporter
+        self.compare_log_probs = compare_log_probs
+
+    def on_step_end(self, view: TrainerView) -> None:
+        """Write the samples of the step."""
+        batch, step, folder = view.batch, view.step, view.config.trainer.rollout_data_dir
+        assert batch is not None
+        if folder:
+            dump_samples(folder, step, describe_samples(batch, self.tokenizer, step))
+            if self.compare_log_probs:
+                dump_log_probs(folder, step, batch, view.config.actor_rollout_ref)
+        shown = batch[rows_of_groups(batch.non_tensor_batch["uid"].tolist(), SAMPLES_PER_STEP_IN_REPORT)]
+        self.reporter.keep_samples(step, samples_with_tokens(shown, self.tokenizer, step), "train")
+
+
+class ValidationRecorder(Callback):
+    """Validates if due, dumps the samples, and calls ``on_validation`` of the user callbacks."""
+
+    def __init__(
+        self,
+        validator: Validator | None,
+        state: RunState,
+        learners: Sequence[WorkerGroup],
+        reporter: RunReporter,
+        callbacks: Sequence[Callback],
+    ) -> None:
+        self.validator = validator
+        self.state = state
+        self.learners = learners
+        self.reporter = reporter
+        self.callbacks = callbacks
+
+    def on_train_start(self, view: TrainerView) -> None:
+        """Validate before the first step, if configured, and log the metrics."""
+        trainer = view.config.trainer
+        if trainer.val_only or (trainer.val_before_train and view.step == 0):
+            metrics = self.validate(view)
+            self.state.note_validation(metrics)
+            self.reporter.log_validation(view.step, metrics)
+
+    def on_step_end(self, view: TrainerView) -> Metrics:
+        """Return the validation metrics of the step, if due."""
+        metrics = self.validate(view) if self.state.due(view.config.trainer.test_freq) else {}
+        self.state.note_validation(metrics)
+        return metrics
+
+    def validate(self, view: TrainerView) -> Metrics:
+        """Validate the weights that the engine has.
+
+        Raises:
+            StepImpossible: validation failed, for example because too many samples have no score. The finished steps
+                are saved.
+        """
+        assert self.validator is not None, "checked in the configuration: validation needs data.val_files"
+        trainer, step = view.config.trainer, view.step
+        with self.reporter.phase("testing"):
+            try:
+                metrics, samples = self.validator.run(step)
+            except StepImpossible as error:
+                raise self.state.save_and_stop(error, self.learners, self.reporter.lasting_files) from error
+            if trainer.validation_data_dir:
+                dump_samples(trainer.validation_data_dir, step, samples)
+            self.reporter.keep_samples(step, evenly_spaced(samples, SAMPLES_PER_VALIDATION_IN_REPORT), "validation")
+            self.reporter.log_samples(step, evenly_spaced(samples, trainer.log_val_generations))
+        for callback in self.callbacks:
+            callback.on_validation(dataclasses.replace(view, metrics=metrics))
+        return metrics
+
+
+class MetricsLogger(Callback):
+    """Logs the metrics of the step to trackers and console."""
+
+    def __init__(self, state: RunState, reporter: RunReporter) -> None:
+        self.state = state
+        self.reporter = reporter
+
+    def on_step_end(self, view: TrainerView) -> None:
+        """Log the metrics of all recorders before this one, and those of finished saves."""
+        assert view.batch is not None
+        metrics = {**view.metrics, **self.state.saver.take_metrics()}
+        self.reporter.log_step(view.step, metrics, phase_tokens(view.batch, view.seconds, view.trained))
+
+
+class CheckpointRecorder(Callback):
+    """Saves a checkpoint if due, and calls ``on_save`` of the user callbacks for complete ones."""
+
+    def __init__(
+        self,
+        state: RunState,
+        learners: Sequence[WorkerGroup],
+        reporter: RunReporter,
+        callbacks: Sequence[Callback],
+    ) -> None:
+        self.state = state
+        self.learners = learners
+        self.reporter = reporter
+        self.callbacks = callbacks
+
+    def on_step_end(self, view: TrainerView) -> None:
+        """Save if due."""
+        if self.state.must_save():
+            with self.reporter.phase("save_checkpoint"):
+                self.state.save(self.learners, self.reporter.lasting_files)
+        self._report_saves(view)
+
+    def on_train_end(self, view: TrainerView) -> None:
+        """Report the saves that completed at the end of the run."""
+        self._report_saves(view)
+
+    def _report_saves(self, view: TrainerView) -> None:
+        for folder in self.state.saver.take_completed():
+            for callback in self.callbacks:
+                callback.on_save(dataclasses.replace(view, checkpoint=folder))
+
+
+def build_recorders(
+    config: TrainConfig,
+    actor: ActorGroup,
+    learners: Sequence[WorkerGroup],
+    frozen: Sequence[MegatronGroup],
+    validator: Validator | None,
+    tokenizer: PreTrainedTokenizerBase,
+    state: RunState,
+    reporter: RunReporter,
+    callbacks: Sequence[Callback],
+) -> list[Callback]:
+    """Build the recorders of a run, with the user callbacks before metrics are logged.
+
+    Args:
+        config: complete.
+        actor: worker group of the actor.
+        learners: worker groups that train.
+        frozen: worker groups with a model that is not trained, in processes of their own.
+        validator: None = no validation.
+        tokenizer: of the policy.
+        state: of the run.
+        reporter: of the run.
+        callbacks: user callbacks.
+    """
+    # In bypass mode, or with an estimate, the actor computes no log-probs to compare the engine's with.
+    computes = not (config.algorithm.rollout_correction.bypass_mode or config.estimates_proximal_policy)
+    compare_log_probs = config.actor_rollout_ref.rollout.calculate_log_probs and computes
+    model = read_model_config(config.actor_rollout_ref.model.path)
+    explained = explained_by_rounding(config, model) if computes else None
+    return [
+        StepMetrics(actor, frozen, state, compare_log_probs=compare_log_probs, explained=explained),
+        BalanceRecorder(learners, reporter),
+        SampleRecorder(tokenizer, reporter, compare_log_probs=compare_log_probs),
+        ValidationRecorder(validator, state, learners, reporter, callbacks),
+        *callbacks,
+        MetricsLogger(state, reporter),
+        CheckpointRecorder(state, learners, reporter, callbacks),
+    ]

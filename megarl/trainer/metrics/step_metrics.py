@@ -1,0 +1,256 @@
+"""Step metrics that the driver computes from a batch, under verl's names."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from types import MappingProxyType
+
+import numpy as np
+import torch
+
+from megarl.algorithms import Moments, RatioMoments
+from megarl.base.reductions import Largest, Smallest
+from megarl.cluster import WorkerGroup, rank_loads
+from megarl.data import DataProto, sequence_lengths, token_counts
+from megarl.data.row_map import RowMap, map_in_process
+from megarl.tracking.jsonl_files import SECONDS_SUFFIX, TOKENS, WORK, RankLists
+from megarl.tracking.phase_timer import unhidden_seconds
+from megarl.trainer.metrics.engine_mismatch import EXCESS, mismatch_excess
+from megarl.workers.row_math import (
+    FINISH_REASON,
+    MISMATCH_COLUMNS,
+    STATISTIC_COLUMNS,
+    generated_tokens,
+    statistics_of_rows,
+    truncated_rows,
+)
+
+Metrics = dict[str, float]
+GENERATED_TOKENS = "generated_tokens"
+"""Key in a batch's ``meta_info``: number of tokens generated for the step, including dropped samples."""
+
+UPDATES = ("update_actor", "update_critic")
+"""Phases that process the trained rows."""
+OUT_OF_MEMORY = "out_of_memory"
+"""Metric of a role: out-of-memory errors after which a pass was repeated."""
+EMPTY_STEPS = "empty_steps"
+"""Metric of a role: optimizer steps without a token to train on."""
+_ZERO_VARIANCE = "critic/score/zero_variance_fraction"
+_CAUSES = {
+    "actor/truncated_masked_fraction": "algorithm.mask_truncated_completions leaves out {:.0%} of the samples, which a "
+    "limit of tokens or turns ended",
+    "rollout_corr/rollout_rs_masked_fraction": "algorithm.rollout_correction.rollout_rs rejects {:.0%} of the tokens",
+    "best_of_n/masked": "algorithm.best_of_n.min_score leaves out {:.0f} samples",
+    "agent/failed": "{:.0f} conversations failed",
+    "reward/failed": "{:.0f} rewards failed",
+    _ZERO_VARIANCE: "the samples of {:.0%} of the prompts score the same, so that their advantages are 0",
+}
+"""Reasons why a step may train nothing, by the metric that measures each."""
+
+
+def summary(prefix: str, values: torch.Tensor) -> Metrics:
+    """Compute ``{prefix}/{mean,max,min}`` of a tensor of any shape; empty for an empty tensor."""
+    if values.numel() == 0:
+        return {}
+    array = values.numpy(force=True)
+    return {
+        f"{prefix}/mean": float(array.mean(dtype=np.float64)),
+        f"{prefix}/max": Largest(array.max()),
+        f"{prefix}/min": Smallest(array.min()),
+    }
+
+
+def moments_summary(prefix: str, moments: Moments) -> Metrics:
+    """Return ``{prefix}/{mean,max,min}`` of moments; empty for none."""
+    if not moments.count:
+        return {}
+    return {
+        f"{prefix}/mean": moments.mean,
+        f"{prefix}/max": Largest(moments.most),
+        f"{prefix}/min": Smallest(moments.least),
+    }
+
+
+def batch_metrics(
+    batch: DataProto,
+    max_prompt_length: int,
+    max_response_length: int,
+    rows: RowMap = map_in_process,
+    *,
+    compare_log_probs: bool = False,
+    explained: float | None = None,
+) -> Metrics:
+    """Summarize scores, rewards, advantages, returns, values and lengths of a step's batch.
+
+    ``critic/score`` and ``critic/rewards`` are sums over a response. The token-level metrics cover trained tokens.
+
+    Args:
+        batch: of the step.
+        max_prompt_length: limit in tokens.
+        max_response_length: limit in tokens.
+        rows: computes the sums of each row and the moments of tokens.
+        compare_log_probs: add :func:`mismatch_metrics`, if the batch has the engine's log-probs.
+        explained: compare the difference of the log-probs with this one, that rounding explains
+            (:mod:`megarl.trainer.metrics.engine_mismatch`); None = do not.
+    """
+    columns = dict.fromkeys((*STATISTIC_COLUMNS, *(MISMATCH_COLUMNS if compare_log_probs else ())))
+    sums, parts = rows(statistics_of_rows, list(columns), batch)
+    counted = sums.tensors["counted"]
+    scores = sums.tensors["scores_sums"][counted]
+    metrics = summary("critic/score", scores)
+    metrics |= summary("critic/rewards", sums.tensors["rewards_sums"][counted])
+    if "uid" in batch.non_tensor_batch:
+        metrics |= group_spread(scores, batch.non_tensor_batch["uid"][counted.numpy()])
+    for name in parts[0].trained:
+        metrics |= moments_summary(f"critic/{name}", Moments.merged([part.trained[name] for part in parts]))
+    if compared := [part.mismatch for part in parts if part.mismatch is not None]:
+        moments = RatioMoments.merged(compared)
+        metrics |= mismatch_metrics(moments)
+        if explained is not None and moments.log_distance.count:
+            metrics[EXCESS] = mismatch_excess(moments.log_distance, explained)
+    prompt_lengths, response_lengths = sequence_lengths(batch)
+    for name, lengths, limit in (
+        ("prompt_length", prompt_lengths, max_prompt_length),
+        ("response_length", response_lengths, max_response_length),
+    ):
+        metrics |= summary(name, lengths)
+        metrics[f"{name}/clip_ratio"] = (lengths >= limit).double().mean().item()  # verl's: the length alone counts
+    if FINISH_REASON in batch.non_tensor_batch:
+        metrics["response/truncated_ratio"] = truncated_rows(batch).double().mean().item()
+    return metrics
+
+
+def group_spread(scores: torch.Tensor, uids: np.ndarray) -> Metrics:
+    """Compute the mean standard deviation of scores within groups, and the share of zero-variance groups.
+
+    Groups of one row are left out; without others there are no metrics.
+
+    Args:
+        scores: ``[b]``.
+        uids: group of each row, ``[b]``.
+    """
+    numbers = np.unique(uids.astype(str), return_inverse=True)[1].reshape(-1)
+    order = torch.from_numpy(np.argsort(numbers, kind="stable"))
+    groups = [group for group in scores.double()[order].split(np.bincount(numbers).tolist()) if len(group) > 1]
+    if not groups:
+        return {}
+    return {
+        "critic/score/group_std": sum(group.std().item() for group in groups) / len(groups),
+        "critic/score/zero_variance_fraction": sum(bool((group == group[0]).all()) for group in groups) / len(groups),
+    }
+
+
+def mismatch_metrics(moments: RatioMoments) -> Metrics:
+    """Return the mismatch of the engine's and the actor's log-probs: ``training/rollout_*``, ``rollout_corr/*``."""
+    return {f"training/{name}": value for name, value in moments.differences().items()} | {
+        f"rollout_corr/{name}": value for name, value in moments.off_policy_statistics().items()
+    }
+
+
+def throughput_metrics(
+    batch: DataProto,
+    trained: DataProto,
+    seconds: Mapping[str, float],
+    num_devices: int,
+    hidden: Mapping[str, float] = MappingProxyType({}),
+) -> Metrics:
+    """Compute samples and tokens per second of the step, the rollout and the updates.
+
+    ``perf/throughput`` counts prompt and response tokens per second and device. ``perf/rollout_tokens_per_s`` counts
+    generated tokens, ``perf/update_tokens_per_s`` all tokens of the updates, ``perf/samples_per_s`` the step's rows;
+    these three are totals over all devices.
+
+    Args:
+        batch: of the step.
+        trained: rows of the updates.
+        seconds: wall seconds per phase, including ``step``.
+        num_devices: devices of all roles.
+        hidden: part of these seconds during a longer phase, per phase.
+    """
+    tokens = phase_tokens(batch, seconds, trained)
+    total = tokens["step"]
+    metrics = {"perf/total_num_tokens": float(total), "perf/time_per_step": seconds["step"]}
+    metrics["perf/throughput"] = total / (seconds["step"] * num_devices)
+    metrics["perf/samples_per_s"] = len(batch) / seconds["step"]
+    metrics["perf/rollout_tokens_per_s"] = tokens["gen"] / seconds["gen"]
+    update = unhidden_seconds(UPDATES, seconds, hidden)
+    if update:
+        metrics["perf/update_tokens_per_s"] = _num_tokens(trained) / update
+    return metrics
+
+
+def phase_tokens(batch: DataProto, phases: Iterable[str], trained: DataProto | None = None) -> dict[str, int]:
+    """Count the tokens that each phase processed: generated tokens for ``gen``, else prompts and responses.
+
+    Generated tokens include samples that dynamic sampling dropped. Updates process ``trained``, by default the batch.
+    """
+    tokens = dict.fromkeys(phases, _num_tokens(batch))
+    if trained is not None:
+        tokens |= dict.fromkeys(tokens.keys() & UPDATES, _num_tokens(trained))
+    if "gen" in tokens:
+        tokens["gen"] = batch.meta_info.get(GENERATED_TOKENS) or int(generated_tokens(batch).sum())
+    return tokens
+
+
+def _num_tokens(batch: DataProto) -> int:
+    return sum(int(lengths.sum()) for lengths in sequence_lengths(batch))
+
+
+def memory_warnings(metrics: Mapping[str, float]) -> list[str]:
+    """Describe passes that were repeated after out-of-memory errors in a step, one sentence per role."""
+    sentences = []
+    for name, count in metrics.items():
+        role, _, quantity = name.partition("/")
+        if quantity == OUT_OF_MEMORY and count:
+            limits = [
+                f"{kind} {metrics[key]:,.0f}"
+                for kind in ("update", "forward")
+                if (key := f"{role}/{kind}_micro_batch_limit") in metrics
+            ]
+            sentences.append(
+                f"{role} ran out of device memory {count:.0f} times; the passes were repeated with smaller "
+                f"micro-batches and the same result. Limits per micro-batch from now on: {', '.join(limits)}. "
+                "A smaller budget in the configuration saves the repeated work."
+            )
+    return sentences
+
+
+def empty_step_warnings(metrics: Mapping[str, float]) -> list[str]:
+    """Describe updates that trained nothing, and their causes, one sentence per role.
+
+    They had no token to train on, or all gradients of the step are 0. Momentum and weight decay still change weights.
+    """
+    causes = {name: text.format(metrics[name]) for name, text in _CAUSES.items() if metrics.get(name, 0.0) > 0}
+    masks = {name: text for name, text in causes.items() if name != _ZERO_VARIANCE}
+    sentences = []
+    for name, value in metrics.items():
+        role, _, quantity = name.partition("/")
+        if quantity == EMPTY_STEPS and value > 0:
+            found, reasons = f"the {role} had no token to train on in optimizer steps: {value:.0f}", masks
+        elif quantity == "grad_norm" and value == 0 and not metrics.get(f"{role}/{EMPTY_STEPS}"):
+            found, reasons = f"the gradient of the {role} is 0, so that the step trains nothing", causes
+        else:
+            continue
+        sentences.append(f"{found}. {'; '.join(reasons.values()) or 'No metric names the cause'}")
+    return sentences
+
+
+def rank_balance(batch: DataProto, learners: Iterable[WorkerGroup], verbs: Container[str]) -> RankLists:
+    """List the tokens, work and busy seconds of each data-parallel rank, for the balance file.
+
+    Args:
+        batch: rows of the updates.
+        learners: worker groups that train; resets their busy seconds, see :meth:`WorkerGroup.take_busy`.
+        verbs: verbs of the step. A role without an update in the step, such as the actor during critic warm-up, has no
+            load.
+    """
+    lengths = token_counts(batch)
+    lists: RankLists = {}
+    for group in learners:
+        role, update = group.role, f"update_{group.role}"
+        if update in verbs:
+            costs = group.budgets[update].cost.of(lengths)
+            tokens, work = rank_loads(lengths, costs, group.plan(update, batch))
+            lists |= {f"{role}/{TOKENS}": tokens, f"{role}/{WORK}": work}
+        lists |= {f"{role}/{verb}{SECONDS_SUFFIX}": seconds for verb, seconds in group.take_busy().items()}
+    return lists

@@ -1,0 +1,1 @@
+"""Roles of a job: devices, worker groups, and engine replicas."""

@@ -1,0 +1,355 @@
+"""Construction of the worker groups of a training job from its configuration, and of their weight sync."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megarl.algorithms import Truncation
+from megarl.base.formatting import DTYPE_BYTES
+from megarl.cluster import PerRank, wait_all, wait_ready
+from megarl.cluster.adapters import GroupSource, GroupTarget
+from megarl.cluster.role_groups import (
+    ActorGroup,
+    CriticGroup,
+    MegatronGroup,
+    ReferenceGroup,
+    RolloutGroup,
+    TeacherGroup,
+)
+from megarl.config import AdapterKeys, MegatronConfig, OptimConfig, TrainConfig
+from megarl.config.batch import BatchPlan, teacher_phase
+from megarl.config.correction_bounds import weight_bounds
+from megarl.config.schema.distillation import TeacherServerConfig
+from megarl.config.schema.jobs import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, ROLLOUT, TEACHERS, SupervisedConfig
+from megarl.models import ParallelLayout, WeightMap, read_model_config
+from megarl.models.sequence_cost import SequenceCost, sequence_cost
+from megarl.rollout.registry import engine_vocab_multiple
+from megarl.sharding import (
+    RolloutLayout,
+    Routes,
+    ShardingManager,
+    SyncOptions,
+    build_plan,
+    replica_plans,
+    sender_plans,
+)
+from megarl.trainer.roles.devices import JobPools
+from megarl.trainer.roles.elastic_replicas import REPLICAS_FILE, ElasticReplicas
+from megarl.trainer.roles.hybrid_replicas import HybridReplicas
+from megarl.trainer.roles.job_roles import Roles
+from megarl.trainer.roles.worker_groups import (
+    Progress,
+    budget,
+    build_engines,
+    pending_device_bytes,
+    reward_model_group,
+    rollout_group,
+    update_plan,
+)
+from megarl.workers.settings import (
+    LogProbSettings,
+    MicroBatchBudget,
+    RoleSettings,
+    UpdatePlan,
+    hidden_forms,
+    layout_of,
+    lora_options,
+    teacher_heads,
+)
+
+logger = logging.getLogger(__name__)
+_Group = TypeVar("_Group", bound=MegatronGroup)
+
+REFERENCE_VERBS = ("compute_ref_log_prob", "compute_ref_representations")
+"""Verbs of the reference, which share one token budget."""
+
+
+def run_updates(config: TrainConfig | SupervisedConfig, batches: BatchPlan, phase: str, total_steps: int) -> int:
+    """Count the optimizer steps of a role in the whole run, at least those of one training step.
+
+    Args:
+        config: complete.
+        batches: batch plan of ``config``.
+        phase: update of the role: ``actor``, ``critic``, or the role of a supervised job.
+        total_steps: training steps of the whole run.
+    """
+    # During the critic's warm-up the actor is not updated.
+    skipped = config.trainer.critic_warmup if phase == "actor" and isinstance(config, TrainConfig) else 0
+    return batches.phase(phase).optimizer_steps * max(1, total_steps - skipped)
+
+
+class RoleBuilder:
+    """Builds the worker groups of a training job.
+
+    Args:
+        config: complete, as ``megarl.config.build`` returns it.
+        batches: batch plan of ``config``.
+        total_steps: training steps of the whole run.
+        pools: devices of the roles.
+        folder: output folder of the run.
+        notify: prints a line for the user.
+        progress: shows the start of the processes.
+        eos_token_ids: tokens that end every sequence; None = those of the model folder and its tokenizer.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        batches: BatchPlan,
+        total_steps: int,
+        pools: JobPools,
+        folder: Path = Path(),
+        notify: Callable[[str], None] = logger.info,
+        progress: Progress | None = None,
+        eos_token_ids: tuple[int, ...] | None = None,
+    ) -> None:
+        self.config = config
+        self.eos_token_ids = eos_token_ids
+        self.folder, self.notify = folder, notify
+        self.policy = config.actor_rollout_ref
+        self.batches = batches
+        self.total_steps = total_steps
+        self.pools = pools
+        self.progress = progress
+
+    def build(self) -> Roles:
+        """Start all groups in parallel, build their models, and connect the weight sync.
+
+        The engines are built last: on shared GPUs SGLang sizes its KV cache by the memory that the other roles leave.
+        They sleep until the first sync, since a resumed job first loads its checkpoint.
+
+        Raises:
+            WorkerError: a process failed; names role and rank.
+        """
+        pool, hybrid = self.pools.of(ROLLOUT), self.config.hybrid_replicas
+        if hybrid:
+            pool = pool.joined(self.pools.trainer)
+        actor, rollout = self._actor(), rollout_group(self.policy, pool, hybrid, self.eos_token_ids)
+        critic = self._critic() if self._has_critic() else None
+        reference_group = self._reference() if self._reference_has_workers() else None
+        reward_model = None
+        if self.config.reward.model.enable:
+            reward_model = reward_model_group(self.config, self.pools.of(REWARD_MODEL))
+        teachers = {} if self.config.trainer.val_only else self._teachers()
+        groups = [group for group in (actor, critic, reference_group, reward_model, *teachers.values()) if group]
+        wait_ready([*groups, rollout], progress=self.progress)
+        wait_all([group.submit("init_model") for group in groups])
+        hybrid_ranks = range(rollout.world_size - hybrid, rollout.world_size)
+
+        def pending() -> dict[int, int | None]:
+            shared, alone = (
+                pending_device_bytes(self.pools.trainer, groups),
+                pending_device_bytes(self.pools.of(ROLLOUT), groups),
+            )
+            return {rank: shared if rank in hybrid_ranks else alone for rank in range(rollout.world_size)}
+
+        build_engines(rollout, rollout.ranks, pending())
+        reference = reference_group or (actor if self._has_reference() else None)
+        connect = partial(self._connect, actor, rollout, hybrid_ranks if hybrid else None)
+        sync = connect(rollout.ranks)
+        sync.free_engines()
+        roles = Roles(actor, critic, reference, reward_model, teachers, rollout, sync, connect, pending)
+        if hybrid:
+            roles.hybrid = HybridReplicas(hybrid_ranks, rollout.world_size - hybrid)
+        keys = self.policy.rollout
+        if keys.min_replicas is not None:
+            request, timeout_s = self.folder / REPLICAS_FILE, keys.health.join_timeout_s
+            roles.elastic = ElasticReplicas(rollout, keys.min_replicas, timeout_s, request, self.notify)
+        return roles
+
+    def _actor(self) -> ActorGroup:
+        reference = None
+        if self._has_reference() and not self._reference_has_workers():
+            reference = replace(self._log_prob("ref_log_prob"), full_kl=self.config.algorithm.uses_full_kl)
+        actor = self.policy.actor
+        kwargs: dict[str, Any] = {
+            "settings": self._settings(self.policy.model.path, actor.megatron, actor.optim, "actor", self.policy.model),
+            "config": actor,
+            "plan": self._update_plan("actor", str(actor.loss_agg_mode), actor.loss_scale_factor),
+            "log_prob": replace(self._log_prob("old_log_prob"), sum_pi_squared=self.config.uses_sum_pi_squared),
+            "reference": reference,
+            "correction": self._proximal_bounds(),
+            "distillation": self.config.distillation.distillation_loss if self.config.distillation.enabled else None,
+            "teacher_heads": teacher_heads(self.config.distillation),
+        }
+        budgets = {"compute_log_prob": kwargs["log_prob"].budget, "update_actor": kwargs["plan"].budget}
+        if reference is not None:
+            budgets |= dict.fromkeys(REFERENCE_VERBS, reference.budget)
+        worker = "megarl.workers.actor:ActorWorker"
+        return self._group(ActorGroup, ACTOR, "actor", worker, kwargs, layout_of(actor.megatron), budgets)
+
+    def _proximal_bounds(self) -> Truncation | None:
+        """Bounds of the importance weights that the actor computes with the loss."""
+        if not self.config.estimates_proximal_policy:
+            return None
+        bounds = weight_bounds(self.config.algorithm.rollout_correction)
+        return Truncation(bounds.upper, bounds.lower)
+
+    def _critic(self) -> CriticGroup:
+        critic = self.config.critic
+        kwargs: dict[str, Any] = {
+            "settings": self._settings(
+                str(critic.model.path), critic.megatron, critic.optim, "critic", critic.model, critic.nnodes > 0
+            ),
+            "config": critic,
+            "plan": self._update_plan("critic", str(critic.loss_agg_mode)),
+        }
+        budgets = dict.fromkeys(("compute_values", "update_critic"), kwargs["plan"].budget)
+        worker = "megarl.workers.critic:CriticWorker"
+        return self._group(CriticGroup, CRITIC, "critic", worker, kwargs, layout_of(critic.megatron), budgets)
+
+    def _reference(self) -> ReferenceGroup:
+        megatron = self.policy.ref.megatron
+        assert megatron is not None
+        kwargs: dict[str, Any] = {
+            "settings": self._settings(
+                self.policy.model.path, megatron, None, None, has_own_devices=self.policy.ref.nnodes > 0
+            ),
+            "log_prob": self._log_prob("ref_log_prob"),
+        }
+        budgets = dict.fromkeys(REFERENCE_VERBS, kwargs["log_prob"].budget)
+        worker = "megarl.workers.reference:ReferenceWorker"
+        return self._group(ReferenceGroup, REFERENCE, "reference", worker, kwargs, layout_of(megatron), budgets)
+
+    def _teachers(self) -> dict[str, TeacherGroup]:
+        """One worker group per teacher, by the value that selects it."""
+        distillation = self.config.distillation
+        names = distillation.teachers_by_key if distillation.enabled else {}
+        return {key: self._teacher(name) for key, name in names.items()}
+
+    def _teacher(self, name: str) -> TeacherGroup:
+        teacher = self.config.distillation.teacher_models[name]
+        if teacher.server.urls:
+            return self._served_teacher(name, teacher.server)
+        cost = sequence_cost(read_model_config(str(teacher.model_path)))
+        micro = budget(self.batches.phase(teacher_phase(name)).micro, cost)
+        alone = self.config.distillation.teacher_is_alone
+        kwargs: dict[str, Any] = {
+            "settings": self._settings(str(teacher.model_path), teacher.megatron, None, None, has_own_devices=alone),
+            "log_prob": LogProbSettings(micro, self.policy.rollout.temperature),
+            "topk": self.config.distillation.distillation_loss.teacher_topk,
+            "candidates": read_model_config(self.policy.model.path).vocab_size,
+            "hidden": hidden_forms(self.config.distillation).get(name),
+        }
+        worker, layout = "megarl.workers.teacher:TeacherWorker", layout_of(teacher.megatron)
+        role, budgets = teacher_phase(name), {"compute_teacher_log_prob": micro}
+        return self._group(TeacherGroup, TEACHERS, role, worker, kwargs, layout, budgets)
+
+    def _served_teacher(self, name: str, server: TeacherServerConfig) -> TeacherGroup:
+        """One process on the driver's node that asks the servers."""
+        kwargs: dict[str, Any] = {
+            "name": name,
+            "server": server,
+            "topk": self.config.distillation.distillation_loss.teacher_topk,
+            "candidates": read_model_config(self.policy.model.path).vocab_size,
+        }
+        worker, layout = "megarl.workers.served_teacher:ServedTeacherWorker", ParallelLayout()
+        return TeacherGroup(teacher_phase(name), worker, kwargs, layout, self.pools.trainer, on_device=False)
+
+    def _has_critic(self) -> bool:
+        """Whether the job has a critic; ``val_only`` needs neither critic nor reference."""
+        return self.config.uses_critic and not self.config.trainer.val_only
+
+    def _has_reference(self) -> bool:
+        return self.config.uses_reference and not self.config.trainer.val_only
+
+    def _reference_has_workers(self) -> bool:
+        return self._has_reference() and self.policy.ref.megatron is not None
+
+    def _connect(
+        self, actor: ActorGroup, rollout: RolloutGroup, hybrid: Collection[int] | None, members: Sequence[int]
+    ) -> ShardingManager:
+        """Plan the weight sync from the actor to these ranks of the rollout group, and connect both sides."""
+        sync, config, tp = self.config.sync, self.policy, self.policy.rollout.tensor_model_parallel_size
+        train, engines = wait_all([actor.submit("sync_place"), rollout.submit_on(members, "sync_places")])
+        routes = Routes(tuple(train), tuple(itertools.chain(*engines)), sync.transport)
+        plan = build_plan(
+            WeightMap(read_model_config(config.model.path)),
+            actor.layout,
+            RolloutLayout(tp=tp, replicas=len(members), vocab_multiple=engine_vocab_multiple(config.rollout.name)),
+            sync.bucket_megabytes * 2**20,
+            DTYPE_BYTES[config.rollout.dtype],
+            routes.placement(),
+            self.config.async_training.sync_wave_size,
+            together=config.rollout.quantization is not None,
+        )
+        address = actor.host_sync()[0] if routes.needs_rendezvous() else None
+        if address is not None:
+            address = address._replace(timeout_s=sync.timeout_s)
+        shared = (routes, address, config.rollout.dtype)
+        delta = sync.delta.full_freq if sync.delta.enable else None
+        parts = PerRank(dict(zip(members, replica_plans(plan), strict=True)))
+        ends = (
+            actor.submit("connect_sync", PerRank(sender_plans(plan, actor.world_size)), *shared, delta),
+            rollout.submit_on(members, "connect_sync", parts, *shared),
+        )
+        wait_all(ends)
+        options = SyncOptions(
+            verify_freq=sync.verify_freq,
+            free_engine=config.rollout.free_cache_engine or hybrid is not None,
+            replica_size=tp,
+            timeout_s=sync.timeout_s,
+            answer_s=config.rollout.health.timeout_s,
+            delta=sync.delta.enable,
+        )
+        target = GroupTarget(rollout, members, hybrid)
+        return ShardingManager(plan, GroupSource(actor, plan.rollout.world_size), target, options)
+
+    def _group(
+        self,
+        group_cls: type[_Group],
+        section: str,
+        role: str,
+        worker: str,
+        kwargs: dict[str, Any],
+        layout: ParallelLayout,
+        budgets: dict[str, MicroBatchBudget] | None = None,
+    ) -> _Group:
+        """Start the processes of a role on the devices of its section."""
+        return group_cls(role, worker, kwargs, layout, self.pools.of(section), budgets=budgets)
+
+    def _settings(
+        self,
+        model_path: str,
+        megatron: MegatronConfig,
+        optim: OptimConfig | None,
+        phase: str | None,
+        adapters: AdapterKeys | None = None,
+        has_own_devices: bool = False,
+    ) -> RoleSettings:
+        updates = run_updates(self.config, self.batches, phase, self.total_steps) if phase else 0
+        return RoleSettings(
+            model_path=model_path,
+            layout=layout_of(megatron),
+            megatron=megatron,
+            optim=optim,
+            total_updates=updates,
+            device=self.pools.trainer.pool.device,
+            seed=self.config.trainer.seed,
+            nccl_timeout=self.config.trainer.nccl_timeout,
+            external_lib=self.policy.model.user_modules,
+            repeat_out_of_memory=self.config.trainer.repeat_out_of_memory,
+            lora=lora_options(adapters, self.config.trainer.seed) if adapters else None,
+            adapter_path=adapters.lora_adapter_path if adapters else None,
+            reference_adapter=adapters is not None and adapters.lora.reference == "adapter",
+            has_own_devices=has_own_devices,
+        )
+
+    def _update_plan(self, phase: str, loss_agg_mode: str, horizon: int | None = None) -> UpdatePlan:
+        horizon = horizon or self.config.data.max_response_length
+        return update_plan(self.batches.phase(phase), self._cost(phase), loss_agg_mode, horizon)
+
+    def _log_prob(self, phase: str) -> LogProbSettings:
+        micro = budget(self.batches.phase(phase).micro, self._cost(phase))
+        return LogProbSettings(micro, self.policy.rollout.temperature)
+
+    def _cost(self, phase: str) -> SequenceCost:
+        if phase == "critic":
+            return sequence_cost(read_model_config(str(self.config.critic.model.path)), value_head=True)
+        return sequence_cost(read_model_config(self.policy.model.path))
