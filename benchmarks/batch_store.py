@@ -33,7 +33,7 @@ from torch import Tensor
 from megarl.base.formatting import table_lines
 from megarl.cluster import PlacedPool, RaySession, ResourcePool, WorkerGroup, wait_ready
 from megarl.cluster.fork_server import fork_server
-from megarl.cluster.split import plan_rows
+from megarl.cluster.partition import partition_rows
 from megarl.data import DataProto
 from megarl.models import ParallelLayout
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
@@ -183,7 +183,7 @@ def with_queue(producer: Any, batch: DataProto, ranks: int) -> list[list[str]]:
     workers = [ray.remote(QueueRank).options(num_cpus=0).remote() for _ in range(ranks)]
     ray.get([producer.connect.remote(), *(worker.ready.remote() for worker in workers)])
     keys = [str(row) for row in range(len(batch))]
-    plans = plan_rows(batch, ranks), plan_rows(batch, ranks, len(batch) // 4, equal=True)
+    plans = partition_rows(batch, ranks).rows, partition_rows(batch, ranks, len(batch) // 4, equal=True).rows
 
     def call(name: str, plan: list[list[int]]) -> None:
         ray.get([

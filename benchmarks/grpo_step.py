@@ -414,18 +414,18 @@ class Megarl:
         return scored.with_columns({"advantages": advantages}, {})
 
     def _old_log_probs(self, batch: Any) -> Any:
-        from megarl.cluster.split import collect, plan_rows, split
+        from megarl.cluster.partition import partition_rows
 
         if not self.recompute:
             return batch.with_columns({"old_log_probs": batch.tensors["rollout_log_probs"]}, {})
-        plan = plan_rows(batch, 2)
-        parts = self.processes.scatter("actor", "compute_log_prob", [(part,) for part in split(batch, plan)])
-        return batch.union(collect(parts, plan))
+        partition = partition_rows(batch, 2)
+        parts = self.processes.scatter("actor", "compute_log_prob", [(part,) for part in partition.split(batch)])
+        return batch.union(partition.collect(parts))
 
     def _update(self, batch: Any) -> None:
-        from megarl.cluster.split import plan_rows, split
+        from megarl.cluster.partition import partition_rows
 
-        chunks = split(batch, plan_rows(batch, 2, self.mix.rows), self.mix.rows)
+        chunks = partition_rows(batch, 2, self.mix.rows).split(batch)
         metrics = self.processes.scatter("actor", "update_actor", [(chunk,) for chunk in chunks])[0]
         assert not metrics["actor/skipped_steps"] and math.isfinite(metrics["actor/grad_norm"])
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.cluster.split import Plan, collect, plan_groups, split
+from megarl.cluster.partition import Partition, Rows, partition_groups
 from megarl.data import DataProto
 from megarl.data.remote import Chunk, ChunkReference
 from megarl.data.remote_columns import attach_chunks, fetch_values, separate, write_values
@@ -48,7 +48,7 @@ def reading() -> Iterator[None]:
         WorkerChunk.readable = before
 
 
-def on_workers(batch: DataProto, plan: Plan) -> DataProto:
+def on_workers(batch: DataProto, plan: Rows) -> DataProto:
     """Return a batch whose token values are in one chunk per part, and not in the driver."""
     write_values(batch, plan, WorkerChunk)
     for column in batch.tensors.stored.values():
@@ -62,20 +62,21 @@ def values_of(batch: DataProto, name: str) -> np.ndarray:
         return batch.packed(name).numpy().copy()
 
 
-def map_over(plan: Plan) -> RowMap:
+def map_over(plan: Rows) -> RowMap:
     """Return a row map over these parts; over as many parts of whole groups where rows stay together."""
 
     def map_rows(
         function: RowFunction, columns: Sequence[str], batch: DataProto, *args: Any, together: str | None = None
     ) -> tuple[DataProto, list[Any]]:
-        parts = plan if together is None else plan_groups(batch, len(plan), batch.non_tensor_batch[together])
+        groups = None if together is None else batch.non_tensor_batch[together]
+        partition = Partition(plan) if groups is None else partition_groups(batch, len(plan), groups)
         results, facts = [], []
-        for part in split(batch.present(columns), parts, write=WorkerChunk):
+        for part in partition.split(batch.present(columns), write=WorkerChunk):
             with reading():
                 result, fact = function(fetch_values(part), *args)
             kept, chunk = separate(result)
             results.append(attach_chunks(kept, [(WorkerChunk(chunk),)]))
             facts.append(fact)
-        return collect(results, parts), facts
+        return partition.collect(results), facts
 
     return map_rows

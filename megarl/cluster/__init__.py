@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megarl.cluster.calls import PendingCall, PerRank, ScatteredCall, wait_all
     from megarl.cluster.failures import WorkerFailed, WorkerSilent
+    from megarl.cluster.partition import seqlen_metrics
     from megarl.cluster.resources import PlacedPool, ResourcePool, check_resources, place_pools
     from megarl.cluster.session import RaySession
-    from megarl.cluster.split import plan_split, rank_loads, row_costs, seqlen_metrics
     from megarl.cluster.worker_group import WorkerGroup, wait_ready
 
 if "ray" not in sys.modules:
@@ -38,10 +38,7 @@ _MODULE_OF = {
     "WorkerGroup": "worker_group",
     "check_resources": "resources",
     "place_pools": "resources",
-    "plan_split": "split",
-    "rank_loads": "split",
-    "row_costs": "split",
-    "seqlen_metrics": "split",
+    "seqlen_metrics": "partition",
     "wait_all": "calls",
     "wait_ready": "worker_group",
 }
@@ -58,9 +55,6 @@ __all__ = [
     "WorkerSilent",
     "check_resources",
     "place_pools",
-    "plan_split",
-    "rank_loads",
-    "row_costs",
     "seqlen_metrics",
     "wait_all",
     "wait_ready",

@@ -14,9 +14,9 @@ import ray
 from megarl.base.errors import ResourceError, WorkerError
 from megarl.cluster.calls import Collect, PendingCall, RankHandle, ScatteredCall, for_rank, gather_results
 from megarl.cluster.failures import WorkerCall, WorkerFailed
+from megarl.cluster.partition import Partition, partition_groups, partition_rows
 from megarl.cluster.rank_starter import RankStarter, StartingRank
 from megarl.cluster.resources import PlacedPool
-from megarl.cluster.split import Plan, collect, plan_groups, plan_rows, split
 from megarl.cluster.stored_chunks import StoredChunk, attached, payloads_of
 from megarl.cluster.worker_process import BusyResult, WorkerInfo
 from megarl.data import DataProto, token_counts
@@ -160,13 +160,13 @@ class WorkerGroup:
         if mark.dispatch is Dispatch.RANK:
             raise TypeError(f"{self.role}.{verb} runs on one rank: use handle")
         if mark.dispatch is Dispatch.SPLIT:
-            parts, plan = self._split_arguments(verb, mark, args)
+            parts, partition = self._split_arguments(verb, mark, args)
             both = [
                 actor.call_split.remote(verb, rank in self._owners, kwargs, *for_rank(parts[rank], rank))
                 for rank, actor in self._actors.items()
             ]
             refs, chunks = [result for result, _ in both], [chunk for _, chunk in both]
-            collect_results: Collect = functools.partial(self._collect_rows, verb, plan, chunks)
+            collect_results: Collect = functools.partial(self._collect_rows, verb, partition, chunks)
         else:
             # Large arguments are stored once, and all processes read the same copy.
             shared = [ray.put(arg) if isinstance(arg, DataProto | Routes) else arg for arg in args]
@@ -196,10 +196,11 @@ class WorkerGroup:
             if sum(token_counts(batch)) < least_tokens:
                 return map_in_process(function, columns, batch, *args)
             if together is None:
-                plan = self.plan(verb, batch)[: len(batch)]  # further ranks would get copies of row 0
+                rows = self.partition(verb, batch).rows
+                partition = Partition(rows[: len(batch)])  # further ranks would get copies of row 0
             else:
-                plan = plan_groups(batch, self.layout.dp, batch.non_tensor_batch[together])
-            return self._map_rows(plan, function, columns, batch, *args)
+                partition = partition_groups(batch, self.layout.dp, batch.non_tensor_batch[together])
+            return self._map_rows(partition, function, columns, batch, *args)
 
         return map_rows
 
@@ -266,13 +267,13 @@ class WorkerGroup:
             if (actor := self._actors.pop(rank, None)) is not None:
                 ray.kill(actor)
 
-    def plan(self, verb: str, batch: DataProto) -> Plan:
-        """Return the rows of ``batch`` that each data-parallel rank would get of a ``SPLIT`` verb.
+    def partition(self, verb: str, batch: DataProto) -> Partition:
+        """Return the rows of ``batch`` that each data-parallel rank gets of a ``SPLIT`` verb.
 
         Raises:
             AttributeError, DataError, WorkerError: see :meth:`submit`.
         """
-        return self._plan(verb, self._mark(verb), batch)
+        return self._partition(verb, self._mark(verb), batch)
 
     def take_busy(self) -> dict[str, list[float]]:
         """Return and reset the busy seconds of each DP rank, by ``SPLIT`` verb.
@@ -357,12 +358,12 @@ class WorkerGroup:
             return functools.partial(self.call, name)
 
     def _map_rows(
-        self, plan: Plan, function: RowFunction, columns: Sequence[str], batch: DataProto, *args: Any
+        self, partition: Partition, function: RowFunction, columns: Sequence[str], batch: DataProto, *args: Any
     ) -> tuple[DataProto, list[Any]]:
         """Run a row function on the owners; see :class:`megarl.data.row_map.RowMap`.
 
         Args:
-            plan: rows of each owner, of as many as have rows.
+            partition: rows of each owner, of as many as have rows.
             function: see there, as all other arguments.
             columns: to send.
             batch: all rows.
@@ -371,8 +372,8 @@ class WorkerGroup:
         Raises:
             WorkerFailed: the function raised, or a process died.
         """
-        parts = split(batch.present(columns), plan, write=StoredChunk.write)
-        owners = self._owners[: len(plan)]
+        parts = partition.split(batch.present(columns), write=StoredChunk.write)
+        owners = self._owners[: len(parts)]
         both = [
             self._actors[owner].map_rows.remote(function, payload, *args)
             for owner, payload in zip(owners, payloads_of(parts), strict=True)
@@ -382,35 +383,35 @@ class WorkerGroup:
             for owner, (ref, _) in zip(owners, both, strict=True)
         ]
         results = gather_results([self], calls, None)
-        joined = collect([attached(part, chunk) for (part, _), (_, chunk) in zip(results, both, strict=True)], plan)
-        return joined, [facts for _, facts in results]
+        columns_of = [attached(part, chunk) for (part, _), (_, chunk) in zip(results, both, strict=True)]
+        return partition.collect(columns_of), [facts for _, facts in results]
 
-    def _split_arguments(self, verb: str, mark: VerbMark, args: Sequence[Any]) -> tuple[list[list[Any]], Plan]:
-        """Split the batches among ``args`` over data-parallel ranks: the arguments of each rank, and the row plan."""
+    def _split_arguments(self, verb: str, mark: VerbMark, args: Sequence[Any]) -> tuple[list[list[Any]], Partition]:
+        """Split the batches among ``args`` over data-parallel ranks: the arguments of each rank, and the partition."""
         batches = [arg for arg in args if isinstance(arg, DataProto)]
         if not batches:
             raise TypeError(f"{self.role}.{verb} is split over DP and needs a DataProto argument")
-        plan, mini_batch_rows = self._plan(verb, mark, batches[0]), _mini_batch_rows(mark, batches[0])
+        partition = self._partition(verb, mark, batches[0])
         # One payload per DP rank, with one copy for its TP and PP ranks; for one rank it travels with the call.
         shared = self.world_size > self.layout.dp
         by_dp = [
             [
                 ray.put(payload) if shared else payload
-                for payload in payloads_of(split(mark.read(arg), plan, mini_batch_rows, write=StoredChunk.write))
+                for payload in payloads_of(partition.split(mark.read(arg), write=StoredChunk.write))
             ]
             if isinstance(arg, DataProto)
             else [arg] * self.layout.dp
             for arg in args
         ]
         dp_ranks = [self.layout.coordinate(rank).dp for rank in range(self.world_size)]
-        return [[values[dp] for values in by_dp] for dp in dp_ranks], plan
+        return [[values[dp] for values in by_dp] for dp in dp_ranks], partition
 
     def _collect_rows(
-        self, verb: str, plan: Plan, chunks: Sequence[ray.ObjectRef], results: Sequence[BusyResult]
+        self, verb: str, partition: Partition, chunks: Sequence[ray.ObjectRef], results: Sequence[BusyResult]
     ) -> Any:
         """Join the owners' results in the caller's row order, and add up the busy seconds."""
         self._note_busy(verb, [result.busy_s for result in results])
-        return collect([attached(results[owner].result, chunks[owner]) for owner in self._owners], plan)
+        return partition.collect([attached(results[owner].result, chunks[owner]) for owner in self._owners])
 
     def _note_busy(self, verb: str, seconds: Sequence[float | None]) -> None:
         """Add the seconds of each DP rank's busiest process."""
@@ -423,9 +424,9 @@ class WorkerGroup:
         before = self._busy.get(verb, [0.0] * self.layout.dp)
         self._busy[verb] = [sum(both) for both in zip(before, busiest, strict=True)]
 
-    def _plan(self, verb: str, mark: VerbMark, batch: DataProto) -> Plan:
+    def _partition(self, verb: str, mark: VerbMark, batch: DataProto) -> Partition:
         rows, budget = _mini_batch_rows(mark, batch), self.budgets.get(verb)
-        return plan_rows(batch, self.layout.dp, rows, equal=mark.equal_rows, budget=budget)
+        return partition_rows(batch, self.layout.dp, rows, equal=mark.equal_rows, budget=budget)
 
     def _mark(self, verb: str, *, after_failure: bool = False) -> VerbMark:
         if self._failure is not None and not after_failure:

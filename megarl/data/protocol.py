@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,8 @@ if TYPE_CHECKING:  # importing it costs over a second of CPU time in every proce
     from tensordict import TensorDict
 
 Index = int | slice | Sequence[int] | np.ndarray | Tensor
+PARTITION_COLUMNS = {"attention_mask", "responses", "rejected", "kl_sequence", "prompts", "uid"}
+"""Columns that a partition of the rows depends on."""
 
 
 class DataProto:
@@ -32,6 +35,10 @@ class DataProto:
         batch: tensors ``[rows, ...]`` by column; None if the batch has no tensors.
         non_tensor_batch: object arrays ``[rows]`` by column.
         meta_info: values that hold for all rows.
+
+    Attributes:
+        partitions: partitions of the rows over data-parallel ranks, by request; see :mod:`megarl.cluster.partition`.
+            Batches with the same rows and lengths share them.
 
     Raises:
         DataError: columns differ in their number of rows, or share a name.
@@ -74,6 +81,7 @@ class DataProto:
 
     @batch.setter
     def batch(self, columns: Mapping[str, Tensor] | TensorDict | None) -> None:
+        self.partitions: dict[Hashable, Any] = {}
         # TensorDict is no Mapping, and importing it takes long.
         self._columns = Columns.of(columns) if isinstance(columns, Mapping) else columns
 
@@ -223,7 +231,7 @@ class DataProto:
             objects = _pick(objects, non_tensor_batch_keys, "non-tensor column")
         if meta_info_keys is not None:
             meta = _pick(meta, meta_info_keys, "meta_info key")
-        return DataProto(columns, dict(objects), dict(meta))
+        return self._same_rows(DataProto(columns, dict(objects), dict(meta)))
 
     def present(self, names: Sequence[str]) -> DataProto:
         """Select columns of both kinds, those that the batch has; metadata is kept."""
@@ -242,6 +250,8 @@ class DataProto:
             DataError: a key is missing; the batch is then unchanged.
         """
         taken = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
+        if PARTITION_COLUMNS & {*batch_keys, *non_tensor_batch_keys}:
+            self.partitions = {}
         if self._columns is not None:
             columns = self._stored()
             self._columns = columns.only([name for name in columns if name not in batch_keys])
@@ -262,7 +272,8 @@ class DataProto:
         """
         merged = self._stored().merged(_checked(tensors or {}))
         objects = {name: object_array(values) for name, values in (non_tensors or {}).items()}
-        return DataProto(merged if merged else None, {**self.non_tensor_batch, **objects}, dict(self.meta_info))
+        result = DataProto(merged if merged else None, {**self.non_tensor_batch, **objects}, dict(self.meta_info))
+        return self._same_rows(result, replaced={*(tensors or ()), *objects})
 
     def union(self, other: DataProto) -> DataProto:
         """Merge the columns of two batches.
@@ -277,7 +288,16 @@ class DataProto:
         objects = merge_mappings([self.non_tensor_batch, other.non_tensor_batch], "non-tensor column")
         columns = mine.merged(theirs.only([name for name in theirs if name not in mine]))
         meta = merge_mappings([self.meta_info, other.meta_info], "meta_info key")
-        return DataProto(columns if columns else None, objects, meta)
+        return self._same_rows(DataProto(columns if columns else None, objects, meta))
+
+    def _same_rows(self, result: DataProto, replaced: AbstractSet[str] = frozenset()) -> DataProto:
+        """Share the partitions with a batch of the same rows, unless a column that they depend on differs."""
+        if not replaced & PARTITION_COLUMNS and self._partition_columns() == result._partition_columns():
+            result.partitions = self.partitions
+        return result
+
+    def _partition_columns(self) -> AbstractSet[str]:
+        return PARTITION_COLUMNS & {*self._stored(), *self.non_tensor_batch}
 
     def repeat(self, times: int, interleave: bool = True) -> DataProto:
         """Repeat each row ``times`` times: ``a a b b`` interleaved, ``a b a b`` otherwise.

@@ -36,7 +36,7 @@ from whole_tensors import whole_tensors
 
 from megarl.base.algorithm_names import LOSS_AGG_MODES
 from megarl.base.errors import ConfigError
-from megarl.cluster.split import plan_rows, split
+from megarl.cluster.partition import partition_rows
 from megarl.data import DataProto
 from megarl.megatron import MegatronEngine, shutdown_runtime
 from megarl.models import ParallelLayout, check_layout, read_model_config
@@ -282,8 +282,9 @@ def run(pool: ProcessPool, subject: Subject, case: Case) -> list[Study]:
     rows = np.arange(MINI_BATCH_ROWS * STEPS).reshape(STEPS, -1)
     shuffled = subject.batch[np.random.default_rng(case.order).permuted(rows, axis=1).flatten()]
     mark = read_marks(WORKERS[case.kind])[VERBS[case.kind]]
-    plan = plan_rows(shuffled, case.layout.dp, MINI_BATCH_ROWS, equal=mark.equal_rows, budget=case.budget)
-    chunks = split(mark.read(shuffled), plan, MINI_BATCH_ROWS)
+    dp, equal = case.layout.dp, mark.equal_rows
+    partition = partition_rows(shuffled, dp, MINI_BATCH_ROWS, equal=equal, budget=case.budget)
+    chunks = partition.split(mark.read(shuffled))
     return pool.run(study, case.layout.world_size, case, arguments_of(case, subject.path), chunks, timeout=300)
 
 

@@ -13,7 +13,7 @@ import torch
 from distributed import Place, ProcessPool, RemoteError
 from tiny_policies import CLIP_GRAD, EPS, LR, RESPONSE_WIDTH, TEMPERATURE, WARMUP, WEIGHT_DECAY
 
-from megarl.cluster.split import Plan, collect, plan_split, row_costs, split
+from megarl.cluster.partition import Partition, Rows, partition_costs, row_costs
 from megarl.config import ActorConfig, CriticConfig, MegatronConfig, OptimConfig
 from megarl.data import DataProto
 from megarl.megatron import shutdown_runtime
@@ -153,15 +153,18 @@ class Role:
         batch: DataProto,
         mini_batch_rows: int | None = None,
         attempt: bool = False,
-        plan: Plan | None = None,
+        plan: Rows | None = None,
     ) -> list[Any]:
         """Call a verb with each data-parallel rank's rows, split like the driver does; results by rank.
 
         With ``plan`` ranks may have different numbers of rows of a mini-batch, and receive them.
         """
         mark = self.marks[verb]
-        sent_rows = None if plan is None else mini_batch_rows
-        chunks = split(mark.read(batch), plan or self._plan(verb, batch, mini_batch_rows), sent_rows)
+        if plan is None:
+            partition = Partition(self._plan(verb, batch, mini_batch_rows))
+        else:
+            partition = Partition(plan, mini_batch_rows)
+        chunks = partition.split(mark.read(batch))
         args = [(chunks[self.layout.coordinate(rank).dp],) for rank in range(self.layout.world_size)]
         return self._run(_attempt if attempt else _call, verb, args)
 
@@ -171,7 +174,7 @@ class Role:
         owners = [self.layout.rank(dp=dp, pp=self.layout.pp - 1) for dp in range(self.layout.dp)]
         last = [self.layout.coordinate(rank).pp == self.layout.pp - 1 for rank in range(self.layout.world_size)]
         assert [result is not None for result in results] == last
-        return collect([results[owner] for owner in owners], self._plan(verb, batch, None))
+        return Partition(self._plan(verb, batch, None)).collect([results[owner] for owner in owners])
 
     def update(self, verb: str, batch: DataProto, mini_batch_rows: int = MINI_BATCH_ROWS) -> dict[str, float]:
         """Metrics of an update, equal on all ranks."""
@@ -206,10 +209,10 @@ class Role:
         (rate,) = set(self._run(_next_lr))
         return rate
 
-    def _plan(self, verb: str, batch: DataProto, mini_batch_rows: int | None) -> list[list[int]]:
+    def _plan(self, verb: str, batch: DataProto, mini_batch_rows: int | None) -> Rows:
         # Equal counts, where they come out, suit every budget; counts by work alone have a test of their own.
         equal = self.marks[verb].equal_rows or len(batch) % self.layout.dp == 0
-        return plan_split(row_costs(batch), self.layout.dp, mini_batch_rows, equal=equal)
+        return partition_costs(row_costs(batch), self.layout.dp, mini_batch_rows, equal=equal).rows
 
     def _run(self, function: Any, *args: Any) -> list[Any]:
         return self.pool.run(function, self.layout.world_size, *args)

@@ -11,7 +11,7 @@ from distributed import ProcessPool
 from role_processes import LAYOUTS, Raised, Role, actor_arguments
 from tiny_policies import LR, RESPONSE_WIDTH, WARMUP, Models, rows_of
 
-from megarl.cluster.split import plan_split, row_costs
+from megarl.cluster.partition import partition_costs, row_costs
 from megarl.data import DataProto
 from megarl.workers.actor import ActorWorker
 
@@ -37,7 +37,7 @@ def same(left: list[dict[str, torch.Tensor]], right: list[dict[str, torch.Tensor
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2"])
 def test_all_ranks_skip_together(role_pool: ProcessPool, models: Models, layout: str, value: float) -> None:
     bad, good = poisoned(models.batch, 1, value)[:4], models.batch[:4]
-    ranks_with_it = sum(1 in rows for rows in plan_split(row_costs(bad), LAYOUTS[layout].dp, 4, equal=True))
+    ranks_with_it = sum(1 in rows for rows in partition_costs(row_costs(bad), LAYOUTS[layout].dp, 4, equal=True).rows)
     assert ranks_with_it == 1
     with start(role_pool, models, layout, allowed=3) as actor:
         before = actor.local_weights()

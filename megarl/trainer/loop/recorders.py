@@ -92,8 +92,7 @@ class StepMetrics(Callback):
         metrics |= throughput_metrics(batch, trained, view.seconds, view.config.num_devices, view.hidden)
         lengths = token_counts(trained)
         costs = self.actor.budgets["update_actor"].cost.of(lengths)
-        rows = trained.meta_info["actor_mini_batch_rows"]
-        metrics |= seqlen_metrics(lengths, costs, self.actor.plan("update_actor", trained), rows)
+        metrics |= seqlen_metrics(lengths, costs, self.actor.partition("update_actor", trained))
         for group in self.frozen:
             metrics |= group.pass_metrics()
         return metrics

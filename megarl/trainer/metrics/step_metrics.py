@@ -10,7 +10,7 @@ import torch
 
 from megarl.algorithms import Moments, RatioMoments
 from megarl.base.reductions import Largest, Smallest
-from megarl.cluster import WorkerGroup, rank_loads
+from megarl.cluster import WorkerGroup
 from megarl.data import DataProto, sequence_lengths, token_counts
 from megarl.data.row_map import RowMap, map_in_process
 from megarl.tracking.jsonl_files import SECONDS_SUFFIX, TOKENS, WORK, RankLists
@@ -250,7 +250,7 @@ def rank_balance(batch: DataProto, learners: Iterable[WorkerGroup], verbs: Conta
         role, update = group.role, f"update_{group.role}"
         if update in verbs:
             costs = group.budgets[update].cost.of(lengths)
-            tokens, work = rank_loads(lengths, costs, group.plan(update, batch))
+            tokens, work = group.partition(update, batch).loads(lengths, costs)
             lists |= {f"{role}/{TOKENS}": tokens, f"{role}/{WORK}": work}
         lists |= {f"{role}/{verb}{SECONDS_SUFFIX}": seconds for verb, seconds in group.take_busy().items()}
     return lists

@@ -7,16 +7,13 @@ from expected_errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.cluster.split import (
-    collect,
-    mini_batch_sizes,
-    plan_groups,
-    plan_rows,
-    plan_split,
-    rank_loads,
+from megarl.cluster.partition import (
+    Partition,
+    partition_costs,
+    partition_groups,
+    partition_rows,
     row_costs,
     seqlen_metrics,
-    split,
 )
 from megarl.data import DataProto, fewest_micro_batches, plan_micro_batches, token_counts
 from megarl.models.sequence_cost import SequenceCost
@@ -58,16 +55,16 @@ def test_prompts_without_responses_have_equal_costs():
 @settings(max_examples=60)
 def test_split_then_collect_is_the_identity(costs, dp, copies):
     batch = batch_of(len(costs), temperature=0.5)
-    plan = plan_split(costs, dp)
-    assert len(plan) == dp
-    assert all(plan), "no rank is left out, or it would miss a collective call"
+    partition = partition_costs(costs, dp)
+    assert len(partition.rows) == dp
+    assert all(partition.rows), "no rank is left out, or it would miss a collective call"
     answers = []
-    for rank, chunk in enumerate(split(batch, plan)):
+    for rank, chunk in enumerate(partition.split(batch)):
         assert chunk.meta_info == {"temperature": 0.5}
         tokens = chunk.batch["tokens"].repeat_interleave(copies) + torch.arange(copies).repeat(len(chunk))
         names = [uid for uid in chunk.non_tensor_batch["uid"] for _ in range(copies)]
         answers.append(DataProto.from_dict({"out": tokens}, {"name": names}, {"rank": rank}))
-    joined = collect(answers, plan)
+    joined = partition.collect(answers)
     expected = [10 * row + copy for row in range(len(costs)) for copy in range(copies)]
     assert joined.batch["out"].tolist() == expected
     assert joined.non_tensor_batch["name"].tolist() == [f"u{row}" for row in range(len(costs)) for _ in range(copies)]
@@ -76,7 +73,7 @@ def test_split_then_collect_is_the_identity(costs, dp, copies):
 
 @pytest.mark.parametrize("dp", [1, 2, 4])
 def test_mini_batch_rows_do_not_depend_on_dp(dp):
-    plan = plan_split(COSTS, dp, mini_batch_rows=4, equal=True)
+    plan = partition_costs(COSTS, dp, mini_batch_rows=4, equal=True).rows
     share = 4 // dp
     for index in range(3):
         rows = list(itertools.chain.from_iterable(rank[index * share : (index + 1) * share] for rank in plan))
@@ -84,7 +81,7 @@ def test_mini_batch_rows_do_not_depend_on_dp(dp):
 
 
 def test_equal_split_without_mini_batches_gives_equal_counts_and_balanced_costs():
-    plan = plan_split([9, 9, 1, 1, 1, 1, 9, 9], 2, equal=True)
+    plan = partition_costs([9, 9, 1, 1, 1, 1, 9, 9], 2, equal=True).rows
     assert sorted(itertools.chain.from_iterable(plan)) == list(range(8))
     costs = [9, 9, 1, 1, 1, 1, 9, 9]
     assert [len(rows) for rows in plan] == [4, 4]
@@ -92,7 +89,7 @@ def test_equal_split_without_mini_batches_gives_equal_counts_and_balanced_costs(
 
 
 def test_unequal_counts_balance_the_cost():
-    plan = plan_split([100, 1, 1, 1, 1, 1], 2)
+    plan = partition_costs([100, 1, 1, 1, 1, 1], 2).rows
     assert sorted(map(len, plan)) == [1, 5]
 
 
@@ -108,30 +105,31 @@ def test_unequal_counts_balance_the_cost():
 )
 def test_rows_that_do_not_divide_raise(rows, mini_batch_rows, dp, code, values):
     with raises(code, *values):
-        plan_split([1] * rows, dp, mini_batch_rows, equal=True)
+        partition_costs([1] * rows, dp, mini_batch_rows, equal=True)
 
 
 def test_batches_of_one_call_need_the_same_rows():
     with raises("batch.different-rows", "4 and 3 rows"):
-        split(batch_of(3), [[0, 3], [1, 2]])
+        Partition([[0, 3], [1, 2]]).split(batch_of(3))
 
 
 def test_results_that_do_not_fit_raise():
-    plan = [[0, 2], [1, 3]]
+    partition = Partition([[0, 2], [1, 3]])
     with raises("worker.result-rows", "DP rank 1", "1 rows", "its 2"):
-        collect([batch_of(2), batch_of(1)], plan)
+        partition.collect([batch_of(2), batch_of(1)])
     with raises("worker.result-types", "['DataProto', 'dict']"):
-        collect([batch_of(2), {"loss": 1.0}], plan)
+        partition.collect([batch_of(2), {"loss": 1.0}])
 
 
 def test_metrics_and_none_come_from_the_first_rank():
-    assert collect([{"loss": 1.0}, {"loss": 1.0}], [[0], [1]]) == {"loss": 1.0}
-    assert collect([None, None], [[0], [1]]) is None
+    partition = Partition([[0], [1]])
+    assert partition.collect([{"loss": 1.0}, {"loss": 1.0}]) == {"loss": 1.0}
+    assert partition.collect([None, None]) is None
 
 
 def test_responses_of_different_widths_are_joined():
     parts = [DataProto.from_dict({"rollout_log_probs": torch.full((1, width), -1.0)}) for width in (2, 3)]
-    joined = collect(parts, [[1], [0]])
+    joined = Partition([[1], [0]]).collect(parts)
     assert joined.batch["rollout_log_probs"].tolist() == [[-1.0, -1.0, -1.0], [-1.0, -1.0, 0.0]]
 
 
@@ -151,11 +149,11 @@ SKEWED = [40, 3, 3, 3, 2, 2, 2, 1, 9, 9, 9, 9, 9, 9, 9, 9]  # two mini-batches o
 
 
 def test_token_budget_allows_unequal_counts():
-    plan = plan_rows(answered(SKEWED), 2, 8, equal=True, budget=MicroBatchBudget(max_tokens=40))
-    assert mini_batch_sizes(plan, 8) == [[1, 4], [7, 4]]
+    partition = partition_rows(answered(SKEWED), 2, 8, equal=True, budget=MicroBatchBudget(max_tokens=40))
+    assert partition.mini_batch_sizes == [[1, 4], [7, 4]]
     for rank, sizes in enumerate(([1, 4], [7, 4])):
-        assert split(answered(SKEWED), plan, 8)[rank].meta_info == {"mini_batch_sizes": sizes}
-    assert sorted(plan[0] + plan[1]) == list(range(16))
+        assert partition.split(answered(SKEWED))[rank].meta_info == {"mini_batch_sizes": sizes}
+    assert sorted(partition.rows[0] + partition.rows[1]) == list(range(16))
 
 
 @pytest.mark.parametrize(
@@ -166,16 +164,15 @@ def test_token_budget_allows_unequal_counts():
     ],
 )
 def test_counts_are_equal_if_micro_batches_require_it(budget):
-    plan = plan_rows(answered(SKEWED), 2, 8, budget=budget)
-    assert mini_batch_sizes(plan, 8) == [[4, 4], [4, 4]]
+    assert partition_rows(answered(SKEWED), 2, 8, budget=budget).mini_batch_sizes == [[4, 4], [4, 4]]
 
 
 def test_work_is_balanced_by_the_cost_of_the_model():
     quadratic = MicroBatchBudget(max_tokens=100, cost=SequenceCost(0, 1))
     lengths = [6, 3, 3, 3, 3]
-    by_rank = [sorted(lengths[row] for row in rows) for rows in plan_rows(answered(lengths), 2, budget=quadratic)]
-    assert by_rank == [[6], [3, 3, 3, 3]]
-    plain = plan_rows(answered(lengths), 2, budget=MicroBatchBudget(max_tokens=100))
+    partition = partition_rows(answered(lengths), 2, budget=quadratic)
+    assert [sorted(lengths[row] for row in rows) for rows in partition.rows] == [[6], [3, 3, 3, 3]]
+    plain = partition_rows(answered(lengths), 2, budget=MicroBatchBudget(max_tokens=100)).rows
     assert sorted(map(len, plain)) == [2, 3]
 
 
@@ -196,31 +193,31 @@ def test_samples_of_one_prompt_share_a_rank_if_that_is_less_work():
     share = MicroBatchBudget(max_tokens=100, share_prompts=True)
     batch = siblings([30, 30, 30, 30], [2, 9, 3, 8, 4, 7, 5, 6], copies=2)
     for budget in (share, MicroBatchBudget(size=2, share_prompts=True)):
-        for rows in plan_rows(batch, 2, budget=budget):
+        for rows in partition_rows(batch, 2, budget=budget).rows:
             assert [row // 2 for row in rows[::2]] == [row // 2 for row in rows[1::2]]
             assert len(rows) == 4
     # One prompt has all the work: apart, its two answers take each rank 71 tokens, together one rank takes 131.
     batch = siblings([1, 1, 1, 1], [65, 65, 1, 1, 1, 1, 1, 1], copies=2)
-    plan = plan_rows(batch, 2, budget=share)
+    plan = partition_rows(batch, 2, budget=share).rows
     assert {row < 2 for row in plan[0]} == {row < 2 for row in plan[1]} == {True, False}
 
 
 def test_groups_stay_whole_on_ranks_with_nearly_equal_tokens():
     lengths = [9, 2, 7, 3, 1, 4, 9, 2, 6, 5]
     batch, uids = answered(lengths), np.array(["a", "b", "c", "a", "b", "c", "d", "d", "e", "e"], dtype=object)
-    plan = plan_groups(batch, 3, uids)
+    plan = partition_groups(batch, 3, uids).rows
     assert sorted(row for rows in plan for row in rows) == [*range(10)]
     assert all(rows == sorted(rows) for rows in plan)
     ranks = [{uids[row] for row in rows} for rows in plan]
     assert sum(map(len, ranks)) == 5, "no group is on two ranks"
     tokens = [sum(token_counts(batch)[row] for row in rows) for rows in plan]
     assert max(tokens) - min(tokens) <= 14, tokens
-    assert [len(rows) for rows in plan_groups(batch, 64, uids)] == [2] * 5, "further ranks have no rows"
+    assert [len(rows) for rows in partition_groups(batch, 64, uids).rows] == [2] * 5, "further ranks have no rows"
 
 
 def test_row_longer_than_the_budget_raises_before_the_call():
     with raises("batch.micro-batch-tokens", "row 2 (uid=u2)", "9 tokens", "8", "max_token_len_per_gpu"):
-        plan_rows(answered([4, 8, 9]), 2, budget=MicroBatchBudget(max_tokens=8))
+        partition_rows(answered([4, 8, 9]), 2, budget=MicroBatchBudget(max_tokens=8))
 
 
 @given(
@@ -231,10 +228,9 @@ def test_row_longer_than_the_budget_raises_before_the_call():
 @settings(max_examples=40)
 def test_every_rank_has_rows_for_the_common_number_of_micro_batches(lengths, dp, multiple):
     budget = MicroBatchBudget(max_tokens=60, multiple=multiple)
-    plan = plan_rows(answered(lengths), dp, 6, equal=True, budget=budget)
-    sizes = mini_batch_sizes(plan, 6)
-    for mini_batch in range(2):
-        cut = [rows[:n] if mini_batch == 0 else rows[-m:] for rows, (n, m) in zip(plan, sizes, strict=True)]
+    partition = partition_rows(answered(lengths), dp, 6, equal=True, budget=budget)
+    for mini_batch, cut in enumerate(partition.mini_batches):
+        assert [len(rows) for rows in cut] == [sizes[mini_batch] for sizes in partition.mini_batch_sizes]
         assert sorted(itertools.chain(*cut)) == list(range(6 * mini_batch, 6 * mini_batch + 6))
         needed = [fewest_micro_batches([lengths[row] for row in rows], max_tokens=60) for rows in cut]
         for rows in cut:
@@ -245,7 +241,7 @@ def test_every_rank_has_rows_for_the_common_number_of_micro_batches(lengths, dp,
 
 def test_sequence_length_metrics():
     lengths = [10, 20, 30, 40]
-    metrics = seqlen_metrics(lengths, [100, 400, 900, 1600], [[0, 3], [1, 2]])
+    metrics = seqlen_metrics(lengths, [100, 400, 900, 1600], Partition([[0, 3], [1, 2]]))
     assert metrics == {
         "global_seqlen/min": 30.0,
         "global_seqlen/max": 70.0,
@@ -259,11 +255,35 @@ def test_sequence_length_metrics():
 
 
 def test_imbalance_is_measured_per_mini_batch():
-    metrics = seqlen_metrics([1, 3, 3, 1], [1, 3, 3, 1], [[0, 2], [1, 3]], 2)
+    metrics = seqlen_metrics([1, 3, 3, 1], [1, 3, 3, 1], Partition([[0, 2], [1, 3]], 2))
     assert metrics["global_seqlen/balanced_max"] == metrics["global_seqlen/mean"] == 4
     assert metrics["global_seqlen/imbalance"] == metrics["global_seqlen/balanced_imbalance"] == 6 / 4
 
 
 def test_rank_loads_are_tokens_and_relative_work():
-    tokens, work = rank_loads([10, 20, 30, 40], [100, 400, 900, 1600], [[0, 3], [1, 2]])
+    tokens, work = Partition([[0, 3], [1, 2]]).loads([10, 20, 30, 40], [100, 400, 900, 1600])
     assert tokens == [50.0, 50.0] and work == [1700 / 1500, 1300 / 1500]
+
+
+def test_a_batch_makes_one_partition_per_request():
+    batch, budget = answered(SKEWED), MicroBatchBudget(max_tokens=40)
+    first = partition_rows(batch, 2, budget=budget)
+    scored = batch.with_columns({"values": torch.zeros(16, 40)}, {"score": [0.0] * 16})
+    answers = DataProto.from_dict({"old_log_probs": torch.zeros(16, 40)})
+    for later in (batch, scored, scored.union(answers), scored.select(["prompts", "responses", "attention_mask"])):
+        assert partition_rows(later, 2, budget=budget) is first
+    update = partition_rows(scored, 2, 8, equal=True, budget=budget)
+    assert update is not first and partition_rows(batch, 2, 8, equal=True, budget=budget) is update
+    assert len(batch.partitions) == 2
+
+
+def test_other_rows_or_lengths_need_another_partition():
+    batch, budget = answered(SKEWED), MicroBatchBudget(max_tokens=40)
+    first = partition_rows(batch, 2, budget=budget)
+    shorter = batch.with_columns({"attention_mask": answered([1] * 16 + [40]).batch["attention_mask"][:16]})
+    plain = batch.select(["prompts", "responses", "attention_mask"], [], meta_info_keys=[])
+    plain.meta_info["balance_batch"] = False
+    for other in (batch[::-1], batch.repeat(2), batch.select([]), shorter, plain):
+        assert partition_rows(other, 2, budget=budget) is not first
+    batch.pop(["attention_mask"])
+    assert batch.partitions == {}
