@@ -19,15 +19,12 @@ from megarl.cluster.rank_starter import RankStarter, StartingRank
 from megarl.cluster.resources import PlacedPool
 from megarl.cluster.stored_chunks import StoredChunk, attached, payloads_of
 from megarl.cluster.worker_process import BusyResult, WorkerInfo
-from megarl.data import DataProto, token_counts
-from megarl.data.row_map import RowFunction, RowMap, map_in_process
+from megarl.data import DataProto
+from megarl.data.row_map import RowFunction, RowMap
 from megarl.models.layout import ParallelLayout
 from megarl.sharding import Routes
 from megarl.workers.dispatch import Dispatch, VerbMark
 from megarl.workers.settings import MicroBatchBudget
-
-ROW_MAP_TOKENS = 200_000
-"""Tokens of the smallest batch whose row functions run on workers."""
 
 
 class WorkerGroup:
@@ -179,7 +176,7 @@ class WorkerGroup:
             collect_results = list if all_ranks or owner is None else operator.itemgetter(ranks.index(owner))
         return PendingCall([self], self._calls(refs, verb, mark.phase), collect_results)
 
-    def row_map(self, verb: str, least_tokens: int = ROW_MAP_TOKENS) -> RowMap:
+    def row_map(self, verb: str) -> RowMap:
         """Return a map that runs row functions on the processes that own the results of a ``SPLIT`` verb.
 
         Each process gets its rows of the verb, so that the columns of the verb do not leave their nodes. Only a map
@@ -187,14 +184,11 @@ class WorkerGroup:
 
         Args:
             verb: its rows on each process are those of the functions.
-            least_tokens: a batch with fewer tokens is computed in the driver, where it takes less time than the call.
         """
 
         def map_rows(
             function: RowFunction, columns: Sequence[str], batch: DataProto, *args: Any, together: str | None = None
         ) -> tuple[DataProto, list[Any]]:
-            if sum(token_counts(batch)) < least_tokens:
-                return map_in_process(function, columns, batch, *args)
             if together is None:
                 rows = self.partition(verb, batch).rows
                 partition = Partition(rows[: len(batch)])  # further ranks would get copies of row 0

@@ -1,5 +1,4 @@
 import gc
-import os
 
 import numpy as np
 import pytest
@@ -155,7 +154,7 @@ READ = ("responses", "attention_mask")
 
 def test_row_functions_run_on_the_owners_of_rows(group):
     batch = samples([4, 1, 7, 2, 5])
-    columns, facts = group.row_map("add_up", least_tokens=0)(plain_workers.squares_of_rows, READ, batch, 0.5)
+    columns, facts = group.row_map("add_up")(plain_workers.squares_of_rows, READ, batch, 0.5)
     assert {pid for pid, _ in facts} == {group.processes[0].pid, group.processes[2].pid}
     assert sorted(rows for _, rows in facts) == sorted(map(len, group.plan("add_up", batch)))
     assert is_remote(columns, "returns") and columns.tensors.stored["returns"]._fetched is None
@@ -170,7 +169,7 @@ def test_row_functions_get_whole_groups(group):
     batch = samples([4, 1, 7, 2, 5, 3])
     batch.non_tensor_batch["uid"] = np.array(["a", "b", "c", "a", "c", "b"], dtype=object)
     read = (*READ, "uid")
-    columns, facts = group.row_map("add_up", least_tokens=0)(plain_workers.sums_of_groups, read, batch, together="uid")
+    columns, facts = group.row_map("add_up")(plain_workers.sums_of_groups, read, batch, together="uid")
     assert len(facts) == 2 and {uid for uids in facts for uid in uids} == {"a", "b", "c"}
     assert sum(map(len, facts)) == 3
     totals = {
@@ -185,21 +184,14 @@ def test_row_functions_get_whole_groups(group):
 
 
 def test_row_functions_see_each_row_once(group):
-    _, facts = group.row_map("add_up", least_tokens=0)(plain_workers.squares_of_rows, READ, samples([3]), 1.0)
+    _, facts = group.row_map("add_up")(plain_workers.squares_of_rows, READ, samples([3]), 1.0)
     assert [rows for _, rows in facts] == [1], "the second rank has no row, instead of a copy"
-
-
-def test_row_functions_of_small_batches_run_in_the_driver(group):
-    columns, facts = group.row_map("add_up", least_tokens=11)(plain_workers.squares_of_rows, READ, samples([3, 4]), 1.0)
-    assert len(facts) == 2, "3 + 3 and 3 + 4 tokens are enough"
-    columns, facts = group.row_map("add_up", least_tokens=14)(plain_workers.squares_of_rows, READ, samples([3, 4]), 1.0)
-    assert facts == [(os.getpid(), 2)] and not is_remote(columns, "returns")
 
 
 def test_a_failing_row_function_is_named(pool):
     group = WorkerGroup("math", "tests.cluster.plain_workers.Echo", {}, ParallelLayout(), pool)
     with raises("worker.raised", "math rank 0", "failing_rows", "2 rows", "'responses'", error=WorkerFailed):
-        group.row_map("add_up", least_tokens=0)(plain_workers.failing_rows, READ, samples([3, 2]))
+        group.row_map("add_up")(plain_workers.failing_rows, READ, samples([3, 2]))
     group.shutdown()
 
 
