@@ -156,7 +156,7 @@ def test_row_functions_run_on_the_owners_of_rows(group):
     batch = samples([4, 1, 7, 2, 5])
     columns, facts = group.row_map("add_up")(plain_workers.squares_of_rows, READ, batch, 0.5)
     assert {pid for pid, _ in facts} == {group.processes[0].pid, group.processes[2].pid}
-    assert sorted(rows for _, rows in facts) == sorted(map(len, group.plan("add_up", batch)))
+    assert sorted(rows for _, rows in facts) == sorted(map(len, group.partition("add_up", batch).rows))
     assert is_remote(columns, "returns") and columns.tensors.stored["returns"]._fetched is None
     expected = [row.float() ** 2 * 0.5 for row in batch.unpadded("responses")]
     torch.testing.assert_close(columns.tensors["sums"], torch.stack([row.sum() for row in expected]))

@@ -192,8 +192,7 @@ def test_two_frames_of_the_group_submit_a_verb(echo, monkeypatch):
     echo.verbs  # noqa: B018  (waits for the start)
     monkeypatch.setattr(echo, "_actors", dict.fromkeys(range(4), Recorder(0)))
     echo.about()
-    monkeypatch.setattr("megarl.cluster.worker_group.collect", lambda results, plan: None)
-    monkeypatch.setattr(echo, "_collect_rows", lambda verb, plan, chunks, results: None)
+    monkeypatch.setattr(echo, "_collect_rows", lambda verb, partition, chunks, results: None)
     echo.double(batch_of(4))
     assert stacks[0] == stacks[-1] == ["call", "submit"]
 
