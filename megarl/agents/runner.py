@@ -25,7 +25,7 @@ from megarl.agents.event_loop import EventLoopThread, monitored_loop
 from megarl.agents.loop import AgentLoop
 from megarl.agents.routes import GenerateWithRoutes, RouteRecord
 from megarl.agents.scoring import SampleScorer
-from megarl.agents.turns import TurnRecord, VersionGate, context_digest
+from megarl.agents.turns import TurnRecord, context_digest
 from megarl.agents.types import (
     AgentError,
     Conversation,
@@ -100,7 +100,6 @@ class AgentRunner:
         self._failure: Exception | None = None
         self._tasks: dict[SampleId, asyncio.Task[Trajectory]] = {}
         self._records: dict[SampleId, TurnRecord] = {}
-        self._gate = VersionGate()
         self._pending = self._epoch = 0
         self._reported_at = 0.0
         self._scope, self._resources = AsyncExitStack(), ExitStack()
@@ -205,19 +204,6 @@ class AgentRunner:
 
         return self._loop.run(store())
 
-    def set_version(self, version: int) -> None:
-        """Announce the weight version of the replicas; see :class:`~megarl.agents.types.ConversationService`."""
-        self._loop.loop.call_soon_threadsafe(self._gate.set_version, version)
-
-    def waits_for_weights(self) -> bool:
-        """Return whether every conversation with recorded spans waits for a later weight version."""
-
-        async def waits() -> bool:
-            recorded = [name for name, record in self._records.items() if record.spans]
-            return self._gate.waiting >= len(recorded)
-
-        return self._loop.run(waits())
-
     def close(self) -> RouterStats:
         """Abort the remaining conversations; when it returns, no replica has a request of this runner."""
         stats = self._loop.run(self._close())
@@ -244,8 +230,7 @@ class AgentRunner:
 
     async def _open(self, replicas: Mapping[int, Replica], client: str) -> None:
         # A weight sync may replace the last replica, so requests wait for that.
-        router = Router(replicas, self._capacity, self._timeout_s, client, waits_for_replicas=True)
-        self._router, self._gate = router, VersionGate()
+        self._router = Router(replicas, self._capacity, self._timeout_s, client, waits_for_replicas=True)
         await self._scope.enter_async_context(self._router)
         await self._scope.enter_async_context(monitored_loop())
         serving = self.endpoint.serving(self._router.generate) if self.endpoint else nullcontext()
@@ -278,10 +263,10 @@ class AgentRunner:
         try:
             assert self._router is not None
             for group in groups:
-                generate = partial(self._router.generate, expected_tokens=group.expected_tokens)
+                generate = self._router.generate
                 for name, sample in zip(group.ids, group.samples, strict=True):
                     if group.with_turns:
-                        self._records[name] = TurnRecord(generate, self._gate, sample.turns, sample.spans)
+                        self._records[name] = TurnRecord(generate, sample.turns)
                     task = self._loop.loop.create_task(self._lead(name, group, sample, generate))
                     task.add_done_callback(partial(self._end, name, group))
                     self._tasks[name] = task
@@ -325,8 +310,6 @@ class AgentRunner:
             facts=copy.deepcopy(group.facts),
             limits=self._limits,
         )
-        if turns is not None:
-            await turns.begin()  # before it takes a slot
         async with self._slots:
             trajectory = await lead_conversation(
                 conversation, self._loops[group.agent_name], generate if routes is None else routes.generate

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from megarl.rollout.router import Replica
     from megarl.rollout.router_stats import RouterStats
 
+AGENT_NAME = "agent_name"
+"""Column with the name of a row's agent loop."""
 TRAINING_REWARD, VALIDATION_REWARD = "training", "validation"
 """Names of the scorers of training and of validation samples."""
 Message: TypeAlias = Mapping[str, Any]
@@ -161,13 +163,6 @@ class SampleId(NamedTuple):
     sample: int
 
 
-class VersionSpan(NamedTuple):
-    """Consecutive generated tokens of one weight version."""
-
-    version: int
-    tokens: int
-
-
 @dataclass(frozen=True)
 class StoredTurn:
     """A turn of an unfinished conversation, which a checkpoint stores.
@@ -224,14 +219,12 @@ class PlannedSample:
         params: sampling parameters.
         seed: seed of its first turn.
         turns: turns that exist already, from a checkpoint; the last one may be unfinished.
-        spans: weight versions of its generated tokens in the run that this run replays; empty = any.
     """
 
     sample: int
     params: SamplingParams
     seed: int
     turns: Sequence[StoredTurn] = ()
-    spans: Sequence[VersionSpan] = ()
 
 
 @dataclass(frozen=True)
@@ -246,7 +239,6 @@ class ConversationGroup:
         key: name of the prompt.
         agent_name: name of the agent loop.
         facts: the other columns of the data row.
-        expected_tokens: expected tokens per turn; None = unknown.
         with_routes: record the experts of all tokens.
         with_turns: record the turns, for :meth:`ConversationService.stored_turns`.
         reward: name of the scorer of its samples; empty = they are not scored here.
@@ -259,7 +251,6 @@ class ConversationGroup:
     key: str
     agent_name: str
     facts: Mapping[str, Any] = field(default_factory=dict)
-    expected_tokens: float | None = None
     with_routes: bool = False
     with_turns: bool = False
     reward: str = ""
@@ -323,12 +314,6 @@ class ConversationService(Protocol):
         The responses are interrupted for a moment and go on. Conversations of groups without ``with_turns`` are left
         out. An ended sample is left out too, even if :meth:`finished` has not returned it yet.
         """
-
-    def set_version(self, version: int) -> None:
-        """Announce the weight version of the replicas; conversations whose recorded spans wait for it go on."""
-
-    def waits_for_weights(self) -> bool:
-        """Return whether every conversation with recorded spans waits for a later weight version."""
 
     def close(self) -> RouterStats:
         """Abort the remaining conversations; when it returns, no replica has a request of this service."""

@@ -116,16 +116,6 @@ class AgentRunnerWorker:
         return self._runner.stored_turns()
 
     @verb(Dispatch.ALL)
-    def set_version(self, version: int) -> None:
-        """Announce the weight version of the replicas."""
-        self._runner.set_version(version)
-
-    @verb(Dispatch.ALL)
-    def waits_for_weights(self) -> bool:
-        """Return whether every conversation with recorded spans waits for a later weight version."""
-        return self._runner.waits_for_weights()
-
-    @verb(Dispatch.ALL)
     def close(self) -> RouterStats:
         """Abort the remaining conversations; return the router's statistics."""
         return self._runner.close()

@@ -27,7 +27,6 @@ from megarl.cluster.worker_group import WorkerGroup, wait_ready
 from megarl.models.layout import ParallelLayout
 from megarl.rewards.pool import RunCounts
 from megarl.rewards.scorer import ScorerSpec
-from megarl.rollout.interface import NO_VERSION
 from megarl.rollout.router import NoReplicaLeft, Replica
 from megarl.rollout.router_stats import RouterStats
 from megarl.tracing import TRACER
@@ -123,7 +122,7 @@ class AgentRunners:
         self._groups: dict[int, ConversationGroup] = {}
         self._unfinished: Counter[int] = Counter()
         self._dead: list[int] = []
-        self._losses, self._version = 0, NO_VERSION
+        self._losses = 0
         self._replaced_at = 0.0
         self._rewards = RunCounts()
 
@@ -147,7 +146,7 @@ class AgentRunners:
 
     def open(self, replicas: Mapping[int, Replica]) -> None:
         """Send the replicas to the runners; see :class:`~megarl.agents.types.ConversationService`."""
-        self._replicas, self._groups, self._losses, self._version = replicas, {}, 0, NO_VERSION
+        self._replicas, self._groups, self._losses = replicas, {}, 0
         self._unfinished.clear()
         self._runners = {rank: self._open(rank) for rank in range(self._group.world_size)}
 
@@ -226,16 +225,6 @@ class AgentRunners:
             turns |= dict.fromkeys(runner.running, ()) if answer is None else answer
         return turns
 
-    def set_version(self, version: int) -> None:
-        """Announce the weight version of the replicas; see :class:`~megarl.agents.types.ConversationService`."""
-        self._version = version
-        for runner in self._runners.values():
-            runner.call("set_version", version)
-
-    def waits_for_weights(self) -> bool:
-        """Ask all runners; see :class:`~megarl.agents.types.ConversationService`."""
-        return all(waits for _, waits in self._ask("waits_for_weights"))
-
     def close(self) -> RouterStats:
         """Abort the remaining conversations; see :class:`~megarl.agents.types.ConversationService`.
 
@@ -267,8 +256,6 @@ class AgentRunners:
     def _open(self, rank: int) -> _Runner:
         runner = _Runner(self._group.handle(rank))
         runner.call("open", self._replicas, runner.client)
-        if self._version != NO_VERSION:
-            runner.call("set_version", self._version)
         return runner
 
     def _ask(self, name: str, *args: Any) -> list[tuple[_Runner, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Protocol
 
 from torch.utils.data import Dataset
@@ -14,8 +14,8 @@ from megarl.data.protocol import DataProto
 
 logger = logging.getLogger(__name__)
 
-TAKEN = "taken"
-"""State key: rows of the loader's next batch that were already taken."""
+REST = "rest"
+"""State key: row numbers of the loader's last batch that were not taken yet."""
 
 
 class StatefulLoader:
@@ -37,6 +37,7 @@ class StatefulLoader:
         dataset: the data set.
         order: order of the rows.
         epoch: epoch of the next batch, from 0.
+        last_rows: row numbers of the last batch.
         dropped_per_epoch: rows that ``drop_last`` drops in each epoch; with shuffling different rows in each.
 
     Raises:
@@ -66,6 +67,7 @@ class StatefulLoader:
             )
         self.dataset = dataset
         self._collate = collate
+        self.last_rows: list[int] = []
         self._position = 0
         self._restored = False
 
@@ -80,11 +82,15 @@ class StatefulLoader:
             self._position = 0
         self._restored = False
         for rows in self.order.batches(self.epoch, self._position):
-            batch = self._collate([self.dataset[row] for row in rows])
+            batch, self.last_rows = self.rows(rows), list(rows)
             self._position += 1
             yield batch
         self.epoch += 1
         self._position = 0
+
+    def rows(self, numbers: Sequence[int]) -> DataProto:
+        """Return rows of the data set as a batch."""
+        return self._collate([self.dataset[number] for number in numbers])
 
     def update(self, batch: DataProto) -> None:
         """Pass a step's batch with all its computed columns to the order; call it after the step."""
@@ -122,6 +128,10 @@ class Loader(Protocol):
     """A loader with one epoch per pass and exact resume, such as :class:`StatefulLoader`."""
 
     epoch: int
+    last_rows: list[int]
+
+    def rows(self, numbers: Sequence[int]) -> DataProto:
+        """Return rows of the data set as a batch."""
 
     def __len__(self) -> int:
         """Number of batches per epoch."""
@@ -153,8 +163,6 @@ class PromptQueue:
         self.loader = loader
         self._batches: Iterator[DataProto] = iter(())
         self._rest: DataProto | None = None
-        self._taken = 0
-        self._before: dict[str, Any] = {}
 
     def __len__(self) -> int:
         """Number of batches per epoch."""
@@ -172,7 +180,7 @@ class PromptQueue:
             rest = self._rest or self._next_batch()
             part, left = rest[:missing], rest[missing:]
             parts.append(part)
-            self._rest, self._taken = (left, self._taken + len(part)) if len(left) else (None, 0)
+            self._rest = left if len(left) else None
         return DataProto.concat(parts) if len(parts) > 1 else parts[0]
 
     def update(self, batch: DataProto) -> None:
@@ -184,22 +192,26 @@ class PromptQueue:
         return self.loader.metrics()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's state and the number of rows taken from its current batch, for a checkpoint."""
-        return self.loader.state_dict() if self._rest is None else {**self._before, TAKEN: self._taken}
+        """Return the loader's state and the rows of its last batch that were not taken, for a checkpoint."""
+        rest = [] if self._rest is None else self.loader.last_rows[-len(self._rest) :]
+        return {**self.loader.state_dict(), REST: rest} if rest else self.loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume at a saved state.
 
         Raises:
-            DataError: the state belongs to other data.
+            DataError: the state belongs to other data, or was written by an older megarl within a batch.
         """
-        self.loader.load_state_dict({name: value for name, value in state.items() if name != TAKEN})
-        self._batches, self._rest, self._taken = iter(()), None, 0
-        if state.get(TAKEN):
-            self.take(state[TAKEN])
+        if "taken" in state:
+            raise DataError(
+                "the checkpoint was written by an older megarl in the middle of a data batch; resume it with that version",
+                code="resume.old-loader-state",
+            )
+        self.loader.load_state_dict({name: value for name, value in state.items() if name != REST})
+        self.loader.last_rows = rest = list(state.get(REST, ()))
+        self._batches, self._rest = iter(()), self.loader.rows(rest) if rest else None
 
     def _next_batch(self) -> DataProto:
-        self._before = self.loader.state_dict()
         batch = next(self._batches, None)
         while batch is None:
             self._batches = iter(self.loader)

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
@@ -81,6 +84,32 @@ class RewardBatch(Protocol):
 BatchT = TypeVar("BatchT", bound=RewardBatch)
 
 
+class Failures(NamedTuple):
+    """Rows without a score, by kind.
+
+    Attributes:
+        rows: rows in all.
+        kinds: number of failed rows of each kind.
+        first: description of the first failed row.
+        first_reward: description of the first row whose conversation did not fail.
+    """
+
+    rows: int = 0
+    kinds: Mapping[str | None, int] = MappingProxyType({})
+    first: str = ""
+    first_reward: str = ""
+
+    @classmethod
+    def merged(cls, parts: Sequence[Failures]) -> Failures:
+        """Add the failures of several batches."""
+        return cls(
+            sum(part.rows for part in parts),
+            functools.reduce(operator.add, (Counter(part.kinds) for part in parts), Counter()),
+            next((part.first for part in parts if part.first), ""),
+            next((part.first_reward for part in parts if part.first_reward), ""),
+        )
+
+
 class Scored(NamedTuple, Generic[BatchT]):
     """A scored batch.
 
@@ -91,11 +120,13 @@ class Scored(NamedTuple, Generic[BatchT]):
             ``reward_extra/<name>/mean``.
         extra_columns: ``reward_failed`` (bool), ``reward_failure`` (kind of failure, None for a scored row) and
             ``reward_extra_<name>`` (extra fields of the functions, None if a row has none), object arrays ``[b]``.
+        failures: rows without a score, for :meth:`RewardManager.check`.
     """
 
     batch: BatchT
     metrics: dict[str, float]
     extra_columns: dict[str, np.ndarray]
+    failures: Failures = Failures()
 
 
 @dataclass(frozen=True)
@@ -161,7 +192,7 @@ class RewardManager:
     def __exit__(self, *_: object) -> None:
         self.scorer.close()
 
-    def score(self, batch: BatchT) -> Scored[BatchT]:
+    def score(self, batch: BatchT, *, check: bool = True) -> Scored[BatchT]:
         """Score every row, at the last response token; all other entries of the scores are 0.
 
         Rows with an outcome in the column :data:`~megarl.rewards.outcome.OUTCOME` keep it; the others are scored now.
@@ -170,6 +201,8 @@ class RewardManager:
             batch: ``prompts [b, P]``, ``responses [b, R]``, ``attention_mask [b, P+R]``; the columns ``data_source``,
                 ``reward_model`` with ``ground_truth``, and optionally ``extra_info``. ``response_mask [b, R]`` defaults
                 to all response tokens. Kimi's length reward reads ``uid``.
+            check: check the number of failed rows; False = the caller passes the failures of several batches to
+                :meth:`check`.
 
         Raises:
             RewardError: a column is missing.
@@ -178,7 +211,9 @@ class RewardManager:
         _require_columns(batch)
         samples = _Samples(batch)
         outcomes, counts = self._outcomes(samples, batch.meta_info.pop(REWARD_COUNTS, RunCounts()))
-        self._apply_policy(samples, outcomes)
+        failures = self._failures(samples, outcomes)
+        if check:
+            self.check([failures])
 
         kept = torch.tensor([outcome.failure is None for outcome in outcomes], dtype=torch.bool)
         scores = torch.tensor([outcome.score for outcome in outcomes], dtype=torch.float32)
@@ -189,7 +224,7 @@ class RewardManager:
         extras["reward_failed"] = (~kept).numpy().astype(object)
         extras["reward_failure"] = object_column([outcome.kind for outcome in outcomes])
         kept_columns = [name for name in batch.non_tensor_batch if name != OUTCOME]
-        return Scored(batch.select(None, kept_columns).with_columns({}, extras), metrics, extras)
+        return Scored(batch.select(None, kept_columns).with_columns({}, extras), metrics, extras, failures)
 
     def _outcomes(self, samples: _Samples, counts: RunCounts) -> tuple[list[Outcome], RunCounts]:
         """Return the outcome of each row, and the retries and replacements, those of ``counts`` included."""
@@ -209,35 +244,43 @@ class RewardManager:
         groups = samples.columns.get("uid")
         return self.shaping.apply(ordered, lengths, None if groups is None else groups.tolist()), counts
 
-    def _apply_policy(self, samples: _Samples, outcomes: Sequence[Outcome]) -> None:
-        """Stop if the policy requires it; log the number of masked rows otherwise.
+    def _failures(self, samples: _Samples, outcomes: Sequence[Outcome]) -> Failures:
+        """Count the rows without a score.
 
         Raises:
-            ScoringStopped: a row failed under ``raise``, or too many rows failed.
+            ScoringStopped: a row failed under ``raise``.
         """
         failures = [(row, outcome) for row, outcome in enumerate(outcomes) if outcome.failure is not None]
-        if not failures:
-            return
-        first = self._describe(samples, *failures[0])
         for row, outcome in failures:
             if outcome.kind == BAD_SAMPLE and self.policy.on_error == "raise":
                 sample = self._describe(samples, row, outcome)
                 raise ScoringStopped(f"{sample}\n  (reward.on_error=mask masks it)", code="reward.row-failed")
-        if len(failures) == len(outcomes):
-            text = f"none of {len(outcomes)} rows could be scored; the first: {first}"
+        rewards = [(row, outcome) for row, outcome in failures if outcome.kind != CONVERSATION]
+        first, first_reward = (self._describe(samples, *rows[0]) if rows else "" for rows in (failures, rewards))
+        return Failures(len(outcomes), Counter(outcome.kind for _, outcome in failures), first, first_reward)
+
+    def check(self, parts: Sequence[Failures]) -> None:
+        """Check the number of failed rows; log it.
+
+        Raises:
+            ScoringStopped: no row was scored, or too many rows failed.
+        """
+        total = Failures.merged(parts)
+        failed = sum(total.kinds.values())
+        if not failed:
+            return
+        if failed == total.rows:
+            text = f"none of {total.rows} rows could be scored; the first: {total.first}"
             raise ScoringStopped(text, code="reward.no-row-scored")
-        reward_failures = [(row, outcome) for row, outcome in failures if outcome.kind != CONVERSATION]
-        if len(reward_failures) > self.policy.max_failure_ratio * len(outcomes):
-            kinds = ", ".join(
-                f"{sum(outcome.kind == kind for _, outcome in reward_failures)} {name}" for kind, name in _KINDS.items()
-            )
+        failed_rewards = failed - total.kinds.get(CONVERSATION, 0)
+        if failed_rewards > self.policy.max_failure_ratio * total.rows:
+            kinds = ", ".join(f"{total.kinds.get(kind, 0)} {name}" for kind, name in _KINDS.items())
             raise ScoringStopped(
-                f"{len(reward_failures)} of {len(outcomes)} rows could not be scored ({kinds}), more than "
-                f"reward.max_failure_ratio={self.policy.max_failure_ratio:g} allows; the first: "
-                f"{self._describe(samples, *reward_failures[0])}",
+                f"{failed_rewards} of {total.rows} rows could not be scored ({kinds}), more than "
+                f"reward.max_failure_ratio={self.policy.max_failure_ratio:g} allows; the first: {total.first_reward}",
                 code="reward.too-many-failures",
             )
-        logger.warning("masked %d of %d rows; the first: %s", len(failures), len(outcomes), first)
+        logger.warning("masked %d of %d rows; the first: %s", failed, total.rows, total.first)
 
     def _task(self, samples: _Samples, row: int) -> RewardTask:
         columns = {name: column[row] for name, column in samples.columns.items()}
@@ -269,8 +312,15 @@ class NullReward:
     def __exit__(self, *_: object) -> None:
         """No process to end."""
 
-    def score(self, batch: BatchT) -> Scored[BatchT]:
+    def check(self, parts: Sequence[Failures]) -> None:
+        """Do nothing: the reward model scores the rows."""
+
+    def score(self, batch: BatchT, *, check: bool = True) -> Scored[BatchT]:
         """Return the batch with ``token_level_scores`` of zeros, ``response_mask`` and ``reward_failed``.
+
+        Args:
+            batch: samples.
+            check: raise if no row can be scored.
 
         Raises:
             RewardError: no row can be scored.
@@ -279,7 +329,7 @@ class NullReward:
         errors = batch.non_tensor_batch.get("agent_error")
         if errors is not None:
             kept &= torch.tensor([error is None for error in errors], dtype=torch.bool)
-        if not kept.any():
+        if check and not kept.any():
             text = f"none of {len(kept)} rows could be scored: none has a response, or all conversations failed"
             raise RewardError(text, code="reward.no-row-scored")
         batch = with_scores(batch, torch.zeros(len(kept)), kept)

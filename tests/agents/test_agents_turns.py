@@ -8,12 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from megarl.agents.loop import Transcript, turn_seed
-from megarl.agents.turns import TurnRecord, VersionGate, context_digest, version_spans
-from megarl.agents.types import Conversation, StoredTurn, Trajectory, VersionSpan
+from megarl.agents.loop import Transcript
+from megarl.agents.turns import TurnRecord, context_digest
+from megarl.agents.types import Conversation, StoredTurn, Trajectory
 from megarl.rollout.interface import Completion, SamplingParams
 
 PARAMS = SamplingParams(6)
@@ -43,8 +41,8 @@ class CountingEngine:
         return Completion("r", tokens, [-0.5] * len(tokens), finish, self.version).after(prior)
 
 
-def record(engine: CountingEngine, gate: VersionGate | None = None, turns=(), spans=()) -> TurnRecord:
-    return TurnRecord(engine.generate, gate or VersionGate(), turns, spans)
+def record(engine: CountingEngine, turns=()) -> TurnRecord:
+    return TurnRecord(engine.generate, turns)
 
 
 async def lead(turns: TurnRecord, count: int = 3) -> Trajectory:
@@ -72,7 +70,8 @@ def test_a_conversation_that_resumes_generates_the_missing_tokens_only() -> None
     resumed = asyncio.run(lead(record(later, turns=[stored[0], half])))
     assert later.priors == [[0, 1], []]
     assert resumed.response_ids == whole.response_ids and resumed.response_mask == whole.response_mask
-    assert version_spans(resumed) == [VersionSpan(1, 6), VersionSpan(3, 6)] and version_spans(whole) == [(1, 12)]
+    versions = [version for version, mask in zip(resumed.weight_versions, resumed.response_mask, strict=True) if mask]
+    assert versions == [1] * 6 + [3] * 6 and whole.weight_version == 1 and not len(whole.weight_versions)
 
 
 def test_a_tool_that_answers_differently_makes_later_turns_new() -> None:
@@ -98,7 +97,7 @@ def test_unfinished_turns_of_the_engine_are_stored_once_they_are_open() -> None:
             waiting.set()
             return await asyncio.Future()
 
-        turns = TurnRecord(generate, VersionGate(), (), ())
+        turns = TurnRecord(generate, ())
         task = asyncio.ensure_future(turns.generate([7, 8], PARAMS, seed=5, key=""))
         await waiting.wait()
         part = Completion("r", [1, 2], [-1.0, -2.0], "abort", 4, (3, 4))
@@ -114,64 +113,9 @@ def test_an_abort_of_the_engine_reaches_the_loop() -> None:
     async def generate(*_: object, **__: object) -> Completion:
         return Completion("r", [1], [-1.0], "abort", 1)
 
-    turns = TurnRecord(generate, VersionGate(), (), ())
+    turns = TurnRecord(generate, ())
     completion = asyncio.run(turns.generate([7], PARAMS, seed=5, key=""))
     assert completion.finish_reason == "abort" and turns.stored({}) == []
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    lengths=st.lists(st.integers(1, 5), min_size=1, max_size=6),
-    versions=st.lists(st.integers(1, 3), min_size=6, max_size=6),
-    kept=st.integers(0, 40),
-)
-def test_recorded_versions_are_repeated(lengths: list[int], versions: list[int], kept: int) -> None:
-    """Each part of the record is generated under its version, also by a conversation that resumes in the middle."""
-    numbers = np.cumsum(versions)[: len(lengths)].tolist()
-    spans = [VersionSpan(number, tokens) for number, tokens in zip(numbers, lengths, strict=True)]
-
-    async def run(stored: Sequence[StoredTurn], first: int) -> Trajectory:
-        engine, gate = CountingEngine(4), VersionGate()
-        turns = record(engine, gate, stored, spans)
-
-        async def begin() -> Trajectory:
-            await turns.begin()
-            return await lead(turns, -(-sum(lengths) // 4))
-
-        task = asyncio.ensure_future(begin())
-        for version in range(first, numbers[-1] + 1):
-            engine.version = version
-            gate.set_version(version)
-            for _ in range(40):
-                await asyncio.sleep(0)
-            assert task.done() or gate.waiting == 1 or version == numbers[-1]
-        return await task
-
-    whole = asyncio.run(run((), 0))
-    found = [version for version, tokens in version_spans(whole) for _ in range(tokens)]
-    recorded = [version for version, tokens in spans for _ in range(tokens)]
-    assert found[: len(recorded)] == recorded
-
-    # The first tokens as a checkpoint has them: whole turns, and the part of the last one.
-    tokens = min(kept, len(recorded))
-    stored, at = [], 0
-    while at < tokens:
-        count = min(4, tokens - at)
-        context = [7, 8, *(token for _ in range(at // 4) for token in (0, 1, 2, 3, 50, 51))]
-        part = Completion("r", list(range(count)), [-0.5] * count, "stop" if count == 4 else "abort",
-                          min(found[at : at + count]), tuple(found[at : at + count]))  # fmt: skip
-        stored.append(StoredTurn.of(context_digest(context, turn_seed(5, at // 4)), part))
-        at += count
-    resumed = asyncio.run(run(stored, recorded[tokens - 1] if tokens else 0))
-    assert resumed == whole
-
-
-def test_failed_samples_and_environments_have_no_spans() -> None:
-    trajectory = Trajectory([1], [5, 6, 50, 7], [1, 1, 0, 1], [0.0] * 4, "stop", 2, 3, [3, 3, 3, 4])
-    assert version_spans(trajectory) == [VersionSpan(3, 2), VersionSpan(4, 1)]
-    assert version_spans(Trajectory([1], [], [], [], "error", 1, error="lost")) == []
-    failed = trajectory.failed("late")
-    assert version_spans(failed) == version_spans(trajectory)
 
 
 @pytest.mark.parametrize("seed", [0, 2**62, -1])

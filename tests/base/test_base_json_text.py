@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from aiohttp import web
+from megarl.trainer.state.replay_order import read_order
 
 from megarl.agents.retrieval_client import RetrievalClient, RetrievalError, RetrievalOptions
 from megarl.agents.tools.calling import hermes_calls, llama3_calls
@@ -29,7 +30,6 @@ from megarl.rewards.http import post_json
 from megarl.rewards.rules.code import read_cases
 from megarl.tracking.jsonl_files import read_metrics
 from megarl.tracking.sweep import read_results
-from megarl.trainer.state.replay_order import read_order
 
 DEEP = ["[" * 100_000, '{"a":' * 100_000]
 """Python's own parser raises RecursionError, which no caller expects, for both."""

@@ -31,7 +31,6 @@ SHARED = {**SIZES, **STALE, "async_training.mode": "colocated", "async_training.
          "async.wave-needs-partial-rollout: mode=disaggregated"),
         ({**AHEAD, "async_training.sync_wave_size": 1, "async_training.partial_rollout": False},
          "async_training.sync_wave_size", "async.wave-needs-partial-rollout: partial_rollout=true"),
-        ({"trainer.replay_order": "order.jsonl"}, "trainer.replay_order", "async.no-effect-in-sync"),
         ({**AHEAD, "async_training.max_staleness": 2, "async_training.partial_rollout": False},
          "async_training.max_staleness", "async.staleness-without-overlap: partial_rollout=true"),
         ({**SHARED, "async_training.partial_rollout": False}, "async_training.partial_rollout",
@@ -74,10 +73,8 @@ SHARED = {**SIZES, **STALE, "async_training.mode": "colocated", "async_training.
          "async.critic-mini-batch: ppo_mini_batch_size=16"),
         ({**AHEAD, "async_training.max_staleness": 0.01}, "async_training.max_staleness",
          "async.staleness-below-prompt: 0.016"),
-        ({**AHEAD, "algorithm.adv_estimator": "remax"}, "algorithm.adv_estimator", "async.greedy-baseline"),
-        ({**AHEAD, f"{ROLLOUT}.n": 4, "algorithm.filter_groups.enable": True}, "algorithm.filter_groups.enable",
-         "async.filter-groups"),
-        ({**AHEAD, f"{ROLLOUT}.endpoint.enable": True}, f"{ROLLOUT}.endpoint.enable", "async.chat-endpoint: mode=sync"),
+        ({**SHARED, f"{ROLLOUT}.n": 4, "algorithm.filter_groups.enable": True, "reward.model.enable": True,
+          "reward.model.path": "model"}, "algorithm.filter_groups.enable", "async.filter-by-reward-model"),
     ],
 )  # fmt: skip
 def test_refused(values: dict[str, Any], path: str, expected: str) -> None:

@@ -210,9 +210,6 @@ def test_user_dataset_and_sampler_classes(
     source.update(batch)
     assert indices(batch) == list(range(89, 81, -1)) and set(batch.non_tensor_batch["ability"]) == {"SHOUTING"}
     assert source.state_dict()["order"] == {"sampler": {"sizes": [8]}}
-    grouped = {**own, "algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 2}
-    with raises("data.sampler-update", "data.sampler: Backwards", "algorithm.filter_groups.enable=true"):
-        prompt_loader(train_config({**grouped, "algorithm.filter_groups": {"enable": True}}), tokenizer)
     for key, name in (("data.sampler", "class_name"), ("data.custom_cls", "name")):
         with raises("config.user-code-class", key, "'Nobody'"):
             check_train(train_config({**own, key: {**own[key], name: "Nobody"}}))

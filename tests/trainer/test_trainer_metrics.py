@@ -12,6 +12,7 @@ from documented_metrics import undocumented
 
 from megarl.base.reductions import combine_metrics
 from megarl.data import DataProto, token_counts
+from megarl.trainer.loop.trained_batches import TrainedBatches
 from megarl.trainer.metrics.step_metrics import (
     GENERATED_TOKENS,
     batch_metrics,
@@ -21,8 +22,7 @@ from megarl.trainer.metrics.step_metrics import (
     throughput_metrics,
 )
 from megarl.trainer.phases.advantage_phase import _quality_metrics
-from megarl.trainer.phases.validation import CONVERSATION_METRICS, conversation_metrics
-from megarl.trainer.rollout_service.source import TrainedBatches
+from megarl.trainer.rollout_service.validation import CONVERSATION_METRICS, conversation_metrics
 
 
 def batch(**more: torch.Tensor) -> DataProto:

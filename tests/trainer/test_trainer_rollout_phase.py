@@ -13,21 +13,18 @@ from expected_errors import raises
 
 from megarl.agents.runner import AgentRunner
 from megarl.agents.types import Trajectory
-from megarl.base.errors import WeightSyncError
 from megarl.base.seeds import derive_seed
 from megarl.config import TrainConfig
 from megarl.data import DataProto
 from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.rewards import FailurePolicy, RewardManager, in_driver
 from megarl.rewards.outcome import OUTCOME
-from megarl.rollout.interface import NO_VERSION
 from megarl.rollout.router import EngineReplica
 from megarl.trainer.phases.data_loading import prompt_loader, validation_loader
 from megarl.trainer.phases.reward_functions import function_manager, runner_scorers
 from megarl.trainer.phases.reward_phase import RewardPhase
-from megarl.trainer.phases.rollout_phase import LengthPredictor, RolloutPhase, check_weight_versions
-from megarl.trainer.phases.rollout_traffic import RolloutTraffic
-from megarl.trainer.phases.validation import Validator
+from megarl.trainer.rollout_service.rollouts import WAIT_S, Rollouts
+from megarl.trainer.rollout_service.validation import Validator
 from megarl.workers.dispatch import WorkerPlace
 from megarl.workers.rollout import RolloutWorker
 from megarl.workers.settings import RolloutSettings
@@ -51,18 +48,17 @@ def worker(arithmetic: Path) -> RolloutWorker:
 @pytest.fixture
 def phase(
     worker: RolloutWorker, train_config: Callable[..., TrainConfig], arithmetic: Path
-) -> Iterator[Callable[..., RolloutPhase]]:
+) -> Iterator[Callable[..., Rollouts]]:
     runners: list[AgentRunner] = []
 
-    def make(changes: dict[str, Any] | None = None, rewards: dict[str, Any] | None = None) -> RolloutPhase:
+    def make(changes: dict[str, Any] | None = None, rewards: dict[str, Any] | None = None) -> Rollouts:
         """Build the phase; with the keys of ``rewards`` its samples are scored as they end."""
         changes = {f"actor_rollout_ref.rollout.{name}": value for name, value in (changes or {}).items()}
         config = train_config({**changes, **(rewards or {}), "data.max_response_length": 6})
         tokenizer = load_tokenizer(str(arithmetic / "model"))
         scorers = runner_scorers(config) if rewards else {}
         runners.append(AgentRunner(config, tokenizer, scorers=scorers))
-        traffic = RolloutTraffic(runners[-1], lambda: {0: EngineReplica(worker.engine)})
-        return RolloutPhase(traffic, config, tokenizer, FACTS)
+        return Rollouts(runners[-1], lambda: {0: EngineReplica(worker.engine)}, config, tokenizer, FACTS)
 
     yield make
     for runner in runners:
@@ -76,12 +72,25 @@ def prompts(train_config: Callable[..., TrainConfig], arithmetic: Path) -> DataP
     return next(iter(loader))
 
 
+def generate(rollouts: Rollouts, prompts: DataProto, step: int, metrics: dict[str, float] | None = None) -> DataProto:
+    """The samples of a step of synchronous training."""
+    groups = rollouts.training_groups(prompts, range(8 * (step - 1), 8 * (step - 1) + len(prompts)))
+    names = [name for group in groups for name in group.ids]
+    rollouts.submit(groups)
+    ended: dict[Any, Trajectory] = {}
+    while len(ended) < len(names):
+        ended |= dict(rollouts.finished(WAIT_S))
+    batch, found = rollouts.batch_of(groups, [ended[name] for name in names])
+    (metrics if metrics is not None else {}).update(found | rollouts.close().metrics())
+    return batch
+
+
 def responses(batch: DataProto) -> list[list[int]]:
     return batch.tensors["responses"].tolist()
 
 
-def test_samples_keep_the_columns_of_their_prompt(phase: Callable[..., RolloutPhase], prompts: DataProto) -> None:
-    batch = phase({"n": 3}).generate_sequences(prompts, 2, metrics := {})
+def test_samples_keep_the_columns_of_their_prompt(phase: Callable[..., Rollouts], prompts: DataProto) -> None:
+    batch = generate(phase({"n": 3}), prompts, 2, metrics := {})
     assert metrics["rollout/replicas_lost"] == 0 and 0 < metrics["rollout/replica_utilization/min"] <= 1
     assert len(batch) == 24 and batch.tensors["responses"].shape[1] <= 6
     for row in range(24):
@@ -93,54 +102,34 @@ def test_samples_keep_the_columns_of_their_prompt(phase: Callable[..., RolloutPh
     assert "sample_seed" not in batch.tensors
 
 
-def test_a_step_is_reproducible_and_steps_differ(phase: Callable[..., RolloutPhase], prompts: DataProto) -> None:
-    def generate(prompts: DataProto, step: int) -> DataProto:
-        return phase().generate_sequences(prompts, step, {})
-
-    assert responses(generate(prompts, 1)) == responses(generate(prompts, 1))
-    assert responses(generate(prompts, 1)) != responses(generate(prompts, 2))
-    assert responses(generate(prompts, 1)) != responses(phase({"seed": 9}).generate_sequences(prompts, 1, {}))
+def test_a_step_is_reproducible_and_steps_differ(phase: Callable[..., Rollouts], prompts: DataProto) -> None:
+    first, second = (generate(phase(), prompts, step) for step in (1, 2))
+    assert responses(first) == responses(generate(phase(), prompts, 1)) != responses(second)
+    assert responses(first) != responses(generate(phase({"seed": 9}), prompts, 1))
 
 
 def test_seeds_are_those_of_one_generator_wherever_they_begin(
-    phase: Callable[..., RolloutPhase], prompts: DataProto
+    phase: Callable[..., Rollouts], prompts: DataProto
 ) -> None:
     """A place far beyond memory is found without drawing the numbers before it."""
     rollout = phase({"seed": 9})
     drawn = np.random.default_rng([9, 0, 4]).integers(0, 2**62, 100).tolist()
     places = [0, 1, 2, 17, 64, 98, 99, 2**50]
-    groups = rollout.training_groups(prompts, [(4, place) for place in places], range(8))
+    groups = [
+        rollout._group(0, rollout._seed((0, 4, place)), "", rollout._training_params, "", np.arange(3), {})
+        for place in places
+    ]
     seeds = [[sample.seed for sample in group.samples] for group in groups]
     assert seeds[:-1] == [[derive_seed(drawn[place], n) for n in range(len(seeds[0]))] for place in places[:-1]]
     assert len({seed for group in seeds for seed in group}) == 8 * len(seeds[0])
 
 
-def test_equal_prompts_of_a_batch_get_independent_samples(
-    phase: Callable[..., RolloutPhase], prompts: DataProto
-) -> None:
+def test_equal_prompts_of_a_batch_get_independent_samples(phase: Callable[..., Rollouts], prompts: DataProto) -> None:
     same = prompts[[0] * 8]
-    assert len({tuple(ids) for ids in responses(phase().generate_sequences(same, 1, {}))}) > 1
+    assert len({tuple(ids) for ids in responses(generate(phase(), same, 1))}) > 1
 
 
-def test_samples_of_another_weight_version_are_refused(
-    phase: Callable[..., RolloutPhase], prompts: DataProto, worker: RolloutWorker, arithmetic: Path
-) -> None:
-    """A replica that missed the sync to version 1 still answers with version 0."""
-    missed = phase().generate_sequences(prompts, 1, {})
-    check_weight_versions(missed, 0)
-    try:
-        worker.engine.load_hf(str(arithmetic / "model"), 1)
-        synced = phase().generate_sequences(prompts, 1, {})
-    finally:
-        worker.engine.load_hf(str(arithmetic / "model"))
-    check_weight_versions(synced, 1)
-    with raises("sync.other-version", "8 of 16 samples", "version 0 instead of 1", error=WeightSyncError):
-        check_weight_versions(DataProto.concat([synced, missed]), 1)
-    unknown = synced.with_columns({}, {"weight_version": [NO_VERSION] * len(synced)})  # of a loop that sets none
-    check_weight_versions(unknown, 1)
-
-
-def test_validation_uses_its_sampling_parameters(phase: Callable[..., RolloutPhase], prompts: DataProto) -> None:
+def test_validation_uses_its_sampling_parameters(phase: Callable[..., Rollouts], prompts: DataProto) -> None:
     greedy = phase()
     assert responses(greedy.validate(prompts, 1)) == responses(greedy.validate(prompts, 2))
     assert not greedy.validate(prompts, 1).meta_info.get("actor_mini_batch_rows")
@@ -149,14 +138,12 @@ def test_validation_uses_its_sampling_parameters(phase: Callable[..., RolloutPha
     assert len(batch) == 16 and len(set(batch.non_tensor_batch["uid"])) == 8
     # Batches of one validation, and training, have streams of their own.
     other = sampled.validate(prompts, 1, batch=1)
-    assert responses(batch) != responses(other) and responses(batch)[::2] != responses(
-        sampled.generate_sequences(prompts, 1, {})
-    )
+    assert responses(batch) != responses(other) and responses(batch)[::2] != responses(generate(sampled, prompts, 1))
     assert not set(batch.non_tensor_batch["uid"]) & set(other.non_tensor_batch["uid"])
 
 
 def test_validation_is_the_mean_score_of_all_held_out_prompts(
-    phase: Callable[..., RolloutPhase], train_config: Callable[..., TrainConfig], arithmetic: Path
+    phase: Callable[..., Rollouts], train_config: Callable[..., TrainConfig], arithmetic: Path
 ) -> None:
     tokenizer = load_tokenizer(str(arithmetic / "model"))
 
@@ -199,26 +186,8 @@ def test_validation_is_the_mean_score_of_all_held_out_prompts(
     assert torch.is_tensor(rows.tensors["prompts"])
 
 
-def test_length_predictor_uses_the_last_samples_of_a_prompt() -> None:
-    predictor = LengthPredictor()
-    answers = [([1, 2], 3), ([1, 2], 6), ([5], 1)]
-    predictor.update([Trajectory(ids, [9] * n, [1] * n, [0.0] * n, "stop", 2) for ids, n in answers])
-    predictor.update([Trajectory([7], [], [], [], "error", 1, error="lost")])
-    assert [predictor.expected(ids) for ids in ([1, 2], (5,), [7], [1])] == [4.5, 1.0, None, None]
-    # Two turns of 1 and 3 tokens: a request is a turn.
-    predictor.update([Trajectory([5], [9, 9, 8, 8, 8], [1, 0, 1, 1, 1], [0.0] * 5, "stop", 3)])
-    assert predictor.expected([5]) == 2.0
-
-
-def test_length_predictor_forgets_the_prompts_sampled_longest_ago() -> None:
-    predictor = LengthPredictor(capacity=2)
-    for prompt in ([1], [2], [1], [3]):
-        predictor.update([Trajectory(prompt, [9], [1], [0.0], "stop", 2)])
-    assert [predictor.expected(ids) for ids in ([1], [2], [3])] == [1.0, None, 1.0]
-
-
 def test_scores_are_the_same_if_samples_are_scored_while_others_are_generated(
-    phase: Callable[..., RolloutPhase], train_config: Callable[..., TrainConfig], arithmetic: Path, prompts: DataProto
+    phase: Callable[..., Rollouts], train_config: Callable[..., TrainConfig], arithmetic: Path, prompts: DataProto
 ) -> None:
     """Two functions; one reads the prompt's facts, one fails for some responses."""
     tokenizer = load_tokenizer(str(arithmetic / "model"))
@@ -228,12 +197,12 @@ def test_scores_are_the_same_if_samples_are_scored_while_others_are_generated(
     manager.policy = FailurePolicy("mask")
     with manager:
         rewards = RewardPhase(manager, tokenizer, train_config().reward)
-        samples = phase({"n": 3}, keys).generate_sequences(prompts, 1, {})
+        samples = generate(phase({"n": 3}, keys), prompts, 1)
         outcomes = samples.non_tensor_batch[OUTCOME]
         assert len(outcomes) == 24 and None not in outcomes.tolist()
         early = rewards.score(samples)
         assert manager.scorer.runner.pids == []  # the driver called nothing
-        late = rewards.score(phase({"n": 3}).generate_sequences(prompts, 1, {}))
+        late = rewards.score(generate(phase({"n": 3}), prompts, 1))
         assert manager.scorer.runner.pids != []
     assert torch.equal(early.batch.tensors["token_level_scores"], late.batch.tensors["token_level_scores"])
     assert early.metrics == late.metrics and 0 < early.metrics["reward/failed"] < 24
@@ -243,7 +212,7 @@ def test_scores_are_the_same_if_samples_are_scored_while_others_are_generated(
         assert early.extra_columns[name].tolist() == column.tolist(), name
 
 
-def test_validation_samples_have_the_validation_reward(phase: Callable[..., RolloutPhase], prompts: DataProto) -> None:
+def test_validation_samples_have_the_validation_reward(phase: Callable[..., Rollouts], prompts: DataProto) -> None:
     keys = {
         "reward.functions": {f"{FUNCTIONS}:odd_length": 1.0},
         "reward.validation_function.path": str(FUNCTIONS),
@@ -251,13 +220,13 @@ def test_validation_samples_have_the_validation_reward(phase: Callable[..., Roll
         "reward.num_workers": 1,
     }
     scored = phase({"n": 1}, keys)
-    (trained, validated) = (scored.generate_sequences(prompts, 1, {}), scored.validate(prompts, 1))
+    (trained, validated) = (generate(scored, prompts, 1), scored.validate(prompts, 1))
     assert {outcome.score for outcome in trained.non_tensor_batch[OUTCOME]} <= {0.0, 1.0}
     assert all("truth" in outcome.extras for outcome in validated.non_tensor_batch[OUTCOME])
 
 
 def test_retries_of_early_scores_are_counted(
-    phase: Callable[..., RolloutPhase],
+    phase: Callable[..., Rollouts],
     train_config: Callable[..., TrainConfig],
     arithmetic: Path,
     prompts: DataProto,
@@ -267,22 +236,20 @@ def test_retries_of_early_scores_are_counted(
     """The process of the first call dies, and another one repeats the call."""
     monkeypatch.setenv(CALLS, str(tmp_path))
     keys = {"reward.functions": {f"{FUNCTIONS}:dies_once": 1.0}, "reward.num_workers": 1}
-    samples = phase({"n": 1}, keys).generate_sequences(prompts, 1, {})
+    samples = generate(phase({"n": 1}, keys), prompts, 1)
     tokenizer = load_tokenizer(str(arithmetic / "model"))
     with function_manager(train_config(keys), tokenizer) as manager:
         metrics = manager.score(samples).metrics
     assert (metrics["reward/failed"], metrics["reward/processes_replaced"]) == (0, 1) and metrics["reward/retries"] >= 1
 
 
-def test_generation_fails_if_reward_processes_do_not_start(
-    phase: Callable[..., RolloutPhase], prompts: DataProto
-) -> None:
+def test_generation_fails_if_reward_processes_do_not_start(phase: Callable[..., Rollouts], prompts: DataProto) -> None:
     keys = {"reward.functions": {f"{FUNCTIONS}:length_and_index": 1.0}, "reward.num_workers": 1}
     broken = phase({"n": 1}, keys)
-    (scorer,) = set(broken.traffic.runners._scorers.values())
+    (scorer,) = set(broken.runners._scorers.values())
     scorer.close()
     with raises("reward.processes-ended"):
-        broken.generate_sequences(prompts, 1, {})
+        generate(broken, prompts, 1)
 
 
 @pytest.mark.parametrize(

@@ -59,26 +59,6 @@ def test_prompts_of_all_epochs_until_the_last_step(train_config: Callable[..., T
     assert list(state.remaining_prompts(3)) == []
 
 
-@pytest.mark.parametrize("failed", [1, 2, 4, 5, 7])
-def test_an_undone_step_is_repeated_by_the_next_run(train_config: Callable[..., TrainConfig], failed: int) -> None:
-    """Also where it is the first of an epoch."""
-    config = train_config({"trainer.save_freq": 100})
-    state = RunState(config, loader(), make_kl_controller("fixed", 0.1, 0.1, 1), 8, None)
-    for prompts in state.remaining_prompts(3):
-        if state.step == failed:
-            lost = rows(prompts)
-            break
-    state.undo_step()
-    place = state.save_now([])
-    assert state.save_now([]) == place and (place is None) == (failed == 1)
-    following = run_state(train_config, 8, loader())
-    if place is not None:
-        kept = TrainerState.read(place)
-        following.prompts.load_state_dict(kept.dataloader)
-        following.step = kept.step
-    assert rows(next(following.remaining_prompts(3))) == lost and following.step == failed
-
-
 @pytest.mark.parametrize("done", [1, 3, 4, 6, 8])
 def test_a_resumed_run_gets_the_remaining_prompts(train_config: Callable[..., TrainConfig], done: int) -> None:
     whole = [rows(prompts) for prompts in run_state(train_config, 8, loader()).remaining_prompts(3)]

@@ -37,10 +37,6 @@ def async_mode(config: TrainConfig) -> Iterator[Problem]:
             if value != getattr(AsyncTrainingConfig, name):
                 text = f"has no effect with {_ASYNC}.mode=sync; set mode=disaggregated or mode=colocated"
                 yield Problem(f"{_ASYNC}.{name}", value, text, code="async.no-effect-in-sync")
-    replay = config.trainer.replay_order
-    if replay is not None and keys.mode == SYNC:
-        text = f"{_ASYNC}.mode=sync always repeats its batches; leave it null"
-        yield Problem("trainer.replay_order", replay, text, code="async.no-effect-in-sync")
     if keys.sync_wave_size is not None and (keys.mode != DISAGGREGATED or not keys.partial_rollout):
         text = (
             f"has an effect only with {_ASYNC}.mode=disaggregated and partial_rollout=true, in which engines serve "
@@ -134,30 +130,11 @@ def async_sizes(config: TrainConfig) -> Iterator[Problem]:
 
 
 def async_algorithm(config: TrainConfig) -> Iterator[Problem]:
-    """Check that the algorithm has its inputs."""
-    keys, algorithm, policy = config.async_training, config.algorithm, config.actor_rollout_ref
-    if keys.mode == SYNC:
-        return
-    label = f"{_ASYNC}.mode={keys.mode}"
-    if config.uses_baselines:
-        text = f"its greedy baseline must have the weights of the samples, and {label} mixes versions; set mode=sync"
-        yield Problem("algorithm.adv_estimator", algorithm.adv_estimator, text, code="async.greedy-baseline")
-    if algorithm.filter_groups.enable:
-        text = f"replaces groups in rounds of one weight version; with {label} set false"
-        yield Problem("algorithm.filter_groups.enable", True, text, code="async.filter-groups")
-    if algorithm.repr_align.enable and keys.sync_interval > 1:
-        text = f"reads the entropy of a whole step; with {_ASYNC}.sync_interval={keys.sync_interval} set false"
-        yield Problem("algorithm.repr_align.enable", algorithm.repr_align.enable, text, code="async.repr-align")
-    if config.data.sampler.class_path is not None:
-        text = f"its order follows the results of each step, and {label} admits prompts before; leave it null"
-        yield Problem("data.sampler.class_path", config.data.sampler.class_path, text, code="async.custom-sampler")
-    for name, used in (
-        ("endpoint.enable", policy.rollout.endpoint.enable),
-        ("agent.external_agent", policy.rollout.agent.external_agent),
-    ):
-        if used:
-            text = f"the chat endpoint serves while a step generates, which {label} does not separate; set mode=sync"
-            yield Problem(f"{_ROLLOUT}.{name}", used, text, code="async.chat-endpoint")
+    """Check that dynamic sampling has its scores while conversations are in flight."""
+    groups = config.algorithm.filter_groups
+    if config.async_training.mode == COLOCATED and groups.enable and config.reward.model.enable:
+        text = f"the reward model scores groups on devices that the engines hold in {_ASYNC}.mode=colocated; set false"
+        yield Problem("algorithm.filter_groups.enable", True, text, code="async.filter-by-reward-model")
 
 
 def stale_data(config: TrainConfig) -> Iterator[Problem]:

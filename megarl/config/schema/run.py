@@ -291,11 +291,6 @@ class TrainerConfig(ValidationRecordsConfig, TrainingRunConfig):
     best_mode: str = key(
         "max", "Whether the best value is the largest or the smallest; read with `best_metric`.", choices=("max", "min")
     )
-    replay_order: str | None = key(
-        None,
-        "`batch_order.jsonl` of an earlier asynchronous run, whose batches and weight versions this run repeats; "
-        "null = batches in the order of completion.",
-    )
     rollout_data_dir: str | None = key(None, "Folder for the responses of every step as `<step>.jsonl`; null = none.")
     callbacks: list[str] = key(
         [], "User callbacks, each as `path.py:Class` or `package.module.Class` (docs/reference/metrics.md#callbacks)."

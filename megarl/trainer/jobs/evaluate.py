@@ -30,10 +30,10 @@ from megarl.trainer.phases.data_loading import validation_loader
 from megarl.trainer.phases.end_tokens import policy_end_tokens
 from megarl.trainer.phases.reward_functions import runner_scorers
 from megarl.trainer.phases.reward_phase import RewardModelScorer, RewardPhase, SequenceReader, reward_manager
-from megarl.trainer.phases.validation import Validator
 from megarl.trainer.records.reporting import RunReporter
 from megarl.trainer.records.samples import Sample, dump_samples, evenly_spaced
 from megarl.trainer.roles.worker_groups import ready_reward_model
+from megarl.trainer.rollout_service.validation import Validator
 from megarl.workers.row_math import counted_rows, generated_tokens, row_sums, truncated_rows
 
 METRICS_FILE = "metrics.json"
@@ -87,9 +87,9 @@ def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
         session.tracing.begin_step(0)
         best = BestAnswers(config.best_answers, tokenizer)
         with reporter.phase("testing"):
-            rollout = replicas.rollout_phase(tokenizer, runners)
+            rollouts = replicas.rollouts(tokenizer, runners)
             rewards = RewardPhase(functions, tokenizer, config.reward, scorer)
-            metrics, samples = Validator(rollout, rewards, loader, tokenizer).run(step, STREAM, best.add)
+            metrics, samples = Validator(rollouts, rewards, loader, tokenizer).run(step, STREAM, best.add)
         _record(config, step, metrics, samples, reporter)
         if config.best_answers.file:
             session.console.message(best.write())

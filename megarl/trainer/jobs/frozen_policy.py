@@ -28,9 +28,8 @@ from megarl.models import ModelConfig
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE
 from megarl.models.multi_token import warn_of_unused
 from megarl.tracking import Console
-from megarl.trainer.phases.rollout_phase import RolloutPhase
-from megarl.trainer.phases.rollout_traffic import RolloutTraffic
 from megarl.trainer.roles.worker_groups import Progress, build_engines, restart_replicas, rollout_group
+from megarl.trainer.rollout_service.rollouts import Rollouts
 from megarl.trainer.state.checkpoint_manifest import MANIFEST, is_whole
 
 KEY = "actor_rollout_ref.model.path"
@@ -237,10 +236,9 @@ class FrozenReplicas:
         build_engines(self.group, range(self.group.world_size))
         self.group.load_hf()
 
-    def rollout_phase(self, tokenizer: PreTrainedTokenizerBase, runners: AgentRunners) -> RolloutPhase:
-        """Build the rollout phase over the replicas; lost ones are replaced with the same weights."""
-        traffic = RolloutTraffic(runners, lambda: replica_processes(self.group))
-        return RolloutPhase(traffic, self.config, tokenizer, on_lost=self.replace)
+    def rollouts(self, tokenizer: PreTrainedTokenizerBase, runners: AgentRunners) -> Rollouts:
+        """Lead conversations on the replicas; lost ones are replaced with the same weights."""
+        return Rollouts(runners, lambda: replica_processes(self.group), self.config, tokenizer, on_lost=self.replace)
 
     def replace(self, lost: Collection[int]) -> None:
         """Replace lost replicas by new processes with the same weights.

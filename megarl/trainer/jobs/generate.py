@@ -66,11 +66,11 @@ def run(config: GenerateConfig, output_dir: Path) -> Path:
             replicas = FrozenReplicas(config, pool, progress, end_tokens)
             runners.wait_ready()
         session.tracing.begin_step(0)
-        rollout = replicas.rollout_phase(policy.tokenizer, runners)
+        rollouts = replicas.rollouts(policy.tokenizer, runners)
         rows: list[dict[str, Any]] = []
         with console.phase("gen"), span("gen", PHASE):
             for number, prompts in enumerate(loader):
-                batch = rollout.validate(prompts, STREAM, number)
+                batch = rollouts.validate(prompts, STREAM, number)
                 rows += answer_rows(prompts, batch, samples, policy.tokenizer)
         write_answers(target, rows)
         for row in rows[:SHOWN]:

@@ -11,7 +11,6 @@ from megarl.base.allocators import keep_freed_memory
 from megarl.cluster.agent_runners import AgentRunners
 from megarl.cluster.calls import completed_call
 from megarl.config.batch import plan_batches, render_plan
-from megarl.config.schema.async_training import SYNC
 from megarl.config.schema.jobs import TrainConfig
 from megarl.config.stored import stored_config
 from megarl.data.loader import PromptQueue
@@ -34,18 +33,14 @@ from megarl.trainer.phases.model_passes import ROW_VERB, ModelPass, TeacherPhase
 from megarl.trainer.phases.reference_phase import AlignmentPhase, BatchPhase
 from megarl.trainer.phases.reward_functions import runner_scorers, val_reward_config
 from megarl.trainer.phases.reward_phase import RewardModelScorer, RewardPhase, SequenceReader, reward_manager
-from megarl.trainer.phases.rollout_phase import RolloutPhase
-from megarl.trainer.phases.rollout_traffic import RolloutTraffic
-from megarl.trainer.phases.validation import Validator
 from megarl.trainer.records.reporting import RunReporter, RunSummary
 from megarl.trainer.roles.devices import JobPools
 from megarl.trainer.roles.job_roles import Roles
 from megarl.trainer.roles.role_builder import RoleBuilder
 from megarl.trainer.roles.worker_groups import Progress
-from megarl.trainer.rollout_service.ledger import GroupLedger
-from megarl.trainer.rollout_service.service import RolloutService, restored_ledger
-from megarl.trainer.rollout_service.source import SampleSource, StepRounds
-from megarl.trainer.state.replay_order import REPLAY_FILE, OrderFile, ReplayOrder
+from megarl.trainer.rollout_service.rollouts import Rollouts
+from megarl.trainer.rollout_service.service import SampleService, restored_ledger
+from megarl.trainer.rollout_service.validation import Validator
 from megarl.trainer.state.run_state import RunState, inexact_checkpoints
 
 LARGEST_KEPT_TENSOR = 2**30
@@ -103,12 +98,7 @@ class TrainerBuilder:
             self.prompts.load_state_dict(session.resume.state.dataloader)
         self.val_loader = validation_loader(config, self.tokenizer) if config.data.val_files else None
         self.total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(self.prompts)
-        self.ledger: GroupLedger | None = None
-        self.replay: ReplayOrder | None = None
-        if config.async_training.mode != SYNC:
-            self.ledger = restored_ledger(config, self.total_steps, session.resume)
-            path, partial = config.trainer.replay_order, config.async_training.partial_rollout
-            self.replay = ReplayOrder(path, partial_rollout=partial) if path else None
+        self.ledger = restored_ledger(config, self.total_steps, session.resume)
         check_schedules(config, self.batches, self.total_steps)
         check_endpoint(config)
 
@@ -160,9 +150,9 @@ class TrainerBuilder:
         )
         roles = builder.build()
         console.message("\n".join(filter(None, [roles.describe(), runners.wait_ready()])))
-        traffic = RolloutTraffic(runners, roles.replicas)
-        rollout = RolloutPhase(
-            traffic,
+        rollouts = Rollouts(
+            runners,
+            roles.replicas,
             config,
             self.tokenizer,
             self._batch_info(),
@@ -173,14 +163,14 @@ class TrainerBuilder:
         if roles.reward_model and self.reader:
             scorer = RewardModelScorer(roles.reward_model, self.reader)
         rewards = RewardPhase(self.reward_functions, self.tokenizer, config.reward, scorer)
-        samples = self._samples(rollout, rewards, roles)
-        state.in_flight = samples.state_dict if self.ledger else None
+        samples = SampleService(config, self.ledger, self.prompts, rollouts, rewards, roles)
+        state.in_flight = samples.state_dict
         phases = self._phases(roles, samples, advantage)
         validator = None
         if self.val_loader is not None:
             if self.val_functions is not None:
                 rewards = RewardPhase(self.val_functions, self.tokenizer, config.reward)
-            validator = Validator(rollout, rewards, self.val_loader, self.tokenizer)
+            validator = Validator(rollouts, rewards, self.val_loader, self.tokenizer)
         recorders = build_recorders(
             config,
             roles.actor,
@@ -194,16 +184,7 @@ class TrainerBuilder:
         )
         return PPOTrainer(config, roles, phases, recorders, state, reporter, session.tracing)
 
-    def _samples(self, rollout: RolloutPhase, rewards: RewardPhase, roles: Roles) -> SampleSource:
-        """Select the source of samples by the mode."""
-        config, ledger = self.session.config, self.ledger
-        if ledger is None:
-            return StepRounds(config, self.prompts, rollout, rewards, roles)
-        first = ledger.trained * config.async_training.sync_interval // config.data.train_batch_size
-        order = OrderFile(self.session.output_dir / REPLAY_FILE, first)
-        return RolloutService(config, ledger, self.prompts, rollout, rewards, roles, order, self.replay)
-
-    def _phases(self, roles: Roles, samples: SampleSource, advantage: AdvantagePhase) -> StepPhases:
+    def _phases(self, roles: Roles, samples: SampleService, advantage: AdvantagePhase) -> StepPhases:
         config = self.session.config
         algorithm = config.algorithm
         rows = roles.actor.row_map(ROW_VERB)

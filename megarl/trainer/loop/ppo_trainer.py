@@ -15,6 +15,7 @@ from megarl.config.schema.jobs import TrainConfig
 from megarl.data import DataProto, stratified_minibatch_order, token_counts
 from megarl.data.order import permutation
 from megarl.trainer.callbacks import Callback, TrainerView
+from megarl.trainer.loop.trained_batches import TrainedBatches
 from megarl.trainer.metrics.step_metrics import Metrics
 from megarl.trainer.phases.advantage_phase import AdvantagePhase, RewardShaping
 from megarl.trainer.phases.model_passes import ModelPass
@@ -22,7 +23,7 @@ from megarl.trainer.phases.reference_phase import BatchPhase
 from megarl.trainer.records.reporting import RunReporter, RunSummary
 from megarl.trainer.records.tracing import RunTracing
 from megarl.trainer.roles.job_roles import Roles
-from megarl.trainer.rollout_service.source import SampleSource, TrainedBatches
+from megarl.trainer.rollout_service.service import SampleService
 from megarl.trainer.state.run_identity import ID_FILE
 from megarl.trainer.state.run_state import RunState
 
@@ -35,7 +36,7 @@ class StepPhases:
     """Phases of a training step, selected from the configuration when the trainer is built.
 
     Attributes:
-        samples: source of scored samples: rounds within the step, or the rollout service across steps.
+        samples: source of scored samples.
         passes: log-probs of the policy, the reference and the teachers, and values. Those of a group run at the same
             time, on separate devices.
         reference: further passes over the reference, which read the columns of ``passes``; empty without them.
@@ -45,7 +46,7 @@ class StepPhases:
         updates: optimizer steps of critic and actor; those of a group run at the same time.
     """
 
-    samples: SampleSource
+    samples: SampleService
     passes: Sequence[Sequence[ModelPass]]
     reference: Sequence[BatchPhase]
     shaping: RewardShaping
@@ -176,7 +177,7 @@ class PPOTrainer:
                 trained = True
 
     def sync_weights(self) -> Metrics:
-        """Send the actor's weights to the rollout replicas; see :meth:`SampleSource.sync_weights`.
+        """Send the actor's weights to the rollout replicas; see :meth:`SampleService.sync_weights`.
 
         Raises:
             StepImpossible: no conversation in flight can go on, for example because all rollout replicas are lost. The

@@ -28,7 +28,6 @@ from megarl.trainer.metrics.step_metrics import (
     throughput_metrics,
 )
 from megarl.trainer.phases.model_passes import ROW_VERB
-from megarl.trainer.phases.validation import Validator
 from megarl.trainer.records.reporting import RunReporter
 from megarl.trainer.records.samples import (
     describe_samples,
@@ -38,6 +37,7 @@ from megarl.trainer.records.samples import (
     rows_of_groups,
     samples_with_tokens,
 )
+from megarl.trainer.rollout_service.validation import Validator
 from megarl.trainer.state.run_state import RunState
 
 SAMPLES_PER_STEP_IN_REPORT = 16

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.agents import check_agent_names
 from megarl.agents.tools import load_tools
+from megarl.agents.types import AGENT_NAME
 from megarl.base.errors import ConfigError, DataError
 from megarl.base.user_code import import_spec, load_user_class, load_user_function
 from megarl.config.schema.data import CustomDatasetConfig, DataConfig, DataSourceConfig, PromptsConfig, SamplerConfig
@@ -25,7 +26,6 @@ from megarl.data.tokenization import PromptEncoder, PromptReader
 from megarl.models import read_model_config
 from megarl.rollout.settings import context_tokens
 from megarl.trainer.phases.model_passes import check_teacher_keys
-from megarl.trainer.phases.rollout_phase import AGENT_NAME
 
 Prompts: TypeAlias = RLHFDataset | CustomPrompts
 
@@ -158,12 +158,6 @@ def _sampler_order(sampler: Any, config: TrainConfig, dataset: Prompts) -> Sampl
             f"data.sampler: {sampler.__name__} failed on the arguments data_source and data_config: {error}",
             code="data.sampler-arguments",
         ) from error
-    if hasattr(order, "update") and config.algorithm.filter_groups.enable:
-        raise ConfigError(
-            f"data.sampler: {sampler.__name__} has update(), which needs whole batches, and "
-            "algorithm.filter_groups.enable=true takes parts of them; set it to false",
-            code="data.sampler-update",
-        )
     return SamplerOrder(order, data.train_batch_size)
 
 

@@ -21,7 +21,7 @@ from megarl.data import DataProto, attention_mask_of, pad_left, pad_right, seque
 from megarl.data.control_tokens import control_tokens
 from megarl.data.tokenization import Prompt, PromptEncoder
 from megarl.data.tokenizer_folder import load_tokenizer
-from megarl.rewards.manager import NullReward, Scored, with_scores
+from megarl.rewards.manager import Failures, NullReward, Scored, with_scores
 from megarl.rewards.outcome import EXTRA
 from megarl.trainer.metrics.step_metrics import Metrics, summary
 from megarl.trainer.phases.reward_functions import function_manager
@@ -36,8 +36,11 @@ SEQUENCES = ["prompts", "responses", "attention_mask"]
 class BatchScorer(Protocol):
     """A reward manager: a context manager that scores batches."""
 
-    def score(self, batch: DataProto) -> Scored[DataProto]:
+    def score(self, batch: DataProto, *, check: bool = True) -> Scored[DataProto]:
         """Score a batch; rows whose reward failed are masked."""
+
+    def check(self, parts: Sequence[Failures]) -> None:
+        """Check the number of failed rows."""
 
     def __enter__(self) -> Self:
         """Start the reward processes."""
@@ -103,7 +106,7 @@ class RewardPhase:
         self.keys = keys
         self.model = model
 
-    def score(self, batch: DataProto) -> Scored[DataProto]:
+    def score(self, batch: DataProto, *, check: bool = True) -> Scored[DataProto]:
         """Add ``token_level_scores``, ``response_mask`` and extra columns to the batch; see :class:`Scored`.
 
         With a reward model, also adds the column ``reward_extra_rm_score``, ``reward_extra_function_score`` if a
@@ -111,12 +114,17 @@ class RewardPhase:
 
         Args:
             batch: samples; those that the agent runners scored have their outcomes.
+            check: check the number of failed rows; False = the caller does, with :meth:`check`.
 
         Raises:
             RewardError: see the reward manager; or the reward model's score of a row is not finite.
         """
-        scored = self.functions.score(batch)
+        scored = self.functions.score(batch, check=check)
         return scored if self.model is None else self._combine(scored, self.model.score(scored.batch))
+
+    def check(self, parts: Sequence[Failures]) -> None:
+        """Check the number of failed rows of several scored batches; see the reward manager."""
+        self.functions.check(parts)
 
     def _combine(self, scored: Scored[DataProto], model: ModelScores) -> Scored[DataProto]:
         failed = torch.tensor(scored.extra_columns["reward_failed"].astype(bool))
@@ -133,7 +141,7 @@ class RewardPhase:
             metrics |= summary(f"reward/{name}", values[kept])
         scores = weight * functions + self.keys.model.weight * model.scores
         batch = with_scores(scored.batch, scores, kept).with_columns({}, extras)
-        return Scored(batch, scored.metrics | metrics, scored.extra_columns | extras)
+        return Scored(batch, scored.metrics | metrics, scored.extra_columns | extras, scored.failures)
 
     def _mask_invalid(self, invalid: Tensor, failed: Tensor, scores: Tensor) -> Tensor:
         """Add the rows with a non-finite score to the failed rows, or raise if ``on_error`` is ``raise``."""

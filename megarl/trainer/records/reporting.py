@@ -23,11 +23,10 @@ from megarl.tracking.sample_files import SampleFiles, begin_samples
 from megarl.trainer.metrics.engine_mismatch import mismatch_warnings
 from megarl.trainer.metrics.step_metrics import Metrics, empty_step_warnings, memory_warnings
 from megarl.trainer.records.samples import Sample
-from megarl.trainer.state.replay_order import REPLAY_FILE
 from megarl.trainer.state.run_identity import ID_FILE, identify_run
 
 ACCURACY_PREFIX = "val-core/"
-RUN_FILES = (METRICS_FILE, BALANCE_FILE, REPLAY_FILE)
+RUN_FILES = (METRICS_FILE, BALANCE_FILE)
 UPDATE_PHASES = ("update_actor", "update_critic", "update")  # update: supervised jobs
 
 

@@ -102,6 +102,7 @@ class Roles:
     def ready_engines(self) -> None:
         """Restore the engines before another rollout with the same weights, if their memory was freed."""
         if not self.sharding_manager.in_sync:
+            self.sharding_manager.version -= 1  # the same weights keep their version
             self.sync_weights()
 
     def _retry_with_new_replicas(self, action: Callable[[], _Result]) -> _Result:

@@ -1,12 +1,17 @@
 """Ledger of the groups between admission and training, and the admission rule that bounds their staleness.
 
 Versions count the batches of ``train_batch_size`` prompts that were trained, since a weight sync follows each. A group
-is admitted at a version, and its oldest token has at least that version. The ledger keeps two promises:
+is admitted at the version of the engines' weights, and its oldest token has at least that version. The ledger keeps
+three promises:
 
 - *Bound.* A group admitted at version ``a`` is trained at version ``a + ceil(max_staleness)`` or earlier. Up to the end
   of version ``v``, at most ``(max_staleness + v + 1) * batch`` groups are admitted (AReaL's rule). Batches reserve
-  slots for groups at the staleness bound, and training waits for these groups. No sample is dropped.
-- *Once.* Each admitted group is trained exactly once, also by a run that resumes from :meth:`GroupLedger.state_dict`.
+  slots for groups at the staleness bound, and training waits for these groups. No long response is dropped.
+- *Once.* Each admitted group is trained or dropped exactly once, also by a run that resumes from
+  :meth:`GroupLedger.state_dict`. A group without variance is dropped (dynamic sampling), and its slot admits the next.
+- *Order.* With staleness 0 a batch is the first groups in the order of their numbers that are not dropped. Without
+  surplus, exactly these are admitted: a group beyond the last of the batch would need one more drop than there are
+  before it. With surplus, groups beyond the batch start again under the next version.
 """
 
 from __future__ import annotations
@@ -29,11 +34,13 @@ class AdmissionRule:
         batch: prompts that are trained per weight version.
         max_staleness: bound in weight versions; a fraction admits that part of a batch ahead. 0 = synchronous.
         total: prompts of the whole run, beyond which none is admitted; None = no limit.
+        surplus: prompts that are admitted beyond a batch to keep the engines busy; only with staleness 0.
     """
 
     batch: int
     max_staleness: float = 0.0
     total: int | None = None
+    surplus: int = 0
 
     @property
     def bound(self) -> int:
@@ -41,18 +48,18 @@ class AdmissionRule:
         return math.ceil(self.max_staleness)
 
     def capacity(self, version: int, accepted: int, running: int) -> int:
-        """Count the prompts to admit now: ``(max_staleness + version + 1) * batch - (accepted + running)``.
+        """Count the prompts to admit: ``(max_staleness + version + 1) * batch + surplus - (accepted + running)``.
 
         Args:
             version: current weight version, from 0.
-            accepted: prompts whose samples have all ended, trained or not.
+            accepted: prompts whose samples have all ended, trained or not, without dropped ones.
             running: prompts with unfinished samples.
         """
         # The sum of a whole part and a rounded one: 0.1 * 30 is above 3 in floating point, and 0.7 * 10 below 7.
         allowed = (version + 1) * self.batch + math.floor(round(self.max_staleness * self.batch, 6))
         if self.total is not None:
             allowed = min(allowed, self.total)
-        return max(0, allowed - accepted - running)
+        return max(0, allowed + self.surplus - accepted - running)
 
 
 @dataclass
@@ -76,12 +83,18 @@ class GroupLedger:
     Args:
         rule: admits prompts.
         samples: samples per group.
+
+    Attributes:
+        admitted: groups so far; the number of the next one.
+        trained: groups that were trained.
+        dropped: groups that were dropped.
+        synced: weight version of the engines, which lags behind :attr:`version` between a batch and its sync.
     """
 
     def __init__(self, rule: AdmissionRule, samples: int) -> None:
         self.rule = rule
         self.samples = samples
-        self.admitted = self.trained = self._completions = 0
+        self.admitted = self.trained = self.dropped = self.synced = self._completions = 0
         self._entries: dict[int, LedgerEntry] = {}
 
     @property
@@ -109,7 +122,7 @@ class GroupLedger:
     def capacity(self) -> int:
         """Number of prompts to admit now."""
         running = len(self.running)
-        return self.rule.capacity(self.version, self.admitted - running, running)
+        return self.rule.capacity(self.synced, self.admitted - self.dropped - running, running)
 
     def admit(self, count: int) -> list[int]:
         """Admit prompts; return the numbers of their groups, in sequence over the whole run.
@@ -122,8 +135,12 @@ class GroupLedger:
         numbers = list(range(self.admitted, self.admitted + count))
         self.admitted += count
         for number in numbers:
-            self._entries[number] = LedgerEntry(self.version, set(range(self.samples)))
+            self._entries[number] = LedgerEntry(self.synced, set(range(self.samples)))
         return numbers
+
+    def sync(self) -> None:
+        """Record that the engines have the weights of :attr:`version`."""
+        self.synced = self.version
 
     def missing(self, number: int) -> set[int]:
         """Return the unfinished samples of a group."""
@@ -153,6 +170,9 @@ class GroupLedger:
         Returns:
             Groups in the order of admission; None while too few are finished.
         """
+        if self.rule.surplus:
+            first = self.untrained[:size]
+            return first if len(first) == size and set(first) <= set(self.finished) else None
         spare = self._spare_places()
         chosen: list[int] = []
         for number in self.finished:
@@ -161,22 +181,6 @@ class GroupLedger:
                 spare[: len(earlier)] = [places - 1 for places in earlier]
                 chosen.append(number)
         return sorted(chosen[:size]) if len(chosen) >= size else None
-
-    def replayed_batch(self, numbers: Sequence[int]) -> list[int] | None:
-        """Return the groups of a batch of an earlier run; None while one is unfinished.
-
-        Raises:
-            ConfigError: a group is not admitted or already trained, so the earlier run had another configuration.
-        """
-        unknown = [number for number in numbers if number not in self._entries]
-        if unknown or not numbers:
-            raise ConfigError(
-                f"trainer.replay_order: batch {self.trained // len(numbers) if numbers else 0} has group "
-                f"{unknown[0] if unknown else None}, which is not in flight in this run; replay with the data, batch "
-                "sizes and async_training keys of the recorded run",
-                code="async.replay-other-run",
-            )
-        return None if any(self._entries[number].missing for number in numbers) else list(numbers)
 
     def _latest(self, number: int) -> int:
         """Return the last version at which a group may be trained."""
@@ -188,6 +192,22 @@ class GroupLedger:
         places = self.rule.batch - self.trained % self.rule.batch
         needed = itertools.accumulate(latest[ahead] for ahead in range(self.rule.bound + 1))
         return [places + ahead * self.rule.batch - count for ahead, count in enumerate(needed)]
+
+    def drop(self, number: int) -> None:
+        """Take a finished group out, and give its slot back."""
+        del self._entries[number]
+        self.dropped += 1
+
+    def reinstate(self, count: int) -> None:
+        """Count dropped groups as trained, since they fill a batch."""
+        self.dropped -= count
+        self.trained += count
+
+    def restart(self) -> list[int]:
+        """Let all untrained groups start again with the next weights; return them, in the order of admission."""
+        for number in self._entries:
+            self._entries[number] = LedgerEntry(self.version, set(range(self.samples)))
+        return self.untrained
 
     def staleness(self, number: int) -> int:
         """Return the weight versions since the admission of a group."""
@@ -214,6 +234,7 @@ class GroupLedger:
             "samples": self.samples,
             "admitted": self.admitted,
             "trained": self.trained,
+            "dropped": self.dropped,
             "groups": [
                 [number, entry.version, sorted(entry.missing), entry.finished]
                 for number, entry in self._entries.items()
@@ -237,7 +258,8 @@ class GroupLedger:
                     "that value",
                     code="resume.batch-sizes",
                 )
-        self.admitted, self.trained = state["admitted"], state["trained"]
+        self.admitted, self.trained, self.dropped = state["admitted"], state["trained"], state.get("dropped", 0)
+        self.synced = self.version
         self._entries = {
             number: LedgerEntry(version, set(missing), finished)
             for number, version, missing, finished in state["groups"]
@@ -245,7 +267,7 @@ class GroupLedger:
         places = [entry.finished for entry in self._entries.values() if entry.finished is not None]
         self._completions = max(places, default=-1) + 1
         overdue = any(self._latest(number) < self.version for number in self._entries)
-        if overdue or min(self._spare_places()) < 0:
+        if overdue or min(self._spare_places()) + self.rule.surplus < 0:
             raise ConfigError(
                 f"async_training.max_staleness={self.rule.max_staleness:g}: the checkpoint has samples in flight from "
                 "a run with a larger bound; resume with that bound",
@@ -255,3 +277,4 @@ class GroupLedger:
     def start_at(self, step: int) -> None:
         """Continue after this step without work in flight, as after a synchronous run."""
         self.admitted = self.trained = step * self.rule.batch
+        self.synced = step

@@ -1,55 +1,51 @@
-"""The rollout service: admits prompts, generates across steps, and yields batches as their groups are complete."""
+"""The sample service: admits prompts, leads their conversations, scores them, and yields batches to train on."""
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from megarl.agents.turns import version_spans
-from megarl.agents.types import TRAINING_REWARD, ConversationGroup, PlannedSample, SampleId, StoredTurn, Trajectory
+from megarl.agents.trajectories import report_failures
+from megarl.agents.types import ConversationGroup, PlannedSample, SampleId, StoredTurn, Trajectory
 from megarl.base.errors import StepImpossible, WeightSyncError
 from megarl.base.signals import while_waiting
-from megarl.config.schema.async_training import COLOCATED
+from megarl.config.schema.async_training import COLOCATED, DISAGGREGATED, SYNC
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data import DataProto
 from megarl.data.loader import PromptQueue
+from megarl.rewards.manager import Failures
 from megarl.rewards.outcome import Outcome
 from megarl.rollout.interface import NO_VERSION
 from megarl.rollout.router_stats import RouterStats
 from megarl.sharding import PausedRequests
 from megarl.trainer.metrics.step_metrics import Metrics
-from megarl.trainer.phases.dynamic_sampling import SampleCollector
 from megarl.trainer.phases.reward_phase import RewardPhase
-from megarl.trainer.phases.rollout_phase import RolloutPhase
-from megarl.trainer.phases.rollout_traffic import WAIT_S
 from megarl.trainer.roles.job_roles import Roles
 from megarl.trainer.rollout_service.idle_clock import IdleClock
 from megarl.trainer.rollout_service.ledger import AdmissionRule, GroupLedger
-from megarl.trainer.rollout_service.source import TimedPhase
+from megarl.trainer.rollout_service.rollouts import WAIT_S, Rollouts, stored_group
+from megarl.trainer.rollout_service.selection import ScoredGroups, Selection
 from megarl.trainer.rollout_service.staleness import staleness_metrics
-from megarl.trainer.state.replay_order import OrderedBatch, OrderFile, ReplayOrder
 from megarl.trainer.state.run_state import Resume
 
-logger = logging.getLogger(__name__)
-
 GROUPS, SAMPLES, TURNS, LEDGER = "groups", "samples", "turns", "ledger"
-POLL_S = 0.05
-"""Polling interval in seconds until all conversations of a replay wait for weights."""
+TimedPhase = Callable[[str], AbstractContextManager[object]]
+"""Times a phase of the step under its name."""
 
 
 def restored_ledger(config: TrainConfig, total_steps: int, resume: Resume | None) -> GroupLedger:
-    """Build the ledger of an asynchronous run, at the state of the checkpoint to resume from.
+    """Build the ledger of a run, at the state of the checkpoint to resume from.
 
     Raises:
         CheckpointError, ConfigError: the work in flight does not fit the configuration.
     """
-    batch = config.data.train_batch_size
-    rule = AdmissionRule(batch, config.async_training.max_staleness, total_steps * batch)
-    ledger = GroupLedger(rule, config.actor_rollout_ref.rollout.n)
+    batch, surplus = config.data.train_batch_size, 0
+    if config.async_training.mode == SYNC and config.algorithm.filter_groups.enable:
+        surplus = max(0, (config.data.gen_batch_size or batch) - batch)
+    rule = AdmissionRule(batch, config.async_training.max_staleness, total_steps * batch, surplus)
+    ledger = GroupLedger(rule, config.actor_rollout_ref.rollout.n + config.uses_baselines)
     if resume is not None and resume.state.rollout:
         ledger.load_state_dict(resume.state.rollout[LEDGER])
     elif resume is not None:
@@ -57,25 +53,29 @@ def restored_ledger(config: TrainConfig, total_steps: int, resume: Resume | None
     return ledger
 
 
-class RolloutService:
-    """Generates under the admission rule: on separate devices during training, or on shared ones between updates.
+class SampleService:
+    """The source of scored samples of every mode.
 
-    Prompts are admitted after each weight sync, up to the capacity of the ledger. Samples are scored as they end, also
-    while the trainer trains. A batch leaves as soon as its groups are complete. The next sync interrupts the responses
-    in flight and continues them with the new weights (``partial_rollout``), or waits for their ends. In colocated mode
-    they pause from the end of the batch on. With staleness 0 and one batch per sync, none is in flight: the samples,
-    their order and their seeds are those of synchronous training. Their tokens are, too, if all requests fit
-    ``max_num_seqs``; otherwise timing decides which requests an engine computes together, in each mode.
+    Prompts are admitted up to the capacity of the ledger, and samples are scored as they end. A batch leaves as soon as
+    its groups are complete. Synchronous training is the service with staleness 0: all groups of a batch are admitted
+    when the step begins, and none is in flight after it. In disaggregated mode, engines with their own devices generate
+    during training; in colocated mode they pause from the end of a batch until the next weights. A weight sync
+    interrupts the responses in flight and continues them with the new weights (``partial_rollout``), or waits for their
+    ends.
+
+    With dynamic sampling, a group without variance gives its slot back, and the next prompt is admitted at once.
+
+    With staleness 0 and one batch per sync, the samples, their order and their seeds are the same in all modes. Their
+    tokens are, too, if all requests fit ``max_num_seqs``; otherwise timing decides which requests an engine computes
+    together, in each mode.
 
     Args:
         config: complete.
         ledger: of the run, at the state of the checkpoint to resume from, if any.
         prompts: queue of training prompts.
-        rollout: builds conversations and batches.
+        rollouts: leads conversations and builds batches.
         rewards: scores batches.
         roles: worker groups.
-        order: records the groups of each batch.
-        replay: groups of each batch of an earlier run; None = by completion.
     """
 
     def __init__(
@@ -83,20 +83,19 @@ class RolloutService:
         config: TrainConfig,
         ledger: GroupLedger,
         prompts: PromptQueue,
-        rollout: RolloutPhase,
+        rollouts: Rollouts,
         rewards: RewardPhase,
         roles: Roles,
-        order: OrderFile,
-        replay: ReplayOrder | None = None,
     ) -> None:
         self.config, self.keys = config, config.async_training
+        self.mode = self.keys.mode
         self.ledger, self.prompts = ledger, prompts
-        self.rollout, self.rewards, self.roles = rollout, rewards, roles
-        self.traffic = rollout.traffic
-        self.order, self.replay = order, replay
-        self.collector = SampleCollector(config)
+        self.rollouts, self.rewards, self.roles = rollouts, rewards, roles
+        self.selection = Selection(config)
         self._groups: dict[int, ConversationGroup] = {}
         self._ended: dict[SampleId, Trajectory] = {}
+        self._scored: dict[int, ScoredGroups] = {}
+        self._dropped: dict[int, ScoredGroups] = {}
         self._idle = IdleClock()
         self._switch_s = 0.0
         self._error: Exception | None = None
@@ -107,32 +106,32 @@ class RolloutService:
         """Groups of a batch: those of a step, or of a mini-batch in disaggregated mode."""
         return self.config.data.train_batch_size // self.keys.sync_interval
 
-    @property
-    def _is_colocated(self) -> bool:
-        return self.keys.mode == COLOCATED
-
     def batches(self, step: int, phase: TimedPhase) -> Generator[tuple[DataProto, Metrics]]:
-        """Yield the batches of a step; see :meth:`SampleSource.batches`."""
+        """Yield the batches of a step as their groups are complete, each with its metrics of generation and scoring.
+
+        Args:
+            step: global step.
+            phase: times ``gen`` and ``reward``.
+
+        Raises:
+            StepImpossible: there is no batch to train on, for example because all rollout replicas are lost, or too
+                few groups have varied scores.
+            WeightSyncError: a sample has tokens of other weight versions than the mode allows.
+        """
         self._idle.start()
         holds = self.config.holds_proximal_policy
         for number in range(self.keys.sync_interval):
             with phase("gen"):
-                batch, metrics = self._collect()
-                if not self._is_colocated:
-                    self._switch_s += self.roles.return_devices(self.traffic.update_replicas)
-                if self._is_colocated:
-                    self._await_recorded_versions()
-                    self.roles.pause_engines()
+                numbers = self._collect()
+                metrics = self._staleness(numbers) | self._return_devices()
+                built = self._build(numbers)
             if holds and number == 0:
                 with phase("old_log_prob"):
                     self.roles.actor.hold_weights()
             with phase("reward"):
-                scored = self.rewards.score(batch)
-                self.collector.add(scored.batch, metrics | scored.metrics)
-                finished: Metrics = {}
-                batch = self.collector.finish(finished)
-            with nullcontext() if self._is_colocated else while_waiting(self._receive_meanwhile):
-                yield batch, finished
+                batch, finished = self._finish(numbers, built)
+            with while_waiting(self._receive_meanwhile) if self.mode == DISAGGREGATED else nullcontext():
+                yield batch, finished | metrics
         if holds:
             self.roles.actor.release_weights()
 
@@ -140,25 +139,32 @@ class RolloutService:
         """Send the actor's weights to the engines, and admit prompts.
 
         Returns:
-            Metrics of the sync, and of engines and trainer since the last one.
+            Metrics of the sync; in asynchronous modes also of engines and trainer since the last one.
         """
         self._raise_error()
-        self._await_recorded_versions()
-        self.roles.update_replicas(self.traffic.update_replicas, self._idle.waited_s)
+        if self.mode == SYNC:
+            metrics: Metrics = self.roles.sync_weights()
+            self.ledger.sync()
+            return metrics
+        self.roles.update_replicas(self.rollouts.update_replicas, self._idle.waited_s)
         in_flight = self.keys.partial_rollout and self.ledger.running
-        metrics = self._sync_in_flight() if in_flight or self._is_colocated else self._sync_when_idle()
+        metrics = self._sync_in_flight() if in_flight or self.mode == COLOCATED else self._sync_when_idle()
+        self.ledger.sync()
         metrics["rollout_service/replicas"] = float(len(self.roles.replicas()))
-        if not self._is_colocated:
+        if self.mode == DISAGGREGATED:
             metrics["rollout_service/switch_s"], self._switch_s = self._switch_s, 0.0
             metrics |= self._idle.metrics(metrics.get("rollout/replica_utilization/mean", 0.0))
         self._admit()
-        return metrics
+        return metrics | self.rollouts.runners.endpoint_metrics()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the ledger, the prompts of untrained groups, their finished samples, and the turns of the others.
+        """Return the work in flight for a checkpoint; empty if the next group follows from the step.
 
+        That is the ledger, the prompts of untrained groups, their finished samples, and the turns of the others.
         Without partial rollouts there are no turns, since their samples have one weight version.
         """
+        if self.mode == SYNC and not self.ledger.untrained and not self.ledger.dropped:
+            return {}
         try:
             self._receive(0.0)
             turns = self._stored_turns()
@@ -166,7 +172,7 @@ class RolloutService:
             turns = self._restored_turns()
         return {
             LEDGER: self.ledger.state_dict(),
-            GROUPS: [_stored_group(self._groups[number]) for number in self.ledger.untrained],
+            GROUPS: [stored_group(self._groups[number]) for number in self.ledger.untrained],
             SAMPLES: [[*name, _stored_trajectory(trajectory)] for name, trajectory in self._ended.items()],
             TURNS: [[*name, [dict(vars(turn)) for turn in of_sample]] for name, of_sample in turns.items()],
         }
@@ -175,6 +181,10 @@ class RolloutService:
         """Restore the work in flight; unfinished samples go on after their stored turns, with the same seeds.
 
         The ledger is restored before the workers start, see :func:`restored_ledger`.
+
+        Args:
+            state: see :meth:`state_dict`.
+            step: of the checkpoint; 0 = a new run.
         """
         self.roles.sharding_manager.version = step  # weight versions go on, and those of finished samples stay valid
         if not state:
@@ -183,7 +193,7 @@ class RolloutService:
             SampleId(group, sample): [StoredTurn(**fields) for fields in of_sample]
             for group, sample, of_sample in (state.get(TURNS, ()) if self.keys.partial_rollout else ())
         }
-        self._groups = {group["number"]: self._restored_group(group, turns) for group in state[GROUPS]}
+        self._groups = {group["number"]: self.rollouts.restored_group(group, turns) for group in state[GROUPS]}
         self._ended = {
             SampleId(group, sample): _restored_trajectory(fields) for group, sample, fields in state[SAMPLES]
         }
@@ -191,58 +201,161 @@ class RolloutService:
 
     def close(self) -> None:
         """Abandon the work in flight."""
-        if self.traffic.is_open:
-            self.traffic.close()
+        self.rollouts.close()
 
-    def _collect(self) -> tuple[DataProto, Metrics]:
-        """Wait until the groups of a batch are complete; return their samples in the order of admission."""
+    def _collect(self) -> list[int]:
+        """Wait until the groups of a batch are complete; return their numbers in the order of admission."""
+        if self.mode == SYNC:
+            self.roles.ready_engines()
         self._admit()
         with self._idle.waiting():
             while (numbers := self._next_groups()) is None:
                 self._receive(WAIT_S)
-        batch_number = self.ledger.trained // self.batch_size
-        version, staleness = self.ledger.version, [self.ledger.staleness(number) for number in numbers]
-        groups = [self._groups[number] for number in numbers]
-        names = [name for group in groups for name in group.ids]
-        trajectories = [self._ended[name] for name in names]
-        batch, metrics = self.rollout.batch_of(groups, trajectories)
-        check_staleness(trajectories, version + 1, self.ledger.rule.bound)
-        metrics |= staleness_metrics(trajectories, version + 1, staleness)
-        metrics["rollout_service/finished"] = float(len(self.ledger.finished) - len(numbers))
-        metrics["rollout_service/running"] = float(len(self.ledger.running))
-        self.ledger.train(numbers)
-        self._record_order(batch_number, numbers, names, trajectories)
-        for number in numbers:
-            del self._groups[number]
-        for name in names:
-            del self._ended[name]
-        return batch, metrics
+                self._drop_groups()
+                self._admit()
+        return numbers
 
     def _next_groups(self) -> list[int] | None:
-        if self.replay is None:
-            return self.ledger.next_batch(self.batch_size)
-        groups = self.replay.groups(self.ledger.trained // self.batch_size)
-        return self.ledger.replayed_batch(groups)
+        """Return the groups of the next batch; None while too few are complete."""
+        if self._undecided():
+            return None
+        numbers = self.ledger.next_batch(self.batch_size)
+        if numbers is None and not self.ledger.running and not self._admissible:
+            finished = self.ledger.finished
+            fill = self.selection.fill(self.batch_size - len(finished), list(self._dropped))
+            self._scored |= {number: self._dropped[number] for number in fill}
+            numbers = sorted([*finished, *fill])
+        return numbers
+
+    def _staleness(self, numbers: Sequence[int]) -> Metrics:
+        """Check the weight versions of a batch, and return its metrics of staleness; empty in synchronous training.
+
+        Raises:
+            WeightSyncError: a token is newer than the weights of the batch, or staler than the bound.
+        """
+        version, admitted = self.ledger.version, [number for number in numbers if number not in self._dropped]
+        trajectories = self._trajectories(admitted)
+        check_staleness(trajectories, version + 1, self.ledger.rule.bound)
+        if self.mode == SYNC:
+            return {}
+        staleness = [self.ledger.staleness(number) for number in admitted]
+        return staleness_metrics(trajectories, version + 1, staleness) | {
+            "rollout_service/finished": float(len(self.ledger.finished) - len(admitted)),
+            "rollout_service/running": float(len(self.ledger.running)),
+        }
+
+    def _return_devices(self) -> Metrics:
+        """Free the devices that the trainer shares with engines; return the metrics of the engines, if known."""
+        if self.mode == SYNC:
+            metrics = self.rollouts.close().metrics() | self.rollouts.runners.endpoint_metrics()
+            self.roles.free_engines()
+            return metrics
+        if self.mode == COLOCATED:
+            self.roles.pause_engines()
+        else:
+            self._switch_s += self.roles.return_devices(self.rollouts.update_replicas)
+        return {}
+
+    def _build(self, numbers: Sequence[int]) -> tuple[DataProto, Metrics] | None:
+        """Build the batch of groups that are scored together; None with dynamic sampling, which has scored each."""
+        trajectories = self._trajectories([number for number in numbers if number in self._groups])
+        report_failures(trajectories)
+        if self.selection.filter.enable:
+            return None
+        return self.rollouts.batch_of([self._groups[number] for number in numbers], trajectories)
+
+    def _finish(self, numbers: Sequence[int], built: tuple[DataProto, Metrics] | None) -> tuple[DataProto, Metrics]:
+        """Score a batch if dynamic sampling has not, count its groups as trained, and select the rows to train on."""
+        if built is not None:
+            batch, metrics = built
+            scored = self.selection.groups(numbers, self.rewards.score(batch, check=False), metrics)
+            self._scored |= dict.fromkeys(numbers, scored)
+        used = {id(part): part for part in [*self._dropped.values(), *(self._scored[number] for number in numbers)]}
+        self.rewards.check([part.failures for part in used.values()])
+        admitted = [number for number in numbers if number not in self._dropped]
+        self.ledger.train(admitted)
+        self.ledger.reinstate(len(numbers) - len(admitted))
+        surplus = self._restart_surplus()
+        batch, metrics = self.selection.batch(self._scored, numbers, self._dropped, surplus)
+        self._forget(numbers)
+        self._dropped = {}
+        for number, part in self._scored.items():  # metrics of groups that were scored together count once
+            if id(part) in used:
+                self._scored[number] = part._replace(metrics={}, tokens=0, failures=Failures())
+        return batch, metrics
+
+    def _restart_surplus(self) -> int:
+        """Let the groups beyond the batch start again with the next weights; return their number."""
+        if not self.ledger.rule.surplus:
+            return 0
+        self._unsent = self.ledger.restart()
+        for number in self._unsent:
+            self._scored.pop(number, None)
+            for name in self._groups[number].ids:
+                self._ended.pop(name, None)
+        return len(self._unsent)
+
+    def _undecided(self) -> list[int]:
+        """Return the finished groups that dynamic sampling has not scored."""
+        if not self.selection.filter.enable:
+            return []
+        return sorted(number for number in self.ledger.finished if number not in self._scored)
+
+    def _drop_groups(self) -> None:
+        """Score finished groups, and drop those without variance (dynamic sampling).
+
+        Reward functions score each group on its own, so that results do not depend on time. A reward model scores
+        those that are finished together; on the engines' devices, when no conversation is in flight.
+        """
+        undecided = self._undecided()
+        if self.rewards.model is None:
+            for number in undecided:
+                self._score([number])
+        elif undecided and (self.mode == DISAGGREGATED or not self.ledger.running):
+            if self.mode == SYNC:
+                self.roles.free_engines()
+            self._score(undecided)
+            if self.mode == SYNC:
+                self.roles.ready_engines()
+
+    def _score(self, numbers: Sequence[int]) -> None:
+        batch, metrics = self.rollouts.batch_of(
+            [self._groups[number] for number in numbers], self._trajectories(numbers)
+        )
+        part = self.selection.groups(numbers, self.rewards.score(batch, check=False), metrics)
+        for number in numbers:
+            if number in part.varied:
+                self._scored[number] = part
+            else:
+                self._dropped[number] = part
+                self.ledger.drop(number)
+                self._forget([number])
+
+    def _trajectories(self, numbers: Sequence[int]) -> list[Trajectory]:
+        return [self._ended[name] for number in numbers for name in self._groups[number].ids]
+
+    def _forget(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._scored.pop(number, None)
+            for name in self._groups.pop(number).ids if number in self._groups else ():
+                del self._ended[name]
+
+    @property
+    def _admissible(self) -> int:
+        """Number of prompts to admit now: the ledger's capacity without slots that dynamic sampling may not refill."""
+        return max(0, int(self.ledger.capacity - max(0, len(self._dropped) - self.selection.max_dropped)))
 
     def _admit(self) -> None:
-        """Admit prompts up to the capacity, and start them with the unsent samples of a resumed run."""
-        count = self.ledger.capacity
+        """Admit prompts, and start them with the unsent samples of a resumed run."""
+        count = self._admissible
         if count:
             prompts = self.prompts.take(count)
             numbers = self.ledger.admit(count)
-            groups = self.rollout.training_groups(prompts, [self._origin(number) for number in numbers], numbers)
-            self._groups |= {group.number: self._with_spans(group) for group in groups}
+            self._groups |= {group.number: group for group in self.rollouts.training_groups(prompts, numbers)}
             self._unsent += numbers
         if self._unsent:
             unsent, self._unsent = self._unsent, []
-            self.traffic.submit([self._missing(number) for number in unsent])
-        if self._awaits_versions and self.traffic.is_open:
-            self.traffic.runners.set_version(self.roles.sharding_manager.version)
-
-    def _origin(self, number: int) -> tuple[int, int]:
-        """Return step and batch index of the group in synchronous training, which seed its samples."""
-        step, place = divmod(number, self.config.data.train_batch_size)
-        return step + 1, place
+            self.rollouts.submit([self._missing(number) for number in unsent])
 
     def _missing(self, number: int) -> ConversationGroup:
         missing = {SampleId(number, sample) for sample in self.ledger.missing(number)}
@@ -251,17 +364,21 @@ class RolloutService:
     def _receive(self, wait_s: float) -> None:
         """Record the samples that have ended."""
         self._raise_error()
-        if not self.traffic.is_open:
-            return
-        for name, trajectory in self.traffic.finished(wait_s):
+        for name, trajectory in self.rollouts.finished(wait_s):
             self._ended[name] = trajectory
             self.ledger.end_sample(*name)
 
     def _receive_meanwhile(self) -> None:
-        """Record the samples that have ended while the trainer trains; the next :meth:`_receive` raises an error."""
+        """Record the samples that have ended while the trainer trains, and refill the slots of dropped groups.
+
+        The next :meth:`_receive` raises an error.
+        """
         if self._error is None:
             try:
                 self._receive(0.0)
+                if self.selection.filter.enable and self.rewards.model is None:
+                    self._drop_groups()
+                    self._admit()
             except Exception as error:
                 self._error = error
 
@@ -274,41 +391,27 @@ class RolloutService:
     def _sync_when_idle(self) -> Metrics:
         """Wait until no conversation is in flight, and replace the weights."""
         started = time.perf_counter()
-        stats = RouterStats()
         with self._idle.waiting():
             while self.ledger.running:
                 self._receive(WAIT_S)
-        if self.traffic.is_open:
-            stats = self.traffic.close()
-            if stats.to_replace:
-                self.rollout.on_lost(stats.to_replace)
+        stats = self.rollouts.close()
         waited = {"rollout_service/sync_wait_s": time.perf_counter() - started}
-        return waited | _held_metrics([]) | stats.metrics() | self.roles.sync_weights()
+        return waited | _paused_metrics([]) | stats.metrics() | self.roles.sync_weights()
 
     def _sync_in_flight(self) -> Metrics:
         """Replace the weights between two tokens of the responses in flight; new replicas get their share of them."""
-        metrics, held = self.roles.sync_weights_in_flight()
-        stats = self.traffic.take_stats()
-        self.traffic.update_replicas()
-        return {"rollout_service/sync_wait_s": 0.0} | _held_metrics(held) | stats.metrics() | metrics
-
-    @property
-    def _awaits_versions(self) -> bool:
-        """Whether the conversations repeat the weight versions of an earlier run."""
-        return self.replay is not None and self.keys.partial_rollout
-
-    def _await_recorded_versions(self) -> None:
-        """Wait until all conversations have the tokens that this weight version generated in the earlier run."""
-        while self._awaits_versions and self.traffic.is_open and not self.traffic.runners.waits_for_weights():
-            self._receive(POLL_S)
+        metrics, paused = self.roles.sync_weights_in_flight()
+        stats = self.rollouts.runners.take_stats() if self.rollouts.is_open else RouterStats()
+        self.rollouts.update_replicas()
+        return {"rollout_service/sync_wait_s": 0.0} | _paused_metrics(paused) | stats.metrics() | metrics
 
     def _stored_turns(self) -> dict[SampleId, Sequence[StoredTurn]]:
         """Interrupt the conversations in flight for a moment; return the turns of the unfinished samples."""
         if not self.keys.partial_rollout:
             return {}
-        if not self.traffic.is_open:
+        if not self.rollouts.is_open:
             return self._restored_turns()
-        turns = self.traffic.runners.stored_turns()
+        turns = self.rollouts.runners.stored_turns()
         while any(name not in turns for name, _ in self._unfinished()):  # they have ended
             self._receive(WAIT_S)
         return {name: turns[name] for name, _ in self._unfinished() if turns[name]}
@@ -322,62 +425,12 @@ class RolloutService:
             group = self._missing(number)
             yield from zip(group.ids, group.samples, strict=True)
 
-    def _record_order(
-        self, batch: int, numbers: Sequence[int], names: Sequence[SampleId], trajectories: Sequence[Trajectory]
-    ) -> None:
-        """Record a batch for replays; warn if samples of a replayed batch differ from the recorded ones."""
-        versions = None
-        if self.keys.partial_rollout:
-            spans = {name: version_spans(trajectory) for name, trajectory in zip(names, trajectories, strict=True)}
-            versions = [[spans[name] for name in self._groups[number].ids] for number in numbers]
-            if self.replay is not None and (other := [n for n in names if spans[n] != self.replay.spans(n)]):
-                logger.warning(
-                    "trainer.replay_order: %d of %d samples of batch %d have other tokens per weight version than in "
-                    "the recorded run, the first is sample %d of group %d",
-                    *(len(other), len(names), batch, other[0].sample, other[0].group),
-                )
-        self.order.add(batch, OrderedBatch(list(numbers), versions))
 
-    def _with_spans(self, group: ConversationGroup) -> ConversationGroup:
-        """Add the weight versions of the recorded run that this run replays, if any."""
-        replay = self.replay
-        if replay is None:
-            return group
-        names = zip(group.ids, group.samples, strict=True)
-        return replace(group, samples=[replace(sample, spans=replay.spans(name)) for name, sample in names])
-
-    def _restored_group(
-        self, stored: Mapping[str, Any], turns: Mapping[SampleId, Sequence[StoredTurn]]
-    ) -> ConversationGroup:
-        params = self.rollout.training_params()
-        samples = [
-            PlannedSample(sample, params, seed, turns.get(SampleId(stored["number"], sample), ()))
-            for sample, seed in enumerate(stored["seeds"])
-        ]
-        group = ConversationGroup(
-            samples=samples,
-            messages=stored["facts"].get("raw_prompt", ()),
-            with_routes=self.rollout.with_routes,
-            with_turns=self.rollout.with_turns,
-            reward=TRAINING_REWARD,
-            **{name: stored[name] for name in STORED},
-        )
-        return self._with_spans(group)
-
-
-def _held_metrics(held: Sequence[PausedRequests]) -> Metrics:
+def _paused_metrics(paused: Sequence[PausedRequests]) -> Metrics:
     return {
-        "rollout_service/interrupted": float(sum(one.requests for one in held)),
-        "rollout_service/recomputed_tokens": float(sum(one.tokens for one in held)),
+        "rollout_service/interrupted": float(sum(requests.requests for requests in paused)),
+        "rollout_service/recomputed_tokens": float(sum(requests.tokens for requests in paused)),
     }
-
-
-STORED = ("number", "prompt_ids", "key", "agent_name", "facts")
-"""Fields of a group that a checkpoint has; the others follow from them."""
-
-
-def _stored_group(group: ConversationGroup) -> dict[str, Any]:
-    return {name: getattr(group, name) for name in STORED} | {"seeds": [sample.seed for sample in group.samples]}
 
 
 def _stored_trajectory(trajectory: Trajectory) -> dict[str, Any]:

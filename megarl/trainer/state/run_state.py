@@ -15,7 +15,6 @@ from megarl.base.errors import CheckpointError, ConfigError, StepImpossible
 from megarl.base.provenance import command_with
 from megarl.cluster import WorkerGroup, wait_all
 from megarl.config.compose import to_yaml
-from megarl.config.schema.async_training import SYNC
 from megarl.config.schema.jobs import SupervisedConfig, TrainConfig
 from megarl.config.schema.model import CheckpointConfig
 from megarl.data import DataProto
@@ -117,12 +116,6 @@ def find_resume(config: TrainConfig | SupervisedConfig) -> Resume | None:
     state.check_model(fingerprints(config))
     for role, checkpoint in contents.items():
         state.check_contents(role, checkpoint.load_contents, f"{CHECKPOINT_KEYS[role]}.load_contents")
-    if state.rollout and isinstance(config, TrainConfig) and config.async_training.mode == SYNC:
-        raise CheckpointError(
-            f"{path} has prompts in flight of asynchronous training, which async_training.mode=sync cannot continue; "
-            "resume with the mode of the run",
-            code="resume.async-to-sync",
-        )
     if differing := state.differing_versions():
         logger.warning("%s was written by other software versions: %s", path, "; ".join(differing))
     return Resume(path, state)
@@ -145,7 +138,7 @@ class RunState:
         step: the current step, or the last finished one; counted from 1.
         saver: saves the checkpoints.
         on_step_begin: called when a step begins.
-        in_flight: returns the work in flight of an asynchronous run, which its checkpoints have.
+        in_flight: returns the samples in flight, which checkpoints have; None = there are none.
     """
 
     def __init__(
@@ -166,8 +159,6 @@ class RunState:
         self.resume = resume
         self.stop = stop or StopCondition()
         self.step = 0
-        self._position: tuple[int, dict[str, Any]] = (0, {})
-        self._undone = False
         self.in_flight: Callable[[], dict[str, Any]] | None = None
         self.on_step_begin: Callable[[], object] = lambda: None
         self.saver = CheckpointSaver(checkpoint_store(config, run_id), role_contents(config), message)
@@ -201,7 +192,6 @@ class RunState:
         """Yield the number of each step until the run ends; ``step`` counts along, over all epochs."""
         self.stop.begin()
         while not self.ends:
-            self._position = self._position_now()
             self.step += 1
             self.on_step_begin()
             yield self.step
@@ -209,14 +199,9 @@ class RunState:
     def undo_step(self) -> None:
         """Return to the step before the current one, which failed before any update.
 
-        A later save has the data position before the prompts of the current step; with work in flight, which has all
-        prompts that were taken and not trained, the current position.
+        A later save has the prompts that were taken and not trained, as work in flight.
         """
         self.step -= 1
-        self._undone = self.in_flight is None
-
-    def _position_now(self) -> tuple[int, dict[str, Any]]:
-        return self.prompts.epoch, self.prompts.state_dict()
 
     def restore(self, learners: Iterable[WorkerGroup]) -> None:
         """Restore weights, optimizers, random states and the KL coefficient from the checkpoint, if any.
@@ -283,8 +268,8 @@ class RunState:
         if self._score is not None and math.isnan(self._score.value):
             self._score = None
 
-        epoch, position = self._position if self._undone else self._position_now()
         rollout = self.in_flight() if self.in_flight else {}
+        epoch, position = self.prompts.epoch, self.prompts.state_dict()
 
         def write_driver_files(folder: Path) -> None:
             TrainerState(

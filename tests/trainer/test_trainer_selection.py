@@ -1,4 +1,4 @@
-"""Dynamic sampling: rounds of generation, dropped groups, ReMax baselines, best of n, and metrics."""
+"""Selection of the samples to train on: groups without variance, ReMax baselines, best of n, and metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from megarl.base.errors import StepImpossible
 from megarl.base.reductions import Total
 from megarl.config import TrainConfig
 from megarl.data import DataProto
-from megarl.trainer.phases.dynamic_sampling import SampleCollector, join, keep_best, split_baselines
+from megarl.rewards.manager import Scored
+from megarl.trainer.rollout_service.selection import ScoredGroups, Selection, join, keep_best, split_baselines
 
 GROUPS = {"actor_rollout_ref.rollout.n": 2, "algorithm.adv_estimator": "grpo", "data.train_batch_size": 4}
 GROUPS["actor_rollout_ref.actor.ppo_mini_batch_size"] = 4
@@ -43,74 +44,70 @@ def uids(batch: DataProto) -> list[str]:
     return batch.non_tensor_batch["uid"].tolist()
 
 
+def scored(selection: Selection, first: int, batch: DataProto, metrics: dict[str, float]) -> ScoredGroups:
+    numbers = range(first, first + len(batch) // 2)
+    return selection.groups(numbers, Scored(batch, metrics, {}), {})
+
+
 @pytest.fixture
-def collector(train_config: Callable[..., TrainConfig]) -> Callable[..., SampleCollector]:
-    return lambda **changes: SampleCollector(train_config(FILTER | SOME | changes))
+def select(train_config: Callable[..., TrainConfig]) -> Callable[..., Selection]:
+    return lambda **changes: Selection(train_config(FILTER | SOME | changes))
 
 
-def test_without_filter_a_step_has_one_round(train_config: Callable[..., TrainConfig]) -> None:
-    steps = SampleCollector(train_config(GROUPS | SOME))
+def test_without_filter_a_batch_keeps_its_rows(train_config: Callable[..., TrainConfig]) -> None:
+    selection = Selection(train_config(GROUPS | SOME))
     batch = samples({name: [1.0, 1.0] for name in "abcd"})
-    metrics: dict[str, float] = {}
-    assert steps.add(batch, {"reward/failed": 0.0}) == 0
-    assert uids(steps.finish(metrics)) == uids(batch) and metrics == {"reward/failed": 0.0}
+    groups = scored(selection, 4, batch, {"reward/failed": 0.0})
+    assert list(groups.varied) == [4, 5, 6, 7]
+    selected, metrics = selection.batch(dict.fromkeys(groups.numbers, groups), groups.numbers, {}, 0)
+    assert uids(selected) == uids(batch) and metrics == {"reward/failed": 0.0}
 
 
-def test_zero_variance_groups_are_replaced(collector: Callable[..., SampleCollector]) -> None:
-    steps, metrics = collector(), {}
+def test_zero_variance_groups_are_dropped(select: Callable[..., Selection]) -> None:
+    selection = select()
     # Two of four groups have varied scores; a group with a single score does not.
     first = samples({"a": [1, 0], "b": [1, 1], "c": [None, 1.0], "d": [0, 1]})
-    assert (
-        steps.add(first, {"reward/failed": Total(1), "x/mean": 1.0}) == 4
-    )  # half of the prompts are kept, two are missing
-    assert steps.rounds == 1
     second = samples({"e": [0, 0], "f": [0, 1], "g": [1, 0], "h": [0.5, 0]})
-    assert steps.add(second, {"reward/failed": Total(2), "x/mean": 2.0}) == 0
-    batch = steps.finish(metrics)
+    groups = [
+        scored(selection, 0, first, {"reward/failed": Total(1), "x/mean": 1.0}),
+        scored(selection, 4, second, {"reward/failed": Total(2), "x/mean": 2.0}),
+    ]
+    assert [sorted(part.varied) for part in groups] == [[0, 3], [5, 6, 7]]
+    of_number = {number: part for part in groups for number in part.numbers}
+    dropped = {number: part for number, part in of_number.items() if number not in part.varied}
+    batch, metrics = selection.batch(of_number, [0, 3, 5, 6], dropped, 1)
     assert uids(batch) == ["a", "a", "d", "d", "f", "f", "g", "g"]
     assert metrics["train/num_gen_batches"] == 2 and metrics["filter_groups/asked"] == 8
     assert metrics["filter_groups/dropped"] == 3 and metrics["filter_groups/surplus"] == 1
     assert metrics["filter_groups/efficiency"] == 0.5 and metrics["filter_groups/filled"] == 0
     assert metrics["reward/failed"] == 3 and metrics["x/mean"] == 1.5
     assert batch.meta_info["generated_tokens"] == 16 * 3
-    assert steps.rounds == 0  # ready for the next step
 
 
-def test_later_rounds_are_sized_by_the_share_of_kept_groups(collector: Callable[..., SampleCollector]) -> None:
-    steps = collector(**{"data.gen_batch_size": 8})
-    assert steps.round_size == 8
-    assert steps.add(samples({str(i): [0, int(i < 3)] for i in range(8)}), {}) == 3  # 3 of 8 kept, 1 missing: 2.67
-    assert collector().add(samples({name: [1, 1] for name in "abcd"}), {}) == 4  # no group was kept yet
+def test_dropped_groups_fill_a_batch_or_stop_the_run(select: Callable[..., Selection]) -> None:
+    limits = {"algorithm.filter_groups.max_num_gen_batches": 2}
+    selection = select(**limits)
+    assert selection.max_dropped == 4 and select().max_dropped == float("inf")
+    assert select(**limits, **{"data.gen_batch_size": 6}).max_dropped == 6
+    with raises("algorithm.too-few-groups", "2 batches", "7 prompts", "only 1", error=StepImpossible):
+        selection.fill(3, [1, 2, 3, 4, 5, 6])
+    filling = select(**limits, **{"algorithm.filter_groups.on_shortage": "fill"})
+    groups = scored(filling, 0, samples({"a": [1, 1], "b": [1, 0], "c": [0, 0], "d": [2, 2], "e": [3, 3]}), {})
+    dropped = dict.fromkeys([4, 0, 2, 3], groups)
+    assert filling.fill(3, list(dropped)) == [0, 2, 3]
+    batch, metrics = filling.batch(dict.fromkeys(range(5), groups), [0, 1, 2, 3], dropped, 0)
+    assert uids(batch) == [name for name in "abcd" for _ in range(2)]
+    assert metrics["filter_groups/filled"] == 3 and metrics["filter_groups/efficiency"] == 0.2
 
 
-@pytest.mark.parametrize("way", ["stop", "fill"])
-def test_shortage_stops_or_fills_the_batch(collector: Callable[..., SampleCollector], way: str) -> None:
-    limits = {"algorithm.filter_groups.max_num_gen_batches": 2, "algorithm.filter_groups.on_shortage": way}
-    steps, metrics = collector(**limits), {}
-    assert steps.add(samples({"a": [1, 0], "b": [1, 1]}), {}) > 0
-    assert steps.add(samples({"c": [1, 1], "d": [0, 0]}), {}) == 0
-    if way == "stop":
-        with raises("algorithm.too-few-groups", error=StepImpossible) as caught:
-            steps.finish(metrics)
-        assert str(caught.value) == (
-            "2 rounds of generation (algorithm.filter_groups.max_num_gen_batches=2) sampled 4 prompts, and the samples "
-            "of only 1 of them differ in score; data.train_batch_size=4 are needed. The task is too easy or too hard "
-            "for the policy: change the data, allow more rounds, or set algorithm.filter_groups.on_shortage=fill "
-            "[algorithm.too-few-groups]"
-        )
-    else:
-        assert uids(steps.finish(metrics)) == [name for name in "abcd" for _ in range(2)]
-        assert metrics["filter_groups/filled"] == 3 and metrics["filter_groups/efficiency"] == 0.25
-
-
-def test_groups_are_filtered_by_a_number_of_the_reward_function(collector: Callable[..., SampleCollector]) -> None:
-    steps = collector(**{"algorithm.filter_groups.metric": "acc"})
+def test_groups_are_filtered_by_a_number_of_the_reward_function(select: Callable[..., Selection]) -> None:
+    selection = select(**{"algorithm.filter_groups.metric": "acc"})
     groups = {"a": [1.0, 0.5], "b": [1.0, 1.0]}
-    steps.add(samples(groups, reward_extra_acc=[True, True, 0.0, 1.0]), {})
-    steps.add(samples(groups | {"c": [0, 0]}, reward_extra_acc=[0, 1, 1, 0, 1, 0]), {})
-    assert uids(steps.finish({})) == ["b", "b", "a", "a", "b", "b", "c", "c"]
+    assert scored(selection, 0, samples(groups, reward_extra_acc=[True, True, 0.0, 1.0]), {}).varied == {1}
+    more = samples(groups | {"c": [0, 0]}, reward_extra_acc=[0, 1, 1, 0, 1, 0])
+    assert scored(selection, 0, more, {}).varied == {0, 1, 2}
     with raises("algorithm.no-filter-metric", "algorithm.filter_groups.metric='acc'", "['f1']"):
-        steps.add(samples(groups, reward_extra_f1=[1, 2, 3, 4]), {})
+        scored(selection, 0, samples(groups, reward_extra_f1=[1, 2, 3, 4]), {})
 
 
 def test_greedy_samples_become_the_baselines_of_their_prompts() -> None:
@@ -132,7 +129,7 @@ def test_best_of_n_keeps_the_best_and_masks_bad_samples() -> None:
     assert metrics == {"best_of_n/all/mean": 0.35, "best_of_n/kept/mean": 0.4375, "best_of_n/masked": 1.0}
 
 
-def test_a_column_missing_in_a_round_is_none_there() -> None:
+def test_a_column_missing_in_a_batch_is_none_there() -> None:
     joined = join([samples({"a": [1.0]}, reward_extra_x=[3]), samples({"b": [0.0]})])
     assert joined.non_tensor_batch["reward_extra_x"].tolist() == [3, None]
 

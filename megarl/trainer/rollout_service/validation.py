@@ -27,8 +27,8 @@ from megarl.data import DataProto, StatefulLoader, sequence_lengths
 from megarl.rewards.outcome import EXTRA, as_number
 from megarl.trainer.metrics.step_metrics import Metrics
 from megarl.trainer.phases.reward_phase import RewardPhase
-from megarl.trainer.phases.rollout_phase import ROLLOUT_METRICS, RolloutPhase
 from megarl.trainer.records.samples import Sample, describe_samples
+from megarl.trainer.rollout_service.rollouts import ROLLOUT_METRICS, Rollouts
 from megarl.workers.row_math import generated_tokens, row_sums
 
 CONVERSATION_METRICS = (
@@ -48,7 +48,7 @@ class Validator:
     """Evaluates the policy on held-out prompts.
 
     Args:
-        rollout: generates the samples.
+        rollouts: generates the samples.
         rewards: scores them; the validation metric is this reward.
         loader: held-out prompts, in file order.
         tokenizer: decodes samples for the dump.
@@ -56,12 +56,12 @@ class Validator:
 
     def __init__(
         self,
-        rollout: RolloutPhase,
+        rollouts: Rollouts,
         rewards: RewardPhase,
         loader: StatefulLoader,
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
-        self.rollout = rollout
+        self.rollouts = rollouts
         self.rewards = rewards
         self.loader = loader
         self.tokenizer = tokenizer
@@ -81,7 +81,7 @@ class Validator:
         """
         parts: list[DataProto] = []
         for number, prompts in enumerate(self.loader):
-            samples = self.rollout.validate(prompts, step if stream is None else stream, number)
+            samples = self.rollouts.validate(prompts, step if stream is None else stream, number)
             parts.append(self.rewards.score(samples).batch)
             on_batch(parts[-1])
         records = [record for part in parts for record in describe_samples(part, self.tokenizer, step)]
@@ -95,7 +95,7 @@ class Validator:
         extras = {name.removeprefix(EXTRA): _column(parts, name) for name in _extra_columns(parts)}
         answers = extras.pop(PREDICTION, None)
         variables = {name: _numbers(column) for name, column in extras.items()} | {"reward": scores}
-        samples = self.rollout.rollout.val_kwargs.n
+        samples = self.rollouts.rollout.val_kwargs.n
         metrics = validation_metrics(sources, prompts, samples, variables, answers)
         lengths = np.concatenate(
             [sequence_counts(generated_tokens(part), sequence_lengths(part)[1]).numpy() for part in parts]

@@ -1,0 +1,323 @@
+"""Conversations on the rollout replicas: groups of training and validation out, batches of their samples back."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from megarl.agents.build import default_agent_loop
+from megarl.agents.trajectories import report_failures, trajectories_to_batch, trajectory_metrics
+from megarl.agents.types import (
+    AGENT_NAME,
+    TRAINING_REWARD,
+    VALIDATION_REWARD,
+    ConversationGroup,
+    ConversationService,
+    FinishedSample,
+    PlannedSample,
+    SampleId,
+    StoredTurn,
+    Trajectory,
+)
+from megarl.base.seeds import derive_seed
+from megarl.config.schema.async_training import SYNC
+from megarl.config.schema.jobs import GenerationJobConfig, TrainConfig
+from megarl.config.schema.rollout import TrainingRolloutConfig
+from megarl.data import DataProto
+from megarl.rewards.outcome import REWARD_COUNTS
+from megarl.rollout.interface import SamplingParams
+from megarl.rollout.router import Replica
+from megarl.rollout.router_stats import RouterStats
+from megarl.trainer.metrics.step_metrics import Metrics
+
+TRAINING, VALIDATION = 0, 1
+"""Seed streams of training and validation."""
+BASELINE = "is_baseline"
+"""Column that marks the greedy samples of ReMax."""
+ROLLOUT_METRICS = "rollout_metrics"
+"""Key in the ``meta_info`` of a validation batch: metrics of its conversations."""
+WAIT_S = 1.0
+"""Timeout of one wait for finished samples, in seconds; callers wait again."""
+STORED = ("number", "prompt_ids", "key", "agent_name", "facts")
+"""Fields of a group that a checkpoint has; the others follow from them."""
+
+
+class Rollouts:
+    """Leads conversations on the rollout replicas, in training and validation.
+
+    The random draws of a sample depend only on the seed, the number of its group and its number in the group. They do
+    not depend on the replicas, on batching or on time. Groups of training are numbered from 0, groups of validation
+    from -1 downwards, so both may be in flight at the same time.
+
+    Args:
+        runners: lead the conversations.
+        replicas: returns the current rollout replicas by number, since they may be replaced, join and leave.
+        config: complete.
+        tokenizer: of the policy.
+        batch_info: ``meta_info`` of training batches, such as the rows of a mini-batch.
+        on_lost: receives the numbers of lost replicas when no conversation is in flight.
+        state_masking: exclude tokens of tools and searches from training.
+
+    Attributes:
+        is_open: whether the runners hold the replicas; from a submission to :meth:`close`.
+    """
+
+    def __init__(
+        self,
+        runners: ConversationService,
+        replicas: Callable[[], Mapping[int, Replica]],
+        config: GenerationJobConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        batch_info: Mapping[str, Any] = MappingProxyType({}),
+        on_lost: Callable[[Collection[int]], None] = lambda lost: None,
+        state_masking: bool = True,
+    ) -> None:
+        self.runners = runners
+        self.replicas = replicas
+        self.config = config
+        self.rollout = config.actor_rollout_ref.rollout
+        self.tokenizer = tokenizer
+        self.batch_info = batch_info
+        self.on_lost = on_lost
+        self.state_masking = state_masking
+        self.is_open = False
+        asynchronous = config.async_training if isinstance(config, TrainConfig) else None
+        self.with_versions = asynchronous is not None and asynchronous.mode != SYNC
+        self.with_routes = config.actor_rollout_ref.replays_engine_routes
+        self.with_turns = self.with_versions and asynchronous is not None and asynchronous.partial_rollout
+        self.with_baseline = isinstance(config, TrainConfig) and config.uses_baselines
+        self._default_loop = default_agent_loop(config)
+        self._served: Mapping[int, Replica] = {}
+        self._ended: list[FinishedSample] = []
+        self._validated: dict[SampleId, Trajectory] = {}
+
+    def submit(self, groups: Sequence[ConversationGroup]) -> None:
+        """Start conversations, without waiting for them."""
+        if not self.is_open:
+            self._served = self.replicas()
+            self.runners.open(self._served)
+            self.is_open = True
+        self.runners.submit(groups)
+
+    def update_replicas(self) -> None:
+        """Send changed replicas to the conversations in flight; see :meth:`ConversationService.set_replicas`."""
+        replicas = self.replicas()
+        if self.is_open and replicas != self._served:
+            self.runners.set_replicas(replicas)
+            self._served = replicas
+
+    def finished(self, wait_s: float) -> list[FinishedSample]:
+        """Return samples of training that have ended; wait for the first one, at most ``wait_s`` seconds.
+
+        Raises:
+            MegarlError: no conversation can go on; none is in flight any more.
+        """
+        if self.is_open:
+            self._receive(0.0 if self._ended else wait_s)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def close(self) -> RouterStats:
+        """Abort the conversations in flight, and replace lost replicas; when it returns, no replica has a request."""
+        if not self.is_open:
+            return RouterStats()
+        self.is_open, self._ended, self._validated = False, [], {}
+        stats = self.runners.close()
+        if stats.to_replace:
+            self.on_lost(stats.to_replace)
+        return stats
+
+    def validate(self, prompts: DataProto, step: int, batch: int = 0) -> DataProto:
+        """Generate samples with the sampling parameters of validation; conversations of training go on.
+
+        Args:
+            prompts: held-out prompts.
+            step: seeds the draws.
+            batch: number of the validation batch in the step.
+
+        Returns:
+            ``n`` adjacent rows per prompt; the column ``uid`` names the prompt. ``meta_info[ROLLOUT_METRICS]`` has the
+            metrics of the conversations.
+        """
+        sampling, shared = self.rollout.val_kwargs, self.is_open
+        params = [SamplingParams.of(sampling, self.config.data.max_response_length)] * sampling.n
+        origins = [(VALIDATION, step, batch, row) for row in range(len(prompts))]
+        groups = [
+            self._group(-1 - row, self._seed(origins[row]), _uid(origins[row]), params, VALIDATION_REWARD, ids, facts)
+            for row, (ids, facts) in enumerate(_prompt_rows(prompts))
+        ]
+        names = [name for group in groups for name in group.ids]
+        try:
+            self.submit(groups)
+            while not self._validated.keys() >= set(names):
+                self._receive(WAIT_S)
+        except Exception:
+            if self.is_open and not shared:
+                with contextlib.suppress(Exception):  # the first error is the cause
+                    self.close()
+            raise
+        trajectories = [self._validated.pop(name) for name in names]
+        stats = RouterStats() if shared else self.close()
+        report_failures(trajectories)
+        samples = self._with_facts(groups, trajectories, with_routes=False)
+        samples.meta_info[ROLLOUT_METRICS] = trajectory_metrics(trajectories) | stats.metrics()
+        return samples
+
+    @property
+    def samples_per_group(self) -> int:
+        """Samples per prompt of training, ReMax's greedy baseline included."""
+        return len(self._training_params)
+
+    @property
+    def _training_params(self) -> list[SamplingParams]:
+        """Sampling parameters of each sample of a training group; the greedy baseline is the last."""
+        assert isinstance(self.rollout, TrainingRolloutConfig), "a job without training samples"
+        params = SamplingParams.of(self.rollout, self.config.data.max_response_length)
+        greedy = [dataclasses.replace(params, temperature=0.0)] * self.with_baseline
+        return [params] * self.rollout.n + greedy
+
+    def training_groups(self, prompts: DataProto, numbers: Sequence[int]) -> list[ConversationGroup]:
+        """Build the training groups of prompts.
+
+        Args:
+            prompts: one per group.
+            numbers: number of each group, from 0; it seeds the samples.
+        """
+        params, origins = self._training_params, [self._origin(number) for number in numbers]
+        return [
+            self._group(number, self._seed(origin), _uid(origin), params, TRAINING_REWARD, ids, facts)
+            for number, origin, (ids, facts) in zip(numbers, origins, _prompt_rows(prompts), strict=True)
+        ]
+
+    def restored_group(
+        self, stored: Mapping[str, Any], turns: Mapping[SampleId, Sequence[StoredTurn]]
+    ) -> ConversationGroup:
+        """Build a training group from a checkpoint.
+
+        Args:
+            stored: see :func:`stored_group`.
+            turns: turns of its unfinished samples.
+        """
+        samples = [
+            PlannedSample(sample, params, seed, turns.get(SampleId(stored["number"], sample), ()))
+            for sample, (params, seed) in enumerate(zip(self._training_params, stored["seeds"], strict=True))
+        ]
+        return ConversationGroup(
+            samples=samples,
+            messages=stored["facts"].get("raw_prompt", ()),
+            with_routes=self.with_routes,
+            with_turns=self.with_turns,
+            reward=TRAINING_REWARD,
+            **{name: stored[name] for name in STORED},
+        )
+
+    def batch_of(
+        self, groups: Sequence[ConversationGroup], trajectories: Sequence[Trajectory]
+    ) -> tuple[DataProto, Metrics]:
+        """Build a training batch of finished groups, and the metrics of its conversations.
+
+        Args:
+            groups: see :meth:`training_groups`.
+            trajectories: of their samples, in the order of the groups.
+
+        Returns:
+            ``n`` adjacent rows per group; the column ``uid`` names the prompt. With ReMax, a row more, for which the
+            column :data:`BASELINE` is True.
+        """
+        report_failures(trajectories)
+        batch = self._with_facts(groups, trajectories, with_routes=self.with_routes)
+        if self.with_baseline:
+            of_group = np.arange(len(batch)) % self.samples_per_group
+            batch = batch.with_columns({}, {BASELINE: (of_group == self.samples_per_group - 1).tolist()})
+        batch.meta_info |= self.batch_info
+        return batch, trajectory_metrics(trajectories)
+
+    def _receive(self, wait_s: float) -> None:
+        """Sort finished samples into those of training and of validation."""
+        try:
+            ended = self.runners.finished(wait_s)
+        except Exception:
+            with contextlib.suppress(Exception):  # the first error is the cause
+                self.close()
+            raise
+        self._ended += [sample for sample in ended if sample.name.group >= 0]
+        self._validated |= {name: trajectory for name, trajectory in ended if name.group < 0}
+
+    def _origin(self, number: int) -> tuple[int, int, int]:
+        """Return stream, step and place of a training group if no group is dropped; they seed its samples."""
+        assert isinstance(self.config, TrainConfig), "a job without training samples"
+        step, place = divmod(number, self.config.data.train_batch_size)
+        return TRAINING, step + 1, place
+
+    def _seed(self, origin: tuple[int, ...]) -> int:
+        """Return a prompt's seed: a number of its stream's generator, without drawing the numbers before it."""
+        *stream, row = origin
+        bits = np.random.PCG64([self.rollout.seed or 0, *stream]).advance(row)
+        return int(np.random.Generator(bits).integers(0, 2**62))  # 2^62 divides 2^64: one draw per number
+
+    def _group(
+        self,
+        number: int,
+        seed: int,
+        key: str,
+        params: Sequence[SamplingParams],
+        reward: str,
+        prompt_ids: np.ndarray,
+        facts: Mapping[str, Any],
+    ) -> ConversationGroup:
+        """Build the group of a prompt, with one conversation per entry of ``params``."""
+        trains = reward == TRAINING_REWARD
+        return ConversationGroup(
+            number=number,
+            messages=facts.get("raw_prompt", ()),
+            prompt_ids=prompt_ids,
+            samples=[
+                PlannedSample(sample, sampling, derive_seed(seed, sample)) for sample, sampling in enumerate(params)
+            ],
+            key=key,
+            agent_name=str(facts.get(AGENT_NAME) or self._default_loop),
+            facts=facts,
+            with_routes=self.with_routes and trains,
+            with_turns=self.with_turns and trains,
+            reward=reward,
+        )
+
+    def _with_facts(
+        self, groups: Sequence[ConversationGroup], trajectories: Sequence[Trajectory], *, with_routes: bool
+    ) -> DataProto:
+        """Build a batch of trajectories with the columns of their prompts."""
+        batch = trajectories_to_batch(
+            trajectories,
+            self.tokenizer.pad_token_id or 0,
+            state_masking=self.state_masking,
+            with_versions=self.with_versions,
+            with_routes=with_routes,
+        )
+        batch.meta_info[REWARD_COUNTS] = self.runners.take_reward_counts()
+        names = dict.fromkeys(name for group in groups for name in group.facts)
+        columns = {name: [group.facts.get(name) for group in groups] for name in names}
+        prompts = DataProto.from_dict({}, {**columns, "uid": [group.key for group in groups]})
+        return batch.union(prompts.repeat(len(trajectories) // len(groups)))
+
+
+def stored_group(group: ConversationGroup) -> dict[str, Any]:
+    """Return the fields of a training group that a checkpoint has."""
+    return {name: getattr(group, name) for name in STORED} | {"seeds": [sample.seed for sample in group.samples]}
+
+
+def _prompt_rows(prompts: DataProto) -> list[tuple[np.ndarray, dict[str, Any]]]:
+    """Return the token ids and the other columns of each prompt."""
+    facts = [{name: column[row] for name, column in prompts.non_tensor_batch.items()} for row in range(len(prompts))]
+    return [(ids.numpy(), row) for ids, row in zip(prompts.unpadded("prompts", torch.int32), facts, strict=True)]
+
+
+def _uid(origin: tuple[int, ...]) -> str:
+    """Return the name of a prompt, unique in the run."""
+    return "-".join(map(str, origin))
