@@ -204,7 +204,7 @@ class PromptQueue:
         """
         if "taken" in state:
             raise DataError(
-                "the checkpoint was written by an older megarl in the middle of a data batch; resume it with that version",
+                "an older megarl wrote the checkpoint within a batch of the data; resume it with that version",
                 code="resume.old-loader-state",
             )
         self.loader.load_state_dict({name: value for name, value in state.items() if name != REST})

@@ -104,3 +104,25 @@ def rows(dump: RolloutDump) -> list[tuple[list[int], list[int], list[float]]]:
         )
         if mask.any()
     ]
+
+
+def test_external_agents_train_asynchronously(small: list[str], start: Callable[..., CliRun], tmp_path: Path) -> None:
+    """Requests in flight wait during a weight sync, and go on with the new weights."""
+    rollout = "actor_rollout_ref.rollout"
+    run = start(
+        *("--config-name", "quickstart_async", *small, "trainer.experiment_name=external"),
+        *("trainer.total_training_steps=3", f"{rollout}.agent.external_agent={AGENT}:two_turns"),
+        *("reward.name=agent_score", "data.max_response_length=120", f"{rollout}.max_num_seqs=2"),
+        *("trainer.test_freq=-1", "trainer.val_before_train=false", "async_training.mode=colocated"),
+        *("async_training.sync_interval=1", f"{rollout}.nnodes=0"),
+        f"actor_rollout_ref.model.external_lib=[{Path(__file__).with_name('slow_engine.py')}]",
+        env={"MEGARL_E2E_TURNS": str(tmp_path / "turns.jsonl"), "MEGARL_E2E_ANSWERED": str(tmp_path)},
+    )
+    assert run.wait() == 0, run.output
+    steps = RunFiles(run.folder, "external").steps
+    assert len(steps) == 3
+    for row in steps.values():
+        assert_finite(row)
+        assert row["num_turns/mean"] == 4 and row["reward_extra/requests/mean"] == 2
+        assert row["training/off_policy/trajectory_staleness_worst"] <= 1
+    assert sum(row["fully_async/partial/total_partial_num"] for row in steps.values()) > 0
