@@ -93,9 +93,9 @@ NPUs.
 - Two bounds of `rollout_rs_threshold` for k1 bound the ratio of actor to engine; verl's code bounds its inverse.
   Replace `'a_b'` by the numbers of `'1/b_1/a'` ([rollout correction](rollout_correction.md)).
 - `nccl_timeout` is `trainer.nccl_timeout`, for all roles: 1800 s by default, 600 s in verl.
-- `algorithm.filter_groups` generates `data.gen_batch_size` prompts per round, until `train_batch_size` groups differ in
-  `metric` (`score` by default). If `max_num_gen_batches` rounds give too few, the run saves and stops, or fills the
-  step (`on_shortage`).
+- `algorithm.filter_groups` admits the next prompt as soon as a group without variance in `metric` (`score` by default)
+  is dropped; verl generates rounds of `gen_batch_size` prompts. If `max_num_gen_batches` batches of prompts give too
+  few groups, the run saves and stops, or fills the step (`on_shortage`).
 - Checkpoints have megarl's format: `global_step_N` folders, written atomically, readable in any layout. `hf_model` in
   `save_contents` adds a Hugging Face folder. megarl does not resume from a checkpoint of verl; `megarl convert` makes a
   Hugging Face folder from verl's Megatron checkpoint. `resume_mode=auto` continues exactly, with random states and the

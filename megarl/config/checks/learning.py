@@ -99,7 +99,7 @@ def selection(config: TrainConfig) -> Iterator[Problem]:
     per_round, per_step = config.data.gen_batch_size, config.data.train_batch_size
     if not groups.enable and per_round not in (None, per_step):
         text = (
-            f"only algorithm.filter_groups generates in rounds of another size than data.train_batch_size={per_step}; "
+            f"only algorithm.filter_groups generates other numbers of prompts than data.train_batch_size={per_step}; "
             "leave it auto"
         )
         yield Problem("data.gen_batch_size", per_round, text, code="algorithm.rounds-without-filter")

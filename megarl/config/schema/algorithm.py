@@ -53,10 +53,12 @@ class FilterGroupsConfig:
         "Value to compare responses by: score (or seq_reward), or a number that the reward function returns with the "
         "score, such as acc.",
     )
-    max_num_gen_batches: int = key(0, "Most generation rounds per step; 0 = no limit.", at_least=0)
+    max_num_gen_batches: int = key(
+        0, "Most prompts that are admitted for a batch, in units of `data.gen_batch_size`; 0 = no limit.", at_least=0
+    )
     on_shortage: str = key(
         "stop",
-        "Behaviour if `max_num_gen_batches` rounds give too few groups: stop = save and stop the run; fill = fill the "
+        "Behaviour if `max_num_gen_batches` give too few groups: stop = save and stop the run; fill = fill the "
         "step with zero-variance groups.",
         choices=("stop", "fill"),
     )

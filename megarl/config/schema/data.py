@@ -130,7 +130,8 @@ class DataConfig(DataSourceConfig, PromptsConfig):
         "package.module.function); null = all entries become columns.",
     )
     gen_batch_size: int | None = derived_key(
-        "Prompts per generation round of dynamic sampling (`algorithm.filter_groups`); auto = `train_batch_size`.",
+        "Prompts that dynamic sampling (`algorithm.filter_groups`) admits at first, and the unit of `max_num_gen_batches`; "
+        "auto = `train_batch_size`.",
         at_least=1,
     )
 

@@ -54,7 +54,7 @@ _DATA: dict[str, Rule] = {
 }
 
 _ALGORITHM: dict[str, Rule] = {
-    "algorithm.filter_groups.max_inflight_gen_batches": NoEffect("generation rounds run one after the other"),
+    "algorithm.filter_groups.max_inflight_gen_batches": NoEffect("prompts are admitted one by one"),
     f"{_CORRECTION}.loss_type": Only(
         ("ppo_clip",), "set actor_rollout_ref.actor.policy_loss.loss_mode: vanilla (ppo_clip) or reinforce"
     ),
