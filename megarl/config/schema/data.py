@@ -130,7 +130,7 @@ class DataConfig(DataSourceConfig, PromptsConfig):
         "package.module.function); null = all entries become columns.",
     )
     gen_batch_size: int | None = derived_key(
-        "Prompts that dynamic sampling (`algorithm.filter_groups`) admits at first, and the unit of `max_num_gen_batches`; "
+        "Prompts that dynamic sampling (`algorithm.filter_groups`) admits at first; the unit of `max_num_gen_batches`; "
         "auto = `train_batch_size`.",
         at_least=1,
     )
