@@ -85,12 +85,7 @@ class ActorGroup(ReferenceGroup):
         def host_sync(self) -> list[StoreAddress | None]: ...
 
         def connect_sync(
-            self,
-            plan: RankPlan,
-            routes: Routes,
-            address: StoreAddress | None,
-            dtype: str,
-            delta_full_freq: int | None = None,
+            self, plan: RankPlan, routes: Routes, address: StoreAddress | None, dtype: str
         ) -> list[None]: ...
 
         def make_room(self) -> list[None]: ...

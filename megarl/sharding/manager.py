@@ -115,7 +115,6 @@ class SyncOptions(NamedTuple):
         replica_size: rollout ranks of one replica.
         timeout_s: maximum seconds of each stage of a sync; None = no limit.
         answer_s: maximum seconds for a replica to interrupt or continue its requests; None = ``timeout_s``.
-        delta: messages to other nodes are delta encoded.
     """
 
     verify_freq: int = 0
@@ -123,7 +122,6 @@ class SyncOptions(NamedTuple):
     replica_size: int = 1
     timeout_s: float | None = None
     answer_s: float | None = None
-    delta: bool = False
 
 
 class ShardingManager:
@@ -181,7 +179,6 @@ class ShardingManager:
         Returns:
             ``weight_sync/seconds``; ``weight_sync/bytes`` over all ranks; ``weight_sync/buckets``;
             ``weight_sync/peak_mb``, the largest extra memory of a process besides weights; ``weight_sync/gb_per_s``;
-            with delta encoding, ``weight_sync/saved_bytes``;
             ``weight_sync/verified``, 1 after a checksum comparison, else 0; and, after a comparison,
             ``weight_sync/verify_seconds``.
 
@@ -327,7 +324,7 @@ class ShardingManager:
         return self.options.verify_freq > 0 and self._completed % self.options.verify_freq == 0
 
     def _metrics(self, seconds: float, usage: Sequence[TransferUsage]) -> dict[str, float]:
-        verify_seconds, saved = self._verify_seconds, sum(process.saved_bytes for process in usage)
+        verify_seconds = self._verify_seconds
         peak = max((process.peak_bytes for process in usage), default=0)
         return {
             "weight_sync/seconds": seconds,
@@ -337,7 +334,6 @@ class ShardingManager:
             "weight_sync/gb_per_s": self.plan.nbytes / 1e9 / seconds,
             "weight_sync/verified": float(verify_seconds is not None),
             **({"weight_sync/pause_s": max(self._pauses)} if self._pauses else {}),
-            **({"weight_sync/saved_bytes": float(saved)} if self.options.delta else {}),
             **({} if verify_seconds is None else {"weight_sync/verify_seconds": verify_seconds}),
         }
 

@@ -270,11 +270,9 @@ class TransferUsage(NamedTuple):
 
     Attributes:
         peak_bytes: peak memory of the process for the sync, besides its weights.
-        saved_bytes: bytes that delta encoding saved on the way to other processes.
     """
 
     peak_bytes: int
-    saved_bytes: int = 0
 
 
 def sender_plans(plan: ReshardPlan, ranks: int) -> Iterator[RankPlan]:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from megarl.base.allocators import return_cached_memory
 from megarl.base.errors import WeightSyncError
-from megarl.sharding.delta import DeltaDecoder
 from megarl.sharding.placement import Routes
 from megarl.sharding.plan import Bucket, RankPlan, ReshardPlan, TransferOp, TransferUsage
 from megarl.sharding.sender import Message, MessageLayout, message_layout
@@ -75,7 +74,6 @@ class BucketReceiver:
     ) -> None:
         self._buckets = [_message_layouts(bucket, dtype, plan.float32_params) for bucket in plan.received_by(rank)]
         self.rank, self._weights, self._peers = rank, weights, peers
-        self._delta = DeltaDecoder()
         self._wave = plan.imported_by(rank)
         self._next = self._wave.start
 
@@ -121,15 +119,12 @@ class BucketReceiver:
                 f"{sorted(layouts)}",
                 code="sync.senders-differ",
             )
-        encodings = {message.src_rank: message.encoding for message in messages}
         by_transport: dict[str, dict[int, Any]] = defaultdict(dict)
         for message in messages:
             by_transport[self._peers.names[message.src_rank]][message.src_rank] = message.handle
         for name, handles in by_transport.items():
             transport = self._peers.transports[name]
-            for src_rank, received in transport.receive(handles):
-                encoding = encodings[src_rank]
-                data = received if encoding is None else self._delta.decode((src_rank, index), received, encoding)
+            for src_rank, data in transport.receive(handles):
                 self._weights.write(self._slices(src_rank, layouts[src_rank], data))
             transport.settle()
         self._next += 1
@@ -152,9 +147,7 @@ class BucketReceiver:
     def close(self, completed: bool) -> TransferUsage:
         """End the sync and free the transports' memory."""
         self._peers.end(completed)
-        peak = self._peers.peak_bytes + self._delta.nbytes + self._weights.peak_bytes
-        if not completed:
-            self._delta.reset()
+        peak = self._peers.peak_bytes + self._weights.peak_bytes
         return_cached_memory()  # of receive buffers, before the engine's KV cache wakes
         return TransferUsage(peak)
 

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from megarl.base.errors import WeightSyncError
-from megarl.sharding.delta import DeltaEncoder, Encoding
-from megarl.sharding.placement import NODE_TRANSPORTS
 from megarl.sharding.plan import Bucket, RankPlan, ReshardPlan, TransferOp, TransferUsage
 from megarl.sharding.transports import BUFFERS, Buffer, BufferSlice, MemoryKind, buffer_pool
 from megarl.sharding.transports.interface import PeerTransports
@@ -36,11 +34,6 @@ class MessageLayout(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of the message."""
         return sum(self.sizes)
-
-    @property
-    def word_bytes(self) -> int:
-        """Bytes of the smallest element."""
-        return min(dtype.itemsize for dtype in self.dtypes)
 
     def views(self, data: Tensor) -> list[Tensor]:
         """Return a view of each op's values in the flat bytes ``data`` of a message."""
@@ -69,8 +62,6 @@ class Message(NamedTuple):
     dst_rank: int
     handle: Any
     """Handle of the transport, valid until the bucket is released."""
-    encoding: Encoding | None = None
-    """Form of the bytes; None = as packed."""
 
 
 class _Outgoing(NamedTuple):
@@ -91,7 +82,6 @@ class BucketSender:
         peers: transports to the rollout ranks.
         dtype: dtype of the engines' weights, in which the weights are sent.
         device: device of this process, where transports between GPUs need the packed weights.
-        delta: encoder of messages to other nodes; None = every message is sent as packed.
     """
 
     def __init__(
@@ -102,10 +92,8 @@ class BucketSender:
         peers: PeerTransports,
         dtype: torch.dtype,
         device: torch.device,
-        delta: DeltaEncoder | None = None,
     ) -> None:
         self._rank, self._params, self._peers = rank, params, peers
-        self._delta, self._saved_bytes = delta, 0
         buckets = plan.sent_by(rank)
         layouts = [self._arrange(bucket, dtype, plan.float32_params) for bucket in buckets]
         self._buckets = [outgoing for outgoing, _ in layouts]
@@ -149,7 +137,7 @@ class BucketSender:
         return {message.dst_rank: message for message in self._exported[index]}
 
     def close(self, completed: bool) -> TransferUsage:
-        """End a sync and free all buffers; after a failure send full messages next time."""
+        """End a sync and free all buffers."""
         for index in list(self._exported):
             if completed:
                 self._release(index)
@@ -159,12 +147,7 @@ class BucketSender:
         if "device" in self.pools:
             self.pools["device"].close()
         peak = sum(pool.peak_bytes for pool in self.pools.values()) + self._peers.peak_bytes
-        if self._delta is not None:
-            peak += self._delta.nbytes
-            if not completed:
-                self._delta.reset()
-        saved, self._saved_bytes = self._saved_bytes, 0
-        return TransferUsage(peak, saved)
+        return TransferUsage(peak)
 
     def _arrange(
         self, bucket: Bucket, dtype: torch.dtype, float32_params: frozenset[str]
@@ -189,13 +172,8 @@ class BucketSender:
         buffer_slice = BufferSlice(buffers[transport.memory], start, start + layout.nbytes)
         for op, packed in zip(layout.ops, layout.views(buffer_slice.data), strict=True):
             packed.copy_(source_slice(params, op))
-        encoding = None
-        if self._delta is not None and self._peers.names[outgoing.dst_rank] in NODE_TRANSPORTS and layout.ops:
-            encoding, sent = self._delta.encode((outgoing.dst_rank, index), buffer_slice.data, layout.word_bytes)
-            buffer_slice = buffer_slice._replace(stop=start + len(sent))
-            self._saved_bytes += layout.nbytes - len(sent)
         handle = transport.send(buffer_slice, outgoing.dst_rank, index)
-        return Message(self._rank, outgoing.dst_rank, handle, encoding)
+        return Message(self._rank, outgoing.dst_rank, handle)
 
     def _release(self, index: int) -> None:
         """Free the buffers of a bucket that the receivers have read."""

@@ -29,7 +29,7 @@ def rank_params(engine):
 class WeightSync:
     """A trainer of one rank, in this process, that holds a folder's weights in float32, connected to an engine."""
 
-    def __init__(self, engine, folder, transport="auto", bucket_bytes=5000, store=None, delta=None):
+    def __init__(self, engine, folder, transport="auto", bucket_bytes=5000, store=None):
         reader = HFReader(folder)
         weight_map = WeightMap(reader.config)
         self.tensors = dict(load_local(reader, weight_map.megatron_params(LAYOUT, 0), torch.float32))
@@ -38,7 +38,7 @@ class WeightSync:
         routes = Routes([current_location()], engine.rank_locations(), transport)
         address = None if store is None else StoreAddress("127.0.0.1", store.port, 60.0)
         peers = PeerTransports.for_sender(routes, 0, destination_ranks(self.plan.sent_by(0)), CPU, address)
-        self.sender = BucketSender(self.plan, 0, lambda: self.tensors, peers, torch.float32, torch.device("cpu"), delta)
+        self.sender = BucketSender(self.plan, 0, lambda: self.tensors, peers, torch.float32, CPU)
         engine.connect_receivers([ReceiverSpec(part, routes, address, "float32") for part in receiver_plans(self.plan)])
 
     def begin(self, version):

@@ -13,7 +13,6 @@ from resharding_cases import box, labelled_checkpoint, rollout_tensors, training
 from megarl.base.rendezvous import host_store
 from megarl.rollout.serving import HeldRequests
 from megarl.sharding import ProcessLocation, RolloutLayout, Routes, ShardingManager, SyncOptions, build_plan
-from megarl.sharding.delta import DeltaEncoder
 from megarl.sharding.placement import current_location
 from megarl.sharding.receiver import BucketReceiver, largest_bucket, route_messages, source_ranks
 from megarl.sharding.sender import BucketSender, destination_ranks
@@ -92,10 +91,7 @@ class Source(Side):
 
         def sender(rank):
             peers = PeerTransports.for_sender(routes, rank, destination_ranks(setup.plan.sent_by(rank)), CPU, address)
-            delta = None if setup.delta is None else DeltaEncoder(setup.delta)
-            return BucketSender(
-                setup.plan, rank, lambda: self.ranks[rank], peers, setup.dtype, torch.device("cpu"), delta
-            )
+            return BucketSender(setup.plan, rank, lambda: self.ranks[rank], peers, setup.dtype, CPU)
 
         self.senders = [sender(rank) for rank in range(len(self.ranks))]
 
@@ -205,11 +201,9 @@ class Setup:
         ep=1,
         held=None,
         places=None,
-        delta=None,
         wave=None,
         **options,
     ):
-        self.delta = delta
         self.weight_map, self.train, self.dtype, self.log = weight_map, train, dtype, []
         self.held = held or dtype  # by the trainer; sent and held by the engines is ``dtype``
         self.tp, self.ep, self.replicas = tp, ep, replicas
@@ -230,7 +224,7 @@ class Setup:
             self.plan,
             self.source,
             self.target,
-            SyncOptions(**{"replica_size": tp, "delta": delta is not None, **options}),
+            SyncOptions(**{"replica_size": tp, **options}),
         )
 
     def rollout_params(self, rank):

@@ -283,10 +283,9 @@ class RoleBuilder:
         if address is not None:
             address = address._replace(timeout_s=sync.timeout_s)
         shared = (routes, address, config.rollout.dtype)
-        delta = sync.delta.full_freq if sync.delta.enable else None
         parts = PerRank(dict(zip(members, replica_plans(plan), strict=True)))
         ends = (
-            actor.submit("connect_sync", PerRank(sender_plans(plan, actor.world_size)), *shared, delta),
+            actor.submit("connect_sync", PerRank(sender_plans(plan, actor.world_size)), *shared),
             rollout.submit_on(members, "connect_sync", parts, *shared),
         )
         wait_all(ends)
@@ -296,7 +295,6 @@ class RoleBuilder:
             replica_size=tp,
             timeout_s=sync.timeout_s,
             answer_s=config.rollout.health.timeout_s,
-            delta=sync.delta.enable,
         )
         target = GroupTarget(rollout, members, hybrid)
         return ShardingManager(plan, GroupSource(actor, plan.rollout.world_size), target, options)
