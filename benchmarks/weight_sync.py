@@ -146,7 +146,7 @@ class TrainingRank:
 
     def open(self, session: int) -> None:
         """See the sender."""
-        self.sender.open(session)
+        self.sender.peers.open(session)
 
     def export_bucket(self, index: int) -> Any:
         """See the sender."""

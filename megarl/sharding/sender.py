@@ -79,7 +79,7 @@ class BucketSender:
         plan: the whole plan, or the plan of this rank.
         rank: training rank.
         params: returns the parameters by their names in the weight map, on any device; called at each export.
-        peers: transports to the rollout ranks.
+        peers: transports to the rollout ranks; ``peers.open(session)`` begins a sync.
         dtype: dtype of the engines' weights, in which the weights are sent.
         device: device of this process, where transports between GPUs need the packed weights.
     """
@@ -93,7 +93,7 @@ class BucketSender:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._rank, self._params, self._peers = rank, params, peers
+        self._rank, self._params, self.peers = rank, params, peers
         buckets = plan.sent_by(rank)
         layouts = [self._arrange(bucket, dtype, plan.float32_params) for bucket in buckets]
         self._buckets = [outgoing for outgoing, _ in layouts]
@@ -104,14 +104,6 @@ class BucketSender:
         self.pools = {t.memory: buffer_pool(t.memory, largest[t.memory], device) for t in peers.transports.values()}
         self._exported: dict[int, list[Message]] = {}
         self._buffers: dict[int, dict[MemoryKind, Buffer]] = {}
-
-    def open(self, session: int) -> None:
-        """Prepare for a sync; wait for the other processes of a new ``session``.
-
-        Raises:
-            WeightSyncError: a process did not join.
-        """
-        self._peers.open(session)
 
     def export_bucket(self, index: int) -> dict[int, Message]:
         """Pack bucket ``index`` into the memory of bucket ``index - 2``, which the receivers have read.
@@ -143,10 +135,10 @@ class BucketSender:
                 self._release(index)
             else:
                 self._free_buffers(index)
-        self._peers.end(completed)
+        self.peers.end(completed)
         if "device" in self.pools:
             self.pools["device"].close()
-        peak = sum(pool.peak_bytes for pool in self.pools.values()) + self._peers.peak_bytes
+        peak = sum(pool.peak_bytes for pool in self.pools.values()) + self.peers.peak_bytes
         return TransferUsage(peak)
 
     def _arrange(
@@ -158,14 +150,14 @@ class BucketSender:
             ops[op.dst_rank].append(op)
         outgoing, used = [], dict[MemoryKind, int]()
         for dst_rank, group in ops.items():
-            layout, kind = message_layout(group, dtype, float32_params), self._peers.to(dst_rank).memory
+            layout, kind = message_layout(group, dtype, float32_params), self.peers.to(dst_rank).memory
             start = -(-used.get(kind, 0) // ALIGNMENT) * ALIGNMENT
             used[kind] = start + layout.nbytes
             outgoing.append(_Outgoing(dst_rank, layout, start))
         return outgoing, used
 
     def _send(self, index: int, outgoing: _Outgoing, params: Mapping[str, Tensor]) -> Message:
-        transport, buffers = self._peers.to(outgoing.dst_rank), self._buffers[index]
+        transport, buffers = self.peers.to(outgoing.dst_rank), self._buffers[index]
         if transport.memory not in buffers:
             buffers[transport.memory] = self.pools[transport.memory].take()
         layout, start = outgoing.layout, outgoing.start
@@ -178,7 +170,7 @@ class BucketSender:
     def _release(self, index: int) -> None:
         """Free the buffers of a bucket that the receivers have read."""
         for message in self._exported[index]:
-            self._peers.to(message.dst_rank).finish(message.handle)
+            self.peers.to(message.dst_rank).finish(message.handle)
         self._free_buffers(index)
 
     def _free_buffers(self, index: int) -> None:

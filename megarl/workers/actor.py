@@ -380,7 +380,7 @@ class ActorWorker(PolicyWorker):
     @verb(Dispatch.ALL, phase="update_weights")
     def open_transfer(self, session: int) -> None:
         """Prepare to send; a new session starts with a rendezvous with the rollout ranks."""
-        self._sender.open(session)
+        self._sender.peers.open(session)
 
     @verb(Dispatch.ALL, phase="update_weights")
     def export_bucket(self, index: int) -> dict[int, Message]:

@@ -43,7 +43,7 @@ class WeightSync:
 
     def begin(self, version):
         self.engine.begin_update(version)
-        joining = threading.Thread(target=self.sender.open, args=(0,))
+        joining = threading.Thread(target=self.sender.peers.open, args=(0,))
         joining.start()
         self.engine.open_transfer(0)
         joining.join()

@@ -20,7 +20,7 @@ from megarl.data.loader import PromptQueue
 from megarl.rewards.outcome import Outcome
 from megarl.rollout.interface import NO_VERSION
 from megarl.rollout.router_stats import RouterStats
-from megarl.sharding import PausedRequests
+from megarl.rollout.serving import HeldRequests
 from megarl.trainer.metrics.step_metrics import Metrics
 from megarl.trainer.phases.dynamic_sampling import SampleCollector
 from megarl.trainer.phases.reward_phase import RewardPhase
@@ -365,7 +365,7 @@ class RolloutService:
         return self._with_spans(group)
 
 
-def _held_metrics(held: Sequence[PausedRequests]) -> Metrics:
+def _held_metrics(held: Sequence[HeldRequests]) -> Metrics:
     return {
         "rollout_service/interrupted": float(sum(one.requests for one in held)),
         "rollout_service/recomputed_tokens": float(sum(one.tokens for one in held)),
