@@ -33,6 +33,9 @@ from megarl.sharding.placement import Placement, RolloutLayout
 from megarl.sharding.schedule import choose_sources, schedule_buckets
 from megarl.sharding.transfers import FLOAT32_BYTES, Column, Index, Numbers, TransferTable, compact, replica_transfers
 
+NO_VERSION = -1
+"""Version of weights that are absent or incomplete."""
+
 _TRANSFERS_PER_BUCKET = 16  # more transfers fill the buckets better but make the plan larger
 
 

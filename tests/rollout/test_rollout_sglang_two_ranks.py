@@ -34,9 +34,9 @@ from megarl.rollout import Request, RolloutError, SamplingParams, create_engine
 from megarl.rollout.interface import EngineLost
 from megarl.rollout.sglang.liveness import SchedulerLiveness
 from megarl.rollout.sglang.options import SGLangOptions, environment
-from megarl.rollout.weight_checks import WeightFingerprint
 from megarl.sharding.placement import current_location
 from megarl.sharding.verification import PartialChecksum, checksums_by_name, compare_checksums, weight_rectangles
+from megarl.workers.rollout import WeightFingerprint
 
 REQUESTS = [Request(f"r{i}", [3, 1, 4, 1, 5][: i + 1], SamplingParams(6, ignore_eos=True), i) for i in range(4)]
 
@@ -185,7 +185,7 @@ def test_ranks_on_two_nodes_of_a_server_read_their_shards(two_nodes, folders, re
     assert_holds(engine, folders[1])
     # Its ranks know this host by their rendezvous address.
     assert engine._backend.ranks_host == "127.0.0.1"
-    assert engine.rank_locations() == [current_location()] * 2
+    assert engine.receiver.locations == [current_location()] * 2
     engine.shutdown()
 
 
@@ -213,9 +213,9 @@ def test_messages_of_one_rank_are_not_enough(server, folders):
     sync.begin(3)
     messages = sync.sender.export_bucket(0)
     with raises("sync.senders-differ", "SGLang's rank 1: rollout rank 1", "training ranks []"):
-        server.import_bucket(0, [messages[0]])
+        server.receiver.import_bucket(0, [messages[0]])
     with raises("sync.no-open-update"):
-        server.end_update(3)
+        server.receiver.end(3)
     assert server.stale
     sync.close(completed=False)
     update(server, folders[0], 5)

@@ -382,12 +382,12 @@ def test_weight_change_after_verification_is_detected(
     layout, actor = learned
     manager, ends = connected(actor, models.policy_path, reshard_plan(models.policy_path, layout), "auto")
     engine = ends.workers[1].engine
-    end_update = engine.end_update
+    end = engine.receiver.end
 
     def damage() -> None:
         engine.weights()["model.norm.weight"][3] *= 1.001
 
-    monkeypatch.setattr(engine, "end_update", lambda version: (end_update(version), damage()))
+    monkeypatch.setattr(engine.receiver, "end", lambda version: (end(version), damage()))
     with raises("sync.failed", "failed at end_update", "rank 0 were"):
         manager.sync_weights()
     monkeypatch.undo()
@@ -409,8 +409,8 @@ def test_actor_and_engine_alternate_on_a_shared_device(
     manager, ends = connected(actor, models.policy_path, plan, "auto", free_engine=True)
     engine, seen = ends.workers[0].engine, []
 
-    def note(name: str) -> None:
-        method = getattr(engine, name)
+    def note(owner: Any, name: str) -> None:
+        method = getattr(owner, name)
 
         def noted(*arguments: Any) -> None:
             method(*arguments)
@@ -418,10 +418,10 @@ def test_actor_and_engine_alternate_on_a_shared_device(
             # Only this process's replica may ask: a bucket's verb holds the actor's processes.
             seen.append((name, actor.offloaded_parts() if name == "wake" else None, health.asleep, health.stale))
 
-        monkeypatch.setattr(engine, name, noted)
+        monkeypatch.setattr(owner, name, noted)
 
-    for name in ("wake", "begin_update", "end_update", "sleep"):
-        note(name)
+    for owner, name in ((engine, "wake"), (engine.receiver, "begin"), (engine.receiver, "end"), (engine, "sleep")):
+        note(owner, name)
     for version in (1, 2):
         seen.clear()
         manager.sync_weights()
@@ -433,8 +433,8 @@ def test_actor_and_engine_alternate_on_a_shared_device(
         asleep = () if version == 1 else ("kv_cache",)
         assert seen == [
             ("wake", PARTS, asleep, True),
-            ("begin_update", None, asleep, True),
+            ("begin", None, asleep, True),
             ("wake", PARTS, (), True),
-            ("end_update", None, (), False),
+            ("end", None, (), False),
             ("sleep", None, ("weights", "kv_cache"), True),
         ]

@@ -208,7 +208,8 @@ class _EngineProcess:
 
     def receive(self, command: str, *arguments: Any) -> Any:
         """Run a command of the receiver."""
-        return getattr(self._receiver, command)(*arguments)
+        target = self._receiver.peers if command == "open" else self._receiver
+        return getattr(target, command)(*arguments)
 
     def different(self) -> list[str]:
         """Checkpoint tensors that differ from the trainer's in any bit."""
