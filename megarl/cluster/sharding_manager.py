@@ -280,9 +280,7 @@ class ShardingManager:
         """Return the start of a verb on all training ranks."""
         return partial(self._actor.submit_on, self._actor.ranks, verb, *args, after_failure=after_failure)
 
-    def _to(
-        self, ranks: Sequence[int], verb: str, *args: Any, after_failure: bool = False
-    ) -> Callable[[], PendingCall]:
+    def _to(self, ranks: Sequence[int], verb: str, *args: Any, after_failure: bool = False) -> _Start:
         """Return the start of a verb on some replicas."""
         return partial(self._rollout.submit_on, ranks, verb, *args, after_failure=after_failure)
 

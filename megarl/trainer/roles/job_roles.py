@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from megarl.base.errors import WeightSyncError, WorkerError
 from megarl.cluster import WorkerFailed, WorkerSilent
-from megarl.cluster.adapters import ReplicaProcess, replica_processes
+from megarl.cluster.replica_processes import ReplicaProcess, replica_processes
 from megarl.cluster.role_groups import (
     ActorGroup,
     CriticGroup,
