@@ -97,7 +97,8 @@ class Replica:
         self.run("begin", version)
 
     def open_transfer(self, session):
-        self.run("open", session)
+        calls = zip(self.threads, self.receivers, strict=True)
+        Together([thread.submit(receiver.peers.open, session) for thread, receiver in calls]).result()
 
     def import_bucket(self, index, messages):
         own = route_messages(messages, [receiver.rank for receiver in self.receivers])
