@@ -53,9 +53,9 @@ from megarl.agents.tool_agent import ToolLoop  # noqa: E402
 from megarl.agents.tools import Tool, ToolEntry, find_parser  # noqa: E402
 from megarl.agents.types import ConversationGroup, PlannedSample  # noqa: E402
 from megarl.cluster import RaySession, ResourcePool, WorkerGroup  # noqa: E402
-from megarl.cluster.adapters import ReplicaProcess, replica_processes  # noqa: E402
 from megarl.cluster.agent_runners import AgentRunners  # noqa: E402
 from megarl.cluster.fork_server import fork_server  # noqa: E402
+from megarl.cluster.replica_processes import ReplicaProcess, replica_processes  # noqa: E402
 from megarl.config import GenerateConfig  # noqa: E402
 from megarl.config.build import build  # noqa: E402
 from megarl.data.tokenizer_folder import load_tokenizer  # noqa: E402

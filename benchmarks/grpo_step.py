@@ -236,78 +236,27 @@ class Done:
         return self.value
 
 
-class ActorEnd:
-    """The actor's side of the weight sync, over pipes."""
+class SyncGroup:
+    """One role of both processes, as the sharding manager calls a worker group."""
 
-    def __init__(self, processes: Processes) -> None:
-        self._call = processes.call
+    ranks = (0, 1)
 
-    def make_room(self) -> Done:
-        """Offload the states that may leave the device."""
-        return Done(self._call("actor", "make_room"))
+    def __init__(self, processes: Processes, role: str) -> None:
+        self._processes, self._role = processes, role
 
-    def open_transfer(self, session: int) -> Done:
-        """Prepare to send."""
-        return Done(self._call("actor", "open_transfer", session))
+    def submit_on(self, ranks: Sequence[int], verb: str, *args: Any, after_failure: bool = False) -> Done:
+        """Run a verb on both processes."""
+        assert tuple(ranks) == self.ranks
+        return Done(self._processes.call(self._role, verb, *args))
 
-    def export_bucket(self, index: int) -> Done:
-        """Return the messages by training rank."""
-        return Done(self._call("actor", "export_bucket", index))
+    def submit_scatter(self, verb: str, destinations: int, *args: Any) -> Done:
+        """Run a verb that returns messages by destination."""
+        return self.submit_on(self.ranks, verb, *args)
 
-    def checksums(self) -> Done:
-        """Return the checksums of the actor's weights."""
-        return Done(self._call("actor", "weight_shares"))
-
-    def close_transfer(self, completed: bool) -> Done:
-        """Stop sending."""
-        return Done(self._call("actor", "close_transfer", completed))
-
-
-class EngineEnd:
-    """The engines' side of the weight sync, over pipes."""
-
-    numbers = (0, 1)
-
-    def __init__(self, processes: Processes) -> None:
-        self._call, self._scatter = processes.call, processes.scatter
-
-    def of_replicas(self, replicas: range) -> EngineEnd:
-        """Return this target: both replicas are one wave."""
-        assert replicas == range(2)
-        return self
-
-    def sleep(self, tags: tuple[str, ...]) -> Done:
-        """Free the memory of the tags."""
-        return Done(self._call("rollout", "sleep", tags))
-
-    def wake(self, tags: tuple[str, ...]) -> Done:
-        """Allocate the memory of the tags again."""
-        return Done(self._call("rollout", "wake", tags))
-
-    def begin_update(self, version: int) -> Done:
-        """Mark the engines' weights as stale."""
-        return Done(self._call("rollout", "begin_update", version))
-
-    def open_transfer(self, session: int) -> Done:
-        """Prepare to receive."""
-        return Done(self._call("rollout", "open_transfer", session))
-
-    def import_bucket(self, index: int, exported: Done) -> Done:
+    def submit_gather(self, verb: str, exported: Done, index: int, **places: Any) -> Done:
         """Pass each engine its messages."""
-        shares = [(index, [export.get(rank) for export in exported.result()]) for rank in range(2)]
-        return Done(self._scatter("rollout", "import_bucket", shares))
-
-    def checksums(self) -> Done:
-        """Return the checksums of the engines' weights."""
-        return Done([share for replica in self._call("rollout", "weight_shares") for share in replica])
-
-    def close_transfer(self, completed: bool) -> Done:
-        """Stop receiving."""
-        return Done([usage for replica in self._call("rollout", "close_transfer", completed) for usage in replica])
-
-    def end_update(self, version: int) -> Done:
-        """Switch the engines to the new weights."""
-        return Done(self._call("rollout", "end_update", version))
+        shares = [(index, [export[rank] for export in exported.result() if rank in export]) for rank in self.ranks]
+        return Done(self._processes.scatter(self._role, verb, shares))
 
 
 class Megarl:
@@ -316,9 +265,10 @@ class Megarl:
     def __init__(self, folder: Path, mix: Mix, recompute: bool) -> None:
         from transformers import PreTrainedTokenizerFast
 
+        from megarl.cluster.sharding_manager import ShardingManager
         from megarl.models import ParallelLayout, WeightMap, read_model_config
         from megarl.rewards import RewardManager, in_driver
-        from megarl.sharding import RolloutLayout, Routes, ShardingManager, build_plan, replica_plans
+        from megarl.sharding import RolloutLayout, Routes, build_plan, replica_plans
 
         self.mix, self.recompute = mix, recompute
         self.processes = Processes(folder, mix, free_port())
@@ -332,7 +282,7 @@ class Megarl:
         self.processes.call("actor", "connect_sync", plan, routes, None, "float32")
         arguments = [(parts, routes, None, "float32") for parts in replica_plans(plan)]
         self.processes.scatter("rollout", "connect_sync", arguments)
-        self.sync = ShardingManager(plan, ActorEnd(self.processes), EngineEnd(self.processes))
+        self.sync = ShardingManager(plan, SyncGroup(self.processes, "actor"), SyncGroup(self.processes, "rollout"))
         self.sync.sync_weights()
         self.rewards = RewardManager(
             in_driver(score), PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)

@@ -37,10 +37,11 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 from machine import benchmark_parser, parse_sizes, processor
 
 from megarl.base.packages import is_installed
+from megarl.cluster.sharding_manager import ShardingManager, SyncOptions
 from megarl.models import LocalParam, ModelConfig, ParallelLayout, WeightMap, read_model_config
 from megarl.rollout import EngineOptions, create_engine
 from megarl.rollout.registry import engine_vocab_multiple
-from megarl.sharding import ReshardPlan, RolloutLayout, Routes, ShardingManager, SyncOptions, build_plan
+from megarl.sharding import ReshardPlan, RolloutLayout, Routes, build_plan
 
 TRAIN = ParallelLayout(tp=2, pp=2)
 DTYPE, ELEMENT_BYTES = "bfloat16", 2
@@ -144,15 +145,18 @@ class TrainingRank:
         """Run the sender's half of the plain copy."""
         self.segment.data.copy_(self.flat)
 
-    def open(self, session: int) -> None:
+    def make_room(self) -> None:
+        """Free nothing: each side has its own memory."""
+
+    def open_transfer(self, session: int) -> None:
         """See the sender."""
-        self.sender.open(session)
+        self.sender.peers.open(session)
 
     def export_bucket(self, index: int) -> Any:
         """See the sender."""
         return self.sender.export_bucket(index)
 
-    def checksums(self) -> Any:
+    def weight_shares(self) -> Any:
         """Return the checksums of this rank's weights."""
         import torch
 
@@ -160,7 +164,7 @@ class TrainingRank:
 
         return partial_checksums(self.params, self.tensors, torch.bfloat16, frozenset(), convert=True)
 
-    def close(self, completed: bool) -> Any:
+    def close_transfer(self, completed: bool) -> Any:
         """See the sender."""
         return self.sender.close(completed)
 
@@ -213,11 +217,13 @@ class Replica:
         backend = getattr(self.engine, "_backend", None)
         self.pids = [os.getpid()] if backend is None else [process.pid for process in backend._processes[:tp]]
 
-    def __getattr__(self, verb: str) -> Any:
-        """Look up methods of the engine's contract."""
-        return getattr(self.engine, verb)
+        receiver = self.receiver = self.engine.receiver
+        self.locations, self.connect = lambda: list(receiver.locations), receiver.connect
+        self.begin_update, self.open_transfer = receiver.begin, receiver.open
+        self.import_bucket, self.close_transfer, self.end_update = receiver.import_bucket, receiver.close, receiver.end
+        self.shutdown = self.engine.shutdown
 
-    def checksums(self) -> list[Any]:
+    def weight_shares(self) -> list[Any]:
         """Return the checksums of each rank's weights."""
         from megarl.sharding.verification import checksums_by_name, weight_rectangles
 
@@ -330,6 +336,27 @@ class Ranks:
         """Run a verb on all processes."""
         return self.start(verb, *arguments, each=each).result()
 
+    # What the sharding manager calls of a worker group. Both sides have one group of processes.
+
+    @property
+    def ranks(self) -> list[int]:
+        """Numbers of the processes."""
+        return list(range(len(self.pipes)))
+
+    def submit_on(self, ranks: Sequence[int], verb: str, *arguments: Any, after_failure: bool = False) -> Answers:
+        """Start a verb on all processes."""
+        assert list(ranks) == self.ranks
+        return self.start(verb, *arguments)
+
+    def submit_scatter(self, verb: str, destinations: int, *arguments: Any) -> Answers:
+        """Start a verb that returns messages by destination."""
+        return self.start(verb, *arguments)
+
+    def submit_gather(self, verb: str, exported: Answers, index: int, **places: Any) -> Answers:
+        """Pass the only replica its messages."""
+        messages = [message for export in exported.result() for message in export.values()]
+        return self.start(verb, index, messages)
+
     @property
     def pids(self) -> list[int]:
         """Process numbers."""
@@ -341,55 +368,6 @@ class Ranks:
             post(pipe, None)
         for process in self.processes:
             process.join()
-
-
-class Source:
-    """The training ranks, for the manager."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-        self.make_room = lambda: ranks.start("where")
-        self.open_transfer = lambda session: ranks.start("open", session)
-        self.export_bucket = lambda index: ranks.start("export_bucket", index)
-        self.checksums = lambda: ranks.start("checksums")
-        self.close_transfer = lambda completed: ranks.start("close", completed)
-
-
-class Lists:
-    """Results of processes that each return a list, as one list."""
-
-    def __init__(self, answers: Answers) -> None:
-        self.answers = answers
-
-    def result(self, timeout_s: float | None = None) -> list[Any]:
-        """Wait for the results."""
-        return [entry for answer in self.answers.result(timeout_s) for entry in answer]
-
-
-class Target:
-    """The replica, for the manager."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-        self.begin_update = lambda version: ranks.start("begin_update", version)
-        self.open_transfer = lambda session: ranks.start("open_transfer", session)
-        self.checksums = lambda: Lists(ranks.start("checksums"))
-        self.close_transfer = lambda completed: Lists(ranks.start("close_transfer", completed))
-        self.end_update = lambda version: ranks.start("end_update", version)
-
-    @property
-    def numbers(self) -> list[int]:
-        """Number of the only replica."""
-        return [0]
-
-    def of_replicas(self, replicas: range) -> Target:
-        """Return itself, the only replica."""
-        return self
-
-    def import_bucket(self, index: int, exported: Answers) -> Answers:
-        """Pass the replica its messages."""
-        messages = [message for export in exported.result() for message in export.values()]
-        return self.ranks.start("import_bucket", index, messages)
 
 
 def plain_shares(plan: ReshardPlan, tp: int) -> list[list[tuple[int, int]]]:
@@ -414,15 +392,15 @@ def measure(
     replica.answers(0)
     layout = RolloutLayout(tp, vocab_multiple=engine_vocab_multiple(engine))
     plan = build_plan(WeightMap(config), TRAIN, layout, bucket, ELEMENT_BYTES)
-    routes = Routes([current_location()] * TRAIN.world_size, replica("rank_locations")[0], transport)
+    routes = Routes([current_location()] * TRAIN.world_size, replica("locations")[0], transport)
     store = host_store("127.0.0.1") if routes.needs_rendezvous() else None
     address = StoreAddress("127.0.0.1", store.port) if store else None
     train = Ranks(TrainingRank, TRAIN.world_size, config, plan, routes, address)
     copiers = Ranks(Copier, tp)
     train.answers(0), copiers.answers(0)
-    replica("connect_receivers", [ReceiverSpec(part, routes, address, DTYPE) for part in receiver_plans(plan)])
+    replica("connect", [ReceiverSpec(part, routes, address, DTYPE) for part in receiver_plans(plan)])
     (engine_pids,) = replica("watch")
-    manager = ShardingManager(plan, Source(train), Target(replica), SyncOptions(verify_freq=10**9, replica_size=tp))
+    manager = ShardingManager(plan, train, replica, SyncOptions(verify_freq=10**9))
     verified = manager.sync_weights()  # the first sync compares checksums
     extra = max(train("extra")), max(replica("extra"))
     segments = train("where")

@@ -9,7 +9,6 @@ from megarl.base.packages import without_garbage_collection
 MODULES = (
     "megarl.workers.actor",
     "megarl.workers.critic",
-    "megarl.sharding.manager",
     "transformers",
     "torch._dynamo",  # the first optimizer of a process imports it
 )

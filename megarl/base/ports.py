@@ -10,6 +10,9 @@ from collections.abc import Iterator, Sequence
 
 import psutil
 
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Environment variable with the network interface of gloo, read when a group is created."""
+
 # Below the ephemeral range of outgoing connections, so that a port stays free until its user binds it, and above the
 # ports of Ray's workers.
 _PORTS: Sequence[int] = range(20000, 32768)
@@ -84,4 +87,4 @@ def collective_interfaces(address: str) -> dict[str, str]:
     name = interface_of("127.0.0.1" if is_local and ":" not in address else address)
     if name is None:
         return {}
-    return dict.fromkeys(("GLOO_SOCKET_IFNAME", *(["NCCL_SOCKET_IFNAME"] if is_local else [])), name)
+    return dict.fromkeys((GLOO_INTERFACE, *(["NCCL_SOCKET_IFNAME"] if is_local else [])), name)

@@ -18,10 +18,10 @@ from megarl.agents.endpoint.server import make_token
 from megarl.agents.types import ConversationGroup, FinishedSample, SampleId, StoredTurn
 from megarl.base.child_process import ChildEnvironment
 from megarl.base.errors import StepImpossible, WorkerError
-from megarl.cluster.adapters import ReplicaProcess
 from megarl.cluster.agent_runner_worker import AgentRunnerWorker, RunnerReport
 from megarl.cluster.calls import RankHandle
 from megarl.cluster.failures import WorkerCall, WorkerFailed, WorkerSilent, first_ready, gather
+from megarl.cluster.replica_processes import ReplicaProcess
 from megarl.cluster.resources import PlacedPool
 from megarl.cluster.worker_group import WorkerGroup, wait_ready
 from megarl.models.layout import ParallelLayout

@@ -1,10 +1,10 @@
 """The contract of rollout engines: token ids in, token ids and log-probs out, weights replaced in place.
 
 Life of the weights: a new engine is stale. It has no weights and refuses requests. Weights come from a model folder
-(:meth:`RolloutEngine.load_hf`) or from a weight update: ``begin_update(version)``, ``open_transfer``, ``import_bucket``
-for every bucket, ``close_transfer``, ``end_update(version)``. Each rank of the engine reads its messages of a bucket
-itself (:class:`megarl.sharding.receiver.BucketReceiver`); this process passes on commands only. The engine is stale
-from ``begin_update`` on. It serves again if ``end_update`` finds every element of every parameter written exactly once.
+(:meth:`RolloutEngine.load_hf`) or from a weight update: the commands of :attr:`RolloutEngine.receiver`, in the order of
+:class:`megarl.sharding.receiver.ReplicaReceiver`. Each rank of the engine reads its messages of a bucket itself; this
+process passes on commands only. The engine is stale from ``begin`` on. It serves again if ``end`` finds every element
+of every parameter written exactly once.
 After a failure the update starts again. A rank holds the parameters of ``WeightMap.rollout_params``.
 
 Life of a request: :meth:`RolloutEngine.submit` adds it, and :meth:`RolloutEngine.poll` returns its completion once,
@@ -28,15 +28,13 @@ from megarl.config.schema.rollout import TrainingRolloutConfig, ValSamplingConfi
 from megarl.data.tokenizer_folder import end_token_of
 from megarl.models import read_model_config
 from megarl.models.end_tokens import read_end_tokens
+from megarl.sharding.plan import NO_VERSION as NO_VERSION
 
 if TYPE_CHECKING:  # the planner, which must start in seconds, imports this package
     from torch import Tensor
 
     from megarl.models.checksum import ParamRectangle
-    from megarl.sharding.placement import ProcessLocation
-    from megarl.sharding.plan import TransferUsage
-    from megarl.sharding.receiver import ReceiverSpec
-    from megarl.sharding.sender import Message
+    from megarl.sharding.receiver import ReplicaReceiver
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 Tag: TypeAlias = Literal["weights", "kv_cache"]
@@ -44,11 +42,6 @@ TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 
 POLL_S = 3600.0
 """Seconds that one poll of :meth:`RolloutEngine.generate` waits for a completion."""
-
-NOT_CONNECTED = "the engine has no receiver of weights: connect_receivers(specs) comes first"
-
-NO_VERSION = -1
-"""``weight_version`` of a stale engine."""
 
 MAX_INT32 = 2**31 - 1
 """Largest ``top_k``: engines store it in 32 bits."""
@@ -392,51 +385,10 @@ class RolloutEngine(abc.ABC):
             ModelError: the folder is incomplete or holds another model.
         """
 
+    @property
     @abc.abstractmethod
-    def rank_locations(self) -> list[ProcessLocation]:
-        """Return the location of each rank's process, from which the transports are chosen."""
-
-    @abc.abstractmethod
-    def connect_receivers(self, specs: Sequence[ReceiverSpec]) -> None:
-        """Create the receiver of each rank in its process, before the first update."""
-
-    @abc.abstractmethod
-    def begin_update(self, version: int) -> None:
-        """Begin a weight update; the engine is stale until it ends. An unfinished update is dropped.
-
-        Raises:
-            WeightSyncError: no receiver is connected, ``version`` is negative, the weights are asleep, or requests are
-                running.
-        """
-
-    @abc.abstractmethod
-    def open_transfer(self, session: int) -> None:
-        """Prepare all ranks to receive; a new session waits for the training ranks.
-
-        Raises:
-            WeightSyncError: a process did not join.
-        """
-
-    @abc.abstractmethod
-    def import_bucket(self, index: int, messages: Sequence[Message]) -> None:
-        """Let all ranks write their messages of a bucket; on return the senders may reuse their memory.
-
-        Raises:
-            WeightSyncError: no update is open, it is not the next bucket, or a message is missing or does not fit. The
-                update is then lost.
-        """
-
-    @abc.abstractmethod
-    def close_transfer(self, completed: bool) -> list[TransferUsage]:
-        """End receiving; return the resources of each process that took part."""
-
-    @abc.abstractmethod
-    def end_update(self, version: int) -> None:
-        """End the weight update.
-
-        Raises:
-            WeightSyncError: an element is missing, or ``version`` is not the update's; the engine stays stale.
-        """
+    def receiver(self) -> ReplicaReceiver:
+        """The receiving side of weight updates."""
 
     @abc.abstractmethod
     def sleep(self, tags: Iterable[Tag] = TAGS) -> None:

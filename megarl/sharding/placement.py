@@ -15,9 +15,6 @@ TRANSPORTS = (INLINE, SHARED_MEMORY, GLOO, CUDA_IPC, NCCL)
 PROCESS_GROUP_TRANSPORTS = (GLOO, NCCL)
 """Transports that need a process group of training and rollout ranks."""
 
-NODE_TRANSPORTS = (INLINE, GLOO, NCCL)
-"""Transports that may connect two nodes."""
-
 CPU = "cpu"
 
 

@@ -33,6 +33,9 @@ from megarl.sharding.placement import Placement, RolloutLayout
 from megarl.sharding.schedule import choose_sources, schedule_buckets
 from megarl.sharding.transfers import FLOAT32_BYTES, Column, Index, Numbers, TransferTable, compact, replica_transfers
 
+NO_VERSION = -1
+"""Version of weights that are absent or incomplete."""
+
 _TRANSFERS_PER_BUCKET = 16  # more transfers fill the buckets better but make the plan larger
 
 
@@ -270,11 +273,9 @@ class TransferUsage(NamedTuple):
 
     Attributes:
         peak_bytes: peak memory of the process for the sync, besides its weights.
-        saved_bytes: bytes that delta encoding saved on the way to other processes.
     """
 
     peak_bytes: int
-    saved_bytes: int = 0
 
 
 def sender_plans(plan: ReshardPlan, ranks: int) -> Iterator[RankPlan]:

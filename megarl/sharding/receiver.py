@@ -1,41 +1,35 @@
-"""Receiver of a weight sync: runs in an engine rank's process and writes buckets into parameters."""
+"""Receiving half of a weight sync.
+
+:class:`ReplicaReceiver` leads the ranks of a replica from its process. In each rank's process a :class:`BucketReceiver`
+reads the buckets and writes them into the rank's parameters (:class:`ShardWeights`), which checks that every element is
+written exactly once.
+"""
 
 from __future__ import annotations
 
+import abc
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megarl.base.allocators import return_cached_memory
 from megarl.base.errors import WeightSyncError
-from megarl.sharding.delta import DeltaDecoder
-from megarl.sharding.placement import Routes
-from megarl.sharding.plan import Bucket, RankPlan, ReshardPlan, TransferOp, TransferUsage
+from megarl.models.checksum import ParamRectangle
+from megarl.models.coverage import Coverage
+from megarl.sharding.placement import ProcessLocation, Routes
+from megarl.sharding.plan import NO_VERSION, Bucket, RankPlan, ReshardPlan, TransferOp, TransferUsage
+from megarl.sharding.quantization import IncomingMatrices
 from megarl.sharding.sender import Message, MessageLayout, message_layout
 from megarl.sharding.transports.interface import PeerTransports, StoreAddress
 
 TensorSlice = tuple[str, tuple[int, ...], Tensor]
 """Parameter name, offset, and the values to write there."""
 
-
-class WeightTarget(Protocol):
-    """The parameters of an engine rank, as a weight update replaces them."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """Peak memory of the last update, besides the parameters."""
-
-    def begin(self, version: int) -> None:
-        """Begin an update; the weights are incomplete until it ends."""
-
-    def write(self, slices: Iterable[TensorSlice]) -> None:
-        """Copy slices into the parameters, at the latest in the order of the current stream."""
-
-    def end(self, version: int) -> None:
-        """End the update; raises WeightSyncError unless every element was written exactly once."""
+NOT_CONNECTED = "the engine has no receiver of weights: connect(specs) comes first"
+NOT_OPEN = "no weight update is open: begin(version) comes first"
 
 
 class ReceiverSpec(NamedTuple):
@@ -54,6 +48,164 @@ class ReceiverSpec(NamedTuple):
     dtype: str
 
 
+class ReplicaReceiver(abc.ABC):
+    """The receiving side of a replica, in the process that represents all of its ranks.
+
+    A sync is ``begin(version)``, ``open(session)``, ``import_bucket`` for every bucket, ``close(completed)`` and
+    ``end(version)``. The engine is stale from ``begin`` to ``end``; after a failure the sync begins again.
+
+    Attributes:
+        locations: location of each rank's process, from which the transports are chosen.
+    """
+
+    locations: Sequence[ProcessLocation]
+
+    @abc.abstractmethod
+    def connect(self, specs: Sequence[ReceiverSpec]) -> None:
+        """Create the receiver of each rank in its process, before the first update."""
+
+    @abc.abstractmethod
+    def begin(self, version: int) -> None:
+        """Begin a weight update; the engine is stale until it ends. An unfinished update is dropped.
+
+        Raises:
+            WeightSyncError: no receiver is connected, ``version`` is negative, the weights are asleep, or requests are
+                running.
+        """
+
+    @abc.abstractmethod
+    def open(self, session: int) -> None:
+        """Prepare all ranks to receive; a new session waits for the training ranks.
+
+        Raises:
+            WeightSyncError: a process did not join.
+        """
+
+    @abc.abstractmethod
+    def import_bucket(self, index: int, messages: Sequence[Message]) -> None:
+        """Let all ranks write their messages of a bucket; on return the senders may reuse their memory.
+
+        Raises:
+            WeightSyncError: no update is open, it is not the next bucket, or a message is missing or does not fit. The
+                update is then lost.
+        """
+
+    @abc.abstractmethod
+    def close(self, completed: bool) -> list[TransferUsage]:
+        """End receiving; return the resources of each process that took part."""
+
+    @abc.abstractmethod
+    def end(self, version: int) -> None:
+        """End the weight update.
+
+        Raises:
+            WeightSyncError: an element is missing, or ``version`` is not the update's; the engine stays stale.
+        """
+
+
+class ShardWeights:
+    """Parameters of one engine rank by name, replaced as a whole by weight updates.
+
+    Args:
+        tensors: parameters without padding.
+        matrices: quantizes the matrices of linear layers; None = the parameters hold the weights as they are sent.
+
+    Attributes:
+        version: version of the weights; ``NO_VERSION`` while they are incomplete.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], matrices: IncomingMatrices | None = None) -> None:
+        self.tensors = dict(tensors)
+        self.matrices = matrices
+        self.version = NO_VERSION
+        self._covers: dict[str, Coverage] | None = None
+        self._update_version = NO_VERSION
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak memory of the update, besides the parameters: matrices before their quantization."""
+        return 0 if self.matrices is None else self.matrices.peak_bytes
+
+    def begin(self, version: int) -> None:
+        """Begin an update; an unfinished one is dropped.
+
+        Raises:
+            WeightSyncError: ``version`` is negative.
+        """
+        check_version(version)
+        self.version, self._update_version = NO_VERSION, version
+        self._covers = {
+            name: Coverage(name, tuple(tensor.shape), WeightSyncError) for name, tensor in self.tensors.items()
+        }
+        if self.matrices is not None:
+            self.matrices.clear()
+
+    def write(self, slices: Iterable[TensorSlice]) -> None:
+        """Check and write slices, each before the next one is drawn from the iterable.
+
+        Raises:
+            WeightSyncError: no update is open, or a slice has an unknown name, does not fit its parameter, or overlaps
+                an earlier slice. The update is then lost.
+        """
+        if self._covers is None:
+            raise WeightSyncError(NOT_OPEN, code="sync.no-open-update")
+        # A failure in the middle loses the update: it cannot be ended any more.
+        covers, self._covers = self._covers, None
+        for name, start, values in slices:
+            if name not in covers:
+                raise WeightSyncError(
+                    f"'{name}' is not a parameter of this model ({len(covers)} parameters)",
+                    code="sync.unknown-parameter",
+                )
+            covers[name].add(start, values.shape)
+            if self.matrices is not None and name in self.matrices:
+                self.matrices.write(name, start, values)
+                continue
+            box = tuple(slice(a, a + n) for a, n in zip(start, values.shape, strict=True))
+            self.tensors[name][box].copy_(values)
+        self._covers = covers
+
+    def end(self, version: int) -> None:
+        """End the update.
+
+        Raises:
+            WeightSyncError: an element is missing, ``version`` is not the update's, or quantized weights are not
+                finite.
+        """
+        if self._covers is None:
+            raise WeightSyncError(NOT_OPEN, code="sync.no-open-update")
+        covers, self._covers = self._covers, None
+        if version != self._update_version:
+            raise WeightSyncError(
+                f"update to weight version {self._update_version} was ended as version {version}",
+                code="sync.version-mismatch",
+            )
+        check_complete(covers.values(), version)
+        if self.matrices is not None:
+            self.matrices.end(version)
+        self.version = version
+
+    def rectangle_checksum(self, part: ParamRectangle, *, convert: bool = False) -> int:
+        """Return the checksum of a part of a parameter as it was sent; of a quantized one, as it arrived.
+
+        Args:
+            part: the part.
+            convert: see :meth:`megarl.models.checksum.ParamRectangle.checksum`.
+
+        Raises:
+            WeightSyncError: the parameter has another dtype than the part.
+        """
+        if self.matrices is not None and part.name in self.matrices:
+            return self.matrices.checksum(part)
+        return part.checksum(self.tensors[part.name], convert=convert)
+
+    def drop(self) -> None:
+        """Drop an open update; the weights are incomplete."""
+        self.version, self._covers = NO_VERSION, None
+        if self.matrices is not None:
+            self.matrices.clear()
+
+
 class BucketReceiver:
     """The receiving side of one rollout rank.
 
@@ -69,18 +221,17 @@ class BucketReceiver:
         self,
         plan: ReshardPlan | RankPlan,
         rank: int,
-        weights: WeightTarget,
+        weights: ShardWeights,
         peers: PeerTransports,
         dtype: torch.dtype,
     ) -> None:
         self._buckets = [_message_layouts(bucket, dtype, plan.float32_params) for bucket in plan.received_by(rank)]
-        self.rank, self._weights, self._peers = rank, weights, peers
-        self._delta = DeltaDecoder()
+        self.rank, self._weights, self.peers = rank, weights, peers
         self._wave = plan.imported_by(rank)
         self._next = self._wave.start
 
     @classmethod
-    def connect(cls, spec: ReceiverSpec, weights: WeightTarget, device: torch.device) -> BucketReceiver:
+    def connect(cls, spec: ReceiverSpec, weights: ShardWeights, device: torch.device) -> BucketReceiver:
         """Create the receiver of this process, whose parameters are on ``device``."""
         plan, dtype = spec.plan, getattr(torch, spec.dtype)
         buckets = plan.received_by(plan.rank)
@@ -93,14 +244,6 @@ class BucketReceiver:
         """Begin an update from the first bucket on, also after a failed one."""
         self._weights.begin(version)
         self._next = self._wave.start
-
-    def open(self, session: int) -> None:
-        """Prepare to receive; wait for the other processes of a new ``session``.
-
-        Raises:
-            WeightSyncError: a process did not join.
-        """
-        self._peers.open(session)
 
     @torch.no_grad()
     def import_bucket(self, index: int, messages: Sequence[Message]) -> None:
@@ -121,15 +264,12 @@ class BucketReceiver:
                 f"{sorted(layouts)}",
                 code="sync.senders-differ",
             )
-        encodings = {message.src_rank: message.encoding for message in messages}
         by_transport: dict[str, dict[int, Any]] = defaultdict(dict)
         for message in messages:
-            by_transport[self._peers.names[message.src_rank]][message.src_rank] = message.handle
+            by_transport[self.peers.names[message.src_rank]][message.src_rank] = message.handle
         for name, handles in by_transport.items():
-            transport = self._peers.transports[name]
-            for src_rank, received in transport.receive(handles):
-                encoding = encodings[src_rank]
-                data = received if encoding is None else self._delta.decode((src_rank, index), received, encoding)
+            transport = self.peers.transports[name]
+            for src_rank, data in transport.receive(handles):
                 self._weights.write(self._slices(src_rank, layouts[src_rank], data))
             transport.settle()
         self._next += 1
@@ -151,10 +291,8 @@ class BucketReceiver:
 
     def close(self, completed: bool) -> TransferUsage:
         """End the sync and free the transports' memory."""
-        self._peers.end(completed)
-        peak = self._peers.peak_bytes + self._delta.nbytes + self._weights.peak_bytes
-        if not completed:
-            self._delta.reset()
+        self.peers.end(completed)
+        peak = self.peers.peak_bytes + self._weights.peak_bytes
         return_cached_memory()  # of receive buffers, before the engine's KV cache wakes
         return TransferUsage(peak)
 
@@ -199,3 +337,30 @@ def _message_layouts(bucket: Bucket, dtype: torch.dtype, float32_params: frozens
     for op in bucket.ops:
         ops[op.src_rank].append(op)
     return {src_rank: message_layout(group, dtype, float32_params) for src_rank, group in ops.items()}
+
+
+def check_complete(covers: Iterable[Coverage], version: int) -> None:
+    """Check that every element was written.
+
+    Raises:
+        WeightSyncError: elements are missing; names the first parameter.
+    """
+    covers = list(covers)
+    gaps = [cover for cover in covers if cover.written != cover.expected]
+    if gaps:
+        first = gaps[0]
+        raise WeightSyncError(
+            f"weight version {version} is incomplete: {len(gaps)} of {len(covers)} parameters, first "
+            f"'{first.name}' with {first.written} of {first.expected} elements written",
+            code="sync.missing-elements",
+        )
+
+
+def check_version(version: int) -> None:
+    """Check the version of an update.
+
+    Raises:
+        WeightSyncError: it is negative.
+    """
+    if version < 0:
+        raise WeightSyncError(f"weight version {version}, expected a number >= 0", code="sync.negative-version")

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from megarl.base.errors import WeightSyncError
-from megarl.sharding.delta import DeltaEncoder, Encoding
-from megarl.sharding.placement import NODE_TRANSPORTS
 from megarl.sharding.plan import Bucket, RankPlan, ReshardPlan, TransferOp, TransferUsage
 from megarl.sharding.transports import BUFFERS, Buffer, BufferSlice, MemoryKind, buffer_pool
 from megarl.sharding.transports.interface import PeerTransports
@@ -36,11 +34,6 @@ class MessageLayout(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of the message."""
         return sum(self.sizes)
-
-    @property
-    def word_bytes(self) -> int:
-        """Bytes of the smallest element."""
-        return min(dtype.itemsize for dtype in self.dtypes)
 
     def views(self, data: Tensor) -> list[Tensor]:
         """Return a view of each op's values in the flat bytes ``data`` of a message."""
@@ -69,8 +62,6 @@ class Message(NamedTuple):
     dst_rank: int
     handle: Any
     """Handle of the transport, valid until the bucket is released."""
-    encoding: Encoding | None = None
-    """Form of the bytes; None = as packed."""
 
 
 class _Outgoing(NamedTuple):
@@ -88,10 +79,9 @@ class BucketSender:
         plan: the whole plan, or the plan of this rank.
         rank: training rank.
         params: returns the parameters by their names in the weight map, on any device; called at each export.
-        peers: transports to the rollout ranks.
+        peers: transports to the rollout ranks; ``peers.open(session)`` begins a sync.
         dtype: dtype of the engines' weights, in which the weights are sent.
         device: device of this process, where transports between GPUs need the packed weights.
-        delta: encoder of messages to other nodes; None = every message is sent as packed.
     """
 
     def __init__(
@@ -102,10 +92,8 @@ class BucketSender:
         peers: PeerTransports,
         dtype: torch.dtype,
         device: torch.device,
-        delta: DeltaEncoder | None = None,
     ) -> None:
-        self._rank, self._params, self._peers = rank, params, peers
-        self._delta, self._saved_bytes = delta, 0
+        self._rank, self._params, self.peers = rank, params, peers
         buckets = plan.sent_by(rank)
         layouts = [self._arrange(bucket, dtype, plan.float32_params) for bucket in buckets]
         self._buckets = [outgoing for outgoing, _ in layouts]
@@ -116,14 +104,6 @@ class BucketSender:
         self.pools = {t.memory: buffer_pool(t.memory, largest[t.memory], device) for t in peers.transports.values()}
         self._exported: dict[int, list[Message]] = {}
         self._buffers: dict[int, dict[MemoryKind, Buffer]] = {}
-
-    def open(self, session: int) -> None:
-        """Prepare for a sync; wait for the other processes of a new ``session``.
-
-        Raises:
-            WeightSyncError: a process did not join.
-        """
-        self._peers.open(session)
 
     def export_bucket(self, index: int) -> dict[int, Message]:
         """Pack bucket ``index`` into the memory of bucket ``index - 2``, which the receivers have read.
@@ -149,22 +129,17 @@ class BucketSender:
         return {message.dst_rank: message for message in self._exported[index]}
 
     def close(self, completed: bool) -> TransferUsage:
-        """End a sync and free all buffers; after a failure send full messages next time."""
+        """End a sync and free all buffers."""
         for index in list(self._exported):
             if completed:
                 self._release(index)
             else:
                 self._free_buffers(index)
-        self._peers.end(completed)
+        self.peers.end(completed)
         if "device" in self.pools:
             self.pools["device"].close()
-        peak = sum(pool.peak_bytes for pool in self.pools.values()) + self._peers.peak_bytes
-        if self._delta is not None:
-            peak += self._delta.nbytes
-            if not completed:
-                self._delta.reset()
-        saved, self._saved_bytes = self._saved_bytes, 0
-        return TransferUsage(peak, saved)
+        peak = sum(pool.peak_bytes for pool in self.pools.values()) + self.peers.peak_bytes
+        return TransferUsage(peak)
 
     def _arrange(
         self, bucket: Bucket, dtype: torch.dtype, float32_params: frozenset[str]
@@ -175,32 +150,27 @@ class BucketSender:
             ops[op.dst_rank].append(op)
         outgoing, used = [], dict[MemoryKind, int]()
         for dst_rank, group in ops.items():
-            layout, kind = message_layout(group, dtype, float32_params), self._peers.to(dst_rank).memory
+            layout, kind = message_layout(group, dtype, float32_params), self.peers.to(dst_rank).memory
             start = -(-used.get(kind, 0) // ALIGNMENT) * ALIGNMENT
             used[kind] = start + layout.nbytes
             outgoing.append(_Outgoing(dst_rank, layout, start))
         return outgoing, used
 
     def _send(self, index: int, outgoing: _Outgoing, params: Mapping[str, Tensor]) -> Message:
-        transport, buffers = self._peers.to(outgoing.dst_rank), self._buffers[index]
+        transport, buffers = self.peers.to(outgoing.dst_rank), self._buffers[index]
         if transport.memory not in buffers:
             buffers[transport.memory] = self.pools[transport.memory].take()
         layout, start = outgoing.layout, outgoing.start
         buffer_slice = BufferSlice(buffers[transport.memory], start, start + layout.nbytes)
         for op, packed in zip(layout.ops, layout.views(buffer_slice.data), strict=True):
             packed.copy_(source_slice(params, op))
-        encoding = None
-        if self._delta is not None and self._peers.names[outgoing.dst_rank] in NODE_TRANSPORTS and layout.ops:
-            encoding, sent = self._delta.encode((outgoing.dst_rank, index), buffer_slice.data, layout.word_bytes)
-            buffer_slice = buffer_slice._replace(stop=start + len(sent))
-            self._saved_bytes += layout.nbytes - len(sent)
         handle = transport.send(buffer_slice, outgoing.dst_rank, index)
-        return Message(self._rank, outgoing.dst_rank, handle, encoding)
+        return Message(self._rank, outgoing.dst_rank, handle)
 
     def _release(self, index: int) -> None:
         """Free the buffers of a bucket that the receivers have read."""
         for message in self._exported[index]:
-            self._peers.to(message.dst_rank).finish(message.handle)
+            self.peers.to(message.dst_rank).finish(message.handle)
         self._free_buffers(index)
 
     def _free_buffers(self, index: int) -> None:

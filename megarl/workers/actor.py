@@ -33,7 +33,6 @@ from megarl.megatron import OutputOptions, PackedMicroBatch, PolicyOutputs
 from megarl.megatron.checkpoint.role_state import RESUMABLE
 from megarl.megatron.layers.logprobs import REF_HIDDEN, TEACHER_HIDDEN, TEACHER_NUMBER
 from megarl.megatron.layers.outputs import POOLED
-from megarl.sharding.delta import DeltaEncoder
 from megarl.sharding.placement import ProcessLocation, Routes, current_location
 from megarl.sharding.plan import RankPlan, TransferUsage
 from megarl.sharding.sender import BucketSender, Message, destination_ranks
@@ -357,14 +356,7 @@ class ActorWorker(PolicyWorker):
         return StoreAddress(self.host, self._store.port)
 
     @verb(Dispatch.ALL)
-    def connect_sync(
-        self,
-        plan: RankPlan,
-        routes: Routes,
-        address: StoreAddress | None,
-        dtype: str,
-        delta_full_freq: int | None = None,
-    ) -> None:
+    def connect_sync(self, plan: RankPlan, routes: Routes, address: StoreAddress | None, dtype: str) -> None:
         """Prepare to send weights by a plan, in the engines' number format.
 
         Args:
@@ -372,14 +364,12 @@ class ActorWorker(PolicyWorker):
             routes: transports to the rollout ranks.
             address: of the rendezvous store; None = no process group.
             dtype: of the sent weights.
-            delta_full_freq: syncs between full messages to other nodes, see :class:`DeltaEncoder`; None = all are full.
         """
         device, sent = self.runtime.device, getattr(torch, dtype)
         peers = PeerTransports.for_sender(
             routes, self.rank, destination_ranks(plan.sent_by(self.rank)), device, address
         )
-        delta = None if delta_full_freq is None else DeltaEncoder(delta_full_freq)
-        self._sender = BucketSender(plan, self.rank, self.engine.named_local_params, peers, sent, device, delta)
+        self._sender = BucketSender(plan, self.rank, self.engine.named_local_params, peers, sent, device)
         self._sent_as = sent, plan.float32_params
 
     @verb(Dispatch.ALL, phase="update_weights")
@@ -390,7 +380,7 @@ class ActorWorker(PolicyWorker):
     @verb(Dispatch.ALL, phase="update_weights")
     def open_transfer(self, session: int) -> None:
         """Prepare to send; a new session starts with a rendezvous with the rollout ranks."""
-        self._sender.open(session)
+        self._sender.peers.open(session)
 
     @verb(Dispatch.ALL, phase="update_weights")
     def export_bucket(self, index: int) -> dict[int, Message]:

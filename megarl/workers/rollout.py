@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from megarl.base.errors import WeightSyncError
 from megarl.base.ports import held_port
 from megarl.base.user_code import import_user_modules
 from megarl.config import RolloutConfig
 from megarl.config.schema.rollout import TrainingRolloutConfig
 from megarl.models import WeightMap, read_model_config
-from megarl.rollout import Completion, Request, create_engine
+from megarl.rollout import Completion, Request, RolloutEngine, create_engine
 from megarl.rollout.interface import Tag
 from megarl.rollout.registry import engine_vocab_multiple
 from megarl.rollout.serving import EngineServer, HeldRequests
 from megarl.rollout.settings import engine_options
 from megarl.rollout.sglang.memory import FRACTION
 from megarl.rollout.sglang.options import EngineNodes, SGLangOptions
-from megarl.rollout.weight_checks import WeightFingerprint
 from megarl.sharding.placement import ProcessLocation, Routes
 from megarl.sharding.plan import RankPlan, TransferUsage
 from megarl.sharding.receiver import ReceiverSpec
@@ -29,6 +29,51 @@ from megarl.workers.settings import RolloutSettings
 
 SERVING = "while it served them"
 """The period, in errors, in which verified weights may have changed before the next update."""
+
+
+class WeightFingerprint:
+    """Detects changes of an engine's weights after their verification.
+
+    Verification compares the written tensors. The fingerprint covers everything the engine holds, against any later
+    change, at the cost of reading it once.
+
+    Args:
+        engine: the engine.
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self._recorded: tuple[str, ...] = ()
+
+    def record(self) -> None:
+        """Record the current fingerprint; a no-op for engines without fingerprints."""
+        self._recorded = self._engine.fingerprint()
+
+    def verify(self, when: str) -> None:
+        """Compare the current fingerprint with the recorded one, if any.
+
+        Args:
+            when: time of a possible change, for the error.
+
+        Raises:
+            WeightSyncError: the weights have changed; names the first rank. The record is cleared.
+        """
+        if not self._recorded:
+            return
+        current = self._engine.fingerprint()
+        changed = [rank for rank, (old, new) in enumerate(zip(self._recorded, current, strict=True)) if old != new]
+        if changed:
+            self._recorded = ()
+            raise WeightSyncError(
+                f"the engine's weights on its rank {changed[0]} were compared with the actor's and have changed "
+                f"{when}, according to the engine's checksum",
+                code="sync.weights-changed",
+            )
+
+    def verify_and_clear(self, when: str) -> None:
+        """Compare a last time before the weights are replaced or freed, and clear the record; see :meth:`verify`."""
+        self.verify(when)
+        self._recorded = ()
 
 
 class RolloutWorker:
@@ -133,12 +178,12 @@ class RolloutWorker:
     @verb(Dispatch.ALL)
     def sync_places(self) -> list[ProcessLocation]:
         """Return the locations of the replica's ranks, from which the transports are chosen."""
-        return self.engine.rank_locations()
+        return list(self.engine.receiver.locations)
 
     @verb(Dispatch.ALL)
     def connect_sync(self, parts: Sequence[RankPlan], routes: Routes, address: StoreAddress | None, dtype: str) -> None:
         """Prepare to receive weights; each of the replica's ranks has one part of the plan."""
-        self.engine.connect_receivers([ReceiverSpec(part, routes, address, dtype) for part in parts])
+        self.engine.receiver.connect([ReceiverSpec(part, routes, address, dtype) for part in parts])
         self._sent_as = dtype, parts[0].float32_params
 
     @verb(Dispatch.ALL)
@@ -157,17 +202,17 @@ class RolloutWorker:
     def begin_update(self, version: int) -> None:
         """Mark the engine's weights as stale."""
         self._fingerprint.verify_and_clear(SERVING)
-        self.engine.begin_update(version)
+        self.engine.receiver.begin(version)
 
     @verb(Dispatch.ALL, phase="update_weights")
     def open_transfer(self, session: int) -> None:
         """Prepare to receive; a new session starts with a rendezvous with the actor's ranks."""
-        self.engine.open_transfer(session)
+        self.engine.receiver.open(session)
 
     @verb(Dispatch.ALL, phase="update_weights")
-    def import_bucket(self, index: int, messages: Sequence[Message | None]) -> None:
+    def import_bucket(self, index: int, messages: Sequence[Message]) -> None:
         """Let this replica's ranks write their messages of a bucket."""
-        self.engine.import_bucket(index, [message for message in messages if message is not None])
+        self.engine.receiver.import_bucket(index, messages)
 
     @verb(Dispatch.ALL, phase="update_weights")
     def weight_shares(self) -> list[dict[str, PartialChecksum]]:
@@ -180,12 +225,12 @@ class RolloutWorker:
     @verb(Dispatch.ALL, phase="update_weights")
     def close_transfer(self, completed: bool) -> list[TransferUsage]:
         """End the transfer; returns the resources of each receiving process."""
-        return self.engine.close_transfer(completed)
+        return self.engine.receiver.close(completed)
 
     @verb(Dispatch.ALL, phase="update_weights")
     def end_update(self, version: int) -> None:
         """Serve the new weights if they are complete."""
-        self.engine.end_update(version)
+        self.engine.receiver.end(version)
         self._fingerprint.verify("as the update ended")
 
     @verb(Dispatch.ALL)

@@ -22,8 +22,8 @@ from megarl.agents.turns import context_digest
 from megarl.agents.types import ConversationGroup, PlannedSample, SampleId, StoredTurn, Trajectory, VersionSpan
 from megarl.base.errors import ConfigError
 from megarl.cluster import PlacedPool, RaySession, ResourcePool, WorkerGroup, agent_runners
-from megarl.cluster.adapters import replica_processes
 from megarl.cluster.agent_runners import AgentRunners, RunnersLost
+from megarl.cluster.replica_processes import replica_processes
 from megarl.config import TrainConfig
 from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.models import ParallelLayout

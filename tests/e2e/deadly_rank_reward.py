@@ -10,8 +10,7 @@ import psutil
 
 from megarl.base.processes import command_line, descendants
 from megarl.cluster import WorkerGroup
-from megarl.cluster.adapters import GroupTarget
-from megarl.cluster.calls import PendingCall, ScatteredCall
+from megarl.cluster.calls import PendingCall
 
 ROWS = 24
 _calls = 0
@@ -28,16 +27,16 @@ def score(data_source: str, solution_str: str, ground_truth: str, extra_info: di
 
 def kill_within_bucket() -> None:
     """Stop rank 1 before the next bucket of a weight sync, and kill it while the bucket is on its way."""
-    import_bucket = GroupTarget.import_bucket
+    submit_gather = WorkerGroup.submit_gather
 
-    def import_and_kill(target: GroupTarget, index: int, exported: ScatteredCall) -> PendingCall:
-        GroupTarget.import_bucket = import_bucket
+    def import_and_kill(group: WorkerGroup, *args: Any, **options: Any) -> PendingCall:
+        WorkerGroup.submit_gather = submit_gather
         (victim,) = [rank for rank in sglang_ranks() if "TP1" in command_line(rank)]
         victim.suspend()
         threading.Timer(3.0, victim.kill).start()
-        return import_bucket(target, index, exported)
+        return submit_gather(group, *args, **options)
 
-    GroupTarget.import_bucket = import_and_kill
+    WorkerGroup.submit_gather = import_and_kill
 
 
 def sglang_ranks() -> list[psutil.Process]:

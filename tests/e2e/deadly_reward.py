@@ -10,9 +10,8 @@ from typing import Any
 
 from megarl.agents.types import ConversationGroup
 from megarl.cluster import WorkerGroup
-from megarl.cluster.adapters import GroupTarget
 from megarl.cluster.agent_runners import AgentRunners
-from megarl.cluster.calls import PendingCall, ScatteredCall
+from megarl.cluster.calls import PendingCall
 
 ROWS = 48
 _calls = 0
@@ -75,16 +74,16 @@ def vote_and_kill(data_source: str, solution_str: str, ground_truth: str, extra_
 
 def kill_within_bucket(rank: int) -> None:
     """Kill a replica once the next bucket of a weight sync is on its way to it."""
-    import_bucket = GroupTarget.import_bucket
+    submit_gather = WorkerGroup.submit_gather
 
-    def import_and_kill(target: GroupTarget, index: int, exported: ScatteredCall) -> PendingCall:
-        GroupTarget.import_bucket = import_bucket
+    def import_and_kill(group: WorkerGroup, *args: Any, **options: Any) -> PendingCall:
+        WorkerGroup.submit_gather = submit_gather
         signal_replica(rank, signal.SIGSTOP)
-        pending = import_bucket(target, index, exported)
+        pending = submit_gather(group, *args, **options)
         kill([rank])
         return pending
 
-    GroupTarget.import_bucket = import_and_kill
+    WorkerGroup.submit_gather = import_and_kill
 
 
 def signal_replica(rank: int, number: int) -> None:

@@ -34,7 +34,6 @@ def arguments(small: list[str]) -> list[str]:
         ),
         "actor_rollout_ref.ref.megatron.dtype=float32",
         *("actor_rollout_ref.actor.kl_loss_coef=0.01", "sync.verify_freq=1", "sync.transport=inline"),
-        "sync.delta.enable=true",
         *(f"reward.custom_reward_function.path={REWARDS}", "reward.custom_reward_function.name=one_or_failure"),
         *("reward.on_error=mask", "reward.max_failure_ratio=0.9", *ONE_BY_ONE),
         *("actor_rollout_ref.rollout.dtype=bfloat16", "actor_rollout_ref.rollout.quantization=fp8"),

@@ -131,7 +131,7 @@ def test_running_requests_forbid_updates_and_sleep(engine_for, make_folder):
     engine = engine_for(make_folder())
     engine.submit(requests_of([60]))
     with raises("engine.requests-running", "1 requests", error=WeightSyncError):
-        engine.begin_update(3)
+        engine.receiver.begin(3)
     with raises("engine.requests-running", "1 requests", error=RolloutError):
         engine.sleep(["kv_cache"])
     assert engine.health().ready

@@ -46,8 +46,8 @@ def engine(engine_for, folders):
 
 def test_a_new_engine_is_stale(new_engine, folders):
     fresh = new_engine(folders[0])
-    with raises("sync.no-receivers", "connect_receivers"):
-        fresh.begin_update(1)
+    with raises("sync.no-receivers", "connect"):
+        fresh.receiver.begin(1)
     assert (fresh.stale, fresh.weight_version, fresh.health().ready) == (True, NO_VERSION, False)
     with raises("engine.stale-weights", error=WeightSyncError):
         fresh.generate(REQUESTS)
@@ -63,7 +63,7 @@ def test_a_sync_in_buckets_brings_the_folders_weights(engine, folders, reference
     sync.send()
     usage = sync.close()
     assert engine.stale
-    engine.end_update(5)
+    engine.receiver.end(5)
     assert (engine.stale, engine.weight_version) == (False, 5)
     new = engine.generate(REQUESTS)
     assert {c.weight_version for c in new} == {5}
@@ -84,7 +84,7 @@ def test_a_missing_bucket_leaves_the_engine_stale_until_a_whole_sync(engine, fol
     sync.begin(3)
     sync.send(range(count - 1))
     with raises("sync.incomplete", f"{count - 1} of {count}", "version 3"):
-        engine.end_update(3)
+        engine.receiver.end(3)
     sync.sender.close(completed=False)
     assert (engine.stale, engine.weight_version, engine.health().ready) == (True, NO_VERSION, False)
     with raises("engine.stale-weights"):
@@ -96,13 +96,13 @@ def test_a_missing_bucket_leaves_the_engine_stale_until_a_whole_sync(engine, fol
     sync.begin(5)
     sync.send()
     sync.close()
-    engine.end_update(5)
+    engine.receiver.end(5)
     assert engine.generate(REQUESTS)[0].weight_version == 5
 
 
 def test_updates_begin_and_end_in_order(engine, folders):
     sync = WeightSync(engine, folders[0])
-    with raises("sync.no-open-update", "begin_update"):
+    with raises("sync.no-open-update", "begin(version)"):
         sync.send([0])
     engine.load_hf(str(folders[0]))
     with raises("sync.negative-version", -2):
@@ -111,7 +111,7 @@ def test_updates_begin_and_end_in_order(engine, folders):
     sync.begin(1)
     sync.send()
     with raises("sync.version-mismatch", "version 1", "version 2"):
-        engine.end_update(2)
+        engine.receiver.end(2)
     assert engine.stale
 
 
@@ -120,7 +120,7 @@ def test_a_message_to_another_replica_is_refused(engine, folders):
     sync.begin(1)
     (message,) = sync.sender.export_bucket(0).values()
     with raises("sync.wrong-rank", "ranks [0]", "rank 7"):
-        engine.import_bucket(0, [message._replace(dst_rank=7)])
+        engine.receiver.import_bucket(0, [message._replace(dst_rank=7)])
     sync.close(completed=False)
 
 

@@ -18,13 +18,14 @@ from megarl.models import ParallelLayout, WeightMap, parse_model_config
 from megarl.models.number_formats import FP8_DTYPE, BlockwiseFP8, dequantize_blocks
 from megarl.rollout import EngineOptions, Request, check_engine_model, create_engine
 from megarl.rollout.interface import SamplingParams
-from megarl.rollout.quantization import IncomingMatrices
 from megarl.rollout.registry import ENGINES, EngineEntry
+from megarl.rollout.sglang.model_checks import check_quantization
 from megarl.rollout.sglang.options import quantization_args
-from megarl.rollout.sglang.shards import SGLangShard, check_quantization
-from megarl.rollout.weight_checks import ShardWeights
 from megarl.sharding import RolloutLayout, build_plan
+from megarl.sharding.quantization import IncomingMatrices
+from megarl.sharding.receiver import ShardWeights
 from megarl.sharding.sender import source_slice
+from megarl.sharding.sglang_shard import SGLangShard
 from megarl.sharding.verification import checksums_by_name, compare_checksums, partial_checksums, weight_rectangles
 
 sys.path.append(str(Path(__file__).parents[1] / "sharding"))
@@ -281,7 +282,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(folder, damage):
     sync.send()
     sync.close()
     with raises("sync.weights-not-finite", "version 1: 'model.layers.1.mlp.down_proj.weight'", "=fp8", "1 of 8"):
-        engine.end_update(1)
+        engine.receiver.end(1)
     assert engine.stale
 
 

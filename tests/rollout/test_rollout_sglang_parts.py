@@ -27,10 +27,9 @@ from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.models.model_config import Experts
 from megarl.rollout import EngineOptions, Request, RolloutError, SamplingParams, check_engine_model
 from megarl.rollout.interface import EngineLost
-from megarl.rollout.sglang import loader, options
+from megarl.rollout.sglang import options
 from megarl.rollout.sglang.backend import NAN_STOP, CallWatch, ResponseContext, parse_completion, request_payload
 from megarl.rollout.sglang.engine import _check_divides, _memory_tags
-from megarl.rollout.sglang.loader import CommandChannel, Reply, channel_addresses
 from megarl.rollout.sglang.model_arguments import model_arguments
 from megarl.rollout.sglang.options import (
     SHIM,
@@ -41,11 +40,14 @@ from megarl.rollout.sglang.options import (
     environment,
     server_args,
 )
-from megarl.rollout.sglang.shards import SGLangShard
+from megarl.rollout.sglang.weights import CommandChannel, channel_addresses
 from megarl.sharding import ProcessLocation, RolloutLayout, Routes, build_plan, receiver_plans
+from megarl.sharding import sglang_loader as loader
 from megarl.sharding.placement import current_location
 from megarl.sharding.receiver import ReceiverSpec
 from megarl.sharding.sender import BucketSender
+from megarl.sharding.sglang_loader import Reply
+from megarl.sharding.sglang_shard import SGLangShard
 from megarl.sharding.transports.interface import PeerTransports
 
 LAYOUT = ParallelLayout()
@@ -492,7 +494,7 @@ class TestLoader:
         ask("open", 0, None)
         for index in range(len(whole.buckets)):
             ask("bucket", index, list(sender.export_bucket(index).values()))
-        assert ask("close", True).values == [0, 0]
+        assert ask("close", True).values == [0]
         ask("end", 4)
         expected = dict(load_local(HFReader(folder), ask.shard.params(), torch.float32))
         assert ask("checksum", True).values == {name: tensor_checksum(t) for name, t in expected.items()}
@@ -519,8 +521,8 @@ class TestLoader:
     def test_groups_with_training_ranks_use_the_interface_of_the_engine(self, ask, monkeypatch):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
         seen = []
-        receiver = SimpleNamespace(open=lambda session: seen.append(os.environ["GLOO_SOCKET_IFNAME"]))
-        loader._LOADER._receiver = receiver
+        peers = SimpleNamespace(open=lambda session: seen.append(os.environ["GLOO_SOCKET_IFNAME"]))
+        loader._LOADER._receiver = SimpleNamespace(peers=peers)
         ask("open", 0, "eth7")
         ask("open", 1, None)
         assert seen == ["eth7", "lo"] and os.environ["GLOO_SOCKET_IFNAME"] == "lo"

@@ -4,7 +4,7 @@ from expected_errors import raises
 
 from megarl.base.errors import WeightSyncError
 from megarl.models.coverage import Coverage
-from megarl.rollout.weight_checks import ShardWeights, check_complete
+from megarl.sharding.receiver import ShardWeights, check_complete
 
 
 def test_the_incomplete_parameter_is_named():

@@ -29,23 +29,23 @@ def rank_params(engine):
 class WeightSync:
     """A trainer of one rank, in this process, that holds a folder's weights in float32, connected to an engine."""
 
-    def __init__(self, engine, folder, transport="auto", bucket_bytes=5000, store=None, delta=None):
+    def __init__(self, engine, folder, transport="auto", bucket_bytes=5000, store=None):
         reader = HFReader(folder)
         weight_map = WeightMap(reader.config)
         self.tensors = dict(load_local(reader, weight_map.megatron_params(LAYOUT, 0), torch.float32))
         layout = RolloutLayout(engine.options.tensor_parallel_size, vocab_multiple=vocab_multiple(engine))
         self.engine, self.plan = engine, build_plan(weight_map, LAYOUT, layout, bucket_bytes, 4)
-        routes = Routes([current_location()], engine.rank_locations(), transport)
+        routes = Routes([current_location()], engine.receiver.locations, transport)
         address = None if store is None else StoreAddress("127.0.0.1", store.port, 60.0)
         peers = PeerTransports.for_sender(routes, 0, destination_ranks(self.plan.sent_by(0)), CPU, address)
-        self.sender = BucketSender(self.plan, 0, lambda: self.tensors, peers, torch.float32, torch.device("cpu"), delta)
-        engine.connect_receivers([ReceiverSpec(part, routes, address, "float32") for part in receiver_plans(self.plan)])
+        self.sender = BucketSender(self.plan, 0, lambda: self.tensors, peers, torch.float32, CPU)
+        engine.receiver.connect([ReceiverSpec(part, routes, address, "float32") for part in receiver_plans(self.plan)])
 
     def begin(self, version):
-        self.engine.begin_update(version)
-        joining = threading.Thread(target=self.sender.open, args=(0,))
+        self.engine.receiver.begin(version)
+        joining = threading.Thread(target=self.sender.peers.open, args=(0,))
         joining.start()
-        self.engine.open_transfer(0)
+        self.engine.receiver.open(0)
         joining.join()
 
     def send(self, buckets=None):
@@ -53,21 +53,21 @@ class WeightSync:
         for index in range(len(self.plan.buckets)) if buckets is None else buckets:
             messages = list(self.sender.export_bucket(index).values())
             try:
-                self.engine.import_bucket(index, messages)
+                self.engine.receiver.import_bucket(index, messages)
             except BaseException:
                 self.sender.close(completed=False)  # as the manager does after a failure
                 raise
 
     def close(self, completed=True):
         self.sent = self.sender.close(completed)
-        return self.engine.close_transfer(completed)
+        return self.engine.receiver.close(completed)
 
     def run(self, version):
         """A whole sync; returns the memory of each receiving process."""
         self.begin(version)
         self.send()
         usage = self.close()
-        self.engine.end_update(version)
+        self.engine.receiver.end(version)
         return usage
 
 

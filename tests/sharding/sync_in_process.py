@@ -1,19 +1,18 @@
 """Both sides of a weight sync in one process, led by the real manager.
 
-A thread represents a process: one per training rank and one per replica.
+A thread represents a process: one per training rank, one per replica and one per rank of it.
 """
 
-import copy
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from local_group import LocalGroup, Together
 from resharding_cases import box, labelled_checkpoint, rollout_tensors, training_tensors
 
 from megarl.base.rendezvous import host_store
+from megarl.cluster.sharding_manager import ShardingManager, SyncOptions
 from megarl.rollout.serving import HeldRequests
-from megarl.sharding import ProcessLocation, RolloutLayout, Routes, ShardingManager, SyncOptions, build_plan
-from megarl.sharding.delta import DeltaEncoder
+from megarl.sharding import ProcessLocation, RolloutLayout, Routes, build_plan
 from megarl.sharding.placement import current_location
 from megarl.sharding.receiver import BucketReceiver, largest_bucket, route_messages, source_ranks
 from megarl.sharding.sender import BucketSender, destination_ranks
@@ -45,149 +44,85 @@ class Engine:
         self.version, self.stale = version, False
 
 
-class Together:
-    """Futures of several ranks as one."""
+class TrainingRank:
+    """A training rank: a sender, and the verbs of an actor."""
 
-    def __init__(self, futures):
-        self.futures = futures
-
-    def result(self, timeout_s=None):
-        return [future.result(timeout_s) for future in self.futures]
-
-
-class Side:
-    """Ranks with a thread each; a call that starts with ``fail_at`` raises on the last rank."""
-
-    def __init__(self, count, log):
-        self.threads = [ThreadPoolExecutor(1) for _ in range(count)]
-        self.ranks_of_calls, self.seen = range(count), defaultdict(list)
-        self.log, self.fail_at = log, None
-
-    def run(self, verb, function, *arguments):
-        """``function(rank, *arguments)`` on every rank."""
-
-        def call(rank):
-            begins = self.fail_at is not None and (verb, *arguments)[: len(self.fail_at)] == self.fail_at
-            if begins and rank == len(self.threads) - 1:
-                raise RuntimeError("lost rank")
-            result = function(rank, *arguments)
-            self.seen[rank].append((verb, *arguments))
-            if rank == 0:
-                self.log.append((verb, *arguments))
-            return result
-
-        return Together([self.threads[rank].submit(call, rank) for rank in self.ranks_of_calls])
-
-    def settle(self):
-        """Wait for all submitted calls."""
-        Together([thread.submit(int) for thread in self.threads]).result()
-
-
-class Source(Side):
-    """All training ranks."""
-
-    def __init__(self, setup, routes, address):
-        super().__init__(setup.train.world_size, setup.log)
-        self.setup, self.ranks = setup, setup.trainer(0)
-
-        def sender(rank):
-            peers = PeerTransports.for_sender(routes, rank, destination_ranks(setup.plan.sent_by(rank)), CPU, address)
-            delta = None if setup.delta is None else DeltaEncoder(setup.delta)
-            return BucketSender(
-                setup.plan, rank, lambda: self.ranks[rank], peers, setup.dtype, torch.device("cpu"), delta
-            )
-
-        self.senders = [sender(rank) for rank in range(len(self.ranks))]
+    def __init__(self, setup, rank, peers):
+        self.setup, self.rank = setup, rank
+        self.sender = BucketSender(setup.plan, rank, lambda: setup.trained[rank], peers, setup.dtype, CPU)
 
     def make_room(self):
-        return self.run("make_room", lambda rank: None)
+        pass
 
     def open_transfer(self, session):
-        return self.run("open source", lambda rank, session: self.senders[rank].open(session), session)
+        self.sender.peers.open(session)
 
     def export_bucket(self, index):
-        return self.run("export", lambda rank, index: self.senders[rank].export_bucket(index), index)
+        return self.sender.export_bucket(index)
 
     def close_transfer(self, completed):
-        return self.run("close source", lambda rank, completed: self.senders[rank].close(completed), completed)
+        return self.sender.close(completed)
 
-    def checksums(self):
-        def shares(rank):
-            params = self.setup.weight_map.export_params(self.setup.train, rank)
-            kept = self.setup.plan.float32_params
-            return partial_checksums(params, self.ranks[rank], self.setup.dtype, kept, convert=True)
-
-        return self.run("checksums of source", shares)
-
-    def lent(self):
-        """Number of buffers in use."""
-        self.settle()
-        return sum(len(pool._lent) for sender in self.senders for pool in sender.pools.values())
+    def weight_shares(self):
+        setup = self.setup
+        params = setup.weight_map.export_params(setup.train, self.rank)
+        return partial_checksums(params, setup.trained[self.rank], setup.dtype, setup.plan.float32_params, convert=True)
 
 
-class Target(Side):
-    """All rollout ranks."""
+class Replica:
+    """All ranks of a replica, with a receiver and a thread each, and the verbs of a rollout worker."""
 
-    def __init__(self, setup, routes, address):
-        self.engines = [Engine(w) for w in setup.expected(0)]
-        super().__init__(len(self.engines), setup.log)
-        self.setup = setup
+    def __init__(self, setup, number, receivers):
+        self.setup, self.number, self.receivers = setup, number, receivers
+        self.threads = [ThreadPoolExecutor(1) for _ in receivers]
 
-        def receiver(rank, engine):
-            buckets = setup.plan.received_by(rank)
-            size = largest_bucket(buckets, setup.dtype, setup.plan.float32_params)
-            peers = PeerTransports.for_receiver(routes, rank, source_ranks(buckets), CPU, address, size)
-            return BucketReceiver(setup.plan, rank, engine, peers, setup.dtype)
-
-        self.receivers = [receiver(rank, engine) for rank, engine in enumerate(self.engines)]
-
-    @property
-    def numbers(self):
-        return [rank // self.setup.tp for rank in self.ranks_of_calls][:: self.setup.tp]
-
-    def of_replicas(self, replicas):
-        part, tp = copy.copy(self), self.setup.tp
-        part.ranks_of_calls = range(replicas.start * tp, replicas.stop * tp)
-        return part
+    def run(self, method, *arguments):
+        """The method of every rank's receiver, at the same time."""
+        calls = zip(self.threads, self.receivers, strict=True)
+        return Together([thread.submit(getattr(receiver, method), *arguments) for thread, receiver in calls]).result()
 
     def pause(self):
-        return self.run("pause", lambda rank: HeldRequests(rank, 10 * rank))
+        return HeldRequests(self.number, 10 * self.number)
 
     def resume(self):
-        return self.run("resume", lambda rank: None)
+        pass
 
     def sleep(self, tags):
-        return self.run("sleep", lambda rank, *tags: None, *tags)
+        pass
 
     def wake(self, tags):
-        return self.run("wake", lambda rank, *tags: None, *tags)
+        pass
 
     def begin_update(self, version):
-        return self.run("begin_update", lambda rank, version: self.receivers[rank].begin(version), version)
+        self.run("begin", version)
 
     def open_transfer(self, session):
-        return self.run("open target", lambda rank, session: self.receivers[rank].open(session), session)
+        calls = zip(self.threads, self.receivers, strict=True)
+        Together([thread.submit(receiver.peers.open, session) for thread, receiver in calls]).result()
 
-    def import_bucket(self, index, exported):
-        def write(rank, index):
-            messages = [message for export in exported.result() for message in export.values()]
-            self.receivers[rank].import_bucket(index, route_messages(messages, range(len(self.engines)))[rank])
-
-        return self.run("import", write, index)
+    def import_bucket(self, index, messages):
+        own = route_messages(messages, [receiver.rank for receiver in self.receivers])
+        calls = zip(self.threads, self.receivers, own, strict=True)
+        Together([thread.submit(rank.import_bucket, index, part) for thread, rank, part in calls]).result()
 
     def close_transfer(self, completed):
-        return self.run("close target", lambda rank, completed: self.receivers[rank].close(completed), completed)
+        return self.run("close", completed)
 
-    def checksums(self):
-        def share(rank):
-            kept, dtype = self.setup.plan.float32_params, self.setup.dtype
-            params = self.setup.rollout_params(rank)
-            return partial_checksums(params, self.engines[rank].weights, dtype, kept, convert=False)
-
-        return self.run("checksums of target", share)
+    def weight_shares(self):
+        kept, dtype, setup = self.setup.plan.float32_params, self.setup.dtype, self.setup
+        return [
+            partial_checksums(
+                setup.rollout_params(rank.rank), setup.engines[rank.rank].weights, dtype, kept, convert=False
+            )
+            for rank in self.receivers
+        ]
 
     def end_update(self, version):
-        return self.run("end_update", lambda rank, version: self.receivers[rank].end(version), version)
+        self.run("end", version)
+
+    def close(self):
+        for thread in self.threads:
+            thread.shutdown()
 
 
 class Setup:
@@ -205,11 +140,9 @@ class Setup:
         ep=1,
         held=None,
         places=None,
-        delta=None,
         wave=None,
         **options,
     ):
-        self.delta = delta
         self.weight_map, self.train, self.dtype, self.log = weight_map, train, dtype, []
         self.held = held or dtype  # by the trainer; sent and held by the engines is ``dtype``
         self.tp, self.ep, self.replicas = tp, ep, replicas
@@ -224,14 +157,26 @@ class Setup:
         if routes.needs_rendezvous():
             KEPT.append(host_store("127.0.0.1"))
             address = StoreAddress("127.0.0.1", KEPT[-1].port)
-        self.source, self.target = Source(self, routes, address), Target(self, routes, address)
-        self.engines = self.target.engines
-        self.manager = ShardingManager(
-            self.plan,
-            self.source,
-            self.target,
-            SyncOptions(**{"replica_size": tp, "delta": delta is not None, **options}),
-        )
+        self.trained = self.trainer(0)
+        self.engines = [Engine(weights) for weights in self.expected(0)]
+
+        def sender_peers(rank):
+            return PeerTransports.for_sender(routes, rank, destination_ranks(self.plan.sent_by(rank)), CPU, address)
+
+        def receiver(rank, engine):
+            buckets = self.plan.received_by(rank)
+            size = largest_bucket(buckets, dtype, self.plan.float32_params)
+            peers = PeerTransports.for_receiver(routes, rank, source_ranks(buckets), CPU, address, size)
+            return BucketReceiver(self.plan, rank, engine, peers, dtype)
+
+        ranks = [TrainingRank(self, rank, sender_peers(rank)) for rank in range(train.world_size)]
+        self.senders = [rank.sender for rank in ranks]
+        self.receivers = [receiver(rank, engine) for rank, engine in enumerate(self.engines)]
+        parts = [self.receivers[first : first + tp] for first in range(0, len(self.receivers), tp)]
+        self.actor = LocalGroup("actor", ranks, self.log)
+        workers = [Replica(self, number, part) for number, part in enumerate(parts)]
+        self.rollout = LocalGroup("rollout", workers, self.log, tp)
+        self.manager = ShardingManager(self.plan, self.actor, self.rollout, SyncOptions(**options))
 
     def rollout_params(self, rank):
         return self.weight_map.rollout_params(self.tp, rank % self.tp, self.ep)
@@ -253,10 +198,13 @@ class Setup:
             for name, tensor in expected.items():
                 assert torch.equal(engine.weights[name], tensor), name
 
+    def buffers_in_use(self):
+        self.actor.settle()
+        return sum(len(pool._lent) for sender in self.senders for pool in sender.pools.values())
+
     def close(self):
-        for side in (self.source, self.target):
-            for thread in side.threads:
-                thread.shutdown()
+        for part in (self.actor, self.rollout, *self.rollout.workers):
+            part.close()
 
 
 def two_nodes(train, rollout):

@@ -73,7 +73,7 @@ def folder(request, tmp_path_factory):
 def connect(engine, plan, senders, transport="shared_memory"):
     here = current_location()
     (part,) = receiver_plans(plan)
-    engine.connect_receivers([ReceiverSpec(part, Routes([here] * senders, [here], transport), None, "float32")])
+    engine.receiver.connect([ReceiverSpec(part, Routes([here] * senders, [here], transport), None, "float32")])
 
 
 LAYOUTS = [
@@ -108,12 +108,12 @@ def test_every_parameter_has_the_checksum_of_the_model_folder(folder, layout, dt
     engine, reference = EmbeddedEngine(reader.config, options), EmbeddedEngine(reader.config, options)
     connect(engine, plan, len(ranks))
 
-    engine.begin_update(3)
+    engine.receiver.begin(3)
     for index in range(len(plan.buckets)):
         exports = [sender.export_bucket(index) for sender in senders]
-        engine.import_bucket(index, [export[0] for export in exports if 0 in export])
+        engine.receiver.import_bucket(index, [export[0] for export in exports if 0 in export])
         assert engine.stale
-    engine.end_update(3)
+    engine.receiver.end(3)
 
     reference.load_hf(str(folder))
     assert engine.weight_version == 3
@@ -135,7 +135,7 @@ def test_an_engine_of_another_model_refuses_the_sync(folder):
     changes = {"num_hidden_layers": 1, "layer_types": kinds and kinds[:1]}
     engine = EmbeddedEngine(parse_model_config({**reader.config.raw, **changes}))
     connect(engine, plan, 1, "inline")
-    engine.begin_update(1)
+    engine.receiver.begin(1)
     with pytest.raises(WeightSyncError, match=r"model\.layers\.1\."):
-        engine.import_bucket(0, [message])
+        engine.receiver.import_bucket(0, [message])
     assert engine.stale

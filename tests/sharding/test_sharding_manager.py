@@ -34,7 +34,7 @@ def setup():
 
 def assert_two_syncs_are_exact(setup):
     for step in (1, 2):
-        setup.source.ranks = setup.trainer(step)
+        setup.trained = setup.trainer(step)
         metrics = setup.manager.sync_weights()
         setup.assert_engines_hold(step)
         assert setup.manager.version == step
@@ -44,7 +44,7 @@ def assert_two_syncs_are_exact(setup):
         assert metrics["weight_sync/seconds"] > 0
         per_second = metrics["weight_sync/gb_per_s"] * metrics["weight_sync/seconds"]
         assert per_second == pytest.approx(setup.plan.nbytes / 1e9)
-    assert setup.source.lent() == 0
+    assert setup.buffers_in_use() == 0
 
 
 @settings(max_examples=15)
@@ -66,7 +66,7 @@ def test_sync_over_a_process_group_is_exact(setup, layout):
 def test_each_pair_of_processes_on_two_nodes_has_its_transport(setup):
     places = two_nodes(LAYOUT.world_size, 4)
     sync = setup(weight_map_of(), LAYOUT, 4, 1, transport="auto", places=places, verify_freq=1)
-    used = {name for sender in sync.source.senders for name in sender._peers.transports}
+    used = {name for sender in sync.senders for name in sender.peers.transports}
     assert used == {"gloo", "shared_memory"}
     assert_two_syncs_are_exact(sync)
 
@@ -117,21 +117,23 @@ def test_order_of_stages_on_a_shared_device(setup):
     sync.manager.sync_weights()
     sync.manager.free_engines()
     assert len(sync.plan.buckets) == 1
-    sync.source.settle()
-    steps = [event for event in sync.log if event[0] not in ("open target", "checksums of target")]
+    sync.actor.settle()
+    steps = [
+        event for event in sync.log if event[:2] not in (("rollout", "open_transfer"), ("rollout", "weight_shares"))
+    ]
     assert steps == [
-        ("make_room",),
-        ("wake", "weights"),
-        ("begin_update", 1),
-        ("open source", 0),
-        ("export", 0),
-        ("import", 0),
-        ("checksums of source",),
-        ("close target", True),
-        ("close source", True),
-        ("wake", "kv_cache"),
-        ("end_update", 1),
-        ("sleep", "weights", "kv_cache"),
+        ("actor", "make_room"),
+        ("rollout", "wake", ("weights",)),
+        ("rollout", "begin_update", 1),
+        ("actor", "open_transfer", 0),
+        ("actor", "export_bucket", 0),
+        ("rollout", "import_bucket", 0),
+        ("actor", "weight_shares"),
+        ("rollout", "close_transfer", True),
+        ("actor", "close_transfer", True),
+        ("rollout", "wake", ("kv_cache",)),
+        ("rollout", "end_update", 1),
+        ("rollout", "sleep", ("weights", "kv_cache")),
     ]
 
 
@@ -139,7 +141,7 @@ def test_engines_on_separate_devices_stay_awake(setup):
     sync = setup()
     sync.manager.sync_weights()
     sync.manager.free_engines()
-    assert not {event[0] for event in sync.log} & {"sleep", "wake"}
+    assert not {event[1] for event in sync.log} & {"sleep", "wake"}
 
 
 def test_export_is_one_bucket_ahead_of_import(setup):
@@ -147,19 +149,19 @@ def test_export_is_one_bucket_ahead_of_import(setup):
     count = len(sync.plan.buckets)
     assert count > 3
     most_ahead = []
-    write = sync.target.receivers[0].import_bucket
+    write = sync.receivers[0].import_bucket
 
     def import_bucket(index, messages):
         # Would time out if the export of the next bucket began only after this import.
         deadline = time.monotonic() + 120
-        while ("export", min(index + 1, count - 1)) not in sync.log:
+        while ("actor", "export_bucket", min(index + 1, count - 1)) not in sync.log:
             assert time.monotonic() < deadline
             time.sleep(0.001)
-        out = {i for verb, *rest in sync.log if verb == "export" for i in rest}
+        out = {i for _, verb, *rest in sync.log if verb == "export_bucket" for i in rest}
         most_ahead.append(len(out) - index)
         write(index, messages)
 
-    sync.target.receivers[0].import_bucket = import_bucket
+    sync.receivers[0].import_bucket = import_bucket
     sync.manager.sync_weights()
     assert max(most_ahead) == 2
 
@@ -168,21 +170,21 @@ def test_export_is_one_bucket_ahead_of_import(setup):
 def test_the_source_packs_two_buckets_while_the_engines_begin_except_in_a_new_session(setup, transport):
     """In a new session a training rank would wait for the engines at the rendezvous."""
     sync = setup(transport=transport)
-    begin, exported = sync.target.receivers[0].begin, []
+    begin, exported = sync.receivers[0].begin, []
 
     def begin_late(version):
         if version != 1:
             deadline = time.monotonic() + 120
-            while ("export", 1) not in sync.log:
+            while ("actor", "export_bucket", 1) not in sync.log:
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
-        exported.append([rest for verb, *rest in sync.log if verb == "export"])
+        exported.append([rest for _, verb, *rest in sync.log if verb == "export_bucket"])
         begin(version)
 
-    sync.target.receivers[0].begin = begin_late
+    sync.receivers[0].begin = begin_late
     for step in (1, 2):
         sync.log.clear()
-        sync.source.ranks = sync.trainer(step)
+        sync.trained = sync.trainer(step)
         sync.manager.sync_weights()
         sync.assert_engines_hold(step)
     assert exported == [[], [[0], [1]]]
@@ -192,7 +194,7 @@ def test_no_process_holds_more_than_two_buckets(setup):
     limit = 400
     sync = setup(weight_map_of(), LAYOUT, 4, 2, transport="shared_memory", bucket=limit)
     metrics = sync.manager.sync_weights()
-    pools = [pool for sender in sync.source.senders for pool in sender.pools.values()]
+    pools = [pool for sender in sync.senders for pool in sender.pools.values()]
     largest = max(pool.peak_bytes for pool in pools)
     assert metrics["weight_sync/peak_mb"] == largest / 2**20
     destination_ranks = 8  # each packing of a bucket may begin up to 63 bytes after the last
@@ -208,24 +210,24 @@ def test_no_process_holds_more_than_two_buckets(setup):
 def test_replicas_hold_their_requests_only_during_their_wave(setup, transport, wave):
     sync = setup(weight_map_of(), LAYOUT, 2, 3, transport=transport, wave=wave, verify_freq=1)
     for step in (1, 2, 3):
-        sync.source.ranks = sync.trainer(step)
-        sync.target.seen.clear()
+        sync.trained = sync.trainer(step)
+        sync.rollout.seen.clear()
         metrics, paused = sync.manager.sync_weights_in_flight()
         sync.assert_engines_hold(step)
         assert {(e.version, e.stale) for e in sync.engines} == {(step, False)}
-        assert [held.requests for held in paused] == list(range(6)), "each rank of the test is asked once"
+        assert [held.requests for held in paused] == list(range(3)), "each replica is asked once"
         assert metrics["weight_sync/pause_s"] <= metrics["weight_sync/seconds"]
         assert metrics["weight_sync/verified"] == 1
-    assert sync.source.lent() == 0
-    for rank in range(6):
-        (own,) = (wave.buckets for wave in sync.plan.waves if rank // 2 in wave.replicas)
-        imports = [("import", number) for number in own]
-        assert [event for event in sync.target.seen[rank] if event[0] != "checksums of target"] == [
+    assert sync.buffers_in_use() == 0
+    for replica in range(3):
+        (own,) = (wave.buckets for wave in sync.plan.waves if replica in wave.replicas)
+        imports = [("import_bucket", number) for number in own]
+        assert [event for event in sync.rollout.seen[replica] if event[0] != "weight_shares"] == [
             ("pause",),
             ("begin_update", 3),
-            ("open target", 0),
+            ("open_transfer", 0),
             *imports,
-            ("close target", True),
+            ("close_transfer", True),
             ("end_update", 3),
             ("resume",),
         ]
@@ -233,40 +235,37 @@ def test_replicas_hold_their_requests_only_during_their_wave(setup, transport, w
 
 def test_waves_follow_each_other_from_the_second_sync_on(setup):
     sync, order = setup(weight_map_of(), LAYOUT, 2, 3, wave=1), []
-    run = sync.target.run
+    submit_on = sync.rollout.submit_on
 
-    def listed(target, verb, function, *arguments):
+    def listed(ranks, verb, *arguments, **options):
         if verb in ("pause", "resume"):
-            order.append((verb, target.ranks_of_calls.start // 2, target.ranks_of_calls.stop // 2))
-        return run.__func__(target, verb, function, *arguments)
+            order.append((verb, ranks))
+        return submit_on(ranks, verb, *arguments, **options)
 
-    type(sync.target).run = listed
-    try:
-        sync.manager.sync_weights_in_flight()
-        assert order == [("pause", 0, 3), ("resume", 0, 3)], "all processes meet in the first sync"
-        order.clear()
-        sync.manager.sync_weights_in_flight()
-    finally:
-        del type(sync.target).run
-    assert order == [(verb, replica, replica + 1) for replica in range(3) for verb in ("pause", "resume")]
+    sync.rollout.submit_on = listed
+    sync.manager.sync_weights_in_flight()
+    assert order == [("pause", [0, 1, 2]), ("resume", [0, 1, 2])], "all processes meet in the first sync"
+    order.clear()
+    sync.manager.sync_weights_in_flight()
+    assert order == [(verb, [replica]) for replica in range(3) for verb in ("pause", "resume")]
 
 
-@pytest.mark.parametrize("event", [("pause",), ("import",), ("end_update",), ("resume",)])
+@pytest.mark.parametrize("event", [("pause",), ("import_bucket",), ("end_update",), ("resume",)])
 def test_a_failure_in_the_last_wave_stops_all_replicas_and_the_next_sync_has_one_wave(setup, event):
     sync = setup(weight_map_of(), LAYOUT, 2, 3, transport="gloo", wave=1)
     sync.manager.sync_weights_in_flight()
-    sync.source.ranks = sync.trainer(1)
-    sync.target.fail_at = event
+    sync.trained = sync.trainer(1)
+    sync.rollout.fail_at = event
     with raises("sync.failed", "version 2", "lost rank", error=WeightSyncError):
         sync.manager.sync_weights_in_flight()
-    sync.target.settle()
+    sync.rollout.settle()
     assert all(engine.stale for engine in sync.engines)
-    for rank in range(5):  # a replica that serves again holds its requests before its weights become stale
-        events = [seen for seen in sync.target.seen[rank] if seen[0] in ("pause", "resume", "begin_update")]
+    for replica in range(2):  # a replica that serves again holds its requests before its weights become stale
+        events = [seen for seen in sync.rollout.seen[replica] if seen[0] in ("pause", "resume", "begin_update")]
         assert events[-2:] == [("pause",), ("begin_update", 2)]
-    sync.target.fail_at = None
+    sync.rollout.fail_at = None
     _, paused = sync.manager.sync_weights_in_flight()
-    assert len(paused) == 6
+    assert len(paused) == 3
     sync.assert_engines_hold(1)
 
 
@@ -274,26 +273,26 @@ def test_a_failure_in_the_last_wave_stops_all_replicas_and_the_next_sync_has_one
 
 
 STAGES = [
-    ("source", ("make_room",)),
-    ("target", ("wake", "weights")),
-    ("target", ("begin_update",)),
-    ("source", ("open source",)),
-    ("source", ("export", 0)),
-    ("source", ("export", 3)),
-    ("target", ("import", 0)),
-    ("target", ("import", 3)),
-    ("source", ("checksums of source",)),
-    ("target", ("checksums of target",)),
-    ("source", ("close source", True)),
-    ("target", ("wake", "kv_cache")),
-    ("target", ("end_update",)),
+    ("actor", ("make_room",)),
+    ("rollout", ("wake", ("weights",))),
+    ("rollout", ("begin_update",)),
+    ("actor", ("open_transfer",)),
+    ("actor", ("export_bucket", 0)),
+    ("actor", ("export_bucket", 3)),
+    ("rollout", ("import_bucket", 0)),
+    ("rollout", ("import_bucket", 3)),
+    ("actor", ("weight_shares",)),
+    ("rollout", ("weight_shares",)),
+    ("actor", ("close_transfer", True)),
+    ("rollout", ("wake", ("kv_cache",))),
+    ("rollout", ("end_update",)),
 ]
 # In a process group the others would wait, until their time is up, for the process that does not come.
 FAILURES = [
     (transport, side, event)
     for transport in ("inline", "shared_memory", "gloo")
     for side, event in STAGES
-    if (transport, event) != ("gloo", ("open source",))
+    if (transport, side, event) != ("gloo", "actor", ("open_transfer",))
 ]
 
 
@@ -301,15 +300,15 @@ FAILURES = [
 def test_engines_are_stale_after_a_failure_at_any_stage_and_a_retry_succeeds(setup, transport, side, event):
     sync = setup(weight_map_of(), ParallelLayout(1, 2, 1), 1, 2, transport=transport, free_engine=True, verify_freq=1)
     sync.manager.sync_weights()
-    sync.source.ranks = sync.trainer(1)
+    sync.trained = sync.trainer(1)
     getattr(sync, side).fail_at = event
     with raises("sync.failed", "version 2", "lost rank", error=WeightSyncError):
         sync.manager.sync_weights()
     assert sync.manager.version == 1
-    sync.target.settle()
+    sync.rollout.settle()
     begun = sync.engines[:-1] if event == ("begin_update",) else sync.engines
     assert all(engine.stale for engine in begun)
-    assert sync.source.lent() == 0
+    assert sync.buffers_in_use() == 0
 
     getattr(sync, side).fail_at = None
     sync.manager.sync_weights()
@@ -320,7 +319,7 @@ def test_engines_are_stale_after_a_failure_at_any_stage_and_a_retry_succeeds(set
 @pytest.mark.parametrize("index", [0, 3])
 def test_the_failing_bucket_is_named(setup, index):
     sync = setup()
-    sync.source.fail_at = ("export", index)
+    sync.actor.fail_at = ("export_bucket", index)
     count = len(sync.plan.buckets)
     with raises("sync.failed") as caught:
         sync.manager.sync_weights()
@@ -336,10 +335,10 @@ def test_an_interrupt_propagates_and_frees_the_buffers(setup):
     def interrupt(index, messages):
         raise KeyboardInterrupt
 
-    sync.target.receivers[0].import_bucket = interrupt
+    sync.receivers[0].import_bucket = interrupt
     with pytest.raises(KeyboardInterrupt):
         sync.manager.sync_weights()
-    assert sync.source.lent() == 0 and sync.engines[0].stale
+    assert sync.buffers_in_use() == 0 and sync.engines[0].stale
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
@@ -347,15 +346,15 @@ def test_descriptors_do_not_grow_over_many_syncs(setup, transport):
     sync = setup(weight_map_of(), ParallelLayout(2, 1, 1), 1, 2, transport=transport)
 
     def open_descriptors():
-        sync.source.settle()
+        sync.actor.settle()
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
 
     def fail_and_retry():
-        sync.target.fail_at = ("import", 1)
+        sync.rollout.fail_at = ("import_bucket", 1)
         with raises("sync.failed"):
             sync.manager.sync_weights()
-        sync.target.fail_at = None
+        sync.rollout.fail_at = None
         sync.manager.sync_weights()
 
     fail_and_retry()
@@ -408,7 +407,7 @@ def test_the_first_sync_and_every_nth_one_are_verified(setup, freq, verified):
     for number in range(1, 6):
         sync.log.clear()
         metrics = sync.manager.sync_weights()
-        seen += [number] if ("checksums of source",) in sync.log else []
+        seen += [number] if ("actor", "weight_shares") in sync.log else []
         reported += [number] if metrics["weight_sync/verified"] == 1.0 else []
         seconds = metrics.get("weight_sync/verify_seconds")
         assert (seconds is not None) == (number in seen)

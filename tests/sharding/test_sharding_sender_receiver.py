@@ -94,7 +94,7 @@ def test_a_bucket_is_packed_into_the_memory_of_the_one_before_the_last(completed
 def test_a_transfer_is_finished_before_its_memory_is_reused(monkeypatch):
     """As gloo and NCCL need it, whose sends only start in an export."""
     sender, finished = sender_of(ListedPlan((BUCKET,) * 4)), []
-    monkeypatch.setattr(sender._peers.transports["inline"], "finish", lambda handle: finished.append(id(handle)))
+    monkeypatch.setattr(sender.peers.transports["inline"], "finish", lambda handle: finished.append(id(handle)))
     sent = []
     for index in range(4):
         sent.append([id(message.handle) for message in sender.export_bucket(index).values()])

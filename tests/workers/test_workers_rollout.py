@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ import pytest
 import torch
 from distributed import ProcessPool
 from expected_errors import raises
+from local_group import LocalGroup
 from role_processes import LAYOUTS, Role, actor_arguments, with_offload
 from safetensors.torch import load_file
 from tiny_policies import EOS, PAD, TEMPERATURE, Models, rows_of
@@ -26,25 +26,15 @@ from megarl.agents.single_turn import SingleTurnLoop
 from megarl.agents.trajectories import trajectories_to_batch
 from megarl.agents.types import Conversation, Trajectory
 from megarl.base.seeds import derive_seed
-from megarl.cluster.adapters import ResultsByRank
+from megarl.cluster.sharding_manager import ShardingManager, SyncOptions
 from megarl.config import RolloutConfig
 from megarl.data import DataProto
 from megarl.megatron.engine.offload import PARTS
 from megarl.models import WeightMap, read_model_config
 from megarl.rollout import Completion, Request, SamplingParams
 from megarl.rollout.embedded.generation import ContinuousBatcher
-from megarl.rollout.interface import Tag
 from megarl.rollout.router import EngineReplica, Router
-from megarl.sharding import (
-    ReshardPlan,
-    RolloutLayout,
-    Routes,
-    ShardingManager,
-    SyncOptions,
-    build_plan,
-    replica_plans,
-)
-from megarl.sharding.receiver import route_messages
+from megarl.sharding import ReshardPlan, RolloutLayout, Routes, build_plan, replica_plans
 from megarl.workers.actor import ActorWorker
 from megarl.workers.dispatch import WorkerPlace
 from megarl.workers.rollout import RolloutWorker
@@ -186,111 +176,32 @@ def test_seeds_of_samples_are_distinct_and_in_range() -> None:
 # ---- weights
 
 
-class Together:
-    """Several futures as one."""
-
-    def __init__(self, futures: Sequence[Future]) -> None:
-        self.futures = futures
-
-    def result(self, timeout_s: float | None = None) -> list[Any]:
-        return [future.result(timeout_s) for future in self.futures]
-
-
-class ActorEnd:
-    """An actor in other processes as the source of a sync; its verbs run concurrently with those of the replicas."""
+class ActorGroup:
+    """An actor in other processes, called as a worker group; its verbs run concurrently with those of the replicas."""
 
     def __init__(self, actor: Role) -> None:
-        self.actor, self.thread = actor, ThreadPoolExecutor(1)
+        self.actor, self.thread, self.ranks = actor, ThreadPoolExecutor(1), list(range(actor.layout.world_size))
 
-    def call(self, verb: str, *arguments: Any) -> Future:
+    def submit_on(self, ranks: Sequence[int], verb: str, *arguments: Any, after_failure: bool = False) -> Future:
+        assert list(ranks) == self.ranks
         return self.thread.submit(self.actor.call, verb, *arguments)
 
-    def make_room(self) -> Future:
-        return self.call("make_room")
-
-    def open_transfer(self, session: int) -> Future:
-        return self.call("open_transfer", session)
-
-    def export_bucket(self, index: int) -> Future:
-        return self.call("export_bucket", index)
-
-    def checksums(self) -> Future:
-        return self.call("weight_shares")
-
-    def close_transfer(self, completed: bool) -> Future:
-        return self.call("close_transfer", completed)
-
-
-class Replicas:
-    """The rollout workers of this process as the target of a sync."""
-
-    def __init__(self, path: Path) -> None:
-        self.workers = [rollout_worker(path, rank, REPLICAS) for rank in range(REPLICAS)]
-        self.threads = [ThreadPoolExecutor(1) for _ in self.workers]
-        self.replicas = range(REPLICAS)
-        self.broken_at: int | None = None
-
-    def call(self, verb: str, *arguments: Any) -> Together:
-        part = slice(self.replicas.start, self.replicas.stop)
-        calls = zip(self.threads[part], self.workers[part], strict=True)
-        return Together([thread.submit(getattr(worker, verb), *arguments) for thread, worker in calls])
-
-    @property
-    def numbers(self) -> range:
-        return self.replicas
-
-    def of_replicas(self, replicas: range) -> Replicas:
-        part = copy.copy(self)
-        part.replicas = replicas
-        return part
-
-    def pause(self) -> Together:
-        return self.call("pause")
-
-    def resume(self) -> Together:
-        return self.call("resume")
-
-    def sleep(self, tags: tuple[Tag, ...]) -> Together:
-        return self.call("sleep", tags)
-
-    def wake(self, tags: tuple[Tag, ...]) -> Together:
-        return self.call("wake", tags)
-
-    def begin_update(self, version: int) -> Together:
-        return self.call("begin_update", version)
-
-    def open_transfer(self, session: int) -> Together:
-        return self.call("open_transfer", session)
-
-    def import_bucket(self, index: int, exported: Future) -> Together:
-        if index == self.broken_at:
-            raise ConnectionError("the wire is cut")
-        messages = [message for export in exported.result() for message in export.values()]
-        own = route_messages(messages, range(REPLICAS))
-        calls = [self.threads[n].submit(self.workers[n].import_bucket, index, own[n]) for n in self.replicas]
-        return Together(calls)
-
-    def checksums(self) -> ResultsByRank:
-        return ResultsByRank(self.call("weight_shares"))
-
-    def close_transfer(self, completed: bool) -> ResultsByRank:
-        return ResultsByRank(self.call("close_transfer", completed))
-
-    def end_update(self, version: int) -> Together:
-        return self.call("end_update", version)
+    def submit_scatter(self, verb: str, destinations: int, *arguments: Any) -> Future:
+        return self.submit_on(self.ranks, verb, *arguments)
 
 
 def connected(
     actor: Role, path: Path, plan: ReshardPlan, transport: str, **options: Any
-) -> tuple[ShardingManager, Replicas]:
-    replicas = Replicas(path)
+) -> tuple[ShardingManager, LocalGroup]:
+    replicas = LocalGroup("rollout", [rollout_worker(path, rank, REPLICAS) for rank in range(REPLICAS)])
     places = [place for worker in replicas.workers for place in worker.sync_places()]
     routes = Routes(actor.call("sync_place"), places, transport)
     address = actor.call("host_sync")[0] if routes.needs_rendezvous() else None
     actor.call("connect_sync", plan, routes, address, "float32")
     for worker, parts in zip(replicas.workers, replica_plans(plan), strict=True):
         worker.connect_sync(parts, routes, address, "float32")
-    return ShardingManager(plan, ActorEnd(actor), replicas, SyncOptions(**{"verify_freq": 1, **options})), replicas
+    options = {"verify_freq": 1, **options}
+    return ShardingManager(plan, ActorGroup(actor), replicas, SyncOptions(**options)), replicas
 
 
 def reshard_plan(path: Path, layout: str, bucket_bytes: int = 5000, wave_replicas: int | None = None) -> ReshardPlan:
@@ -378,10 +289,10 @@ def test_engine_stays_stale_after_an_interrupted_sync(
         answers([ends.workers[0]], prompts, 1)  # before the first sync
     manager.sync_weights()
     first = answers([ends.workers[0]], prompts, 1)
-    ends.broken_at = 2
-    with raises("sync.failed", "version 2 failed at bucket 3 of ", "the wire is cut"):
+    ends.fail_at = ("import_bucket", 2)
+    with raises("sync.failed", "version 2 failed at bucket 3 of ", "lost rank"):
         manager.sync_weights()
-    assert ends.call("weight_version").result() == [-1, -1]  # after what was under way
+    assert ends.submit_on(ends.ranks, "weight_version").result() == [-1, -1]  # after what was under way
     for worker in ends.workers:
         assert worker.weight_version() == -1
         with raises("engine.stale-weights"):
@@ -390,7 +301,7 @@ def test_engine_stays_stale_after_an_interrupted_sync(
             worker.end_update(2)
         with raises("engine.stale-weights"):
             answers([worker], prompts, 1)
-    ends.broken_at = None
+    ends.fail_at = None
     manager.sync_weights()
     assert [worker.weight_version() for worker in ends.workers] == [2, 2]
     again = answers([ends.workers[0]], prompts, 1)
@@ -471,12 +382,12 @@ def test_weight_change_after_verification_is_detected(
     layout, actor = learned
     manager, ends = connected(actor, models.policy_path, reshard_plan(models.policy_path, layout), "auto")
     engine = ends.workers[1].engine
-    end_update = engine.end_update
+    end = engine.receiver.end
 
     def damage() -> None:
         engine.weights()["model.norm.weight"][3] *= 1.001
 
-    monkeypatch.setattr(engine, "end_update", lambda version: (end_update(version), damage()))
+    monkeypatch.setattr(engine.receiver, "end", lambda version: (end(version), damage()))
     with raises("sync.failed", "failed at end_update", "rank 0 were"):
         manager.sync_weights()
     monkeypatch.undo()
@@ -484,7 +395,7 @@ def test_weight_change_after_verification_is_detected(
     damage()
     with raises("sync.failed", "version 2 failed at begin_update", "while it served them"):
         manager.sync_weights()
-    assert ends.call("weight_version").result() == [-1, -1]
+    assert ends.submit_on(ends.ranks, "weight_version").result() == [-1, -1]
     manager.sync_weights()
     assert [worker.weight_version() for worker in ends.workers] == [2, 2]
 
@@ -498,8 +409,8 @@ def test_actor_and_engine_alternate_on_a_shared_device(
     manager, ends = connected(actor, models.policy_path, plan, "auto", free_engine=True)
     engine, seen = ends.workers[0].engine, []
 
-    def note(name: str) -> None:
-        method = getattr(engine, name)
+    def note(owner: Any, name: str) -> None:
+        method = getattr(owner, name)
 
         def noted(*arguments: Any) -> None:
             method(*arguments)
@@ -507,10 +418,10 @@ def test_actor_and_engine_alternate_on_a_shared_device(
             # Only this process's replica may ask: a bucket's verb holds the actor's processes.
             seen.append((name, actor.offloaded_parts() if name == "wake" else None, health.asleep, health.stale))
 
-        monkeypatch.setattr(engine, name, noted)
+        monkeypatch.setattr(owner, name, noted)
 
-    for name in ("wake", "begin_update", "end_update", "sleep"):
-        note(name)
+    for owner, name in ((engine, "wake"), (engine.receiver, "begin"), (engine.receiver, "end"), (engine, "sleep")):
+        note(owner, name)
     for version in (1, 2):
         seen.clear()
         manager.sync_weights()
@@ -522,8 +433,8 @@ def test_actor_and_engine_alternate_on_a_shared_device(
         asleep = () if version == 1 else ("kv_cache",)
         assert seen == [
             ("wake", PARTS, asleep, True),
-            ("begin_update", None, asleep, True),
+            ("begin", None, asleep, True),
             ("wake", PARTS, (), True),
-            ("end_update", None, (), False),
+            ("end", None, (), False),
             ("sleep", None, ("weights", "kv_cache"), True),
         ]

@@ -104,18 +104,6 @@ class ScoredJobConfig(GenerationJobConfig):
 
 
 @dataclass(frozen=True)
-class DeltaConfig:
-    """Delta encoding of weights on their way to another node: only changed elements travel, without loss."""
-
-    enable: bool = key(
-        False,
-        "Send only changed weights over NCCL, gloo and the object store. Both sides keep the last sent weights in host "
-        "memory.",
-    )
-    full_freq: int = key(0, "Syncs after which a message is sent in full again; 0 = only the first time.", at_least=0)
-
-
-@dataclass(frozen=True)
 class SyncConfig:
     """Weight sync from the actor to the rollout engines."""
 
@@ -140,7 +128,6 @@ class SyncConfig:
         "sync, 0 = never.",
         at_least=0,
     )
-    delta: DeltaConfig = section(DeltaConfig)
 
 
 def _layout_key() -> Any:

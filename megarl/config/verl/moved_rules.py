@@ -1,4 +1,4 @@
-"""Rules for keys that have moved: those of rewards, in verl and in megarl, and those of the search agent."""
+"""Rules for keys that have moved or gone: rewards, in verl and in megarl, the search agent, and delta syncs."""
 
 from __future__ import annotations
 
@@ -52,3 +52,9 @@ SEARCH_AGENT: dict[str, Rule] = {
     "data.max_obs_length": Renamed(f"{SEARCH}.max_obs_length"),
 }
 """Keys of Search-R1, whose names megarl had too."""
+
+DELTA_SYNC: dict[str, Rule] = {
+    "sync.delta.enable": Only((False,), "a weight sync sends all weights"),
+    "sync.delta.full_freq": NoEffect("a weight sync sends all weights"),
+}
+"""Removed keys of megarl, which complete configurations of earlier runs name."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import statistics
+import time
 import traceback
 import zlib
 from collections.abc import Mapping, Sequence
@@ -23,13 +24,12 @@ from megarl.ops.acceptance.bench import Bench
 from megarl.ops.acceptance.models import SHAPES
 from megarl.ops.acceptance.results import Result, Verdict
 from megarl.rollout.embedded.weights import WeightStore
-from megarl.sharding import RolloutLayout, Routes, ShardingManager, SyncOptions, build_plan
+from megarl.sharding import ReshardPlan, RolloutLayout, Routes, build_plan
 from megarl.sharding.placement import ProcessLocation, current_location
-from megarl.sharding.plan import RankPlan, TransferUsage, receiver_plans
+from megarl.sharding.plan import RankPlan, receiver_plans
 from megarl.sharding.receiver import BucketReceiver, ReceiverSpec, route_messages
 from megarl.sharding.sender import BucketSender, destination_ranks
 from megarl.sharding.transports.interface import PeerTransports
-from megarl.sharding.verification import partial_checksums
 
 DTYPE, ELEMENT_BYTES = torch.bfloat16, 2
 SYNCS = 5
@@ -78,7 +78,7 @@ class _Case:
 
     @cached_property
     def _figures(self) -> tuple[str, list[str], list[float]]:
-        """Transport, different parameters, and GB/s of each sync after the first, which compares checksums."""
+        """Transport, different parameters, and GB/s of each sync after the first, which allocates memory."""
         parent_end, child_end = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")
         process = context.Process(target=_serve, args=(child_end, str(self.bench.device)), daemon=True)
@@ -93,11 +93,9 @@ class _Case:
             plan = build_plan(WeightMap(self.model), layout, RolloutLayout(1), self.bucket_bytes, ELEMENT_BYTES)
             (part,) = receiver_plans(plan)
             engine.call("build", self.model, part, routes)
-            trainer = _Trainer(self.model, plan, routes, self.bench.device)
-            manager = ShardingManager(plan, trainer, _Engine(engine), SyncOptions(verify_freq=10**9, timeout_s=REPLY_S))
-            manager.sync_weights()
-            rates = [plan.nbytes / manager.sync_weights()["weight_sync/seconds"] / 1e9 for _ in range(SYNCS)]
-            return routes.between(0, 0), engine.call("different"), rates
+            sender = _sender(self.model, plan, routes, self.bench.device)
+            rates = [plan.nbytes / _sync(sender, engine, plan, version) / 1e9 for version in range(SYNCS + 1)]
+            return routes.between(0, 0), engine.call("different"), rates[1:]
         finally:
             parent_end.close()
             process.join(5)
@@ -131,46 +129,29 @@ def _hf_tensors(model: ModelConfig, params: Sequence[LocalParam], tensors: Mappi
     return whole
 
 
-class _Done:
-    """A result that is there already."""
-
-    def __init__(self, value: Any = None) -> None:
-        self._value = value
-
-    def result(self, timeout_s: float | None = None) -> list[Any]:
-        """Return the value of the only rank."""
-        return [self._value]
+def _sender(model: ModelConfig, plan: ReshardPlan, routes: Routes, device: torch.device) -> BucketSender:
+    """Create the training side, in this process."""
+    tensors = _random(WeightMap(model).megatron_params(ParallelLayout(), 0), device)
+    peers = PeerTransports.for_sender(routes, 0, destination_ranks(plan.sent_by(0)), device, None)
+    return BucketSender(plan, 0, lambda: tensors, peers, DTYPE, device)
 
 
-class _Trainer:
-    """The training side, in this process."""
-
-    def __init__(self, model: ModelConfig, plan: Any, routes: Routes, device: torch.device) -> None:
-        self._params = WeightMap(model).export_params(ParallelLayout(), 0)
-        self._tensors = _random(WeightMap(model).megatron_params(ParallelLayout(), 0), device)
-        peers = PeerTransports.for_sender(routes, 0, destination_ranks(plan.sent_by(0)), device, None)
-        self._sender = BucketSender(plan, 0, lambda: self._tensors, peers, DTYPE, device)
-
-    def make_room(self) -> _Done:
-        """Nothing to free."""
-        return _Done()
-
-    def open_transfer(self, session: int) -> _Done:
-        """See the sender."""
-        self._sender.open(session)
-        return _Done()
-
-    def export_bucket(self, index: int) -> _Done:
-        """See the sender."""
-        return _Done(self._sender.export_bucket(index))
-
-    def checksums(self) -> _Done:
-        """Checksums of the trainer's weights."""
-        return _Done(partial_checksums(self._params, self._tensors, DTYPE, frozenset(), convert=True))
-
-    def close_transfer(self, completed: bool) -> _Done:
-        """See the sender."""
-        return _Done(self._sender.close(completed))
+def _sync(sender: BucketSender, engine: _Remote, plan: ReshardPlan, version: int) -> float:
+    """Run a sync as the sharding manager does, with two buckets in flight; return its seconds."""
+    started, imports = time.perf_counter(), []
+    engine.call("receive", "begin", version)
+    sender.peers.open(0)
+    engine.call("receive", "open", 0)
+    for index in range(len(plan.buckets)):
+        (messages,) = route_messages(sender.export_bucket(index).values(), [0])
+        imports.append(engine.start("receive", "import_bucket", index, messages))
+        if index:
+            imports[index - 1]()  # the next bucket takes its memory
+    imports[-1]()
+    engine.call("receive", "close", True)
+    sender.close(True)
+    engine.call("receive", "end", version)
+    return time.perf_counter() - started
 
 
 class _Remote:
@@ -206,41 +187,6 @@ class _Remote:
         return self._answers[number]
 
 
-class _Pending:
-    """Result of a call in the engine's process."""
-
-    def __init__(self, answer: partial[Any]) -> None:
-        self._answer = answer
-
-    def result(self, timeout_s: float | None = None) -> list[Any]:
-        """Wait for the value of the only rank."""
-        return [self._answer()]
-
-
-class _Engine:
-    """The engine's side, in the other process."""
-
-    def __init__(self, remote: _Remote) -> None:
-        self._remote = remote
-
-    def __getattr__(self, verb: str) -> Any:
-        return lambda *arguments: _Pending(self._remote.start(verb, *arguments))
-
-    @property
-    def numbers(self) -> list[int]:
-        """Number of the only replica."""
-        return [0]
-
-    def of_replicas(self, replicas: range) -> _Engine:
-        """Return itself, the only replica."""
-        return self
-
-    def import_bucket(self, index: int, exported: _Done) -> _Pending:
-        """Pass the messages of the only pair of ranks."""
-        (messages,) = route_messages(exported.result()[0].values(), [0])
-        return _Pending(self._remote.start("import_bucket", index, messages))
-
-
 class _EngineProcess:
     """The verbs of the engine's process."""
 
@@ -260,29 +206,10 @@ class _EngineProcess:
         spec = ReceiverSpec(plan, routes, None, str(DTYPE).removeprefix("torch."))
         self._receiver = BucketReceiver.connect(spec, self._store, self._device)
 
-    def begin_update(self, version: int) -> None:
-        """See the receiver."""
-        self._receiver.begin(version)
-
-    def open_transfer(self, session: int) -> None:
-        """See the receiver."""
-        self._receiver.open(session)
-
-    def import_bucket(self, index: int, messages: Any) -> None:
-        """See the receiver."""
-        self._receiver.import_bucket(index, messages)
-
-    def checksums(self) -> Any:
-        """Checksums of the engine's weights."""
-        return partial_checksums(self._params, self._store.tensors, DTYPE, frozenset(), convert=False)
-
-    def close_transfer(self, completed: bool) -> TransferUsage:
-        """See the receiver."""
-        return self._receiver.close(completed)
-
-    def end_update(self, version: int) -> None:
-        """See the receiver."""
-        self._receiver.end(version)
+    def receive(self, command: str, *arguments: Any) -> Any:
+        """Run a command of the receiver."""
+        target = self._receiver.peers if command == "open" else self._receiver
+        return getattr(target, command)(*arguments)
 
     def different(self) -> list[str]:
         """Checkpoint tensors that differ from the trainer's in any bit."""

@@ -285,7 +285,7 @@ def teacher_head_bytes(role: PlannedRole) -> int:
 
 
 def _host(job: PlannedJob, roles: Mapping[str, RoleMemory], node_size: int) -> tuple[Component, ...]:
-    """Return the host memory of the fullest node: offloaded states, reference weights, saves, routes, deltas, tokens.
+    """Return the host memory of the fullest node: offloaded states, reference weights, saves, routes, tokens.
 
     While the reference computes, host memory also holds the actor's weights, as an offload does.
     """
@@ -294,8 +294,6 @@ def _host(job: PlannedJob, roles: Mapping[str, RoleMemory], node_size: int) -> t
         devices[job.slot(device, node_size).node].append(device)
     for node, on_node in devices.items():
         totals: dict[tuple[str, str], int] = defaultdict(int)
-        if node < job.nodes and (sent := _kept_for_deltas(job)):
-            totals["sync", "last sent weights"] = sent
         if node == 0 and isinstance(job.config, TrainConfig):
             totals["driver", "token columns"] = needed_store_bytes(job.config)
         for device in on_node:
@@ -337,18 +335,6 @@ def _routes(job: PlannedJob, role: PlannedRole) -> int:
     if not config.actor_rollout_ref.actor.router_replay.enable:
         return 0
     return 2 * sum(experts.layers) * experts.per_token * rollout.longest * rollout.samples // role.layout.dp
-
-
-def _kept_for_deltas(job: PlannedJob) -> int:
-    """Return the most host memory of a node for delta syncs: both sides keep the weights that cross nodes."""
-    config, rollout = job.config, job.rollout
-    if not isinstance(config, TrainConfig) or not config.sync.delta.enable or rollout is None:
-        return 0
-    ranks, engine_nodes = range(rollout.tp), config.actor_rollout_ref.rollout.nnodes
-    replica = sum(rollout_weight_bytes(rollout.model, rollout.tp, rank, rollout.config.dtype) for rank in ranks)
-    if engine_nodes:
-        return rollout.replicas * replica // min(job.nodes, engine_nodes)  # senders and receivers are on other nodes
-    return 2 * rollout.replicas * replica // job.nodes if job.nodes > 1 else 0
 
 
 def _copied_for_save(role: PlannedRole, states: RankStates) -> int:

@@ -24,9 +24,8 @@ from megarl.rollout.embedded.kv_cache import KVCache
 from megarl.rollout.embedded.layers import KNOWN_PARAMETERS
 from megarl.rollout.embedded.routes import RouteTable
 from megarl.rollout.embedded.sampling import Decode, Sampler, StopRules, load_decode
-from megarl.rollout.embedded.weights import WeightStore
+from megarl.rollout.embedded.weights import EmbeddedReceiver, WeightStore
 from megarl.rollout.interface import (
-    NOT_CONNECTED,
     TAGS,
     Completion,
     EngineHealth,
@@ -40,10 +39,6 @@ from megarl.rollout.interface import (
 )
 from megarl.rollout.registry import register_engine
 from megarl.rollout.request_checks import check_request, check_routes, check_tags, check_token_ids
-from megarl.sharding.placement import ProcessLocation, current_location
-from megarl.sharding.plan import TransferUsage
-from megarl.sharding.receiver import BucketReceiver, ReceiverSpec, route_messages
-from megarl.sharding.sender import Message
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -93,7 +88,7 @@ class EmbeddedEngine(RolloutEngine):
         rounds = None if options.quantization is None else weight_map.is_linear
         self._weights = WeightStore(params, DTYPES[options.dtype], self._device, weight_map.is_float32, rounds)
         self._weights.allocate()
-        self._receiver: BucketReceiver | None = None
+        self._receiver = EmbeddedReceiver(self._weights, self._device, self._check_idle)
         self._asleep: set[Tag] = set()
         self._closed = False
         self._cache: KVCache | None = None
@@ -167,36 +162,10 @@ class EmbeddedEngine(RolloutEngine):
             self._weights.write((name, (0,) * tensor.dim(), tensor) for name, tensor in params)
         self._weights.end(version)
 
-    def rank_locations(self) -> list[ProcessLocation]:
+    @property
+    def receiver(self) -> EmbeddedReceiver:
         """See the contract."""
-        return [current_location(self.options.device)]
-
-    def connect_receivers(self, specs: Sequence[ReceiverSpec]) -> None:
-        """See the contract. The only rank is this process."""
-        (spec,) = specs
-        self._receiver = BucketReceiver.connect(spec, self._weights, self._device)
-
-    def begin_update(self, version: int) -> None:
-        """See the contract."""
-        self._check_idle()
-        self._connected().begin(version)
-
-    def open_transfer(self, session: int) -> None:
-        """See the contract."""
-        self._connected().open(session)
-
-    def import_bucket(self, index: int, messages: Sequence[Message]) -> None:
-        """See the contract."""
-        receiver = self._connected()
-        receiver.import_bucket(index, *route_messages(messages, [receiver.rank]))
-
-    def close_transfer(self, completed: bool) -> list[TransferUsage]:
-        """See the contract."""
-        return [self._connected().close(completed)]
-
-    def end_update(self, version: int) -> None:
-        """See the contract."""
-        self._connected().end(version)
+        return self._receiver
 
     def sleep(self, tags: Iterable[Tag] = TAGS) -> None:
         """See the contract."""
@@ -259,11 +228,6 @@ class EmbeddedEngine(RolloutEngine):
                 f"{len(self._running)} requests are running: update weights when none is",
                 code="engine.requests-running",
             )
-
-    def _connected(self) -> BucketReceiver:
-        if self._receiver is None:
-            raise WeightSyncError(NOT_CONNECTED, code="sync.no-receivers")
-        return self._receiver
 
     def _make_room(self, requests: Sequence[Request]) -> ContinuousBatcher:
         """Return the running batch, or a new one, with a cache that holds these requests too."""

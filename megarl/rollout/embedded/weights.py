@@ -1,4 +1,4 @@
-"""The embedded engine's parameters."""
+"""The embedded engine's parameters, and their updates."""
 
 from __future__ import annotations
 
@@ -10,8 +10,18 @@ from torch import Tensor
 from megarl.base.errors import WeightSyncError
 from megarl.models import LocalParam
 from megarl.models.number_formats import dequantize_blocks, quantize_blocks
-from megarl.rollout.quantization import IncomingMatrices, MatrixId
-from megarl.rollout.weight_checks import ShardWeights
+from megarl.sharding.placement import current_location
+from megarl.sharding.plan import TransferUsage
+from megarl.sharding.quantization import IncomingMatrices, MatrixId
+from megarl.sharding.receiver import (
+    NOT_CONNECTED,
+    BucketReceiver,
+    ReceiverSpec,
+    ReplicaReceiver,
+    ShardWeights,
+    route_messages,
+)
+from megarl.sharding.sender import Message
 
 
 class WeightStore(ShardWeights):
@@ -65,7 +75,7 @@ class WeightStore(ShardWeights):
         self.drop()
 
     def incoming(self, matrix: MatrixId, dtype: torch.dtype) -> Tensor:
-        """Return the memory of a matrix itself; see :class:`~megarl.rollout.quantization.MatrixStorage`."""
+        """Return the memory of a matrix itself; see :class:`~megarl.sharding.quantization.MatrixStorage`."""
         name, number = matrix
         return self.tensors[name] if number is None else self.tensors[name][number]
 
@@ -80,3 +90,50 @@ class WeightStore(ShardWeights):
         if not self.allocated:
             raise WeightSyncError("the engine's weights are asleep: wake 'weights' first", code="engine.asleep")
         super().begin(version)
+
+
+class EmbeddedReceiver(ReplicaReceiver):
+    """The receiver of the only rank, in this process.
+
+    Args:
+        weights: parameters of the engine.
+        device: their device.
+        check_idle: raises if the engine cannot begin an update now.
+    """
+
+    def __init__(self, weights: WeightStore, device: torch.device, check_idle: Callable[[], None]) -> None:
+        self._weights, self._device, self._check_idle = weights, device, check_idle
+        self._receiver: BucketReceiver | None = None
+        self.locations = [current_location(str(device))]
+
+    def connect(self, specs: Sequence[ReceiverSpec]) -> None:
+        """See :meth:`ReplicaReceiver.connect`."""
+        (spec,) = specs
+        self._receiver = BucketReceiver.connect(spec, self._weights, self._device)
+
+    def begin(self, version: int) -> None:
+        """See :meth:`ReplicaReceiver.begin`."""
+        self._check_idle()
+        self._connected().begin(version)
+
+    def open(self, session: int) -> None:
+        """See :meth:`ReplicaReceiver.open`."""
+        self._connected().peers.open(session)
+
+    def import_bucket(self, index: int, messages: Sequence[Message]) -> None:
+        """See :meth:`ReplicaReceiver.import_bucket`."""
+        receiver = self._connected()
+        receiver.import_bucket(index, *route_messages(messages, [receiver.rank]))
+
+    def close(self, completed: bool) -> list[TransferUsage]:
+        """See :meth:`ReplicaReceiver.close`."""
+        return [self._connected().close(completed)]
+
+    def end(self, version: int) -> None:
+        """See :meth:`ReplicaReceiver.end`."""
+        self._connected().end(version)
+
+    def _connected(self) -> BucketReceiver:
+        if self._receiver is None:
+            raise WeightSyncError(NOT_CONNECTED, code="sync.no-receivers")
+        return self._receiver

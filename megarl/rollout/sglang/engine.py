@@ -19,7 +19,6 @@ from megarl.models import ModelConfig, WeightMap, read_model_config
 from megarl.models.checksum import ParamRectangle
 from megarl.models.hf_checkpoint import HFReader
 from megarl.rollout.interface import (
-    NO_VERSION,
     TAGS,
     Completion,
     EngineHealth,
@@ -47,14 +46,11 @@ from megarl.rollout.sglang.backend import (
 )
 from megarl.rollout.sglang.liveness import SchedulerLiveness, StoppedProcesses
 from megarl.rollout.sglang.model_arguments import KEY
+from megarl.rollout.sglang.model_checks import check_model_runs
 from megarl.rollout.sglang.options import MODES, SGLangOptions, decodes
-from megarl.rollout.sglang.shards import VOCAB_MULTIPLE, SGLangShard, check_model_runs
 from megarl.rollout.sglang.weights import WeightSession
-from megarl.rollout.weight_checks import check_version
-from megarl.sharding.placement import ProcessLocation
-from megarl.sharding.plan import TransferUsage
-from megarl.sharding.receiver import ReceiverSpec
-from megarl.sharding.sender import Message
+from megarl.sharding.receiver import check_version
+from megarl.sharding.sglang_shard import VOCAB_MULTIPLE, SGLangShard
 
 ABORT_AGAIN_S = 0.05
 """Seconds between attempts to abort a request, which SGLang may not have received yet."""
@@ -102,7 +98,6 @@ class SGLangEngine(RolloutEngine):
         self._decodes = decodes(folder, options)
         self._asleep: set[Tag] = set()
         self._closed = False
-        self._version = NO_VERSION
         self._running: dict[str, RunningRequest] = {}
         self._lock = threading.Lock()
         # None interrupts a poll.
@@ -116,7 +111,7 @@ class SGLangEngine(RolloutEngine):
             raise
         self._liveness = SchedulerLiveness(self._backend, self._loop, options.health_timeout_s)
         try:
-            self._session = WeightSession(config, options, self._backend, self._loop, self._watch)
+            self._session = WeightSession(config, options, self._backend, self._loop, self._watch, self._check_idle)
         except BaseException:
             self._end_backend()
             raise
@@ -124,12 +119,12 @@ class SGLangEngine(RolloutEngine):
     @property
     def weight_version(self) -> int:
         """See the contract."""
-        return self._version
+        return self._session.version
 
     @property
     def stale(self) -> bool:
         """See the contract."""
-        return self._version < 0
+        return self._session.version < 0
 
     @property
     def closed(self) -> bool:
@@ -184,7 +179,7 @@ class SGLangEngine(RolloutEngine):
             self._liveness.heard()
             if isinstance(result, RequestRefused):
                 name = entry.request.request_id
-                result = Completion(name, [], [], "abort", self._version, refusal=result)
+                result = Completion(name, [], [], "abort", self.weight_version, refusal=result)
             if isinstance(result, RolloutError):
                 self._drop_requests()
                 raise result
@@ -220,41 +215,16 @@ class SGLangEngine(RolloutEngine):
                 f"model folder {path} lacks {len(absent)} of {len(shapes)} tensors, first '{absent[0]}'",
                 code="model.missing-tensor",
             )
-        self._prepare_update(version)
+        check_version(version)
+        self._check_idle()
         if not self._asleep:
             self._wait_until_idle()
         self._session.load_folder(path, version)
-        self._version = version
 
-    def rank_locations(self) -> list[ProcessLocation]:
-        """See the contract."""
-        return self._session.locations
-
-    def connect_receivers(self, specs: Sequence[ReceiverSpec]) -> None:
-        """See the contract. The receivers run in SGLang's ranks."""
-        self._session.connect(specs)
-
-    def begin_update(self, version: int) -> None:
-        """See the contract."""
-        self._prepare_update(version)
-        self._session.begin(version)
-
-    def open_transfer(self, session: int) -> None:
-        """See the contract."""
-        self._session.open(session)
-
-    def import_bucket(self, index: int, messages: Sequence[Message]) -> None:
-        """See the contract."""
-        self._session.import_bucket(index, messages)
-
-    def close_transfer(self, completed: bool) -> list[TransferUsage]:
-        """See the contract."""
-        return self._session.close_transfer(completed)
-
-    def end_update(self, version: int) -> None:
-        """See the contract."""
-        self._session.end(version)
-        self._version = version
+    @property
+    def receiver(self) -> WeightSession:
+        """See the contract. The receivers of the ranks run in SGLang's ranks."""
+        return self._session
 
     def sleep(self, tags: Iterable[Tag] = TAGS) -> None:
         """See the contract. SGLang frees the memory only with its memory saver, which exists on GPUs."""
@@ -265,7 +235,6 @@ class SGLangEngine(RolloutEngine):
                 code="engine.requests-running",
             )
         if "weights" in chosen:
-            self._version = NO_VERSION
             self._session.abandon()
         if chosen and not self._closed:
             self._wait_until_idle()
@@ -306,10 +275,10 @@ class SGLangEngine(RolloutEngine):
         """See the contract. A server that was already running continues."""
         if self._closed:
             return
-        self._closed, self._version = True, NO_VERSION
+        self._closed = True
         self._asleep = set(TAGS)
         self._drop_requests()
-        self._session.close()
+        self._session.shutdown()
         self._end_backend()
 
     def _end_backend(self) -> None:
@@ -326,13 +295,13 @@ class SGLangEngine(RolloutEngine):
             rest = entry.request.remainder
             payload = request_payload(rest, entry.rid, self._eos, every_token)
             response = await self._backend.generate(payload)
-            context = ResponseContext(self._eos, self._version, self.config.experts)
+            context = ResponseContext(self._eos, self.weight_version, self.config.experts)
             completion = parse_completion(rest, response, context)
             result = completion.after(entry.request.prior)
         except RolloutError as error:
             result = error
             if entry.aborted:
-                nothing = Completion(entry.request.request_id, [], [], "abort", self._version)
+                nothing = Completion(entry.request.request_id, [], [], "abort", self.weight_version)
                 result = nothing.after(entry.request.prior)
         except Exception as error:
             result = RolloutError(
@@ -350,8 +319,8 @@ class SGLangEngine(RolloutEngine):
         self.abort(list(self._running))
         self._running.clear()
 
-    def _prepare_update(self, version: int) -> None:
-        check_version(version)
+    def _check_idle(self) -> None:
+        """Refuse new weights while requests run or the weights are asleep."""
         if "weights" in self._asleep:
             raise WeightSyncError("the engine's weights are asleep: wake 'weights' first", code="engine.asleep")
         if self._running:
@@ -360,7 +329,6 @@ class SGLangEngine(RolloutEngine):
                 code="engine.requests-running",
             )
         self._check_alive()
-        self._version = NO_VERSION
 
     def _call(self, method: str, **fields: Any) -> ControlResult:
         return self._session.call(method, **fields)

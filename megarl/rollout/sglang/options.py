@@ -17,7 +17,7 @@ from typing import Any
 from megarl.base.allocators import without_expandable_segments
 from megarl.base.errors import ConfigError
 from megarl.base.packages import is_installed
-from megarl.base.ports import collective_interfaces
+from megarl.base.ports import GLOO_INTERFACE, collective_interfaces
 from megarl.config.schema.rollout import FP8
 from megarl.models import read_model_config
 from megarl.models.declaration import FP8_BLOCK
@@ -25,11 +25,8 @@ from megarl.rollout.interface import EngineOptions
 from megarl.rollout.sglang.model_arguments import KEY, model_arguments, with_overrides
 
 MODES = ("in_process", "http")
-LOADER = "megarl.rollout.sglang.loader.load"
+LOADER = "megarl.sharding.sglang_loader.load"
 """Import path of the weight loader for SGLang's ranks."""
-
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Environment variable with the network interface of gloo, read when a group is created."""
 
 RESERVED_TOKENS = 2
 """Tokens of the context length that SGLang reserves."""

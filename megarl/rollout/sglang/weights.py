@@ -4,29 +4,40 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import json
 import os
 import pickle
+import secrets
+import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge, wait
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megarl.base.errors import ConfigError, ModelError, WeightSyncError
+from megarl.base.ports import GLOO_INTERFACE, interface_of
 from megarl.config.schema.rollout import FP8, QUANTIZATION_KEY
 from megarl.models import ModelConfig
 from megarl.models.checksum import ParamRectangle
-from megarl.rollout.interface import NOT_CONNECTED
 from megarl.rollout.sglang.backend import CallWatch, ControlResult, RequestLoop, SGLangBackend, watched_result
-from megarl.rollout.sglang.loader import CommandChannel, Reply
-from megarl.rollout.sglang.options import GLOO_INTERFACE, LOADER, SGLangOptions
-from megarl.rollout.sglang.shards import SGLangShard
-from megarl.rollout.weight_checks import NOT_OPEN
+from megarl.rollout.sglang.options import LOADER, SGLangOptions
 from megarl.sharding.placement import ProcessLocation
-from megarl.sharding.plan import TransferUsage
-from megarl.sharding.receiver import ReceiverSpec, route_messages
+from megarl.sharding.plan import NO_VERSION, TransferUsage
+from megarl.sharding.receiver import (
+    NOT_CONNECTED,
+    NOT_OPEN,
+    ReceiverSpec,
+    ReplicaReceiver,
+    check_version,
+    route_messages,
+)
 from megarl.sharding.sender import Message
+from megarl.sharding.sglang_loader import LOST, Reply, prepare
+from megarl.sharding.sglang_shard import SGLangShard
 
 UNKNOWN_ACTION = "Unsupported"
 """Message of SGLang's weight checker in early versions without checksums."""
@@ -35,8 +46,12 @@ LOADER_CALL = "update_weights_from_tensor"
 """Control call with which SGLang runs the loader in its ranks."""
 
 
-class WeightSession:
-    """Leads the weight updates of one engine.
+LOOK_S = 0.2
+"""Seconds between checks that SGLang's call has not ended, while its ranks connect."""
+
+
+class WeightSession(ReplicaReceiver):
+    """Leads the weight updates of one engine: passes the commands of a sync on to SGLang's ranks.
 
     The first command of an update lets SGLang call the loader. The ranks then take commands from this process
     until it hangs up. Until then SGLang does nothing else, so each control call hangs up first.
@@ -47,6 +62,10 @@ class WeightSession:
         backend: the running SGLang.
         loop: event loop of its calls.
         watch: returns the watch of a call that begins now, by its name for errors.
+        check_idle: raises if the engine cannot begin an update now.
+
+    Attributes:
+        version: version of SGLang's weights; ``NO_VERSION`` while they are incomplete.
 
     Raises:
         ConfigError: SGLang runs without megarl's weight loader.
@@ -60,8 +79,10 @@ class WeightSession:
         backend: SGLangBackend,
         loop: RequestLoop,
         watch: Callable[[str], CallWatch],
+        check_idle: Callable[[], None],
     ) -> None:
-        self._backend, self._loop, self._watch = backend, loop, watch
+        self._backend, self._loop, self._watch, self._check_idle = backend, loop, watch, check_idle
+        self.version = NO_VERSION
         self._tp = options.tensor_parallel_size
         self._sessions = loop.call(
             backend.has("begin_weight_update"), options.call_timeout_s, "reading its control calls"
@@ -94,12 +115,12 @@ class WeightSession:
         Raises:
             ModelError: SGLang refuses the folder, or holds its weights in FP8, which the folder does not have.
         """
+        self._drop_weights(version)
         if self._shards[0].quantized:
             raise ModelError(
                 f"{QUANTIZATION_KEY}={FP8}: SGLang cannot quantize model folder {path}; its weights come from a sync",
                 code="sglang.fp8-folder",
             )
-        self.abandon()
         self._close_session()
         outcome = self.call(
             "update_weights_from_disk",
@@ -110,16 +131,17 @@ class WeightSession:
         )
         if not outcome.success:
             raise ModelError(f"SGLang could not load model folder {path}: {outcome.message}", code="sglang.load-failed")
+        self.version = version
 
     def connect(self, specs: Sequence[ReceiverSpec]) -> None:
-        """Create the receivers; see :meth:`megarl.rollout.RolloutEngine.connect_receivers`."""
+        """Create the receivers in SGLang's ranks; see :meth:`ReplicaReceiver.connect`."""
         self._query("connect", [(spec,) for spec in specs])
         self._transfer = None
         self._ranks = [spec.plan.rank for spec in specs]
 
     def begin(self, version: int) -> None:
-        """Begin an update; see :meth:`megarl.rollout.RolloutEngine.begin_update`."""
-        self.abandon()
+        """See :meth:`ReplicaReceiver.begin`."""
+        self._drop_weights(version)
         if not self._ranks:
             raise WeightSyncError(NOT_CONNECTED, code="sync.no-receivers")
         self._largest_command = 0
@@ -129,19 +151,19 @@ class WeightSession:
             self._command("begin", [(version,)] * self._tp)
 
     def open(self, session: int) -> None:
-        """Prepare to receive; see :meth:`megarl.rollout.RolloutEngine.open_transfer`."""
+        """See :meth:`ReplicaReceiver.open`."""
         if session != self._transfer:
             self._query("open", [(session, self._interface)] * self._tp)
             self._transfer = session
 
     def import_bucket(self, index: int, messages: Sequence[Message]) -> None:
-        """Let the ranks read a bucket; see :meth:`megarl.rollout.RolloutEngine.import_bucket`."""
+        """See :meth:`ReplicaReceiver.import_bucket`."""
         if self._update is None:
             raise WeightSyncError(NOT_OPEN, code="sync.no-open-update")
         with self._abandoning_on_error():  # a rank may have written its part
             self._command("bucket", [(index, part) for part in route_messages(messages, self._ranks)])
 
-    def close_transfer(self, completed: bool) -> list[TransferUsage]:
+    def close(self, completed: bool) -> list[TransferUsage]:
         """End receiving; the last entry is the memory of this process's largest command."""
         if not completed:
             self._transfer = None
@@ -149,7 +171,7 @@ class WeightSession:
         return [*(TransferUsage(*reply.values) for reply in replies), TransferUsage(self._largest_command)]
 
     def end(self, version: int) -> None:
-        """End the update; see :meth:`megarl.rollout.RolloutEngine.end_update`."""
+        """See :meth:`ReplicaReceiver.end`."""
         if self._update is None:
             raise WeightSyncError(NOT_OPEN, code="sync.no-open-update")
         with self._abandoning_on_error():
@@ -159,10 +181,17 @@ class WeightSession:
                 _check_success(outcome, f"take over weight version {version}")
         self._update = None
         self._close_session()
+        self.version = version
+
+    def _drop_weights(self, version: int) -> None:
+        """Drop the weights, for others of ``version``."""
+        check_version(version)
+        self._check_idle()
+        self.abandon()
 
     def abandon(self) -> None:
-        """Drop an open update, without waiting for SGLang."""
-        self._update = None
+        """Drop an open update and the weights, without waiting for SGLang."""
+        self.version, self._update = NO_VERSION, None
         self._channel.hang_up()
 
     @contextlib.contextmanager
@@ -173,7 +202,7 @@ class WeightSession:
             self.abandon()
             raise
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         """Close the connections of updates."""
         self.abandon()
         self._channel.close()
@@ -316,3 +345,133 @@ class _RankParams(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+class CommandChannel:
+    """The engine's connections to its ranks, which last as long as a call of the loader.
+
+    Args:
+        ranks_host: another host that runs some of the ranks; None = all ranks run on this host.
+        send_timeout_s: seconds after which a rank counts as lost that reads nothing of its command.
+    """
+
+    def __init__(self, ranks_host: str | None = None, send_timeout_s: float = 180.0) -> None:
+        self._key, self._send_timeout_s = secrets.token_bytes(32), send_timeout_s
+        address, listens_at = ("127.0.0.1",) * 2 if ranks_host is None else channel_addresses(ranks_host)
+        self._listener = Listener((listens_at, 0), backlog=64)  # each connection proves the key in its own thread
+        self.to = {"address": [address, self._listener.address[1]], "key": self._key.hex()}
+        self._changed = threading.Condition()  # guards the next three
+        self._call_id = 0
+        self._connected: dict[int, Connection] = {}
+        self._ranks: list[Connection] = []
+        self._closed = False
+        threading.Thread(target=self._listen, daemon=True, name="sglang-ranks").start()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the ranks listen to commands."""
+        return bool(self._ranks)
+
+    def invite(self, ranks: int) -> list[bytes]:
+        """Return the arguments of a call of the loader, by rank; with them the ranks connect."""
+        self.hang_up()
+        calls = [{**self.to, "call_id": self._call_id, "rank": rank} for rank in range(ranks)]
+        return [pickle.dumps([(json.dumps(call), torch.empty(0, dtype=torch.uint8))]) for call in calls]
+
+    def accept(self, ranks: int, check: Callable[[], None]) -> None:
+        """Wait until all ranks of the last :meth:`invite` have connected.
+
+        Args:
+            ranks: number of ranks.
+            check: called again and again; raises if no rank will connect any more.
+        """
+        with self._changed:
+            while len(self._connected) < ranks:
+                check()
+                self._changed.wait(LOOK_S)
+            self._ranks = [self._connected[rank] for rank in range(ranks)]
+
+    def exchange(self, commands: Sequence[bytes], watch: CallWatch) -> list[Reply]:
+        """Send every rank its command and return the replies, by rank.
+
+        Args:
+            commands: pickled action and arguments, by rank.
+            watch: ends the wait for a rank that will not reply.
+
+        Raises:
+            EOFError: a rank is gone.
+            OSError: the same, or it did not read its command for ``send_timeout_s``.
+            EngineLost: see :meth:`CallWatch.check`.
+        """
+        for connection, command in zip(self._ranks, commands, strict=True):
+            connection.send_bytes(command)
+        replies: dict[int, Reply] = {}
+        while len(replies) < len(self._ranks):
+            silent = [connection for rank, connection in enumerate(self._ranks) if rank not in replies]
+            ready = wait(silent, watch.pause_s)
+            for rank, connection in enumerate(self._ranks):
+                if connection in ready:
+                    head = json.loads(connection.recv_bytes())
+                    replies[rank] = Reply(head["values"], connection.recv_bytes(), head["error"], head["code"])
+            if not ready:
+                watch.check()
+        return [replies[rank] for rank in range(len(self._ranks))]
+
+    def hang_up(self) -> None:
+        """Close the connections; the ranks return to SGLang."""
+        with self._changed:
+            connected, self._connected, self._ranks = self._connected, {}, []
+            self._call_id += 1  # ranks that connect later are sent away
+        for connection in connected.values():
+            connection.close()
+
+    def close(self) -> None:
+        """Hang up and stop listening."""
+        self.hang_up()
+        if not self._closed:
+            self._closed = True
+            # A last connection wakes the thread. It sends nothing: a thread that has ended meanwhile answers nothing.
+            with contextlib.suppress(OSError), socket.create_connection(self._listener.address[:2]):
+                pass
+            self._listener.close()
+
+    def _listen(self) -> None:
+        while not self._closed:
+            with contextlib.suppress(*LOST):
+                connection = self._listener.accept()
+                threading.Thread(target=self._admit, args=(connection,), daemon=True, name="sglang-rank").start()
+
+    def _admit(self, connection: Connection) -> None:
+        """Take a client that proves the key; one that stands still blocks no other."""
+        try:
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            self._take(connection)
+        except (*LOST, ValueError, KeyError, TypeError):  # an unknown client or an ended rank
+            connection.close()  # the engine's wait for it ends with SGLang's call
+
+    def _take(self, connection: Connection) -> None:
+        """Keep the connection of an invited rank, close any other one."""
+        prepare(connection, self._send_timeout_s)
+        head = json.loads(connection.recv_bytes())
+        with self._changed:
+            if head["call_id"] == self._call_id:
+                self._connected[head["rank"]] = connection
+                self._changed.notify_all()
+                return
+        connection.close()
+
+
+def channel_addresses(host: str) -> tuple[str, str]:
+    """Return the address at which ``host`` reaches this one, and the address to listen at.
+
+    Both are the address of the interface towards that host, or ``MEGARL_HOST_ADDRESS``, an environment variable. If
+    that is no address of this machine, such as behind address translation, the listener stays at the interface.
+    """
+    named = os.environ.get("MEGARL_HOST_ADDRESS")
+    if named and interface_of(named):
+        return named, named
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing; any port will do
+        local = str(probe.getsockname()[0])
+    return named or local, local

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from megarl.base.errors import WeightSyncError
-from megarl.sharding.transports.buffers import BUFFERS
-from megarl.sharding.transports.interface import BufferSlice, MemoryKind, TransportOptions, register_transport
+from megarl.sharding.transports.interface import BUFFERS, BufferSlice, MemoryKind, TransportOptions, register_transport
 
 
 class InlineHandle(NamedTuple):

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from megarl.base.errors import WeightSyncError, WorkerError
 from megarl.cluster import WorkerFailed, WorkerSilent
-from megarl.cluster.adapters import ReplicaProcess, replica_processes
+from megarl.cluster.replica_processes import ReplicaProcess, replica_processes
 from megarl.cluster.role_groups import (
     ActorGroup,
     CriticGroup,
@@ -20,7 +20,8 @@ from megarl.cluster.role_groups import (
     RolloutGroup,
     TeacherGroup,
 )
-from megarl.sharding import PausedRequests, ShardingManager
+from megarl.cluster.sharding_manager import ShardingManager
+from megarl.rollout.serving import HeldRequests
 from megarl.trainer.roles.elastic_replicas import ElasticReplicas
 from megarl.trainer.roles.hybrid_replicas import HybridReplicas
 from megarl.trainer.roles.worker_groups import restart_replicas
@@ -79,11 +80,11 @@ class Roles:
         """Interrupt all requests and free the engines' memory for training; a sync in flight continues the requests."""
         self._retry_with_new_replicas(lambda: self.sharding_manager.pause_engines())
 
-    def sync_weights_in_flight(self) -> tuple[dict[str, float], list[PausedRequests]]:
+    def sync_weights_in_flight(self) -> tuple[dict[str, float], list[HeldRequests]]:
         """Send the actor's weights between two tokens; see :meth:`ShardingManager.sync_weights_in_flight`."""
         version = self.sharding_manager.version
 
-        def sync() -> tuple[dict[str, float], list[PausedRequests]]:
+        def sync() -> tuple[dict[str, float], list[HeldRequests]]:
             self.sharding_manager.version = version  # a repetition sends the same weights under the same version
             return self.sharding_manager.sync_weights_in_flight()
 

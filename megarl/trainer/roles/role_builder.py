@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from megarl.algorithms import Truncation
 from megarl.base.formatting import DTYPE_BYTES
 from megarl.cluster import PerRank, wait_all, wait_ready
-from megarl.cluster.adapters import GroupSource, GroupTarget
 from megarl.cluster.role_groups import (
     ActorGroup,
     CriticGroup,
@@ -22,6 +21,7 @@ from megarl.cluster.role_groups import (
     RolloutGroup,
     TeacherGroup,
 )
+from megarl.cluster.sharding_manager import ShardingManager, SyncOptions
 from megarl.config import AdapterKeys, MegatronConfig, OptimConfig, TrainConfig
 from megarl.config.batch import BatchPlan, teacher_phase
 from megarl.config.correction_bounds import weight_bounds
@@ -30,15 +30,7 @@ from megarl.config.schema.jobs import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, RO
 from megarl.models import ParallelLayout, WeightMap, read_model_config
 from megarl.models.sequence_cost import SequenceCost, sequence_cost
 from megarl.rollout.registry import engine_vocab_multiple
-from megarl.sharding import (
-    RolloutLayout,
-    Routes,
-    ShardingManager,
-    SyncOptions,
-    build_plan,
-    replica_plans,
-    sender_plans,
-)
+from megarl.sharding import RolloutLayout, Routes, build_plan, replica_plans, sender_plans
 from megarl.trainer.roles.devices import JobPools
 from megarl.trainer.roles.elastic_replicas import REPLICAS_FILE, ElasticReplicas
 from megarl.trainer.roles.hybrid_replicas import HybridReplicas
@@ -283,23 +275,20 @@ class RoleBuilder:
         if address is not None:
             address = address._replace(timeout_s=sync.timeout_s)
         shared = (routes, address, config.rollout.dtype)
-        delta = sync.delta.full_freq if sync.delta.enable else None
         parts = PerRank(dict(zip(members, replica_plans(plan), strict=True)))
         ends = (
-            actor.submit("connect_sync", PerRank(sender_plans(plan, actor.world_size)), *shared, delta),
+            actor.submit("connect_sync", PerRank(sender_plans(plan, actor.world_size)), *shared),
             rollout.submit_on(members, "connect_sync", parts, *shared),
         )
         wait_all(ends)
         options = SyncOptions(
             verify_freq=sync.verify_freq,
             free_engine=config.rollout.free_cache_engine or hybrid is not None,
-            replica_size=tp,
+            sleepers=hybrid,
             timeout_s=sync.timeout_s,
             answer_s=config.rollout.health.timeout_s,
-            delta=sync.delta.enable,
         )
-        target = GroupTarget(rollout, members, hybrid)
-        return ShardingManager(plan, GroupSource(actor, plan.rollout.world_size), target, options)
+        return ShardingManager(plan, actor, rollout, options, members)
 
     def _group(
         self,

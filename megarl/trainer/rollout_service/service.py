@@ -19,7 +19,7 @@ from megarl.rewards.manager import Failures
 from megarl.rewards.outcome import Outcome
 from megarl.rollout.interface import NO_VERSION
 from megarl.rollout.router_stats import RouterStats
-from megarl.sharding import PausedRequests
+from megarl.rollout.serving import HeldRequests
 from megarl.trainer.metrics.step_metrics import Metrics
 from megarl.trainer.phases.reward_phase import RewardPhase
 from megarl.trainer.roles.job_roles import Roles
@@ -426,7 +426,7 @@ class SampleService:
             yield from zip(group.ids, group.samples, strict=True)
 
 
-def _paused_metrics(paused: Sequence[PausedRequests]) -> Metrics:
+def _paused_metrics(paused: Sequence[HeldRequests]) -> Metrics:
     return {
         "rollout_service/interrupted": float(sum(requests.requests for requests in paused)),
         "rollout_service/recomputed_tokens": float(sum(requests.tokens for requests in paused)),

@@ -17,6 +17,6 @@ def test_weights_for_cuda_ipc_are_packed_on_the_trainers_device(monkeypatch: pyt
     model = parse_model_config(SHAPES["tiny"])
     plan = build_plan(WeightMap(model), ParallelLayout(), RolloutLayout(1), 2**20, 2)
     gpu = ProcessLocation("node", "GPU-1", ("GPU-1",))
-    trainer = sync._Trainer(model, plan, Routes([gpu], [gpu]), torch.device("meta"))
-    assert trainer._sender.pools.keys() == {"device"}
-    assert trainer._sender.pools["device"].take().data.device == torch.device("meta")
+    sender = sync._sender(model, plan, Routes([gpu], [gpu]), torch.device("meta"))
+    assert sender.pools.keys() == {"device"}
+    assert sender.pools["device"].take().data.device == torch.device("meta")

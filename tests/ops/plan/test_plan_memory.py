@@ -178,32 +178,6 @@ def test_background_save_copies_states_that_are_not_offloaded() -> None:
     assert not copies(optimizer_offload=True, param_offload=True).get("checkpoint copy")
 
 
-def test_delta_syncs_keep_the_weights_of_both_sides_in_host_memory() -> None:
-    """Four replicas of 7615616512 bfloat16 weights on two nodes: a node sends two and receives two at most."""
-    layout = {"nodes": 2, "actor_rollout_ref__rollout__tensor_model_parallel_size": 4}
-    for enable, nodes, expected in ((True, 2, 4 * 2 * 7615616512), (False, 2, 0), (True, 1, 0)):
-        job = train_job("Qwen2.5-7B", megatron(4), **layout | {"nodes": nodes}, sync__delta__enable=enable)
-        sizes = host_copies(plan_memory(job, 80 * GIB))
-        assert sizes.get("last sent weights", 0) == pytest.approx(expected, rel=0.001)
-
-
-def test_delta_syncs_between_pools_keep_the_weights_once_per_side() -> None:
-    """Six replicas on one node of their own: their node receives all of them."""
-    job = train_job(
-        "Qwen2.5-7B",
-        nodes=2,
-        devices=3,
-        async_training__mode="disaggregated",
-        actor_rollout_ref__rollout__nnodes=1,
-        actor_rollout_ref__rollout__n_gpus_per_node=6,
-        actor_rollout_ref__actor__ppo_mini_batch_size=60,
-        data__train_batch_size=60,
-        sync__delta__enable=True,
-    )
-    sizes = host_copies(plan_memory(job, 80 * GIB))
-    assert sizes["last sent weights"] == pytest.approx(6 * 2 * 7615616512, rel=0.001)
-
-
 def test_replayed_routes_are_in_host_memory_of_every_rank() -> None:
     """128 samples of 2048 tokens over two data-parallel ranks; 48 layers, 8 experts per token, two bytes each."""
     for mode, expected in (("R2", 8 * 64 * 2048 * 48 * 8 * 2), ("R3", 8 * 64 * 2048 * 48 * 8 * 2), ("disabled", 0)):

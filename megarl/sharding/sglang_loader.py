@@ -1,4 +1,4 @@
-"""The weight loader inside each of SGLang's ranks, and the channel of its commands from the engine.
+"""The weight loader inside each of SGLang's ranks.
 
 SGLang calls :func:`load` with the model and a list of (name, tensor) for ``update_weights_from_tensor``. The name is
 the address of the engine, in JSON. The rank connects to it, and runs and answers its commands until the engine hangs
@@ -17,14 +17,12 @@ import contextlib
 import json
 import os
 import pickle
-import secrets
 import socket
 import struct
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge, wait
+from multiprocessing.connection import Client, Connection
 from typing import Any
 
 import torch
@@ -32,23 +30,16 @@ from torch import Tensor
 
 from megarl.base.child_process import environment_variables
 from megarl.base.errors import WeightSyncError
-from megarl.base.ports import interface_of
+from megarl.base.ports import GLOO_INTERFACE
 from megarl.models.checksum import ParamRectangle, tensor_checksum
-from megarl.rollout.interface import NOT_CONNECTED
-from megarl.rollout.quantization import IncomingMatrices
-from megarl.rollout.sglang.backend import CallWatch
-from megarl.rollout.sglang.options import GLOO_INTERFACE
-from megarl.rollout.sglang.shards import ALWAYS_FLOAT32, SGLangShard
-from megarl.rollout.weight_checks import ShardWeights
 from megarl.sharding.placement import current_location
-from megarl.sharding.receiver import BucketReceiver, ReceiverSpec
+from megarl.sharding.quantization import IncomingMatrices
+from megarl.sharding.receiver import NOT_CONNECTED, BucketReceiver, ReceiverSpec, ShardWeights
 from megarl.sharding.sender import Message
+from megarl.sharding.sglang_shard import ALWAYS_FLOAT32, SGLangShard
 
 LOST = (OSError, EOFError, AuthenticationError)
 """Errors of a connection whose other end is gone, or is not the expected one."""
-
-LOOK_S = 0.2
-"""Seconds between checks that SGLang's call has not ended, while its ranks connect."""
 
 
 @dataclass(frozen=True)
@@ -68,122 +59,7 @@ class Reply:
     code: str = ""
 
 
-class CommandChannel:
-    """The engine's connections to its ranks, which last as long as a call of the loader.
-
-    Args:
-        ranks_host: another host that runs some of the ranks; None = all ranks run on this host.
-        send_timeout_s: seconds after which a rank counts as lost that reads nothing of its command.
-    """
-
-    def __init__(self, ranks_host: str | None = None, send_timeout_s: float = 180.0) -> None:
-        self._key, self._send_timeout_s = secrets.token_bytes(32), send_timeout_s
-        address, listens_at = ("127.0.0.1",) * 2 if ranks_host is None else channel_addresses(ranks_host)
-        self._listener = Listener((listens_at, 0), backlog=64)  # each connection proves the key in its own thread
-        self.to = {"address": [address, self._listener.address[1]], "key": self._key.hex()}
-        self._changed = threading.Condition()  # guards the next three
-        self._call_id = 0
-        self._connected: dict[int, Connection] = {}
-        self._ranks: list[Connection] = []
-        self._closed = False
-        threading.Thread(target=self._listen, daemon=True, name="sglang-ranks").start()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the ranks listen to commands."""
-        return bool(self._ranks)
-
-    def invite(self, ranks: int) -> list[bytes]:
-        """Return the arguments of a call of the loader, by rank; with them the ranks connect."""
-        self.hang_up()
-        calls = [{**self.to, "call_id": self._call_id, "rank": rank} for rank in range(ranks)]
-        return [pickle.dumps([(json.dumps(call), torch.empty(0, dtype=torch.uint8))]) for call in calls]
-
-    def accept(self, ranks: int, check: Callable[[], None]) -> None:
-        """Wait until all ranks of the last :meth:`invite` have connected.
-
-        Args:
-            ranks: number of ranks.
-            check: called again and again; raises if no rank will connect any more.
-        """
-        with self._changed:
-            while len(self._connected) < ranks:
-                check()
-                self._changed.wait(LOOK_S)
-            self._ranks = [self._connected[rank] for rank in range(ranks)]
-
-    def exchange(self, commands: Sequence[bytes], watch: CallWatch) -> list[Reply]:
-        """Send every rank its command and return the replies, by rank.
-
-        Args:
-            commands: pickled action and arguments, by rank.
-            watch: ends the wait for a rank that will not reply.
-
-        Raises:
-            EOFError: a rank is gone.
-            OSError: the same, or it did not read its command for ``send_timeout_s``.
-            EngineLost: see :meth:`CallWatch.check`.
-        """
-        for connection, command in zip(self._ranks, commands, strict=True):
-            connection.send_bytes(command)
-        replies: dict[int, Reply] = {}
-        while len(replies) < len(self._ranks):
-            silent = [connection for rank, connection in enumerate(self._ranks) if rank not in replies]
-            ready = wait(silent, watch.pause_s)
-            for rank, connection in enumerate(self._ranks):
-                if connection in ready:
-                    head = json.loads(connection.recv_bytes())
-                    replies[rank] = Reply(head["values"], connection.recv_bytes(), head["error"], head["code"])
-            if not ready:
-                watch.check()
-        return [replies[rank] for rank in range(len(self._ranks))]
-
-    def hang_up(self) -> None:
-        """Close the connections; the ranks return to SGLang."""
-        with self._changed:
-            connected, self._connected, self._ranks = self._connected, {}, []
-            self._call_id += 1  # ranks that connect later are sent away
-        for connection in connected.values():
-            connection.close()
-
-    def close(self) -> None:
-        """Hang up and stop listening."""
-        self.hang_up()
-        if not self._closed:
-            self._closed = True
-            # A last connection wakes the thread. It sends nothing: a thread that has ended meanwhile answers nothing.
-            with contextlib.suppress(OSError), socket.create_connection(self._listener.address[:2]):
-                pass
-            self._listener.close()
-
-    def _listen(self) -> None:
-        while not self._closed:
-            with contextlib.suppress(*LOST):
-                connection = self._listener.accept()
-                threading.Thread(target=self._admit, args=(connection,), daemon=True, name="sglang-rank").start()
-
-    def _admit(self, connection: Connection) -> None:
-        """Take a client that proves the key; one that stands still blocks no other."""
-        try:
-            deliver_challenge(connection, self._key)
-            answer_challenge(connection, self._key)
-            self._take(connection)
-        except (*LOST, ValueError, KeyError, TypeError):  # an unknown client or an ended rank
-            connection.close()  # the engine's wait for it ends with SGLang's call
-
-    def _take(self, connection: Connection) -> None:
-        """Keep the connection of an invited rank, close any other one."""
-        _prepare(connection, self._send_timeout_s)
-        head = json.loads(connection.recv_bytes())
-        with self._changed:
-            if head["call_id"] == self._call_id:
-                self._connected[head["rank"]] = connection
-                self._changed.notify_all()
-                return
-        connection.close()
-
-
-def _prepare(connection: Connection, send_timeout_s: float = 0.0) -> None:
+def prepare(connection: Connection, send_timeout_s: float = 0.0) -> None:
     """Set socket options: no delay, keep-alive probes, and a timeout of sends; 0 = none."""
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -193,21 +69,6 @@ def _prepare(connection: Connection, send_timeout_s: float = 0.0) -> None:
                 end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         seconds, part = divmod(send_timeout_s, 1)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(part * 1e6)))
-
-
-def channel_addresses(host: str) -> tuple[str, str]:
-    """Return the address at which ``host`` reaches this one, and the address to listen at.
-
-    Both are the address of the interface towards that host, or ``MEGARL_HOST_ADDRESS``, an environment variable. If
-    that is no address of this machine, such as behind address translation, the listener stays at the interface.
-    """
-    named = os.environ.get("MEGARL_HOST_ADDRESS")
-    if named and interface_of(named):
-        return named, named
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing; any port will do
-        local = str(probe.getsockname()[0])
-    return named or local, local
 
 
 class RankLoader:
@@ -246,7 +107,7 @@ class RankLoader:
     def open(self, model: torch.nn.Module, session: int, interface: str | None) -> Reply:
         """Prepare to receive; gloo groups with the training ranks use a network interface, None = this rank's."""
         with environment_variables({} if interface is None else {GLOO_INTERFACE: interface}):
-            self._connected().open(session)
+            self._connected().peers.open(session)
         return Reply()
 
     def bucket(self, model: torch.nn.Module, index: int, messages: Sequence[Message]) -> Reply:
@@ -315,7 +176,7 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) ->
         host, port = call["address"]
         # An engine that is lost or unreachable misses the replies. SGLang must keep running.
         with contextlib.suppress(*LOST), Client((host, port), authkey=bytes.fromhex(call["key"])) as connection:
-            _prepare(connection)
+            prepare(connection)
             connection.send_bytes(json.dumps({"call_id": call["call_id"], "rank": call["rank"]}).encode())
             while True:
                 reply = _run(model, connection.recv_bytes())

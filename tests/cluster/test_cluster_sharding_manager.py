@@ -6,14 +6,18 @@ import pytest
 from expected_errors import raises
 
 from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup, WorkerSilent, failures
-from megarl.cluster.adapters import GroupSource, GroupTarget
+from megarl.cluster.sharding_manager import ShardingManager, SyncOptions
 from megarl.models.layout import ParallelLayout
-from megarl.sharding import ShardingManager, SyncOptions, SyncWave
+from megarl.sharding import RolloutLayout, SyncWave
 from megarl.trainer.roles.job_roles import _lost_ranks
 
-PLAN = SimpleNamespace(buckets=(None,) * 3, nbytes=12, waves=(SyncWave(range(2), range(3)),))
+LAYOUT = RolloutLayout(replicas=2)
+PLAN = SimpleNamespace(buckets=(None,) * 3, nbytes=12, waves=(SyncWave(range(2), range(3)),), rollout=LAYOUT)
 WAVES = SimpleNamespace(
-    buckets=(None,) * 3, nbytes=12, waves=(SyncWave(range(1), range(1)), SyncWave(range(1, 2), range(1, 3)))
+    buckets=(None,) * 3,
+    nbytes=12,
+    waves=(SyncWave(range(1), range(1)), SyncWave(range(1, 2), range(1, 3))),
+    rollout=LAYOUT,
 )
 
 
@@ -34,7 +38,7 @@ def test_every_message_reaches_its_rank_in_order(peers):
     trainer, engines = peers
     actor = trainer()
     options = SyncOptions(verify_freq=1, free_engine=True)
-    manager = ShardingManager(PLAN, GroupSource(actor, 2), GroupTarget(engines), options)
+    manager = ShardingManager(PLAN, actor, engines, options)
     for version in (1, 2):
         metrics = manager.sync_weights()
         assert (metrics["weight_sync/buckets"], metrics["weight_sync/peak_mb"]) == (3, 1)
@@ -52,7 +56,7 @@ def test_every_message_reaches_its_rank_in_order(peers):
 def test_the_processes_of_a_wave_hold_their_requests_and_get_their_messages(peers):
     trainer, engines = peers
     actor = trainer()
-    manager = ShardingManager(WAVES, GroupSource(actor, 2), GroupTarget(engines), SyncOptions(verify_freq=1))
+    manager = ShardingManager(WAVES, actor, engines, SyncOptions(verify_freq=1))
     for version in (1, 2):
         _, paused = manager.sync_weights_in_flight()
         assert paused == [(1, 10), (1, 10)]
@@ -70,10 +74,11 @@ def test_process_receives_the_messages_of_all_its_ranks(peers):
     trainer, engines = peers
     actor, pool = trainer(destinations=4), engines.pool
     replicas = WorkerGroup("rollout", "tests.cluster.light_workers.Engine", {"ranks": 2}, ParallelLayout(dp=2), pool)
-    target = GroupTarget(replicas)
-    target.import_bucket(1, GroupSource(actor, 4).export_bucket(1)).result()
-    assert replicas.seen() == [[(1, [100, 101, 111])], [(1, [102, 103, 112, 113])]]
-    assert len(target.checksums().result()) == 4
+    plan = SimpleNamespace(**vars(PLAN) | {"rollout": RolloutLayout(2, replicas=2)})
+    ShardingManager(plan, actor, replicas, SyncOptions(verify_freq=1)).sync_weights()
+    buckets = [[event for event in events if type(event[0]) is int] for events in replicas.seen()]
+    first, second = [(0, [0, 1, 11]), (1, [100, 101, 111])], [(0, [2, 3, 12, 13]), (1, [102, 103, 112, 113])]
+    assert [events[:2] for events in buckets] == [first, second]
     for group in (actor, replicas):
         group.shutdown()
 
@@ -81,7 +86,7 @@ def test_process_receives_the_messages_of_all_its_ranks(peers):
 def test_failed_source_is_named_and_the_update_is_not_ended(peers):
     trainer, engines = peers
     actor = trainer(fail_at=(1, 1))
-    manager = ShardingManager(PLAN, GroupSource(actor, 2), GroupTarget(engines))
+    manager = ShardingManager(PLAN, actor, engines)
     with raises("sync.failed", "bucket 2 of 3", "actor rank 1", "export_bucket: MemoryError"):
         manager.sync_weights()
     assert manager.version == 0
@@ -98,7 +103,7 @@ def test_a_failed_replica_does_not_keep_the_others_from_the_abort(peers, dies):
     actor = trainer()
     fail = {"fail_at": (1, 1, dies)}
     engines = WorkerGroup("rollout", "tests.cluster.light_workers.Engine", fail, ParallelLayout(dp=2), pool)
-    manager = ShardingManager(PLAN, GroupSource(actor, 2), GroupTarget(engines))
+    manager = ShardingManager(PLAN, actor, engines)
     bucket = "bucket" if dies else "bucket 2"  # a death may overtake the reply for bucket 1
     with raises("sync.failed", bucket, "rollout rank 1"):
         manager.sync_weights_in_flight()
@@ -120,7 +125,7 @@ def test_stopped_process_is_named_and_can_be_replaced(peers, monkeypatch):
     actor, pool = trainer(destinations=2), peers[1].pool
     engines = WorkerGroup("rollout", "tests.cluster.light_workers.Engine", {}, ParallelLayout(dp=2), pool)
     options = SyncOptions(timeout_s=1.0, free_engine=True)
-    manager = ShardingManager(PLAN, GroupSource(actor, 2), GroupTarget(engines), options)
+    manager = ShardingManager(PLAN, actor, engines, options)
     os.kill(engines.pid()[1], signal.SIGSTOP)
     with raises("worker.no-answer", "1 s in sleep", "rollout rank 1", error=WorkerSilent) as told:
         manager.free_engines()

@@ -7,7 +7,7 @@ from expected_errors import raises
 
 from megarl.base.processes import wait_for_ends
 from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup
-from megarl.cluster.adapters import replica_processes
+from megarl.cluster.replica_processes import replica_processes
 from megarl.models import ParallelLayout
 from megarl.rollout.interface import SamplingParams
 from megarl.rollout.router import NoReplicaLeft, ReplicaLost, Router
