@@ -119,7 +119,6 @@ class TransformerDecoder:
         head = self._embedding if config.tie_word_embeddings else params["lm_head.weight"]
         # Without the padding rows of the vocabulary, which must never be sampled.
         self._head = head[: config.vocab_size]
-        self.vocab_size, self.has_experts = config.vocab_size, config.experts is not None
         weight_map = WeightMap(config)
         self._layers = [
             DecoderLayer(config, layer_parameters(weight_map, params, layer), layer)

@@ -21,7 +21,7 @@ from megarl.models.sink_attention import masked_sink_attention, sink_attention
 from megarl.models.torch_attention import dot_product_attention
 from megarl.rollout.embedded.delta_states import DeltaStates, TokenInputs
 
-# Widths are multiples of this many tokens. On a GPU each width has its own CUDA graph of the decode step.
+# Widths are multiples of this many tokens: a change of width moves all tokens.
 WIDTH_MULTIPLE = {"cpu": 32, "cuda": 256}
 
 NARROW = 128
@@ -68,11 +68,6 @@ class KVCache:
     def device(self) -> torch.device:
         """Device of the cache."""
         return self._keys[0].device
-
-    @property
-    def address(self) -> int:
-        """Address of its memory, which :meth:`grow` replaces."""
-        return self._keys[0].data_ptr()
 
     @property
     def dtype(self) -> torch.dtype:
