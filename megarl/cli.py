@@ -458,7 +458,7 @@ def _write_report(folder: Path) -> None:
 
 def _say_unwritten(page: str, folder: Path, error: Exception) -> None:
     """Tell that a page could not be written. The runs are complete: neither a full disk nor a bug fails them now."""
-    if not isinstance(error, OSError | ModuleNotFoundError):  # a bug: the log has its place
+    if not isinstance(error, OSError | ConfigError):  # a bug: the log has its place
         logging.getLogger(__name__).info("writing the %s failed", page, exc_info=error)
     print(f"the {page} could not be written: {error}; retry with: megarl report {folder}", file=sys.stderr)
 

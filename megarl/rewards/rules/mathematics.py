@@ -6,10 +6,12 @@ import logging
 import re
 from decimal import Decimal
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 from megarl.base.boxes import last_box
 from megarl.base.errors import RewardError
+from megarl.base.packages import require_package
 from megarl.rewards.registry import register_reward
 
 logger = logging.getLogger(__name__)
@@ -131,8 +133,6 @@ def mathematics(
 
 
 def _verify(solution: str, truth: str) -> tuple[bool, str | None]:
-    from math_verify import verify
-
     box, truth_box = last_box(solution), last_box(truth)
     boxed, is_right, shown = box is not None, False, None
     for right, answer in _readings(truth if truth_box is None else truth_box, solution if box is None else box, boxed):
@@ -140,7 +140,7 @@ def _verify(solution: str, truth: str) -> tuple[bool, str | None]:
         if pred:
             shown = shown or str(pred[-1])
             # math-verify's time limits use signals, which work in a main thread only
-            is_right = is_right or bool(verify(_parse_truth(right), pred, timeout_seconds=None))
+            is_right = is_right or bool(_library().verify(_parse_truth(right), pred, timeout_seconds=None))
     return is_right, shown
 
 
@@ -181,16 +181,21 @@ def _parse_truth(text: str) -> Any:
 
 
 def _parse(text: str, boxed: bool) -> Any:
-    from math_verify import parse
-
-    return parse(f"\\boxed{{{text}}}" if boxed else text, _extraction(), parsing_timeout=None)
+    return _library().parse(f"\\boxed{{{text}}}" if boxed else text, _extraction(), parsing_timeout=None)
 
 
 @cache
 def _extraction() -> Any:
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig
+    return [_library().LatexExtractionConfig(boxed_match_priority=0), _library().ExprExtractionConfig()]
 
-    return [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+
+@cache
+def _library() -> ModuleType:
+    require_package("math_verify", "math", "reward function 'math'")
+    import math_verify
+
+    module: ModuleType = math_verify
+    return module
 
 
 DAPO_CHARACTERS = 300
