@@ -50,7 +50,6 @@ def open_torch_dist(path: Path, config: ModelConfig, companions: Path) -> Checkp
 
     Args:
         path: the folder with ``.metadata``.
-        config: the model.
         companions: folder with the model's config and tokenizer.
 
     Raises:

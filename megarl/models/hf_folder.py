@@ -64,7 +64,6 @@ def check_model_folder(path: str | Path, *, may_lack_head: bool = False) -> Mode
     It reads JSON headers only, which is fast for any model size; and a stored output layer that is tied.
 
     Args:
-        path: the folder.
         may_lack_head: the output layer, or the scalar head of a value model, may be absent.
 
     Raises:

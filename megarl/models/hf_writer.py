@@ -172,7 +172,6 @@ class HFWriter:
         copy_from: the initial model folder, from which tokenizer, chat template, generation config and multi-token
             prediction layers are copied; None = no copies.
         overwrite: replace an existing ``path``; a reader sees the old folder or the new one.
-        files: text of further files, by name.
 
     Raises:
         CheckpointError: ``path`` exists and ``overwrite`` is off; at the end of the block, if an element of a tensor

@@ -67,7 +67,6 @@ def sequence_cost(config: ModelConfig, *, value_head: bool = False) -> SequenceC
     softmax are not counted. A layout divides the work of all sequences equally and does not change the comparison.
 
     Args:
-        config: the model.
         value_head: the model has a scalar head instead of the output layer.
     """
     layers = [layer_cost(config, layer) for layer in range(config.num_layers)]

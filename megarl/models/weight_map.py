@@ -112,7 +112,6 @@ class WeightMap:
     """Weight map of one model.
 
     Args:
-        config: the model.
         value_head: the output layer is a scalar head (a critic): ``score.weight`` of shape ``[1, hidden]``, with a bias
             ``score.bias`` if the architecture is a token classification model.
     """
@@ -156,7 +155,6 @@ class WeightMap:
             tokens: the other model's vocabulary, at most this one's; later rows are left out.
             padded: rows of the other model's padded vocabulary.
             tp: tensor-parallel size of the other model.
-            tp_rank: tensor-parallel rank there.
         """
         (tensor,) = self._tensors(Occurrence(self._output[0]))
         rows = tensor._replace(shape=(tokens, *tensor.shape[1:]))
@@ -197,7 +195,6 @@ class WeightMap:
 
         Args:
             tp: tensor-parallel size of the engine.
-            tp_rank: the rank.
             ep: expert-parallel size: ``ep`` groups of ``tp / ep`` neighbouring ranks divide a layer's experts; the
                 ranks of a group split each expert.
             vocab_multiple: the engine rounds the vocabulary up to a multiple of this number (and of ``tp``) before it

@@ -135,7 +135,6 @@ class RewardManager:
         scorer: calls the functions.
         tokenizer: decodes responses, without special tokens.
         policy: treatment of rows without a score.
-        shaping: length rewards.
         starts_processes: start processes when the block is entered; False: when a row has to be scored.
     """
 

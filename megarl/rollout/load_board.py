@@ -203,8 +203,6 @@ class LoadBoard:
         """Record that a replica has finished a request.
 
         Args:
-            replica: number of the replica.
-            entry: the request.
             tokens: length of the response; None = aborted.
         """
         state = self._replicas[replica]

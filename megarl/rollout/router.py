@@ -58,7 +58,6 @@ class Replica(Protocol):
 
         Args:
             client: name of the router.
-            requests: new requests.
             aborted: ids of requests to abort.
         """
 
@@ -95,7 +94,6 @@ class _Connection:
     """Connection to one replica.
 
     Attributes:
-        replica: the replica.
         inbox: requests that it has not got yet.
         aborted: ids of requests to abort.
         has_calls: set if there is something to send.
@@ -125,7 +123,6 @@ class Router:
     requests: requests without a waiting caller are aborted.
 
     Args:
-        replicas: the replicas by number.
         capacity: maximum running requests of a replica; further requests wait for the next free replica.
         timeout_s: a replica that reports this many seconds late counts as lost.
         client: name of the router at the replicas, which may serve several routers; empty = a random one.
@@ -229,9 +226,6 @@ class Router:
         """Generate one response. Cancelling the call aborts the request.
 
         Args:
-            prompt_ids: token ids of the prompt.
-            params: sampling parameters.
-            seed: seed of the request.
             key: requests with one key share a prefix; empty = no shared prefix.
             expected_tokens: expected length of the response; None = unknown.
             routes_from: see :class:`~megarl.rollout.interface.Request`.

@@ -119,7 +119,6 @@ class ShardWeights:
         """Return the checksum of a part of a parameter as it was sent; of a quantized one, as it arrived.
 
         Args:
-            part: the part.
             convert: see :meth:`megarl.models.checksum.ParamRectangle.checksum`.
 
         Raises:
@@ -151,9 +150,6 @@ class WeightFingerprint:
 
     Verification compares the written tensors. The fingerprint covers everything the engine holds, against any later
     change, at the cost of reading it once.
-
-    Args:
-        engine: the engine.
     """
 
     def __init__(self, engine: RolloutEngine) -> None:

@@ -45,7 +45,6 @@ class Console:
         columns: columns of the table.
         output: the rich console to print on; standard output by default.
         quiet: print warnings and the closing summary only.
-        title: name of the run.
     """
 
     def __init__(
@@ -95,7 +94,6 @@ class Console:
         duration.
 
         Args:
-            name: the phase.
             announce: print a line with the seconds at the end, for phases that happen once. Without a live view, also
                 lines at the start and about progress; long phases of a step have a line at their first start.
         """
@@ -232,7 +230,6 @@ class Console:
         Args:
             summary: ``val_accuracy_before, val_accuracy_after, steps, train_seconds, wall_seconds,
                 rollout_tokens_per_s, update_tokens_per_s, hf_dir, report``; missing and None entries are skipped.
-            title: name of the run.
         """
         self.close()
         if self._skipped_steps:

@@ -368,7 +368,6 @@ class ActorWorker(PolicyWorker):
         """Prepare to send weights by a plan, in the engines' number format.
 
         Args:
-            plan: this rank's part.
             routes: transports to the rollout ranks.
             address: of the rendezvous store; None = no process group.
             dtype: of the sent weights.

@@ -110,7 +110,6 @@ class MegatronWorker(SavingWorker):
 
     Args:
         place: rank and rendezvous address of this process.
-        settings: settings of the role.
     """
 
     prefix = ""
@@ -177,12 +176,7 @@ class MegatronWorker(SavingWorker):
     @verb(Dispatch.ALL)
     @offload_after
     def export_hf(self, path: str, files: Mapping[str, str] = NO_FILES) -> None:
-        """Write the model as a Hugging Face folder with the initial model's tokenizer; replaces an existing folder.
-
-        Args:
-            path: the folder.
-            files: text of further files, by name.
-        """
+        """Write the model as a Hugging Face folder with the initial model's tokenizer; replaces an existing folder."""
         files = {**self.settings.export_files, **files}
         self.engine.export_hf(Path(path), source=Path(self.settings.model_path), overwrite=True, files=files)
 
@@ -272,7 +266,6 @@ class MegatronWorker(SavingWorker):
         """Compute the metrics of an optimizer step; reports a skipped step.
 
         Args:
-            result: of the step.
             rows: rows of the step, for the names of samples.
             groups: rows of each micro-batch.
             sequences_per_row: packed sequences per row.
@@ -390,8 +383,6 @@ def weighted_sums(
     Args:
         loss: losses per token.
         rows: the mini-batch's rows with a trained token, over all ranks.
-        outputs: outputs of the model.
-        micro_batch: the micro-batch.
     """
     columns = micro_batch.columns
     losses = loss(outputs, micro_batch)

@@ -61,19 +61,13 @@ class MegatronEngine:
 
     Args:
         model: the model's shape.
-        layout: the role's layout.
-        runtime: this rank's process groups.
         options: number format, sequence parallelism, head, optimizer.
 
     Attributes:
         model: the model's shape.
-        runtime: this rank's process groups.
-        options: the options above.
-        weight_map: weight map of this model.
         trained_map: map of the parameters that checkpoints contain: all weights, or with LoRA the adapters.
         base: identity of the frozen model under the adapters, on rank 0; None without adapters.
         chunks: Megatron's modules of this rank, wrapped for data parallelism if there is an optimizer.
-        weights: this rank's weights.
         optimizer: None for inference.
         offload_manager: offloads parts between phases; methods onload the parts that they need.
 
@@ -199,7 +193,6 @@ class MegatronEngine:
             path: the new folder; only rank 0 writes.
             source: folder of the initial model, whose tokenizer and multi-token prediction layers are copied.
             overwrite: replace an existing folder.
-            files: text of further files, by name.
 
         Raises:
             CheckpointError: on every rank, if rank 0 cannot write, or the folder exists and ``overwrite`` is off.

@@ -180,8 +180,6 @@ def build_model(model: ModelConfig, runtime: Runtime, options: MegatronOptions) 
     """Build this rank's stage, with allocated but unset weights.
 
     Args:
-        model: the model.
-        runtime: this rank's process groups.
         options: number format, sequence parallelism, head, recomputation.
     """
     layout = runtime.layout
@@ -257,10 +255,7 @@ def decoder_spec(
     """Build the specification of one chunk of the decoder, for ``GPTModel``.
 
     Args:
-        model: the model.
-        config: Megatron's configuration of it.
         layers: global indices of the chunk's layers.
-        fused: use Transformer Engine's layers.
         adapted: linear layers get adapters, which read their inputs: no norm is part of a linear layer, and the experts
             of a rank are separate layers.
     """

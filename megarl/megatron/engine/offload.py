@@ -30,7 +30,6 @@ class Offloader:
 
     Args:
         tensors: called at each offload, because an optimizer creates its state in its first step.
-        device: device of the tensors.
         keep: keep the contents in host memory; otherwise the storages return filled with zeros.
         chunk_bytes: see :data:`~megarl.megatron.runtime.host_memory.CHUNK_BYTES`.
 
@@ -185,7 +184,6 @@ class OffloadManager:
         chunks: Megatron's modules, wrapped for data parallelism if there is an optimizer.
         optimizer: None for inference.
         parts: members of :data:`PARTS` to offload between phases.
-        device: device of the engine.
         chunk_bytes: see :data:`~megarl.megatron.runtime.host_memory.CHUNK_BYTES`.
     """
 

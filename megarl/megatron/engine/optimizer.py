@@ -187,7 +187,6 @@ def state_shards(
 
     Args:
         optimizer: the optimizer of this rank; its tensors may be offloaded.
-        params: the model's parameters, by name.
         zeros_like: creates such state.
     """
     shards = {}

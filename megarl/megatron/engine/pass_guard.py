@@ -50,7 +50,6 @@ class PassGuard:
     """Lets the ranks of a role agree after each pass whether one of them ran out of memory.
 
     Args:
-        runtime: process groups of this rank.
         enabled: vote after each pass; costs one small collective. Otherwise no pass can be repeated.
         peers_wait_s: see :data:`PEERS_WAIT_S`.
     """

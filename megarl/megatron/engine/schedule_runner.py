@@ -43,7 +43,6 @@ def wrap_data_parallel(
 
     Args:
         stage: this rank's chunks; the hooks of the schedule are set in their config.
-        options: of the optimizer.
         overlap: overlap of the sum with the backward pass.
         guard: votes before the sum, in which other ranks wait for this one.
     """
@@ -79,7 +78,6 @@ class ScheduleRunner:
     Args:
         stage: this rank's part of the model.
         chunks: its chunks, wrapped for data parallelism if they are trained.
-        runtime: this rank's process groups.
         guard: lets all ranks repeat a pass that ran out of memory.
         routing: the routers; None for a dense model.
         offload: onloads the weights before a pass.
@@ -239,7 +237,6 @@ class LoadedMicroBatch(NamedTuple):
     """A micro-batch on the device, complete before its forward pass.
 
     Attributes:
-        part: this rank's part.
         sequences: its sequence boundaries and rotations, computed once for all layers.
         whole: the whole micro-batch, to compute its outputs and loss; None for a chunk of layers without outputs.
         routed: this rank's tokens as its routers see them; None for a dense model.

@@ -32,7 +32,6 @@ class RankWeights:
     Args:
         chunks: the stage's model.
         weight_map: maps parameters to Hugging Face tensors.
-        runtime: the rank's process groups.
         offload_manager: knows where the weights are.
         gather: called before weights are read or set: updates them to those of the last step. May communicate with all
             data-parallel ranks.

@@ -75,10 +75,8 @@ def kernels(
     A model with sliding-window attention or sinks has torch's attention among Transformer Engine's other layers.
 
     Args:
-        device: device of the rank.
         dtype: number format of the weights.
         trains: whether there is an optimizer.
-        has_experts: whether the model has experts.
         has_windows: whether it has sliding-window attention.
         has_sinks: whether it has attention sinks.
         has_delta_nets: whether it has gated delta nets.
@@ -178,10 +176,6 @@ def check_fusions(config: TransformerConfig, device: torch.device) -> None:
     """Test whether torch can compile Megatron's fused functions; otherwise all ranks run their operations one by one.
 
     Communicates if the configuration has such functions on a GPU.
-
-    Args:
-        config: configuration of the model.
-        device: of this rank.
     """
     compiles = config.bias_activation_fusion or config.bias_dropout_fusion or config.attention_output_gate
     if device.type != "cuda" or not compiles:

@@ -122,11 +122,9 @@ def policy_outputs(
 
     Args:
         logits: ``[this rank's response tokens, padded vocabulary / tensor-parallel size]``.
-        part: this rank's part of the micro-batch.
         micro_batch: the whole micro-batch, on the device of the logits.
         options: requested outputs.
         vocab_size: real size of the model's vocabulary.
-        runtime: this rank's process groups.
     """
     vocab_size = min(vocab_size, options.vocab_size or vocab_size)
     top = None
@@ -185,7 +183,6 @@ def mean_of_rows(
 
     Args:
         hidden: ``[this rank's response tokens, hidden]``.
-        part: this rank's part of the micro-batch.
         micro_batch: the whole micro-batch, on the device of ``hidden``.
         group: the context-parallel ranks.
 

@@ -58,7 +58,6 @@ def build_linear(
         kind: the layer's class or specification.
         inputs: width of the input.
         outputs: width of the output.
-        config: of the model.
         tp_group: tensor-parallel ranks that divide the layer.
         **options: further arguments.
     """
@@ -97,7 +96,6 @@ class RMSNormOverHeads(nn.Module):
     weight and uses the part of its heads: Megatron sums the gradients of the norms on queries and keys over the ranks.
 
     Args:
-        config: Megatron's configuration.
         heads: heads of all ranks.
         hidden_size: width of a head.
         eps: added to the mean square.

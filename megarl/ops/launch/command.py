@@ -84,11 +84,9 @@ class Launcher:
 
     Args:
         settings: settings of the cluster; hosts beyond the number that the job needs are spares.
-        job: job to run.
         agent_command: returns the command that starts an agent on a host.
         max_restarts: attempts after the first.
         delay_s: seconds before the first restart; doubled for each restart, up to :data:`LONGEST_DELAY_S`.
-        say: prints a line for the user.
     """
 
     def __init__(

@@ -68,7 +68,6 @@ def check_unused_options(options: argparse.Namespace, place: str, *, is_megarl: 
     """Refuse options without an effect.
 
     Args:
-        options: options of the launcher.
         place: resolved value of ``--on``.
         is_megarl: whether the job is a megarl job, with its requirements in the configuration.
 

@@ -18,7 +18,6 @@ def batch_script(job: JobToRun, launcher: Sequence[str], folder: str, options: S
     Args:
         job: the job, with its number of nodes and GPUs.
         launcher: command line of the launcher.
-        folder: working directory.
         options: further options of sbatch, such as ``--time=2-0``; they override the defaults.
     """
     directives = {

@@ -55,9 +55,7 @@ class RewardPool:
     """Processes that live for the whole run.
 
     Args:
-        functions: functions by number.
         traits: calling convention of each.
-        processes: number of processes.
         max_retries: further attempts after an infrastructure failure, such as a dead process.
         preload: functions that processes load at the start; the others are loaded on first use.
         logs: log folder of the run, for ``reward-<number>.log``; None = output of this process.
@@ -206,7 +204,6 @@ class _Batch:
     """The unfinished jobs of a run.
 
     Args:
-        pool: runs them.
         report: receives the outcome of each job, by its number in the order of :meth:`add`.
         counts: gets the retries and replacements.
     """

@@ -23,12 +23,6 @@ def exact_integer(
 ) -> dict[str, float | str]:
     """Score 1.0 if the stripped response is the ground truth's decimal digits, else 0.0 (the quickstart's reward).
 
-    Args:
-        data_source: unused.
-        solution_str: text of the response.
-        ground_truth: an integer, or its text.
-        extra_info: unused.
-
     Returns:
         ``score``, and ``pred``: the stripped response.
 
@@ -61,10 +55,7 @@ def gsm8k(
     equals ``1234.0``, and a dollar sign is ignored.
 
     Args:
-        data_source: unused.
-        solution_str: text of the response.
         ground_truth: the right number, or a solution of the dataset, which ends in ``#### number``.
-        extra_info: unused.
         method: ``strict`` reads the number after the last ``####``, ``flexible`` the last number.
         format_score: score of a wrong number.
         score: score of the right number.
@@ -117,10 +108,7 @@ def mathematics(
     this function runs in a process of the pool, whose time limit stops endless simplifications.
 
     Args:
-        data_source: unused.
-        solution_str: text of the response.
         ground_truth: the right answer in LaTeX, or a whole solution with ``\boxed{}``.
-        extra_info: unused.
 
     Returns:
         ``score``; ``acc``: equal to the score; ``pred``: the parsed answer, None = none.
@@ -224,10 +212,8 @@ def math_dapo(
     last ``\boxed{}``, compared without normalization.
 
     Args:
-        data_source: unused.
         solution_str: text of the response; only its last 300 characters are read.
         ground_truth: the right answer.
-        extra_info: unused.
         strict_box_verify: read a box.
 
     Returns:

@@ -105,8 +105,6 @@ class Execution(NamedTuple):
     Attributes:
         status: ``finished``, ``timeout``, ``output_limit`` or ``memory_limit``.
         exit_code: exit code, negative for a signal; None unless the program finished.
-        stdout: standard output.
-        stderr: end of standard error.
     """
 
     status: str
@@ -136,8 +134,6 @@ class LocalSandbox:
         """Run a program.
 
         Args:
-            source: Python source.
-            stdin: text for standard input.
             timeout_s: wall seconds, capped by the limits; None = the limits' value.
 
         Raises:

@@ -58,7 +58,6 @@ class EmbeddedEngine(RolloutEngine):
     """Continuous batching in plain torch, in the caller's process.
 
     Args:
-        config: model config.
         options: ``tensor_parallel_size`` must be 1; ``eos_token_ids`` defaults to those of ``config.json``.
         decode: decodes tokens to text, for stop strings; None = requests with stop strings are refused.
         prompt_tokens: maximum prompt tokens per forward pass; a longer prompt has its own pass. None = by the device.

@@ -146,10 +146,7 @@ class ContinuousBatcher:
     request has a lane: a row in the tables of tokens, sampling parameters and stop rules.
 
     Args:
-        decoder: the model.
         cache: empty KV cache, long enough for every prompt with its response.
-        sampler: draws tokens.
-        rules: end of each request.
         lanes: maximum running requests, also of sampler and rules.
         prompt_tokens: maximum prompt tokens in one forward pass.
         routes: records experts; None = they are not recorded.

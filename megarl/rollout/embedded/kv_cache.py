@@ -37,11 +37,7 @@ class KVCache:
     longest sequence needs. :meth:`fit` changes the width.
 
     Args:
-        config: model config.
-        slots: number of sequences.
         length: maximum tokens per slot.
-        dtype: dtype.
-        device: device.
     """
 
     def __init__(self, config: ModelConfig, slots: int, length: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -169,7 +165,6 @@ class Attention(Protocol):
         """Compute the attention of the new tokens in one layer.
 
         Args:
-            layer: layer number.
             queries: ``[tokens, heads, key_dim]``.
             keys: ``[tokens, kv_heads, key_dim]``.
             values: ``[tokens, kv_heads, key_dim]``; None = the first elements of the keys (latent attention).
@@ -189,7 +184,6 @@ class PromptAttention:
     Only the attention itself is padded to the longest prompt; all other operations run on packed tokens.
 
     Args:
-        cache: KV cache.
         first: slot of the first prompt; the others use the following slots.
         lengths: new tokens of each prompt.
         prefix: number of tokens that each of these slots holds already.
@@ -273,7 +267,6 @@ class StepAttention:
     On a CPU, sequences of very different lengths attend in a few parts, each as wide as its longest sequence.
 
     Args:
-        cache: KV cache.
         positions: int64 ``[rows]``, position of the new token in each slot; on a CPU best in descending order.
     """
 

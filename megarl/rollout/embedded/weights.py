@@ -20,7 +20,6 @@ class WeightStore(ShardWeights):
     Args:
         params: names and shapes, from :meth:`megarl.models.WeightMap.rollout_params`.
         dtype: dtype of the parameters; slices of another dtype are converted.
-        device: device of the parameters.
         float32: whether the parameter of a Hugging Face name is float32 instead
             (:meth:`megarl.models.WeightMap.is_float32`).
         rounds: whether the parameter of an engine's name is rounded to blockwise FP8
