@@ -158,7 +158,7 @@ class ActorWorker(PolicyWorker):
         self._held = HeldPolicy(self.engine, self.settings.lora is not None)
         self._as_reference = self.reference_scope() if self.reference else None
         self._reference_head = None
-        if self.reference and self._needs_full_kl:
+        if self.reference and (self._learns_full_kl or self.reference.full_kl):
             with self._reference_model():
                 self._reference_head = self.engine.output_weight()
         heads = self.teacher_heads if self.runtime.is_last_stage else ()
@@ -170,11 +170,6 @@ class ActorWorker(PolicyWorker):
         """Make the actor's model the reference within the context."""
         assert self._as_reference is not None, "checked in the configuration: the reference lives in the actor"
         return self._as_reference()
-
-    @property
-    def _needs_full_kl(self) -> bool:
-        """Whether the exact KL to the reference is a metric or part of the loss."""
-        return self._learns_full_kl or (self.reference is not None and self.reference.full_kl)
 
     @property
     def _learns_full_kl(self) -> bool:

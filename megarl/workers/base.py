@@ -242,7 +242,8 @@ class MegatronWorker(SavingWorker):
         """Pack the micro-batches with the loss's columns and weights; also the mini-batch's global counts."""
         lengths = torch.tensor([rows.response_lengths[row] for row in mini_batch])
         mask = rows.column("response_mask", mini_batch)
-        counts = self._global_counts(loss_counts(mask, lengths))
+        local_counts = torch.tensor(loss_counts(mask, lengths), dtype=torch.int64)
+        counts = LossCounts(*self.engine.all_reduce_dp(local_counts).tolist())
         weigh = partial(token_weights, mask, global_tokens=counts.tokens, global_sequences=counts.sequences)
         # Values at tool tokens are arbitrary: a non-finite number would survive a weight of zero.
         columns = {name: _zero_untrained(rows.column(name, mini_batch), mask) for name in names}
@@ -331,10 +332,6 @@ class MegatronWorker(SavingWorker):
         if self.runtime.device.type == "cuda":
             memory = read_device_memory(self.runtime.device).describe()
             logger.info("%s rank %d on %s %s: %s", self.prefix, self.runtime.rank, self.runtime.device, when, memory)
-
-    def _global_counts(self, counts: LossCounts) -> LossCounts:
-        total = self.engine.all_reduce_dp(torch.tensor(counts, dtype=torch.int64))
-        return LossCounts(*total.tolist())
 
     def _report_skip(self, describe: Callable[[int, int], str]) -> None:
         """Log the reason of a skipped step; raises after too many consecutive skips."""

@@ -106,7 +106,8 @@ class PassGuard:
         """Free the memory of an interrupted pass, and let all ranks leave the pass if they can; returns the error."""
         gc.collect()
         return_cached_memory()
-        text = f"rank {self._runtime.rank} ran out of device memory: {_first_sentences(reason)}"
+        cause = reason.split(" If reserved but")[0].strip().rstrip(".")  # without torch's advice on fragmentation
+        text = f"rank {self._runtime.rank} ran out of device memory: {cause}"
         obstacle = self._obstacle
         if not obstacle and gathers_weights:
             obstacle = "with overlap_param_gather other ranks wait for its weights"
@@ -164,11 +165,6 @@ def _collectives(group: Any) -> int:
     """Number of collectives that this rank has started in a process group."""
     count: int = group._get_sequence_number_for_group()
     return count
-
-
-def _first_sentences(reason: str) -> str:
-    """Torch's message without its advice on fragmentation and without the final full stop."""
-    return reason.split(" If reserved but")[0].strip().rstrip(".")
 
 
 class _RandomStates:

@@ -168,8 +168,9 @@ class ScheduleRunner:
         self._config.timers = schedule_timers()
         # Each chunk of an interleaved schedule iterates over the micro-batches separately.
         interleaved = len(self._chunks) > 1
+        with_outputs = self._chunks[-1] if self._runtime.is_last_stage else None
         loaders = [
-            MicroBatchLoader(micro_batches, partial(self._load, has_outputs=self._has_outputs(chunk)))
+            MicroBatchLoader(micro_batches, partial(self._load, has_outputs=chunk is with_outputs))
             for chunk in self._chunks
         ]
 
@@ -220,9 +221,6 @@ class ScheduleRunner:
                 f"interleaved schedule needs a multiple of pipeline_model_parallel_size={layout.pp}",
                 code="batch.micro-batches-vpp",
             )
-
-    def _has_outputs(self, chunk: Any) -> bool:
-        return self._runtime.is_last_stage and chunk is self._chunks[-1]
 
     def _load(self, micro_batch: PackedMicroBatch, *, has_outputs: bool) -> LoadedMicroBatch:
         """This rank's part of a micro-batch on the device, and all of it for a chunk that has outputs."""

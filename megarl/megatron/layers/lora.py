@@ -322,7 +322,9 @@ def add_adapters(chunks: Sequence[GPTModel], adapter_map: AdapterMap, runtime: R
             if adapter is not None:
                 initial = initial_a(adapter_map, adapter.a)
                 layers[adapter.weight] = _adapter_of(adapter, module, initial, adapter_map.options.scale, runtime)
-                _attach(module, layers[adapter.weight])
+                module.lora = layers[adapter.weight]
+                if not getattr(module, "adds_own_adapter", False):
+                    module.register_forward_hook(_adapt_output)
         if chunk.post_process and adapter_map.head:
             chunk.output_layer.requires_grad_(True)
         if chunk.pre_process:
@@ -345,12 +347,6 @@ def _adapter_of(local: LocalAdapter, layer: Any, initial: Tensor, scale: float, 
         # Megatron sums the input gradients of an output layer itself unless its inputs were gathered by sequence.
         sums_outside=local.is_expert or (is_output and is_split and not layer.allreduce_dgrad),
     )
-
-
-def _attach(layer: Any, adapter: LowRankAdapter) -> None:
-    layer.lora = adapter
-    if not getattr(layer, "adds_own_adapter", False):
-        layer.register_forward_hook(_adapt_output)
 
 
 def initial_a(adapter_map: AdapterMap, param: LocalParam) -> Tensor:

@@ -190,14 +190,11 @@ class RewardPool:
             if self._failed_starts >= MAX_FAILED_STARTS:
                 del self._workers[at]
                 started = f"{self._failed_starts} reward processes in a row did not start"
-                text = f"{started}; the last {manner}{_end_of_log(worker.log)}"
+                log = f"\n--- end of its log, {worker.log} ---\n{tail(worker.log)}" if worker.log else ""
+                text = f"{started}; the last {manner}{log}"
                 raise RewardError(text, code="reward.processes-die")
         self._workers[at] = self._new_process(at)
         batch.reassign(worker, overdue, manner)
-
-
-def _end_of_log(path: str | None) -> str:
-    return f"\n--- end of its log, {path} ---\n{tail(path)}" if path else ""
 
 
 class _Batch:

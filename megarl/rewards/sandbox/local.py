@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 import os
 import selectors
@@ -145,7 +144,10 @@ class LocalSandbox:
                 "run programs unfiltered with reward.sandbox.allow_unfiltered=true"
             )
         wall_s = min(timeout_s or self.limits.timeout_s, self.limits.timeout_s)
-        with tempfile.TemporaryDirectory(prefix="megarl-sandbox-") as root, self._open_cgroup(stdin) as cgroup:
+        # The program, its launcher, its files and its input all stay in memory.
+        memory_mb = self.limits.memory_mb + self.limits.disk_mb + _LAUNCHER_MIB
+        cgroup_of_program = open_memory_cgroup(memory_mb * _MIB + 4 * len(stdin))
+        with tempfile.TemporaryDirectory(prefix="megarl-sandbox-") as root, cgroup_of_program as cgroup:
             spec = json.dumps(self._spec(root, source, stdin, wall_s)).encode()
             status_r, status_w = os.pipe()
             try:
@@ -170,11 +172,6 @@ class LocalSandbox:
                 with os.fdopen(status_r, "rb") as file:
                     report = file.readline()
         return _execution(json.loads(report) if report else {}, output)
-
-    def _open_cgroup(self, stdin: str) -> contextlib.AbstractContextManager[MemoryCgroup | None]:
-        """Make a cgroup for a program, its launcher, its files and its input, which all stay in memory."""
-        limits = self.limits
-        return open_memory_cgroup((limits.memory_mb + limits.disk_mb + _LAUNCHER_MIB) * _MIB + 4 * len(stdin))
 
     def _spec(self, root: str, source: str, stdin: str, wall_s: float) -> dict[str, object]:
         limits = self.limits
