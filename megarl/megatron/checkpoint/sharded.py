@@ -135,7 +135,7 @@ def begin_save(
         writer = ItemWriter(runtime, folder, items, _stored_shapes(engine, has_optimizer))
         writer.plan()
     pending = PendingSave(runtime, folder, writer, files, in_background=snapshot is not None)
-    engine.offload_manager.lend(lambda: not pending.is_written)
+    engine.offload_manager.pin_until_saved(lambda: not pending.is_written)
     return pending
 
 

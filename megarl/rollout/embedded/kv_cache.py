@@ -175,7 +175,7 @@ class Attention(Protocol):
         """
 
     def recur(self, layer: int, tokens: TokenInputs) -> Tensor:
-        """See :class:`~megarl.rollout.embedded.delta_states.Recurrence`."""
+        """Compute a gated delta net layer, as :class:`~megarl.rollout.embedded.delta_states.Recurrence`."""
 
 
 class PromptAttention:
@@ -218,7 +218,7 @@ class PromptAttention:
     def __call__(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor | None, sinks: Tensor | None
     ) -> Tensor:
-        """See :class:`Attention`. Stale entries beyond a prompt's end are hidden by the causal mask."""
+        """Attend from the prompts; the causal mask hides stale entries beyond a prompt's end."""
         self._cache.write(layer, self._indices, keys, values)
         rectangle = queries.new_zeros(self._count * self._width, *queries.shape[1:])
         rectangle.index_copy_(0, self._in_rectangle, queries)
@@ -238,7 +238,6 @@ class PromptAttention:
         return dot_product_attention(rows, keys, values, mask=mask, is_causal=mask is None, scale=self._cache.scale)
 
     def recur(self, layer: int, tokens: TokenInputs) -> Tensor:
-        """See :class:`~megarl.rollout.embedded.delta_states.Recurrence`."""
         assert self._cache.delta is not None and self._chunks is not None
         return self._cache.delta.prompts(layer, tokens, self._chunks, self._first, self._prefix > 0)
 
@@ -291,7 +290,7 @@ class StepAttention:
     def __call__(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor | None, sinks: Tensor | None
     ) -> Tensor:
-        """See :class:`Attention`. Query heads of one key head take the query-token dimension."""
+        """Attend from the new tokens; query heads of one key head take the query-token dimension."""
         self._cache.write(layer, self._indices, keys, values)
         rows, kv_heads = keys.shape[:2]
         stored_keys, stored_values = self._cache.read(layer, 0, rows)
@@ -319,7 +318,6 @@ class StepAttention:
         return dot_product_attention(queries, keys, values, mask=mask, is_causal=False, scale=scale)
 
     def recur(self, layer: int, tokens: TokenInputs) -> Tensor:
-        """See :class:`~megarl.rollout.embedded.delta_states.Recurrence`."""
         assert self._cache.delta is not None
         return self._cache.delta.step(layer, tokens)
 

@@ -75,7 +75,7 @@ class WeightStore(ShardWeights):
         return quantized.finite
 
     def begin(self, version: int) -> None:
-        """See :meth:`ShardWeights.begin`; the parameters must have memory."""
+        """Begin an update of the parameters, which must have memory."""
         if not self.allocated:
             raise WeightSyncError("the engine's weights are asleep: wake 'weights' first", code="engine.asleep")
         super().begin(version)

@@ -138,7 +138,7 @@ class _Replica:
         return max(0, self.capacity - len(self.held))
 
 
-class LoadBoard:
+class RequestScheduler:
     """Running requests of each replica, and the queue of waiting ones.
 
     A replica has at most ``capacity`` requests. The rest waits here, and the next free replica takes it. So no replica

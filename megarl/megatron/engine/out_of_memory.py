@@ -1,4 +1,4 @@
-"""Out-of-memory guard of a model pass: all ranks agree to repeat the pass, or the run ends.
+"""Out-of-memory vote of a model pass: all ranks agree to repeat the pass, or the run ends.
 
 A rank that runs out of memory leaves its pass, while its peers may wait for it in a collective. The pass can be
 repeated only if no rank waits:
@@ -46,7 +46,7 @@ class DeviceMemoryError(MegarlError):
         self.repeatable = repeatable
 
 
-class PassGuard:
+class OutOfMemoryVote:
     """Lets the ranks of a role agree after each pass whether one of them ran out of memory.
 
     Args:
