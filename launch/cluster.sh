@@ -6,8 +6,7 @@
 #   REWARD    name of a reward function (docs/how_to/rewards.md); selected by data_source unless set
 #   HOSTS     hosts to reach by ssh: host1,host2,... or a file; the first is the head. Unset inside a SLURM
 #             allocation and on one machine
-#   SUBMIT    sbatch: print a batch script, or submit it with LAUNCH="--submit --sbatch=--time=2-0";
-#             kubernetes: print a manifest (LAUNCH="--image=... --volume=claim=/path")
+#   SUBMIT    sbatch: print a batch script, or submit it with LAUNCH="--submit --sbatch=--time=2-0"
 #   RESTARTS  restarts after failures, 3 unless set; each resumes from the newest checkpoint
 #   OUTPUT    folder for the checkpoints, on a file system that all nodes share; outputs/<name>/checkpoints unless set
 #   LAUNCH    further options of `megarl launch`, see docs/how_to/launch.md

@@ -71,8 +71,8 @@ _install_megarl_gpu() {
   _pip_with "$1" "$3" torch && _pip_with "$1" "$3" setuptools wheel ninja pybind11 &&
     _pip_with "$1" "$3" --no-build-isolation -e "$MEGARL_ROOT[$2]"
 }
-_install_gpu_sglang() { _install_megarl_gpu sglang gpu,sglang "$1"; }
-_install_gpu_embedded() { _install_megarl_gpu default gpu "$1"; }
+_install_gpu_sglang() { _install_megarl_gpu sglang gpu,sglang,code,math,report "$1"; }
+_install_gpu_embedded() { _install_megarl_gpu default gpu,code,math,report "$1"; }
 
 # ensure_gpu_environment [STACK]: the stack is named after its rollout engine, sglang (default) or embedded.
 ensure_gpu_environment() {

@@ -21,7 +21,7 @@ compile() {
   sort -o "$file" "$file"
 }
 
-tools="bench dashboard search sweep tensorboard wandb swanlab mlflow"
+tools="bench code dashboard math report search sweep tensorboard wandb swanlab mlflow"
 compile default 3.11 "dev gpu $tools" "$@"
 compile default 3.12 "dev gpu $tools" "$@"
 compile sglang 3.12 "gpu sglang $tools" "$@"

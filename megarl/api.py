@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.base.errors import MegarlError
+from megarl.base.packages import require_package
 from megarl.cli import JOBS, SUMMARY_FILE, compose_job
 from megarl.config import SupervisedConfig, TrainConfig
 from megarl.config.overrides import override_of
@@ -157,6 +158,7 @@ class Run:
         Args:
             names: as in ``docs/reference/metrics.md``; default: the mean score.
         """
+        require_package("plotly", "report", "Run.plot")
         from plotly.graph_objects import Figure, Scatter
 
         rows = self.metrics

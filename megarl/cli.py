@@ -119,9 +119,7 @@ COMMANDS = {
     "doctor": Command("megarl.ops.doctor.command", "checks of machines before a run; causes of log-prob differences"),
     "report": Command("megarl.ops.report.command", "the HTML report of a run, or a comparison of several"),
     "timeline": Command("megarl.ops.timeline.command", "what a run's timeline says: busy shares, phases, gaps"),
-    "launch": Command(
-        "megarl.ops.launch.command", "a job on a cluster: by SLURM, ssh, on Kubernetes, or on this machine"
-    ),
+    "launch": Command("megarl.ops.launch.command", "a job on a cluster: by SLURM, ssh, or on this machine"),
     "scale": Command("megarl.ops.scale", "the number of elastic rollout replicas of a run in progress"),
     "plan": Command(
         "megarl.ops.plan.command", "memory, times and limits of a configuration before it runs; best layouts"
@@ -460,7 +458,7 @@ def _write_report(folder: Path) -> None:
 
 def _say_unwritten(page: str, folder: Path, error: Exception) -> None:
     """Tell that a page could not be written. The runs are complete: neither a full disk nor a bug fails them now."""
-    if not isinstance(error, OSError | ModuleNotFoundError):  # a bug: the log has its place
+    if not isinstance(error, OSError | ConfigError):  # a bug: the log has its place
         logging.getLogger(__name__).info("writing the %s failed", page, exc_info=error)
     print(f"the {page} could not be written: {error}; retry with: megarl report {folder}", file=sys.stderr)
 

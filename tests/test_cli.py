@@ -22,7 +22,7 @@ import yaml
 from interrupts import restore_interrupts
 
 from megarl import cli
-from megarl.base.errors import DataError, RewardError, RewardFunctionError, WorkerError
+from megarl.base.errors import ConfigError, DataError, RewardError, RewardFunctionError, WorkerError
 from megarl.base.run_writer import RUN_WRITER
 from megarl.config import EvaluateConfig, SFTConfig, TrainConfig
 from megarl.config.compose import to_yaml
@@ -398,7 +398,7 @@ def test_wrong_key_in_a_subprocess() -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [OSError(28, "No space left on device"), ModuleNotFoundError("No module named 'plotly'"), KeyError("metrics")],
+    [OSError(28, "No space left on device"), ConfigError("needs plotly", code="a.b"), KeyError("metrics")],
     ids=lambda error: type(error).__name__,
 )
 def test_report_that_cannot_be_written_does_not_fail_a_finished_run(

@@ -213,7 +213,6 @@ def register_advantage(
     """Return a decorator that registers an estimator under ``names``.
 
     Args:
-        names: names in the configuration.
         needs: required inputs; None = those in :mod:`megarl.base.algorithm_names`, none for a custom estimator.
         reads_packed: see :class:`AdvantageEstimator`.
         scope: see :class:`AdvantageEstimator`.

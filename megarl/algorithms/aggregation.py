@@ -98,7 +98,6 @@ def token_weights(
 
     Args:
         response_mask: ``[b, R]``, or packed ``[n]`` together with ``lengths``; 1 for trained tokens.
-        mode: one of the above.
         global_tokens: trained tokens of the whole mini-batch, over all ranks (see :func:`loss_counts`).
         global_sequences: its sequences with a trained token.
         lengths: ``[b]`` integers that add up to ``n``: the tokens of each packed sequence. Sequences must be complete.

@@ -32,7 +32,6 @@ def token_keys(samples: Sequence[tuple[Tensor, Tensor]], seed: int, step: int) -
 
     Args:
         samples: prompt and response token ids of each sample, 1-D.
-        seed: seed of the run.
         step: optimizer steps taken; other steps choose other tokens.
 
     Returns:

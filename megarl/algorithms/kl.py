@@ -72,7 +72,6 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
     Args:
         log_prob: any shape; with gradients if used as a loss.
         ref_log_prob: same shape.
-        kind: one of the above.
 
     Returns:
         Same shape.

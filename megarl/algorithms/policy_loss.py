@@ -63,7 +63,6 @@ class PolicyLossInputs:
         response_mask: 1 for trained tokens; the loss of other tokens is not read.
         lengths: ``[b]``, tokens of each packed sequence, all complete; None for rectangles.
         chosen: 1 for chosen tokens, for losses that choose tokens on the whole mini-batch; otherwise None.
-        options: settings.
     """
 
     log_prob: Tensor

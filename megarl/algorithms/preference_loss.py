@@ -43,7 +43,6 @@ class PreferenceInputs:
         ref_rejected: ``log q(r)``; None for losses without a reference.
         chosen_tokens: ``|c|``.
         rejected_tokens: ``|r|``.
-        options: settings.
     """
 
     chosen: Tensor

@@ -204,7 +204,6 @@ def learning_rate(step: int, schedule: LearningRateSchedule) -> float:
 
     Args:
         step: number of optimizer steps taken before.
-        schedule: the schedule.
     """
     if step < schedule.warmup_steps:
         return schedule.lr * (step + 1) / schedule.warmup_steps

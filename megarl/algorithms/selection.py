@@ -83,9 +83,7 @@ def policy_filtration_rows(
     Args:
         scores: ``[b]``, one per response.
         counted: ``[b]`` bool, rows with trained tokens; the others are drawn only if no row has any.
-        method: one of the above.
         power: exponent of ``pow``.
-        seed: seed of the draw.
 
     Returns:
         ``[b]`` row numbers.

@@ -27,7 +27,6 @@ def _divergence_loss(inputs: PolicyLossInputs, divergence: Tensor) -> TokenLoss:
     """``-A sg[min(r, c)] log p``; 0 where the policy has moved too far in the direction of the advantage.
 
     Args:
-        inputs: of the loss.
         divergence: of the current policy from the old one at each token, not negative.
     """
     log_prob, old, options = inputs.log_prob.detach(), inputs.old_log_prob, inputs.options

@@ -43,7 +43,6 @@ class ChildEnvironment:
 
     Attributes:
         folder: working folder.
-        variables: environment variables.
         path: import path.
     """
 
@@ -196,7 +195,6 @@ def parent_death_hook(parent: int, number: int = signal.SIGKILL) -> Callable[[],
 
     Args:
         parent: process ID of the parent; the call ends a process whose parent has died already.
-        number: the signal.
     """
     prctl: Callable[..., int] | None = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 

@@ -15,7 +15,6 @@ def disjoint_groups(items: Iterable[_Item], resources: Callable[[_Item], Iterabl
 
     Args:
         items: in order.
-        resources: of an item.
     """
     groups: list[list[_Item]] = []
     used: list[set[Hashable]] = []

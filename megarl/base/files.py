@@ -41,7 +41,6 @@ def read_entry(path: Path, flush: bool = False) -> FileEntry:
     """Compute size and digest of a file by reading all of it.
 
     Args:
-        path: the file.
         flush: flush the file to the disk first.
 
     Raises:

@@ -81,7 +81,6 @@ def folder_lock(
 
     Args:
         file: the lock file; its folder exists.
-        own: this process.
         remedy: last sentence of the error.
         describe: describes the holder in the error.
 

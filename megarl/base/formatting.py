@@ -18,7 +18,6 @@ def count_noun(number: int, noun: str, grouping: bool = True) -> str:
     """Format a count with its noun: ``1 node``, ``1,024 nodes``.
 
     Args:
-        number: the count.
         noun: singular; the plural adds an ``s``.
         grouping: separate thousands by commas.
     """

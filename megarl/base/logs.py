@@ -71,11 +71,7 @@ def timestamped_line(label: str, text: str) -> str:
 
 
 class WrappedStream(io.TextIOBase):
-    """Base class of a text stream that wraps another stream and intercepts writes.
-
-    Args:
-        stream: the wrapped stream.
-    """
+    """Base class of a text stream that wraps another stream and intercepts writes."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -303,11 +299,7 @@ class TerminalHandler(logging.Handler):
 
 
 class RunLogHandler(logging.Handler):
-    """Appends lines to a log file; a full disk delays them.
-
-    Args:
-        path: the log file.
-    """
+    """Appends lines to a log file; a full disk delays them."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

@@ -26,6 +26,23 @@ def is_installed(module: str) -> bool:
         return False
 
 
+def require_package(module: str, extra: str, user: str) -> None:
+    """Check that the module of an extra of megarl is installed.
+
+    Args:
+        extra: extra in ``pyproject.toml`` that installs it.
+        user: what needs it, such as a key with its value.
+
+    Raises:
+        ConfigError: it is missing; the message has the installation command.
+    """
+    if not is_installed(module):
+        raise ConfigError(
+            f"{user} needs the package {module!r}, which is not installed: {install_command(extra)}",
+            code="packages.not-installed",
+        )
+
+
 def require_sglang() -> None:
     """Check that SGLang is installed.
 

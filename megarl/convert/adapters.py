@@ -59,7 +59,6 @@ def with_base(
 
     Args:
         source: the checkpoint, without tensors.
-        base: the base model.
         views: every A, B and M, and a scalar head.
         options: options of the adapters.
 

@@ -211,7 +211,6 @@ def describe_source(source: CheckpointSource, with_tensors: bool = False) -> str
 
     Args:
         source: an opened checkpoint.
-        with_tensors: whether to list all tensors.
     """
     config = source.config
     formats: Counter[str] = Counter()

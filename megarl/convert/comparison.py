@@ -53,7 +53,6 @@ def compare(first: CheckpointSource, second: CheckpointSource, workers: int) -> 
     Args:
         first: A.
         second: B.
-        workers: number of threads.
 
     Raises:
         CheckpointError: a file of either checkpoint is missing or damaged.

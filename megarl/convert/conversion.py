@@ -65,10 +65,8 @@ def convert(source: CheckpointSource, destination: Path, kind: str, options: Con
     """Convert a checkpoint.
 
     Args:
-        source: the checkpoint to read.
         destination: folder to create; it appears when all files are written and flushed to disk.
         kind: output format, ``Hugging Face``, ``megarl`` or ``peft``.
-        options: options of the output.
 
     Raises:
         CheckpointError: the source has no head or is damaged, the destination exists, the disk has too little space,
@@ -163,7 +161,6 @@ class UnfinishedOutput:
     """An output folder while it is written.
 
     Args:
-        path: final path of the output.
         overwrite: whether an existing folder may be replaced.
 
     Raises:

@@ -28,7 +28,7 @@ class ExpertView(TensorView):
     expert: int
 
     def read(self, first: int, last: int, dtype: torch.dtype, files: Files, scratch: Scratch) -> Tensor:
-        """See :meth:`TensorView.read`."""
+        """Read rows and transpose them."""
         out = scratch.tensor("rows", (last - first, *self.shape[1:]), dtype)
         entry = scratch.tensor("expert", (1, *reversed(out.shape)), dtype)
         self.stored.read((self.expert, *(0,) * (out.dim() - 1), first), entry, files, scratch)
@@ -44,7 +44,7 @@ class QuantizedExpertView(TensorView):
     expert: int
 
     def read(self, first: int, last: int, dtype: torch.dtype, files: Files, scratch: Scratch) -> Tensor:
-        """See :meth:`TensorView.read`."""
+        """Read rows and dequantize them."""
         blocks = scratch.tensor("blocks", (1, last - first, *self.blocks.shape[2:]), torch.uint8)
         scales = scratch.tensor("scales", (1, last - first, *self.scales.shape[2:]), torch.uint8)
         self.blocks.read((self.expert, first, 0, 0), blocks, files, scratch)
@@ -60,7 +60,7 @@ class StackedView(TensorView):
     experts: tuple[TensorView, ...]
 
     def read(self, first: int, last: int, dtype: torch.dtype, files: Files, scratch: Scratch) -> Tensor:
-        """See :meth:`TensorView.read`."""
+        """Read the matrices of some experts and stack them."""
         out = scratch.tensor("stacked", (last - first, *self.shape[1:]), dtype)
         for row, view in enumerate(self.experts[first:last]):
             values = view.read(0, view.shape[0], dtype, files, scratch)

@@ -287,7 +287,6 @@ def open_adapter_folder(path: Path, model: Path | None = None) -> CheckpointSour
     """Open adapters in peft's format as the model with the adapters merged.
 
     Args:
-        path: the folder.
         model: folder of the base model; None = the one that ``adapter_config.json`` names.
 
     Raises:
@@ -312,7 +311,6 @@ def open_role(path: Path, config: ModelConfig, companions: Path, model: Path | N
 
     Args:
         path: the folder with ``state.json``.
-        config: the model.
         companions: folder with the model's config and tokenizer.
         model: base model of a checkpoint of adapters; None = the folder that the run had.
 

@@ -77,7 +77,6 @@ def select(source: CheckpointSource, dtype: torch.dtype | None = None, keep_valu
     """Select the tensors of an output.
 
     Args:
-        source: the checkpoint to read.
         dtype: dtype of the weights; None keeps the dtype of each tensor. Weights that the model keeps in float32 keep
             the dtype of the source.
         keep_value_head: whether to write the scalar head, as a token-classification model if the family has one, as
@@ -206,7 +205,6 @@ def plan_adapters(adapters: StoredAdapters, dtype: torch.dtype | None) -> Output
     """Plan a folder in peft's format: ``adapter_config.json`` and one file of tensors.
 
     Args:
-        adapters: the adapters.
         dtype: dtype of the tensors; None keeps the dtype of each.
     """
     tensors = {PREFIX + name: view for name, view in adapters.views.items()}

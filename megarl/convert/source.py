@@ -36,9 +36,7 @@ class StoredAdapters:
     """Low-rank adapters of a checkpoint.
 
     Attributes:
-        map: the adapters, by name.
         views: every A and B, and a scalar head.
-        base: folder of the base model.
     """
 
     map: AdapterMap
@@ -115,7 +113,6 @@ def stored_tensors(folder: Path, index: Metadata, names: Iterable[str]) -> dict[
 
     Args:
         folder: the checkpoint.
-        index: its index.
         names: tensor names; names of other values are ignored.
 
     Raises:

@@ -160,7 +160,9 @@ class StoredTensor:
         location = chunk.location
         begin = location.offset + sum(map(int.__mul__, first, location.stride)) * self.dtype.itemsize
         shape = tuple(target.shape)
-        if target.dtype == self.dtype and target.is_contiguous() and _is_dense(shape, location.stride):
+        strides = zip(shape, location.stride, _contiguous(shape), strict=True)
+        is_dense = all(n == 1 or stride == dense for n, stride, dense in strides)
+        if target.dtype == self.dtype and target.is_contiguous() and is_dense:
             files.read_into(chunk.file, begin, target)
             return
         span = sum((n - 1) * s for n, s in zip(shape, location.stride, strict=True)) + 1
@@ -226,11 +228,6 @@ def _contiguous(shape: Index) -> Index:
         stride.append(step)
         step *= size
     return tuple(reversed(stride))
-
-
-def _is_dense(shape: Index, stride: Index) -> bool:
-    """Whether the elements of a rectangle are contiguous."""
-    return all(n == 1 or s == c for n, s, c in zip(shape, stride, _contiguous(shape), strict=True))
 
 
 class _Window(io.RawIOBase):

@@ -50,7 +50,6 @@ def open_torch_dist(path: Path, config: ModelConfig, companions: Path) -> Checkp
 
     Args:
         path: the folder with ``.metadata``.
-        config: the model.
         companions: folder with the model's config and tokenizer.
 
     Raises:
@@ -80,16 +79,11 @@ def open_torch_dist(path: Path, config: ModelConfig, companions: Path) -> Checkp
     views = {n: TensorView(n, shape, regions[n][0].stored.dtype, tuple(regions[n])) for n, shape in shapes.items()}
     left_out = tuple(sorted({location.stored.name for locations in located.values() for location in locations}))
     state = sorted({name.partition(".")[0] for name in index.state_dict_metadata if _STATE.search(name)})
-    source = CheckpointSource(
-        path, TORCH_DIST, config, companions, views, left_out, tuple(state), _vocabulary_facts(stored, config)
-    )
+    rows = [t.shape[0] for n, t in stored.items() if n.endswith("word_embeddings.weight")]
+    vocabulary = {"vocabulary": f"{config.vocab_size} of {rows[0]} rows"} if rows else {}
+    source = CheckpointSource(path, TORCH_DIST, config, companions, views, left_out, tuple(state), vocabulary)
     source.check_files()
     return source
-
-
-def _vocabulary_facts(stored: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, str]:
-    rows = [t.shape[0] for n, t in stored.items() if n.endswith("word_embeddings.weight")]
-    return {"vocabulary": f"{config.vocab_size} of {rows[0]} rows"} if rows else {}
 
 
 def _locate_all(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, list[_Located]]:

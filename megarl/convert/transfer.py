@@ -86,9 +86,6 @@ def transfer(
     """Write files.
 
     Args:
-        files: plans of the files.
-        folder: output folder.
-        workers: number of threads.
         finished: called with the name of each file that is complete and flushed to disk.
         report: called with the number of bytes written.
 

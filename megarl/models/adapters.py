@@ -127,10 +127,6 @@ class LocalAdapter(NamedTuple):
 class AdapterMap:
     """Weight map of the trained parameters of a model with adapters: every A, B and M, and a scalar head.
 
-    Args:
-        weights: weight map of the model.
-        options: the adapters.
-
     Raises:
         ConfigError: a target matches no tensor of the model, or a tensor that cannot have an adapter.
     """

@@ -71,7 +71,6 @@ class ParamRectangle(NamedTuple):
     """A box of a local parameter, which is a rectangle of a larger tensor.
 
     Attributes:
-        name: name of the parameter.
         at: offset in the parameter.
         extent: shape in the parameter.
         start: offset in the larger tensor.
@@ -90,7 +89,6 @@ class ParamRectangle(NamedTuple):
         """Return the :func:`rectangle_checksum` of the box, computed on the parameter's device.
 
         Args:
-            param: the parameter.
             convert: convert to the compared dtype first.
 
         Raises:

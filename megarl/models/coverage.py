@@ -17,8 +17,6 @@ class Coverage:
     """Written elements of one tensor, as boxes that must not overlap.
 
     Args:
-        name: name of the tensor, for messages.
-        shape: its shape.
         error: type of the error that :meth:`add` raises.
     """
 

@@ -61,11 +61,8 @@ class Declaration(NamedTuple):
     ranks in contiguous blocks. The engine stacks all experts of a layer in one tensor with the expert as dimension 0.
 
     Attributes:
-        megatron: name in Megatron.
         rollout: name in the rollout engine; None if the engine has no such parameter.
         hf: the Hugging Face tensors.
-        split: tensor-parallel split.
-        stage: pipeline stage.
         tied_copy: a second copy of a tensor of another declaration. It exists only if the original is on another
             pipeline stage, and is never exported.
         when: whether a decoder layer of a model has the parameter; None = every layer has it.
@@ -153,9 +150,6 @@ def layer_parameter(
         megatron: name after ``decoder.layers.{layer}.``.
         rollout: the engine's name after ``model.layers.{layer}.``.
         hf: the Hugging Face tensors: names after ``model.layers.{layer}.`` with dimension names.
-        split: tensor-parallel split.
-        when: see :class:`Declaration`.
-        float32: see :class:`Declaration`.
         stacked: the file's tensor of all experts after ``model.layers.{layer}.``, see :class:`HFTensor`.
     """
     tensors = tuple(HFTensor(_HF_LAYER + name, dims, stacked and _HF_LAYER + stacked) for name, dims in hf.items())

@@ -92,7 +92,6 @@ def causal_convolution(
     Args:
         inputs: ``[tokens, channels]``, packed sequences.
         weight: ``[channels, width]``; the last element multiplies the current token.
-        plan: the sequences.
         history: ``[sequences, width - 1, channels]``, inputs before each sequence; None = zeros.
 
     Returns:
@@ -140,7 +139,6 @@ def chunked_delta_rule(
         value: ``[tokens, value heads, value_dim]``.
         g: ``[tokens, value heads]``, logarithm of the decay.
         b: ``[tokens, value heads]``, learning rate.
-        plan: the sequences.
         state: ``[sequences, value heads, key_dim, value_dim]``, states before the sequences; None = zeros.
         with_state: return the states after the sequences.
 
@@ -177,7 +175,6 @@ def _scan(
 
     Args:
         parts: corrected values, reads, products of queries and keys, decayed queries and keys, and decay of a chunk.
-        plan: the sequences.
         state: ``[sequences, key heads, value heads per key, key_dim, value_dim]``, in the order of storage.
         with_state: return the final states.
 

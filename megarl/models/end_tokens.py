@@ -51,7 +51,6 @@ def read_end_tokens(folder: str | Path, tokenizer: int | None = None) -> EndToke
     """Read the end-of-sequence tokens of a model.
 
     Args:
-        folder: model folder.
         tokenizer: end-of-sequence token of the tokenizer; None = it has none, or there is no tokenizer.
 
     Raises:
@@ -83,7 +82,6 @@ def generation_config_with(folder: Path, trained: int) -> dict[str, str]:
     """Return the generation config of an export whose training ended responses with a token.
 
     Args:
-        folder: the initial model folder.
         trained: the token.
 
     Returns:

@@ -21,7 +21,6 @@ def choose_experts(scores: Tensor, experts: Experts, correction: Tensor | None =
 
     Args:
         scores: ``[tokens, experts]`` float32.
-        experts: the selection rule.
         correction: ``[experts]``, added to the scores for the selection only.
     """
     with torch.no_grad():

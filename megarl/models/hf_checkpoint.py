@@ -101,7 +101,6 @@ def load_local(
     """Read the parameters of one rank, and only those.
 
     Args:
-        reader: the model folder.
         params: the rank's parameters, from :meth:`WeightMap.megatron_params` or :meth:`WeightMap.rollout_params`.
         dtype: dtype of the returned tensors.
         optional: Hugging Face tensors that may be absent (``score.weight`` of a critic initialized from a language

@@ -43,7 +43,6 @@ def read_model_config(path: str | Path, *, may_be_bare: bool = False) -> ModelCo
     """Read ``config.json`` of a model folder.
 
     Args:
-        path: the folder.
         may_be_bare: accept a model without any head, such as ``Qwen2Model``, as a language model.
 
     Raises:
@@ -120,8 +119,6 @@ def check_layout(config: ModelConfig, layout: ParallelLayout, field: str, *, of_
     """Check that a parallel layout fits a model.
 
     Args:
-        config: the model.
-        layout: the role's layout.
         field: the config group of the layout, such as ``actor_rollout_ref.actor.megatron``.
         of_engine: it is the layout of a rollout engine.
 

@@ -64,7 +64,6 @@ def check_model_folder(path: str | Path, *, may_lack_head: bool = False) -> Mode
     It reads JSON headers only, which is fast for any model size; and a stored output layer that is tied.
 
     Args:
-        path: the folder.
         may_lack_head: the output layer, or the scalar head of a value model, may be absent.
 
     Raises:
@@ -73,7 +72,11 @@ def check_model_folder(path: str | Path, *, may_lack_head: bool = False) -> Mode
     """
     folder = Path(path)
     config = read_model_config(folder, may_be_bare=may_lack_head)
-    tensors = _by_expert(_known_heads(_tensor_entries(folder)), config)
+    entries = _tensor_entries(folder)
+    for alias, name in _HEAD_ALIASES.items():  # of a scalar head
+        if alias in entries and name not in entries:
+            entries[name] = entries.pop(alias)._replace(stored_as=alias)
+    tensors = _by_expert(entries, config)
     for name, shape in WeightMap(config, value_head=config.is_value_model).hf_shapes().items():
         if name not in tensors:
             if may_lack_head and name in HEADS:
@@ -119,14 +122,6 @@ def _as_float32(values: bytes, dtype: str) -> bytes:
     if dtype == "BF16":
         return (np.frombuffer(values, "<u2").astype("<u4") << 16).tobytes()
     return np.frombuffer(values, "<f2").astype("<f4").tobytes() if dtype == "F16" else values
-
-
-def _known_heads(tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Rename a scalar head to the names of the weight map."""
-    for alias, name in _HEAD_ALIASES.items():
-        if alias in tensors and name not in tensors:
-            tensors[name] = tensors.pop(alias)._replace(stored_as=alias)
-    return tensors
 
 
 def _by_expert(tensors: dict[str, TensorEntry], config: ModelConfig) -> dict[str, TensorEntry]:

@@ -113,7 +113,8 @@ def exported_config(config: ModelConfig, tensors: Collection[str], dtype: torch.
         raw["architectures"] = [config.base_architecture + _CAUSAL if complete else bare]
     elif HEAD not in tensors:
         if not config.is_value_model:
-            raw["architectures"] = [_with_scalar_head(config)]
+            names = [config.architecture_with(kind) for kind in reversed(VALUE_MODELS)]
+            raw["architectures"] = [next((name for name in names if name in known_architectures()), names[-1])]
         raw["id2label"], raw["label2id"] = {"0": "LABEL_0"}, {"LABEL_0": 0}
     # transformers 4 reads torch_dtype, transformers 5 either.
     names = [name for name in ("dtype", "torch_dtype") if name in raw] or ["torch_dtype"]
@@ -124,11 +125,6 @@ def needs_head_bias(exported: dict[str, Any]) -> bool:
     """Return whether the architecture of an exported config has a bias on its scalar head."""
     architecture: str = exported["architectures"][0]
     return architecture.endswith(VALUE_MODELS[1]) and bool(exported.get("token_classification_bias", True))
-
-
-def _with_scalar_head(config: ModelConfig) -> str:
-    names = [config.architecture_with(kind) for kind in reversed(VALUE_MODELS)]
-    return next((name for name in names if name in known_architectures()), names[-1])
 
 
 class _Assembly:
@@ -172,7 +168,6 @@ class HFWriter:
         copy_from: the initial model folder, from which tokenizer, chat template, generation config and multi-token
             prediction layers are copied; None = no copies.
         overwrite: replace an existing ``path``; a reader sees the old folder or the new one.
-        files: text of further files, by name.
 
     Raises:
         CheckpointError: ``path`` exists and ``overwrite`` is off; at the end of the block, if an element of a tensor

@@ -177,8 +177,6 @@ def check_pipeline(num_layers: int, layout: ParallelLayout, field: str) -> None:
     The error names the most specific key that alone can repair the layout.
 
     Args:
-        num_layers: decoder layers of the model.
-        layout: the role's layout.
         field: the config group of the layout.
 
     Raises:

@@ -19,7 +19,6 @@ class ModelIdentity:
     """Identity of a model folder; two folders with the same weights have equal digests wherever they are.
 
     Attributes:
-        path: the folder.
         settings: digest of ``config.json``.
         weights: digest of every tensor's name, shape and dtype, and of samples of its bytes.
     """

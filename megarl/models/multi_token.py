@@ -46,7 +46,6 @@ def warn_of_unused(folder: str | Path, names: Sequence[str]) -> None:
     """Warn of the tensors in a folder that nothing loads; no names, no warning.
 
     Args:
-        folder: the model folder.
         names: see :func:`unused_tensors`.
     """
     if names:
@@ -66,7 +65,6 @@ def carried_tensors(folder: Path | None, config: ModelConfig, exported: Collecti
 
     Args:
         folder: the initial model folder; it may be damaged, lack weights, or not exist. None = unknown.
-        config: the model.
         exported: names of the other tensors of the export.
     """
     if SCORE in exported:
@@ -86,7 +84,6 @@ def warn_of_missing_layers(config: ModelConfig, folder: str) -> None:
     """Warn that an export has no multi-token prediction layers, if ``config.json`` announces some.
 
     Args:
-        config: the model.
         folder: the folder without their weights, for the message.
     """
     announced = announced_layers(config)
@@ -103,8 +100,6 @@ def with_multi_token_layers(raw: Mapping[str, Any], config: ModelConfig, exporte
     """Return the content of an exported ``config.json``, which announces only layers whose tensors are there.
 
     Args:
-        raw: the content.
-        config: the model.
         exported: names of all exported tensors.
     """
     if any(is_multi_token(config, name) for name in exported):

@@ -130,7 +130,6 @@ class Sections(NamedTuple):
     """Rows of a tensor for each head, by kind of row.
 
     Attributes:
-        heads: number of heads.
         heights: rows of a head in each section, such as its query, its key, its values.
         grouped: the tensor has the rows of one head after the other; otherwise one section after the other.
     """

@@ -58,9 +58,6 @@ _BASE_WEIGHT = ".base_layer."
 class AdapterFolder:
     """A folder of adapters, of which no tensor has been read.
 
-    Args:
-        path: the folder.
-
     Raises:
         ConfigError: it is no folder of adapters in peft's format.
     """
@@ -124,9 +121,6 @@ class AdapterFolder:
     def check_base(self, path: str | Path) -> None:
         """Check that the copies of base weights are those of a base model, which peft replaces with them.
 
-        Args:
-            path: folder of the base model.
-
         Raises:
             ConfigError: names the tensor.
             ModelError: the base model is incomplete.
@@ -185,7 +179,6 @@ def peft_config(adapters: AdapterMap, base: str | None) -> dict[str, Any]:
     """Build the contents of ``adapter_config.json``.
 
     Args:
-        adapters: the adapters.
         base: folder or hub name of the base model.
     """
     options, head = adapters.options, adapters.head

@@ -174,8 +174,6 @@ def count(raw: Mapping[str, Any], name: str, default: int | None = None, *, leas
     """Read an integer from ``config.json``, or from another file.
 
     Args:
-        raw: the complete file.
-        name: the field.
         default: value of an absent or null field; None = the field is required.
         least: smallest allowed value.
         file: name of the file, for the error.
@@ -204,7 +202,6 @@ def number(
 
     Args:
         raw: the complete file, or a section of it.
-        name: the field.
         default: value of an absent field; None = the field is required. Null is an error, as in transformers.
         above: the number is larger, and at most 1e30.
         file: name of the file, for the error.
@@ -224,7 +221,6 @@ def flag(raw: Mapping[str, Any], name: str, default: bool = False, *, file: str 
 
     Args:
         raw: the complete file, or a section of it.
-        name: the field.
         default: value of an absent field.
         file: name of the file, for the error.
 

@@ -32,7 +32,11 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
         case "linear":
             return (1.0 / wavelengths) / float(scaling["factor"])
         case "llama3":
-            return _llama3(1.0 / wavelengths, scaling)
+            factor, low, high = (float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+            frequencies = 1.0 / wavelengths
+            turns = float(scaling["original_max_position_embeddings"]) / (2 * math.pi / frequencies)
+            keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+            return (1.0 - keep) * frequencies / factor + keep * frequencies
         case _:
             return _yarn(wavelengths, config.rope_theta, scaling)
 
@@ -74,13 +78,6 @@ def softmax_scale(config: ModelConfig) -> float:
 
 def _sharpening(factor: float, strength: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1.0
-
-
-def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    factor, low, high = (float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    turns = float(scaling["original_max_position_embeddings"]) / (2 * math.pi / frequencies)
-    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return (1.0 - keep) * frequencies / factor + keep * frequencies
 
 
 def _yarn(wavelengths: Tensor, theta: float, scaling: Mapping[str, Any]) -> Tensor:

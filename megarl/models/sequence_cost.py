@@ -67,7 +67,6 @@ def sequence_cost(config: ModelConfig, *, value_head: bool = False) -> SequenceC
     softmax are not counted. A layout divides the work of all sequences equally and does not change the comparison.
 
     Args:
-        config: the model.
         value_head: the model has a scalar head instead of the output layer.
     """
     layers = [layer_cost(config, layer) for layer in range(config.num_layers)]
@@ -79,8 +78,11 @@ def sequence_cost(config: ModelConfig, *, value_head: bool = False) -> SequenceC
 def layer_cost(config: ModelConfig, layer: int) -> SequenceCost:
     """Count the floating-point operations of a forward pass through one decoder layer, by its global number."""
     if config.linear is not None and config.is_linear(layer):
-        weights = _delta_weights(config.hidden_size, config.linear) + _mlp_weights(config, layer)
-        return SequenceCost(2.0 * weights, recurrent=_recurrent_cost(config.linear))
+        linear = config.linear
+        values = linear.value_heads * linear.value_dim
+        projections = config.hidden_size * (linear.mixed_width + 2 * values + 2 * linear.value_heads)
+        weights = projections + _mlp_weights(config, layer)
+        return SequenceCost(2.0 * weights, recurrent=_recurrent_cost(linear))
     value_dim = config.latent.v_dim if config.latent else config.head_dim
     weights = _attention_weights(config) + _mlp_weights(config, layer)
     pair = float(config.num_attention_heads * (config.head_dim + value_dim))
@@ -104,12 +106,6 @@ def _attention_weights(config: ModelConfig) -> int:
     compressed = hidden * (latent.kv_lora_rank + latent.rope_dim)
     expanded = latent.kv_lora_rank * heads * (latent.nope_dim + latent.v_dim)
     return queries + compressed + expanded + heads * latent.v_dim * hidden
-
-
-def _delta_weights(hidden: int, linear: LinearAttention) -> int:
-    """Weights of the projections of a gated delta net."""
-    values = linear.value_heads * linear.value_dim
-    return hidden * (linear.mixed_width + 2 * values + 2 * linear.value_heads)
 
 
 def _recurrent_cost(linear: LinearAttention) -> float:

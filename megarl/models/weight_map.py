@@ -56,8 +56,8 @@ def canonical_name(name: str) -> str:
     return _GROUPED_EXPERT.sub(r".mlp.experts.local_experts.\3.\1.\2", name)
 
 
-class Occurrence(NamedTuple):
-    """One occurrence of a declaration in a model; unused numbers are 0."""
+class ParameterInstance(NamedTuple):
+    """One instance of a declaration in a model; unused numbers are 0."""
 
     declared: Declaration
     layer: int = 0
@@ -76,10 +76,10 @@ class Contribution(NamedTuple):
 
 
 class ShardPattern(NamedTuple):
-    """All occurrences, over layers and experts, of one parameter that both trainer and rollout engine hold.
+    """All instances, over layers and experts, of one parameter that both trainer and rollout engine hold.
 
-    A plan for one occurrence applies to all. Names contain ``{layer}`` and ``{expert}``. The pieces describe one
-    occurrence; every other occurrence has the same rectangles of its own tensors. The engine stacks experts along a
+    A plan for one instance applies to all. Names contain ``{layer}`` and ``{expert}``. The pieces describe one
+    instance; every other instance has the same rectangles of its own tensors. The engine stacks experts along a
     first dimension that the pieces lack.
 
     Attributes:
@@ -92,7 +92,7 @@ class ShardPattern(NamedTuple):
         float32: float32 in every weight dtype.
         linear: see :attr:`~megarl.models.declaration.Declaration.is_linear`.
         sources: pieces on each (expert-)tensor-parallel rank of the trainer; one entry for a replicated parameter.
-        targets: pieces on each engine rank that shares an occurrence: tensor-parallel ranks, or for an expert the ranks
+        targets: pieces on each engine rank that shares an instance: tensor-parallel ranks, or for an expert the ranks
             of one expert-parallel group.
     """
 
@@ -112,7 +112,6 @@ class WeightMap:
     """Weight map of one model.
 
     Args:
-        config: the model.
         value_head: the output layer is a scalar head (a critic): ``score.weight`` of shape ``[1, hidden]``, with a bias
             ``score.bias`` if the architecture is a token classification model.
     """
@@ -130,9 +129,9 @@ class WeightMap:
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every Hugging Face tensor, in checkpoint order, without a tied output layer."""
-        occurrences = self._declared(range(self.config.num_layers), self._all_experts, first=True, last=True)
-        listed = (occurrence for occurrence in occurrences if not occurrence.declared.tied_copy)
-        return {tensor.name: tensor.shape for occurrence in listed for tensor in self._tensors(occurrence)}
+        instances = self._declared(range(self.config.num_layers), self._all_experts, first=True, last=True)
+        listed = (instance for instance in instances if not instance.declared.tied_copy)
+        return {tensor.name: tensor.shape for instance in listed for tensor in self._tensors(instance)}
 
     def padded_vocab(self, tp: int) -> int:
         """Return the rows of Megatron's vocabulary: the model's, rounded up to a multiple of ``16 * tp``."""
@@ -147,7 +146,7 @@ class WeightMap:
         Engine's names. With tied embeddings and several stages the last stage's
         ``output_layer.weight`` is a copy of the embedding.
         """
-        return [self._megatron_shard(occurrence, layout, rank) for occurrence in self._held(layout, rank)]
+        return [self._megatron_shard(instance, layout, rank) for instance in self._held(layout, rank)]
 
     def output_shard(self, tokens: int, padded: int, tp: int, tp_rank: int) -> LocalParam:
         """Return rows of the output layer, sharded like the vocabulary of another model (a student's).
@@ -156,9 +155,8 @@ class WeightMap:
             tokens: the other model's vocabulary, at most this one's; later rows are left out.
             padded: rows of the other model's padded vocabulary.
             tp: tensor-parallel size of the other model.
-            tp_rank: tensor-parallel rank there.
         """
-        (tensor,) = self._tensors(Occurrence(self._output[0]))
+        (tensor,) = self._tensors(ParameterInstance(self._output[0]))
         rows = tensor._replace(shape=(tokens, *tensor.shape[1:]))
         return partition.vocab_shard("output_layer.weight", rows, padded, tp, tp_rank)
 
@@ -171,15 +169,15 @@ class WeightMap:
         """
         coordinate, expert_coordinate = layout.coordinate(rank), layout.expert_coordinate(rank)
         result = []
-        # Replicas hold the same occurrences. They contribute different lists: only some have tensor-parallel rank 0.
-        for number, occurrence in enumerate(self._held(layout, rank)):
-            if occurrence.declared.is_expert:
+        # Replicas hold the same instances. They contribute different lists: only some have tensor-parallel rank 0.
+        for number, instance in enumerate(self._held(layout, rank)):
+            if instance.declared.is_expert:
                 replica, replicas = expert_coordinate.edp, layout.expert_dp
             else:
                 replica, replicas = coordinate.dp * layout.cp + coordinate.cp, layout.dp * layout.cp
-                if occurrence.declared.tied_copy or (coordinate.tp and occurrence.declared.split is Split.REPLICATED):
+                if instance.declared.tied_copy or (coordinate.tp and instance.declared.split is Split.REPLICATED):
                     continue
-            shard = self._megatron_shard(occurrence, layout, rank)
+            shard = self._megatron_shard(instance, layout, rank)
             result.append(Contribution(shard, replica, number % replicas == replica))
         return result
 
@@ -197,7 +195,6 @@ class WeightMap:
 
         Args:
             tp: tensor-parallel size of the engine.
-            tp_rank: the rank.
             ep: expert-parallel size: ``ep`` groups of ``tp / ep`` neighbouring ranks divide a layer's experts; the
                 ranks of a group split each expert.
             vocab_multiple: the engine rounds the vocabulary up to a multiple of this number (and of ``tp``) before it
@@ -211,12 +208,12 @@ class WeightMap:
         mine = self._all_experts[tp_rank // expert_tp * share :][:share]
         params: dict[str, list[LocalParam]] = defaultdict(list)
         expert_names = set()
-        for occurrence in self._declared(range(self.config.num_layers), mine, first=True, last=True):
-            if occurrence.declared.rollout is not None:
-                sharing = expert_tp if occurrence.declared.is_expert else tp
-                shard = self._rollout_shard(occurrence, sharing, tp_rank % sharing, vocab_multiple)
+        for instance in self._declared(range(self.config.num_layers), mine, first=True, last=True):
+            if instance.declared.rollout is not None:
+                sharing = expert_tp if instance.declared.is_expert else tp
+                shard = self._rollout_shard(instance, sharing, tp_rank % sharing, vocab_multiple)
                 params[shard.name].append(shard)
-                if occurrence.declared.is_expert:
+                if instance.declared.is_expert:
                     expert_names.add(shard.name)
         return [partition.stacked(n, parts) if n in expert_names else parts[0] for n, parts in params.items()]
 
@@ -251,7 +248,7 @@ class WeightMap:
             layers = tuple(self._layers_with(declared))
             if declared.rollout is None or not layers:
                 continue
-            occurrence, is_expert = Occurrence(declared, layers[0]), declared.is_expert
+            instance, is_expert = ParameterInstance(declared, layers[0]), declared.is_expert
             sharing = expert_tp if is_expert else tp
             whole = declared.split in (Split.REPLICATED, Split.FIRST)
             sources = 1 if whole else layout.expert_tp if is_expert else layout.tp
@@ -265,9 +262,9 @@ class WeightMap:
                     len(self._all_experts) if is_expert else 0,
                     declared.float32,
                     declared.is_linear,
-                    tuple(self._megatron_shard(occurrence, layout, rank).pieces for rank in range(sources)),
+                    tuple(self._megatron_shard(instance, layout, rank).pieces for rank in range(sources)),
                     tuple(
-                        self._rollout_shard(occurrence, sharing, rank, vocab_multiple).pieces for rank in range(sharing)
+                        self._rollout_shard(instance, sharing, rank, vocab_multiple).pieces for rank in range(sharing)
                     ),
                 )
             )
@@ -288,10 +285,8 @@ class WeightMap:
 
     @cached_property
     def _float32(self) -> frozenset[str]:
-        occurrences = self._declared(range(self.config.num_layers), range(0), first=False, last=False)
-        return frozenset(
-            t.name for occurrence in occurrences if occurrence.declared.float32 for t in self._tensors(occurrence)
-        )
+        instances = self._declared(range(self.config.num_layers), range(0), first=False, last=False)
+        return frozenset(t.name for instance in instances if instance.declared.float32 for t in self._tensors(instance))
 
     def _layers_with(self, declared: Declaration) -> Iterator[int]:
         if declared.stage is not PipelineStage.LAYER:
@@ -301,18 +296,16 @@ class WeightMap:
             if declared.when is None or declared.when(self.config, layer):
                 yield layer
 
-    def _rollout_shard(self, occurrence: Occurrence, sharing: int, rank: int, vocab_multiple: int) -> LocalParam:
-        """Shard of an occurrence on one of the ``sharing`` engine ranks, without vocabulary padding."""
-        assert occurrence.declared.rollout is not None
-        name = occurrence.declared.rollout.format(layer=occurrence.layer)
-        if occurrence.declared.split in (Split.GROUPED, Split.GATED):
-            return partition.heads_shard(
-                name, self._tensors(occurrence), self.config.num_key_value_heads, sharing, rank
-            )
-        shard = self._shard(name, occurrence, sharing, rank, self._rollout_vocab(sharing, vocab_multiple))
-        if occurrence.declared.split is Split.FIRST and rank:
+    def _rollout_shard(self, instance: ParameterInstance, sharing: int, rank: int, vocab_multiple: int) -> LocalParam:
+        """Shard of an instance on one of the ``sharing`` engine ranks, without vocabulary padding."""
+        assert instance.declared.rollout is not None
+        name = instance.declared.rollout.format(layer=instance.layer)
+        if instance.declared.split in (Split.GROUPED, Split.GATED):
+            return partition.heads_shard(name, self._tensors(instance), self.config.num_key_value_heads, sharing, rank)
+        shard = self._shard(name, instance, sharing, rank, self._rollout_vocab(sharing, vocab_multiple))
+        if instance.declared.split is Split.FIRST and rank:
             return shard._replace(pieces=())
-        if occurrence.declared.split is Split.VOCAB:
+        if instance.declared.split is Split.VOCAB:
             rows = shard.pieces[0].local_shape[0] if shard.pieces else 0
             return shard._replace(shape=(rows, *shard.shape[1:]))
         return shard
@@ -338,52 +331,54 @@ class WeightMap:
     def _all_experts(self) -> range:
         return range(self.config.experts.count if self.config.experts is not None else 0)
 
-    def _declared(self, layers: Iterable[int], experts: Sequence[int], first: bool, last: bool) -> Iterator[Occurrence]:
+    def _declared(
+        self, layers: Iterable[int], experts: Sequence[int], first: bool, last: bool
+    ) -> Iterator[ParameterInstance]:
         if first:
-            yield Occurrence(EMBEDDING)
+            yield ParameterInstance(EMBEDDING)
         for layer in layers:
             for declared in self._layer:
                 if declared.when is None or declared.when(self.config, layer):
                     numbers = experts if declared.is_expert else (0,)
-                    yield from (Occurrence(declared, layer, number) for number in numbers)
+                    yield from (ParameterInstance(declared, layer, number) for number in numbers)
         if last:
-            yield Occurrence(FINAL_NORM)
-            yield from (Occurrence(declared) for declared in self._output)
+            yield ParameterInstance(FINAL_NORM)
+            yield from (ParameterInstance(declared) for declared in self._output)
 
-    def _held(self, layout: ParallelLayout, rank: int) -> Iterator[Occurrence]:
-        """Occurrences on a training rank: its pipeline stage and its share of the experts."""
+    def _held(self, layout: ParallelLayout, rank: int) -> Iterator[ParameterInstance]:
+        """Parameter instances on a training rank: its pipeline stage and its share of the experts."""
         stage, expert_rank = layout.coordinate(rank).pp, layout.expert_coordinate(rank).ep
         first, last = stage == 0, stage == layout.pp - 1
         share = len(self._all_experts) // layout.ep
         experts = self._all_experts[expert_rank * share : (expert_rank + 1) * share]
-        for occurrence in self._declared(layout.stage_layers(self.config.num_layers, stage), experts, first, last):
-            if not (occurrence.declared.tied_copy and first):
-                yield occurrence
+        for instance in self._declared(layout.stage_layers(self.config.num_layers, stage), experts, first, last):
+            if not (instance.declared.tied_copy and first):
+                yield instance
 
-    def _megatron_shard(self, occurrence: Occurrence, layout: ParallelLayout, rank: int) -> LocalParam:
-        name = occurrence.declared.megatron.format(layer=occurrence.layer, expert=occurrence.expert)
-        if occurrence.declared.is_expert:
-            return self._shard(name, occurrence, layout.expert_tp, layout.expert_coordinate(rank).etp, 0)
+    def _megatron_shard(self, instance: ParameterInstance, layout: ParallelLayout, rank: int) -> LocalParam:
+        name = instance.declared.megatron.format(layer=instance.layer, expert=instance.expert)
+        if instance.declared.is_expert:
+            return self._shard(name, instance, layout.expert_tp, layout.expert_coordinate(rank).etp, 0)
         tp, tp_rank = layout.tp, layout.coordinate(rank).tp
-        if occurrence.declared.split is Split.GROUPED:
+        if instance.declared.split is Split.GROUPED:
             groups = self.config.num_key_value_heads
-            return partition.grouped_shard(name, self._tensors(occurrence), groups, tp, tp_rank)
-        if occurrence.declared.split is Split.GATED:
+            return partition.grouped_shard(name, self._tensors(instance), groups, tp, tp_rank)
+        if instance.declared.split is Split.GATED:
             groups, heads = self.config.num_key_value_heads, self.config.num_attention_heads
-            return partition.gated_shard(name, self._tensors(occurrence), groups, heads, tp, tp_rank)
-        if occurrence.declared.split is Split.SECTIONS_BY_HEAD:
-            return self._sectioned(name, occurrence, tp, tp_rank)
-        return self._shard(name, occurrence, tp, tp_rank, self.padded_vocab(tp))
+            return partition.gated_shard(name, self._tensors(instance), groups, heads, tp, tp_rank)
+        if instance.declared.split is Split.SECTIONS_BY_HEAD:
+            return self._sectioned(name, instance, tp, tp_rank)
+        return self._shard(name, instance, tp, tp_rank, self.padded_vocab(tp))
 
-    def _shard(self, name: str, occurrence: Occurrence, tp: int, tp_rank: int, padded: int) -> LocalParam:
-        tensors = self._tensors(occurrence)
-        match occurrence.declared.split:
+    def _shard(self, name: str, instance: ParameterInstance, tp: int, tp_rank: int, padded: int) -> LocalParam:
+        tensors = self._tensors(instance)
+        match instance.declared.split:
             case Split.REPLICATED | Split.FIRST:
                 return partition.replicated(name, tensors)
             case Split.COLUMN | Split.SECTIONS_BY_HEAD:
                 return partition.column_shard(name, tensors, tp, tp_rank)
             case Split.SECTIONS:
-                return self._sectioned(name, occurrence, tp, tp_rank)
+                return self._sectioned(name, instance, tp, tp_rank)
             case Split.ROW:
                 return partition.row_shard(name, tensors[0], tp, tp_rank)
             case Split.VOCAB:
@@ -391,19 +386,19 @@ class WeightMap:
             case Split.GROUPED | Split.GATED:
                 raise AssertionError("the trainer and the engine order these rows differently")
 
-    def _sectioned(self, name: str, occurrence: Occurrence, tp: int, tp_rank: int) -> LocalParam:
+    def _sectioned(self, name: str, instance: ParameterInstance, tp: int, tp_rank: int) -> LocalParam:
         """Shard of sections of heads, one section after the other."""
-        linear, declared = self.config.linear, occurrence.declared
+        linear, declared = self.config.linear, instance.declared
         assert linear is not None
         heights, grouped = head_sections(linear), declared.split is Split.SECTIONS_BY_HEAD
         sections = [partition.Sections(linear.key_heads, heights[t.dims[0]], grouped) for t in declared.hf]
-        pairs = list(zip(self._tensors(occurrence), sections, strict=True))
+        pairs = list(zip(self._tensors(instance), sections, strict=True))
         return partition.sectioned_shard(name, pairs, tp, tp_rank)
 
-    def _tensors(self, occurrence: Occurrence) -> list[FullTensor]:
+    def _tensors(self, instance: ParameterInstance) -> list[FullTensor]:
         return [
             FullTensor(
-                t.name.format(layer=occurrence.layer, expert=occurrence.expert), tuple(self._sizes[d] for d in t.dims)
+                t.name.format(layer=instance.layer, expert=instance.expert), tuple(self._sizes[d] for d in t.dims)
             )
-            for t in occurrence.declared.hf
+            for t in instance.declared.hf
         ]

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from megarl.base.errors import RewardError, StepImpossible
 from megarl.base.reductions import Total
-from megarl.rewards.calling import RewardTask
 from megarl.rewards.outcome import (
     BAD_SAMPLE,
     CONVERSATION,
@@ -166,7 +165,6 @@ class RewardManager:
         scorer: calls the functions.
         tokenizer: decodes responses, without special tokens.
         policy: treatment of rows without a score.
-        shaping: length rewards.
         starts_processes: start processes when the block is entered; False: when a row has to be scored.
     """
 
@@ -237,7 +235,11 @@ class RewardManager:
         rows = [row for row in range(len(lengths)) if row not in outcomes]
         results: list[Outcome] = []
         if rows:
-            results, late_counts = self.scorer.score([self._task(samples, row) for row in rows])
+            tasks = []
+            for row in rows:
+                columns = {name: column[row] for name, column in samples.columns.items()}
+                tasks.append(self.tasks.build(row, columns, samples.prompt(row), samples.response(row)))
+            results, late_counts = self.scorer.score(tasks)
             counts = counts.plus(late_counts)
         outcomes |= dict(zip(rows, results, strict=True))
         ordered = [outcomes[row] for row in range(len(lengths))]
@@ -281,10 +283,6 @@ class RewardManager:
                 code="reward.too-many-failures",
             )
         logger.warning("masked %d of %d rows; the first: %s", failed, total.rows, total.first)
-
-    def _task(self, samples: _Samples, row: int) -> RewardTask:
-        columns = {name: column[row] for name, column in samples.columns.items()}
-        return self.tasks.build(row, columns, samples.prompt(row), samples.response(row))
 
     def _describe(self, samples: _Samples, row: int, outcome: Outcome) -> str:
         """Describe the sample and the cause, so that the failure can be reproduced by hand."""

@@ -78,7 +78,6 @@ def register_reward(
     """Return a decorator that registers a reward function under a name.
 
     Args:
-        name: name in configurations.
         isolated: the function interprets generated text and must not run in the driver.
         warm_up: called once in each process before the function.
 

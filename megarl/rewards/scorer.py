@@ -103,7 +103,6 @@ class ScorerSpec:
 
     Attributes:
         terms: of the weighted sum.
-        functions: by number.
         traits: calling convention of each.
         processes: of each pool.
         max_retries: further attempts after an infrastructure failure.

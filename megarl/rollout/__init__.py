@@ -2,7 +2,7 @@
 
 ``interface`` is the contract, with its checks in ``request_checks``. ``registry`` creates engines by name, ``embedded``
 is the engine in plain torch, and ``sglang`` runs SGLang. ``router`` sends requests to replicas in the order of
-``load_board``.
+``request_scheduler``.
 """
 
 from megarl.rollout.interface import (

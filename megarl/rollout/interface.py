@@ -137,7 +137,6 @@ class Request:
     Attributes:
         request_id: the caller's id, repeated in the completion; unique among running requests.
         prompt_ids: at least one token id, without padding.
-        params: sampling parameters.
         seed: seed of the request's random numbers. The same prompt, parameters, seed and weights give the same tokens
             in any batch, up to floating-point rounding of the logits.
         prior: completion of the same request before an interruption; None = a new request. Generation continues after
@@ -179,7 +178,6 @@ class Completion:
     """Result of one request.
 
     Attributes:
-        request_id: id of the request.
         token_ids: generated tokens, including the stop token.
         log_probs: natural log-prob of each token at the request's temperature and repetition penalty over the whole
             vocabulary, before ``top_k``, ``top_p`` and ``min_p``; at temperature 1 for greedy requests.
@@ -234,7 +232,6 @@ class EngineHealth:
         ready: whether it would serve a request now: not stale, awake, not shut down.
         stale: its weights are absent or incomplete.
         weight_version: version of its weights; -1 while stale.
-        asleep: tags that are asleep.
     """
 
     ready: bool

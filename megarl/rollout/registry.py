@@ -55,7 +55,6 @@ def register_engine(
     """Return a decorator that registers a function of (model folder, options) as an engine.
 
     Args:
-        name: name of the engine in the config.
         check: raises ModelError for unsupported models; None = the engine checks the model when it is built.
         vocab_multiple: see :class:`EngineEntry`.
         returns_routes: see :class:`EngineEntry`.
@@ -78,7 +77,6 @@ def create_engine(name: str, model_path: str, options: EngineOptions | None = No
     """Build an engine for the model in a folder; it is stale and no weight is read.
 
     Args:
-        name: a registered engine.
         model_path: Hugging Face folder; only its configuration is read.
         options: options of the engine; None = the defaults of :class:`EngineOptions`.
 
@@ -91,11 +89,6 @@ def create_engine(name: str, model_path: str, options: EngineOptions | None = No
 
 def check_engine_model(name: str, model: ModelConfig, options: EngineOptions) -> None:
     """Check that an engine supports a model, before anything starts.
-
-    Args:
-        name: a registered engine.
-        model: config of the model.
-        options: options of the engine.
 
     Raises:
         ConfigError: the name is unknown (lists the known ones), or the engine does not return the routes that training

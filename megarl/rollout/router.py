@@ -14,7 +14,7 @@ from typing import Protocol, Self
 
 from megarl.base.errors import MegarlError, StepImpossible
 from megarl.rollout.interface import Completion, Request, RolloutEngine, RolloutError, SamplingParams
-from megarl.rollout.load_board import LoadBoard, PendingRequest
+from megarl.rollout.request_scheduler import PendingRequest, RequestScheduler
 from megarl.rollout.router_stats import RequestSpans, RouterStats
 from megarl.rollout.serving import EngineServer
 from megarl.tracing import TRACER
@@ -58,7 +58,6 @@ class Replica(Protocol):
 
         Args:
             client: name of the router.
-            requests: new requests.
             aborted: ids of requests to abort.
         """
 
@@ -82,11 +81,11 @@ class EngineReplica:
         self._server = EngineServer(engine)
 
     async def accept(self, client: str, requests: Sequence[Request], aborted: Sequence[str]) -> None:
-        """See :meth:`Replica.accept`."""
+        """Hand requests to the replica, and abort some."""
         self._server.accept(client, requests, aborted)
 
     async def completions(self, client: str, wait_s: float) -> list[Completion]:
-        """See :meth:`Replica.completions`."""
+        """Wait for completions of this client."""
         return await asyncio.to_thread(self._server.completions, client, wait_s)
 
 
@@ -95,7 +94,6 @@ class _Connection:
     """Connection to one replica.
 
     Attributes:
-        replica: the replica.
         inbox: requests that it has not got yet.
         aborted: ids of requests to abort.
         has_calls: set if there is something to send.
@@ -125,7 +123,6 @@ class Router:
     requests: requests without a waiting caller are aborted.
 
     Args:
-        replicas: the replicas by number.
         capacity: maximum running requests of a replica; further requests wait for the next free replica.
         timeout_s: a replica that reports this many seconds late counts as lost.
         client: name of the router at the replicas, which may serve several routers; empty = a random one.
@@ -148,7 +145,7 @@ class Router:
     ) -> None:
         self.client = client or secrets.token_hex(8)
         self._capacity, self._timeout_s = capacity, timeout_s
-        self._board = LoadBoard([])
+        self._scheduler = RequestScheduler([])
         self._connections: dict[int, _Connection] = {}
         self._numbers: set[int] = set()
         self._pumps: set[asyncio.Task[None]] = set()
@@ -197,8 +194,8 @@ class Router:
         leaving = [number for number in self._connections if number not in replicas]
         for number in leaving:
             self._connections[number].leaves = True
-            self._connections[number].abort(self._board.held(number))
-            self._board.close(number)
+            self._connections[number].abort(self._scheduler.held(number))
+            self._scheduler.close(number)
         for number, replica in replicas.items():
             connection = self._connections.get(number)
             if connection is not None and connection.replica == replica:
@@ -229,9 +226,6 @@ class Router:
         """Generate one response. Cancelling the call aborts the request.
 
         Args:
-            prompt_ids: token ids of the prompt.
-            params: sampling parameters.
-            seed: seed of the request.
             key: requests with one key share a prefix; empty = no shared prefix.
             expected_tokens: expected length of the response; None = unknown.
             routes_from: see :class:`~megarl.rollout.interface.Request`.
@@ -270,9 +264,9 @@ class Router:
     def take_stats(self) -> RouterStats:
         """Return the statistics since the last call, while requests run on; to be called once per weight sync."""
         self._account()
-        self._board.begin_interval()  # no prefix of the old weights is cached any more
+        self._scheduler.begin_interval()  # no prefix of the old weights is cached any more
         taken = self.stats
-        self.stats = RouterStats(busy_s=dict.fromkeys(self._board.replicas, 0.0))
+        self.stats = RouterStats(busy_s=dict.fromkeys(self._scheduler.replicas, 0.0))
         return taken
 
     @contextlib.asynccontextmanager
@@ -282,8 +276,8 @@ class Router:
         The ``prior`` of a request has its tokens so far. Afterwards the requests continue.
         """
         self._interrupts = True
-        for number in self._board.replicas:
-            self._connections[number].abort(self._board.held(number))
+        for number in self._scheduler.replicas:
+            self._connections[number].abort(self._scheduler.held(number))
         try:
             await self._drain()
             yield [entry.request for entry in self._entries.values() if not entry.payload.done()]
@@ -295,8 +289,8 @@ class Router:
         """Wait until replicas (None = all) have ended or aborted all requests that they have."""
 
         def have_requests() -> bool:
-            numbers = self._board.replicas
-            return any(self._board.held(number) for number in numbers if replicas is None or number in replicas)
+            numbers = self._scheduler.replicas
+            return any(self._scheduler.held(number) for number in numbers if replicas is None or number in replicas)
 
         while self._failure is None and have_requests():
             self._changed.clear()
@@ -305,30 +299,30 @@ class Router:
     def _admit(self) -> None:
         arrived, self._arrived = self._arrived, []
         self._account()
-        self._board.add(arrived)
+        self._scheduler.add(arrived)
         self._dispatch()
 
     def _dispatch(self) -> None:
         if self._interrupts:
             return
-        for number, entries in self._board.dispatch().items():
+        for number, entries in self._scheduler.dispatch().items():
             self._connections[number].inbox += [entry.request for entry in entries]
             self._connections[number].has_calls.set()
             self._spans.started(number, (entry.request.request_id for entry in entries))
-        self._spans.count(self._board)
+        self._spans.count(self._scheduler)
 
     def _abort(self, entry: PendingRequest) -> None:
         if entry in self._arrived:
             self._arrived.remove(entry)
-        self._board.withdraw(entry)
-        for number in self._board.replicas:
-            if entry in self._board.held(number):
+        self._scheduler.withdraw(entry)
+        for number in self._scheduler.replicas:
+            if entry in self._scheduler.held(number):
                 self._connections[number].abort([entry])
 
     def _join(self, number: int, replica: Replica) -> None:
         self._connections[number] = _Connection(replica)
         self._numbers.add(number)
-        self._board.join(number, self._capacity)
+        self._scheduler.join(number, self._capacity)
         self.stats.busy_s.setdefault(number, 0.0)
 
     def _start_pump(self, number: int) -> None:
@@ -342,7 +336,7 @@ class Router:
         pump = self._connections.pop(number).pump
         if pump is not None and pump is not asyncio.current_task():
             pump.cancel()
-        return self._board.remove(number)
+        return self._scheduler.remove(number)
 
     async def _pump(self, number: int) -> None:
         """Send requests to one replica and receive completions, until it is lost."""
@@ -376,11 +370,11 @@ class Router:
         while True:
             await connection.accepted.wait()
             connection.accepted.clear()
-            while self._board.held(number):
+            while self._scheduler.held(number):
                 async with self._answer_within(WAIT_S + self._timeout_s):
                     completions = await connection.replica.completions(self.client, WAIT_S)
                 self._receive(number, completions)
-                if completions and self._board.held(number):
+                if completions and self._scheduler.held(number):
                     await asyncio.sleep(REST_S)
 
     @contextlib.asynccontextmanager
@@ -400,13 +394,13 @@ class Router:
         for completion in completions:
             entry = self._entries[completion.request_id]
             tokens = None if completion.finish_reason == "abort" else len(completion.token_ids)
-            self._board.release(number, entry, tokens)
+            self._scheduler.release(number, entry, tokens)
             self._spans.finished(number, completion.request_id, len(entry.request.prompt_ids), tokens)
             self.stats.discarded_tokens += completion.discarded_tokens
             moves = (self._interrupts or self._connections[number].leaves) and not completion.refusal
             if tokens is None and moves and not entry.payload.done():
                 entry.request = replace(entry.request, prior=completion if completion.token_ids else None)
-                self._board.add([entry])
+                self._scheduler.add([entry])
                 continue
             del self._entries[completion.request_id]
             self.finished += 1
@@ -424,7 +418,7 @@ class Router:
         Its requests begin again on the others.
         """
         self._requeue(number, reason)
-        if not self._board.replicas:
+        if not self._scheduler.replicas:
             count = len(self._numbers)
             lost = f"all {count} rollout replicas are lost; the last" if count > 1 else "the only replica is lost"
             self.no_replica = NoReplicaLeft(f"{lost}: {reason}", code="rollout.no-replica-left")
@@ -451,7 +445,7 @@ class Router:
                 del self._entries[entry.request.request_id]
                 text = f"{entry.moves} rollout replicas were lost while they had this request; last: {reason}"
                 entry.payload.set_exception(RequestGivenUp(text, code="rollout.request-given-up"))
-        self._board.add(entry for entry in entries if not entry.payload.done())
+        self._scheduler.add(entry for entry in entries if not entry.payload.done())
 
     def _fail(self, error: Exception) -> None:
         """Fail all requests with this error."""
@@ -466,9 +460,9 @@ class Router:
         """Account for the time since the last change."""
         now = time.perf_counter()
         passed, self._since = now - self._since, now
-        for number in self._board.replicas:
+        for number in self._scheduler.replicas:
             self.stats.served_s[number] = self.stats.served_s.get(number, 0.0) + passed
-            if self._board.held(number):
+            if self._scheduler.held(number):
                 self.stats.busy_s[number] += passed
-            elif self._board.waiting:
+            elif self._scheduler.waiting:
                 self.stats.idle_while_waiting_s += passed

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from megarl.base.reductions import Smallest, Total
-from megarl.rollout.load_board import LoadBoard
+from megarl.rollout.request_scheduler import RequestScheduler
 from megarl.tracing import TRACER, counter, past_span
 
 
@@ -119,12 +119,12 @@ class RequestSpans:
         for number, request in [key for key in self._started if key[0] == replica]:
             self.finished(number, request, 0, None)
 
-    def count(self, board: LoadBoard) -> None:
+    def count(self, scheduler: RequestScheduler) -> None:
         """Record the number of running requests of each replica, and of waiting ones."""
         if TRACER.recording:
-            for replica in board.replicas:
-                counter(f"replica {replica} requests", busy=len(board.held(replica)))
-            counter("requests waiting", waiting=board.waiting)
+            for replica in scheduler.replicas:
+                counter(f"replica {replica} requests", busy=len(scheduler.held(replica)))
+            counter("requests waiting", waiting=scheduler.waiting)
 
     def _take_lane(self, replica: int) -> int:
         """Return the lowest free lane, so that spans do not overlap."""

@@ -55,9 +55,6 @@ class EngineServer:
 
     All methods may be called from any thread. While no request is running, or between :meth:`pause` and :meth:`resume`,
     the engine belongs to the caller, who may update its weights or put it to sleep.
-
-    Args:
-        engine: the engine.
     """
 
     def __init__(self, engine: RolloutEngine) -> None:

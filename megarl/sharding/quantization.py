@@ -38,7 +38,6 @@ class IncomingMatrices:
     """The matrices of linear layers in a weight update, each quantized when all of its elements have arrived.
 
     Args:
-        params: parameters of the rank.
         is_linear: whether a parameter is quantized; see :meth:`megarl.models.WeightMap.is_linear`.
         storage: memory of the matrices.
 

@@ -34,7 +34,6 @@ class Event(NamedTuple):
 
     Attributes:
         kind: ``X`` a span, ``C`` a counter, ``i`` an instant, as in Chrome's trace format.
-        name: name of the event.
         category: kind of work, such as ``verb`` or ``communication``.
         start_ns: start on the machine's monotonic clock.
         duration_ns: duration of a span; otherwise 0.

@@ -45,7 +45,6 @@ class Console:
         columns: columns of the table.
         output: the rich console to print on; standard output by default.
         quiet: print warnings and the closing summary only.
-        title: name of the run.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class Console:
         self.quiet = quiet
         self._is_ascii = not self.output.encoding.lower().startswith("utf")
         self._is_live = self.output.is_terminal and not self.output.is_dumb_terminal and not quiet
-        self._streams = None if output else CapturedStreams(self._stray)
+        self._streams = None if output else CapturedStreams(self._print)
         self.table = StepTable(columns, self.output.width, total_steps, self._is_ascii)
         self.status = LiveStatus(total_steps, columns=columns, title=title)
         self._rewards: list[float] = []
@@ -95,7 +94,6 @@ class Console:
         duration.
 
         Args:
-            name: the phase.
             announce: print a line with the seconds at the end, for phases that happen once. Without a live view, also
                 lines at the start and about progress; long phases of a step have a line at their first start.
         """
@@ -160,10 +158,6 @@ class Console:
             shown = Text(plain.decode(self.output.encoding), style=shown.style)
         self.output.print(shown, soft_wrap=True)
 
-    def _stray(self, text: str) -> None:
-        """Print a line of another writer above the live view."""
-        self._print(text)
-
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Print the table row of a step, and a line per validation metric."""
         validation = {name: value for name, value in metrics.items() if name.startswith(VALIDATION_PREFIX)}
@@ -220,7 +214,9 @@ class Console:
         """Print some samples, two lines each, cut at the width of the terminal."""
         for sample in samples:
             for label, key in (("question", "input"), ("answer", "output")):
-                shown = _printable(" ".join(str(sample.get(key, "")).split()))
+                words = " ".join(str(sample.get(key, "")).split())
+                # Control characters, such as terminal escape sequences, become replacement characters.
+                shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in words)
                 score = f"  score {sample['score']}" if key == "output" and "score" in sample else ""
                 line = Text.assemble((f"  {label:>8} ", "dim"), shown)
                 line.truncate(max(20, self.output.width - len(score)), overflow="ellipsis")
@@ -232,7 +228,6 @@ class Console:
         Args:
             summary: ``val_accuracy_before, val_accuracy_after, steps, train_seconds, wall_seconds,
                 rollout_tokens_per_s, update_tokens_per_s, hf_dir, report``; missing and None entries are skipped.
-            title: name of the run.
         """
         self.close()
         if self._skipped_steps:
@@ -363,8 +358,3 @@ class _CapturedStream(WrappedStream):
             self._logger.info("%s", _ESCAPES.sub("", line))
         finally:
             self._is_logging = False
-
-
-def _printable(text: str) -> str:
-    """Show control characters, such as those of terminal escape sequences, as replacement characters."""
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)

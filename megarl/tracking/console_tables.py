@@ -163,13 +163,11 @@ class StepTable:
             for column in self.columns
             if not column.phase or column in self.shown or column.read(metrics) is not None
         )
-        if self._line_width(columns) > self.width:
+        blank = [(" " * column.width, "") for column in columns]
+        if len(self._line(" " * self._step_width, blank, columns).plain) > self.width:
             columns = tuple(column for column in columns if not column.phase)
         changed, self.shown = columns != self.shown, columns
         return changed
-
-    def _line_width(self, columns: Sequence[MetricColumn]) -> int:
-        return len(self._line(" " * self._step_width, [(" " * column.width, "") for column in columns], columns).plain)
 
     def _line(
         self, step: str, cells: Sequence[tuple[str, str]], columns: Sequence[MetricColumn], style: str = ""

@@ -112,7 +112,6 @@ class BalanceFile:
     When the file reaches the limit, every second step is deleted, and from then on only every second step is written.
 
     Args:
-        path: the file.
         resumed_step: None for a new run: an existing file is renamed to ``<name>.old``. The step of the checkpoint for
             a resumed run: later steps, which will be written again, are dropped.
         limit_bytes: largest size of the file.

@@ -38,7 +38,6 @@ class PhaseProgress:
     """Progress of a phase.
 
     Args:
-        name: the phase.
         expected_seconds: its last duration; None the first time.
         clock: monotonic clock in seconds.
 
@@ -117,7 +116,6 @@ class LiveStatus:
         total_steps: steps of the run; None = unknown.
         clock: monotonic clock in seconds.
         columns: columns of the step table; the view shows their last values, and a sparkline of the first.
-        title: name of the run.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ class PhaseTimer:
                     self.hidden[name] = self.hidden.get(name, 0.0) + seconds
 
     def exposed(self, names: Iterable[str]) -> float:
-        """See :func:`unhidden_seconds`."""
+        """Return the seconds of these phases that no longer phase hid, so far."""
         return unhidden_seconds(names, self.seconds, self.hidden)
 
     def metrics(self, tokens: Mapping[str, int] | None = None) -> dict[str, float]:

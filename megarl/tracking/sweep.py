@@ -44,7 +44,6 @@ def objective(rows: Sequence[MetricsRow], metric: str | None) -> tuple[str | Non
     """Return a run's objective: a metric's name and last value; None without a default metric.
 
     Args:
-        rows: the run's metrics.
         metric: name of the metric; None = the mean over data sources of the last validation, or else the first logged
             metric of :data:`DEFAULT_METRICS`.
 

@@ -22,7 +22,6 @@ class RunInfo:
 
     Attributes:
         project: project that the run belongs to.
-        name: name of the run.
         folder: folder of the run's files.
         config: the resolved config, plain nested dicts and lists.
         resumed_step: last step of the checkpoint that the run resumes from; None for a new run.

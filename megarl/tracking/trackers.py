@@ -21,8 +21,6 @@ class GuardedTracker(Tracker):
     """A tracker in this process; its failures are reported once, counted, and do not stop the run.
 
     Args:
-        name: name of the tracker.
-        tracker: the tracker.
         report: prints a message to the user.
     """
 

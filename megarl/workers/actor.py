@@ -41,8 +41,8 @@ from megarl.sharding.verification import PartialChecksum, partial_checksums
 from megarl.workers.base import MegatronWorker, TokenLosses, TokenLossFunction, offload_after
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
 from megarl.workers.distillation import TEACHER_COLUMNS, distilled_loss, read_teacher_head
-from megarl.workers.held_policy import HeldPolicy
 from megarl.workers.memory import FORWARD
+from megarl.workers.proximal_snapshot import ProximalSnapshot
 from megarl.workers.rows import ROUTES, SAMPLE_IDS, SEQUENCES, PackedRows
 from megarl.workers.settings import LogProbSettings, MicroBatchBudget, RoleSettings, TeacherHead, UpdatePlan
 
@@ -154,10 +154,10 @@ class ActorWorker(PolicyWorker):
     def init_model(self) -> None:
         """Build the model; keep the weights of a reference that shares it, unless they are the base of adapters."""
         super().init_model()
-        self._held = HeldPolicy(self.engine, self.settings.lora is not None)
+        self._proximal = ProximalSnapshot(self.engine, self.settings.lora is not None)
         self._as_reference = self.reference_scope() if self.reference else None
         self._reference_head = None
-        if self.reference and self._needs_full_kl:
+        if self.reference and (self._learns_full_kl or self.reference.full_kl):
             with self._reference_model():
                 self._reference_head = self.engine.output_weight()
         heads = self.teacher_heads if self.runtime.is_last_stage else ()
@@ -169,11 +169,6 @@ class ActorWorker(PolicyWorker):
         """Make the actor's model the reference within the context."""
         assert self._as_reference is not None, "checked in the configuration: the reference lives in the actor"
         return self._as_reference()
-
-    @property
-    def _needs_full_kl(self) -> bool:
-        """Whether the exact KL to the reference is a metric or part of the loss."""
-        return self._learns_full_kl or (self.reference is not None and self.reference.full_kl)
 
     @property
     def _learns_full_kl(self) -> bool:
@@ -195,7 +190,7 @@ class ActorWorker(PolicyWorker):
         replay = self.config.router_replay.mode == "R2"
         if self.config.router_replay.from_engine:
             self._require_routes(batch)
-        with self._held.in_model():
+        with self._proximal.in_model():
             result = self.log_probs(batch, self.log_prob, with_entropy=True, with_routes=replay)
         if result is None:
             return None
@@ -210,17 +205,17 @@ class ActorWorker(PolicyWorker):
 
         They stay in host memory until the next call replaces them, or until they are released.
         """
-        self._held.hold()
+        self._proximal.take()
 
     @verb(Dispatch.ALL, phase="old_log_prob")
     def release_weights(self) -> None:
-        """Free the held weights; log-probs are those of the current weights again."""
-        self._held.release()
+        """Free the proximal snapshot; log-probs are those of the current weights again."""
+        self._proximal.free()
 
     def load_checkpoint(self, path: str, contents: Sequence[str] = RESUMABLE) -> None:
-        """Restore a saved state, and release held weights; see :meth:`SavingWorker.load_checkpoint`."""
+        """Restore a saved state, and free the proximal snapshot; see :meth:`SavingWorker.load_checkpoint`."""
         super().load_checkpoint(path, contents)
-        self._held.release()
+        self._proximal.free()
 
     @verb(Dispatch.SPLIT, phase="ref", columns=SEQUENCES)
     @offload_after
@@ -282,7 +277,7 @@ class ActorWorker(PolicyWorker):
         """
         if self.config.router_replay.enable:
             self._require_routes(batch)
-        self._held.mark_changed()
+        self._proximal.mark_changed()
         unread = set() if self.config.use_kl_loss and not self._learns_full_kl else {"ref_log_prob"}
         if not self.runtime.is_last_stage:
             unread |= {TEACHER_HIDDEN, TEACHER_NUMBER}
@@ -360,7 +355,6 @@ class ActorWorker(PolicyWorker):
         """Prepare to send weights by a plan, in the engines' number format.
 
         Args:
-            plan: this rank's part.
             routes: transports to the rollout ranks.
             address: of the rendezvous store; None = no process group.
             dtype: of the sent weights.

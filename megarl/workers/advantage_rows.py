@@ -46,7 +46,6 @@ class EstimateOptions:
     """An estimator with its options.
 
     Attributes:
-        estimator: its name in the configuration.
         gamma: discount.
         lam: lambda of GAE.
         norm_by_std: see :class:`megarl.algorithms.AdvantageInputs`.

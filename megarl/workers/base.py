@@ -110,7 +110,6 @@ class MegatronWorker(SavingWorker):
 
     Args:
         place: rank and rendezvous address of this process.
-        settings: settings of the role.
     """
 
     prefix = ""
@@ -177,12 +176,7 @@ class MegatronWorker(SavingWorker):
     @verb(Dispatch.ALL)
     @offload_after
     def export_hf(self, path: str, files: Mapping[str, str] = NO_FILES) -> None:
-        """Write the model as a Hugging Face folder with the initial model's tokenizer; replaces an existing folder.
-
-        Args:
-            path: the folder.
-            files: text of further files, by name.
-        """
+        """Write the model as a Hugging Face folder with the initial model's tokenizer; replaces an existing folder."""
         files = {**self.settings.export_files, **files}
         self.engine.export_hf(Path(path), source=Path(self.settings.model_path), overwrite=True, files=files)
 
@@ -248,7 +242,8 @@ class MegatronWorker(SavingWorker):
         """Pack the micro-batches with the loss's columns and weights; also the mini-batch's global counts."""
         lengths = torch.tensor([rows.response_lengths[row] for row in mini_batch])
         mask = rows.column("response_mask", mini_batch)
-        counts = self._global_counts(loss_counts(mask, lengths))
+        local_counts = torch.tensor(loss_counts(mask, lengths), dtype=torch.int64)
+        counts = LossCounts(*self.engine.all_reduce_dp(local_counts).tolist())
         weigh = partial(token_weights, mask, global_tokens=counts.tokens, global_sequences=counts.sequences)
         # Values at tool tokens are arbitrary: a non-finite number would survive a weight of zero.
         columns = {name: _zero_untrained(rows.column(name, mini_batch), mask) for name in names}
@@ -272,7 +267,6 @@ class MegatronWorker(SavingWorker):
         """Compute the metrics of an optimizer step; reports a skipped step.
 
         Args:
-            result: of the step.
             rows: rows of the step, for the names of samples.
             groups: rows of each micro-batch.
             sequences_per_row: packed sequences per row.
@@ -339,10 +333,6 @@ class MegatronWorker(SavingWorker):
             memory = read_device_memory(self.runtime.device).describe()
             logger.info("%s rank %d on %s %s: %s", self.prefix, self.runtime.rank, self.runtime.device, when, memory)
 
-    def _global_counts(self, counts: LossCounts) -> LossCounts:
-        total = self.engine.all_reduce_dp(torch.tensor(counts, dtype=torch.int64))
-        return LossCounts(*total.tolist())
-
     def _report_skip(self, describe: Callable[[int, int], str]) -> None:
         """Log the reason of a skipped step; raises after too many consecutive skips."""
         assert self.settings.optim is not None and self.engine.optimizer is not None
@@ -390,8 +380,6 @@ def weighted_sums(
     Args:
         loss: losses per token.
         rows: the mini-batch's rows with a trained token, over all ranks.
-        outputs: outputs of the model.
-        micro_batch: the micro-batch.
     """
     columns = micro_batch.columns
     losses = loss(outputs, micro_batch)

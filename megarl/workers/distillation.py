@@ -75,7 +75,6 @@ def distillation_loss(
     """Compute the loss per token between teacher and student (docs/how_to/distillation.md), and its metrics.
 
     Args:
-        config: the loss.
         options: of the policy loss; the policy gradient replaces its clip range by that of ``config``.
         outputs: of the student.
         micro_batch: has the teacher's columns, and ``old_log_probs`` for the policy gradient.

@@ -199,7 +199,8 @@ def _share_of_loss(
     )
     desirable = marks > 0
     result = compute_kto_loss(loss, log_probs - ref_log_probs, desirable, totals.kl)
-    metrics = {name: values.sum() / totals.rows for name, values in _of_all_rows(result).items()}
+    of_all_rows = {"loss": result.loss.detach(), "accuracy": result.diagnostics["accuracy"]}
+    metrics = {name: values.sum() / totals.rows for name, values in of_all_rows.items()}
     metrics["kl"] = metrics["loss"].new_tensor(totals.kl * len(lengths) / totals.rows)
     counts = (totals.desirable, totals.rows - totals.desirable)
     for name, values in (("reward", result.diagnostics["reward"]), ("log_prob", log_probs.detach())):
@@ -208,7 +209,3 @@ def _share_of_loss(
         if name == "reward" and "margin" in means:
             metrics["margin"] = means["margin"]
     return result.loss.sum() / totals.rows, metrics
-
-
-def _of_all_rows(result: TokenLoss) -> dict[str, Tensor]:
-    return {"loss": result.loss.detach(), "accuracy": result.diagnostics["accuracy"]}

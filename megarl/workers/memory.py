@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megarl.base.errors import DataError
 from megarl.base.reductions import Smallest, Total
-from megarl.megatron.engine.pass_guard import DeviceMemoryError
+from megarl.megatron.engine.out_of_memory import DeviceMemoryError
 from megarl.workers.rows import PackedRows
 from megarl.workers.settings import MicroBatchBudget
 
@@ -57,8 +57,6 @@ class MemoryBudgets:
 
         Args:
             kind: :data:`UPDATE` or :data:`FORWARD`.
-            budget: of the configuration.
-            rows: rows of this rank.
             run: computes the pass from the rows of each micro-batch; may run more than once.
             chosen: the rows to compute; None = all.
 
@@ -106,8 +104,6 @@ class MemoryBudgets:
 
         Args:
             kind: kind of pass, such as ``update``; each has separate budgets.
-            configured: the budget of the configuration.
-            rows: rows of this rank.
             chosen: rows to compute.
         """
         shrunk = self._shrunk.get((kind, configured))
@@ -130,7 +126,6 @@ class MemoryBudgets:
         Args:
             kind: see :meth:`usable`.
             configured: see :meth:`usable`.
-            rows: rows of this rank.
             groups: its micro-batches, one of which was too large on some rank.
 
         Returns:

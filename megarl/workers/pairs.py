@@ -69,8 +69,6 @@ class PairTrainingWorker(MegatronWorker):
         """Run one optimizer step on pairs; metrics under ``train/``.
 
         Args:
-            rows: pairs of this rank.
-            pack: packs the pairs of a micro-batch.
             loss: loss of a micro-batch.
             sequences_per_row: sequences of a pair that ``pack`` packs.
         """

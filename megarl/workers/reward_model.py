@@ -31,7 +31,6 @@ class RewardModelWorker(MegatronWorker):
     Args:
         place: rank and rendezvous address of this process.
         settings: model and layout; without optimizer.
-        budget: micro-batch budget.
     """
 
     prefix = "reward_model"

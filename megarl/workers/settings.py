@@ -64,7 +64,6 @@ class RoleSettings:
 
     Attributes:
         model_path: Hugging Face folder of the initial weights.
-        layout: parallel sizes of this role.
         megatron: number format, sequence parallelism, distributed optimizer.
         optim: optimizer of a role that trains; None for inference.
         total_updates: optimizer steps of the whole run, the length of the learning-rate schedule.
@@ -121,7 +120,6 @@ class LogProbSettings:
     """Settings of a log-prob computation.
 
     Attributes:
-        budget: micro-batch budget.
         temperature: sampling temperature, applied to the logits.
         full_kl: for a reference, also compute the exact KL to it.
         sum_pi_squared: also compute the sum of the squared probabilities of each token's distribution.
@@ -269,7 +267,6 @@ def check_adapters(
     """Check that a role's adapters fit its model and layout, and the folder that they continue from.
 
     Args:
-        model: the model.
         keys: the role's keys of adapters.
         megatron: the role's configuration with complete parallel sizes.
         field: the section's key, such as ``actor_rollout_ref.model``.
@@ -300,7 +297,6 @@ def check_role(model: ModelConfig, megatron: MegatronConfig, field: str) -> None
     """Check a role's layout and recomputation options against its model.
 
     Args:
-        model: the model.
         megatron: the role's configuration with complete parallel sizes.
         field: the configuration's key, such as ``actor_rollout_ref.actor.megatron``.
 

@@ -40,4 +40,4 @@ class SFTWorker(MegatronWorker):
 
 def negative_log_likelihood(outputs: PolicyOutputs, micro_batch: PackedMicroBatch) -> TokenLosses:
     """Compute ``-log p`` of each response token, packed ``[n]``; ``accuracy``: rows that greedy decoding reproduces."""
-    return TokenLosses(-outputs.log_probs, {}, {}, {"accuracy": outputs.leads})
+    return TokenLosses(-outputs.log_probs, {}, {}, {"accuracy": outputs.is_argmax})

@@ -1,4 +1,4 @@
-"""The embedded engine of every family in both number formats: prompts, captured steps, sampling, sleep and wake."""
+"""The embedded engine of every family in both number formats: prompts, steps, sampling, sleep and wake."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ def generate(engine: EmbeddedEngine) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_embedded_engine(
-    family: str, dtype: torch.dtype, chosen_attention: set[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_embedded_engine(family: str, dtype: torch.dtype, chosen_attention: set[str]) -> None:
     options = EngineOptions(str(dtype).removeprefix("torch."), "cuda", max_num_seqs=4, max_model_len=512)
     engine = EmbeddedEngine(parse_model_config(fields(family)), options)
     engine._weights.version = 0  # the weights are zeros, as new memory is
@@ -45,16 +43,4 @@ def test_embedded_engine(
     engine.wake(("weights", "kv_cache"))
     engine._weights.version = 0
     generate(engine)
-    assert [record.getMessage() for record in caplog.records if "CUDA graphs" in record.getMessage()] == []
     assert chosen_attention <= {"FLASH_ATTENTION", "EFFICIENT_ATTENTION"}
-
-
-def test_steps_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    replays = []
-    replay = torch.cuda.CUDAGraph.replay
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: replays.append(graph) or replay(graph))
-    options = EngineOptions("bfloat16", "cuda", max_num_seqs=4, max_model_len=512)
-    engine = EmbeddedEngine(parse_model_config(fields("qwen3")), options)
-    engine._weights.version = 0
-    generate(engine)
-    assert len(replays) >= TOKENS - 3, "the first step is eager, the second is captured"

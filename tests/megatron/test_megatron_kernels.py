@@ -249,7 +249,8 @@ def test_attention_is_described_by_the_widths_of_its_heads(
 
 def test_import_of_packed_attention_imports_what_its_first_call_needs() -> None:
     has_dynamo = "print('torch._dynamo' in sys.modules)"
-    code = f"import sys; from megarl.megatron import kernels; {has_dynamo}; kernels.packed_attention(); {has_dynamo}"
+    start = "import sys; from megarl.megatron.layers import kernels"
+    code = f"{start}; {has_dynamo}; kernels.packed_attention(); {has_dynamo}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split()[-2:] == ["False", "True"]
 

@@ -50,10 +50,10 @@ def shard_outputs(place: Place, width: int, temperature: float) -> tuple[Tensor,
             with_sum_pi_squared=True,
             group=torch.distributed.group.WORLD,
         )
-        log_probs, entropy, leads = outputs.log_probs, outputs.entropy, outputs.leads
+        log_probs, entropy, is_argmax = outputs.log_probs, outputs.entropy, outputs.is_argmax
         assert not outputs.sum_pi_squared.requires_grad
         ((log_probs * weights[0]).sum() + (entropy * weights[1]).sum()).backward()
-        return log_probs.detach(), entropy.detach(), local.grad, leads, outputs.sum_pi_squared
+        return log_probs.detach(), entropy.detach(), local.grad, is_argmax, outputs.sum_pi_squared
     finally:
         torch.distributed.destroy_process_group()
 
@@ -70,9 +70,9 @@ def test_sharded_vocabulary_equals_whole_vocabulary(
     likeliest = logits[:, :VOCAB].argmax(-1) == targets
     assert likeliest.any() and not likeliest.all()
     squares = (logits[:, :VOCAB] / temperature).softmax(-1).square().sum(-1)
-    for ours, theirs, _, leads, sums in answers:
+    for ours, theirs, _, is_argmax, sums in answers:
         torch.testing.assert_close(sums.double(), squares, rtol=0, atol=1e-6)
-        assert torch.equal(leads, likeliest)
+        assert torch.equal(is_argmax, likeliest)
         torch.testing.assert_close(ours.double(), log_probs, rtol=0, atol=2e-6)
         torch.testing.assert_close(theirs.double(), entropy, rtol=0, atol=2e-6)
     torch.testing.assert_close(torch.cat([answer[2] for answer in answers], dim=1).double(), grad, rtol=0, atol=2e-6)

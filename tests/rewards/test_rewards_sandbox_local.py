@@ -70,7 +70,7 @@ def test_without_libseccomp_programs_are_refused_unless_a_key_allows_them():
     inactive, output, observation, refusal = done.stdout.splitlines()
     assert (inactive, output) == ("seccomp filter", "42")
     assert observation.startswith("WARN ")
-    assert "not active: seccomp filter (install pyseccomp and libseccomp2" in observation
+    assert "not active: seccomp filter (install libseccomp2, and pyseccomp" in observation and ".[code]" in observation
     assert "pyseccomp" in refusal and "reward.sandbox.allow_unfiltered=true" in refusal
 
 

@@ -261,3 +261,21 @@ def test_prompt_passes_of_a_gpu_are_larger(make_folder):
     assert EmbeddedEngine(config)._prompt_tokens == 1024
     assert EmbeddedEngine(config, EngineOptions(device="meta"), prompt_tokens=5)._prompt_tokens == 5
     assert PROMPT_TOKENS["cuda"] == 16384
+
+
+def test_steps_wait_for_the_device_once(make_folder, monkeypatch):
+    """Reading a number of the device waits for it: only the ended sequences are read, in each step."""
+    engine = loaded(make_folder())
+    reads = []
+    for name in ("item", "__int__", "tolist", "nonzero", "__bool__", "__index__"):
+        original = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda self, *a, _f=original, _n=name, **k: (reads.append(_n), _f(self, *a, **k))[1]
+        )
+    engine.submit([Request("r", [1], SamplingParams(40, ignore_eos=True), 0)])
+    with torch.inference_mode():
+        engine._batcher.advance()
+        reads.clear()
+        for _ in range(5):
+            engine._batcher.advance()
+    assert reads == ["nonzero"] * 5

@@ -198,7 +198,7 @@ def test_interrupted_requests_go_on_after_their_tokens(engine, monkeypatch):
                 async with router.interrupted() as requests:
                     lengths = {request.seed: len(request.prior_ids) for request in requests}
                     found.append(lengths)
-                    assert not router._board.held(0)
+                    assert not router._scheduler.held(0)
                     await asyncio.sleep(0.01)
                     now = {request.seed: len(request.prior_ids) for request in requests}
                     assert now == lengths, "no token is generated within the context"
@@ -257,9 +257,9 @@ def test_requests_go_on_while_replicas_join_and_leave(engine, monkeypatch):
             callers = [asyncio.create_task(router.generate(p, params, seed=n)) for n, p in enumerate(prompts)]
             await asyncio.to_thread(stops.wait)
             await router.set_replicas({0: first, 5: second})
-            assert router._board.replicas == (0, 5) and not second.priors
+            assert router._scheduler.replicas == (0, 5) and not second.priors
             await router.set_replicas({5: second})
-            assert router._board.replicas == (5,) and not any(caller.done() for caller in callers)
+            assert router._scheduler.replicas == (5,) and not any(caller.done() for caller in callers)
             answers = await asyncio.gather(*callers)
             return answers, first.priors, second.priors, router.stats
 

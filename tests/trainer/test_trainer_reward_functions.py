@@ -1,5 +1,6 @@
 """Reward functions from the configuration."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,12 @@ def test_a_judge_reads_its_template_from_a_file(train_config: Build, tmp_path: P
 def test_invalid_functions_are_errors(train_config: Build, changes: dict[str, Any], code: str, named: str) -> None:
     with raises(code, named):
         check_rewards(train_config(changes))
+
+
+def test_missing_library_of_a_function_is_an_error(train_config: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with raises("packages.not-installed", "reward function 'math'", "'math_verify'", "-e '.[math]'"):
+        check_rewards(train_config({"reward.name": "math"}))
 
 
 def test_the_verl_batch_manager_needs_a_batch_function(train_config: Build, own: str) -> None:

@@ -13,7 +13,7 @@ from distributed import Place, ProcessPool, RemoteError
 from role_processes import CRITIC, LAYOUTS, Role, actor_arguments, log_prob_settings, role_settings, update_plan
 from tiny_policies import ROW_LENGTHS, Models
 
-from megarl.megatron.engine.pass_guard import DeviceMemoryError
+from megarl.megatron.engine.out_of_memory import DeviceMemoryError
 from megarl.workers.actor import ActorWorker
 from megarl.workers.critic import CriticWorker
 from megarl.workers.memory import FORWARD, UPDATE, MemoryBudgets
@@ -32,7 +32,7 @@ MEMORY_METRICS = ("out_of_memory", "update_micro_batch_limit", "forward_micro_ba
 def limit_memory(place: Place, tokens: int, ranks: Sequence[int], during: str, peers_wait_s: float = 120.0) -> None:
     """Let the last layer run out of memory for micro-batches of more tokens, after it used the random generator."""
     engine = role_processes._held[0].engine
-    engine._guard._peers_wait_s = peers_wait_s
+    engine._vote._peers_wait_s = peers_wait_s
     if place.rank not in ranks:
         return
     cp = engine.runtime.layout.cp

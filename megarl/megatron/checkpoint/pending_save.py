@@ -35,7 +35,6 @@ class PendingSave:
     """Writes immediately: in a thread, which never communicates, or in the constructor.
 
     Args:
-        runtime: this rank's process groups.
         folder: of the save, shared by all ranks.
         writer: planned writer of the tensors; None if there are none.
         files: names of files that this rank has already written.
@@ -137,11 +136,7 @@ class HostSnapshot:
         return self._buffer.nbytes
 
     def take(self, items: Sequence[Item]) -> list[Item]:
-        """Copy items that are on the device; the copies are valid until the next call. Offloaded items are kept.
-
-        Args:
-            items: of this rank.
-        """
+        """Copy items that are on the device; the copies are valid until the next call. Offloaded items are kept."""
         resident = [item for item in items if not item.memory.is_offloaded]
         data = [item.memory.joined().view(torch.uint8) for item in resident]
         copies = iter(zip(self._buffer.write(data), map(len, data), strict=True))
@@ -162,10 +157,8 @@ def export_beside(
     """Export the model to ``<folder>/huggingface``; communicates.
 
     Args:
-        engine: of this rank.
         folder: of the checkpoint, shared by all ranks.
         copy_from: folder whose tokenizer is copied.
-        files: text of further files, by name.
 
     Returns:
         Names of the files, relative to ``folder``, on the rank that wrote them.

@@ -135,7 +135,7 @@ def begin_save(
         writer = ItemWriter(runtime, folder, items, _stored_shapes(engine, has_optimizer))
         writer.plan()
     pending = PendingSave(runtime, folder, writer, files, in_background=snapshot is not None)
-    engine.offload_manager.lend(lambda: not pending.is_written)
+    engine.offload_manager.pin_until_saved(lambda: not pending.is_written)
     return pending
 
 
@@ -167,7 +167,6 @@ def load_sharded(engine: MegatronEngine, path: str | Path, contents: Collection[
 
     Args:
         engine: a new engine of the same model; its state is overwritten.
-        path: the folder.
         contents: parts to restore; must include ``model``. Without ``optimizer`` Adam and the learning-rate schedule
             restart; without ``extra`` the random generators do.
 
@@ -235,7 +234,6 @@ def saved_items(
     """Select the blocks that one rank writes: over all ranks each element of each tensor once.
 
     Args:
-        contributions: of the rank.
         state: weights and optimizer state of the rank.
         memory: returns the memory of a tensor.
     """
@@ -276,7 +274,6 @@ class StoredState:
 
     Attributes:
         shapes: of the Hugging Face tensors.
-        params: the parameters.
         shards: their optimizer state; empty without an optimizer.
         is_sharded: data-parallel ranks hold parts of the optimizer state; otherwise each holds all of it.
     """

@@ -93,9 +93,7 @@ class ItemWriter:
     """Writes the blocks of all ranks in three steps; only the second may run during training.
 
     Args:
-        runtime: this rank's process groups.
         folder: folder that all ranks share.
-        items: this rank's items.
         shapes: all tensors of the checkpoint, which the items of all ranks must cover.
     """
 
@@ -159,7 +157,6 @@ def read_items(runtime: Runtime, folder: Path, metadata: Metadata, items: Sequen
     """Fill the memory of this rank's items; communicates.
 
     Args:
-        runtime: this rank's process groups.
         folder: the checkpoint.
         metadata: its index, from :func:`megarl.base.checkpoint_files.read_index`.
         items: this rank's items, each in one piece; may be cut differently from the saved ones.
@@ -181,7 +178,6 @@ def check_index(index: Metadata, shapes: Shapes) -> None:
     """Check that an index lists every element of every tensor exactly once, and no other tensor.
 
     Args:
-        index: the index.
         shapes: the tensors that the checkpoint must have.
 
     Raises:
@@ -212,7 +208,6 @@ def check_written(index: Metadata, written: Collection[tuple[str, torch.Size | N
     """Check that every block of an index is in a file.
 
     Args:
-        index: the index.
         written: tensor and first corner of each written block.
 
     Raises:
@@ -245,7 +240,6 @@ class SavePlanner(DefaultSavePlanner):
     """Writes each item as one chunk.
 
     Args:
-        items: this rank's items.
         shapes: all tensors of the checkpoint.
     """
 

@@ -19,7 +19,7 @@ from megarl.megatron.engine.model import build_model
 from megarl.megatron.engine.offload import GRAD, OPTIMIZER, PARAM, OffloadManager
 from megarl.megatron.engine.optimizer import Optimizer, StepResult
 from megarl.megatron.engine.options import MegatronOptions
-from megarl.megatron.engine.pass_guard import PassGuard
+from megarl.megatron.engine.out_of_memory import OutOfMemoryVote
 from megarl.megatron.engine.schedule_runner import ScheduleRunner, wrap_data_parallel
 from megarl.megatron.engine.weights import RankWeights
 from megarl.megatron.layers.context_parallel import MicroBatchPart, gather_outputs
@@ -61,19 +61,13 @@ class MegatronEngine:
 
     Args:
         model: the model's shape.
-        layout: the role's layout.
-        runtime: this rank's process groups.
         options: number format, sequence parallelism, head, optimizer.
 
     Attributes:
         model: the model's shape.
-        runtime: this rank's process groups.
-        options: the options above.
-        weight_map: weight map of this model.
         trained_map: map of the parameters that checkpoints contain: all weights, or with LoRA the adapters.
         base: identity of the frozen model under the adapters, on rank 0; None without adapters.
         chunks: Megatron's modules of this rank, wrapped for data parallelism if there is an optimizer.
-        weights: this rank's weights.
         optimizer: None for inference.
         offload_manager: offloads parts between phases; methods onload the parts that they need.
 
@@ -96,7 +90,7 @@ class MegatronEngine:
             if model.experts is not None:
                 self._routing = Routing(self._stage.chunks, model.experts, model.num_layers, runtime)
             self._expert_load: Tensor | None = None
-            self._guard = PassGuard(runtime, enabled=options.repeat_out_of_memory)
+            self._vote = OutOfMemoryVote(runtime, enabled=options.repeat_out_of_memory)
             self.chunks: list[Any] = list(self._stage.chunks)
             self.trained_map: WeightMap | AdapterMap = self.weight_map
             self.base: ModelIdentity | None = None
@@ -110,15 +104,21 @@ class MegatronEngine:
                 for chunk in self.chunks:
                     chunk.requires_grad_(False)
             else:
-                self.chunks = wrap_data_parallel(self._stage, options.optimizer, options.overlap, self._guard)
+                self.chunks = wrap_data_parallel(self._stage, options.optimizer, options.overlap, self._vote)
                 self.optimizer = Optimizer(self.chunks, options.optimizer, options.dtype)
             self.offload_manager = OffloadManager(self.chunks, self.optimizer, options.offload, runtime.device)
             self._runner = ScheduleRunner(
-                self._stage, self.chunks, runtime, self._guard, self._routing, self.offload_manager, options.overlap
+                self._stage,
+                self.chunks,
+                runtime,
+                self._vote,
+                self._routing,
+                self.offload_manager,
+                options.overlap,
             )
-            settle = self._runner.gather_weights
+            gather = self._runner.gather_weights
             self.weights = RankWeights(
-                self._stage.chunks, self.weight_map, runtime, self.offload_manager, settle, self._adapters
+                self._stage.chunks, self.weight_map, runtime, self.offload_manager, gather, self._adapters
             )
             self._loss = torch.zeros(())
             self._faults = FaultWatch()
@@ -199,7 +199,6 @@ class MegatronEngine:
             path: the new folder; only rank 0 writes.
             source: folder of the initial model, whose tokenizer and multi-token prediction layers are copied.
             overwrite: replace an existing folder.
-            files: text of further files, by name.
 
         Raises:
             CheckpointError: on every rank, if rank 0 cannot write, or the folder exists and ``overwrite`` is off.
@@ -227,7 +226,7 @@ class MegatronEngine:
         Args:
             reuse: an earlier copy, whose memory the new one takes; None = new memory.
         """
-        self.weights.settle()
+        self.weights.gather_pending()
         return self.offload_manager.copy_weights(reuse)
 
     def swapped_weights(self, copy: HostCopy) -> AbstractContextManager[None]:
@@ -247,13 +246,13 @@ class MegatronEngine:
     def copy_adapters(self) -> dict[str, Tensor]:
         """Copy this rank's adapters to host memory, for :meth:`swapped_adapters`; may communicate."""
         assert self._adapters is not None, "the model has no adapters"
-        self.weights.settle()
+        self.weights.gather_pending()
         return self._adapters.copy()
 
     def swapped_adapters(self, copy: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         """Swap in the adapters of ``copy`` within the context; the optimizer must not step in it."""
         assert self._adapters is not None, "the model has no adapters"
-        self.weights.settle()
+        self.weights.gather_pending()
         return self._adapters.swapped(copy)
 
     # ---- computing
@@ -405,7 +404,7 @@ class MegatronEngine:
             self.offload_manager.mark_changed(PARAM, OPTIMIZER)
             with span("optimizer step", "compute"):
                 result = self._need_optimizer().step(self._loss)
-            self._runner.weights_unsettled = self.options.overlap.param_gather
+            self._runner.gather_is_pending = self.options.overlap.param_gather
             if self._routing is not None and self._expert_load is not None and not result.skipped:
                 self._routing.update_biases(self._expert_load)
             return result

@@ -139,12 +139,6 @@ class StageModel:
     def _megatron_rotates(self) -> bool:
         return bool(self.chunks[0].position_embedding_type == "rope")
 
-    def _rotation(self, part: MicroBatchPart) -> tuple[Tensor, Tensor]:
-        return rotation_table(part.positions, self.frequencies, self.rotation_factor)
-
-    def _window_rotation(self, part: MicroBatchPart) -> tuple[Tensor, Tensor] | None:
-        return None if self.window_frequencies is None else rotation_table(part.positions, self.window_frequencies)
-
     def sequences(self, part: MicroBatchPart) -> PackedSequences:
         """Return sequence boundaries and rotations of ``part``, computed once for all layers.
 
@@ -168,8 +162,12 @@ class StageModel:
             max_seqlen_kv=longest,
             runs=part.runs(),
             # Megatron rotates sequence by sequence, which requires whole sequences.
-            rotation=None if self._megatron_rotates and part.shared is None else self._rotation(part),
-            window_rotation=self._window_rotation(part),
+            rotation=None
+            if self._megatron_rotates and part.shared is None
+            else rotation_table(part.positions, self.frequencies, self.rotation_factor),
+            window_rotation=None
+            if self.window_frequencies is None
+            else rotation_table(part.positions, self.window_frequencies),
             sharers=self.chunks[0].pg_collection.cp if divided else None,
             shared=part.shared,
             chunks=ChunkPlan.of(part.lengths, self.conv_width, ends.device) if self.conv_width else None,
@@ -180,8 +178,6 @@ def build_model(model: ModelConfig, runtime: Runtime, options: MegatronOptions) 
     """Build this rank's stage, with allocated but unset weights.
 
     Args:
-        model: the model.
-        runtime: this rank's process groups.
         options: number format, sequence parallelism, head, recomputation.
     """
     layout = runtime.layout
@@ -238,17 +234,13 @@ def _build_chunk(
         if options.value_head:
             module.output_layer = ValueHead(config, runtime.device, bias=model.has_head_bias)
         else:
-            _take_gathered_inputs(module.output_layer, config)
+            # PackedModel has already gathered the output layer's inputs over the sequence.
+            output_layer, parallel = module.output_layer, config.tensor_model_parallel_size > 1
+            output_layer.sequence_parallel, output_layer.disable_grad_reduce = False, True
+            output_layer.allreduce_dgrad = parallel and not config.sequence_parallel
     mark_experts(module, layout)
     module.to(runtime.device)  # Megatron allocates a shared expert's gate on the host
     return module
-
-
-def _take_gathered_inputs(output_layer: Any, config: TransformerConfig) -> None:
-    """Tell Megatron's output layer that :class:`PackedModel` has already gathered its inputs over the sequence."""
-    output_layer.sequence_parallel = False
-    output_layer.disable_grad_reduce = True
-    output_layer.allreduce_dgrad = config.tensor_model_parallel_size > 1 and not config.sequence_parallel
 
 
 def decoder_spec(
@@ -257,10 +249,7 @@ def decoder_spec(
     """Build the specification of one chunk of the decoder, for ``GPTModel``.
 
     Args:
-        model: the model.
-        config: Megatron's configuration of it.
         layers: global indices of the chunk's layers.
-        fused: use Transformer Engine's layers.
         adapted: linear layers get adapters, which read their inputs: no norm is part of a linear layer, and the experts
             of a rank are separate layers.
     """

@@ -30,7 +30,6 @@ class Offloader:
 
     Args:
         tensors: called at each offload, because an optimizer creates its state in its first step.
-        device: device of the tensors.
         keep: keep the contents in host memory; otherwise the storages return filled with zeros.
         chunk_bytes: see :data:`~megarl.megatron.runtime.host_memory.CHUNK_BYTES`.
 
@@ -58,7 +57,7 @@ class Offloader:
         self._copy = HostCopy(self.host, [], [])
         self._is_copied = False
         self._index_of: dict[int, int] = {}
-        self._is_read: Callable[[], bool] = lambda: False
+        self._is_pinned: Callable[[], bool] = lambda: False
 
     def offload(self) -> int:
         """Empty the storages; no effect if they are empty.
@@ -82,9 +81,9 @@ class Offloader:
         if not self.is_offloaded:
             self._is_copied = False
 
-    def lend(self, is_read: Callable[[], bool]) -> None:
-        """Keep the host memory unchanged until ``is_read`` is false; a copy before then goes to other memory."""
-        self._is_read = is_read
+    def pin_until_saved(self, is_pinned: Callable[[], bool]) -> None:
+        """Keep the host memory unchanged until ``is_pinned`` is false; a copy before then goes to other memory."""
+        self._is_pinned = is_pinned
 
     def memory(self, tensor: Tensor) -> tuple[Tensor, ...] | None:
         """Return a contiguous tensor's host memory, flat, one piece per chunk; None unless its storage is emptied."""
@@ -151,10 +150,10 @@ class Offloader:
         if not self._keep:
             self._copy = HostCopy(self.host, [0] * len(storages), [storage.nbytes() for storage in storages])
         elif not (self._is_copied and is_same):
-            if self._is_read():
+            if self._is_pinned():
                 self.host = HostBuffer(self._device, self._chunk_bytes)  # the reader frees the other one
             self._copy = _copied(storages, self.host)
-            self._is_read = lambda: False
+            self._is_pinned = lambda: False
         self._is_copied = True
         _wait(self._device)
 
@@ -185,7 +184,6 @@ class OffloadManager:
         chunks: Megatron's modules, wrapped for data parallelism if there is an optimizer.
         optimizer: None for inference.
         parts: members of :data:`PARTS` to offload between phases.
-        device: device of the engine.
         chunk_bytes: see :data:`~megarl.megatron.runtime.host_memory.CHUNK_BYTES`.
     """
 
@@ -282,11 +280,11 @@ class OffloadManager:
             return self._offloaders[OPTIMIZER].zeros_like(tensor)
         return torch.zeros_like(tensor)
 
-    def lend(self, is_read: Callable[[], bool]) -> None:
-        """Keep the host memory of all offloaded parts unchanged until ``is_read`` is false, for a pending save."""
+    def pin_until_saved(self, is_pinned: Callable[[], bool]) -> None:
+        """Keep the host memory of all offloaded parts unchanged until ``is_pinned`` is false, for a pending save."""
         for offloader in self._offloaders.values():
             if offloader.is_offloaded:
-                offloader.lend(is_read)
+                offloader.pin_until_saved(is_pinned)
 
     def copy_weights(self, reuse: HostCopy | None = None) -> HostCopy:
         """Copy the weights from the device to host memory, for :meth:`swapped_weights`.

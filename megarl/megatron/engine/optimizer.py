@@ -124,7 +124,9 @@ class Optimizer:
         lr = self.next_lr
         self.megatron.prepare_grads()
         grad_norm = float(self.megatron.get_grad_norm())
-        if not _finite_on_all_ranks(torch.stack([loss.new_tensor(grad_norm), loss])):
+        is_finite = torch.stack([loss.new_tensor(grad_norm), loss]).isfinite().all().float()
+        dist.all_reduce(is_finite, dist.ReduceOp.MIN)
+        if not is_finite.item():
             self.skipped_in_a_row += 1
             return StepResult(grad_norm, lr, True)
         for group in self.megatron.param_groups:
@@ -149,12 +151,6 @@ def use_fused_kernels(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, torch.optim.Adam):
         for group in optimizer.param_groups:
             group["fused"], group["foreach"] = True, False
-
-
-def _finite_on_all_ranks(values: Tensor) -> bool:
-    finite = values.isfinite().all().float()
-    dist.all_reduce(finite, dist.ReduceOp.MIN)
-    return bool(finite.item())
 
 
 class StateShard(NamedTuple):
@@ -187,7 +183,6 @@ def state_shards(
 
     Args:
         optimizer: the optimizer of this rank; its tensors may be offloaded.
-        params: the model's parameters, by name.
         zeros_like: creates such state.
     """
     shards = {}

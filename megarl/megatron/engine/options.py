@@ -20,7 +20,6 @@ class RecomputeOptions:
         granularity: ``full`` (whole layers) or ``selective`` (``modules`` of each layer).
         method: with ``full``, ``uniform`` (groups of ``num_layers`` layers) or ``block`` (the first ``num_layers``
             layers of each chunk).
-        num_layers: see ``method``.
         modules: with ``selective``, Megatron's names of the recomputed modules.
     """
 

@@ -25,7 +25,7 @@ from megarl.megatron.engine.model import StageModel
 from megarl.megatron.engine.offload import PARAM, OffloadManager
 from megarl.megatron.engine.optimizer import OptimizerOptions
 from megarl.megatron.engine.options import OverlapOptions
-from megarl.megatron.engine.pass_guard import PassGuard
+from megarl.megatron.engine.out_of_memory import OutOfMemoryVote
 from megarl.megatron.engine.pipeline_schedule import StageExchange, schedule_timers
 from megarl.megatron.layers.context_parallel import MicroBatchPart, context_parallel_part, part_tokens
 from megarl.megatron.layers.moe import drop_autograd_graphs
@@ -37,15 +37,14 @@ from megarl.megatron.runtime.process_groups import Runtime
 
 
 def wrap_data_parallel(
-    stage: StageModel, options: OptimizerOptions, overlap: OverlapOptions, guard: PassGuard
+    stage: StageModel, options: OptimizerOptions, overlap: OverlapOptions, vote: OutOfMemoryVote
 ) -> list[DistributedDataParallel]:
     """Wrap the chunks of a stage for the sum of their gradients over data-parallel ranks.
 
     Args:
         stage: this rank's chunks; the hooks of the schedule are set in their config.
-        options: of the optimizer.
         overlap: overlap of the sum with the backward pass.
-        guard: votes before the sum, in which other ranks wait for this one.
+        vote: votes before the sum, in which other ranks wait for this one.
     """
     config = stage.chunks[0].config
     ddp = DistributedDataParallelConfig(
@@ -60,16 +59,18 @@ def wrap_data_parallel(
         DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(stage.chunks)
     ]
-    config.finalize_model_grads_func = partial(_sum_model_grads, guard)
+    config.finalize_model_grads_func = partial(_sum_model_grads, vote)
     if overlap.grad_reduce:
         scopes = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = scopes if len(scopes) > 1 else scopes[0]
     return chunks
 
 
-def _sum_model_grads(guard: PassGuard, chunks: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
+def _sum_model_grads(
+    vote: OutOfMemoryVote, chunks: list[Any], num_tokens: Tensor | None = None, **options: Any
+) -> None:
     """Megarl's ``finalize_model_grads``: no division by a token count, because losses are already normalized."""
-    guard.agree()
+    vote.agree()
     finalize_model_grads(chunks, None, **options)
 
 
@@ -79,14 +80,13 @@ class ScheduleRunner:
     Args:
         stage: this rank's part of the model.
         chunks: its chunks, wrapped for data parallelism if they are trained.
-        runtime: this rank's process groups.
-        guard: lets all ranks repeat a pass that ran out of memory.
+        vote: lets all ranks repeat a pass that ran out of memory.
         routing: the routers; None for a dense model.
         offload: onloads the weights before a pass.
         overlap: communication overlap of the trained chunks.
 
     Attributes:
-        weights_unsettled: the weights of the last step are gathered by the next forward, or by :meth:`gather_weights`.
+        gather_is_pending: the weights of the last step are gathered by the next forward, or by :meth:`gather_weights`.
     """
 
     def __init__(
@@ -94,14 +94,14 @@ class ScheduleRunner:
         stage: StageModel,
         chunks: Sequence[Any],
         runtime: Runtime,
-        guard: PassGuard,
+        vote: OutOfMemoryVote,
         routing: Routing | None,
         offload: OffloadManager,
         overlap: OverlapOptions,
     ) -> None:
-        self._stage, self._chunks, self._runtime, self._guard = stage, list(chunks), runtime, guard
+        self._stage, self._chunks, self._runtime, self._vote = stage, list(chunks), runtime, vote
         self._routing, self._offload, self._overlap = routing, offload, overlap
-        self.weights_unsettled = False
+        self.gather_is_pending = False
         self._config = stage.chunks[0].config
         # Sequence parallelism divides every rank's tokens.
         self._multiple = runtime.layout.tp if self._config.sequence_parallel else 1
@@ -111,13 +111,13 @@ class ScheduleRunner:
 
     def gather_weights(self) -> None:
         """Gather the weights of the last step, if that was deferred to the next forward; communicates then."""
-        if self.weights_unsettled:
+        if self.gather_is_pending:
             self._offload.onload(PARAM)
             self._offload.mark_changed(PARAM)
             with cuda_on_cpu.active():
                 for chunk in self._chunks:
                     chunk.start_param_sync(force_sync=True)
-            self.weights_unsettled = False
+            self.gather_is_pending = False
 
     def run(
         self,
@@ -150,7 +150,7 @@ class ScheduleRunner:
 
         def step(batches: MicroBatchLoader, module: Any) -> tuple[Tensor, Callable[..., Any] | None]:
             if next(numbers) == last and reduces_early:
-                self._guard.agree()  # from here on peers wait for this rank's gradients
+                self._vote.agree()  # from here on peers wait for this rank's gradients
             loaded = next(batches)
             if self._routing is not None:
                 self._routing.current = loaded.routed
@@ -165,13 +165,14 @@ class ScheduleRunner:
 
         self._check_number(len(micro_batches))
         self._offload.onload(PARAM)
-        if self.weights_unsettled:  # the forward gathers them
+        if self.gather_is_pending:  # the forward gathers them
             self._offload.mark_changed(PARAM)
         self._config.timers = schedule_timers()
         # Each chunk of an interleaved schedule iterates over the micro-batches separately.
         interleaved = len(self._chunks) > 1
+        with_outputs = self._chunks[-1] if self._runtime.is_last_stage else None
         loaders = [
-            MicroBatchLoader(micro_batches, partial(self._load, has_outputs=self._has_outputs(chunk)))
+            MicroBatchLoader(micro_batches, partial(self._load, has_outputs=chunk is with_outputs))
             for chunk in self._chunks
         ]
 
@@ -192,8 +193,8 @@ class ScheduleRunner:
                 )
                 return results
 
-        result = self._guard.run(run_schedule, clean_up, gathers_weights=self.weights_unsettled)
-        self.weights_unsettled = False
+        result = self._vote.run(run_schedule, clean_up, gathers_weights=self.gather_is_pending)
+        self.gather_is_pending = False
         return result
 
     def drop_graphs(self) -> None:
@@ -223,9 +224,6 @@ class ScheduleRunner:
                 code="batch.micro-batches-vpp",
             )
 
-    def _has_outputs(self, chunk: Any) -> bool:
-        return self._runtime.is_last_stage and chunk is self._chunks[-1]
-
     def _load(self, micro_batch: PackedMicroBatch, *, has_outputs: bool) -> LoadedMicroBatch:
         """This rank's part of a micro-batch on the device, and all of it for a chunk that has outputs."""
         cp, device = self._runtime.layout.cp, self._runtime.device
@@ -239,7 +237,6 @@ class LoadedMicroBatch(NamedTuple):
     """A micro-batch on the device, complete before its forward pass.
 
     Attributes:
-        part: this rank's part.
         sequences: its sequence boundaries and rotations, computed once for all layers.
         whole: the whole micro-batch, to compute its outputs and loss; None for a chunk of layers without outputs.
         routed: this rank's tokens as its routers see them; None for a dense model.

@@ -39,7 +39,6 @@ def build_transformer_config(
     """Build Megatron's configuration of a decoder.
 
     Args:
-        model: the model.
         layout: the role's layout; it must fit the model (:func:`megarl.models.check_layout`).
         options: number format, sequence parallelism, recomputation, user-set fields.
         fused: use Transformer Engine's fused kernels.

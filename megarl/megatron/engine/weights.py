@@ -32,7 +32,6 @@ class RankWeights:
     Args:
         chunks: the stage's model.
         weight_map: maps parameters to Hugging Face tensors.
-        runtime: the rank's process groups.
         offload_manager: knows where the weights are.
         gather: called before weights are read or set: updates them to those of the last step. May communicate with all
             data-parallel ranks.
@@ -64,14 +63,14 @@ class RankWeights:
         self._offload_manager = offload_manager
         self._gather = gather
 
-    def settle(self) -> None:
+    def gather_pending(self) -> None:
         """Bring the weights of the last step to the device; may communicate."""
         self._gather()
         self._offload_manager.onload(PARAM)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters on the device, by their names in ``trained_map``; they may be changed."""
-        self.settle()
+        self.gather_pending()
         self._offload_manager.mark_changed(PARAM)
         return dict(self._trained)
 
@@ -88,7 +87,7 @@ class RankWeights:
 
         Those with adapters are merged copies.
         """
-        self.settle()
+        self.gather_pending()
         weights = {name: param.detach() for name, param in self._params.items()}
         return weights if self._adapters is None else self._adapters.merged(weights)
 
@@ -101,7 +100,7 @@ class RankWeights:
         Raises:
             ModelError: a tensor is missing or has another shape than the model's.
         """
-        self.settle()
+        self.gather_pending()
         self._offload_manager.mark_changed(PARAM)
         reader = HFReader(path)
         local_params = self._map.megatron_params(self._runtime.layout, self._runtime.rank)

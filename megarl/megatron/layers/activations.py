@@ -96,7 +96,6 @@ class GatedActivation(nn.Module):
     """A gated activation of ``[..., 2 * n]``; subclasses name its function.
 
     Args:
-        config: Megatron's configuration.
         arguments: further arguments of the function.
     """
 
@@ -128,7 +127,6 @@ class ClampedSwiGLU(GatedActivation):
     """Clamped gated activation with alternating gates and ups.
 
     Args:
-        config: Megatron's configuration.
         clamped: see :class:`~megarl.models.model_config.ClampedGate`.
     """
 

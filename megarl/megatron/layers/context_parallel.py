@@ -52,7 +52,6 @@ def attend(
         value: like ``key``; its last dimension may differ.
         runs: runs of neighbouring whole sequences of equal length: (number of sequences, their length).
         scale: of the scores; None = ``head_dim ** -0.5``.
-        group: the ranks that share each sequence.
         window: tokens that a token attends to, itself included; None = all earlier ones.
         sinks: ``[heads]``, see :mod:`megarl.models.sink_attention`; None without sinks.
 
@@ -83,8 +82,6 @@ def gather_outputs(outputs: Tensor, part: MicroBatchPart, group: dist.ProcessGro
 
     Args:
         outputs: ``[this rank's response tokens, ...]``.
-        part: this rank's part of the micro-batch.
-        group: the ranks that share each sequence.
 
     Returns:
         ``[response tokens, ...]``. The backward gives a rank the gradient of its entries only: all ranks compute the
@@ -214,8 +211,6 @@ def context_parallel_part(
 
     Args:
         micro_batch: the same on all of them.
-        ranks: number of context-parallel ranks.
-        rank: index of this rank.
         multiple: every rank's number of tokens is a multiple of this; required by sequence parallelism.
 
     Raises:
@@ -322,7 +317,6 @@ def rank_indices(lengths: Sequence[int], ranks: int, rank: int) -> Tensor:
     Args:
         lengths: of the sequences; multiples of ``2 * ranks``, unless there is one rank.
         ranks: number of ranks that divide each sequence.
-        rank: index of this rank.
     """
     if ranks == 1:
         return torch.arange(sum(lengths))

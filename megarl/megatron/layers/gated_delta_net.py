@@ -34,12 +34,7 @@ from megarl.models.delta_rule import causal_convolution, chunked_delta_rule, gat
 
 @dataclass
 class DeltaNetParts:
-    """The layers that differ between Megatron's and Transformer Engine's specifications.
-
-    Attributes:
-        column: column-parallel linear layer.
-        row: row-parallel linear layer.
-    """
+    """The layers that differ between Megatron's and Transformer Engine's specifications."""
 
     column: Any = None
     row: Any = None
@@ -49,9 +44,7 @@ def delta_net_spec(model: ModelConfig, column: Any, row: Any) -> ModuleSpec:
     """Build the specification of a gated delta net, in place of a layer's attention.
 
     Args:
-        model: the model.
         column: a column-parallel linear layer without a norm.
-        row: a row-parallel linear layer.
     """
     return ModuleSpec(module=GatedDeltaNet, params={"model": model}, submodules=DeltaNetParts(column, row))
 

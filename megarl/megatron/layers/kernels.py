@@ -75,10 +75,8 @@ def kernels(
     A model with sliding-window attention or sinks has torch's attention among Transformer Engine's other layers.
 
     Args:
-        device: device of the rank.
         dtype: number format of the weights.
         trains: whether there is an optimizer.
-        has_experts: whether the model has experts.
         has_windows: whether it has sliding-window attention.
         has_sinks: whether it has attention sinks.
         has_delta_nets: whether it has gated delta nets.
@@ -89,18 +87,15 @@ def kernels(
     attention = "torch's varlen_attn" if packed else "torch's, length by length"
     if has_sinks:
         attention = f"torch's with sinks, {'in its flash kernels' if packed else 'in chunks'}"
-    delta_nets = _delta_net_kernels(device, dtype) if has_delta_nets else ""
+    delta_nets = ""
+    if has_delta_nets:
+        delta_nets = "flash-linear-attention's" if delta_rule_kernel(device, dtype) else "torch's, in chunks"
+        delta_nets += " (convolution: causal-conv1d's)" if convolution_kernel(device) else ""
     if uses_transformer_engine(device, dtype):
         grouped = "Transformer Engine's (grouped)" if has_experts else ""
         attention = attention if has_windows or has_sinks else "Transformer Engine's"
         return Kernels("Transformer Engine", attention, grouped, adam, delta_nets)
     return Kernels("torch", attention, "one after the other" if has_experts else "", adam, delta_nets)
-
-
-def _delta_net_kernels(device: torch.device, dtype: torch.dtype) -> str:
-    """Kernels of gated delta nets."""
-    rule = "flash-linear-attention's" if delta_rule_kernel(device, dtype) else "torch's, in chunks"
-    return f"{rule} (convolution: causal-conv1d's)" if convolution_kernel(device) else rule
 
 
 def delta_rule_kernel(device: torch.device, dtype: torch.dtype) -> Callable[..., Any] | None:
@@ -178,10 +173,6 @@ def check_fusions(config: TransformerConfig, device: torch.device) -> None:
     """Test whether torch can compile Megatron's fused functions; otherwise all ranks run their operations one by one.
 
     Communicates if the configuration has such functions on a GPU.
-
-    Args:
-        config: configuration of the model.
-        device: of this rank.
     """
     compiles = config.bias_activation_fusion or config.bias_dropout_fusion or config.attention_output_gate
     if device.type != "cuda" or not compiles:

@@ -76,7 +76,7 @@ class TokenOutputs(NamedTuple):
     Attributes:
         log_probs: log-probability of the target, ``[n]`` float32.
         entropy: entropy of the distribution in nats, ``[n]`` float32; None if not requested.
-        leads: whether no token has a higher probability than the target, ``[n]`` bool.
+        is_argmax: whether no token has a higher probability than the target, ``[n]`` bool.
         ref_kl: exact KL from policy to reference in nats, ``[n]`` float32; None if not requested.
         ids_log_probs: log-probabilities of further tokens, ``[n, k]`` float32; None if not requested.
         sum_pi_squared: sum of the squared probabilities of all tokens, ``[n]`` float32, without gradients; None if not
@@ -85,7 +85,7 @@ class TokenOutputs(NamedTuple):
 
     log_probs: Tensor
     entropy: Tensor | None
-    leads: Tensor
+    is_argmax: Tensor
     ref_kl: Tensor | None
     ids_log_probs: Tensor | None
     sum_pi_squared: Tensor | None
@@ -156,7 +156,6 @@ def vocab_parallel_top_tokens(
 
     Args:
         logits: as for :func:`vocab_parallel_outputs`.
-        count: number of tokens.
         vocab_size: real size of the vocabulary; later columns get no probability.
         temperature: divisor of the logits.
         group: the ranks that hold the other columns.
@@ -239,14 +238,14 @@ class _TokenOutputs(torch.autograd.Function):
         results = torch.empty(7, len(targets), dtype=torch.float32, device=logits.device)
         log_probs, entropy, kl, maximum, total, ref_maximum, ref_total = results
         squares = torch.empty_like(log_probs) if settings.with_sum_pi_squared else None
-        leads = torch.empty_like(is_local)
+        is_argmax = torch.empty_like(is_local)
         for rows in _chunks(logits):
             maximum[rows] = _maximum(logits[rows, :real], settings)
             shifted = _shifted(logits[rows, :real], maximum[rows], settings)
             target, total[rows], moment, squared = _sums(shifted, column[rows], is_local[rows], settings)
             log_probs[rows] = target - total[rows].log()
             entropy[rows] = total[rows].log() - moment / total[rows]
-            leads[rows] = target == 0  # the distance to the largest logit
+            is_argmax[rows] = target == 0  # the distance to the largest logit
             if squares is not None:
                 squares[rows] = squared / total[rows].square()
             if ids_log_probs is not None and ids_column is not None and ids_local is not None:
@@ -257,7 +256,7 @@ class _TokenOutputs(torch.autograd.Function):
                 ref_maximum[rows], ref_total[rows], kl[rows] = _kl(
                     shifted, total[rows], reference.logits(rows, real), settings
                 )
-        ctx.mark_non_differentiable(*(constant for constant in (leads, squares) if constant is not None))
+        ctx.mark_non_differentiable(*(constant for constant in (is_argmax, squares) if constant is not None))
         ctx.set_materialize_grads(False)
         ctx.settings, ctx.reference = settings, reference
         if ctx.needs_input_grad[0]:
@@ -265,7 +264,7 @@ class _TokenOutputs(torch.autograd.Function):
         return (
             log_probs.clone(),
             entropy.clone() if settings.with_entropy else None,
-            leads,
+            is_argmax,
             kl.clone() if reference is not None else None,
             ids_log_probs,
             squares,

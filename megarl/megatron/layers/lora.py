@@ -42,12 +42,9 @@ class LowRankAdapter(nn.Module):
 
     Args:
         local: the rank's shards.
-        weight: the layer's weight.
-        initial_a: initial values of A.
         scale: factor of the output.
         group: the ranks that share the layer.
         sequence_parallel: the layer's inputs or outputs are split over the group by sequence.
-        sums_outside: see above.
     """
 
     def __init__(
@@ -113,9 +110,6 @@ class LowRankAdapter(nn.Module):
         """Apply the adapters to the layer's output, ``[..., rows]``.
 
         Args:
-            inputs: the layer's inputs.
-            output: the layer's output.
-            weight: the layer's weight.
             bias: the bias in the output; None without one.
         """
         return self._rescaled(output + self._added(inputs), weight, bias)
@@ -127,9 +121,6 @@ class LowRankAdapter(nn.Module):
 
     def factors(self, weight: Tensor) -> Tensor | None:
         """Compute DoRA's factor of each row of ``W + scale * B A``, ``[rows]`` float32; may communicate.
-
-        Args:
-            weight: the layer's weight.
 
         Returns:
             1 for rows without an adapter; None without DoRA.
@@ -318,8 +309,6 @@ def add_adapters(chunks: Sequence[GPTModel], adapter_map: AdapterMap, runtime: R
 
     Args:
         chunks: modules of this stage.
-        adapter_map: the adapters.
-        runtime: this rank's process groups.
     """
     local = {adapter.weight: adapter for adapter in adapter_map.adapters(runtime.layout, runtime.rank)}
     first = first_expert(adapter_map.model, runtime)
@@ -333,7 +322,9 @@ def add_adapters(chunks: Sequence[GPTModel], adapter_map: AdapterMap, runtime: R
             if adapter is not None:
                 initial = initial_a(adapter_map, adapter.a)
                 layers[adapter.weight] = _adapter_of(adapter, module, initial, adapter_map.options.scale, runtime)
-                _attach(module, layers[adapter.weight])
+                module.lora = layers[adapter.weight]
+                if not getattr(module, "adds_own_adapter", False):
+                    module.register_forward_hook(_adapt_output)
         if chunk.post_process and adapter_map.head:
             chunk.output_layer.requires_grad_(True)
         if chunk.pre_process:
@@ -356,12 +347,6 @@ def _adapter_of(local: LocalAdapter, layer: Any, initial: Tensor, scale: float, 
         # Megatron sums the input gradients of an output layer itself unless its inputs were gathered by sequence.
         sums_outside=local.is_expert or (is_output and is_split and not layer.allreduce_dgrad),
     )
-
-
-def _attach(layer: Any, adapter: LowRankAdapter) -> None:
-    layer.lora = adapter
-    if not getattr(layer, "adds_own_adapter", False):
-        layer.register_forward_hook(_adapt_output)
 
 
 def initial_a(adapter_map: AdapterMap, param: LocalParam) -> Tensor:

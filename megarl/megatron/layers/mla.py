@@ -33,8 +33,6 @@ class LatentAttentionParts:
     """The layers that differ between Megatron's and Transformer Engine's specifications.
 
     Attributes:
-        column: column-parallel linear layer.
-        row: row-parallel linear layer.
         core_attention: attention over given queries, keys and values.
     """
 
@@ -47,7 +45,6 @@ def latent_attention_spec(model: ModelConfig, attention: ModuleSpec, column: Any
     """Build the specification of a layer's latent attention.
 
     Args:
-        model: the model.
         attention: the specification of plain attention to replace.
         column: a column-parallel linear layer without a norm.
     """

@@ -35,8 +35,6 @@ def expert_settings(model: ModelConfig, layout: ParallelLayout, *, grouped: bool
     every token to its experts once per rank.
 
     Args:
-        model: the model.
-        layout: the role's layout.
         grouped: compute all experts of a rank in one kernel of Transformer Engine.
     """
     experts = model.experts
@@ -67,8 +65,6 @@ def expert_layer_spec(experts: Experts, *, fused: bool, grouped: bool) -> Module
     """Build the specification of a layer's experts, in place of its dense MLP.
 
     Args:
-        experts: the experts.
-        fused: use Transformer Engine's layers.
         grouped: compute all experts of a rank in one kernel; otherwise one after the other.
     """
     # One by one, experts with biases have Megatron's layers: it adds a bias in place.
@@ -97,7 +93,6 @@ def mark_experts(module: nn.Module, layout: ParallelLayout) -> None:
 
     Args:
         module: a chunk of the model, before it is wrapped for data parallelism.
-        layout: the role's layout.
     """
     for name, param in module.named_parameters():
         if ".mlp.experts." not in name:

@@ -35,7 +35,7 @@ class PolicyOutputs:
     Attributes:
         log_probs: ``[response tokens]`` float32, at the requested temperature.
         entropy: entropy of each token's distribution, in nats, ``[response tokens]``; None if not requested.
-        leads: whether no other token has a higher probability, ``[response tokens]`` bool.
+        is_argmax: whether no other token has a higher probability, ``[response tokens]`` bool.
         ref_kl: exact KL to the reference's distribution, in nats, ``[response tokens]``; None if not requested.
         routes: experts of each token of each row, prompt and response, ``[tokens, expert layers, per token]`` int16;
             None if not requested.
@@ -48,7 +48,7 @@ class PolicyOutputs:
 
     log_probs: Tensor
     entropy: Tensor | None
-    leads: Tensor
+    is_argmax: Tensor
     ref_kl: Tensor | None = None
     routes: tuple[Tensor, ...] | None = None
     teacher_ids_log_probs: Tensor | None = None
@@ -122,11 +122,9 @@ def policy_outputs(
 
     Args:
         logits: ``[this rank's response tokens, padded vocabulary / tensor-parallel size]``.
-        part: this rank's part of the micro-batch.
         micro_batch: the whole micro-batch, on the device of the logits.
         options: requested outputs.
         vocab_size: real size of the model's vocabulary.
-        runtime: this rank's process groups.
     """
     vocab_size = min(vocab_size, options.vocab_size or vocab_size)
     top = None
@@ -155,7 +153,7 @@ def policy_outputs(
     return PolicyOutputs(
         gather_outputs(local.log_probs, part, runtime.cp_group),
         whole(local.entropy),
-        gather_outputs(local.leads.float(), part, runtime.cp_group) > 0,
+        gather_outputs(local.is_argmax.float(), part, runtime.cp_group) > 0,
         kl if options.ref_head is not None else None,
         teacher_ids_log_probs=whole(local.ids_log_probs),
         top=None if top is None else TopTokens(*(gather_outputs(values, part, runtime.cp_group) for values in top)),
@@ -185,7 +183,6 @@ def mean_of_rows(
 
     Args:
         hidden: ``[this rank's response tokens, hidden]``.
-        part: this rank's part of the micro-batch.
         micro_batch: the whole micro-batch, on the device of ``hidden``.
         group: the context-parallel ranks.
 

@@ -51,7 +51,7 @@ class PackedFlashKernel:
         self._random: tuple[Tensor, Tensor] | None = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """See :meth:`FlashKernel.forward`."""
+        """Compute the attention and its log-sum-exp."""
         output, totals, *state, _ = torch.ops.aten._flash_attention_forward(
             query, key, value, *self._sequences, 0.0, self._is_causal, False, **self._options
         )
@@ -61,7 +61,7 @@ class PackedFlashKernel:
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, totals: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :meth:`FlashKernel.backward`."""
+        """Compute the gradients of query, key and value."""
         assert self._random is not None, "the forward precedes the backward"
         saved = (query, key, value, output, totals)
         result: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(

@@ -52,7 +52,6 @@ class RoutedTokens:
 
         Args:
             micro_batch: on the host.
-            runtime: this rank's process groups.
             multiple: see :func:`~megarl.megatron.layers.context_parallel.context_parallel_part`; the tensor-parallel
                 size.
         """
@@ -118,7 +117,6 @@ class RoutingPass:
         trains: the pass has a backward.
         records: routers keep their routes.
         sequences: sequences of the mini-batch, over all data-parallel ranks; for :class:`BalanceLosses`.
-        tokens: their tokens.
     """
 
     trains: bool = False
@@ -136,7 +134,6 @@ class RouterState:
 
     Attributes:
         layer: index among the model's layers with experts.
-        shared: state of all routers of the rank.
         load: ``[experts]`` float64, tokens sent to each expert by this rank in the pass.
         losses: ``[2]`` float64, this rank's share of sequence-wise balance loss and z-loss, without their weights.
         routes: experts of each token, ``[tokens, per token]``, by micro-batch; filled by a pass that records.
@@ -194,7 +191,6 @@ class RouterState:
         Args:
             values: a differentiable output of the router.
             logits: ``[tokens, experts]`` float32.
-            tokens: the router's tokens.
             first: count the losses in the metrics: this is not a recomputation.
         """
         weights, run = self.shared.balance, self.shared.run
@@ -230,12 +226,8 @@ class Routing:
 
     Args:
         chunks: unwrapped modules of this rank's chunks of layers.
-        experts: experts of the model.
-        num_layers: decoder layers of the model.
-        runtime: this rank's process groups.
 
     Attributes:
-        experts: experts of the model.
         balance: losses on the routers' logits.
         run: the current pass.
         current: tokens of the micro-batch whose forward pass runs.

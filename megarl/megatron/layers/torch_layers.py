@@ -58,7 +58,6 @@ def build_linear(
         kind: the layer's class or specification.
         inputs: width of the input.
         outputs: width of the output.
-        config: of the model.
         tp_group: tensor-parallel ranks that divide the layer.
         **options: further arguments.
     """
@@ -97,7 +96,6 @@ class RMSNormOverHeads(nn.Module):
     weight and uses the part of its heads: Megatron sums the gradients of the norms on queries and keys over the ranks.
 
     Args:
-        config: Megatron's configuration.
         heads: heads of all ranks.
         hidden_size: width of a head.
         eps: added to the mean square.
@@ -179,7 +177,12 @@ class PackedAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.window, self.scale = window, softmax_scale
-        self.softmax_offset = _split_over_heads(config) if sinks else None
+        self.softmax_offset = None
+        if sinks:  # a logit per query head of this rank
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            logits = torch.empty(heads, dtype=config.params_dtype, device=torch.cuda.current_device())
+            self.softmax_offset = nn.Parameter(logits)
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
 
     def forward(
         self,
@@ -357,14 +360,6 @@ def _summed(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     if group.size() > 1:
         dist.all_reduce(values, group=group)
     return values
-
-
-def _split_over_heads(config: TransformerConfig) -> nn.Parameter:
-    """Allocate a parameter with one element per query head, which tensor-parallel ranks divide."""
-    heads = config.num_attention_heads // config.tensor_model_parallel_size
-    param = nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=torch.cuda.current_device()))
-    set_tensor_model_parallel_attributes(param, is_parallel=True, dim=0, stride=1)
-    return param
 
 
 def rotation_table(positions: Tensor, frequencies: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:

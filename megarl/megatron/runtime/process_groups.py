@@ -53,7 +53,6 @@ class Runtime:
     """One process's rank, device and process groups.
 
     Attributes:
-        layout: parallel sizes of the role.
         rank: rank in the role.
         device: device of this process's tensors.
         tp_group: tensor-parallel ranks, which share each layer with this one.
@@ -110,8 +109,6 @@ def init_runtime(
     """Join the process group of a role and set Megatron's parallel state; once per process.
 
     Args:
-        layout: parallel sizes of the role.
-        rank: this process's rank.
         world_size: number of processes that will join.
         master_addr: host of rank 0.
         master_port: free port there; rank 0 listens on it, on this address only.
@@ -197,7 +194,6 @@ def all_ranks_or_raise(runtime: Runtime, action: Callable[[], _T], doing: str) -
     """Run ``action`` on every rank; if it raises on any rank, raise on all. Communicates.
 
     Args:
-        runtime: this rank's process groups.
         action: must not communicate.
         doing: description of the action, for the message.
 
@@ -224,8 +220,6 @@ def gather_apply_scatter(runtime: Runtime, value: Any, action: Callable[[list[An
     """Gather a value of every rank on rank 0, apply ``action``, and scatter its results; communicates.
 
     Args:
-        runtime: this rank's process groups.
-        value: this rank's value.
         action: maps the values, by rank, to the results, by rank; runs on rank 0.
         doing: description of the action, for the message.
 

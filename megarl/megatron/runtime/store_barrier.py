@@ -25,7 +25,6 @@ class StoreBarrier:
     All ranks must make the same calls in the same order.
 
     Args:
-        rank: of this process.
         size: number of ranks, all of the default process group.
         longest_wait_s: see :data:`LONGEST_WAIT_S`.
     """

@@ -31,7 +31,10 @@ def transformer_engine_error() -> str:
         importlib.import_module(f"{_PACKAGE}.pytorch")
         importlib.import_module(f"{_PACKAGE}.pytorch.fp8")
     except Exception as error:  # ImportError, OSError of a shared library, RuntimeError of its version checks
-        _hide()
+        # Later imports, also of parts that loaded, fail with ModuleNotFoundError.
+        for name in [name for name in sys.modules if name.startswith(f"{_PACKAGE}.")]:
+            del sys.modules[name]
+        sys.modules[_PACKAGE] = None  # type: ignore[assignment]  # Python's mark of a module that cannot be imported
         text = f"{type(error).__name__}: {error}"
         logger.warning("Transformer Engine is installed but cannot be imported, torch's layers replace it: %s", text)
         return text
@@ -42,10 +45,3 @@ def has_transformer_engine() -> bool:
     """Return whether Megatron-Core found a Transformer Engine that it can use."""
     has: bool = importlib.import_module("megatron.core.extensions.transformer_engine").HAVE_TE
     return has
-
-
-def _hide() -> None:
-    """Make later imports of the package fail with ``ModuleNotFoundError``, parts that loaded included."""
-    for name in [name for name in sys.modules if name.startswith(f"{_PACKAGE}.")]:
-        del sys.modules[name]
-    sys.modules[_PACKAGE] = None  # type: ignore[assignment]  # Python's mark of a module that cannot be imported

@@ -20,10 +20,6 @@ def supported_arguments(config: type, arguments: Mapping[str, Any]) -> dict[str,
 
     Only an empty value, which turns a feature off, may be dropped.
 
-    Args:
-        config: a dataclass of Megatron's.
-        arguments: values by field name.
-
     Raises:
         TypeError: a missing field has a non-empty value; names it.
     """

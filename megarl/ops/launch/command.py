@@ -12,22 +12,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
-
-import yaml
 
 from megarl.base.errors import ConfigError, ModelError, ResourceError
 from megarl.base.formatting import GIB, MIB, count_noun
 from megarl.cli import EXIT_BAD_CONFIG, EXIT_INTERRUPTED, EXIT_RUN_FAILED
 from megarl.cli import main as run_here
-from megarl.ops.launch import remote, schedulers
+from megarl.ops.launch import remote, slurm
 from megarl.ops.launch.options import (
     check_unused_options,
     command_job,
     launch_parser,
-    parse_pairs,
     read_job,
     split_job,
     with_machines,
@@ -69,8 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(note)
         if place == "sbatch":
             return _sbatch(options, job, launch_arguments, words)
-        if place == "kubernetes":
-            return _kubernetes(options, job)
         return _launch(place, options, job)
     except (ConfigError, ModelError) as error:
         print(error, file=sys.stderr)
@@ -90,11 +84,9 @@ class Launcher:
 
     Args:
         settings: settings of the cluster; hosts beyond the number that the job needs are spares.
-        job: job to run.
         agent_command: returns the command that starts an agent on a host.
         max_restarts: attempts after the first.
         delay_s: seconds before the first restart; doubled for each restart, up to :data:`LONGEST_DELAY_S`.
-        say: prints a line for the user.
     """
 
     def __init__(
@@ -211,11 +203,8 @@ def _resolve_place(options: argparse.Namespace) -> str:
     if (place == "ssh") != bool(options.hosts):
         hint = "needs --hosts=host1,host2,..." if place == "ssh" else f"detects its hosts, not --hosts={options.hosts}"
         raise ConfigError(f"--on {place} {hint}", code="launch.hosts-option")
-    if options.submit and place not in ("sbatch", "kubernetes"):
-        raise ConfigError(
-            "--submit is for --on sbatch and --on kubernetes; the others start the job at once",
-            code="launch.unused-option",
-        )
+    if options.submit and place != "sbatch":
+        raise ConfigError("--submit is for --on sbatch; the others start the job at once", code="launch.unused-option")
     return place
 
 
@@ -280,8 +269,8 @@ def _cluster_settings(
 def _sbatch(options: argparse.Namespace, job: JobToRun, launch_arguments: Sequence[str], words: Sequence[str]) -> int:
     launcher = [options.python, "-m", "megarl.ops.launch", "--on", "slurm", *_without_sbatch(launch_arguments)]
     launcher += [*([] if job.is_megarl else ["--"]), *words]
-    script = schedulers.batch_script(job, launcher, options.workdir, options.sbatch)
-    print(schedulers.submit_batch(script) if options.submit else script, end="\n" if options.submit else "")
+    script = slurm.batch_script(job, launcher, options.workdir, options.sbatch)
+    print(slurm.submit_batch(script) if options.submit else script, end="\n" if options.submit else "")
     return 0
 
 
@@ -296,29 +285,6 @@ def _without_sbatch(arguments: Sequence[str]) -> list[str]:
         else:
             kept.append(word)
     return kept
-
-
-def _kubernetes(options: argparse.Namespace, job: JobToRun) -> int:
-    if not options.image:
-        raise ConfigError(
-            "--on kubernetes needs --image: a container image with megarl and ray[default]", code="launch.no-image"
-        )
-    pods = schedulers.PodSettings(
-        image=options.image,
-        namespace=options.namespace,
-        cpus=options.pod_cpus,
-        memory=options.pod_memory,
-        shared_memory=options.pod_shared_memory,
-        volumes=parse_pairs("--volume", options.volume),
-        secrets=tuple(options.secret),
-        env=remote.forwarded_environment(os.environ, options.env, True),
-        node_selector=parse_pairs("--node-label", options.node_label),
-        folder=options.workdir if options.workdir != launch_parser().get_default("workdir") else "",
-    )
-    manifest = schedulers.ray_job(job, pods, Ports(options.port), options.max_restarts, version("ray"))
-    text = yaml.safe_dump(manifest, sort_keys=False, width=1000)
-    print(schedulers.apply_manifest(text) if options.submit else text, end="\n" if options.submit else "")
-    return 0
 
 
 if __name__ == "__main__":

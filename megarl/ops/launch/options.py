@@ -18,7 +18,7 @@ from megarl.ops.launch.settings import FIRST_PORT, WORKER_PORTS, Device, JobToRu
 
 RESUMING = ("auto", "must")
 JOB_NAMES = f"{', '.join([*JOBS][:-1])} or {[*JOBS][-1]}"
-PLACES = ("auto", "local", "ssh", "slurm", "sbatch", "kubernetes")
+PLACES = ("auto", "local", "ssh", "slurm", "sbatch")
 _EPILOG = f"""\
 A job is {JOB_NAMES} with its arguments, as after `megarl`; or, after `--`, any command that
 joins the Ray cluster at RAY_ADDRESS. The configuration sets the number of nodes and devices
@@ -27,8 +27,6 @@ theirs, such as critic.nnodes). For everything else see docs/how_to/launch.md.""
 _WORKER_PORTS_HELP = f"ports of Ray's workers ({'-'.join(map(str, WORKER_PORTS))})"
 _COMMAND_OPTIONS = ("nodes", "device")
 _OPTION_PLACES = {
-    **dict.fromkeys(("image", "namespace", "pod_cpus", "pod_memory", "pod_shared_memory"), ("kubernetes",)),
-    **dict.fromkeys(("volume", "secret", "node_label"), ("kubernetes",)),
     "sbatch": ("sbatch",),
     "srun": ("slurm", "sbatch"),
     "ssh": ("ssh",),
@@ -70,7 +68,6 @@ def check_unused_options(options: argparse.Namespace, place: str, *, is_megarl: 
     """Refuse options without an effect.
 
     Args:
-        options: options of the launcher.
         place: resolved value of ``--on``.
         is_megarl: whether the job is a megarl job, with its requirements in the configuration.
 
@@ -149,41 +146,7 @@ def _add_scheduler_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sbatch", action="append", default=[], metavar="OPTION", help="such as --sbatch=--time=2-0; repeatable"
     )
-    group.add_argument("--submit", action="store_true", help="submit the batch script or manifest, not print it")
-    group.add_argument("--image", default="", help="for Kubernetes: image with megarl and ray[default]")
-    group.add_argument("--namespace", default="", help="for Kubernetes: namespace of the job")
-    group.add_argument("--pod-cpus", type=_count, help="for Kubernetes: CPUs of each pod")
-    group.add_argument("--pod-memory", default="", help="for Kubernetes: memory of each pod, such as 900Gi")
-    group.add_argument("--pod-shared-memory", default="64Gi", help="for Kubernetes: size of /dev/shm (64Gi)")
-    group.add_argument(
-        "--volume", action="append", default=[], metavar="CLAIM=PATH", help="for Kubernetes: volume claim; repeatable"
-    )
-    group.add_argument(
-        "--secret",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="for Kubernetes: secret with variables; repeatable",
-    )
-    group.add_argument(
-        "--node-label",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="for Kubernetes: label of the nodes; repeatable",
-    )
-
-
-def parse_pairs(option: str, entries: Sequence[str]) -> dict[str, str]:
-    """Parse ``NAME=VALUE`` entries of an option.
-
-    Raises:
-        ConfigError: an entry has no ``=``.
-    """
-    for entry in entries:
-        if "=" not in entry.strip("="):
-            raise ConfigError(f"{option} {entry}: write it as NAME=VALUE", code="launch.not-a-pair")
-    return dict(entry.split("=", 1) for entry in entries)
+    group.add_argument("--submit", action="store_true", help="submit the batch script, not print it")
 
 
 def _options_with_value() -> set[str]:

@@ -37,7 +37,6 @@ def ssh_agent(python: str, folder: str, ssh: Sequence[str], wrap: Sequence[str])
     """Start agents by non-interactive ssh, without a password.
 
     Args:
-        python: interpreter on the nodes.
         folder: working directory on the nodes.
         ssh: the command and its options, such as ``ssh -p 2222``.
         wrap: prefix of the interpreter that enters a container; it must forward stdin and stdout.
@@ -54,7 +53,6 @@ def srun_agent(
     """Start agents as job steps, one per node, with all CPUs of the node and the GPUs of the allocation.
 
     Args:
-        python: interpreter on the nodes.
         folder: working directory on the nodes.
         srun: the command and its options.
         wrap: prefix of the interpreter that enters a container.
@@ -172,7 +170,6 @@ class RemoteAgent:
     """Connection to an agent: its process here (ssh, srun, or the agent itself), requests in and events out.
 
     Args:
-        host: name of the node.
         argv: command that starts the agent there and connects its stdin and stdout.
         events: queue for the events of the node, with :data:`megarl.ops.launch.protocol.DISCONNECTED` at the end.
 

@@ -52,11 +52,7 @@ _LAST_LINES, _DRIVER_END_S = 6, 20.0
 
 
 class NodeLost(ResourceError):
-    """A node, or its Ray, ended during the session.
-
-    Attributes:
-        host: name of the node.
-    """
+    """A node, or its Ray, ended during the session."""
 
     def __init__(self, host: str, reason: str) -> None:
         super().__init__(f"node {host} is lost: {reason}", code="launch.node-lost")
@@ -67,7 +63,6 @@ class LaunchInterrupted(Exception):
     """The launcher received a signal.
 
     Attributes:
-        number: the signal.
         code: exit code of the driver; None if it did not run.
     """
 
@@ -85,11 +80,8 @@ class ClusterSession:
     """A Ray cluster that exists for the length of a ``with`` block.
 
     Args:
-        settings: settings of the cluster.
-        job: job to run.
         agent_command: returns the command that starts an agent on a host and connects its stdin and stdout.
         events: queue of all events; the signal handler adds :data:`INTERRUPT`.
-        say: prints a line for the user.
 
     Raises:
         ResourceError: a node cannot be reached.

@@ -21,7 +21,6 @@ class PoolNodes(NamedTuple):
 
     Attributes:
         section: config section with its keys ``nnodes`` and ``n_gpus_per_node``.
-        nodes: number of nodes.
         devices: devices on each of them.
     """
 
@@ -38,8 +37,6 @@ class JobToRun:
         words: command line after ``megarl``, such as ``train --config-name grpo``, or a custom command.
         is_megarl: whether ``words`` is a megarl job.
         name: name for schedulers.
-        nodes: number of machines.
-        device: device type.
         devices: GPUs, or CPU slots, per machine.
         own_pools: nodes of roles with devices of their own; ``with_machines`` adds their machines to ``nodes``.
         size_keys: keys or options that set the number of machines, with their values, for messages.
@@ -122,7 +119,6 @@ class ClusterSettings:
 
     Attributes:
         hosts: the nodes; the first is the head.
-        python: interpreter on the nodes.
         env: environment variables for all commands on the nodes.
         ports: ports of the head; further nodes on one machine (loopback addresses) use the following ports.
         interface: network interface of the nodes' addresses; empty = the interface of the host name.
@@ -179,7 +175,6 @@ def ray_start(
     """Return the ``ray start --block`` command of a node; it runs as long as the node's Ray.
 
     Args:
-        settings: settings of the cluster.
         job: the job, with its number of devices.
         host: name of the node in the cluster.
         address: address at which other nodes reach it; empty = Ray detects it.

@@ -54,7 +54,8 @@ def _map(steps: list[int], values: np.ndarray[Any, Any]) -> dict[str, Any]:
     """Build one map; ``values`` has shape ``[s, r]``."""
     mean = values.mean(axis=1)
     load = np.divide(values, mean[:, None], out=np.ones_like(values), where=mean[:, None] > 0)
-    kept = np.array([part[load[part].max(axis=1).argmax()] for part in _intervals(len(steps), MOST_STEPS)])
+    intervals = np.array_split(np.arange(len(steps)), min(len(steps), MOST_STEPS))
+    kept = np.array([interval[load[interval].max(axis=1).argmax()] for interval in intervals])
     each = -(-values.shape[1] // MOST_RANKS)
     first = np.arange(0, values.shape[1], each)
     busiest = np.maximum.reduceat(load[kept], first, axis=1)
@@ -65,10 +66,6 @@ def _map(steps: list[int], values: np.ndarray[Any, Any]) -> dict[str, Any]:
         "mean": [float(f"{value:.4g}") for value in mean[kept].tolist()],
         "load": [[round(value, 4) for value in row] for row in busiest.T.tolist()],
     }
-
-
-def _intervals(count: int, most: int) -> list[np.ndarray[Any, Any]]:
-    return np.array_split(np.arange(count), min(count, most))
 
 
 def _order(name: str) -> tuple[str, int, str]:

@@ -30,7 +30,6 @@ class Chart:
     """Definition of one chart.
 
     Attributes:
-        title: heading.
         note: sentence below the title: unit and meaning.
         series: legend label by metric; metrics that the run lacks are skipped.
         prefix: metrics with this prefix are series too, labelled by the rest of their names.
@@ -246,7 +245,6 @@ def chart_groups(names: Iterable[str], maps: Iterable[str] = ()) -> list[dict[st
     """Return the groups of charts for runs with these metrics, as JSON values; empty charts are dropped.
 
     Args:
-        names: names of the metrics.
         maps: names of the maps of ranks over steps, see :func:`~megarl.ops.report.balance.balance_maps`.
     """
     present = sorted(set(names))

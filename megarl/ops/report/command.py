@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megarl.base.errors import ConfigError
 from megarl.base.formatting import gigabytes
 from megarl.ops.report.page import write_page
 from megarl.ops.report.run_files import NoRunError, find_runs, read_run
@@ -56,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     try:
         path = compare_runs(options.folder, options.output)
-    except (NoRunError, OSError, ValueError) as error:
+    except (NoRunError, ConfigError, OSError, ValueError) as error:
         print(f"megarl report: {error}", file=sys.stderr)
         return 2
     print(f"{path} ({gigabytes(path.stat().st_size)})")

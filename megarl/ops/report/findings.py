@@ -203,7 +203,6 @@ class MetricRule:
 
     Attributes:
         name: name of the rule, as in ``docs/how_to/report.md``.
-        metric: name of the metric.
         text: text of the finding, with the placeholders ``value`` (of the statistic) and ``share`` (of the start).
         reason: reason of the threshold.
         above: the rule applies above this value.

@@ -21,6 +21,7 @@ from typing import Any
 
 from megarl.base.atomic_write import atomic_write
 from megarl.base.formatting import duration
+from megarl.base.packages import require_package
 from megarl.ops.report.balance import balance_maps
 from megarl.ops.report.charts import chart_groups, metric_curves, training_seconds
 from megarl.ops.report.findings import failure_counts, final_metrics, run_findings, run_verdict
@@ -143,6 +144,7 @@ def _resource(name: str) -> str:
 @cache
 def _plotly() -> tuple[str, str]:
     """Return Plotly's script, compressed, and its hash for the content policy."""
+    require_package("plotly", "report", "the report")
     from plotly.offline import get_plotlyjs
 
     source = get_plotlyjs()
@@ -175,7 +177,6 @@ def write_page(path: Path, runs: Sequence[RunRecord], title: str, most_bytes: in
     Args:
         path: the HTML file; its folder is created.
         runs: one or more runs.
-        title: title of the page.
         most_bytes: size limit. Answers are dropped until the page fits.
 
     Raises:

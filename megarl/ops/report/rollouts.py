@@ -75,7 +75,6 @@ def read_rollouts(runs: Sequence[RunRecord], budget: int, max_rows: int = MAX_RO
     Incomplete lines of a killed process are skipped.
 
     Args:
-        runs: runs to read.
         budget: approximate limit of the compressed size, in bytes.
         max_rows: largest number of samples.
     """

@@ -32,9 +32,7 @@ class RunRecord:
     """Content of a run's folder.
 
     Attributes:
-        folder: the run's folder.
         name: name of the experiment.
-        rows: rows of the metrics file.
         config: complete configuration as nested plain values; empty without ``config.yaml``.
         facts: content of ``run.json``: command, software, machine, changed keys; empty without the file.
         summary: content of ``summary.json`` (:class:`megarl.trainer.records.reporting.RunSummary`), or empty.
@@ -109,7 +107,6 @@ def read_run(folder: Path, now: float | None = None) -> RunRecord:
     """Read a run's folder. Parts of missing or broken files are empty; broken files are listed in ``problems``.
 
     Args:
-        folder: the run's folder.
         now: current time in seconds since the epoch, for the status; None = the clock.
     """
     problems: list[str] = []

@@ -35,7 +35,6 @@ class ProcessUse:
     """Use of time of a process.
 
     Attributes:
-        name: name of the process.
         busy: share of the time in verbs.
         communication: share of the time in collectives.
         copies: share of the time in copies of weights or optimizer state from or to host memory.
@@ -53,7 +52,6 @@ class Summary:
 
     Attributes:
         seconds: from the first to the last event of the roles' processes.
-        steps: number of recorded steps.
         processes: use of time of each role's process.
         phases: seconds by phase, over all steps, without startup; time in an inner phase counts only there.
         gaps: the longest gaps, the longest first.
@@ -153,7 +151,6 @@ def own_seconds(
     """Return the seconds of nested spans by name, without their inner spans.
 
     Args:
-        spans: all spans.
         concurrent: spans that run at the same time as others, in lanes of their own; they have no inner spans.
     """
     seconds: dict[str, float] = defaultdict(float)

@@ -55,9 +55,7 @@ class RewardPool:
     """Processes that live for the whole run.
 
     Args:
-        functions: functions by number.
         traits: calling convention of each.
-        processes: number of processes.
         max_retries: further attempts after an infrastructure failure, such as a dead process.
         preload: functions that processes load at the start; the others are loaded on first use.
         logs: log folder of the run, for ``reward-<number>.log``; None = output of this process.
@@ -192,21 +190,17 @@ class RewardPool:
             if self._failed_starts >= MAX_FAILED_STARTS:
                 del self._workers[at]
                 started = f"{self._failed_starts} reward processes in a row did not start"
-                text = f"{started}; the last {manner}{_end_of_log(worker.log)}"
+                log = f"\n--- end of its log, {worker.log} ---\n{tail(worker.log)}" if worker.log else ""
+                text = f"{started}; the last {manner}{log}"
                 raise RewardError(text, code="reward.processes-die")
         self._workers[at] = self._new_process(at)
         batch.reassign(worker, overdue, manner)
-
-
-def _end_of_log(path: str | None) -> str:
-    return f"\n--- end of its log, {path} ---\n{tail(path)}" if path else ""
 
 
 class _Batch:
     """The unfinished jobs of a run.
 
     Args:
-        pool: runs them.
         report: receives the outcome of each job, by its number in the order of :meth:`add`.
         counts: gets the retries and replacements.
     """

@@ -35,7 +35,6 @@ class RewardProcess:
     """A process that calls reward functions, seen from its owner; starts with its construction.
 
     Args:
-        functions: functions by number.
         preload: numbers of the functions to load at the start.
         log: file for the output of the process, and log level; None = output of this process.
         environment: see :class:`~megarl.base.child_process.ChildProcess`.

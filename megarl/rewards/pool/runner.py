@@ -40,7 +40,6 @@ class InDriverRunner:
     """Calls functions in this process, without protection: a call that hangs or exits stops the run.
 
     Args:
-        functions: functions by number.
         max_retries: further attempts after an infrastructure failure.
         sleep: waits between attempts.
     """

@@ -16,9 +16,6 @@ def agent_score(data_source: str, solution_str: str, ground_truth: Any, extra_in
     """Return an external agent's ``score`` and the other fields of its result.
 
     Args:
-        data_source: unused.
-        solution_str: unused.
-        ground_truth: unused.
         extra_info: ``agent_result`` has the agent's result.
 
     Raises:

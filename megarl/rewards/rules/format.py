@@ -30,10 +30,6 @@ def format_reward(
     With the default pattern, each of its tags must occur exactly once.
 
     Args:
-        data_source: unused.
-        solution_str: text of the response.
-        ground_truth: unused.
-        extra_info: unused.
         pattern: regular expression; its dot matches line breaks.
         begin: start of the response that is part of the prompt, such as ``<think>``.
         score: score of a match.

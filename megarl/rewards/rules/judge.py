@@ -41,18 +41,14 @@ async def judge(
     """Score the judge's number, scaled from its range to 0..1.
 
     Args:
-        data_source: unused.
         solution_str: text of the response; ``{response}`` in the template.
         ground_truth: ``{ground_truth}`` in the template.
-        extra_info: unused.
         prompt_str: text of the prompt; ``{prompt}`` in the template.
         base_url: base URL of the endpoint, without ``/chat/completions``.
         model: model name at the endpoint.
-        template: prompt of the judge.
         score_pattern: regular expression whose first group is the score; the last match counts.
         score_range: lowest and highest score; a score outside is an invalid judgement.
         max_tokens: maximum number of tokens of the judgement.
-        temperature: temperature of the judgement.
         timeout_s: seconds per request.
         api_key_env: environment variable with the API key; None = no key.
 

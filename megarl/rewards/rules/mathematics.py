@@ -6,10 +6,12 @@ import logging
 import re
 from decimal import Decimal
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 from megarl.base.boxes import last_box
 from megarl.base.errors import RewardError
+from megarl.base.packages import require_package
 from megarl.rewards.registry import register_reward
 
 logger = logging.getLogger(__name__)
@@ -20,12 +22,6 @@ def exact_integer(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
 ) -> dict[str, float | str]:
     """Score 1.0 if the stripped response is the ground truth's decimal digits, else 0.0 (the quickstart's reward).
-
-    Args:
-        data_source: unused.
-        solution_str: text of the response.
-        ground_truth: an integer, or its text.
-        extra_info: unused.
 
     Returns:
         ``score``, and ``pred``: the stripped response.
@@ -59,10 +55,7 @@ def gsm8k(
     equals ``1234.0``, and a dollar sign is ignored.
 
     Args:
-        data_source: unused.
-        solution_str: text of the response.
         ground_truth: the right number, or a solution of the dataset, which ends in ``#### number``.
-        extra_info: unused.
         method: ``strict`` reads the number after the last ``####``, ``flexible`` the last number.
         format_score: score of a wrong number.
         score: score of the right number.
@@ -115,10 +108,7 @@ def mathematics(
     this function runs in a process of the pool, whose time limit stops endless simplifications.
 
     Args:
-        data_source: unused.
-        solution_str: text of the response.
         ground_truth: the right answer in LaTeX, or a whole solution with ``\boxed{}``.
-        extra_info: unused.
 
     Returns:
         ``score``; ``acc``: equal to the score; ``pred``: the parsed answer, None = none.
@@ -131,8 +121,6 @@ def mathematics(
 
 
 def _verify(solution: str, truth: str) -> tuple[bool, str | None]:
-    from math_verify import verify
-
     box, truth_box = last_box(solution), last_box(truth)
     boxed, is_right, shown = box is not None, False, None
     for right, answer in _readings(truth if truth_box is None else truth_box, solution if box is None else box, boxed):
@@ -140,7 +128,7 @@ def _verify(solution: str, truth: str) -> tuple[bool, str | None]:
         if pred:
             shown = shown or str(pred[-1])
             # math-verify's time limits use signals, which work in a main thread only
-            is_right = is_right or bool(verify(_parse_truth(right), pred, timeout_seconds=None))
+            is_right = is_right or bool(_library().verify(_parse_truth(right), pred, timeout_seconds=None))
     return is_right, shown
 
 
@@ -181,16 +169,21 @@ def _parse_truth(text: str) -> Any:
 
 
 def _parse(text: str, boxed: bool) -> Any:
-    from math_verify import parse
-
-    return parse(f"\\boxed{{{text}}}" if boxed else text, _extraction(), parsing_timeout=None)
+    return _library().parse(f"\\boxed{{{text}}}" if boxed else text, _extraction(), parsing_timeout=None)
 
 
 @cache
 def _extraction() -> Any:
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig
+    return [_library().LatexExtractionConfig(boxed_match_priority=0), _library().ExprExtractionConfig()]
 
-    return [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+
+@cache
+def _library() -> ModuleType:
+    require_package("math_verify", "math", "reward function 'math'")
+    import math_verify
+
+    module: ModuleType = math_verify
+    return module
 
 
 DAPO_CHARACTERS = 300
@@ -219,10 +212,8 @@ def math_dapo(
     last ``\boxed{}``, compared without normalization.
 
     Args:
-        data_source: unused.
         solution_str: text of the response; only its last 300 characters are read.
         ground_truth: the right answer.
-        extra_info: unused.
         strict_box_verify: read a box.
 
     Returns:

@@ -29,10 +29,8 @@ def search_exact_match(
     """Score 1.0 if the last ``<answer>`` outside of ``<information>`` is a right answer, else 0.0.
 
     Args:
-        data_source: unused.
         solution_str: text of the response, including retrieved documents.
         ground_truth: the right answer, a list of right answers, or a mapping with either under ``target``.
-        extra_info: unused.
         format_score: score of a wrong answer.
 
     Returns:
@@ -131,10 +129,8 @@ def search_structure(
     ==============  =======================================================  ==============================
 
     Args:
-        data_source: unused.
         solution_str: text of the response, including retrieved documents.
         ground_truth: as in ``search_em``.
-        extra_info: unused.
         structure_format_score: see above.
         final_format_score: see above.
         retrieval_score: see above.

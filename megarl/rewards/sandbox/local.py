@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 import os
 import selectors
@@ -105,8 +104,6 @@ class Execution(NamedTuple):
     Attributes:
         status: ``finished``, ``timeout``, ``output_limit`` or ``memory_limit``.
         exit_code: exit code, negative for a signal; None unless the program finished.
-        stdout: standard output.
-        stderr: end of standard error.
     """
 
     status: str
@@ -136,8 +133,6 @@ class LocalSandbox:
         """Run a program.
 
         Args:
-            source: Python source.
-            stdin: text for standard input.
             timeout_s: wall seconds, capped by the limits; None = the limits' value.
 
         Raises:
@@ -149,7 +144,10 @@ class LocalSandbox:
                 "run programs unfiltered with reward.sandbox.allow_unfiltered=true"
             )
         wall_s = min(timeout_s or self.limits.timeout_s, self.limits.timeout_s)
-        with tempfile.TemporaryDirectory(prefix="megarl-sandbox-") as root, self._open_cgroup(stdin) as cgroup:
+        # The program, its launcher, its files and its input all stay in memory.
+        memory_mb = self.limits.memory_mb + self.limits.disk_mb + _LAUNCHER_MIB
+        cgroup_of_program = open_memory_cgroup(memory_mb * _MIB + 4 * len(stdin))
+        with tempfile.TemporaryDirectory(prefix="megarl-sandbox-") as root, cgroup_of_program as cgroup:
             spec = json.dumps(self._spec(root, source, stdin, wall_s)).encode()
             status_r, status_w = os.pipe()
             try:
@@ -174,11 +172,6 @@ class LocalSandbox:
                 with os.fdopen(status_r, "rb") as file:
                     report = file.readline()
         return _execution(json.loads(report) if report else {}, output)
-
-    def _open_cgroup(self, stdin: str) -> contextlib.AbstractContextManager[MemoryCgroup | None]:
-        """Make a cgroup for a program, its launcher, its files and its input, which all stay in memory."""
-        limits = self.limits
-        return open_memory_cgroup((limits.memory_mb + limits.disk_mb + _LAUNCHER_MIB) * _MIB + 4 * len(stdin))
 
     def _spec(self, root: str, source: str, stdin: str, wall_s: float) -> dict[str, object]:
         limits = self.limits

@@ -37,19 +37,14 @@ def exceeds_memory(launcher: int, limit: int, own_processes: int = 3) -> bool:
         limit: bytes.
         own_processes: processes of the launcher, each the only child of the one before; they do not count.
     """
-    pids = _tree(launcher)[own_processes:]
+    tree = [launcher]
+    for pid in tree:  # grows by the descendants; orphans belong to process 1 of their namespace
+        tree += child_pids(pid)
+    pids = tree[own_processes:]
     files = _anonymous_files(pids)
     if files + sum(map(resident_bytes, pids)) <= limit:  # an upper bound, much cheaper to read
         return False
     return files + sum(map(_proportional, pids)) > limit
-
-
-def _tree(root: int) -> list[int]:
-    """Return the ids of a process and its descendants; orphans belong to process 1 of their namespace."""
-    pids = [root]
-    for pid in pids:  # grows
-        pids += child_pids(pid)
-    return pids
 
 
 def _anonymous_files(pids: list[int]) -> int:

@@ -17,7 +17,6 @@ class RemoteSandbox:
     """Runs programs through ``POST /run_code``.
 
     Args:
-        url: URL of that path.
         timeout_s: seconds for the compilation, and for the run.
         memory_mb: memory of the program, in MiB.
         language: the service's name of the language.

@@ -9,6 +9,8 @@ from functools import cache
 from itertools import chain
 from typing import NamedTuple
 
+from megarl.base.provenance import install_command
+
 _DENIED = {
     "mounts": (
         "mount",
@@ -96,7 +98,7 @@ def system_call_filter() -> SystemCallFilter:
     try:
         import pyseccomp as seccomp  # raises RuntimeError without libseccomp
     except (ImportError, RuntimeError) as error:
-        return SystemCallFilter(b"", f"install pyseccomp and libseccomp2 ({error})")
+        return SystemCallFilter(b"", f"install libseccomp2, and pyseccomp by {install_command('code')} ({error})")
     try:
         rules = seccomp.SyscallFilter(seccomp.ALLOW)
         rules.set_attr(seccomp.Attr.ACT_BADARCH, seccomp.KILL_PROCESS)

@@ -33,7 +33,6 @@ class RotaryTable:
     between the engine's log-probs and the trainer's.
 
     Args:
-        config: model config.
         frequencies: radians per position of each pair.
         factor: on the rotated elements.
         length: number of positions.
@@ -66,9 +65,7 @@ class DecoderLayer:
     """One layer: attention or a gated delta net, then an MLP or experts.
 
     Args:
-        config: model config.
         params: see :func:`~megarl.rollout.embedded.layers.layer_parameters`.
-        layer: global layer number.
     """
 
     def __init__(self, config: ModelConfig, params: Mapping[str, Tensor], layer: int) -> None:
@@ -108,7 +105,6 @@ class TransformerDecoder:
     """A model of any family over packed tokens.
 
     Args:
-        config: model config.
         params: parameters by rollout name, on one device; must outlive the decoder.
         max_length: largest position plus one.
     """
@@ -119,7 +115,6 @@ class TransformerDecoder:
         head = self._embedding if config.tie_word_embeddings else params["lm_head.weight"]
         # Without the padding rows of the vocabulary, which must never be sampled.
         self._head = head[: config.vocab_size]
-        self.vocab_size, self.has_experts = config.vocab_size, config.experts is not None
         weight_map = WeightMap(config)
         self._layers = [
             DecoderLayer(config, layer_parameters(weight_map, params, layer), layer)

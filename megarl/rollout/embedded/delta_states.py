@@ -53,9 +53,7 @@ class DeltaStates:
 
     Args:
         config: model config, with gated delta net layers.
-        slots: number of sequences.
         dtype: dtype of the activations; the matrices are float32.
-        device: device.
     """
 
     def __init__(self, config: ModelConfig, slots: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -94,9 +92,7 @@ class DeltaStates:
         """Compute the delta rule over prompts, each in its own slot, and set the states.
 
         Args:
-            layer: layer number.
             tokens: tokens of all prompts, packed.
-            plan: the prompts.
             first: slot of the first prompt.
             continues: the slots hold the states of a prefix; otherwise the prompts begin here.
 
@@ -136,7 +132,6 @@ class DeltaNet:
     Args:
         config: model config, with gated delta net layers.
         params: see :func:`~megarl.rollout.embedded.layers.layer_parameters`.
-        layer: global layer number.
     """
 
     def __init__(self, config: ModelConfig, params: Mapping[str, Tensor], layer: int) -> None:

@@ -53,7 +53,6 @@ class EmbeddedEngine(RolloutEngine):
     """Continuous batching in plain torch, in the caller's process.
 
     Args:
-        config: model config.
         options: ``tensor_parallel_size`` must be 1; ``eos_token_ids`` defaults to those of ``config.json``.
         decode: decodes tokens to text, for stop strings; None = requests with stop strings are refused.
         prompt_tokens: maximum prompt tokens per forward pass; a longer prompt has its own pass. None = by the device.
@@ -100,16 +99,13 @@ class EmbeddedEngine(RolloutEngine):
 
     @property
     def weight_version(self) -> int:
-        """See the contract."""
         return self._weights.version
 
     @property
     def stale(self) -> bool:
-        """See the contract."""
         return self._weights.version < 0
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """See the contract."""
         names = self._names_with(requests, self._running)
         if "kv_cache" in self._asleep:
             raise RolloutError("the engine's 'kv_cache' is asleep: wake it before generate", code="engine.asleep")
@@ -120,7 +116,6 @@ class EmbeddedEngine(RolloutEngine):
         self._running = names
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """See the contract."""
         deadline = time.monotonic() + timeout_s
         try:
             ended, self._dropped = [self._completion(ended, "abort") for ended in self._dropped], []
@@ -140,17 +135,15 @@ class EmbeddedEngine(RolloutEngine):
         return ended
 
     def interrupt_poll(self) -> None:
-        """See the contract; a started decoding step is finished."""
+        """Return from :meth:`poll` after the current decoding step."""
         self._interrupted.set()
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """See the contract."""
         if self._batcher:
             with torch.inference_mode():
                 self._dropped += self._batcher.drop(set(request_ids))
 
     def load_hf(self, path: str, version: int = 0) -> None:
-        """See the contract."""
         reader, weight_map = HFReader(path), WeightMap(self.config)
         if WeightMap(reader.config).hf_shapes() != weight_map.hf_shapes():
             raise ModelError(f"model folder {path} holds another model than this engine", code="engine.other-model")
@@ -164,11 +157,10 @@ class EmbeddedEngine(RolloutEngine):
 
     @property
     def receiver(self) -> EmbeddedReceiver:
-        """See the contract."""
         return self._receiver
 
+
     def sleep(self, tags: Iterable[Tag] = TAGS) -> None:
-        """See the contract."""
         tags = check_tags(tags)
         if self._running:
             raise RolloutError(
@@ -185,7 +177,7 @@ class EmbeddedEngine(RolloutEngine):
             torch.cuda.empty_cache()  # torch keeps freed blocks, which the trainer on the same GPU could not use
 
     def wake(self, tags: Iterable[Tag] = TAGS) -> None:
-        """See the contract. The KV cache is allocated by the next :meth:`submit`."""
+        """Allocate the weights; the next :meth:`submit` allocates the KV cache."""
         tags = check_tags(tags)
         if self._closed:
             raise RolloutError("the engine was shut down", code="engine.shut-down")
@@ -194,31 +186,25 @@ class EmbeddedEngine(RolloutEngine):
             self._weights.allocate()
 
     def health(self) -> EngineHealth:
-        """See the contract."""
         ready = not (self.stale or self._asleep or self._closed)
         return EngineHealth(ready, self.stale, self.weight_version, tuple(tag for tag in TAGS if tag in self._asleep))
 
     def weights(self, rank: int = 0) -> Mapping[str, Tensor]:
-        """See the contract."""
         _check_rank(rank)
         return self._weights.tensors
 
     def rectangle_checksums(self, rectangles: Sequence[Sequence[ParamRectangle]]) -> list[list[int]]:
-        """See the contract."""
         (parts,) = rectangles
         return [[self._weights.rectangle_checksum(part) for part in parts]]
 
     def checksum(self, rank: int = 0) -> dict[str, str]:
-        """See the contract."""
         _check_rank(rank)
         return {name: tensor_checksum(tensor) for name, tensor in self._weights.tensors.items()}
 
     def fingerprint(self) -> tuple[str, ...]:
-        """See the contract."""
         return (hashlib.blake2b(repr(self.checksum()).encode(), digest_size=16).hexdigest(),)
 
     def shutdown(self) -> None:
-        """See the contract."""
         self.sleep()
         self._closed = True
 

@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.rollout.embedded.decode_step import decode_step
 from megarl.rollout.embedded.decoder import TransformerDecoder
-from megarl.rollout.embedded.kv_cache import KVCache, PromptAttention
+from megarl.rollout.embedded.kv_cache import KVCache, PromptAttention, StepAttention
 from megarl.rollout.embedded.routes import RouteTable
 from megarl.rollout.embedded.sampling import Sampler, StopRules
 from megarl.rollout.interface import Request
@@ -147,10 +146,7 @@ class ContinuousBatcher:
     request has a lane: a row in the tables of tokens, sampling parameters and stop rules.
 
     Args:
-        decoder: the model.
         cache: empty KV cache, long enough for every prompt with its response.
-        sampler: draws tokens.
-        rules: end of each request.
         lanes: maximum running requests, also of sampler and rules.
         prompt_tokens: maximum prompt tokens in one forward pass.
         routes: records experts; None = they are not recorded.
@@ -176,7 +172,6 @@ class ContinuousBatcher:
         self._size = 0
         # By slot: newest token, its position, number of generated tokens, lane.
         self._state = torch.zeros(4, lanes, dtype=torch.int64, device=device)
-        self._decode_step = decode_step(cache, self._state, dynamic=decoder.has_experts)
         # On the host, since reading a position waits for the device: position of a lane = steps + its entry here.
         self._steps = 0
         self._offsets: dict[int, int] = {}
@@ -251,26 +246,31 @@ class ContinuousBatcher:
         hidden = self.decoder.hidden(tokens, attention.positions, attention, attention.ends, routes)
         logits = self.decoder.logits(hidden)
 
-        # The first member of each group uses the slot of its prompt; the others get copies in the following slots.
-        owners = [*range(len(groups)), *(i for i, group in enumerate(groups) for _ in group.members[1:])]
-        members = [group.members[0] for group in groups] + [m for group in groups for m in group.members[1:]]
-        owner = torch.tensor(owners, device=self._device)
-        if len(owners) > len(groups):
-            copies = torch.arange(len(groups), len(owners), device=self._device)
-            self._cache.copy(first + owner[len(groups) :], first + copies, longest)
+        # The first request of each group uses the slot of its prompt; the others get copies in the following slots.
+        requests = [group.members[0] for group in groups] + [m for group in groups for m in group.members[1:]]
+        prompts = [*range(len(groups)), *(i for i, group in enumerate(groups) for _ in group.members[1:])]
+        prompt = torch.tensor(prompts, device=self._device)
+        if len(requests) > len(groups):
+            copies = torch.arange(len(groups), len(requests), device=self._device)
+            self._cache.copy(first + prompt[len(groups) :], first + copies, longest)
 
-        self._size, self._is_sorted = first + len(owners), False
+        self._size, self._is_sorted = first + len(requests), False
+        lanes = self._assign(requests)
         state = self._state[:, first : self._size]
-        state[1] = attention.positions[attention.ends][owner] + 1
-        state[2] = torch.tensor([len(member.prior_ids) for member in members], device=self._device)
-        lanes = self._assign(members)
+        state[1] = attention.positions[attention.ends][prompt] + 1
+        state[2] = torch.tensor([len(request.prior_ids) for request in requests], device=self._device)
         state[3] = torch.tensor(lanes, device=self._device)
-        if self._routes is not None and routes is not None:
+        if routes is not None:
             by_prompt = routes.split([len(group.prompt) - skip for group in groups])
-            for lane, number in zip(lanes, owners, strict=True):
-                parts = (self._prefix_routes, by_prompt[number]) if skip else (by_prompt[number],)
-                self._routes.begin(lane, [part for part in parts if part is not None])
-        self._record(first, *self._sampler.draw(logits[owner], state[3], state[2]))
+            self._begin_routes(lanes, [by_prompt[number] for number in prompts])
+        self._record(first, *self._sampler.draw(logits[prompt], state[3], state[2]))
+
+    def _begin_routes(self, lanes: Sequence[int], routes: Sequence[Tensor]) -> None:
+        """Store each lane's routes of its prompt: those of the shared prefix, then its own."""
+        assert self._routes is not None
+        prefix = [self._prefix_routes] if self._queue.prefix_length and self._prefix_routes is not None else []
+        for lane, own in zip(lanes, routes, strict=True):
+            self._routes.begin(lane, [*prefix, own])
 
     def _assign(self, requests: Sequence[Request]) -> list[int]:
         """Assign a lane to each request, whose next token has the position after its prompt and prior response."""
@@ -295,9 +295,10 @@ class ContinuousBatcher:
         """Decode one token of every running sequence."""
         self._cache.fit(self._longest(), self._size)
         self._sort_slots()
-        _, positions, counts, lanes = self._state[:, : self._size]
+        tokens, positions, counts, lanes = self._state[:, : self._size]
         routes = None if self._routes is None else self._routes.new(self._size)
-        logits = self._decode_step.logits(self.decoder, self._size, routes)
+        hidden = self.decoder.hidden(tokens, positions, StepAttention(self._cache, positions), routes=routes)
+        logits = self.decoder.logits(hidden)
         if self._routes is not None and routes is not None:
             self._routes.store(lanes, positions, routes, self._longest())
         positions += 1

@@ -21,7 +21,7 @@ from megarl.models.sink_attention import masked_sink_attention, sink_attention
 from megarl.models.torch_attention import dot_product_attention
 from megarl.rollout.embedded.delta_states import DeltaStates, TokenInputs
 
-# Widths are multiples of this many tokens. On a GPU each width has its own CUDA graph of the decode step.
+# Widths are multiples of this many tokens: a change of width moves all tokens.
 WIDTH_MULTIPLE = {"cpu": 32, "cuda": 256}
 
 NARROW = 128
@@ -37,11 +37,7 @@ class KVCache:
     longest sequence needs. :meth:`fit` changes the width.
 
     Args:
-        config: model config.
-        slots: number of sequences.
         length: maximum tokens per slot.
-        dtype: dtype.
-        device: device.
     """
 
     def __init__(self, config: ModelConfig, slots: int, length: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -68,11 +64,6 @@ class KVCache:
     def device(self) -> torch.device:
         """Device of the cache."""
         return self._keys[0].device
-
-    @property
-    def address(self) -> int:
-        """Address of its memory, which :meth:`grow` replaces."""
-        return self._keys[0].data_ptr()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -174,7 +165,6 @@ class Attention(Protocol):
         """Compute the attention of the new tokens in one layer.
 
         Args:
-            layer: layer number.
             queries: ``[tokens, heads, key_dim]``.
             keys: ``[tokens, kv_heads, key_dim]``.
             values: ``[tokens, kv_heads, key_dim]``; None = the first elements of the keys (latent attention).
@@ -185,7 +175,7 @@ class Attention(Protocol):
         """
 
     def recur(self, layer: int, tokens: TokenInputs) -> Tensor:
-        """See :class:`~megarl.rollout.embedded.delta_states.Recurrence`."""
+        """Compute a gated delta net layer, as :class:`~megarl.rollout.embedded.delta_states.Recurrence`."""
 
 
 class PromptAttention:
@@ -194,7 +184,6 @@ class PromptAttention:
     Only the attention itself is padded to the longest prompt; all other operations run on packed tokens.
 
     Args:
-        cache: KV cache.
         first: slot of the first prompt; the others use the following slots.
         lengths: new tokens of each prompt.
         prefix: number of tokens that each of these slots holds already.
@@ -229,7 +218,7 @@ class PromptAttention:
     def __call__(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor | None, sinks: Tensor | None
     ) -> Tensor:
-        """See :class:`Attention`. Stale entries beyond a prompt's end are hidden by the causal mask."""
+        """Attend from the prompts; the causal mask hides stale entries beyond a prompt's end."""
         self._cache.write(layer, self._indices, keys, values)
         rectangle = queries.new_zeros(self._count * self._width, *queries.shape[1:])
         rectangle.index_copy_(0, self._in_rectangle, queries)
@@ -249,7 +238,6 @@ class PromptAttention:
         return dot_product_attention(rows, keys, values, mask=mask, is_causal=mask is None, scale=self._cache.scale)
 
     def recur(self, layer: int, tokens: TokenInputs) -> Tensor:
-        """See :class:`~megarl.rollout.embedded.delta_states.Recurrence`."""
         assert self._cache.delta is not None and self._chunks is not None
         return self._cache.delta.prompts(layer, tokens, self._chunks, self._first, self._prefix > 0)
 
@@ -278,7 +266,6 @@ class StepAttention:
     On a CPU, sequences of very different lengths attend in a few parts, each as wide as its longest sequence.
 
     Args:
-        cache: KV cache.
         positions: int64 ``[rows]``, position of the new token in each slot; on a CPU best in descending order.
     """
 
@@ -303,7 +290,7 @@ class StepAttention:
     def __call__(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor | None, sinks: Tensor | None
     ) -> Tensor:
-        """See :class:`Attention`. Query heads of one key head take the query-token dimension."""
+        """Attend from the new tokens; query heads of one key head take the query-token dimension."""
         self._cache.write(layer, self._indices, keys, values)
         rows, kv_heads = keys.shape[:2]
         stored_keys, stored_values = self._cache.read(layer, 0, rows)
@@ -331,7 +318,6 @@ class StepAttention:
         return dot_product_attention(queries, keys, values, mask=mask, is_causal=False, scale=scale)
 
     def recur(self, layer: int, tokens: TokenInputs) -> Tensor:
-        """See :class:`~megarl.rollout.embedded.delta_states.Recurrence`."""
         assert self._cache.delta is not None
         return self._cache.delta.step(layer, tokens)
 

@@ -69,9 +69,7 @@ def layer_parameters(weight_map: WeightMap, params: Mapping[str, Tensor], layer:
     """Return a layer's parameters by their names in the trainer, without the layer's number.
 
     Args:
-        weight_map: weight map of the model.
         params: parameters of the engine.
-        layer: global layer number.
     """
     return {name: params[rollout] for name, rollout in weight_map.layer_rollout_names(layer).items()}
 
@@ -80,7 +78,6 @@ class Norm:
     """RMS norm over the last dimension; the identity without a weight.
 
     Args:
-        config: model config.
         weight: ``[width]``; None = the model has no such norm.
         eps: added to the mean square; None = the model's.
     """
@@ -102,7 +99,6 @@ class PlainHeads:
     """Queries, keys and values of attention with one key-value head per group of query heads.
 
     Args:
-        config: model config.
         params: see :func:`layer_parameters`.
     """
 
@@ -237,7 +233,6 @@ class RoutedExperts:
     Tokens are sorted by expert, and each expert with tokens computes all of its own at once.
 
     Args:
-        config: model config, with experts.
         params: see :func:`layer_parameters`.
         layer: index among the layers with experts.
     """

@@ -16,9 +16,7 @@ class RouteTable:
     """Records the experts of each token, by lane of the running request and position.
 
     Args:
-        experts: experts of the model.
         lanes: maximum running requests.
-        device: device of the model.
     """
 
     def __init__(self, experts: Experts, lanes: int, device: torch.device) -> None:

@@ -51,12 +51,7 @@ def _mix(z: np.ndarray) -> np.ndarray:
 
 
 class Sampler:
-    """Draws the next token of each running request.
-
-    Args:
-        lanes: maximum number of running requests.
-        device: device of the logits.
-    """
+    """Draws the next token of each running request."""
 
     def __init__(self, lanes: int, device: torch.device) -> None:
         def column(dtype: torch.dtype) -> Tensor:
@@ -188,11 +183,8 @@ class StopRules:
     """Decides when each running request has ended: at a stop token, at a stop string, or at its limit.
 
     Args:
-        lanes: maximum number of running requests.
         eos: tokens that end every request without ``ignore_eos``.
-        vocab_size: number of token ids.
         decode: decodes tokens to text, for requests with stop strings.
-        device: device of the tokens.
     """
 
     def __init__(self, lanes: int, eos: frozenset[int], vocab_size: int, decode: Decode, device: torch.device) -> None:

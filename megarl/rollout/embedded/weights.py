@@ -30,7 +30,6 @@ class WeightStore(ShardWeights):
     Args:
         params: names and shapes, from :meth:`megarl.models.WeightMap.rollout_params`.
         dtype: dtype of the parameters; slices of another dtype are converted.
-        device: device of the parameters.
         float32: whether the parameter of a Hugging Face name is float32 instead
             (:meth:`megarl.models.WeightMap.is_float32`).
         rounds: whether the parameter of an engine's name is rounded to blockwise FP8
@@ -86,7 +85,7 @@ class WeightStore(ShardWeights):
         return quantized.finite
 
     def begin(self, version: int) -> None:
-        """See :meth:`ShardWeights.begin`; the parameters must have memory."""
+        """Begin an update of the parameters, which must have memory."""
         if not self.allocated:
             raise WeightSyncError("the engine's weights are asleep: wake 'weights' first", code="engine.asleep")
         super().begin(version)

@@ -13,6 +13,7 @@ from pathlib import Path
 from megarl.base.errors import ConfigError, ModelError
 from megarl.base.files import WRITABLE, write_error
 from megarl.base.packages import is_installed, require_sglang
+from megarl.base.provenance import install_command
 from megarl.config import (
     AdapterKeys,
     EvaluateConfig,
@@ -91,7 +92,8 @@ def check_packages(config: JobConfig) -> None:
         require_sglang()
     check_dashboard(config.trainer)
     if not is_installed("plotly"):
-        logger.warning("plotly is not installed, so the job will end without an HTML report: pip install plotly")
+        command = install_command("report")
+        logger.warning("plotly is not installed, so the job will end without an HTML report; to get one, %s", command)
 
 
 def check_writable(config: JobConfig) -> None:

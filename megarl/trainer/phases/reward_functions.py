@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.agents.types import TRAINING_REWARD, VALIDATION_REWARD
 from megarl.base.errors import RewardError
 from megarl.base.logs import ProcessLogs
+from megarl.base.packages import require_package
 from megarl.config.schema.jobs import GenerationJobConfig, ScoredJobConfig, TrainConfig
 from megarl.config.schema.rewards import (
     CUSTOM_REWARD,
@@ -145,6 +146,7 @@ def check_rewards(config: ScoredJobConfig) -> None:
 
     Raises:
         RewardError: a function cannot be imported or called, this machine has no sandbox, or an API key is missing.
+        ConfigError: the package of a function is missing.
     """
     if (validation := val_reward_config(config)) is not None:
         check_rewards(validation)
@@ -166,6 +168,8 @@ def check_rewards(config: ScoredJobConfig) -> None:
         is_local = spec.spec == "code" and keys.sandbox.url is None
         if is_local and (problem := isolation_problem(keys.sandbox.allow_unfiltered)):
             raise RewardError(f"reward function 'code': {problem}", code="sandbox.no-isolation")
+        if spec.spec == "math":
+            require_package("math_verify", "math", "reward function 'math'")
         if spec.spec == "judge" and keys.judge.api_key_env and keys.judge.api_key_env not in os.environ:
             raise RewardError(
                 f"reward.judge.api_key_env={keys.judge.api_key_env}: the environment variable is not set",

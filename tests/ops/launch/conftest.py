@@ -1,4 +1,4 @@
-"""Fake commands (ssh, srun, sbatch, scontrol, kubectl), and the launcher as a process."""
+"""Fake commands (ssh, srun, sbatch, scontrol), and the launcher as a process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FakeCommands:
     def __init__(self, folder: Path) -> None:
         self.folder, self.calls_file = folder / "bin", folder / "calls.jsonl"
         self.folder.mkdir()
-        for name in ("ssh", "srun", "sbatch", "scontrol", "kubectl"):
+        for name in ("ssh", "srun", "sbatch", "scontrol"):
             shutil.copy(HERE / "fake_command.py", self.folder / name)
 
     def environment(self) -> dict[str, str]:

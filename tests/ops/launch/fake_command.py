@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Fake ssh, srun, sbatch, scontrol or kubectl, selected by the name of the program.
+"""Fake ssh, srun, sbatch or scontrol, selected by the name of the program.
 
 It logs its arguments, and runs the remote command on this machine.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 name, arguments = Path(sys.argv[0]).name, sys.argv[1:]
 call = {"name": name, "arguments": arguments}
-if name in ("sbatch", "kubectl"):
+if name == "sbatch":
     call["input"] = sys.stdin.read()
 with Path(os.environ["FAKE_CALLS"]).open("a", encoding="utf-8") as file:
     file.write(json.dumps(call) + "\n")
@@ -37,5 +37,3 @@ elif name == "sbatch":
         print("sbatch: error: invalid partition specified: nowhere", file=sys.stderr)
         sys.exit(1)
     print("4711")
-elif name == "kubectl":
-    print("rayjob.ray.io/created")

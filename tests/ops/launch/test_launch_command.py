@@ -6,7 +6,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
 from expected_errors import raises
 
 from megarl.cli import main as megarl
@@ -46,7 +45,6 @@ def test_missing_job(argv):
     ("argv", "error", "named"),
     [
         (["tran", "a=b"], "launch.unknown-job", "'tran'.* train.*reward-model, preference, dpo, evaluate or generate"),
-        (["--image=x", "--on=local", *QUICK], "launch.unused-option", "--image .*--on kubernetes.*--on local"),
         (
             ["--srun=srun --mem=0", "--on=local", *QUICK],
             "launch.unused-option",
@@ -79,7 +77,7 @@ def test_missing_job(argv):
                 "launch.machine-size",
                 UNEQUAL + ".*--devices-per-node",
             )
-            for place in (["--hosts=a"], ["--on=sbatch"], ["--on=kubernetes", "--image=x"], ["--on=local"])
+            for place in (["--hosts=a"], ["--on=sbatch"], ["--on=local"])
         ),
         (
             ["--hosts=a", "--devices-per-node=8", *ASYNC, f"{ROLLOUT}.n_gpus_per_node=12", f"{ROLLOUT}.nnodes=1"],
@@ -171,9 +169,6 @@ def test_nodes_of_the_engines_are_launched(monkeypatch, capsys, tmp_path):
     assert command.main(["--on=sbatch", *ASYNC]) == 0
     script = capsys.readouterr().out
     assert "#SBATCH --nodes=8\n" in script and "#SBATCH --gpus-per-node=8\n" in script
-    assert command.main(["--on=kubernetes", "--image=x", *ASYNC]) == 0
-    cluster = yaml.safe_load(capsys.readouterr().out)["spec"]["rayClusterSpec"]
-    assert cluster["workerGroupSpecs"][0]["replicas"] == 7, "the head is the eighth"
 
 
 def test_one_machine_holds_a_trainer_and_engines_of_one_node_each():

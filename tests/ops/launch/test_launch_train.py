@@ -1,16 +1,20 @@
 """Training through the launcher, and the cluster scripts."""
 
+import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 from arithmetic_task import make_task
 
 from megarl.cli import main as megarl
+from megarl.ops.launch.options import read_job
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -131,9 +135,27 @@ def test_hosts_and_restarts_reach_the_launcher(fake_commands, tmp_path):
     settings = {"MODEL": str(MODELS / "Qwen2.5-7B"), "DATA": "/d/x.parquet", "OUTPUT": "/shared/x"}
     process = script("run_8b_grpo", HOSTS="unreachable", RESTARTS="1", **settings, **fake_commands.environment())
     assert process.returncode == 1 and "node unreachable is lost" in process.stderr
-    printed = script("run_8b_grpo", SUBMIT="kubernetes", LAUNCH="--image=i --volume=c=/shared", **settings)
-    assert "backoffLimit: 3" in printed.stdout and "claimName: c" in printed.stdout, printed.stderr
+    printed = script("run_8b_grpo", SUBMIT="sbatch", LAUNCH="--sbatch=--time=2-0", **settings)
+    assert "#SBATCH --time=2-0" in printed.stdout and "--max-restarts 3" in printed.stdout, printed.stderr
     assert "trainer.default_local_dir=/shared/x" in printed.stdout
+
+
+def test_rayjob_of_kubernetes():
+    """The manifest meets KubeRay's schema, its job is valid, and pods and devices are the job's."""
+    schema = json.loads(Path(__file__).with_name("rayjob_schema.json").read_text(encoding="utf-8"))
+    manifest = yaml.safe_load((ROOT / "launch/rayjob.yaml").read_text(encoding="utf-8"))
+    jsonschema.validate(manifest, schema)
+    cluster = manifest["spec"]["rayClusterSpec"]
+    (group,) = cluster["workerGroupSpecs"]
+    words = shlex.split(manifest["spec"]["entrypoint"])
+    assert words[:3] == ["python", "-m", "megarl.cli"]
+    job = read_job(words[3:], manifest["spec"]["backoffLimit"])
+    assert group["replicas"] == group["minReplicas"] == group["maxReplicas"] == job.nodes - 1, "the head is a node"
+    for pods in (cluster["headGroupSpec"], group):
+        (container,) = pods["template"]["spec"]["containers"]
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == job.devices
+        mounts = {mount["name"] for mount in container["volumeMounts"]}
+        assert mounts == {volume["name"] for volume in pods["template"]["spec"]["volumes"]}
 
 
 def test_scripts_and_configurations_reference_each_other():

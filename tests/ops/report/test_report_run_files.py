@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 from report_runs import MakeRun
 
-from megarl.ops.report import NoRunError
+from megarl.ops.report import NoRunError, page
 from megarl.ops.report.command import main
 from megarl.ops.report.run_files import (
     config_rows,
@@ -62,7 +63,9 @@ def test_missing_and_broken_files_are_reported(make_run: MakeRun) -> None:
     )
 
 
-def test_command_line(make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line(
+    make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_run()
     assert main([str(folder)]) == 0 and (folder / "report.html").exists()
     assert capsys.readouterr().out.startswith(f"{folder / 'report.html'} (2.")
@@ -71,6 +74,10 @@ def test_command_line(make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureF
     assert (tmp_path / "new" / "both.html").exists()
     assert main([str(tmp_path / "nowhere")]) == 2
     assert "nowhere: no such folder" in capsys.readouterr().err
+    page._plotly.cache_clear()
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    assert main([str(folder)]) == 2
+    assert capsys.readouterr().err.endswith("-e '.[report]' [packages.not-installed]\n")
 
 
 def test_config_rows_with_changed_keys(make_run: MakeRun) -> None:

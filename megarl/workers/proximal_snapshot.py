@@ -12,7 +12,7 @@ from megarl.megatron import MegatronEngine
 from megarl.megatron.runtime.host_memory import HostCopy
 
 
-class HeldPolicy:
+class ProximalSnapshot:
     """Keeps a copy of the actor's weights, or with LoRA of its adapters, while the actor goes on learning.
 
     The next copy reuses the host memory of the last one, because page-locking new memory is slow.
@@ -30,11 +30,11 @@ class HeldPolicy:
         self._is_current = False
 
     @property
-    def is_held(self) -> bool:
+    def exists(self) -> bool:
         """Whether there is a copy."""
         return self._weights is not None or self._adapters is not None
 
-    def hold(self) -> None:
+    def take(self) -> None:
         """Copy the current weights, which replace an earlier copy; may communicate."""
         if self._has_adapters:
             self._adapters = self._engine.copy_adapters()
@@ -42,7 +42,7 @@ class HeldPolicy:
             self._weights = self._engine.copy_weights(reuse=self._weights)
         self._is_current = True
 
-    def release(self) -> None:
+    def free(self) -> None:
         """Free the copy."""
         self._weights = self._adapters = None
 
@@ -51,8 +51,8 @@ class HeldPolicy:
         self._is_current = False
 
     def in_model(self) -> AbstractContextManager[None]:
-        """Swap in the held weights within the context; a no-op while the weights are unchanged."""
-        if self._is_current or not self.is_held:
+        """Swap in the snapshot's weights within the context; a no-op while the weights are unchanged."""
+        if self._is_current or not self.exists:
             return contextlib.nullcontext()
         if self._adapters is not None:
             return self._engine.swapped_adapters(self._adapters)

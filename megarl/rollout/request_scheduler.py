@@ -138,7 +138,7 @@ class _Replica:
         return max(0, self.capacity - len(self.held))
 
 
-class LoadBoard:
+class RequestScheduler:
     """Running requests of each replica, and the queue of waiting ones.
 
     A replica has at most ``capacity`` requests. The rest waits here, and the next free replica takes it. So no replica
@@ -203,8 +203,6 @@ class LoadBoard:
         """Record that a replica has finished a request.
 
         Args:
-            replica: number of the replica.
-            entry: the request.
             tokens: length of the response; None = aborted.
         """
         state = self._replicas[replica]

@@ -1,4 +1,4 @@
-"""Out-of-memory guard of a model pass: all ranks agree to repeat the pass, or the run ends.
+"""Out-of-memory vote of a model pass: all ranks agree to repeat the pass, or the run ends.
 
 A rank that runs out of memory leaves its pass, while its peers may wait for it in a collective. The pass can be
 repeated only if no rank waits:
@@ -46,11 +46,10 @@ class DeviceMemoryError(MegarlError):
         self.repeatable = repeatable
 
 
-class PassGuard:
+class OutOfMemoryVote:
     """Lets the ranks of a role agree after each pass whether one of them ran out of memory.
 
     Args:
-        runtime: process groups of this rank.
         enabled: vote after each pass; costs one small collective. Otherwise no pass can be repeated.
         peers_wait_s: see :data:`PEERS_WAIT_S`.
     """
@@ -107,7 +106,8 @@ class PassGuard:
         """Free the memory of an interrupted pass, and let all ranks leave the pass if they can; returns the error."""
         gc.collect()
         return_cached_memory()
-        text = f"rank {self._runtime.rank} ran out of device memory: {_first_sentences(reason)}"
+        cause = reason.split(" If reserved but")[0].strip().rstrip(".")  # without torch's advice on fragmentation
+        text = f"rank {self._runtime.rank} ran out of device memory: {cause}"
         obstacle = self._obstacle
         if not obstacle and gathers_weights:
             obstacle = "with overlap_param_gather other ranks wait for its weights"
@@ -165,11 +165,6 @@ def _collectives(group: Any) -> int:
     """Number of collectives that this rank has started in a process group."""
     count: int = group._get_sequence_number_for_group()
     return count
-
-
-def _first_sentences(reason: str) -> str:
-    """Torch's message without its advice on fragmentation and without the final full stop."""
-    return reason.split(" If reserved but")[0].strip().rstrip(".")
 
 
 class _RandomStates:
