@@ -1,6 +1,9 @@
-"""Time of forward passes and updates of a model in a Megatron layout.
+"""Cost of forward passes and updates of a model in a Megatron layout.
 
-The time of a pipeline stage per micro-batch is the sum of four parts: matrix products (or reading the weights, if that
+A cost is a time in seconds at the peak speeds of the hardware file, and orders layouts. A run takes longer, by a factor
+for each phase: :mod:`megarl.ops.plan.calibration` fits it to runs, and costs on calibrated hardware include it.
+
+The cost of a pipeline stage per micro-batch is the sum of four parts: matrix products (or reading the weights, if that
 takes longer), attention, memory-bound operations between them, and the collectives that its layers wait for. The
 slowest stage sets the pace: ``m`` micro-batches take ``m + (pp - 1) / vpp`` times its time; the second term is the
 pipeline bubble (section 2.2 of https://arxiv.org/abs/2104.04473). Gradients are reduced and weights gathered once per
@@ -9,14 +12,13 @@ optimizer step.
 
 from __future__ import annotations
 
-from functools import lru_cache
+import math
 from typing import NamedTuple
 
 from megarl.config.batch import MicroBatches
-from megarl.data.packing import common_micro_batch_count, fewest_micro_batches
+from megarl.data.packing import common_micro_batch_count
 from megarl.ops.plan.flops import (
     BACKWARD,
-    FlopCount,
     SequenceStats,
     forward_flops,
     optimized_elements,
@@ -25,7 +27,7 @@ from megarl.ops.plan.flops import (
 )
 from megarl.ops.plan.hardware import CollectiveGroups, Hardware
 from megarl.ops.plan.job import PlannedPass, PlannedRole
-from megarl.ops.plan.lengths import Ints, Lengths
+from megarl.ops.plan.lengths import Lengths
 from megarl.ops.plan.states import FLOAT32, MOMENTS
 
 ADAM_BYTES = 34
@@ -37,72 +39,70 @@ LOGITS_PASSES = 4
 """Number of times that float32 logits are read or written to compute log-probs."""
 
 
-class TimeBreakdown(NamedTuple):
-    """Seconds by cause.
+class Cost(NamedTuple):
+    """Cost by cause.
 
     Attributes:
         compute: matrix products and attention.
         memory: exposed memory traffic: norms, activations, logits, optimizer, reading weights.
-        tensor: tensor-parallel collectives, including those of experts.
-        context: exchange of keys and values between context-parallel ranks.
-        expert: all-to-all of tokens to their experts and back.
-        stages: sends of activations between pipeline stages.
+        parallel: collectives and sends between tensor, context, expert and pipeline parallel ranks.
         bubble: pipeline bubble.
         data: gradient reduction and weight gather between data-parallel ranks.
         host: copies of offloaded states.
         latency: latencies, independent of sizes.
-        network: weight sync.
+        transfer: weight sync.
     """
 
     compute: float = 0.0
     memory: float = 0.0
-    tensor: float = 0.0
-    context: float = 0.0
-    expert: float = 0.0
-    stages: float = 0.0
+    parallel: float = 0.0
     bubble: float = 0.0
     data: float = 0.0
     host: float = 0.0
     latency: float = 0.0
-    network: float = 0.0
+    transfer: float = 0.0
 
     @property
-    def seconds(self) -> float:
+    def total(self) -> float:
         """Sum over all causes."""
         return sum(self)
 
-    def plus(self, other: TimeBreakdown) -> TimeBreakdown:
-        """Return the sum of two breakdowns, by cause."""
-        return TimeBreakdown(*(a + b for a, b in zip(self, other, strict=True)))
+    def plus(self, other: Cost) -> Cost:
+        """Return the sum of two costs, by cause."""
+        return Cost(*(a + b for a, b in zip(self, other, strict=True)))
 
-    def times(self, factor: float) -> TimeBreakdown:
-        """Return the breakdown multiplied by a factor."""
-        return TimeBreakdown(*(factor * value for value in self))
+    def times(self, factor: float) -> Cost:
+        """Return the cost multiplied by a factor."""
+        return Cost(*(factor * value for value in self))
 
 
-class PassTime(NamedTuple):
-    """Time of one pass over all samples of a training step.
+class PhaseCost(NamedTuple):
+    """Cost of a phase over all samples of a training step.
 
     Attributes:
         phase: name of the phase.
-        role: name of the role.
-        cost: seconds by cause.
+        cost: cost by cause; seconds, if the hardware is calibrated.
         flops: model FLOPs, over all devices.
+        devices: number of devices of the phase: those of its roles' pool.
     """
 
     phase: str
-    role: str
-    cost: TimeBreakdown
-    flops: FlopCount
+    cost: Cost
+    flops: float
+    devices: int
 
-    def plus(self, other: PassTime) -> PassTime:
-        """Return the time of two passes, one after the other, of this pass's phase and role."""
-        cost = TimeBreakdown(*(a + b for a, b in zip(self.cost, other.cost, strict=True)))
-        return self._replace(cost=cost, flops=self.flops.plus(other.flops))
+    @classmethod
+    def of(cls, phase: str, at_peak: Cost, flops: float, devices: int, hardware: Hardware) -> PhaseCost:
+        """Return the cost of a phase from its cost at peak speeds."""
+        return cls(phase, at_peak.times(1 / hardware.efficiency(phase)), flops, devices)
+
+    def plus(self, other: PhaseCost) -> PhaseCost:
+        """Return the cost of two passes of this phase, one after the other."""
+        return self._replace(cost=self.cost.plus(other.cost), flops=self.flops + other.flops)
 
 
-class PassTimer:
-    """Times the passes of a role.
+class PassModel:
+    """Model of the passes of a role.
 
     Args:
         role: the model and its layout.
@@ -115,7 +115,7 @@ class PassTimer:
         self.role, self.hardware, self.lengths = role, hardware, lengths
         self.groups = CollectiveGroups.of(role.layout, devices_per_node)
         self._stages = [role.layout.stage_layers(role.model.num_layers, stage) for stage in range(role.layout.pp)]
-        # Except for norms and router, stages with equal parts take equal time: one of each kind is enough.
+        # Except for norms and router, stages with equal parts have equal costs: one of each kind is enough.
         kinds: dict[tuple[int, int, int, int, bool, bool], int] = {}
         for stage, layers in enumerate(self._stages):
             with_experts = sum(role.model.has_experts(layer) for layer in layers)
@@ -126,48 +126,49 @@ class PassTimer:
         self._elements = {stage: rank_elements(role, stage) for stage in self._kinds}
         self._most = max(self._elements.values(), key=lambda elements: elements.total)
 
-    def time(self, planned: PlannedPass, micro: MicroBatches) -> PassTime:
-        """Return the time of a pass in a training step, and its model FLOPs.
+    def cost(self, planned: PlannedPass, micro: MicroBatches) -> PhaseCost:
+        """Return the cost of a pass in a training step, and its model FLOPs.
 
         Args:
             planned: the pass.
             micro: micro-batch sizes.
         """
         steps = max(1, planned.optimizer_steps)
-        prompts, responses = self.lengths.rows(max(1, planned.samples // steps))
-        rows = SequenceStats.of(prompts, responses, self.role.model)
+        rows = self.rows(max(1, planned.samples // steps))
         layers = range(self.role.model.num_layers)
         flops = forward_flops(self.role, rows, layers, with_head=not planned.hidden_only)
-        flops = flops.times(steps * (1 + BACKWARD if planned.updates else 1))
-        cost = self._mini_batch(planned, micro, prompts, responses).times(steps).plus(self._host_copies(planned))
-        return PassTime(planned.phase, self.role.name, cost, flops)
+        flops *= steps * (1 + BACKWARD if planned.updates else 1)
+        cost = self._mini_batch(planned, micro, rows).times(steps).plus(self._host_copies(planned))
+        return PhaseCost.of(planned.phase, cost, flops, self.role.layout.world_size, self.hardware)
 
-    def _mini_batch(self, planned: PlannedPass, sizes: MicroBatches, prompts: Ints, responses: Ints) -> TimeBreakdown:
-        """Return the time of a mini-batch with its optimizer step, or of all micro-batches of a pass without update."""
+    def rows(self, samples: float) -> SequenceStats:
+        """Return the sums over a number of samples."""
+        return SequenceStats.of(samples, self.lengths.prompt, self.lengths.response, self.role.model)
+
+    def _mini_batch(self, planned: PlannedPass, sizes: MicroBatches, rows: SequenceStats) -> Cost:
+        """Return the cost of a mini-batch with its optimizer step, or of all micro-batches of a pass without update."""
         layout = self.role.layout
-        share = SequenceStats.of(prompts, responses, self.role.model).part(1 / layout.dp)
-        count = self.micro_batches(sizes, prompts + responses)
+        share = rows.part(1 / layout.dp)
+        count = self.micro_batches(sizes, share.sequences)
         micro = share.part(1 / count)
         forward = [self.forward(stage, micro, with_head=not planned.hidden_only) for stage in self._kinds]
-        backward = [self.backward(stage, micro) if planned.updates else TimeBreakdown() for stage in self._kinds]
-        slowest = max((f.plus(b) for f, b in zip(forward, backward, strict=True)), key=lambda cost: cost.seconds)
-        bubble = slowest.seconds * (layout.pp - 1) / layout.vpp
+        backward = [self.backward(stage, micro) if planned.updates else Cost() for stage in self._kinds]
+        slowest = max((f.plus(b) for f, b in zip(forward, backward, strict=True)), key=lambda cost: cost.total)
+        bubble = slowest.total * (layout.pp - 1) / layout.vpp
         cost = slowest.times(count)._replace(bubble=bubble)
         if planned.updates:
-            overlap = (max(b.seconds for b in backward), max(f.seconds for f in forward))
-            cost = cost.plus(self.optimizer_step(*overlap))
+            cost = cost.plus(self.optimizer_step())
         return cost
 
-    def micro_batches(self, sizes: MicroBatches, lengths: Ints) -> int:
-        """Return the number of micro-batches of a data-parallel rank, packed as the ranks pack them."""
-        share = lengths[:: self.role.layout.dp]
-        if sizes.samples is not None:
-            return common_micro_batch_count([-(-len(share) // sizes.samples)], sizes.multiple)
-        limit = max(sizes.max_tokens or 0, int(share.max()))
-        return common_micro_batch_count([_packed(tuple(share.tolist()), limit)], sizes.multiple)
+    def micro_batches(self, sizes: MicroBatches, samples: float) -> int:
+        """Return the number of micro-batches that a number of samples of mean length fills."""
+        each = sizes.samples
+        if each is None:
+            each = max(1, int((sizes.max_tokens or 0) / (self.lengths.prompt + self.lengths.response)))
+        return common_micro_batch_count([max(1, math.ceil(samples / each))], sizes.multiple)
 
-    def forward(self, stage: int, micro: SequenceStats, *, with_head: bool = True) -> TimeBreakdown:
-        """Return the time of a micro-batch's forward pass on one rank of a stage.
+    def forward(self, stage: int, micro: SequenceStats, *, with_head: bool = True) -> Cost:
+        """Return the cost of a micro-batch's forward pass on one rank of a stage.
 
         Args:
             stage: pipeline stage.
@@ -175,47 +176,37 @@ class PassTimer:
             with_head: compute logits or values on the last stage; False = final hidden states only.
         """
         role, hardware, layout = self.role, self.hardware, self.role.layout
-        layers, dtype = self._stages[stage], role.megatron.dtype
-        with_head = with_head and stage == layout.pp - 1
-        flops = forward_flops(role, micro, layers, with_head=with_head).times(1 / (layout.tp * layout.cp))
-        products = flops._replace(attention=0.0).seconds(hardware, dtype)
+        layers, with_head = self._stages[stage], with_head and stage == layout.pp - 1
+        flops = forward_flops(role, micro, layers, with_head=with_head) / (layout.tp * layout.cp)
+        compute = hardware.compute_s(flops, role.megatron.dtype)
         weights = hardware.reading_s(self._elements[stage].total * role.dtype_bytes)
-        compute = flops.seconds(hardware, dtype)
-        memory = max(0.0, weights - products) + hardware.reading_s(self._moved(stage, micro, with_head))
+        memory = max(0.0, weights - compute) + hardware.reading_s(self._moved(stage, micro, with_head))
         floor = len(layers) * hardware.latency.layer_us * 1e-6
-        return TimeBreakdown(
+        parallel = self._tensor(layers, micro) + self._context(len(layers), micro) + self._expert(layers, micro)
+        return Cost(
             compute=compute,
             memory=memory,
-            tensor=self._tensor(layers, micro),
-            context=self._context(len(layers), micro),
-            expert=self._expert(layers, micro),
-            stages=self._send(micro),
+            parallel=parallel + self._send(micro),
             latency=max(0.0, floor - compute - memory),
         )
 
-    def backward(self, stage: int, micro: SequenceStats) -> TimeBreakdown:
-        """Return the time of a micro-batch's backward pass, including recomputation."""
-        role, hardware, layout = self.role, self.hardware, self.role.layout
+    def backward(self, stage: int, micro: SequenceStats) -> Cost:
+        """Return the cost of a micro-batch's backward pass, including recomputation."""
+        role, layout = self.role, self.role.layout
         forward, layers = self.forward(stage, micro), self._stages[stage]
         # The additional gather and reduction of sequence parallelism overlap with a product of the same layer.
-        cost = forward.times(BACKWARD)._replace(
-            tensor=forward.tensor, expert=forward.expert, stages=forward.stages, context=2 * forward.context
-        )
-        recomputed = recomputed_flops(role, micro, layers).times(1 / (layout.tp * layout.cp))
-        compute = recomputed.seconds(hardware, role.megatron.dtype)
+        cost = forward.times(BACKWARD)._replace(parallel=forward.parallel + self._context(len(layers), micro))
+        recomputed = recomputed_flops(role, micro, layers) / (layout.tp * layout.cp)
+        compute = self.hardware.compute_s(recomputed, role.megatron.dtype)
         if role.megatron.recompute_granularity == "full":
             first = role.megatron.recompute_num_layers or 1
             share = 1.0 if role.megatron.recompute_method != "block" else min(1.0, first / max(1, len(layers)))
-            cost = cost.plus(forward._replace(compute=0.0, stages=0.0).times(share))
+            again = forward._replace(compute=0.0, parallel=forward.parallel - self._send(micro))
+            cost = cost.plus(again.times(share))
         return cost._replace(compute=cost.compute + compute)
 
-    def optimizer_step(self, backward_s: float, forward_s: float) -> TimeBreakdown:
-        """Return the time of gradient reduction, optimizer step and weight gather, on the ranks with most weights.
-
-        Args:
-            backward_s: backward seconds of one micro-batch, which ``overlap_grad_reduce`` hides the reduction behind.
-            forward_s: forward seconds of one micro-batch, which ``overlap_param_gather`` hides the gather behind.
-        """
+    def optimizer_step(self) -> Cost:
+        """Return the cost of gradient reduction, optimizer step and weight gather, on the ranks with most weights."""
         role, hardware, elements = self.role, self.hardware, self._most
         pairs = ((self.groups.data, elements.shared), (self.groups.expert_data, elements.experts))
         if role.megatron.use_distributed_optimizer:
@@ -224,13 +215,9 @@ class PassTimer:
         else:
             summed = sum(group.reduce_s(FLOAT32 * n, hardware) for group, n in pairs if n)
             gathered = 0.0
-        if role.megatron.overlap_grad_reduce:
-            summed = max(0.0, summed - backward_s)
-        if role.megatron.overlap_param_gather:
-            gathered = max(0.0, gathered - forward_s)
         moved = ADAM_BYTES * optimized_elements(role, elements)
         moved += 2 * FLOAT32 * elements.total  # gradients are zeroed, and their norm is computed
-        return TimeBreakdown(data=summed + gathered, memory=hardware.reading_s(moved))
+        return Cost(data=summed + gathered, memory=hardware.reading_s(moved))
 
     def _moved(self, stage: int, micro: SequenceStats, with_head: bool) -> float:
         """Return the bytes that memory-bound operations read and write: norms, rotary, gates, residuals, logits."""
@@ -296,8 +283,8 @@ class PassTimer:
         nbytes = tokens * role.model.hidden_size * role.dtype_bytes
         return layout.vpp * self.groups.pipeline.send_s(nbytes, self.hardware)
 
-    def _host_copies(self, planned: PlannedPass) -> TimeBreakdown:
-        """Return the time to onload and offload states around the pass, and to swap in other weights."""
+    def _host_copies(self, planned: PlannedPass) -> Cost:
+        """Return the cost to onload and offload states around the pass, and to swap in other weights."""
         megatron = self.role.megatron
         # Unchanged weights are offloaded without a copy.
         copies = int(megatron.param_offload) * (1 + planned.updates)
@@ -308,15 +295,7 @@ class PassTimer:
         nbytes = 0.0
         if planned.updates and megatron.optimizer_offload:
             nbytes = 2 * optimized_elements(self.role, self._most) * FLOAT32 * (MOMENTS + (megatron.dtype != "float32"))
-        return TimeBreakdown(host=copies * weights_copy_s(self.role, self.hardware) + self.hardware.host_copy_s(nbytes))
-
-
-@lru_cache(maxsize=256)
-def _packed(lengths: tuple[int, ...], limit: int) -> int:
-    """Return the number of micro-batches of at most ``limit`` tokens that sequences of these lengths fill."""
-    if min(lengths) == max(lengths):
-        return -(-len(lengths) // (limit // lengths[0]))
-    return fewest_micro_batches(lengths, max_tokens=limit)
+        return Cost(host=copies * weights_copy_s(self.role, self.hardware) + self.hardware.host_copy_s(nbytes))
 
 
 def weights_copy_s(role: PlannedRole, hardware: Hardware) -> float:
