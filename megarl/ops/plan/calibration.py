@@ -9,10 +9,10 @@ result is a hardware file with ``efficiencies``.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 
@@ -84,34 +84,30 @@ def measured_run(folder: Path, hardware_name: str | None = None) -> MeasuredRun:
             f"--calibrate {folder}: {METRICS_FILE} needs two steps or more; the first does not count",
             code="plan.calibrate-steps",
         )
-    hardware = replace(hardware_of(config, hardware_name), efficiencies={})
-    plan = estimate(config, hardware, _lengths(config, rows))
-    phases = [phase.phase for phase in plan.step.phases]
-    seconds = {phase: _mean(rows, f"timing_s/{phase}", statistics.median) for phase in phases}
+    plan = estimate(config, replace(hardware_of(config, hardware_name), efficiencies={}), _lengths(config, rows))
+    costs = {phase.phase: phase.cost.total for phase in plan.step.phases if phase.cost.total}
+    seconds = {phase: _over(rows, f"timing_s/{phase}", statistics.median) for phase in costs}
     if isinstance(config, SupervisedConfig):  # one timer covers all passes: each gets its share of the cost
-        costs = {phase.phase: phase.cost.total for phase in plan.step.phases}
-        update = _mean(rows, "timing_s/update", statistics.median)
+        update = seconds["update"]
         seconds = {phase: update * cost / sum(costs.values()) for phase, cost in costs.items()}
-    costs = {phase.phase: phase.cost.total for phase in plan.step.phases}
-    return MeasuredRun(plan, {phase: taken for phase, taken in seconds.items() if taken > 0 and costs[phase] > 0})
+    return MeasuredRun(plan, {phase: taken for phase, taken in seconds.items() if taken > 0})
 
 
 def _lengths(config: TrainConfig | SupervisedConfig, rows: Sequence[MetricsRow]) -> Lengths:
     """Return the measured lengths."""
-    prompt, response, longest = (
-        _mean(rows, name, statistics.mean)
-        for name in ("prompt_length/mean", "response_length/mean", "response_length/max")
-    )
     if isinstance(config, SupervisedConfig):
         sequences = config.data.train_batch_size * config.sequences_per_row
-        tokens = _mean(rows, "perf/total_num_tokens", statistics.mean) / sequences
+        tokens = _over(rows, "perf/total_num_tokens", statistics.mean) / sequences
         return Lengths(0.0, tokens, tokens, "measured")
+    names = ("prompt_length/mean", "response_length/mean", "response_length/max")
+    prompt, response, longest = (_over(rows, name, statistics.mean) for name in names)
     return Lengths(prompt, response, longest, "measured")
 
 
-def _mean(rows: Sequence[MetricsRow], name: str, of: Any) -> float:
+def _over(rows: Sequence[MetricsRow], name: str, statistic: Callable[[list[float]], float]) -> float:
+    """Return a statistic of a metric over the steps that have it; 0 if none has."""
     values = [row[name] for row in rows if name in row]
-    return float(of(values)) if values else 0.0
+    return statistic(values) if values else 0.0
 
 
 def fit(runs: Sequence[MeasuredRun]) -> Calibration:

@@ -90,9 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _plan(options: argparse.Namespace, config: Job, hardware: Hardware, lengths: Lengths) -> int:
     def confirm(suggestion: Suggestion) -> Estimate:
         changed_config = compose(_request(options, suggestion.overrides()))
-        return estimate(changed_config, hardware, lengths, with_sync=False)
+        return estimate(changed_config, hardware, lengths)
 
-    planned = estimate(config, hardware, lengths)
+    planned = estimate(config, hardware, lengths, with_sync=True)
     suggestion = None if planned.fits else find_suggestion(config, planned, confirm)
     if options.json:
         print(plan_json(planned, suggestion))

@@ -358,7 +358,7 @@ class _Choice:
 
     def _plan(self, changes: Changes) -> Estimate:
         config = changed(self.config, {**changes, **self._fixed_sizes})
-        return estimate(config, self.hardware, lengths_of(config), with_sync=False)
+        return estimate(config, self.hardware, lengths_of(config))
 
     def with_reasons(self, sizes: Changes, settings: _Settings) -> AutomaticLayout:
         """Return the chosen values with their reasons, and the plan with them."""

@@ -3,11 +3,10 @@
 A cost is a time in seconds at the peak speeds of the hardware file, and orders layouts. A run takes longer, by a factor
 for each phase: :mod:`megarl.ops.plan.calibration` fits it to runs, and costs on calibrated hardware include it.
 
-The cost of a pipeline stage per micro-batch is the sum of four parts: matrix products (or reading the weights, if that
-takes longer), attention, memory-bound operations between them, and the collectives that its layers wait for. The
-slowest stage sets the pace: ``m`` micro-batches take ``m + (pp - 1) / vpp`` times its time; the second term is the
-pipeline bubble (section 2.2 of https://arxiv.org/abs/2104.04473). Gradients are reduced and weights gathered once per
-optimizer step.
+The cost of a pipeline stage per micro-batch is that of its matrix products, or of reading the weights, if that takes
+longer, and of the collectives that its layers wait for. The slowest stage sets the pace: ``m`` micro-batches take
+``m + (pp - 1) / vpp`` times its cost; the second term is the pipeline bubble (section 2.2 of
+https://arxiv.org/abs/2104.04473). Gradients are reduced and weights gathered once per optimizer step.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ ADAM_BYTES = 34
 
 Gradient, main weight and moments are read; main weight, moments and weight are written.
 """
-LOGITS_PASSES = 4
-"""Number of times that float32 logits are read or written to compute log-probs."""
 
 
 class Cost(NamedTuple):
@@ -44,7 +41,7 @@ class Cost(NamedTuple):
 
     Attributes:
         compute: matrix products and attention.
-        memory: exposed memory traffic: norms, activations, logits, optimizer, reading weights.
+        memory: reading weights, optimizer steps, and the KV cache, where that takes longer than computing.
         parallel: collectives and sends between tensor, context, expert and pipeline parallel ranks.
         bubble: pipeline bubble.
         data: gradient reduction and weight gather between data-parallel ranks.
@@ -180,7 +177,7 @@ class PassModel:
         flops = forward_flops(role, micro, layers, with_head=with_head) / (layout.tp * layout.cp)
         compute = hardware.compute_s(flops, role.megatron.dtype)
         weights = hardware.reading_s(self._elements[stage].total * role.dtype_bytes)
-        memory = max(0.0, weights - compute) + hardware.reading_s(self._moved(stage, micro, with_head))
+        memory = max(0.0, weights - compute)
         floor = len(layers) * hardware.latency.layer_us * 1e-6
         parallel = self._tensor(layers, micro) + self._context(len(layers), micro) + self._expert(layers, micro)
         return Cost(
@@ -218,26 +215,6 @@ class PassModel:
         moved = ADAM_BYTES * optimized_elements(role, elements)
         moved += 2 * FLOAT32 * elements.total  # gradients are zeroed, and their norm is computed
         return Cost(data=summed + gathered, memory=hardware.reading_s(moved))
-
-    def _moved(self, stage: int, micro: SequenceStats, with_head: bool) -> float:
-        """Return the bytes that memory-bound operations read and write: norms, rotary, gates, residuals, logits."""
-        role, layout, model = self.role, self.role.layout, self.role.model
-        tokens, split = micro.tokens / layout.cp, layout.tp if role.sequence_parallel else 1
-        heads = model.num_attention_heads + 2 * model.num_key_value_heads
-        per_layer = 10 * model.hidden_size / split + 2 * heads * model.head_dim / layout.tp
-        total = per_layer * len(self._stages[stage])
-        experts = model.experts
-        for layer in self._stages[stage]:
-            if experts is not None and model.has_experts(layer):
-                inner = experts.per_token * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
-                # each copy of a token is permuted and weighted on the way to its expert and back
-                total += (4 * inner + 6 * experts.per_token * model.hidden_size) / layout.tp
-            else:
-                total += 3 * model.ffn_hidden_size / layout.tp
-        logits = 0.0
-        if with_head and not role.value_head:
-            logits = LOGITS_PASSES * FLOAT32 * micro.outputs / layout.cp * model.vocab_size / layout.tp
-        return tokens * total * role.dtype_bytes + logits
 
     def _tensor(self, layers: list[int], micro: SequenceStats) -> float:
         """Return the seconds of tensor-parallel collectives (all-reduce, or gather and scatter) in attention, MLP."""

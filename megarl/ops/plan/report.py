@@ -37,7 +37,7 @@ CAUSES = {
 """Display names of the fields of :class:`Cost`."""
 SHOWN_CAUSES, LEAST_SHARE = 3, 0.03
 UNCALIBRATED = (
-    "no seconds without --calibration; causes are shares of the phase at the peak speeds of the hardware file"
+    "no seconds, since no run has calibrated this hardware (--calibrate); causes are shares at its peak speeds"
 )
 WIDTH = 120
 """Line length of plain-text tables; only the last column wraps."""
@@ -152,8 +152,7 @@ def _sync(sync: SyncTraffic) -> ReportSection:
     lines = [
         f"{gigabytes(sync.total)} in {count_noun(sync.buckets, 'bucket')}: {gigabytes(sync.on_device)} on the same "
         f"device, {gigabytes(sync.within_nodes)} inside nodes, {gigabytes(sync.between_nodes)} between nodes",
-        f"at most {gigabytes(sync.most_received)} received and {gigabytes(sync.most_sent)} sent by a rank, "
-        f"paced by {sync.limit}",
+        f"at most {gigabytes(sync.most_received)} received and {gigabytes(sync.most_sent)} sent by a rank",
     ]
     return ReportSection("Weight sync", lines)
 
@@ -201,7 +200,7 @@ def search_sections(result: SearchResult, hardware_name: str) -> list[ReportSect
     rows = [_candidate_row(number, result) for number in range(len(result.best))]
     if not result.best[0].estimate.step.is_calibrated:
         head = ["", "cost", "fullest", "layouts"]
-        lines.append("cost of a step, relative to the first layout; an estimate without a calibration (--calibrate)")
+        lines.append("cost of a step, relative to the first layout; no run has calibrated this hardware (--calibrate)")
     else:
         head = ["", "tok/s/device", "step s", "MFU", "fullest", "layouts"]
     chosen = [
@@ -276,16 +275,12 @@ def plan_json(plan: Estimate, suggestion: Suggestion | None) -> str:
         },
         "host_memory": {"bytes": plan.memory.host_bytes, "components": _components(plan.memory.host)},
         "kv_cache": plan.memory.kv._asdict() if plan.memory.kv else None,
-        "sync": _without_cost(plan.sync._asdict()) if plan.sync else None,
+        "sync": plan.sync._asdict() if plan.sync else None,
         "step": _step_values(plan.step),
         "shortfalls": [{"phase": s.phase, "missing_bytes": s.missing, "text": s.text} for s in plan.shortfalls],
         "remedy": suggestion.overrides() if suggestion else None,
     }
     return json.dumps(values, indent=2)
-
-
-def _without_cost(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name != "cost"}
 
 
 def _step_values(step: StepCost) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 The cost of a role's passes does not depend on the layouts of other roles, and neither does that of generation. So every
 layout of each role is evaluated once. Combinations are then planned in full, in the order of their summed costs, until
-enough of them fit, including weight sync and KV cache. The checks and the plan are those of a user's configuration.
+enough of them fit, including the KV cache. The checks and the plan are those of a user's configuration.
 """
 
 from __future__ import annotations
@@ -19,18 +19,16 @@ from megarl.config.keys import value_at
 from megarl.config.problems import format_value
 from megarl.config.schema.jobs import own_pools
 from megarl.models import ModelConfig
-from megarl.ops.plan.estimate import Estimate, changed, estimate, shortfalls, usable_bytes
+from megarl.ops.plan.estimate import Estimate, changed, estimate, usable_bytes
 from megarl.ops.plan.flops import optimized_elements, rank_elements
 from megarl.ops.plan.generation import generation_cost
 from megarl.ops.plan.hardware import Hardware
 from megarl.ops.plan.job import PlannedJob, PlannedRole
 from megarl.ops.plan.job_from_config import planned_job
 from megarl.ops.plan.lengths import Lengths
-from megarl.ops.plan.memory import plan_memory
 from megarl.ops.plan.pass_activations import pass_activations
 from megarl.ops.plan.states import FLOAT32, MOMENTS
 from megarl.ops.plan.step_costs import pass_costs, sync_cost
-from megarl.ops.plan.sync_traffic import rough_sync_cost
 
 Config = TrainConfig | SupervisedConfig
 
@@ -249,7 +247,7 @@ def rollout_layouts(config: TrainConfig, hardware: Hardware, lengths: Lengths) -
             job = planned_job(changed(config, changes), device=hardware.device)
         except MegarlError:
             continue
-        phases = (generation_cost(job, hardware, lengths), sync_cost(job, hardware, rough_sync_cost(job, hardware)))
+        phases = (generation_cost(job, hardware, lengths), sync_cost(job, hardware))
         choices.append(LayoutChoice(changes, sum(phase.cost.total for phase in phases if phase is not None)))
     return sorted(choices, key=lambda choice: choice.cost)
 
@@ -347,13 +345,10 @@ def _best_first(choices: Sequence[Sequence[LayoutChoice]]) -> Iterator[dict[str,
 
 def _fitting(config: Config, changes: Mapping[str, Any], hardware: Hardware, lengths: Lengths) -> Candidate | None:
     try:
-        candidate = changed(config, changes)
-        job = planned_job(candidate, device=hardware.device)
-        if shortfalls(job, plan_memory(job, int(usable_bytes(job, hardware)), hardware.devices_per_node), hardware):
-            return None
-        return Candidate(changes, estimate(candidate, hardware, lengths))
+        planned = estimate(changed(config, changes), hardware, lengths)
     except MegarlError:
         return None
+    return Candidate(changes, planned) if planned.fits else None
 
 
 def _differing(config: Config, changes: Mapping[str, Any]) -> dict[str, Any]:

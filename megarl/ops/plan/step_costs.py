@@ -12,6 +12,7 @@ from megarl.ops.plan.hardware import Hardware
 from megarl.ops.plan.job import PlannedJob, PlannedRole
 from megarl.ops.plan.lengths import Lengths
 from megarl.ops.plan.pass_costs import Cost, PassModel, PhaseCost, weights_copy_s
+from megarl.ops.plan.sync_traffic import sync_s
 
 _BATCHES = {
     "reward": "reward_model",
@@ -88,20 +89,13 @@ def simultaneous_phases(job: PlannedJob) -> tuple[tuple[str, ...], ...]:
     return tuple(groups)
 
 
-def step_cost(
-    job: PlannedJob,
-    hardware: Hardware,
-    lengths: Lengths,
-    sync_s: float = 0.0,
-    kv_tokens: float | None = None,
-) -> StepCost:
+def step_cost(job: PlannedJob, hardware: Hardware, lengths: Lengths, kv_tokens: float | None = None) -> StepCost:
     """Return the cost of a training step.
 
     Args:
         job: the job.
         hardware: hardware of the job.
         lengths: prompt and response lengths.
-        sync_s: cost of the weight sync's transfers.
         kv_tokens: tokens in the KV cache of a replica; None = unlimited.
     """
     phases: dict[str, PhaseCost] = {}
@@ -111,7 +105,7 @@ def step_cost(
         before = phases.get(cost.phase)  # of another teacher
         phases[cost.phase] = cost if before is None else before.plus(cost)
     if job.rollout is not None:
-        phases["update_weights"] = sync_cost(job, hardware, sync_s)
+        phases["update_weights"] = sync_cost(job, hardware)
     return StepCost(
         phases=tuple(phases[phase] for phase in job.phases if phase in phases),
         tokens=job.batches.samples_per_step * (lengths.prompt + lengths.response),
@@ -130,8 +124,9 @@ def pass_costs(job: PlannedJob, role: PlannedRole, hardware: Hardware, lengths: 
         yield model.cost(planned, job.batches.phase(name).micro)
 
 
-def sync_cost(job: PlannedJob, hardware: Hardware, transfer: float) -> PhaseCost:
-    """Return the cost of the transfers, and of onloading the actor's weights."""
+def sync_cost(job: PlannedJob, hardware: Hardware) -> PhaseCost:
+    """Return the cost of a weight sync: its transfers, and onloading the actor's weights."""
     actor = job.role("actor")
     host = weights_copy_s(actor, hardware) if actor.megatron.param_offload else 0.0
-    return PhaseCost.of("update_weights", Cost(transfer=transfer, host=host), 0.0, actor.layout.world_size, hardware)
+    cost = Cost(transfer=sync_s(job, hardware), host=host)
+    return PhaseCost.of("update_weights", cost, 0.0, actor.layout.world_size, hardware)

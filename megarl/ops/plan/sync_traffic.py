@@ -1,4 +1,4 @@
-"""Traffic of a weight sync: bytes between devices, and the busiest link."""
+"""Traffic of a weight sync: bytes between devices, from the reshard plan that the run executes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megarl.config.schema.jobs import ROLLOUT
 from megarl.models import WeightMap
 from megarl.ops.plan.flops import layers_elements
 from megarl.ops.plan.hardware import Hardware
@@ -25,8 +26,6 @@ class SyncTraffic(NamedTuple):
         most_received: maximum bytes that a rank receives from other devices.
         most_sent: maximum bytes that a rank sends to other devices.
         buckets: number of buckets.
-        cost: seconds of the busiest link at its peak speed.
-        limit: kind of the busiest link.
     """
 
     total: int
@@ -36,16 +35,10 @@ class SyncTraffic(NamedTuple):
     most_received: int
     most_sent: int
     buckets: int
-    cost: float
-    limit: str
 
 
 def plan_sync(job: PlannedJob, hardware: Hardware) -> SyncTraffic | None:
-    """Plan the weight sync of a job; None without a rollout or with an external one.
-
-    All devices send and receive at the same time, over the link inside their node and their share of the network. The
-    busiest link sets the pace. On a CPU, processes copy through shared host memory.
-    """
+    """Plan the weight sync of a job; None without a rollout or with an external one."""
     rollout = job.rollout
     if rollout is None or rollout.is_external:
         return None
@@ -59,64 +52,34 @@ def plan_sync(job: PlannedJob, hardware: Hardware) -> SyncTraffic | None:
     weight_map, sizes = WeightMap(actor.model), (job.bucket_bytes, actor.dtype_bytes)
     together = rollout.config.quantization is not None
     plan = build_plan(weight_map, actor.layout, target, *sizes, placement, together=together)
-    traffic = _Traffic.of(plan.pair_nbytes(), placement, job)
-    costs = traffic.costs(hardware)
-    limit = max(costs, key=lambda kind: costs[kind])
+    source, destination, nbytes = plan.pair_nbytes()
+    sends, receives = np.array(placement.train)[source], np.array(placement.rollout)[destination]
+    # On a CPU, processes have separate memory.
+    same = (sends == receives).all(axis=1) & (job.device != "cpu")
+    near = sends[:, 0] == receives[:, 0]
     return SyncTraffic(
         total=plan.nbytes,
-        on_device=int(traffic.nbytes[traffic.same].sum()),
-        within_nodes=int(traffic.nbytes[traffic.inside].sum()),
-        between_nodes=int(traffic.nbytes[traffic.outside].sum()),
-        most_received=traffic.busiest(traffic.destination, ~traffic.same),
-        most_sent=traffic.busiest(traffic.source, ~traffic.same),
+        on_device=int(nbytes[same].sum()),
+        within_nodes=int(nbytes[near & ~same].sum()),
+        between_nodes=int(nbytes[~near].sum()),
+        most_received=_busiest(destination[~same], nbytes[~same]),
+        most_sent=_busiest(source[~same], nbytes[~same]),
         buckets=len(plan.buckets),
-        cost=costs[limit] + len(plan.buckets) * hardware.latency_s(within_node=not traffic.outside.any()),
-        limit=limit,
     )
 
 
-class _Traffic(NamedTuple):
-    """Bytes per pair of a training rank and a rollout rank, by their locations."""
-
-    source: np.ndarray
-    destination: np.ndarray
-    nbytes: np.ndarray
-    same: np.ndarray
-    inside: np.ndarray
-    outside: np.ndarray
-
-    @classmethod
-    def of(cls, pairs: tuple[np.ndarray, np.ndarray, np.ndarray], placement: Placement, job: PlannedJob) -> _Traffic:
-        source, destination, nbytes = pairs
-        sends, receives = np.array(placement.train)[source], np.array(placement.rollout)[destination]
-        same, near = (sends == receives).all(axis=1), sends[:, 0] == receives[:, 0]
-        if job.device == "cpu":
-            same = np.zeros_like(same)  # processes have separate memory
-        return cls(source, destination, nbytes, same, near & ~same, ~near)
-
-    def busiest(self, ends: np.ndarray, mask: np.ndarray) -> int:
-        """Return the most bytes of one rank among some pairs."""
-        return int(np.bincount(ends[mask], self.nbytes[mask], minlength=1).max()) if mask.any() else 0
-
-    def costs(self, hardware: Hardware) -> dict[str, float]:
-        """Return the cost of the busiest rank, by kind of link."""
-        inside, outside = (
-            max(self.busiest(self.source, mask), self.busiest(self.destination, mask))
-            for mask in (self.inside, self.outside)
-        )
-        return {
-            "NVLink" if hardware.device == "cuda" else "shared memory": hardware.transfer_s(inside, within_node=True),
-            "network": hardware.transfer_s(outside, within_node=False),
-            "memory": 2 * hardware.reading_s(self.busiest(self.destination, self.same)),
-        }
+def _busiest(ranks: np.ndarray, nbytes: np.ndarray) -> int:
+    """Return the most bytes of one rank."""
+    return int(np.bincount(ranks, nbytes, minlength=1).max())
 
 
-def rough_sync_cost(job: PlannedJob, hardware: Hardware) -> float:
-    """Return the cost of a sync in which every engine rank receives all of its weights from another device."""
+def sync_s(job: PlannedJob, hardware: Hardware) -> float:
+    """Return the seconds, at peak speeds, in which every engine rank receives its weights from another device."""
     if job.rollout is None or job.rollout.is_external:
         return 0.0
     model = job.rollout.model
     elements = sum(layers_elements(model, range(model.num_layers))) + 2 * model.vocab_size * model.hidden_size
     nbytes = elements * job.role("actor").dtype_bytes / job.rollout.tp
-    last = job.slot(job.devices - 1, hardware.devices_per_node)
-    return hardware.transfer_s(nbytes, within_node=last.node == 0)
+    ends = (pool.numbers[place] for pool in (job.pools[0], job.pool_of(ROLLOUT)) for place in (0, -1))
+    nodes = {job.slot(device, hardware.devices_per_node).node for device in ends}
+    return hardware.transfer_s(nbytes, within_node=len(nodes) == 1)

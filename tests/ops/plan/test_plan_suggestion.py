@@ -13,7 +13,7 @@ H100 = read_hardware("h100")
 
 
 def planned(config):
-    return estimate(config, H100, lengths_of(config), with_sync=False)
+    return estimate(config, H100, lengths_of(config))
 
 
 def suggestion_for(config):
@@ -87,7 +87,7 @@ def test_host_memory_shortfall():
     small = read_hardware("h100")
     small.host_memory_gib = 16
     config = seventy_billion(megatron(8, 4, **OFFLOAD))
-    plan = estimate(config, small, lengths_of(config), with_sync=False)
+    plan = estimate(config, small, lengths_of(config))
     assert [shortfall.phase for shortfall in plan.shortfalls] == ["host"]
     assert "GiB, of 14 usable" in plan.shortfalls[0].text
 
