@@ -71,7 +71,7 @@ def measured_run(folder: Path, hardware_name: str | None = None) -> MeasuredRun:
         reason = "; ".join(record.problems) or "no config.yaml"
         raise ConfigError(f"--calibrate {folder}: no folder of a run: {reason}", code="plan.calibrate-folder")
     rows = [row for row in record.rows if "timing_s/step" in row][1:]
-    schema = _SUPERVISED.get(str(record.facts.get("job")), TrainConfig)
+    schema: type[TrainConfig | SupervisedConfig] = _SUPERVISED.get(str(record.facts.get("job")), TrainConfig)
     config = build(schema, record.config)
     if isinstance(config, TrainConfig) and config.async_training.mode != SYNC:
         raise ConfigError(
