@@ -91,7 +91,6 @@ def test_parser_raises_a_value_error(deep):
         "tools of a row",
         "metrics",
         "replayed order",
-        "lengths",
         "model",
         "doctor",
         "ground truth",
