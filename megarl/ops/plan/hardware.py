@@ -81,7 +81,7 @@ class Hardware:
     )
 
     def efficiency(self, phase: str) -> float:
-        """Return the efficiency of a phase: that of a calibration; of a phase that it lacks, the mean of the others."""
+        """Return the calibrated efficiency of a phase; the mean of the others for a phase without one."""
         known = self.efficiencies
         return known[phase] if phase in known else fmean(known.values() or [1.0])
 
