@@ -12,9 +12,6 @@ measures generation without a tail (``equal lengths``, and no tool). Without idl
 training of ``sync`` and that generation. On separate devices a step takes the longer of both, each on half of the
 devices.
 
-The script also simulates each mode as ``megarl plan`` does, with the speeds of the two synchronous jobs: both times of
-generation determine a decode step and its share per sequence, and the rest of the step is training and weight sync.
-
 Two cores are a poor model of GPUs: a decode step takes longer with more sequences, and the driver, the agent runner and
 the devices share the cores. So a decode step takes at least 4 ms here, and training 150 us per token and device
 (``paced_devices.py``); ``--pace 0 0`` is the speed of the cores. Everything else is the same.
@@ -37,7 +34,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from machine import benchmark_parser, parse_sizes, processor
@@ -46,8 +42,6 @@ from megarl.agents.loop import Transcript
 from megarl.agents.single_turn import SingleTurnLoop
 from megarl.agents.types import Conversation, Generate, Trajectory
 from megarl.base.formatting import table_lines
-from megarl.ops.plan.asynchronous import SimulatedBatch, SimulatedMode, SimulatedRates, simulate
-from megarl.ops.plan.lengths import Quantiles
 from megarl.tracking import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -128,7 +122,6 @@ class Measured:
     Attributes:
         step: seconds of a step.
         gen: seconds of a step in which the trainer waits for samples.
-        sync: seconds of the weight sync of a step.
         busy: share of the time in which a replica has a request, over replicas.
         staleness: weight versions of a sample's oldest token.
         partial: share of samples with several weight versions.
@@ -136,7 +129,6 @@ class Measured:
 
     step: float
     gen: float
-    sync: float
     busy: float
     staleness: float
     partial: float
@@ -153,40 +145,16 @@ STALE = ("async_training.max_staleness=1", "algorithm.rollout_correction.rollout
 FOUR_SYNCS = "async_training.sync_interval=4"
 
 
-class Mode(NamedTuple):
-    """A mode as a job runs it, and as the plan simulates it.
-
-    Attributes:
-        overrides: of the job's configuration.
-        simulation: the same mode on two devices.
-    """
-
-    overrides: Sequence[str]
-    simulation: SimulatedMode
-
-
-MODES = {
-    "sync": Mode(SHARED, SimulatedMode("sync", 2, 2, shares_devices=True)),
-    "colocated": Mode(
-        (*SHARED, *STALE, "async_training.mode=colocated"), SimulatedMode("colocated", 2, 2, 1, shares_devices=True)
-    ),
-    "colocated, staleness 2": Mode(
-        (*SHARED, *STALE, "async_training.mode=colocated", "async_training.max_staleness=2"),
-        SimulatedMode("colocated", 2, 2, 2, shares_devices=True),
-    ),
-    "disaggregated, hybrid": Mode(
-        (*APART, *STALE, FOUR_SYNCS, "async_training.hybrid_rollout=true"),
-        SimulatedMode("disaggregated", 1, 1, 1, 4, hybrid=1),
-    ),
-    "one step off": Mode(
-        (*APART, *STALE, FOUR_SYNCS, "async_training.partial_rollout=false"),
-        SimulatedMode("disaggregated", 1, 1, 1, 4, drains=True),
-    ),
-    "disaggregated": Mode((*APART, *STALE, FOUR_SYNCS), SimulatedMode("disaggregated", 1, 1, 1, 4)),
-    "disaggregated, staleness 2": Mode(
-        (*APART, *STALE, FOUR_SYNCS, "async_training.max_staleness=2"), SimulatedMode("disaggregated", 1, 1, 2, 4)
-    ),
+MODES: Mapping[str, Sequence[str]] = {
+    "sync": SHARED,
+    "colocated": (*SHARED, *STALE, "async_training.mode=colocated"),
+    "colocated, staleness 2": (*SHARED, *STALE, "async_training.mode=colocated", "async_training.max_staleness=2"),
+    "disaggregated, hybrid": (*APART, *STALE, FOUR_SYNCS, "async_training.hybrid_rollout=true"),
+    "one step off": (*APART, *STALE, FOUR_SYNCS, "async_training.partial_rollout=false"),
+    "disaggregated": (*APART, *STALE, FOUR_SYNCS),
+    "disaggregated, staleness 2": (*APART, *STALE, FOUR_SYNCS, "async_training.max_staleness=2"),
 }
+"""Overrides of the job's configuration by mode."""
 
 
 def overrides(task: Path, folder: Path, work: Workload, mode: Sequence[str]) -> list[str]:
@@ -244,14 +212,14 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         sys.exit(f"{' '.join(command)}\nfailed:\n{done.stdout}\n{done.stderr}")
 
 
-def run_job(task: Path, work: Workload, mode: Mode) -> Measured:
+def run_job(task: Path, work: Workload, mode: Sequence[str]) -> Measured:
     """Run a job, and return the means of its steps after the warm-up."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", LENGTHS: f"{work.median},{work.sigma},{work.tool_s}"}
     environment[PACE] = ",".join(map(str, work.pace or ()))
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(ROOT)])
     with tempfile.TemporaryDirectory() as folder:
         run(
-            ["-m", "megarl", "train", "--config-name", "grpo", *overrides(task, Path(folder), work, mode.overrides)],
+            ["-m", "megarl", "train", "--config-name", "grpo", *overrides(task, Path(folder), work, mode)],
             environment,
         )
         rows = [row for row in read_metrics(Path(folder) / "metrics.jsonl") if "timing_s/step" in row]
@@ -263,7 +231,6 @@ def run_job(task: Path, work: Workload, mode: Mode) -> Measured:
     return Measured(
         step=mean("timing_s/step"),
         gen=mean("timing_s/gen"),
-        sync=mean("timing_s/update_weights"),
         busy=mean("rollout/replica_utilization/mean"),
         staleness=mean("training/off_policy/trajectory_staleness"),
         partial=mean("fully_async/partial/partial_ratio"),
@@ -274,36 +241,6 @@ def bounds(sync: Measured, equal: Measured) -> tuple[float, float]:
     """Return the speed-ups over ``sync`` without idle time, on shared and on separate devices."""
     training = sync.step - sync.gen
     return sync.step / (training + equal.gen), sync.step / max(2 * training, 2 * equal.gen)
-
-
-def calibrated(work: Workload, sync: Measured, equal: Measured) -> tuple[SimulatedRates, SimulatedBatch]:
-    """Return the speeds of the synchronous jobs, and their responses."""
-    batches = [
-        SimulatedBatch(work.prompts, work.samples, Quantiles(tuple(sorted(lengths))))
-        for lengths in (
-            [response_tokens(seed, work.median, work.sigma) for seed in range(4000)],
-            [round(work.mean_tokens)],
-        )
-    ]
-    training = sync.step - sync.gen - sync.sync
-    token_s = 2 * training / (work.prompts * work.samples * work.mean_tokens)
-    if work.pace is not None:
-        return SimulatedRates(work.pace[0], 0.0, work.slots, token_s, sync_s=sync.sync), batches[0]
-    shared = MODES["sync"].simulation
-    units = (SimulatedRates(1.0, 0.0, work.slots), SimulatedRates(0.0, 1.0, work.slots))
-    counts = np.array([[simulate(shared, unit, batch, 32).step_s for unit in units] for batch in batches])
-    decode_s, sequence_s = np.linalg.solve(counts, [sync.gen, equal.gen]).tolist()
-    return SimulatedRates(decode_s, sequence_s, work.slots, token_s, sync_s=sync.sync), batches[0]
-
-
-def simulated(measured: Mapping[str, Measured], rates: SimulatedRates, batch: SimulatedBatch) -> list[list[str]]:
-    """Simulate the modes; return the rows of a table."""
-    rows = []
-    for name, real in measured.items():
-        run = simulate(MODES[name].simulation, rates, batch, 32)
-        times = [f"{real.step:.2f}", f"{run.step_s:.2f}", f"{run.step_s / real.step:.2f}"]
-        rows.append([name, *times, f"{real.staleness:.2f}", f"{run.mean_staleness:.2f}"])
-    return rows
 
 
 def main() -> None:
@@ -352,13 +289,7 @@ def main() -> None:
     for name, result in measured.items():
         bound = {"sync": None, "colocated": shared}.get(name.split(",")[0], apart)
         rows.append(_row(name, result, samples, sync, bound))
-    print("\n".join(table_lines([head, *rows], "<" + ">" * 8)) + "\n")
-    if work.tool_s:
-        return  # the simulation knows no tools
-    rates, batch = calibrated(work, sync, equal)
-    print(f"a decode step takes {rates.decode_s * 1e3:.2f} ms, and {rates.sequence_s * 1e6:.1f} us per sequence\n")
-    head = ["mode", "measured s", "simulated s", "ratio", "staleness measured", "simulated"]
-    print("\n".join(table_lines([head, *simulated(measured, rates, batch)], "<" + ">" * 5)))
+    print("\n".join(table_lines([head, *rows], "<" + ">" * 8)))
 
 
 def _row(name: str, result: Measured, samples: int, sync: Measured, bound: float | None) -> list[str]:

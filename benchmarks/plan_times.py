@@ -1,24 +1,26 @@
-"""Times predicted by ``megarl plan`` for a small PPO on this CPU, against a run.
+"""Error of calibrated plans: ``megarl plan --calibrate`` on some runs, tested on layouts that it has not seen.
 
-    python benchmarks/plan_times.py [--steps 6] [--hardware cpu] [KEY=VALUE ...]
+    python benchmarks/plan_times.py [--steps 5] [--hardware cpu] [KEY=VALUE ...]
     python benchmarks/plan_times.py --measure
 
-Creates the quickstart's arithmetic task in a temporary folder and runs ``megarl train --config-name quickstart`` on its
-untrained model, without validation, checkpoint or export, so that responses have maximum length. Measured times are
-medians over the steps after the first. ``--measure`` prints the values of a hardware file for this machine: matrix
-products, copies, and gloo's all-reduce between two processes of one thread each.
+Creates the quickstart's task with a larger untrained model, and runs a few steps of PPO in different layouts,
+batch sizes and response lengths on two cores. The first runs calibrate; the table has measured and predicted seconds of
+the others, and their ratio by phase. Seconds are medians over the steps after the first.
+
+``--measure`` prints the values of a hardware file for this machine: matrix products, copies, and gloo's all-reduce
+between two processes of one thread each.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -28,48 +30,94 @@ import torch.multiprocessing as mp
 from machine import benchmark_parser, parse_sizes
 from quickstart import ROOT, machine, run
 
-from megarl.config import TrainConfig
-from megarl.config.compose import ConfigRequest, compose
-from megarl.ops.plan.estimate import estimate
-from megarl.ops.plan.hardware import read_hardware
-from megarl.ops.plan.lengths import read_lengths
+from megarl.ops.plan.calibration import MeasuredRun, fit, measured_run
 
 ROUNDS = 7
+DATA = {"train": "train", "val": "test"}
+"""Data files of the task, by config key."""
+ACTOR, CRITIC = "actor_rollout_ref.actor.megatron", "critic.megatron"
 
 
-def compare(steps: int, hardware: str, overrides: Sequence[str]) -> None:
-    """Run, plan with the lengths of the run, and print both."""
+class Case(NamedTuple):
+    """A run: its name in the table, prompts per step, maximum response length, and keys of its layout."""
+
+    name: str
+    prompts: int
+    response: int
+    layout: tuple[str, ...]
+
+    def overrides(self) -> list[str]:
+        """Return the keys of the run."""
+        sizes = (f"data.train_batch_size={self.prompts}", f"data.max_response_length={self.response}")
+        return [*sizes, f"actor_rollout_ref.actor.ppo_mini_batch_size={self.prompts // 2}", *self.layout]
+
+
+CALIBRATED = (
+    Case("actor TP2, critic DP2", 64, 16, ()),
+    Case(
+        "actor DP2, critic TP2",
+        128,
+        24,
+        (f"{ACTOR}.tensor_model_parallel_size=1", f"{CRITIC}.tensor_model_parallel_size=2"),
+    ),
+)
+TESTED = (
+    Case(
+        "actor PP2, critic DP2",
+        64,
+        32,
+        (f"{ACTOR}.tensor_model_parallel_size=1", f"{ACTOR}.pipeline_model_parallel_size=2"),
+    ),
+    Case(
+        "actor and critic DP2, full recomputation",
+        128,
+        16,
+        (f"{ACTOR}.tensor_model_parallel_size=1", f"{ACTOR}.recompute_granularity=full"),
+    ),
+    Case(
+        "actor and critic CP2",
+        64,
+        48,
+        (f"{ACTOR}.tensor_model_parallel_size=1", f"{ACTOR}.context_parallel_size=2"),
+    ),
+)
+
+
+def compare(steps: int, hardware: str, overrides: Sequence[str], cases: Sequence[Sequence[Case]]) -> None:
+    """Run all cases, calibrate with the first group, and print measured and predicted seconds of the second."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        task = subprocess.run(
-            [sys.executable, "tools/make_arithmetic.py", "--out", str(folder / "task")], cwd=ROOT, capture_output=True
-        )
-        if task.returncode:
-            sys.exit(f"the task could not be made:\n{task.stderr.decode()}")
-        model = next(path.parent for path in (folder / "task").rglob("config.json"))
-        own = [
-            f"actor_rollout_ref.model.path={model}",
-            f"data.train_files={folder / 'task' / 'data' / 'train.parquet'}",
-            f"data.val_files={folder / 'task' / 'data' / 'test.parquet'}",
-            *overrides,
-        ]
-        rows = run(steps, own, folder / "run")
-        config = compose(ConfigRequest(TrainConfig, "quickstart", tuple(own)))
-        limits = (config.data.max_prompt_length, config.data.max_response_length)
-        lengths = read_lengths(str(folder / "run" / "metrics.jsonl"), *limits)
-        step = estimate(config, read_hardware(hardware), lengths).step
-    print(f"machine: {machine()}\nlengths: {lengths.describe()}\n")
-    print("| phase | measured s | predicted s | predicted / measured |\n|---|---|---|---|")
-    predicted = {phase.phase: phase.cost.seconds for phase in step.phases}
-    predicted["sum of these"] = step.seconds
-    measured = {phase: _median(rows[1:], f"timing_s/{phase}") for phase in predicted if phase != "sum of these"}
-    measured["sum of these"] = sum(measured.values())
-    for phase, seconds in predicted.items():
-        print(f"| {phase} | {measured[phase]:.3f} | {seconds:.3f} | {seconds / measured[phase]:.2f} |")
+        task = [sys.executable, "tools/make_arithmetic.py", "--out", str(folder), "--hidden", "256", "--layers", "4"]
+        made = subprocess.run([*task, "--lessons", "256", "256"], cwd=ROOT, capture_output=True)
+        if made.returncode:
+            sys.exit(f"the task could not be made:\n{made.stderr.decode()}")
+        data = [f"data.{kind}_files={folder / 'data' / file}.parquet" for kind, file in DATA.items()]
+        own = [f"actor_rollout_ref.model.path={folder / 'model'}", *data, *overrides]
+        groups: list[list[MeasuredRun]] = []
+        for group in cases:
+            groups.append([])
+            for case in group:
+                out = folder / f"run{len(groups)}_{len(groups[-1])}"
+                run(steps, [*own, *case.overrides()], out)
+                groups[-1].append(measured_run(out, hardware))
+    calibrated, tested = groups
+    calibration = fit(calibrated)
+    efficiencies = calibration.hardware.efficiencies
+    print(f"machine: {machine()}\n\n| phase | fraction of the peak speeds | {' | '.join(c.name for c in cases[1])} |")
+    print("|---|---|" + "---|" * len(tested))
+    rows = {phase: [_predicted(each, [phase], efficiencies) for each in tested] for phase in efficiencies}
+    rows["sum of these"] = [_predicted(each, list(efficiencies), efficiencies) for each in tested]
+    for phase, pairs in rows.items():
+        share = f"{efficiencies[phase]:.2f}" if phase in efficiencies else ""
+        cells = [f"{seconds:.2f} / {measured:.2f}, {seconds / measured - 1:+.0%}" for seconds, measured in pairs]
+        print(f"| {phase} | {share} | {' | '.join(cells)} |")
 
 
-def _median(rows: Sequence[dict[str, float]], name: str) -> float:
-    return statistics.median(row[name] for row in rows)
+def _predicted(each: MeasuredRun, phases: Sequence[str], efficiencies: Mapping[str, float]) -> tuple[float, float]:
+    """Return predicted and measured seconds of some phases."""
+    costs = {phase.phase: phase.cost.total for phase in each.plan.step.phases}
+    predicted = sum(costs[phase] / efficiencies[phase] for phase in phases)
+    return predicted, sum(each.seconds[phase] for phase in phases)
 
 
 def measure() -> None:
@@ -94,7 +142,7 @@ def _collectives(rank: int, store: str) -> None:
     bandwidth = 4 * 2**22 / _best(lambda: dist.all_reduce(large)) / 1e9
     latency = _best(lambda: dist.all_reduce(small)) * 1e6
     if rank == 0:
-        print(f"links.intra_node: {bandwidth:.2f}  # GB/s, shares.collective is in it")
+        print(f"links.intra_node: {bandwidth:.2f}  # GB/s")
         print(f"latency.collective_us: {latency:.0f}")
     dist.destroy_process_group()
 
@@ -112,7 +160,7 @@ def _best(action: Callable[[], object]) -> float:
 def main() -> None:
     """Compare or measure."""
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--hardware", default="cpu", help="name or file, as for megarl plan")
     parser.add_argument("--measure", action="store_true", help="print this machine's values for a hardware file")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
@@ -120,7 +168,8 @@ def main() -> None:
     if args.measure:
         measure()
     else:
-        compare(args.steps, args.hardware, args.overrides)
+        small = tuple([case._replace(prompts=16, response=6) for case in group[:1]] for group in (CALIBRATED, TESTED))
+        compare(args.steps, args.hardware, args.overrides, small if args.tiny else (CALIBRATED, TESTED))
 
 
 if __name__ == "__main__":

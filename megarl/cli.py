@@ -121,9 +121,7 @@ COMMANDS = {
     "timeline": Command("megarl.ops.timeline.command", "what a run's timeline says: busy shares, phases, gaps"),
     "launch": Command("megarl.ops.launch.command", "a job on a cluster: by SLURM, ssh, or on this machine"),
     "scale": Command("megarl.ops.scale", "the number of elastic rollout replicas of a run in progress"),
-    "plan": Command(
-        "megarl.ops.plan.command", "memory, times and limits of a configuration before it runs; best layouts"
-    ),
+    "plan": Command("megarl.ops.plan.command", "memory and limits of a configuration before it runs; best layouts"),
 }
 
 SUMMARY_FILE = "summary.json"

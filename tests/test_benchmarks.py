@@ -38,7 +38,6 @@ def test_a_benchmark_prints_its_table(
     overrides = {
         "learning": ["--runs", str(tmp_path), *data, model],
         "quickstart": [*data, model, *batch],
-        "plan_times": [*data, model, *batch],
     }
     output = tmp_path / "output.txt"
     interpreter = write_interpreter(tmp_path / "python", drivers.address, "megarl")

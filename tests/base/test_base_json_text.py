@@ -23,7 +23,6 @@ from megarl.data.rows.json_lines import json_source
 from megarl.data.tokenization import _parse_tools
 from megarl.models.hf_config import read_model_config
 from megarl.ops.doctor.node.results import NodeReport
-from megarl.ops.plan.lengths import read_lengths
 from megarl.ops.report.run_files import read_run
 from megarl.rewards.calling import InfrastructureFailure
 from megarl.rewards.http import post_json
@@ -79,7 +78,6 @@ def test_parser_raises_a_value_error(deep):
         (in_file("tools.txt"), lambda path: _parse_tools(path.read_text(encoding="utf-8"), "row 0"), DataError),
         (in_file("metrics.jsonl", '{}\n{{"step": 1}}\n'), read_metrics, ValueError),
         (in_file("order.jsonl", ORDER), read_order, ConfigError),
-        (in_file("metrics.jsonl", ROWS), lambda path: read_lengths(str(path), 8, 8), ConfigError),
         (in_file("config.json"), lambda path: read_model_config(path.parent), MegarlError),
         (in_file("report.json"), lambda path: NodeReport.from_json(path.read_text(encoding="utf-8")), ValueError),
         (in_file("truth.txt"), lambda path: read_cases(path.read_text(encoding="utf-8")), ValueError),
@@ -93,7 +91,6 @@ def test_parser_raises_a_value_error(deep):
         "tools of a row",
         "metrics",
         "replayed order",
-        "lengths",
         "model",
         "doctor",
         "ground truth",

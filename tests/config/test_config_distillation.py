@@ -17,10 +17,10 @@ from megarl.config.build import build
 from megarl.config.problems import InvalidConfigError
 from megarl.ops.plan.hardware import read_hardware
 from megarl.ops.plan.job_from_config import planned_job
-from megarl.ops.plan.lengths import longest_lengths
+from megarl.ops.plan.lengths import lengths_of
 from megarl.ops.plan.memory import plan_memory
 from megarl.ops.plan.pass_activations import pass_activations
-from megarl.ops.plan.step_times import time_step
+from megarl.ops.plan.step_costs import step_cost
 from megarl.trainer.jobs.early_checks import check_teachers
 from megarl.workers.settings import HiddenForm, hidden_forms, layout_of, needed_store_bytes, teacher_heads
 
@@ -282,12 +282,12 @@ def test_a_pass_for_hidden_states_computes_no_logits(tmp_path: Path) -> None:
     plain = replace(update, kl_hidden_bytes=0)
     ends = [pass_activations(full, full.role("actor"), planned, 0).ends for planned in (update, plain)]
     assert ends[0] - ends[1] == 2 * update.outputs * 64 * 2
-    hardware, lengths = read_hardware("h100"), longest_lengths(8, 8)
-    seconds = [
-        {time.phase: time.flops.products for time in time_step(job, hardware, lengths).phases}["teacher"]
+    hardware = read_hardware("h100")
+    flops = [
+        {cost.phase: cost.flops for cost in step_cost(job, hardware, lengths_of(job.config)).phases}["teacher"]
         for job in (full, k3)
     ]
-    assert seconds[1] - seconds[0] == 2 * 16 * 8 * 64 * 4000
+    assert flops[1] - flops[0] == 2 * 16 * 8 * 64 * 4000
 
 
 def test_a_server_needs_no_devices(tmp_path: Path) -> None:

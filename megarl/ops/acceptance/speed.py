@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from megarl.config import MegatronConfig
@@ -144,8 +143,8 @@ class _Case:
         sizes = self.sizes
         count = MICRO_BATCHES * sizes.rows
         role = self._role(self.fields)
-        stats = SequenceStats.of(np.full(count, sizes.prompt), np.full(count, sizes.response), role.model)
-        flops = model_flops(role, stats, updates=updates).total
+        stats = SequenceStats.of(count, sizes.prompt, sizes.response, role.model)
+        flops = model_flops(role, stats, updates=updates)
         teraflops, peak = flops / seconds / 1e12, self.bench.peak_flops
         layers = f"{self.fields['num_hidden_layers']} of {SHAPES[sizes.shape]['num_hidden_layers']} layers"
         note = f"{MICRO_BATCHES * sizes.tokens / seconds:,.0f} tokens/s, {teraflops:.3g} TFLOP/s, {layers}"

@@ -114,17 +114,13 @@ def _between_nodes(
         return results
     results.append(compare_clocks({name: _measure_clock(doctor) for name, doctor in reachable.items()}))
     addresses = [node["NodeManagerAddress"] for node, name in zip(nodes, doctors, strict=True) if name in reachable]
-    gpus = [_gpu_count(report) for report in complete]
+    gpus = [report.gpus for report in complete]
     if len(reachable) > 1:
         actors, host = list(reachable.values()), str(addresses[0])
         results.append(_all_reduce(actors, [1] * len(reachable), host, "gloo"))
         if all(gpus):
             results.append(_all_reduce(actors, gpus, host, "nccl"))
     return results
-
-
-def _gpu_count(report: NodeReport) -> int:
-    return int(report.facts.get("GPUs", "0").split(" ")[0])
 
 
 def _measure_clock(doctor: Any) -> ClockOffset:

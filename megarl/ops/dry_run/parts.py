@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
-from megarl.base.errors import CheckpointError, ConfigError, MegarlError
+from megarl.base.errors import ConfigError, MegarlError
 from megarl.base.formatting import count_noun, gib
 from megarl.config import SupervisedConfig, TrainConfig
 from megarl.config.batch import BatchPlan, plan_batches, render_plan
@@ -33,7 +33,7 @@ from megarl.ops.doctor.node.storage import check_checkpoint_room
 from megarl.ops.plan.report import shortfall_lines
 from megarl.ops.plan.suggestion import plan_run
 from megarl.tracking import check_trackers
-from megarl.trainer.jobs.early_checks import check_packages
+from megarl.trainer.jobs.early_checks import check_packages, check_writable
 from megarl.trainer.jobs.output_folders import check_output_folders
 from megarl.trainer.jobs.preflight import check_schedules
 from megarl.trainer.phases.end_tokens import disagreement
@@ -227,37 +227,28 @@ class DryRun(ABC):
         yield f"schedules (learning rate and others) fit {steps} steps"
 
     def memory(self) -> Iterator[str]:
-        """Check the memory of the fullest device and node.
-
-        Raises:
-            ConfigError: the run does not fit.
-        """
+        """Estimate the memory of the fullest device and node; a run that does not seem to fit gets a warning."""
         self._needed(self._layouts_fit, "models and layouts")
         plan, suggestion = plan_run(self.config)
         name, usable = plan.hardware.name, plan.usable_bytes
-        if not plan.fits:
-            lines = "; ".join(shortfall_lines(plan, suggestion))
-            raise ConfigError(
-                f"on {name} (trainer.hardware) it does not fit: {lines}. `megarl plan` prints details",
-                code="plan.does-not-fit",
-            )
         for phase in plan.memory.phases:
             parts = ", ".join(f"{part.owner} {part.name} {gib(part.nbytes)}" for part in phase.components[:4])
             yield f"{phase.phase}: {gib(phase.nbytes)} GiB on device {phase.device} ({parts})"
-        yield f"fits {name}: {gib(usable)} GiB of each device are usable"
         yield f"host memory of the fullest node: {gib(plan.memory.host_bytes)} GiB"
+        if plan.fits:
+            yield f"fits {name}: {gib(usable)} GiB of each device are usable"
+        else:
+            lines = "; ".join(shortfall_lines(plan, suggestion))
+            yield f"{WARNING}on {name} (trainer.hardware) it does not seem to fit: {lines}"
 
     def checkpoints(self) -> Iterator[str]:
-        """Check that the checkpoint folder is writable and has space, and find the checkpoint to resume from."""
+        """Check that the output folders are writable, estimate the space, and find the checkpoint to resume from."""
         config, trainer = self.config, self.config.trainer
+        check_writable(config)
         if trainer.save_freq > 0:
             for finding in check_checkpoint_room(needs_of(config)):
-                if finding.status is Status.FAIL:
-                    raise CheckpointError(
-                        f"trainer.default_local_dir: {finding.observation}; {finding.remedy}",
-                        code="disk.no-checkpoint-room",
-                    )
-                yield f"{finding.observation}; {finding.remedy}" if finding.remedy else finding.observation
+                start = "" if finding.status is Status.PASS else WARNING
+                yield f"{start}{finding.observation}{finding.remedy and '; '}{finding.remedy}"
             yield f"one every {trainer.save_freq} steps, in {trainer.default_local_dir}"
         else:
             yield "no checkpoints (trainer.save_freq=-1)"

@@ -5,23 +5,35 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from megarl.base.errors import ConfigError, ModelError
+from megarl.base.formatting import count_noun
 from megarl.config import PreferenceConfig, RewardTrainingConfig, SFTConfig, SupervisedConfig, TrainConfig
 from megarl.config.compose import Changes, ConfigRequest, LayoutChooser, compose, compose_draft
 from megarl.config.schema.async_training import SYNC
 from megarl.ops.plan.automatic import AutomaticLayout, automatic_layout, layout_lines
+from megarl.ops.plan.calibration import fit, measured_run, write_calibration
 from megarl.ops.plan.estimate import Estimate, estimate
 from megarl.ops.plan.found_hardware import hardware_for
 from megarl.ops.plan.hardware import Hardware, hardware_of, known_hardware
 from megarl.ops.plan.lengths import Lengths, lengths_of
-from megarl.ops.plan.report import plan_json, plan_sections, print_report, search_json, search_sections
+from megarl.ops.plan.report import (
+    ReportSection,
+    plan_json,
+    plan_sections,
+    print_report,
+    search_json,
+    search_sections,
+)
 from megarl.ops.plan.search import search
 from megarl.ops.plan.suggestion import Suggestion, find_suggestion
+from megarl.ops.report.run_files import NoRunError, find_runs
 
+Job = TrainConfig | SupervisedConfig
 JOBS: dict[str, tuple[type[Any], str]] = {
     "train": (TrainConfig, "ppo"),
     "sft": (SFTConfig, "sft"),
@@ -47,7 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(argv)
     if options.top is not None and not options.search:
         parser.error("--top needs --search")
+    if options.calibrate and (options.overrides or options.search):
+        parser.error("--calibrate takes the configurations of its runs: no KEY=VALUE, no --search")
     try:
+        if options.calibrate:
+            return _calibrate(options)
         layouts: list[AutomaticLayout] = []
         config = (
             compose_draft(_request(options))
@@ -59,8 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.search and isinstance(config, TrainConfig) and config.async_training.mode != SYNC:
             mode = config.async_training.mode
             raise ConfigError(
-                f"async_training.mode={mode}: --search covers shared devices only; leave --search out, which "
-                "also prints the fastest split of the devices, or set sync",
+                f"async_training.mode={mode}: --search covers shared devices only; leave --search out, or set sync",
                 code="plan.search-async",
             )
         hardware = (hardware_for if layouts else hardware_of)(config, options.hardware)
@@ -72,14 +87,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_BAD_CONFIG
 
 
-def _plan(
-    options: argparse.Namespace, config: TrainConfig | SupervisedConfig, hardware: Hardware, lengths: Lengths
-) -> int:
+def _plan(options: argparse.Namespace, config: Job, hardware: Hardware, lengths: Lengths) -> int:
     def confirm(suggestion: Suggestion) -> Estimate:
         changed_config = compose(_request(options, suggestion.overrides()))
-        return estimate(changed_config, hardware, lengths, with_sync=False)
+        return estimate(changed_config, hardware, lengths)
 
-    planned = estimate(config, hardware, lengths)
+    planned = estimate(config, hardware, lengths, with_sync=True)
     suggestion = None if planned.fits else find_suggestion(config, planned, confirm)
     if options.json:
         print(plan_json(planned, suggestion))
@@ -88,15 +101,30 @@ def _plan(
     return 0 if planned.fits else EXIT_DOES_NOT_FIT
 
 
-def _search(
-    options: argparse.Namespace, config: TrainConfig | SupervisedConfig, hardware: Hardware, lengths: Lengths
-) -> int:
+def _search(options: argparse.Namespace, config: Job, hardware: Hardware, lengths: Lengths) -> int:
     result = search(config, hardware, lengths, options.top or DEFAULT_TOP)
     if options.json:
         print(search_json(result))
     else:
         print_report(search_sections(result, hardware.name), Console())
     return 0 if result.best else EXIT_DOES_NOT_FIT
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    try:
+        folders = find_runs(options.calibrate)
+    except NoRunError as error:
+        raise ConfigError(f"--calibrate {error}", code="plan.calibrate-folder") from error
+    calibration = fit([measured_run(folder, options.hardware) for folder in folders])
+    write_calibration(calibration, options.out)
+    lines = [f"{count_noun(len(folders), 'run')}; written to {options.out}, for --hardware {options.out}"]
+    rows = [
+        [phase, f"{share:.2g}", f"{calibration.spread[phase]:.2f}"]
+        for phase, share in calibration.hardware.efficiencies.items()
+    ]
+    head = ["phase", "fraction of the peak speeds", "largest / smallest of the runs"]
+    print_report([ReportSection("Calibration", lines, head, rows)], Console())
+    return 0
 
 
 def _chooser(options: argparse.Namespace, layouts: list[AutomaticLayout]) -> LayoutChooser:
@@ -116,9 +144,9 @@ def _request(options: argparse.Namespace, extra: Sequence[str] = ()) -> ConfigRe
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megarl plan",
-        description="Plan a configuration before it starts: memory of each device and phase, seconds of each phase, "
-        "weight sync, bottleneck and, if it does not fit, the smallest change that makes it fit. A model folder needs "
-        "only its config.json. See docs/how_to/plan.md.",
+        description="Plan a configuration before it starts: memory of each device and phase, FLOPs, weight sync and, "
+        "if it does not fit, the smallest change that makes it fit; seconds for hardware that is calibrated by real "
+        "runs. A model folder needs only its config.json. See docs/how_to/plan.md.",
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="values that differ from the YAML file's")
     parser.add_argument("--config-name", "-cn", help="YAML file (default: that of the job)")
@@ -126,10 +154,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--job", choices=sorted(JOBS), default="train", help="kind of job (default: train)")
     hardware = ", ".join(known_hardware())
     parser.add_argument("--hardware", help=f"{hardware}, or a custom file; default: trainer.hardware")
+    parser.add_argument("--lengths", metavar="PROMPT,RESPONSE", help="mean tokens (default: the longest allowed)")
     parser.add_argument(
-        "--lengths", help="response lengths: mean=600,max=4096,sigma=0.8, or a file; see docs/how_to/plan.md"
+        "--calibrate",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="fit the speed of each phase to the runs in these folders",
     )
-    parser.add_argument("--search", action="store_true", help="find the fastest layouts that fit")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        default=Path("calibrated.yaml"),
+        help="with --calibrate: the hardware file to write",
+    )
+    parser.add_argument("--search", action="store_true", help="find the layouts of the lowest cost that fit")
     parser.add_argument("--top", type=_positive, metavar="N", help=f"with --search: layouts to list ({DEFAULT_TOP})")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser

@@ -1,4 +1,4 @@
-"""Estimate of a configuration: memory, step time, weight sync, and shortfalls of memory."""
+"""Estimate of a configuration: memory, cost of a step, weight sync, and shortfalls of memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from megarl.ops.plan.job import PlannedJob
 from megarl.ops.plan.job_from_config import planned_job
 from megarl.ops.plan.lengths import Lengths
 from megarl.ops.plan.memory import Component, MemoryPlan, plan_memory
-from megarl.ops.plan.step_times import StepTime, SyncTraffic, plan_sync, rough_sync_s, time_step
+from megarl.ops.plan.step_costs import StepCost, step_cost
+from megarl.ops.plan.sync_traffic import SyncTraffic, plan_sync
 
 Config = TypeVar("Config", bound=TrainConfig | SupervisedConfig)
 
@@ -65,7 +66,7 @@ class Estimate:
         lengths: prompt and response lengths.
         memory: memory plan.
         sync: the weight sync; None without a sync, or if it was not planned.
-        step: time of a training step.
+        step: cost of a training step.
     """
 
     job: PlannedJob
@@ -73,7 +74,7 @@ class Estimate:
     lengths: Lengths
     memory: MemoryPlan
     sync: SyncTraffic | None
-    step: StepTime
+    step: StepCost
 
     @cached_property
     def shortfalls(self) -> tuple[Shortfall, ...]:
@@ -92,7 +93,7 @@ class Estimate:
 
 
 def estimate(
-    config: TrainConfig | SupervisedConfig, hardware: Hardware, lengths: Lengths, *, with_sync: bool = True
+    config: TrainConfig | SupervisedConfig, hardware: Hardware, lengths: Lengths, *, with_sync: bool = False
 ) -> Estimate:
     """Plan a configuration.
 
@@ -100,7 +101,7 @@ def estimate(
         config: complete and checked.
         hardware: hardware of the job.
         lengths: prompt and response lengths.
-        with_sync: whether to plan the weight sync in full; otherwise every rank receives all of its weights.
+        with_sync: whether to plan the traffic of the weight sync.
 
     Raises:
         InvalidConfigError, ConfigError, ModelError: the configuration cannot run, independent of memory.
@@ -108,10 +109,9 @@ def estimate(
     job = planned_job(config, device=hardware.device)
     memory = plan_memory(job, int(usable_bytes(job, hardware)), hardware.devices_per_node)
     sync = plan_sync(job, hardware) if with_sync else None
-    seconds = sync.seconds if sync else rough_sync_s(job, hardware)
-    # If not even one response fits, generation is timed with an unlimited KV cache.
+    # If not even one response fits, generation costs as much as with an unlimited KV cache.
     kv_tokens = memory.kv.tokens if memory.kv and job.rollout and memory.kv.tokens >= job.rollout.longest else None
-    step = time_step(job, hardware, lengths, seconds, kv_tokens)
+    step = step_cost(job, hardware, lengths, kv_tokens)
     return Estimate(job, hardware, lengths, memory, sync, step)
 
 

@@ -13,13 +13,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from megarl.models import ModelConfig
 from megarl.models.sequence_cost import SequenceCost, head_cost, layer_cost
-from megarl.ops.plan.hardware import Hardware
 from megarl.ops.plan.job import PlannedRole
-from megarl.ops.plan.lengths import Ints
 
 BACKWARD = 2
 """Cost of a backward pass, in forward passes."""
@@ -43,108 +39,59 @@ class SequenceStats(NamedTuple):
     windowed: float = 0.0
 
     @classmethod
-    def of(cls, prompts: Ints, responses: Ints, model: ModelConfig) -> SequenceStats:
-        """Return the sums of sequences given by prompt and response lengths."""
-        lengths = (prompts + responses).astype(np.float64)
-        squares = float((lengths**2).sum())
-        beyond = np.maximum(0.0, lengths - model.window.size) if model.window else lengths
-        windowed = squares - float((beyond**2).sum())
-        return cls(len(lengths), float(lengths.sum()), squares, float(responses.sum()), windowed)
+    def of(cls, sequences: float, prompt: float, response: float, model: ModelConfig) -> SequenceStats:
+        """Return the sums of sequences with equal lengths of prompt and response."""
+        length = prompt + response
+        beyond = max(0.0, length - model.window.size) if model.window else length
+        squares, windowed = length**2, length**2 - beyond**2
+        return cls(*(sequences * value for value in (1.0, length, squares, response, windowed)))
 
     def part(self, share: float) -> SequenceStats:
         """Return the sums of a fraction of the sequences."""
         return SequenceStats(*(share * value for value in self))
 
 
-class FlopCount(NamedTuple):
-    """FLOPs by kind.
-
-    Attributes:
-        products: products with weights that every token uses.
-        experts: grouped products with the weights of routed experts.
-        attention: attention products between tokens, and those with the states of gated delta nets.
-    """
-
-    products: float = 0.0
-    experts: float = 0.0
-    attention: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """Sum over all kinds."""
-        return sum(self)
-
-    def plus(self, other: FlopCount) -> FlopCount:
-        """Return the sum of two counts, by kind."""
-        return FlopCount(*(a + b for a, b in zip(self, other, strict=True)))
-
-    def times(self, factor: float) -> FlopCount:
-        """Return the counts multiplied by a factor."""
-        return FlopCount(*(factor * value for value in self))
-
-    def seconds(self, hardware: Hardware, dtype: str) -> float:
-        """Return the seconds on one device."""
-        return (
-            hardware.products_s(self.products, dtype)
-            + hardware.experts_s(self.experts, dtype)
-            + hardware.attention_s(self.attention, dtype)
-        )
-
-
-def forward_flops(role: PlannedRole, rows: SequenceStats, layers: Sequence[int], *, with_head: bool) -> FlopCount:
+def forward_flops(role: PlannedRole, rows: SequenceStats, layers: Sequence[int], *, with_head: bool) -> float:
     """Return the FLOPs of a forward pass through some layers, over all devices that share it."""
     costs = _costs(role.model)
-    linear = sum(costs[layer].linear for layer in layers)
-    attention = sum(_attention_flops(costs[layer], rows) for layer in layers)
-    experts = expert_flops(role.model) * sum(role.model.has_experts(layer) for layer in layers)
-    products = (linear - experts) * rows.tokens
+    flops = sum(costs[layer].linear * rows.tokens + _attention_flops(costs[layer], rows) for layer in layers)
     if with_head:
-        products += head_cost(role.model, value_head=role.value_head).linear * rows.outputs
-    return FlopCount(products, experts * rows.tokens, attention)
+        flops += head_cost(role.model, value_head=role.value_head).linear * rows.outputs
+    return flops
 
 
 def _attention_flops(cost: SequenceCost, rows: SequenceStats) -> float:
+    """Return the FLOPs of products between tokens, and of those with the states of gated delta nets."""
     return cost.quadratic * rows.squares + cost.windowed * rows.windowed + cost.recurrent * rows.tokens
 
 
-def expert_flops(model: ModelConfig) -> float:
-    """Return the FLOPs of one token in the routed experts of one layer."""
-    experts = model.experts
-    return 6.0 * experts.per_token * model.hidden_size * experts.ffn_hidden_size if experts else 0.0
-
-
-def model_flops(role: PlannedRole, rows: SequenceStats, *, updates: bool) -> FlopCount:
+def model_flops(role: PlannedRole, rows: SequenceStats, *, updates: bool) -> float:
     """Return the model FLOPs of sequences, which MFU is computed from; recomputation is not counted."""
     forward = forward_flops(role, rows, range(role.model.num_layers), with_head=True)
-    return forward.times(1 + BACKWARD if updates else 1)
+    return forward * (1 + BACKWARD if updates else 1)
 
 
-def recomputed_flops(role: PlannedRole, rows: SequenceStats, layers: Sequence[int]) -> FlopCount:
+def recomputed_flops(role: PlannedRole, rows: SequenceStats, layers: Sequence[int]) -> float:
     """Return the FLOPs that the backward pass recomputes under ``recompute_granularity``."""
     megatron = role.megatron
     if megatron.recompute_granularity is None:
-        return FlopCount()
+        return 0.0
     if megatron.recompute_granularity == "full":
         recomputed = list(layers)
         if megatron.recompute_method == "block":
             recomputed = recomputed[: megatron.recompute_num_layers or 1]
         return forward_flops(role, rows, recomputed, with_head=False)
-    return _selective_flops(role.model, rows, layers, megatron.recompute_modules)
+    return sum(_selective_flops(role.model, rows, layer, megatron.recompute_modules) for layer in layers)
 
 
-def _selective_flops(
-    model: ModelConfig, rows: SequenceStats, layers: Sequence[int], modules: Sequence[str]
-) -> FlopCount:
-    flops = FlopCount()
-    for layer in layers:
-        with_experts = model.has_experts(layer)
-        if "core_attn" in modules:
-            flops = flops.plus(FlopCount(attention=_attention_flops(layer_cost(model, layer), rows)))
-        if "mlp" in modules and not with_experts:
-            flops = flops.plus(FlopCount(6.0 * model.hidden_size * model.ffn_hidden_size * rows.tokens))
-        if "moe" in modules and with_experts and model.experts is not None:
-            shared = 6.0 * model.hidden_size * model.experts.shared_ffn_hidden_size
-            flops = flops.plus(FlopCount(shared * rows.tokens, expert_flops(model) * rows.tokens))
+def _selective_flops(model: ModelConfig, rows: SequenceStats, layer: int, modules: Sequence[str]) -> float:
+    flops, per_weight, experts = 0.0, 6.0 * model.hidden_size * rows.tokens, model.experts
+    if "core_attn" in modules:
+        flops += _attention_flops(layer_cost(model, layer), rows)
+    if "mlp" in modules and not model.has_experts(layer):
+        flops += per_weight * model.ffn_hidden_size
+    if "moe" in modules and experts is not None and model.has_experts(layer):
+        flops += per_weight * (experts.shared_ffn_hidden_size + experts.per_token * experts.ffn_hidden_size)
     return flops
 
 

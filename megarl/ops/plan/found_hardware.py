@@ -8,8 +8,8 @@ from dataclasses import replace
 import psutil
 
 from megarl.base.formatting import GIB
+from megarl.base.nvidia_smi import Gpu, visible_gpus
 from megarl.config import SupervisedConfig, TrainConfig
-from megarl.ops.doctor.node.gpus import Gpu, visible_gpus
 from megarl.ops.plan.hardware import Hardware, known_hardware, read_hardware
 
 _DEFAULT = "h100"

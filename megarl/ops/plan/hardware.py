@@ -1,4 +1,4 @@
-"""Hardware of a node and the time of its collectives, read from ``configs/hardware/*.yaml``.
+"""Hardware of a node, read from ``configs/hardware/*.yaml``, and costs of its collectives: seconds at peak speeds.
 
 Ranks are numbered in the order tensor, context, data, pipeline parallel, node by node. A ring of ``n`` ranks moves
 ``(n - 1) / n`` of the data once for an all-gather or reduce-scatter, twice for an all-reduce. A group with several
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, cast
 
 import yaml
@@ -45,28 +46,11 @@ class LinkConfig:
 
 
 @dataclass
-class SharesConfig:
-    """Reached fraction of each peak; the hardware files of megarl give the source of each number."""
-
-    matmul: float = key(REQUIRED, "Of the peak: large matrix products of training and prefill.", above=0, at_most=1)
-    experts: float = key(
-        REQUIRED, "Of the peak: grouped products of a mixture's experts, with their permutations.", above=0, at_most=1
-    )
-    attention: float = key(REQUIRED, "Of the peak: attention's products, on long sequences.", above=0, at_most=1)
-    memory: float = key(REQUIRED, "Of the memory's bandwidth: reading weights and caches.", above=0, at_most=1)
-    collective: float = key(REQUIRED, "Of a link's bandwidth: large collectives.", above=0, at_most=1)
-    host: float = key(REQUIRED, "Of the host link's bandwidth: copies of offloaded states.", above=0, at_most=1)
-
-
-@dataclass
 class LatencyConfig:
     """Latencies, independent of sizes."""
 
     collective_us: float = key(REQUIRED, "Microseconds of a small collective inside a node.", at_least=0)
     network_us: float = key(REQUIRED, "Microseconds of a small collective between nodes.", at_least=0)
-    decode_step_ms: float = key(
-        REQUIRED, "Milliseconds of an engine's step besides compute: scheduler, sampling.", at_least=0
-    )
     layer_us: float = key(
         REQUIRED,
         "Minimum microseconds of a layer's forward: kernel launches.",
@@ -91,8 +75,15 @@ class Hardware:
     host_memory_gib: float = key(REQUIRED, "GiB of memory of a node.", above=0)
     peak: PeakConfig = section(PeakConfig)
     links: LinkConfig = section(LinkConfig)
-    shares: SharesConfig = section(SharesConfig)
     latency: LatencyConfig = section(LatencyConfig)
+    efficiencies: dict[str, float] = key(
+        {}, "Fraction of the peak speeds that each phase of a step reaches, as `megarl plan --calibrate` writes them."
+    )
+
+    def efficiency(self, phase: str) -> float:
+        """Return the calibrated efficiency of a phase; the mean of the others for a phase without one."""
+        known = self.efficiencies
+        return known[phase] if phase in known else fmean(known.values() or [1.0])
 
     @property
     def memory_bytes(self) -> float:
@@ -117,30 +108,21 @@ class Hardware:
         """
         return cast(float, getattr(self.peak, dtype)) * 1e12
 
-    def products_s(self, flops: float, dtype: str) -> float:
-        """Return the seconds of large matrix products on one device."""
-        return flops / (self.peak_flops(dtype) * self.shares.matmul)
-
-    def experts_s(self, flops: float, dtype: str) -> float:
-        """Return the seconds of grouped expert products on one device."""
-        return flops / (self.peak_flops(dtype) * self.shares.experts)
-
-    def attention_s(self, flops: float, dtype: str) -> float:
-        """Return the seconds of attention products on one device."""
-        return flops / (self.peak_flops(dtype) * self.shares.attention)
+    def compute_s(self, flops: float, dtype: str) -> float:
+        """Return the seconds of FLOPs on one device."""
+        return flops / self.peak_flops(dtype)
 
     def reading_s(self, nbytes: float) -> float:
         """Return the seconds to read or write a number of bytes of device memory."""
-        return nbytes / (self.memory_bandwidth * 1e9 * self.shares.memory)
+        return nbytes / (self.memory_bandwidth * 1e9)
 
     def host_copy_s(self, nbytes: float) -> float:
         """Return the seconds to copy bytes to or from host memory, while all devices of the node copy."""
-        return nbytes / (self.links.host * 1e9 * self.shares.host)
+        return nbytes / (self.links.host * 1e9)
 
     def transfer_s(self, nbytes: float, *, within_node: bool) -> float:
         """Return the seconds to send or receive a number of bytes in a large collective."""
-        link = self.links.intra_node if within_node else self.links.network
-        return nbytes / (link * 1e9 * self.shares.collective)
+        return nbytes / (1e9 * (self.links.intra_node if within_node else self.links.network))
 
     def latency_s(self, *, within_node: bool) -> float:
         """Return the seconds of a collective of a few bytes."""

@@ -1,9 +1,9 @@
-"""Choice of a layout: the smallest model parallelism that fits, and the fastest settings with it.
+"""Choice of a layout: the smallest model parallelism that fits, and the cheapest settings with it.
 
 Each role gets the smallest product of tensor, pipeline and context parallel sizes with which the job fits the devices.
 Of equal products tensor parallelism, which stays in a node, comes first, then pipeline stages. Experts are spread over
 the devices of a node, over more nodes only if that is not enough. Offloading, recomputation, token budgets and the
-engine's size are those with the shortest predicted step. Values set by hand stay.
+engine's size are those with the lowest cost of a step (:mod:`megarl.ops.plan.pass_costs`). Values set by hand stay.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megarl.workers.settings import check_role
 Config = TrainConfig | SupervisedConfig
 Changes = Mapping[str, Any]
 
-_FASTEST = "shortest predicted step of those that fit"
+_CHEAPEST = "lowest cost of those that fit"
 _BUDGETED = (ACTOR, CRITIC, REWARD_MODEL)
 """Sections with a token budget."""
 RECOMPUTE, CHUNKS = "recompute_granularity", "virtual_pipeline_model_parallel_size"
@@ -74,7 +74,7 @@ class AutomaticLayout(NamedTuple):
 
     Attributes:
         keys: values with their reasons.
-        plan: memory and time with these values; None on a CPU, where no memory is planned.
+        plan: memory and cost with these values; None on a CPU, where no memory is planned.
     """
 
     keys: tuple[ChosenKey, ...]
@@ -138,7 +138,7 @@ def choose_layout(config: Config, fixed: Collection[str], hardware: Hardware) ->
         return AutomaticLayout(tuple(keys), None)
     choice.start()
     sizes = choice.smallest_sizes()
-    return choice.with_reasons(sizes, choice.fastest_settings(sizes))
+    return choice.with_reasons(sizes, choice.cheapest_settings(sizes))
 
 
 def fits(config: Config, fixed: Collection[str], hardware: Hardware) -> bool:
@@ -324,41 +324,41 @@ class _Choice:
     def _role(self, name: str) -> PlannedRole:
         return next(role for role in self.roles if role.name == name)
 
-    def fastest_settings(self, sizes: Changes) -> _Settings:
-        """Return the settings with the shortest predicted step: engine and offloading first, then the token budget."""
+    def cheapest_settings(self, sizes: Changes) -> _Settings:
+        """Return the settings with the lowest cost of a step: engine and offloading first, then the token budget."""
         shortest = self.shortest_budget(sizes)
         budgets = sorted({shortest, *(tokens for tokens in _BUDGETS if tokens > shortest)}, reverse=True)
         for self._reserve, budget in product((_RESERVE, 0.0), budgets):
             if budget > max(shortest, _TARGET):
                 continue
             options = product(self.engines, _OFFLOADS)
-            best = _fastest(self._timed(sizes, engine, offload, budget) for engine, offload in options)
+            best = _cheapest(self._cost(sizes, engine, offload, budget) for engine, offload in options)
             if best is not None:
                 break
         else:
             raise AssertionError("smallest_sizes found settings that fit")
-        fastest = _fastest(self._timed(sizes, best.engine, best.offload, budget) for budget in budgets)
+        cheapest = _cheapest(self._cost(sizes, best.engine, best.offload, budget) for budget in budgets)
         self._reserve = 0.0
-        assert fastest is not None, "best has one of these budgets"
-        return fastest
+        assert cheapest is not None, "best has one of these budgets"
+        return cheapest
 
-    def _timed(
+    def _cost(
         self, sizes: Changes, engine: Changes, offload: tuple[str, ...], budget: int
     ) -> tuple[float, _Settings] | None:
-        """Return the predicted seconds with the least recomputation that fits; None if nothing fits."""
+        """Return the cost of a step with the least recomputation that fits; None if nothing fits."""
         for recompute in _RECOMPUTATIONS:
             settings = _Settings(engine, offload, recompute, budget)
             changes = self._changes(sizes, settings)
             try:
                 if not self._shortfalls(changes):
-                    return self._plan(changes).step.seconds, settings
+                    return self._plan(changes).step.total, settings
             except MegarlError:
                 continue
         return None
 
     def _plan(self, changes: Changes) -> Estimate:
         config = changed(self.config, {**changes, **self._fixed_sizes})
-        return estimate(config, self.hardware, lengths_of(config), with_sync=False)
+        return estimate(config, self.hardware, lengths_of(config))
 
     def with_reasons(self, sizes: Changes, settings: _Settings) -> AutomaticLayout:
         """Return the chosen values with their reasons, and the plan with them."""
@@ -371,7 +371,7 @@ class _Choice:
         section, _, name = key.rpartition(".")
         role = next((role for role in self.roles if role.path == section), None)
         if role is None:
-            return _FASTEST
+            return _CHEAPEST
         return self._size_reason(role, name, changes[key]) if name in _SIZES else self._memory_reason(changes, key)
 
     def _size_reason(self, role: PlannedRole, name: str, value: Any) -> str:
@@ -387,7 +387,7 @@ class _Choice:
     def _memory_reason(self, changes: Changes, key: str) -> str:
         """Explain an offloaded state or a recomputation by what the job lacks without it."""
         lacking = self._shortfalls({**changes, key: None if key.endswith(RECOMPUTE) else False})
-        return f"without: {lacking[0].text}" if lacking else _FASTEST
+        return f"without: {lacking[0].text}" if lacking else _CHEAPEST
 
     def _nothing_fits(self, closest: _Attempt) -> NothingFitsError:
         pools, shortfall = self.config.trainer, closest.shortfalls[0]
@@ -404,9 +404,9 @@ def _section(key: str) -> str:
     return key.rpartition(".")[0].removesuffix(".megatron")
 
 
-def _fastest(timed: Iterable[tuple[float, _Settings] | None]) -> _Settings | None:
-    """Return the settings with the fewest seconds; of equal ones the first."""
-    found = [option for option in timed if option is not None]
+def _cheapest(options: Iterable[tuple[float, _Settings] | None]) -> _Settings | None:
+    """Return the settings with the lowest cost; of equal ones the first."""
+    found = [option for option in options if option is not None]
     return min(found, key=lambda option: option[0])[1] if found else None
 
 

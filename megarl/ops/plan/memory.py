@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from megarl.config import TrainConfig
 from megarl.config.schema.jobs import ACTOR, ROLLOUT
-from megarl.ops.plan.generation import KVCacheCapacity, kv_cache_capacity
 from megarl.ops.plan.job import PlannedJob, PlannedRole, PlannedRollout
+from megarl.ops.plan.kv_cache import KVCacheCapacity, kv_cache_capacity
 from megarl.ops.plan.pass_activations import PassActivations, padded_vocab, pass_activations
 from megarl.ops.plan.states import RankStates, StateCounter, rollout_weight_bytes
 from megarl.workers.settings import needed_store_bytes
@@ -122,6 +122,16 @@ class MemoryPlan:
     def host_bytes(self) -> int:
         """Host memory of the fullest node."""
         return sum(component.nbytes for component in self.host)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Size of a checkpoint: weights and optimizer states of all trained roles."""
+        trained = (memory for memory in self.roles.values() if memory.role.trains)
+        return sum(
+            memory.role.layout.ranks_per_stage * sum(_share_of_save(memory.role, stage.states))
+            for memory in trained
+            for stage in memory.stages
+        )
 
 
 def plan_memory(job: PlannedJob, device_bytes: int | None = None, node_size: int = 0) -> MemoryPlan:
@@ -337,14 +347,17 @@ def _routes(job: PlannedJob, role: PlannedRole) -> int:
     return 2 * sum(experts.layers) * experts.per_token * rollout.longest * rollout.samples // role.layout.dp
 
 
+def _share_of_save(role: PlannedRole, states: RankStates) -> tuple[int, int]:
+    """Return the bytes of weights and of optimizer state that a rank writes to a checkpoint."""
+    replicas = role.layout.dp * role.layout.cp  # they share the weights to write
+    optimizer = states.optimizer // (1 if role.megatron.use_distributed_optimizer else replicas)
+    return (states.weights - states.frozen) // replicas, optimizer
+
+
 def _copied_for_save(role: PlannedRole, states: RankStates) -> int:
     """Return the bytes that a background save copies on a rank: its share of states on the device."""
-    layout, megatron = role.layout, role.megatron
-    replicas = layout.dp * layout.cp  # they share the weights to write
-    weights = 0 if megatron.param_offload else (states.weights - states.frozen) // replicas
-    if megatron.optimizer_offload:
-        return weights
-    return weights + states.optimizer // (1 if megatron.use_distributed_optimizer else replicas)
+    weights, optimizer = _share_of_save(role, states)
+    return weights * (not role.megatron.param_offload) + optimizer * (not role.megatron.optimizer_offload)
 
 
 def _in_chunks(size: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich import box
@@ -16,30 +16,29 @@ from rich.text import Text
 from megarl.base.formatting import GIB, count_noun, gib, gigabytes, metric_count, rough, table_lines
 from megarl.config.batch import render_plan
 from megarl.config.schema.jobs import POOL_OWNERS
-from megarl.ops.plan.asynchronous import ModeComparison, SimulatedRun
 from megarl.ops.plan.estimate import HOST_SHARE, Estimate
 from megarl.ops.plan.memory import PhaseMemory
-from megarl.ops.plan.pass_times import TimeBreakdown
-from megarl.ops.plan.search import Candidate, SearchResult
-from megarl.ops.plan.step_times import SyncTraffic, largest_cause
+from megarl.ops.plan.pass_costs import Cost
+from megarl.ops.plan.search import SearchResult
+from megarl.ops.plan.step_costs import StepCost
 from megarl.ops.plan.suggestion import Suggestion
+from megarl.ops.plan.sync_traffic import SyncTraffic
 
 CAUSES = {
     "compute": "matrix products",
     "memory": "memory bandwidth",
-    "tensor": "tensor-parallel collectives",
-    "context": "context-parallel collectives",
-    "expert": "expert-parallel exchange",
-    "stages": "sends between stages",
+    "parallel": "collectives of model parallelism",
     "bubble": "pipeline bubble",
     "data": "gradient reduction and weight gathers",
     "host": "copies to and from host memory",
-    "latency": "kernel launches and scheduling",
-    "network": "weight sync transfers",
+    "latency": "kernel launches",
+    "transfer": "weight sync transfers",
 }
-"""Display names of the fields of :class:`TimeBreakdown`."""
+"""Display names of the fields of :class:`Cost`."""
 SHOWN_CAUSES, LEAST_SHARE = 3, 0.03
-UNCALIBRATED = "uncalibrated: no time has been compared with a GPU run; use the estimates to compare configurations"
+UNCALIBRATED = (
+    "no seconds, since no run has calibrated this hardware (--calibrate); causes are shares at its peak speeds"
+)
 WIDTH = 120
 """Line length of plain-text tables; only the last column wraps."""
 
@@ -57,9 +56,7 @@ class ReportSection:
 def plan_sections(plan: Estimate, suggestion: Suggestion | None) -> list[ReportSection]:
     """Return the report of one configuration."""
     sections = [_overview(plan), _roles(plan), _memory(plan)]
-    sections += [ReportSection("Batches", render_plan(plan.job.batches).splitlines()), _times(plan)]
-    if plan.step.overlap is not None:
-        sections.append(_overlap(plan.step.overlap))
+    sections += [ReportSection("Batches", render_plan(plan.job.batches).splitlines()), _step(plan)]
     if plan.sync is not None:
         sections.append(_sync(plan.sync))
     return [*sections, _verdict(plan, suggestion)]
@@ -75,11 +72,6 @@ def _overview(plan: Estimate) -> ReportSection:
         f"{model.architecture}, {model.num_layers} layers of width {model.hidden_size}",
         plan.lengths.describe(),
     ]
-    if job.device == "cpu" and job.devices_per_node > hardware.devices_per_node:
-        lines.append(
-            f"{job.devices_per_node} processes share {hardware.devices_per_node} cores: times assume one core "
-            "per process"
-        )
     return ReportSection("Plan", lines)
 
 
@@ -124,92 +116,52 @@ def _phase_row(phase: PhaseMemory, usable: float) -> list[str]:
     return [phase.phase, gib(phase.nbytes), f"{phase.nbytes / max(1.0, usable):.0%}", parts]
 
 
-def _times(plan: Estimate) -> ReportSection:
-    step = plan.step
-    rows = [
-        [
-            phase.phase,
-            rough(phase.cost.seconds),
-            f"{phase.cost.seconds / step.seconds:.0%}",
-            f"{step.mfu_of(phase):.0%}" if phase.flops.total else "-",
-            causes(phase.cost),
-        ]
-        for phase in step.phases
-    ]
-    total = TimeBreakdown()
+def _step(plan: Estimate) -> ReportSection:
+    step, rows = plan.step, []
+    total = step.total
     for phase in step.phases:
-        total = total.plus(phase.cost)
-    rows.append(["step", rough(step.seconds), "100%", f"{step.mfu:.0%}", causes(total)])
-    lines = [f"{rough(step.throughput)} tokens per second and device; without rewards, data loading and the driver"]
-    lines += [f"at the same time, on separate devices: {', '.join(group)}" for group in step.simultaneous]
-    lines.append(UNCALIBRATED)
+        times = [rough(phase.cost.total), f"{phase.cost.total / total:.0%}"]
+        times.append(f"{step.mfu_of(phase):.0%}" if phase.flops else "-")
+        flops = metric_count(phase.flops) if phase.flops else "-"
+        rows.append([phase.phase, flops, *(times if step.is_calibrated else ()), causes(phase.cost)])
+    lines = [f"at the same time, on separate devices: {', '.join(group)}" for group in step.simultaneous]
     if plan.job.rollout is not None and plan.job.rollout.is_external:
-        lines.append("generation and the weight sync use external servers and are not timed")
-    if step.generated is not None:
-        generated = step.generated
+        lines.append("generation and the weight sync use external servers and are not modelled")
+    if not step.is_calibrated:
+        return ReportSection("Work of a step", [*lines, UNCALIBRATED], ["phase", "FLOPs", "causes"], rows)
+    flops = metric_count(sum(phase.flops for phase in step.phases))
+    rows.append(["step", flops, rough(total), "100%", f"{step.mfu:.0%}", ""])
+    lines.append(f"{rough(step.throughput)} tokens per second and device; without rewards, data loading and the driver")
+    if plan.job.rollout is not None and plan.job.rollout.own_devices:
+        generation = sum(phase.cost.total for phase in step.phases if phase.phase == "gen")
+        least = rough(max(generation, total - generation))
         lines.append(
-            f"each replica: {rough(generated.prefill_s)} s of prefill and {generated.steps:,} decode steps "
-            f"of {rough(1000 * generated.decode_s / max(1, generated.steps))} ms, with {generated.mean_running:.0f} "
-            "sequences on average"
+            f"asynchronous training overlaps generation with the other phases: a step takes at least {least} s"
         )
-    return ReportSection("Seconds of a step", lines, ["phase", "s", "share", "MFU", "causes"], rows)
+    return ReportSection("Seconds of a step", lines, ["phase", "FLOPs", "s", "share", "MFU", "causes"], rows)
 
 
-def causes(cost: TimeBreakdown) -> str:
-    """Describe the largest causes, with their shares of the time."""
-    parts = sorted(zip(TimeBreakdown._fields, cost, strict=True), key=lambda pair: -pair[1])
-    total = cost.seconds or 1.0
-    shown = [(name, s / total) for name, s in parts[:SHOWN_CAUSES] if s / total >= LEAST_SHARE]
-    return ", ".join(f"{CAUSES[name]} {share:.0%}" for name, share in shown)
-
-
-ALTERNATIVES = {
-    "without_hybrid_rollout": "without hybrid replicas",
-    "min_replicas": "with rollout.min_replicas",
-    "fastest_split": "fastest split of the devices",
-    "synchronous": "synchronous, on all devices",
-}
-
-
-def _overlap(overlap: ModeComparison) -> ReportSection:
-    rows = [_mode_row("as configured", overlap, overlap.run)]
-    rows += [_mode_row(ALTERNATIVES[name], overlap, run) for name, run in overlap.others.items()]
-    head = ["simulated", "engines", "trainer", "s", "engines idle", "trainer idle", "staleness, mean and largest"]
-    lines = ["engines generate while the trainer updates, so a step is shorter than the sum of its phases"]
-    if overlap.run.mode.shares_devices:
-        lines = ["training begins when a batch is complete, so no step waits for its longest response"]
-    return ReportSection("Asynchronous training", lines, head, rows)
-
-
-def _mode_row(label: str, overlap: ModeComparison, run: SimulatedRun) -> list[str]:
-    return [
-        label,
-        str(run.mode.replicas * overlap.replica_devices),
-        str(run.mode.trainers),
-        rough(run.step_s),
-        f"{run.engine_idle:.0%}",
-        f"{run.trainer_idle:.0%}",
-        f"{run.mean_staleness:.2g}, {run.max_staleness}",
-    ]
+def causes(cost: Cost) -> str:
+    """Describe the largest causes, with their shares of the cost."""
+    parts = sorted(zip(Cost._fields, cost, strict=True), key=lambda pair: -pair[1])
+    shares = [(name, part / (cost.total or 1.0)) for name, part in parts[:SHOWN_CAUSES]]
+    return ", ".join(f"{CAUSES[name]} {share:.0%}" for name, share in shares if share >= LEAST_SHARE)
 
 
 def _sync(sync: SyncTraffic) -> ReportSection:
     lines = [
         f"{gigabytes(sync.total)} in {count_noun(sync.buckets, 'bucket')}: {gigabytes(sync.on_device)} on the same "
         f"device, {gigabytes(sync.within_nodes)} inside nodes, {gigabytes(sync.between_nodes)} between nodes",
-        f"at most {gigabytes(sync.most_received)} received and {gigabytes(sync.most_sent)} sent by a rank; "
-        f"{rough(sync.seconds)} s, paced by {sync.limit}",
+        f"at most {gigabytes(sync.most_received)} received and {gigabytes(sync.most_sent)} sent by a rank",
     ]
     return ReportSection("Weight sync", lines)
 
 
 def _verdict(plan: Estimate, suggestion: Suggestion | None) -> ReportSection:
-    phase, cause = plan.step.limit
     fullest = max(plan.memory.phases, key=lambda memory: memory.nbytes)
     lines = [
         f"memory: {fullest.phase} is the fullest, {fullest.nbytes / max(1.0, plan.usable_bytes):.0%} of the "
         f"usable memory, most of it {fullest.dominant.owner} {fullest.dominant.name}",
-        f"time: {phase} takes longest, mainly for {CAUSES[cause]}",
     ]
     if plan.fits:
         return ReportSection("It fits", lines)
@@ -240,13 +192,17 @@ def _largest(parts: Sequence[Any]) -> str:
 def search_sections(result: SearchResult, hardware_name: str) -> list[ReportSection]:
     """Return the report of a layout search."""
     lines = [
-        f"{result.timed:,} layouts of single roles timed, {result.planned:,} combinations planned on {hardware_name}",
-        UNCALIBRATED,
+        f"{result.evaluated:,} layouts of single roles compared, {result.planned:,} combinations planned on "
+        f"{hardware_name}"
     ]
     if not result.best:
         return [ReportSection("Search", [*lines, "none fits: offload more, recompute, or use more nodes"])]
-    rows = [_candidate_row(number, candidate) for number, candidate in enumerate(result.best, 1)]
-    head = ["", "tok/s/device", "step s", "MFU", "fullest", "layouts"]
+    rows = [_candidate_row(number, result) for number in range(len(result.best))]
+    if not result.best[0].estimate.step.is_calibrated:
+        head = ["", "cost", "fullest", "layouts"]
+        lines.append("cost of a step, relative to the first layout; no run has calibrated this hardware (--calibrate)")
+    else:
+        head = ["", "tok/s/device", "step s", "MFU", "fullest", "layouts"]
     chosen = [
         f"{number}: {' '.join(candidate.overrides()) or '(as configured)'}"
         for number, candidate in enumerate(result.best, 1)
@@ -254,20 +210,17 @@ def search_sections(result: SearchResult, hardware_name: str) -> list[ReportSect
     return [ReportSection("Search", lines, head, rows), ReportSection("Overrides", chosen)]
 
 
-def _candidate_row(number: int, candidate: Candidate) -> list[str]:
-    plan = candidate.estimate
+def _candidate_row(number: int, result: SearchResult) -> list[str]:
+    plan, first = result.best[number].estimate, result.best[0].estimate.step
+    step = plan.step
     layouts = [f"{role.name} {role.layout.describe()}" for role in plan.job.roles if role.trains]
     layouts += [f"rollout TP{plan.job.rollout.tp}"] if plan.job.rollout else []
     full = [role.name for role in plan.job.roles if role.trains and role.megatron.recompute_granularity == "full"]
     layouts += [f"recompute {' and '.join(full)}"] if full else []
-    return [
-        str(number),
-        rough(plan.step.throughput),
-        rough(plan.step.seconds),
-        f"{plan.step.mfu:.0%}",
-        f"{plan.memory.peak.nbytes / plan.usable_bytes:.0%}",
-        ", ".join(layouts),
-    ]
+    speeds = [f"{step.total / first.total:.2f}"]
+    if step.is_calibrated:
+        speeds = [rough(step.throughput), rough(step.total), f"{step.mfu:.0%}"]
+    return [str(number + 1), *speeds, f"{plan.memory.peak.nbytes / plan.usable_bytes:.0%}", ", ".join(layouts)]
 
 
 def print_report(sections: Sequence[ReportSection], console: Console) -> None:
@@ -308,12 +261,11 @@ def plain_text(section: ReportSection) -> str:
 
 
 def plan_json(plan: Estimate, suggestion: Suggestion | None) -> str:
-    """Return a plan as JSON; sizes in bytes, times in seconds."""
-    step = plan.step
+    """Return a plan as JSON; sizes in bytes, times in seconds and only with a calibration."""
     values = {
         "fits": plan.fits,
         "hardware": plan.hardware.name,
-        "lengths": plan.lengths.describe(),
+        "lengths": plan.lengths._asdict(),
         "usable_bytes": plan.usable_bytes,
         "usable_host_bytes": HOST_SHARE * plan.hardware.host_bytes,
         "roles": {name: _role_values(memory) for name, memory in plan.memory.roles.items()},
@@ -324,26 +276,28 @@ def plan_json(plan: Estimate, suggestion: Suggestion | None) -> str:
         "host_memory": {"bytes": plan.memory.host_bytes, "components": _components(plan.memory.host)},
         "kv_cache": plan.memory.kv._asdict() if plan.memory.kv else None,
         "sync": plan.sync._asdict() if plan.sync else None,
-        "step": {
-            "seconds": step.seconds,
-            "tokens_per_second_per_device": step.throughput,
-            "mfu": step.mfu,
-            "phases": {
-                phase.phase: {
-                    "seconds": phase.cost.seconds,
-                    "mfu": step.mfu_of(phase),
-                    "flops": phase.flops.total,
-                    "by_cause": phase.cost._asdict(),
-                }
-                for phase in step.phases
-            },
-        },
-        "asynchronous": _overlap_values(step.overlap) if step.overlap else None,
-        "limit": {"phase": step.limit[0], "cause": step.limit[1]},
+        "step": _step_values(plan.step),
         "shortfalls": [{"phase": s.phase, "missing_bytes": s.missing, "text": s.text} for s in plan.shortfalls],
         "remedy": suggestion.overrides() if suggestion else None,
     }
     return json.dumps(values, indent=2)
+
+
+def _step_values(step: StepCost) -> dict[str, Any]:
+    phases: dict[str, dict[str, Any]] = {}
+    for phase in step.phases:
+        shares = {name: part / (phase.cost.total or 1.0) for name, part in phase.cost._asdict().items()}
+        phases[phase.phase] = {"flops": phase.flops, "shares_of_cost": shares}
+        if step.is_calibrated:
+            phases[phase.phase] |= {"seconds": phase.cost.total, "mfu": step.mfu_of(phase)}
+    return {"phases": phases, **_speeds(step)}
+
+
+def _speeds(step: StepCost) -> dict[str, float]:
+    """Return the predicted speeds of a step; empty without a calibration."""
+    if not step.is_calibrated:
+        return {}
+    return {"seconds": step.total, "tokens_per_second_per_device": step.throughput, "mfu": step.mfu}
 
 
 def search_json(result: SearchResult) -> str:
@@ -351,15 +305,13 @@ def search_json(result: SearchResult) -> str:
     best = [
         {
             "overrides": candidate.overrides(),
-            "tokens_per_second_per_device": candidate.estimate.step.throughput,
-            "step_seconds": candidate.estimate.step.seconds,
-            "mfu": candidate.estimate.step.mfu,
+            "relative_cost": candidate.estimate.step.total / result.best[0].estimate.step.total,
             "peak_bytes": candidate.estimate.memory.peak.nbytes,
-            "limit": largest_cause(max(candidate.estimate.step.phases, key=lambda p: p.cost.seconds).cost),
+            **_speeds(candidate.estimate.step),
         }
         for candidate in result.best
     ]
-    return json.dumps({"timed": result.timed, "planned": result.planned, "best": best}, indent=2)
+    return json.dumps({"evaluated": result.evaluated, "planned": result.planned, "best": best}, indent=2)
 
 
 def _role_values(memory: Any) -> dict[str, Any]:
@@ -371,10 +323,6 @@ def _role_values(memory: Any) -> dict[str, Any]:
         "gradients": states.gradients,
         "optimizer": states.optimizer,
     }
-
-
-def _overlap_values(overlap: ModeComparison) -> dict[str, Any]:
-    return {name: asdict(run) for name, run in {"configured": overlap.run, **overlap.others}.items()}
 
 
 def _components(parts: Sequence[Any]) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
-"""Layout search: all layouts that model and cluster allow, pruned by memory and ranked by predicted step time.
+"""Layout search: all layouts that model and cluster allow, pruned by memory and ranked by the cost of a step.
 
-The pass times of a role do not depend on the layouts of other roles, and neither does generation. So every layout of
-each role is timed once. Combinations are then planned in full, in the order of their summed times, until enough of them
-fit, including weight sync and KV cache. The checks and the plan are those of a user's configuration.
+The cost of a role's passes does not depend on the layouts of other roles, and neither does that of generation. So every
+layout of each role is evaluated once. Combinations are then planned in full, in the order of their summed costs, until
+enough of them fit, including the KV cache. The checks and the plan are those of a user's configuration.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from megarl.config.keys import value_at
 from megarl.config.problems import format_value
 from megarl.config.schema.jobs import own_pools
 from megarl.models import ModelConfig
-from megarl.ops.plan.estimate import Estimate, changed, estimate, shortfalls, usable_bytes
+from megarl.ops.plan.estimate import Estimate, changed, estimate, usable_bytes
 from megarl.ops.plan.flops import optimized_elements, rank_elements
+from megarl.ops.plan.generation import generation_cost
 from megarl.ops.plan.hardware import Hardware
 from megarl.ops.plan.job import PlannedJob, PlannedRole
 from megarl.ops.plan.job_from_config import planned_job
 from megarl.ops.plan.lengths import Lengths
-from megarl.ops.plan.memory import plan_memory
 from megarl.ops.plan.pass_activations import pass_activations
-from megarl.ops.plan.pass_times import PassTimer
 from megarl.ops.plan.states import FLOAT32, MOMENTS
-from megarl.ops.plan.step_times import generation_s, micro_batches_of, rough_sync_s
+from megarl.ops.plan.step_costs import pass_costs, sync_cost
 
 Config = TrainConfig | SupervisedConfig
 
@@ -64,11 +63,11 @@ class LayoutChoice(NamedTuple):
 
     Attributes:
         changes: values by key.
-        seconds: seconds of its phases.
+        cost: cost of its phases.
     """
 
     changes: Mapping[str, Any]
-    seconds: float
+    cost: float
 
 
 class Candidate(NamedTuple):
@@ -91,18 +90,18 @@ class SearchResult(NamedTuple):
     """Result of a layout search.
 
     Attributes:
-        best: layouts that fit, the fastest first.
-        timed: number of timed layouts of single roles.
+        best: layouts that fit, the cheapest first.
+        evaluated: number of layouts of single roles whose cost was computed.
         planned: number of combinations planned in full.
     """
 
     best: list[Candidate]
-    timed: int
+    evaluated: int
     planned: int
 
 
 def search(config: Config, hardware: Hardware, lengths: Lengths, top: int = 10) -> SearchResult:
-    """Return the fastest layouts that fit.
+    """Return the layouts that fit with the lowest cost of a step.
 
     Args:
         config: complete; the layouts of actor, critic or supervised model, and of the rollout, are replaced, so they
@@ -127,12 +126,12 @@ def search(config: Config, hardware: Hardware, lengths: Lengths, top: int = 10) 
             break
         sizes = tuple(item for item in changes.items() if not item[0].endswith(_RECOMPUTE))
         if sizes in planned:
-            continue  # a variant with less recomputation is faster and fits
+            continue  # a variant with less recomputation is cheaper and fits
         planned_count += 1
         candidate = _fitting(config, changes, hardware, lengths)
         if candidate is not None:
             planned[sizes] = candidate
-    best = sorted(planned.values(), key=lambda candidate: candidate.estimate.step.seconds)[:top]
+    best = sorted(planned.values(), key=lambda candidate: candidate.estimate.step.total)[:top]
     best = [candidate._replace(changes=_differing(initial, {**start, **candidate.changes})) for candidate in best]
     return SearchResult(best, sum(map(len, choices)), planned_count)
 
@@ -142,7 +141,7 @@ def initial_changes(
 ) -> dict[str, Any]:
     """Return changes that make an invalid layout valid, the same sizes for each trained role; empty if it is valid.
 
-    Each role is timed with the initial layouts of the others, which therefore have to be valid.
+    Each role is evaluated with the initial layouts of the others, which therefore have to be valid.
 
     Args:
         config: complete, with any layout.
@@ -178,16 +177,21 @@ def _uniform_layouts(config: Config) -> Iterator[dict[str, Any]]:
 
 
 def role_layouts(config: Config, role: PlannedRole, hardware: Hardware, lengths: Lengths) -> list[LayoutChoice]:
-    """Return every layout of a role that passes the checks and whose states fit, the fastest first."""
+    """Return every layout of a role that passes the checks and whose states fit, the cheapest first."""
     choices = []
     devices, per_node = devices_of(config, role)
     for changes in layouts(role, devices, per_node, longest_sequence(config)):
         for recompute in _recompute_modes(value_at(config, role.path)):
             combined = {**changes, **{f"{role.path}.{key}": value for key, value in recompute.items()}}
-            timed = _timed(config, combined, role.name, hardware, lengths)
-            if timed is not None:
-                choices.append(timed)
-    return sorted(choices, key=lambda choice: choice.seconds)
+            try:
+                job = planned_job(changed(config, combined), device=hardware.device)
+            except MegarlError:
+                continue
+            new = job.role(role.name)
+            if least_bytes(job, new) <= usable_bytes(job, hardware):
+                cost = sum(phase.cost.total for phase in pass_costs(job, new, hardware, lengths))
+                choices.append(LayoutChoice(combined, cost))
+    return sorted(choices, key=lambda choice: choice.cost)
 
 
 def devices_of(config: Config, role: PlannedRole) -> tuple[int, int]:
@@ -235,7 +239,7 @@ def _sizes(fixed: Mapping[str, Any], key: str, sizes: Iterable[int]) -> Iterable
 
 
 def rollout_layouts(config: TrainConfig, hardware: Hardware, lengths: Lengths) -> list[LayoutChoice]:
-    """Return every size of a replica that passes the checks, the fastest first."""
+    """Return every size of a replica that passes the checks, the cheapest first."""
     choices = []
     for tp in _powers(config.trainer.n_gpus_per_node):
         changes = {f"{ROLLOUT}.tensor_model_parallel_size": tp}
@@ -243,24 +247,9 @@ def rollout_layouts(config: TrainConfig, hardware: Hardware, lengths: Lengths) -
             job = planned_job(changed(config, changes), device=hardware.device)
         except MegarlError:
             continue
-        choices.append(LayoutChoice(changes, generation_s(job, hardware, lengths) + rough_sync_s(job, hardware)))
-    return sorted(choices, key=lambda choice: choice.seconds)
-
-
-def _timed(
-    config: Config, changes: Mapping[str, Any], name: str, hardware: Hardware, lengths: Lengths
-) -> LayoutChoice | None:
-    """Return the time of the role's passes, or None if the layout is rejected or too large by itself."""
-    try:
-        job = planned_job(changed(config, changes), device=hardware.device)
-    except MegarlError:
-        return None
-    role = job.role(name)
-    if least_bytes(job, role) > usable_bytes(job, hardware):
-        return None
-    model = PassTimer(role, hardware, lengths, job.pool_of(role.section).devices_per_node)
-    seconds = sum(model.time(planned, micro_batches_of(job, role, planned)).cost.seconds for planned in role.passes)
-    return LayoutChoice(changes, seconds)
+        phases = (generation_cost(job, hardware, lengths), sync_cost(job, hardware))
+        choices.append(LayoutChoice(changes, sum(phase.cost.total for phase in phases if phase is not None)))
+    return sorted(choices, key=lambda choice: choice.cost)
 
 
 def least_bytes(job: PlannedJob, role: PlannedRole) -> float:
@@ -332,15 +321,15 @@ def longest_sequence(config: Config) -> int:
 
 
 def _best_first(choices: Sequence[Sequence[LayoutChoice]]) -> Iterator[dict[str, Any]]:
-    """Yield combinations of one choice per list, in the order of their summed seconds; each list is sorted."""
+    """Yield combinations of one choice per list, in the order of their summed costs; each list is sorted."""
     if not all(choices):
         return
 
-    def seconds(at: tuple[int, ...]) -> float:
-        return sum(options[i].seconds for options, i in zip(choices, at, strict=True))
+    def cost(at: tuple[int, ...]) -> float:
+        return sum(options[i].cost for options, i in zip(choices, at, strict=True))
 
     start = (0,) * len(choices)
-    heap, seen = [(seconds(start), start)], {start}
+    heap, seen = [(cost(start), start)], {start}
     while heap:
         _, at = heapq.heappop(heap)
         merged: dict[str, Any] = {}
@@ -351,18 +340,15 @@ def _best_first(choices: Sequence[Sequence[LayoutChoice]]) -> Iterator[dict[str,
             following = (*at[:k], at[k] + 1, *at[k + 1 :])
             if at[k] + 1 < len(options) and following not in seen:
                 seen.add(following)
-                heapq.heappush(heap, (seconds(following), following))
+                heapq.heappush(heap, (cost(following), following))
 
 
 def _fitting(config: Config, changes: Mapping[str, Any], hardware: Hardware, lengths: Lengths) -> Candidate | None:
     try:
-        candidate = changed(config, changes)
-        job = planned_job(candidate, device=hardware.device)
-        if shortfalls(job, plan_memory(job, int(usable_bytes(job, hardware)), hardware.devices_per_node), hardware):
-            return None
-        return Candidate(changes, estimate(candidate, hardware, lengths))
+        planned = estimate(changed(config, changes), hardware, lengths)
     except MegarlError:
         return None
+    return Candidate(changes, planned) if planned.fits else None
 
 
 def _differing(config: Config, changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def plan_run(config: Config) -> tuple[Estimate, Suggestion | None]:
     hardware, lengths = hardware_of(config), lengths_of(config)
 
     def plan(candidate: Config) -> Estimate:
-        return estimate(candidate, hardware, lengths, with_sync=False)
+        return estimate(candidate, hardware, lengths)
 
     planned = plan(config)
     if planned.fits:

@@ -159,7 +159,6 @@ class EmbeddedEngine(RolloutEngine):
     def receiver(self) -> EmbeddedReceiver:
         return self._receiver
 
-
     def sleep(self, tags: Iterable[Tag] = TAGS) -> None:
         tags = check_tags(tags)
         if self._running:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.base.nvidia_smi import parse_inventory, parse_links
 from megarl.ops.doctor.node import Needs, Status
 from megarl.ops.doctor.node.collective import Bandwidth, bandwidth_result, slowest
 from megarl.ops.doctor.node.gpus import (
@@ -16,8 +17,6 @@ from megarl.ops.doctor.node.gpus import (
     check_gpus,
     check_health,
     check_links,
-    parse_inventory,
-    parse_links,
 )
 
 HEALTHY = (Path(__file__).parent / "nvidia_smi.xml").read_text(encoding="utf-8")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl.base.nvidia_smi import Inventory
 from megarl.ops.doctor.node import CheckResult, Needs, Status, check_node, kernels
-from megarl.ops.doctor.node.gpus import Inventory
 from megarl.ops.doctor.node.kernels import KernelFacts, check_kernels, observe
 
 DENSE = {

@@ -146,7 +146,7 @@ def test_weights_are_optional(sft_config: MakeConfig, arithmetic: Path, tmp_path
     assert "sft: LlamaForCausalLM of" in text and "TP8 PP2 DP2" in text
 
 
-def test_a_run_that_does_not_fit_is_rejected_with_a_suggestion(tmp_path: Path) -> None:
+def test_a_run_that_does_not_seem_to_fit_gets_a_warning_with_a_suggestion(tmp_path: Path) -> None:
     small = tmp_path / "small.yaml"
     text = (ROOT / "configs" / "hardware" / "h100.yaml").read_text(encoding="utf-8")
     small.write_text(
@@ -162,10 +162,10 @@ def test_a_run_that_does_not_fit_is_rejected_with_a_suggestion(tmp_path: Path) -
     for schema, name in ((SFTConfig, "sft"), (RewardTrainingConfig, "reward_model")):
         changes = ["megatron.recompute_granularity=full", "data.max_token_len_per_gpu=8192"]
         assert any(line.startswith("fits h100") for line in memory(schema, name, *changes))
-        with raises("plan.does-not-fit", "on small (trainer.hardware)", "update") as error:
-            memory(schema, name, *changes, f"trainer.hardware={small}")
-        suggestion = re.search(r"it would fit with .*?: (.*?)\. `megarl plan`", error.value.text)
-        assert suggestion is not None, error.value
+        *_, warning = memory(schema, name, *changes, f"trainer.hardware={small}")
+        assert warning.startswith("warning: on small (trainer.hardware)") and "update" in warning
+        suggestion = re.search(r"it would fit with .*?: (.*)$", warning)
+        assert suggestion is not None, warning
         changes += [*suggestion[1].split(), f"trainer.hardware={small}"]
         assert any("fits small" in line for line in memory(schema, name, *changes))
 

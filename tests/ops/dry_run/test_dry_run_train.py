@@ -192,7 +192,7 @@ def test_a_run_for_other_machines_only_warns(
     assert line.startswith("warning: trainer.nnodes=")
 
 
-def test_a_run_that_does_not_fit_is_rejected_with_a_suggestion(tmp_path: Path) -> None:
+def test_a_run_that_does_not_seem_to_fit_gets_a_warning_with_a_suggestion(tmp_path: Path) -> None:
     small = tmp_path / "small.yaml"
     text = (ROOT / "configs" / "hardware" / "h100.yaml").read_text(encoding="utf-8")
     small.write_text(
@@ -209,9 +209,9 @@ def test_a_run_that_does_not_fit_is_rejected_with_a_suggestion(tmp_path: Path) -
     own = ("async_training.mode=disaggregated", f"{POLICY}.rollout.nnodes=1", f"{POLICY}.actor.ppo_mini_batch_size=128")
     alone = "fits h100: 78.1 GiB of each device are usable"  # one process less on the trainer's devices
     assert any(line.startswith(alone) for line in memory(*own))
-    with raises("plan.does-not-fit", "on small (trainer.hardware)", " GiB") as error:
-        memory(f"trainer.hardware={small}")
-    suggestion = error.value.text.partition("all of them needed: ")[2].partition(". `megarl plan`")[0].split()
+    *_, warning = memory(f"trainer.hardware={small}")
+    assert warning.startswith("warning: on small (trainer.hardware)") and " GiB" in warning
+    suggestion = warning.partition("all of them needed: ")[2].split()
     assert suggestion and any("fits small" in line for line in memory(f"trainer.hardware={small}", *suggestion))
     with raises("plan.no-hardware-file", "trainer.hardware=h10", "did you mean h100?"):
         memory("trainer.hardware=h10")

@@ -8,11 +8,11 @@ import yaml
 from expected_errors import raises
 from planned_jobs import MODELS
 
+from megarl.base import nvidia_smi
+from megarl.base.nvidia_smi import parse_inventory, visible_gpus
 from megarl.cli import compose_job, main
 from megarl.config import TrainConfig
 from megarl.config.keys import value_at
-from megarl.ops.doctor.node import gpus as doctor_gpus
-from megarl.ops.doctor.node.gpus import parse_inventory, visible_gpus
 from megarl.ops.plan.found_hardware import gpu_hardware
 
 SMI = Path(__file__).parents[1] / "doctor" / "nvidia_smi.xml"
@@ -84,8 +84,8 @@ def test_gpus_have_the_speeds_of_their_kind_and_their_own_memory():
 
 def test_hidden_gpus_do_not_count(monkeypatch):
     found = parse_inventory(SMI.read_text(encoding="utf-8")).gpus
-    monkeypatch.setattr(doctor_gpus.shutil, "which", lambda name: name)
-    monkeypatch.setattr(doctor_gpus, "_run_nvidia_smi", lambda *words: SMI.read_text(encoding="utf-8"))
+    monkeypatch.setattr(nvidia_smi.shutil, "which", lambda name: name)
+    monkeypatch.setattr(nvidia_smi, "run_nvidia_smi", lambda *words: SMI.read_text(encoding="utf-8"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible_gpus() == found
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")

@@ -8,6 +8,7 @@ import pytest
 from planned_jobs import MODELS
 
 from megarl.cli import main
+from megarl.ops.plan.hardware import FOLDER
 
 LLAMA = [
     "--config-name=grpo",
@@ -29,12 +30,13 @@ def run(capsys, *arguments):
 
 
 def test_report_of_a_plan_that_fits(capsys):
-    code, text, _ = run(capsys, *LLAMA, FULL, "--hardware", "h200", "--lengths", "mean=300,sigma=0.5")
+    code, text, _ = run(capsys, *LLAMA, FULL, "--hardware", "h200", "--lengths", "200,300")
     assert code == 0
-    parts = ["4 x 8 h200", "TP8 PP4 DP1", "answers of 300 tokens on average", "update_actor", "host memory of a node"]
-    parts += ["One training step: 1024 prompts x 8 samples", "tokens per second and device", "between nodes", "It fits"]
+    parts = ["4 x 8 h200", "TP8 PP4 DP1", "responses of 300 (--lengths)", "update_actor", "host memory of a node"]
+    parts += ["One training step: 1024 prompts x 8 samples", "FLOPs", "between nodes", "It fits"]
     for part in parts:
         assert part in text
+    assert "tokens per second" not in text and "Seconds of a step" not in text, "only with calibrated hardware"
 
 
 def test_a_plan_that_does_not_fit_suggests_a_change(capsys):
@@ -55,7 +57,8 @@ def test_json_report(capsys):
         == set(plan["memory"])
     )
     for phase in plan["step"]["phases"].values():
-        assert sum(phase["by_cause"].values()) == pytest.approx(phase["seconds"])
+        assert sum(phase["shares_of_cost"].values()) == pytest.approx(1) and "seconds" not in phase
+    assert plan["step"].keys() == {"phases"}
     for phase in plan["memory"].values():
         assert sum(part["nbytes"] for part in phase["components"]) == phase["bytes"] <= plan["usable_bytes"]
     assert plan["sync"]["total"] == 4 * 2 * (70_553_706_496 + 7 * 161 * 8192), "norms are on each rank"
@@ -66,26 +69,41 @@ ASYNC = (
     f"actor_rollout_ref.model.path={MODELS / 'Qwen2.5-32B'}",
     "data.train_files=none",
     "--hardware=h100",
-    "--lengths=mean=6000,sigma=1.0,prompt_mean=300",
+    "--lengths=300,6000",
 )
 
 
-def test_asynchronous_training_is_planned_with_its_two_pools(capsys):
+def calibrated_file(tmp_path, **efficiencies):
+    text = (FOLDER / "h100.yaml").read_text(encoding="utf-8")
+    (tmp_path / "mine.yaml").write_text(f"{text}efficiencies: {json.dumps(efficiencies)}\n", encoding="utf-8")
+    return f"--hardware={tmp_path}/mine.yaml"
+
+
+def test_asynchronous_training_is_planned_with_its_two_pools(capsys, tmp_path):
     code, text, _ = run(capsys, *ASYNC)
-    assert code == 0 and "4 x 8 h100, 4 x 8 for the engines" in text
-    assert text.count("as configured") == text.count("fastest split of the devices") == 1
-    plan = json.loads(run(capsys, *ASYNC, "--json")[1])
-    step, modes = plan["step"], plan["asynchronous"]
-    seconds = {name: phase["seconds"] for name, phase in step["phases"].items()}
-    training = sum(value for name, value in seconds.items() if name not in ("gen", "update_weights"))
-    # Responses of several batches run together, so the tail of a batch costs nothing.
-    assert training < step["seconds"] == modes["configured"]["step_s"] < seconds["gen"]
-    assert modes["configured"]["max_staleness"] == 1 and modes["synchronous"]["max_staleness"] == 0
-    assert modes["fastest_split"]["step_s"] <= modes["configured"]["step_s"]
-    # A sync that waits for all responses takes the longer side and what is left of the tail.
-    waiting = json.loads(run(capsys, *ASYNC, "async_training.partial_rollout=false", "--json")[1])["asynchronous"]
-    longer = max(seconds["gen"], training) + seconds["update_weights"]
-    assert 0.8 * longer < waiting["configured"]["step_s"] < training + seconds["gen"]
+    assert code == 0 and "4 x 8 h100, 4 x 8 for the engines" in text and "Work of a step" in text
+    phases = json.loads(run(capsys, *ASYNC, "--json")[1])["step"]["phases"]
+    node = calibrated_file(tmp_path, **dict.fromkeys(phases, 0.4))
+    text = run(capsys, *ASYNC[:-2], ASYNC[-1], node)[1]
+    assert "a step takes at least" in text and "Seconds of a step" in text
+
+
+def test_calibrated_hardware_gives_seconds_and_an_incomplete_one_does_not(capsys, tmp_path):
+    phases = ("gen", "old_log_prob", "ref", "update_actor", "update_weights")
+    arguments = [*LLAMA, FULL, "trainer.nnodes=8", "--json"]
+    step = {
+        name: json.loads(run(capsys, *arguments, calibrated_file(tmp_path, **shares))[1])["step"]
+        for name, shares in {
+            "half": dict.fromkeys(phases, 0.5),
+            "quarter": dict.fromkeys(phases, 0.25),
+            "partial": dict.fromkeys(phases[1:], 0.5),
+        }.items()
+    }
+    assert step["quarter"]["seconds"] == pytest.approx(2 * step["half"]["seconds"])
+    assert step["half"]["seconds"] == pytest.approx(sum(p["seconds"] for p in step["half"]["phases"].values()))
+    update = step["half"]["phases"]["update_actor"]
+    assert update["mfu"] == pytest.approx(update["flops"] / (update["seconds"] * 64 * 989e12)) and update["mfu"] < 0.5
+    assert "seconds" not in step["partial"]
 
 
 def test_layout_search_of_asynchronous_training_is_refused(capsys):
@@ -108,7 +126,7 @@ def test_layout_search(capsys):
     code, text, _ = run(capsys, *LLAMA, FULL, "--hardware=h200", "--search", "--top=2", "--json")
     best = json.loads(text)["best"]
     assert code == 0 and len(best) == 2
-    assert best[0]["tokens_per_second_per_device"] >= best[1]["tokens_per_second_per_device"]
+    assert best[0]["relative_cost"] == 1 <= best[1]["relative_cost"] and "seconds" not in best[0]
     code, text, _ = run(capsys, *LLAMA, FULL, "--hardware=h200", "--search", "--top=2")
     assert code == 0 and f"1: {' '.join(best[0]['overrides'])}" in text
 
@@ -122,7 +140,7 @@ def test_supervised_jobs(capsys, job):
     plan = json.loads(text)
     assert code == 0 and list(plan["memory"]) == ["update"] == list(plan["step"]["phases"])
     assert plan["sync"] is None and plan["kv_cache"] is None
-    assert plan["lengths"].startswith("sequences of 1,024 tokens each"), "rows have no separate prompt"
+    assert (plan["lengths"]["prompt"], plan["lengths"]["response"]) == (0, 1024), "rows have no separate prompt"
 
 
 def test_a_cpu_job_is_planned_for_the_cpu(capsys):
@@ -139,7 +157,7 @@ def test_a_cpu_job_is_planned_for_the_cpu(capsys):
         ("--hardware=h10", "--hardware=h10", "[plan.no-hardware-file]"),
         ("trainer.hardware=H200", "did you mean h200?", "[plan.no-hardware-file]"),
         ("--hardware=my/node.yaml", "my/node.yaml", "[plan.no-hardware-file]"),
-        ("--lengths=mean=9999", "mean=9999", "[plan.lengths-range]"),
+        ("--lengths=9999", "--lengths=9999", "[plan.lengths]"),
         ("trainer.n_gpus_per_node=16", "trainer.hardware=h100", "[plan.devices-per-node]"),
         ("trainer.nodes=2", "trainer.nnodes", "[config.unknown-key]"),
         ("actor_rollout_ref.model.path=/nowhere", "/nowhere", "[model.folder-missing]"),
@@ -159,6 +177,13 @@ def test_top_needs_search(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["plan", *LLAMA, "--top=3"])
     assert stopped.value.code == 2 and "--top needs --search" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argument", ["trainer.nnodes=2", "--search"])
+def test_a_calibration_takes_no_configuration(capsys, argument):
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "--calibrate", "run", "--out=x", argument])
+    assert stopped.value.code == 2 and "--calibrate" in capsys.readouterr().err
 
 
 def test_tables_wrap_without_losing_components(capsys):

@@ -27,11 +27,11 @@ def test_peaks_equal_the_data_sheets():
     assert h200.peak == h100.peak and h200.memory_bandwidth == 4800
 
 
-def test_times_are_bytes_over_effective_bandwidth():
+def test_costs_are_bytes_over_bandwidth():
     h100 = read_hardware("h100")
-    assert h100.transfer_s(50e9 * 0.75, within_node=False) == pytest.approx(1.0)
-    assert h100.transfer_s(450e9 * 0.75, within_node=True) == pytest.approx(1.0)
-    assert h100.products_s(989e12 * 0.70, "bfloat16") == pytest.approx(1.0)
+    assert h100.transfer_s(50e9, within_node=False) == pytest.approx(1.0)
+    assert h100.transfer_s(450e9, within_node=True) == pytest.approx(1.0)
+    assert h100.compute_s(989e12, "bfloat16") == pytest.approx(1.0)
 
 
 def test_custom_file(tmp_path):
@@ -46,7 +46,7 @@ def test_an_unknown_name_suggests_the_nearest():
 @pytest.mark.parametrize(
     ("change", "code", "path"),
     [
-        (lambda t: t.replace("matmul:", "matmull:"), "config.unknown-key", "shares.matmull"),
+        (lambda t: t.replace("layer_us:", "layers_us:"), "config.unknown-key", "latency.layers_us"),
         (lambda t: t.replace("  network: 50 ", "  network: -1 "), "config.value-out-of-limits", "links.network"),
         (lambda t: t.replace("  bfloat16: 989", "  bfloat16: fast"), "config.wrong-type", "peak.bfloat16"),
         (lambda t: t.replace("memory_bandwidth: 3352\n", ""), "config.required-key", "memory_bandwidth"),

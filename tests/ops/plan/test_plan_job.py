@@ -13,8 +13,8 @@ from megarl.config import PreferenceConfig, RewardTrainingConfig, SFTConfig
 from megarl.config.build import build
 from megarl.ops.plan import plan_memory, planned_job
 from megarl.ops.plan.hardware import read_hardware
-from megarl.ops.plan.lengths import longest_lengths
-from megarl.ops.plan.step_times import time_step
+from megarl.ops.plan.lengths import Lengths, lengths_of
+from megarl.ops.plan.step_costs import step_cost
 
 
 def reward_model_folder(path: Path) -> str:
@@ -83,8 +83,8 @@ def test_all_samples_are_scored_and_selected_ones_are_trained_on(algorithm: str,
         "update_actor": trained,
     }
     assert job.batches.phase("reward_model").samples_per_rank == samples // 8
-    step = time_step(job, read_hardware("h100"), longest_lengths(1024, 1024))
-    flops = {phase.phase: phase.flops.total for phase in step.phases}
+    step = step_cost(job, read_hardware("h100"), lengths_of(job.config))
+    flops = {phase.phase: phase.flops for phase in step.phases}
     layer = 2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * 18944
     assert flops["reward"] == pytest.approx(28 * (2 * layer * 2048 + 2 * 3584 * 2048**2) * samples, rel=1e-4)
     head = 2 * 152064 * 3584 * 1024
@@ -144,9 +144,9 @@ def test_preference_job_keeps_a_reference_in_host_memory(loss: str, phases: tupl
         assert "reference copy" not in copies
     else:  # bfloat16 weights of two data-parallel ranks, in chunks
         assert copies["reference copy"] == pytest.approx(2 * 2 * 7.616e9, rel=0.1)
-    step = time_step(job, read_hardware("h100"), longest_lengths(500, 500))
-    timed = {phase.phase: phase.cost.seconds for phase in step.phases}
-    assert tuple(timed) == phases and all(timed.values())
+    step = step_cost(job, read_hardware("h100"), Lengths(0, 1000, 1000, "test"))
+    costs = {phase.phase: phase.cost.total for phase in step.phases}
+    assert tuple(costs) == phases and all(costs.values())
 
 
 def test_an_invalid_layout_is_rejected_by_its_key() -> None:

@@ -1,4 +1,4 @@
-"""Layout search: valid layouts that fit, in order of speed; more memory removes none."""
+"""Layout search: valid layouts that fit, in order of cost; more memory removes none."""
 
 from functools import cache
 
@@ -14,10 +14,10 @@ from megarl.config.problems import format_value
 from megarl.ops.plan.estimate import estimate
 from megarl.ops.plan.hardware import read_hardware
 from megarl.ops.plan.job_from_config import planned_job
-from megarl.ops.plan.lengths import read_lengths
+from megarl.ops.plan.lengths import Lengths
 from megarl.ops.plan.search import initial_changes, layouts, role_layouts, search
 
-LENGTHS = read_lengths("mean=400,sigma=0.8,prompt_mean=300", 1024, 1024)
+LENGTHS = Lengths(300, 400, 1024, "test")
 BASE = (
     "data.train_files=none",
     "data.max_prompt_length=1024",
@@ -49,9 +49,9 @@ def test_listed_layouts_are_valid_and_sorted(case, hardware):
         config = composed(name, model, nodes, *candidate.overrides())  # raises if the configuration is invalid
         plan = estimate(config, node, LENGTHS)
         assert plan.fits
-        assert plan.step.seconds == pytest.approx(candidate.estimate.step.seconds)
-    speeds = [candidate.estimate.step.throughput for candidate in result.best]
-    assert speeds == sorted(speeds, reverse=True)
+        assert plan.step.total == pytest.approx(candidate.estimate.step.total)
+    costs = [candidate.estimate.step.total for candidate in result.best]
+    assert costs == sorted(costs)
     assert len({tuple(candidate.overrides()) for candidate in result.best}) == len(result.best)
 
 
@@ -93,7 +93,7 @@ def test_uneven_layers_shorten_the_last_stage():
 @cache
 def steps_of_a_valid_start():
     result = search(composed("grpo", "Qwen2.5-7B", 1), read_hardware("h100"), LENGTHS, top=2)
-    return [candidate.estimate.step.seconds for candidate in result.best]
+    return [candidate.estimate.step.total for candidate in result.best]
 
 
 def draft(name, model, nodes, *extra):
@@ -114,11 +114,11 @@ def draft(name, model, nodes, *extra):
 def test_search_starts_from_an_invalid_layout_and_finds_those_of_a_valid_one(invalid):
     node = read_hardware("h100")
     changed = search(draft("grpo", "Qwen2.5-7B", 1, invalid), node, LENGTHS, top=2)
-    assert [candidate.estimate.step.seconds for candidate in changed.best] == steps_of_a_valid_start()
+    assert [candidate.estimate.step.total for candidate in changed.best] == steps_of_a_valid_start()
     for candidate in changed.best:
         assert any(text.startswith(invalid.partition("=")[0]) for text in candidate.overrides())
         config = composed("grpo", "Qwen2.5-7B", 1, invalid, *candidate.overrides())  # raises if it is invalid
-        assert estimate(config, node, LENGTHS).step.seconds == pytest.approx(candidate.estimate.step.seconds)
+        assert estimate(config, node, LENGTHS).step.total == pytest.approx(candidate.estimate.step.total)
 
 
 def test_search_divides_more_devices_than_the_mini_batch_has_samples():

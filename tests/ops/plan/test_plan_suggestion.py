@@ -6,14 +6,14 @@ from planned_jobs import OFFLOAD, megatron, train_config
 from megarl.config.keys import value_at
 from megarl.ops.plan.estimate import changed, estimate
 from megarl.ops.plan.hardware import read_hardware
-from megarl.ops.plan.lengths import longest_lengths
+from megarl.ops.plan.lengths import lengths_of
 from megarl.ops.plan.suggestion import Suggestion, find_suggestion
 
 H100 = read_hardware("h100")
 
 
 def planned(config):
-    return estimate(config, H100, longest_lengths(1024, 1024), with_sync=False)
+    return estimate(config, H100, lengths_of(config))
 
 
 def suggestion_for(config):
@@ -87,7 +87,7 @@ def test_host_memory_shortfall():
     small = read_hardware("h100")
     small.host_memory_gib = 16
     config = seventy_billion(megatron(8, 4, **OFFLOAD))
-    plan = estimate(config, small, longest_lengths(1024, 1024), with_sync=False)
+    plan = estimate(config, small, lengths_of(config))
     assert [shortfall.phase for shortfall in plan.shortfalls] == ["host"]
     assert "GiB, of 14 usable" in plan.shortfalls[0].text
 

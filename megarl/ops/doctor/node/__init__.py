@@ -12,9 +12,10 @@ import socket
 from collections.abc import Callable
 from functools import partial
 
+from megarl.base.nvidia_smi import Inventory
 from megarl.ops.doctor.node import system
 from megarl.ops.doctor.node.collective import check_all_reduce
-from megarl.ops.doctor.node.gpus import Inventory, check_gpus
+from megarl.ops.doctor.node.gpus import check_gpus
 from megarl.ops.doctor.node.kernels import check_kernels
 from megarl.ops.doctor.node.needs import Needs, needs_of
 from megarl.ops.doctor.node.results import CheckResult, NodeReport, Status
@@ -54,7 +55,7 @@ def check_node(needs: Needs) -> NodeReport:
     results += gpu_results
     for check_of_gpus in (check_kernels, check_all_reduce):
         results += _run_check(partial(check_of_gpus, gpus=count), needs)
-    return NodeReport(socket.gethostname(), results, _facts(inventory))
+    return NodeReport(socket.gethostname(), results, _facts(inventory), count)
 
 
 def _run_check(check: Callable[[Needs], CheckResult | list[CheckResult]], needs: Needs) -> list[CheckResult]:

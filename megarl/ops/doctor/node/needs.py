@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
-from pathlib import Path
 
-from megarl.base.errors import ModelError
+from megarl.base.errors import MegarlError
 from megarl.base.formatting import GIB, MIB
 from megarl.config import GenerateConfig, ScoredJobConfig, TrainConfig
-from megarl.config.schema.jobs import CRITIC, JobConfig, RewardTrainingConfig, SupervisedConfig, own_pools
-from megarl.config.schema.model import MegatronConfig
-from megarl.models import WeightMap, read_model_config
+from megarl.config.schema.jobs import CRITIC, JobConfig, SupervisedConfig, own_pools
+from megarl.ops.plan import MemoryPlan, plan_memory, planned_job
 
 RAY_PORTS = (6379, 8265)
 """Default ports of Ray's head: the cluster's address and the dashboard."""
 
-_STATE_BYTES = 16  # per parameter of a checkpoint: weight, the optimizer's float32 copy, two moments
-_HOST_BYTES = {"cpu": 1 * GIB, "cuda": 4 * GIB}  # of a process without its weights: torch, CUDA's context, buffers
+_HOST_BYTES = {"cpu": 1 * GIB, "cuda": 4 * GIB}  # of a process besides the plan's: torch, CUDA's context, buffers
 _OBJECT_STORE_BYTES = 200 * MIB
 
 
@@ -65,7 +61,8 @@ class Needs:
 def needs_of(config: JobConfig) -> Needs:
     """Derive the requirements of a job for each of its machines.
 
-    Sizes are unknown if a model's ``config.json`` cannot be read; :func:`check_folders` reports that.
+    Memory and checkpoint are those of the plan, and unknown if a model's ``config.json`` cannot be read, which
+    :func:`check_folders` reports.
     """
     trainer = config.trainer
     pools = own_pools(config)
@@ -74,13 +71,9 @@ def needs_of(config: JobConfig) -> Needs:
     # The critic writes its part of a checkpoint on its nodes.
     writers = trainer.nnodes + (pools[CRITIC].nnodes if CRITIC in pools else 0)
     needs = Needs(device=trainer.device, devices=devices, nodes=nodes, trainer_nodes=writers)
-    learners = _learners(config)
-    parameters = [(_parameters(path, head), megatron) for path, megatron, head in learners]
-    counts = [count for count, _ in parameters if count is not None]
-    state = _STATE_BYTES * sum(counts) if learners and len(counts) == len(learners) else None
+    plan = _memory(config)
     process = _HOST_BYTES["cpu" if trainer.device == "cpu" else "cuda"] * devices
-    offloaded = sum((count or 0) * _offloaded(megatron) for count, megatron in parameters)
-    needs = replace(needs, host_bytes=process + offloaded // trainer.nnodes)
+    needs = replace(needs, host_bytes=process + (plan.host_bytes if plan else 0))
     if isinstance(config, TrainConfig):
         buckets = 2 * config.sync.bucket_megabytes * MIB * devices
         needs = replace(needs, shared_memory_bytes=buckets + _OBJECT_STORE_BYTES)
@@ -89,7 +82,7 @@ def needs_of(config: JobConfig) -> Needs:
     files = [*getattr(config.data, "train_files", []), *(getattr(config.data, "val_files", None) or [])]
     return replace(
         needs,
-        checkpoint_bytes=state if saves else None,
+        checkpoint_bytes=plan.checkpoint_bytes if plan and saves else None,
         models=tuple(dict.fromkeys(_models(config))),
         readable=tuple(file for file in files if not set("*?[$~") & set(file)),
         engine=None if isinstance(config, SupervisedConfig) else config.actor_rollout_ref.rollout.name,
@@ -97,37 +90,24 @@ def needs_of(config: JobConfig) -> Needs:
     )
 
 
-def _learners(config: JobConfig) -> list[tuple[str, MegatronConfig, bool]]:
-    """Return model folder, Megatron settings, and whether it has a value head, for every trained role."""
-    if isinstance(config, SupervisedConfig):
-        return [(config.model.path, config.megatron, isinstance(config, RewardTrainingConfig))]
-    if not isinstance(config, TrainConfig):
-        return []
-    policy = config.actor_rollout_ref
-    actor = [(policy.model.path, policy.actor.megatron, False)]
-    critic = [(str(config.critic.model.path), config.critic.megatron, True)] if config.uses_critic else []
-    return actor + critic
+def _memory(config: JobConfig) -> MemoryPlan | None:
+    """Plan the memory of a job that trains; None if a model cannot be read or has no such layout."""
+    if not isinstance(config, TrainConfig | SupervisedConfig):
+        return None
+    try:
+        return plan_memory(planned_job(config))
+    except MegarlError:
+        return None
 
 
 def _models(config: JobConfig) -> list[str]:
     if isinstance(config, SupervisedConfig):
         return [config.model.path]
-    paths = [config.actor_rollout_ref.model.path, *(path for path, _, _ in _learners(config))]
+    paths = [
+        config.actor_rollout_ref.model.path,
+    ]
+    if isinstance(config, TrainConfig) and config.uses_critic:
+        paths.append(str(config.critic.model.path))
     if isinstance(config, ScoredJobConfig) and config.reward.model.enable:
         paths.append(str(config.reward.model.path))
     return paths
-
-
-def _parameters(path: str, value_head: bool) -> int | None:
-    if not Path(path).is_dir():
-        return None
-    try:
-        shapes = WeightMap(read_model_config(path), value_head).hf_shapes()
-    except ModelError:
-        return None
-    return sum(map(prod, shapes.values()))
-
-
-def _offloaded(megatron: MegatronConfig) -> int:
-    """Bytes of host memory per parameter: bfloat16 weights, float32 optimizer state."""
-    return 2 * megatron.param_offload + 12 * megatron.optimizer_offload

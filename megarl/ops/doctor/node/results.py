@@ -50,11 +50,13 @@ class NodeReport:
         host: name of the machine.
         results: in the order of the table.
         facts: versions and hardware by name, compared between machines.
+        gpus: number of GPUs.
     """
 
     host: str
     results: list[CheckResult]
     facts: Mapping[str, str] = field(default_factory=dict)
+    gpus: int = 0
 
     @property
     def ok(self) -> bool:
@@ -64,7 +66,7 @@ class NodeReport:
     def to_json(self) -> dict[str, Any]:
         """Return plain values, as ``megarl doctor --json`` prints them."""
         checks = [{**asdict(result), "status": result.status.value} for result in self.results]
-        return {"host": self.host, "ok": self.ok, "checks": checks, "facts": dict(self.facts)}
+        return {"host": self.host, "ok": self.ok, "checks": checks, "facts": dict(self.facts), "gpus": self.gpus}
 
     @staticmethod
     def from_json(text: str | bytes | Mapping[str, Any]) -> NodeReport:
@@ -76,7 +78,7 @@ class NodeReport:
         try:
             values = text if isinstance(text, Mapping) else parse_json(text)
             results = [CheckResult(**{**check, "status": Status(check["status"])}) for check in values["checks"]]
-            return NodeReport(values["host"], results, values["facts"])
+            return NodeReport(values["host"], results, values["facts"], values["gpus"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not a report of `megarl doctor --json`: {error}") from error
 

@@ -1,0 +1,132 @@
+"""Cost of a training step, phase by phase: passes, generation and weight sync."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megarl.base.disjoint_groups import disjoint_groups
+from megarl.config.schema.jobs import TEACHERS
+from megarl.ops.plan.generation import generation_cost
+from megarl.ops.plan.hardware import Hardware
+from megarl.ops.plan.job import PlannedJob, PlannedRole
+from megarl.ops.plan.lengths import Lengths
+from megarl.ops.plan.pass_costs import Cost, PassModel, PhaseCost, weights_copy_s
+from megarl.ops.plan.sync_traffic import sync_s
+
+_BATCHES = {
+    "reward": "reward_model",
+    "old_log_prob": "old_log_prob",
+    "ref": "ref_log_prob",
+    "values": "critic",
+    "update_critic": "critic",
+    "update_actor": "actor",
+}
+"""Name of a phase's pass in the batch plan, by phase."""
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Cost of a training step.
+
+    Attributes:
+        phases: costs of the phases, in order.
+        tokens: prompt and response tokens.
+        devices: number of devices of the job.
+        peak_flops: peak FLOP/s of one device, in the dtype of the trained role.
+        simultaneous: groups of phases at the same time, on separate devices.
+        is_calibrated: whether costs are seconds: the hardware has an efficiency of every phase.
+    """
+
+    phases: tuple[PhaseCost, ...]
+    tokens: float
+    devices: int
+    peak_flops: float
+    simultaneous: tuple[tuple[str, ...], ...] = ()
+    is_calibrated: bool = False
+
+    @property
+    def total(self) -> float:
+        """Sum of the costs of all phases, of which those of a group run at the same time."""
+        costs = {phase.phase: phase.cost.total for phase in self.phases}
+        hidden = 0.0
+        for group in self.simultaneous:
+            together = [costs.get(phase, 0.0) for phase in group]
+            hidden += sum(together) - max(together)
+        return sum(costs.values()) - hidden
+
+    @property
+    def throughput(self) -> float:
+        """Prompt and response tokens per second and device: the metric ``perf/throughput``."""
+        return self.tokens / (self.total * self.devices)
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs of all phases divided by the peak."""
+        return sum(phase.flops for phase in self.phases) / (self.total * self.devices * self.peak_flops)
+
+    def mfu_of(self, phase: PhaseCost) -> float:
+        """Return the MFU of a phase on its devices."""
+        seconds = phase.cost.total
+        return phase.flops / (seconds * phase.devices * self.peak_flops) if seconds else 0.0
+
+
+def simultaneous_phases(job: PlannedJob) -> tuple[tuple[str, ...], ...]:
+    """Return the groups of phases that a run of the job starts together, because their roles have separate devices."""
+    if job.rollout is None:
+        return ()
+    teachers = [role for role in job.roles if role.section == TEACHERS]
+    groups: list[tuple[str, ...]] = []
+    for phases in (("old_log_prob", "ref", "teacher", "values"), ("update_critic", "update_actor")):
+        pools = {
+            phase: [job.pool_of(role.section) for role in job.roles if role.pass_of(phase) is not None]
+            for phase in phases
+        }
+        if len(teachers) > 1:
+            pools["teacher"] = list(job.pools)  # several teachers take turns, and nothing runs at the same time
+        present = [phase for phase in phases if pools[phase]]
+        groups += [tuple(group) for group in disjoint_groups(present, pools.__getitem__) if len(group) > 1]
+    return tuple(groups)
+
+
+def step_cost(job: PlannedJob, hardware: Hardware, lengths: Lengths, kv_tokens: float | None = None) -> StepCost:
+    """Return the cost of a training step.
+
+    Args:
+        job: the job.
+        hardware: hardware of the job.
+        lengths: prompt and response lengths.
+        kv_tokens: tokens in the KV cache of a replica; None = unlimited.
+    """
+    phases: dict[str, PhaseCost] = {}
+    if (generation := generation_cost(job, hardware, lengths, kv_tokens)) is not None:
+        phases["gen"] = generation
+    for cost in (cost for role in job.roles for cost in pass_costs(job, role, hardware, lengths)):
+        before = phases.get(cost.phase)  # of another teacher
+        phases[cost.phase] = cost if before is None else before.plus(cost)
+    if job.rollout is not None:
+        phases["update_weights"] = sync_cost(job, hardware)
+    return StepCost(
+        phases=tuple(phases[phase] for phase in job.phases if phase in phases),
+        tokens=job.batches.samples_per_step * (lengths.prompt + lengths.response),
+        devices=job.devices,
+        peak_flops=hardware.peak_flops(job.roles[0].megatron.dtype),
+        simultaneous=simultaneous_phases(job),
+        is_calibrated=phases.keys() <= hardware.efficiencies.keys(),
+    )
+
+
+def pass_costs(job: PlannedJob, role: PlannedRole, hardware: Hardware, lengths: Lengths) -> Iterator[PhaseCost]:
+    """Yield the costs of a role's passes."""
+    model = PassModel(role, hardware, lengths, job.pool_of(role.section).devices_per_node)
+    for planned in role.passes:
+        name = role.name if job.rollout is None else _BATCHES.get(planned.phase, role.name)
+        yield model.cost(planned, job.batches.phase(name).micro)
+
+
+def sync_cost(job: PlannedJob, hardware: Hardware) -> PhaseCost:
+    """Return the cost of a weight sync: its transfers, and onloading the actor's weights."""
+    actor = job.role("actor")
+    host = weights_copy_s(actor, hardware) if actor.megatron.param_offload else 0.0
+    cost = Cost(transfer=sync_s(job, hardware), host=host)
+    return PhaseCost.of("update_weights", cost, 0.0, actor.layout.world_size, hardware)
