@@ -211,7 +211,7 @@ def anonymous_bytes() -> int:
 
 def run_step(batch: DataProto, manager: RewardManager, group: Any, meter: Meter) -> None:
     """Run the driver's side of a step."""
-    rows = group.row_map("compute_log_prob", 0)
+    rows = group.row_map("compute_log_prob")
     batch = meter.run("scores", lambda: manager.score(batch).batch)
     for name in ("compute_log_prob", "compute_ref_log_prob", "compute_values"):
         batch = meter.run(name, lambda name=name, batch=batch: batch.union(group.call(name, batch)))

@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 from check_structure import (
-    ENTRY_POINTS,
     import_cycles,
     imported_modules,
-    long_first_sentences,
     module_paths,
-    public_names,
     reads_in_locale,
 )
 
@@ -83,28 +80,6 @@ def test_package_has_no_import_cycles() -> None:
 def test_import_cycles_are_found() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set(), "e": {"f"}, "f": {"e"}}
     assert sorted(import_cycles(graph)) == [["a", "b", "c"], ["e", "f"]]
-
-
-def test_public_names_are_unique() -> None:
-    names = public_names(module_paths())
-    assert not {name: places for name, places in names.items() if len(places) > 1 and name not in ENTRY_POINTS}
-
-
-def test_first_sentences_of_docstrings_are_short() -> None:
-    long = [
-        line
-        for name, path in module_paths().items()
-        for line in long_first_sentences(name, path.read_text(encoding="utf-8"))
-    ]
-    assert not long, "\n".join(long)
-
-
-def test_long_first_sentences_are_found() -> None:
-    words = " ".join(["word"] * 20)
-    short = f'"""{words}. More words follow."""\ndef _f():\n    """{words}\n\n    More words follow."""'
-    assert not long_first_sentences("m", short)
-    long = f'"""Title."""\nclass C:\n    def _f(self):\n        """{words}\n        word. More."""'
-    assert long_first_sentences("m", long) == [f"m, line 3: 21 words: {words} word."]
 
 
 WALL_CLOCK = {

@@ -1,36 +1,25 @@
-"""Headless browser, controlled by the DevTools protocol: opens pages offline, clicks, types, takes pictures.
+"""Headless browser, led by playwright: opens pages offline, clicks, types, takes pictures.
 
-Any browser of the Chromium family works: the name or path in ``BROWSER``, or the usual names on ``PATH``.
+Any browser of the Chromium family works: the name or path in ``BROWSER``, or the usual names on ``PATH``. Playwright's
+own browsers are not used, so ``playwright install`` is not needed.
 """
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import os
 import shutil
-import subprocess
-import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import aiohttp
+from playwright.sync_api import ConsoleMessage, Error, sync_playwright
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge")
 START_SECONDS, ANSWER_SECONDS = 120.0, 120.0
-_ARGUMENTS = (
-    "--headless=new", "--remote-debugging-port=0", "--no-first-run", "--no-default-browser-check", "--disable-gpu",
-    "--disable-extensions", "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--disable-dev-shm-usage", "--hide-scrollbars", "--force-color-profile=srgb",
-    "--host-resolver-rules=MAP * ~NOTFOUND",  # no host name resolves
-)  # fmt: skip
-_KEYS = {
-    "Enter": (13, "\r"), "Escape": (27, ""), "Tab": (9, ""), "ArrowLeft": (37, ""), "ArrowRight": (39, ""),
-    "/": (191, "/"), " ": (32, " "),
-}  # fmt: skip
+_ARGUMENTS = ("--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND")  # no host name resolves
 
 
 class BrowserError(RuntimeError):
@@ -69,19 +58,24 @@ class Browser:
         self.console: list[str] = []
         self.requests: list[str] = []
         self._address = ""
-        self._loop = asyncio.new_event_loop()
-        self._number = 0
-        self._profile = tempfile.TemporaryDirectory(prefix="megarl-browser-", ignore_cleanup_errors=True)
-        root = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's sandbox refuses to start as root
-        size = f"--window-size={width},{height}"
-        command = [program, *_ARGUMENTS, *root, size, f"--user-data-dir={self._profile.name}", "about:blank"]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._playwright = sync_playwright().start()
         try:
-            self._run(self._connect())
-        except BaseException:
-            self.close()
-            raise
-        self.resize(width, height)
+            self._browser = self._playwright.chromium.launch(
+                executable_path=program,
+                args=_ARGUMENTS,
+                timeout=1000 * START_SECONDS,
+                chromium_sandbox=os.geteuid() != 0,  # it refuses to start as root
+            )
+        except Error as error:
+            self._playwright.stop()
+            raise BrowserError(f"{program} does not start: {error.message}") from None
+        self._page = self._browser.new_page(viewport={"width": width, "height": height})
+        self._page.set_default_timeout(1000 * ANSWER_SECONDS)
+        self._page.on("console", self._note_message)
+        self._page.on("pageerror", lambda error: self.console.append(error.stack or error.message))
+        self._page.on("request", lambda request: self._note_request(request.url))
+        self._devtools = self._page.context.new_cdp_session(self._page)
+        self.send("Page.enable")  # scripts of new documents need it
 
     def __enter__(self) -> Browser:
         return self
@@ -93,27 +87,19 @@ class Browser:
 
     def close(self) -> None:
         """End the browser."""
-        if hasattr(self, "_session"):
-            self._run(self._session.close())
-        self._process.terminate()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._loop.close()
-        self._profile.cleanup()
+        self._browser.close()
+        self._playwright.stop()
 
     # ------------------------------------------------------------ pages
 
     def open(self, page: Path, ready: str = "true") -> None:
         """Open a file and wait until an expression is true in the page."""
         self._address = page.resolve().as_uri()
-        self.send("Page.navigate", url=self._address)
-        self.wait(f"location.href === {json.dumps(self._address)} && document.readyState === 'complete' && ({ready})")
+        self._page.goto(self._address)
+        self.wait(ready)
 
     def evaluate(self, expression: str) -> Any:
-        """Return the value of a JavaScript expression in the page; promises are awaited.
+        """Return the value of a JavaScript expression in the page, whatever its policy; promises are awaited.
 
         Raises:
             BrowserError: the expression throws.
@@ -145,33 +131,28 @@ class Browser:
         while not self.evaluate(expression):
             if time.monotonic() > end:
                 raise BrowserError(f"not true within {seconds:g} s: {expression}; console: {self.console}")
-            time.sleep(0.03)
+            self._page.wait_for_timeout(30)
 
     # ------------------------------------------------------------ input
 
     def click(self, selector: str) -> None:
         """Scroll to an element and click its center."""
-        x, y = self._middle(selector)
-        for kind in ("mousePressed", "mouseReleased"):
-            self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+        self._page.mouse.click(*self._middle(selector))
 
     def hover(self, selector: str) -> None:
         """Move the mouse over the center of an element."""
         x, y = self._middle(selector)
-        for before in (4, 0):  # a movement needs two positions
-            self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x - before, y=y)
+        self._page.mouse.move(x - 4, y)  # a movement needs two positions
+        self._page.mouse.move(x, y)
 
     def press(self, key: str) -> None:
         """Press a key in the focused element."""
-        code, text = _KEYS[key]
-        fields = {"key": key, "windowsVirtualKeyCode": code}
-        self.send("Input.dispatchKeyEvent", type="keyDown", **fields, **({"text": text} if text else {}))
-        self.send("Input.dispatchKeyEvent", type="keyUp", **fields)
+        self._page.keyboard.press(key)
 
     def type(self, selector: str, text: str) -> None:
         """Replace the text of an input, as typing does."""
         self.on(selector, "(field) => { field.focus(); field.select(); }")
-        self.send("Input.insertText", text=text)
+        self._page.keyboard.insert_text(text)
 
     def choose(self, selector: str, value: str) -> None:
         """Set a select, a checkbox or a slider, with the same events as user input."""
@@ -239,56 +220,15 @@ class Browser:
         Raises:
             BrowserError: the browser rejects the command, has ended, or does not answer.
         """
-        return self._run(self._send(method, parameters))
+        try:
+            return self._devtools.send(method, parameters)
+        except Error as error:
+            raise BrowserError(f"{method}: {error.message}") from None
 
-    def _run(self, task: Any) -> Any:
-        return self._loop.run_until_complete(task)
+    def _note_message(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning", "assert"):
+            self.console.append(message.text)
 
-    async def _connect(self) -> None:
-        address = await self._devtools()
-        self._session = aiohttp.ClientSession()
-        async with self._session.get(f"http://{address}/json/list") as answer:
-            tab = next(entry for entry in await answer.json() if entry["type"] == "page")
-        self._socket = await self._session.ws_connect(tab["webSocketDebuggerUrl"], max_msg_size=0)
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            await self._send(f"{domain}.enable", {})
-
-    async def _devtools(self) -> str:
-        """Return host and port, which the browser writes to its profile."""
-        file, end = Path(self._profile.name) / "DevToolsActivePort", time.monotonic() + START_SECONDS
-        while not (file.exists() and "\n" in file.read_text(encoding="utf-8")):
-            if self._process.poll() is not None or time.monotonic() > end:
-                raise BrowserError(f"{self._process.args[0]} does not start (exit code {self._process.poll()})")
-            await asyncio.sleep(0.05)
-        return f"127.0.0.1:{file.read_text(encoding='utf-8').splitlines()[0]}"
-
-    async def _send(self, method: str, parameters: dict[str, Any]) -> dict[str, Any]:
-        self._number += 1
-        number = self._number
-        await self._socket.send_json({"id": number, "method": method, "params": parameters})
-        while True:
-            message = await self._socket.receive(timeout=ANSWER_SECONDS)
-            if message.type is not aiohttp.WSMsgType.TEXT:
-                raise BrowserError(f"the browser is gone: {message.type.name}")
-            answer = json.loads(message.data)
-            if answer.get("id") == number:
-                if "error" in answer:
-                    raise BrowserError(f"{method}: {answer['error']['message']}")
-                return answer["result"]
-            if "method" in answer:
-                self._note(answer["method"], answer["params"])
-
-    def _note(self, event: str, event_data: dict[str, Any]) -> None:
-        if event == "Runtime.exceptionThrown":
-            details = event_data["exceptionDetails"]
-            self.console.append(str(details.get("exception", {}).get("description", details["text"])))
-        elif event == "Runtime.consoleAPICalled" and event_data["type"] in ("error", "warning", "assert"):
-            self.console.append(
-                " ".join(str(value.get("value", value.get("description"))) for value in event_data["args"])
-            )
-        elif event == "Log.entryAdded" and event_data["entry"]["level"] in ("error", "warning"):
-            self.console.append(event_data["entry"]["text"])
-        elif event == "Network.requestWillBeSent":
-            address = event_data["request"]["url"]
-            if address.split("#")[0] not in (self._address, "about:blank"):
-                self.requests.append(address)
+    def _note_request(self, address: str) -> None:
+        if address.split("#")[0] not in (self._address, "about:blank"):
+            self.requests.append(address)
