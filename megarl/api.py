@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.base.errors import MegarlError
-from megarl.cli import JOBS, SUMMARY_FILE, compose_job
 from megarl.config import SupervisedConfig, TrainConfig
 from megarl.config.overrides import override_of
+from megarl.ops.jobs.run import SUMMARY_FILE
+from megarl.ops.jobs.table import JOBS, compose_job
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure

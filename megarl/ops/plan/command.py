@@ -9,7 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
-from megarl.base.errors import ConfigError, ModelError
+from megarl.base.commands import exit_code
+from megarl.base.errors import ConfigError
 from megarl.config import PreferenceConfig, RewardTrainingConfig, SFTConfig, SupervisedConfig, TrainConfig
 from megarl.config.compose import Changes, ConfigRequest, LayoutChooser, compose, compose_draft
 from megarl.config.schema.async_training import SYNC
@@ -29,7 +30,7 @@ JOBS: dict[str, tuple[type[Any], str]] = {
     "preference": (PreferenceConfig, "preference"),
 }
 """Jobs that can be planned: schema and default configuration."""
-EXIT_DOES_NOT_FIT, EXIT_BAD_CONFIG = 1, 2
+EXIT_DOES_NOT_FIT = 1
 DEFAULT_TOP = 10
 """Default number of layouts that a search lists."""
 
@@ -47,29 +48,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(argv)
     if options.top is not None and not options.search:
         parser.error("--top needs --search")
-    try:
-        layouts: list[AutomaticLayout] = []
-        config = (
-            compose_draft(_request(options))
-            if options.search
-            else compose(_request(options), _chooser(options, layouts))
+    return exit_code(lambda: _main(options))
+
+
+def _main(options: argparse.Namespace) -> int:
+    layouts: list[AutomaticLayout] = []
+    config = (
+        compose_draft(_request(options)) if options.search else compose(_request(options), _chooser(options, layouts))
+    )
+    for line in (line for layout in layouts for line in layout_lines(layout)):
+        print(line, file=sys.stderr if options.json else sys.stdout)
+    if options.search and isinstance(config, TrainConfig) and config.async_training.mode != SYNC:
+        mode = config.async_training.mode
+        raise ConfigError(
+            f"async_training.mode={mode}: --search covers shared devices only; leave --search out, which "
+            "also prints the fastest split of the devices, or set sync",
+            code="plan.search-async",
         )
-        for line in (line for layout in layouts for line in layout_lines(layout)):
-            print(line, file=sys.stderr if options.json else sys.stdout)
-        if options.search and isinstance(config, TrainConfig) and config.async_training.mode != SYNC:
-            mode = config.async_training.mode
-            raise ConfigError(
-                f"async_training.mode={mode}: --search covers shared devices only; leave --search out, which "
-                "also prints the fastest split of the devices, or set sync",
-                code="plan.search-async",
-            )
-        hardware = (hardware_for if layouts else hardware_of)(config, options.hardware)
-        lengths = lengths_of(config, options.lengths)
-        action = _search if options.search else _plan
-        return action(options, config, hardware, lengths)
-    except (ConfigError, ModelError) as error:
-        print(error, file=sys.stderr)
-        return EXIT_BAD_CONFIG
+    hardware = (hardware_for if layouts else hardware_of)(config, options.hardware)
+    lengths = lengths_of(config, options.lengths)
+    return (_search if options.search else _plan)(options, config, hardware, lengths)
 
 
 def _plan(
@@ -100,9 +98,9 @@ def _search(
 
 
 def _chooser(options: argparse.Namespace, layouts: list[AutomaticLayout]) -> LayoutChooser:
-    def choose(build: Callable[[Changes], Any], fixed: frozenset[str]) -> Changes:
+    def choose(build: Callable[[Changes], Any], fixed: frozenset[str]) -> AutomaticLayout:
         layouts.append(automatic_layout(build, fixed, options.hardware))
-        return layouts[-1].changes
+        return layouts[-1]
 
     return choose
 

@@ -285,6 +285,7 @@ class RunState:
 
         epoch, position = self._position if self._undone else self._position_now()
         rollout = self.in_flight() if self.in_flight else {}
+        config = to_yaml(self.config)  # in this thread, which knows the run's references
 
         def write_driver_files(folder: Path) -> None:
             TrainerState(
@@ -296,7 +297,7 @@ class RunState:
                 model=fingerprints(self.config),
                 contents={role: saved.save_contents for role, saved in role_contents(self.config).items()},
             ).write(folder)
-            (folder / CONFIG_FILE).write_text(to_yaml(self.config), encoding="utf-8")
+            (folder / CONFIG_FILE).write_text(config, encoding="utf-8")
             for file in files:
                 if file.exists():
                     shutil.copyfile(file, folder / file.name)

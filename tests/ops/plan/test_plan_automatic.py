@@ -8,11 +8,12 @@ import yaml
 from expected_errors import raises
 from planned_jobs import MODELS
 
-from megarl.cli import compose_job, main
+from megarl.cli import main
 from megarl.config import TrainConfig
 from megarl.config.keys import value_at
 from megarl.ops.doctor.node import gpus as doctor_gpus
 from megarl.ops.doctor.node.gpus import parse_inventory, visible_gpus
+from megarl.ops.jobs.table import compose_job
 from megarl.ops.plan.found_hardware import gpu_hardware
 
 SMI = Path(__file__).parents[1] / "doctor" / "nvidia_smi.xml"
