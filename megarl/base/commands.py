@@ -30,9 +30,12 @@ def exit_code(
     """
     try:
         return action()
-    except (*bad_input, MegarlError) as error:
+    except bad_input as error:
         print(error, file=sys.stderr)
-        return EXIT_BAD_INPUT if isinstance(error, bad_input) else EXIT_FAILED
+        return EXIT_BAD_INPUT
+    except MegarlError as error:
+        print(error, file=sys.stderr)
+        return EXIT_FAILED
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         return EXIT_INTERRUPTED

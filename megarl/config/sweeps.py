@@ -10,10 +10,10 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from megarl.base.errors import ConfigError
 from megarl.base.packages import is_installed
@@ -93,7 +93,8 @@ def sweep_settings(overrides: Sequence[Override], *, multirun: bool) -> SweepSet
     Raises:
         ConfigError: a key or its value is wrong, needs a package, or needs a sweep.
     """
-    values, names = OmegaConf.create({}), {_SWEEPER: "basic", _LAUNCHER: "basic"}
+    values: DictConfig = OmegaConf.create({})
+    names = {_SWEEPER: "basic", _LAUNCHER: "basic"}
     for override in overrides:
         path, text = override.key_or_group, str(override.input_line)
         if not is_hydra(path) or (path in FOLDER_KEYS and not override.is_sweep_override()):
@@ -108,7 +109,7 @@ def sweep_settings(overrides: Sequence[Override], *, multirun: bool) -> SweepSet
             OmegaConf.update(values, path, override.value(), force_add=True)
     if not multirun:
         return SweepSettings()
-    keys: _HydraKeys = read(_HydraKeys, OmegaConf.to_container(values))
+    keys: _HydraKeys = read(_HydraKeys, cast(dict[str, Any], OmegaConf.to_container(values)))
     search = keys.hydra.sweeper if names[_SWEEPER] == "optuna" else None
     cluster = names[_LAUNCHER].removeprefix("submitit_") if names[_LAUNCHER] != "basic" else None
     return SweepSettings(search, cluster, keys.hydra.launcher)

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from megarl.base.commands import exit_code
 from megarl.base.errors import DataError, ModelError
 from megarl.data.rollout_dump import RolloutDump
 from megarl.data.tokenizer_folder import open_tokenizer
 from megarl.ops.doctor.logprob_diagnosis import diagnose, render_diagnosis
-
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:

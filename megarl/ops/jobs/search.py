@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optuna
@@ -19,20 +20,20 @@ from megarl.base.run_writer import RUN_WRITER
 from megarl.config.compose import ComposedSweep, config_folders
 from megarl.config.overrides import parse_overrides
 from megarl.config.sweeps import FOLDER_KEYS, is_hydra, texts_of
-from megarl.ops.jobs.sweep import start_runs
 from megarl.tracking.sweep import RunResult
 
 BEST_FILE = "optimization_results.yaml"
 
 
-def run_search(name: str, sweep: ComposedSweep[Any], results: list[RunResult], minimize: bool) -> None:
+def run_search(
+    sweep: ComposedSweep[Any], minimize: bool, start: Callable[[Sequence[Sequence[str]]], list[RunResult]]
+) -> None:
     """Run the trials of a study, and write the best one.
 
     Args:
-        name: of the job.
         sweep: with the keys of the search.
-        results: of the runs so far, to append to.
         minimize: whether the smallest objective is the best, unless ``direction`` is set.
+        start: runs some trials with these overrides, and returns their results.
     """
     keys, request = sweep.settings.search, sweep.request
     assert keys is not None
@@ -46,12 +47,10 @@ def run_search(name: str, sweep: ComposedSweep[Any], results: list[RunResult], m
         direction=keys.direction or ("minimize" if minimize else "maximize"),
         load_if_exists=True,
     )
-    while (left := keys.n_trials - len(results)) > 0:
-        trials = [study.ask(space) for _ in range(min(keys.n_jobs, left))]
+    for done in range(0, keys.n_trials, keys.n_jobs):
+        trials = [study.ask(space) for _ in range(min(keys.n_jobs, keys.n_trials - done))]
         words = [[*fixed, *(f"{key}={value}" for key, value in trial.params.items())] for trial in trials]
-        first = len(results)
-        start_runs(name, sweep, words, results)
-        for trial, result in zip(trials, results[first:], strict=True):
+        for trial, result in zip(trials, start(words), strict=True):
             failed = result.value is None  # the sampler ignores it
             study.tell(trial, result.value, TrialState.FAIL if failed else None)
     if any(trial.state == TrialState.COMPLETE for trial in study.trials):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.base.commands import EXIT_FAILED
-from megarl.base.errors import ConfigError
+from megarl.base.errors import ConfigError, ModelError
 from megarl.base.redaction import redact_text, redact_words
 from megarl.base.run_writer import RUN_WRITER
 from megarl.config import SupervisedConfig
@@ -33,54 +33,43 @@ def run_sweep(name: str, sweep: ComposedSweep[Any]) -> int:
     """
     minimize = any(_is_loss(run.config) for run in sweep.runs)
     results: list[RunResult] = []
+
+    def start(runs: Sequence[ComposedRun[Any] | Sequence[str]]) -> list[RunResult]:
+        first = len(results)
+        if sweep.settings.cluster is not None:
+            results.extend(_submit(name, sweep, runs, first))
+        else:
+            for number, run in enumerate(runs, first):
+                results.append(_run(name, sweep, run, number))
+        return results[first:]
+
     try:
         if sweep.settings.search is None:
-            start_runs(name, sweep, sweep.runs, results)
+            start(sweep.runs)
         else:
             from megarl.ops.jobs.search import run_search
 
-            run_search(name, sweep, results, minimize)
+            run_search(sweep, minimize, start)
     finally:
         _compare(sweep.folder, results, minimize)
     return EXIT_FAILED if any(result.error is not None for result in results) else 0
 
 
-def start_runs(
-    name: str,
-    sweep: ComposedSweep[Any],
-    runs: Sequence[ComposedRun[Any] | Sequence[str]],
-    results: list[RunResult],
-) -> None:
-    """Run some runs of a sweep, and append their results in order.
-
-    Args:
-        name: of the job.
-        sweep: the sweep.
-        runs: composed, or their overrides.
-        results: of the earlier runs.
-    """
-    if sweep.settings.cluster is not None:
-        results += _submit(name, sweep, runs, len(results))
-        return
-    for run in runs:
-        results.append(_run(name, sweep, run, len(results)))
-
-
 def _run(name: str, sweep: ComposedSweep[Any], run: ComposedRun[Any] | Sequence[str], number: int) -> RunResult:
     """Run one run of a sweep, which may still have to be composed; its errors belong to its result."""
-    if not isinstance(run, ComposedRun):
-        try:
-            run = compose_run_of(sweep, run, number, choose_layout)
-        except ConfigError as error:
-            problem = redact_text(str(error))
-            print(problem, file=sys.stderr)
-            return _failed(sweep, number, run, problem)
-    _, failure = run_composed(name, sweep.request.config_name, run)
-    words = redact_words(of_job(run.overrides))
-    return result_of(run.folder, words, run.config.trainer.sweep_metric, failure)
+    try:
+        composed = run if isinstance(run, ComposedRun) else compose_run_of(sweep, run, number, choose_layout)
+    except (ConfigError, ModelError) as error:
+        problem = redact_text(str(error))
+        print(problem, file=sys.stderr)
+        return _failed(sweep, number, run, problem)
+    _, failure = run_composed(name, sweep.request.config_name, composed)
+    words = redact_words(of_job(composed.overrides))
+    return result_of(composed.folder, words, composed.config.trainer.sweep_metric, failure)
 
 
-def _failed(sweep: ComposedSweep[Any], number: int, words: Sequence[str], error: str) -> RunResult:
+def _failed(sweep: ComposedSweep[Any], number: int, run: ComposedRun[Any] | Sequence[str], error: str) -> RunResult:
+    words = run.overrides if isinstance(run, ComposedRun) else run
     return result_of(sweep.folder / str(number), redact_words(of_job(words)), None, error)
 
 
