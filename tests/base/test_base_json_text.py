@@ -28,7 +28,6 @@ from megarl.rewards.calling import InfrastructureFailure
 from megarl.rewards.http import post_json
 from megarl.rewards.rules.code import read_cases
 from megarl.tracking.jsonl_files import read_metrics
-from megarl.tracking.sweep import read_results
 from megarl.trainer.state.replay_order import read_order
 
 DEEP = ["[" * 100_000, '{"a":' * 100_000]
@@ -142,11 +141,6 @@ def test_files_of_a_run_are_reported(tmp_path, deep):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
     (tmp_path / "run.json").write_text(deep, encoding="utf-8")
     assert any("run.json cannot be read" in problem for problem in read_run(tmp_path).problems)
-    run = tmp_path / "sweep" / "0"
-    (run / ".hydra").mkdir(parents=True)
-    (run / ".hydra" / "overrides.yaml").write_text("[]", encoding="utf-8")
-    (run / "result.json").write_text(deep, encoding="utf-8")
-    assert [result.error for result in read_results(tmp_path / "sweep")] == ["the run's process ended without a result"]
 
 
 @pytest.mark.parametrize("deep", DEEP, ids=["list", "object"])
