@@ -15,7 +15,6 @@ from megarl.base.proxies import bypass_proxies
 from megarl.base.signals import signals_exit_in_order
 from megarl.config.compose import check_folder, compose_run, compose_sweep, to_yaml
 from megarl.ops.jobs.run import layout_notes, run_composed
-from megarl.ops.jobs.sweep import run_sweep
 from megarl.ops.jobs.table import JOBS, choose_layout, job_parser, request_of
 from megarl.trainer.jobs.model_layouts import check_models
 
@@ -55,7 +54,11 @@ def run_job(name: str, argv: Sequence[str] | None = None) -> int:
     def run_all() -> int:
         private = private_files(all(run.config.trainer.private_files for run in runs))
         with steady_output(), signals_exit_in_order(), private:
-            return run_sweep(name, sweep) if sweep else run_composed(name, request.config_name, runs[0])[0]
+            if sweep is None:
+                return run_composed(name, request.config_name, runs[0])[0]
+            from megarl.ops.jobs.sweep import run_sweep
+
+            return run_sweep(name, sweep)
 
     try:
         return exit_code(run_all)
