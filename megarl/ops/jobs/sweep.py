@@ -19,8 +19,9 @@ from megarl.ops.jobs.run import run_composed, write_page
 from megarl.ops.jobs.table import choose_layout
 from megarl.tracking.sweep import RunResult, result_of, save_sweep, sweep_table
 
-_SHARED = ("cpus_per_task", "gpus_per_node", "mem_gb", "name", "nodes", "stderr_to_stdout", "tasks_per_node")
-"""Parameters of submitit for any cluster, beside ``timeout_min``; the others belong to one."""
+_SHARED = ("cpus_per_task", "gpus_per_node", "mem_gb", "name", "nodes", "stderr_to_stdout", "tasks_per_node",
+           "timeout_min")  # fmt: skip
+"""Parameters of submitit for any cluster; the others belong to one."""
 _PARAMETERS = {"name": "megarl", "nodes": 1, "tasks_per_node": 1, "timeout_min": 60}
 
 
@@ -98,7 +99,7 @@ def _submit(
 
 def _parameters(settings: SweepSettings) -> dict[str, Any]:
     given = {**_PARAMETERS, **settings.parameters}
-    return {key if key in (*_SHARED, "timeout_min") else f"{settings.cluster}_{key}": x for key, x in given.items()}
+    return {key if key in _SHARED else f"{settings.cluster}_{key}": x for key, x in given.items()}
 
 
 def _compare(folder: Path, results: Sequence[RunResult], minimize: bool) -> None:
