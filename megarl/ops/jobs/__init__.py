@@ -1,1 +1,1 @@
-"""Jobs from their command line: a single run, or the runs of a sweep, each in a folder of its own."""
+"""Jobs from their command line: a single run, or the runs of a sweep, each in its own folder."""
