@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.base.errors import MegarlError
 from megarl.base.packages import require_package
-from megarl.cli import JOBS, SUMMARY_FILE, compose_job
 from megarl.config import SupervisedConfig, TrainConfig
 from megarl.config.overrides import override_of
+from megarl.ops.jobs.run import SUMMARY_FILE
+from megarl.ops.jobs.table import JOBS, compose_job
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure

@@ -22,11 +22,13 @@ import yaml
 from interrupts import restore_interrupts
 
 from megarl import cli
+from megarl.base.commands import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED
 from megarl.base.errors import ConfigError, DataError, RewardError, RewardFunctionError, WorkerError
 from megarl.base.run_writer import RUN_WRITER
 from megarl.config import EvaluateConfig, SFTConfig, TrainConfig
 from megarl.config.compose import to_yaml
 from megarl.config.stored import stored_config
+from megarl.ops.jobs import sweep
 from megarl.tracking import Console
 from megarl.trainer.jobs import early_checks
 from megarl.trainer.records.reporting import RunReporter
@@ -76,7 +78,6 @@ def test_job_gets_a_typed_config_and_a_new_output_folder(job: FakeJob, tmp_path:
     assert folder.parent == tmp_path / "outputs" / "quickstart"
     assert config.trainer.default_local_dir == "outputs/quickstart/checkpoints"
     assert yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["data"]["seed"] == 7
-    assert (folder / ".hydra" / "overrides.yaml").read_text(encoding="utf-8") == "- trainer.seed=7\n"
     provenance = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     assert (provenance["job"], provenance["config_name"], provenance["overrides"]) == (
         "train",
@@ -140,21 +141,21 @@ def test_texts_of_a_sweep_keep_their_characters(job: FakeJob, overrides: tuple[s
 
 
 def test_sweep_with_a_wrong_value_starts_no_run(job: FakeJob, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run_job("train", quickstart("-m", "trainer.seed=1,x")) == cli.EXIT_BAD_CONFIG
+    assert cli.run_job("train", quickstart("-m", "trainer.seed=1,x")) == EXIT_BAD_INPUT
     error = capsys.readouterr().err
     assert not job.calls and "trainer.seed=x" in error and "[config.wrong-type]" in error
 
 
 def test_sweep_continues_after_a_failed_run(job: FakeJob, capsys: pytest.CaptureFixture[str]) -> None:
     job.failures = [DataError("column prompt is missing", code="data.missing-column")]
-    assert cli.run_job("train", quickstart("-m", "trainer.seed=1,2")) == cli.EXIT_RUN_FAILED
+    assert cli.run_job("train", quickstart("-m", "trainer.seed=1,2")) == EXIT_FAILED
     assert len(job.calls) == 2 and "[data.missing-column]" in capsys.readouterr().err
 
 
 def test_sweep_table_lists_scores_and_failures(job: FakeJob, capsys: pytest.CaptureFixture[str]) -> None:
     job.scores = [0.25, 0.75, 0.5]
     job.failures = [DataError("column prompt is missing", code="data.missing-column")]
-    assert cli.run_job("train", quickstart("-m", "trainer.seed=1,2,3,4")) == cli.EXIT_RUN_FAILED
+    assert cli.run_job("train", quickstart("-m", "trainer.seed=1,2,3,4")) == EXIT_FAILED
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines[-6:-1]] == [
         ["run", "trainer.seed", "critic/score/mean"],
@@ -172,7 +173,11 @@ def test_sweep_table_lists_scores_and_failures(job: FakeJob, capsys: pytest.Capt
     ("full_from", "full_until"), [(0, 2), (0, 3), (2, 3)], ids=["until the second run", "always", "from the second run"]
 )
 def test_a_sweep_survives_a_full_disk_under_its_folder(
-    job: FakeJob, monkeypatch: pytest.MonkeyPatch, full_from: int, full_until: int
+    job: FakeJob,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    full_from: int,
+    full_until: int,
 ) -> None:
     """Every file of more than a line is refused; the metrics of a fake run are one line."""
     job.scores = [0.25, 0.75]
@@ -199,16 +204,15 @@ def test_a_sweep_survives_a_full_disk_under_its_folder(
         RUN_WRITER.reset()
     folder, printed = job.calls[0][1].parent, output.getvalue()
     assert code == 0 and "0.75 <- best" in printed and "Traceback" not in printed, printed
-    early = ["multirun.yaml", "0/config.yaml", "0/.hydra/config.yaml", "0/result.json"]
-    late = ["1/result.json", "sweep.json", "sweep.csv", "comparison.html"]
+    early = ["0/config.yaml", "0/run.json"]
+    late = ["sweep.json", "sweep.csv", "comparison.html"]
     present = [name for name in [*early, *late] if (folder / name).exists()]
     if full_until == 2:
         assert present == [*early, *late]
         assert json.loads((folder / "sweep.json").read_text(encoding="utf-8"))["best"] == "1"
-        assert json.loads((folder / "0" / "result.json").read_text(encoding="utf-8"))["value"] == 0.25
     else:
         assert present == (early if full_from else [])
-        assert "files of the run stay incomplete" in printed and f"{folder.name}/sweep.json" in printed
+        assert "files of the run stay incomplete" in caplog.text and f"{folder.name}/sweep.json" in caplog.text
         assert "the comparison could not be written" in printed
 
 
@@ -216,17 +220,17 @@ def test_optuna_ignores_failed_trials(job: FakeJob, capsys: pytest.CaptureFixtur
     job.scores = [-3.0, -2.0]
     job.failures = [DataError("column prompt is missing", code="data.missing-column")]
     optuna = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1")
-    assert cli.run_job("train", quickstart("-m", *optuna, "trainer.seed=range(1,99)")) == cli.EXIT_RUN_FAILED
+    assert cli.run_job("train", quickstart("-m", *optuna, "trainer.seed=range(1,99)")) == EXIT_FAILED
     best = yaml.safe_load((job.calls[0][1].parent / "optimization_results.yaml").read_text(encoding="utf-8"))
     assert best["best_value"] == -2.0 and len(job.calls) == 3
 
 
 def test_megarl_error_is_printed_without_traceback(job: FakeJob, capsys: pytest.CaptureFixture[str]) -> None:
     for error, code in (
-        (DataError("column prompt is missing", code="data.missing-column"), cli.EXIT_BAD_CONFIG),
-        (RewardFunctionError("no function", code="x.one"), cli.EXIT_BAD_CONFIG),
-        (RewardError("the function raised", code="x.two"), cli.EXIT_RUN_FAILED),
-        (WorkerError("rank 1 is gone", code="x.three"), cli.EXIT_RUN_FAILED),
+        (DataError("column prompt is missing", code="data.missing-column"), EXIT_BAD_INPUT),
+        (RewardFunctionError("no function", code="x.one"), EXIT_BAD_INPUT),
+        (RewardError("the function raised", code="x.two"), EXIT_FAILED),
+        (WorkerError("rank 1 is gone", code="x.three"), EXIT_FAILED),
     ):
         job.failures = [error]
         assert cli.run_job("train", quickstart()) == code
@@ -235,21 +239,20 @@ def test_megarl_error_is_printed_without_traceback(job: FakeJob, capsys: pytest.
 
 def test_unexpected_exception_keeps_its_traceback(job: FakeJob, capsys: pytest.CaptureFixture[str]) -> None:
     job.failures = [ValueError("a bug")]
-    with pytest.raises(SystemExit) as caught:
-        cli.run_job("train", quickstart())
-    assert caught.value.code == 1
-    assert "ValueError: a bug" in capsys.readouterr().err
+    assert cli.run_job("train", quickstart()) == EXIT_FAILED
+    error = capsys.readouterr().err
+    assert "Traceback" in error and error.endswith("ValueError: a bug\n")
 
 
 def test_ctrl_c_exits_with_the_interrupt_code(job: FakeJob) -> None:
     job.failures = [KeyboardInterrupt()]
-    assert cli.run_job("train", quickstart()) == cli.EXIT_INTERRUPTED
+    assert cli.run_job("train", quickstart()) == EXIT_INTERRUPTED
 
 
 def test_wrong_config_exits_with_2_and_creates_no_file(
     job: FakeJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.run_job("train", quickstart("trainer.seeed=1")) == cli.EXIT_BAD_CONFIG
+    assert cli.run_job("train", quickstart("trainer.seeed=1")) == EXIT_BAD_INPUT
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err == (
         "The configuration has a problem:\n"
@@ -312,7 +315,7 @@ def test_layout_is_checked_against_the_model(
     path = model_folder(tmp_path / "model", **changes)
     devices = ("trainer.n_gpus_per_node=4", "critic.megatron.data_parallel_size=auto")
     arguments = quickstart(*devices, f"actor_rollout_ref.model.path={path}", f"{key}={value}")
-    assert cli.run_job("train", arguments) == cli.EXIT_BAD_CONFIG
+    assert cli.run_job("train", arguments) == EXIT_BAD_INPUT
     error = capsys.readouterr().err
     assert f"{key}={value}" in error and f"[{code}]" in error and not job.calls
 
@@ -325,7 +328,7 @@ def test_an_inherited_size_that_does_not_fit_the_critics_model_names_both_keys(
     arguments = quickstart(
         f"actor_rollout_ref.model.path={policy}", f"critic.model.path={critic}", f"critic.{key}=auto"
     )
-    assert cli.run_job("train", arguments) == cli.EXIT_BAD_CONFIG
+    assert cli.run_job("train", arguments) == EXIT_BAD_INPUT
     error = capsys.readouterr().err
     assert error.startswith(f"critic.{key}=2 must divide the model's num_key_value_heads=1")
     assert f"actor_rollout_ref.actor.{key}; set critic.{key}" in error and "[layout.tp-heads]" in error
@@ -335,13 +338,13 @@ def test_unknown_architecture_is_refused_before_the_job(
     job: FakeJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = model_folder(tmp_path / "model", architectures=["MambaForCausalLM"])
-    assert cli.run_job("train", quickstart(f"actor_rollout_ref.model.path={path}")) == cli.EXIT_BAD_CONFIG
+    assert cli.run_job("train", quickstart(f"actor_rollout_ref.model.path={path}")) == EXIT_BAD_INPUT
     error = capsys.readouterr().err
     assert "[model.no-weight-map]" in error and "MambaForCausalLM" in error and "qwen2, qwen2_moe" in error
 
 
 def test_usage_lists_every_job_and_command_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([]) == cli.EXIT_BAD_CONFIG
+    assert cli.main([]) == EXIT_BAD_INPUT
     without_arguments = capsys.readouterr().err
     assert cli.main(["--help"]) == 0
     usage = capsys.readouterr().out
@@ -351,7 +354,7 @@ def test_usage_lists_every_job_and_command_once(capsys: pytest.CaptureFixture[st
 
 
 def test_unknown_command_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["trian"]) == cli.EXIT_BAD_CONFIG
+    assert cli.main(["trian"]) == EXIT_BAD_INPUT
     error = capsys.readouterr().err
     assert "megarl trian: unknown command. Did you mean train?" in error
 
@@ -404,13 +407,8 @@ def test_wrong_key_in_a_subprocess() -> None:
 def test_report_that_cannot_be_written_does_not_fail_a_finished_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
 ) -> None:
-    (tmp_path / cli.SUMMARY_FILE).write_text("{}", encoding="utf-8")
-    for page in ("report_run", "compare_runs"):
-        monkeypatch.setattr(f"megarl.ops.report.{page}", mock.Mock(side_effect=error))
-    cli._write_report(tmp_path)
-    message = capsys.readouterr().err
-    assert str(error) in message and f"megarl report {tmp_path}" in message
-    assert cli._close_sweep(tmp_path, [], minimize=False) == []
+    monkeypatch.setattr("megarl.ops.report.compare_runs", mock.Mock(side_effect=error))
+    sweep._compare(tmp_path, [], minimize=False)
     message = capsys.readouterr().err
     assert str(error) in message and f"megarl report {tmp_path}" in message
 
@@ -434,7 +432,7 @@ def test_two_concurrent_runs_share_no_folder(
 
     sys.modules["megarl_fake_job"].run = run_second  # type: ignore[attr-defined]
     assert cli.main(["train", *quickstart(*arguments)]) == 0
-    assert codes == [cli.EXIT_BAD_CONFIG] and len(job.calls) == 1
+    assert codes == [EXIT_BAD_INPUT] and len(job.calls) == 1
     error = capsys.readouterr().err
     assert f"quickstart in {job.calls[0][1]}, process " in error and ", run ID id-of-the-first" in error
     assert f"{shared}=<another folder>" in error and "[disk.folder-in-use]" in error
@@ -474,7 +472,7 @@ def test_no_file_of_a_run_has_a_secret_or_is_readable_by_others(
     kwargs = config.reward.custom_reward_function.reward_kwargs
     assert (kwargs["api_key"], kwargs["password"]) == ("kwargs-key-1", "env-secret-99")
     files = [path for path in (tmp_path / "outputs").rglob("*") if path.is_file()]
-    assert {"config.yaml", "run.json", "driver.log", "overrides.yaml", "hydra.yaml"} <= {path.name for path in files}
+    assert {"config.yaml", "run.json", "driver.log"} <= {path.name for path in files}
     leaks = [
         (path, secret)
         for path in files
@@ -499,7 +497,7 @@ def test_a_stored_config_names_the_secrets_to_set_again(
     assert cli.main(["train", *quickstart(*secret_overrides())]) == 0
     folder = job.calls[0][1]
     again = ["train", "--config-dir", str(folder), "--config-name", "config"]
-    assert cli.main(again) == cli.EXIT_BAD_CONFIG
+    assert cli.main(again) == EXIT_BAD_INPUT
     error = capsys.readouterr().err
     assert (
         "reward.custom_reward_function.reward_kwargs.api_key" in error
@@ -521,10 +519,10 @@ def test_ctrl_c_after_the_run_shows_no_traceback(tmp_path):
     """Libraries clean up at the exit of the process."""
     code = (
         "import atexit, os, signal, sys\n"
-        "from megarl import cli\n"
+        "from megarl.ops.jobs import command\n"
         "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
-        "cli._run = lambda *arguments, **options: 0\n"
-        "sys.exit(cli.run_job('train', ['--config-name', 'quickstart']))\n"
+        "command.run_composed = lambda *arguments: (0, None)\n"
+        "sys.exit(command.run_job('train', ['--config-name', 'quickstart']))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, preexec_fn=restore_interrupts

@@ -294,9 +294,9 @@ def _fork_children() -> None:
 
 def _compose_once() -> None:
     """Fill the caches of schemas and of Hydra's plugins, which take a new process 0.3 s."""
-    from megarl.cli import JOBS
     from megarl.config.build import defaults
     from megarl.config.compose import ConfigRequest, compose
+    from megarl.ops.jobs.table import JOBS
 
     for job in JOBS.values():
         defaults(job.schema)

@@ -144,17 +144,6 @@ def steady_output() -> Iterator[None]:
                 os.close(null)
 
 
-def keep_standard_error_open() -> None:
-    """Direct absl's log handler, if there is one, to the present standard error.
-
-    A new configuration of logging, such as Hydra's, closes all handlers. absl's, which Megatron-Core 0.19 creates, then
-    closes its stream too, except the present standard error: a notebook's, for example, would be lost.
-    """
-    absl_logging = sys.modules.get("absl.logging")
-    if absl_logging is not None:
-        absl_logging.get_absl_handler().python_handler.stream = sys.stderr
-
-
 class TimestampedStream(WrappedStream):
     """Prefixes each line with time and label.
 

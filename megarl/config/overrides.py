@@ -7,19 +7,20 @@ letters beyond ASCII. The schema says which keys hold texts, so their values are
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from io import StringIO
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, NamedTuple, cast
 
 import yaml
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from hydra.plugins.config_source import ConfigResult
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 
@@ -106,26 +107,6 @@ def with_quoted_texts(override: str, schema: type) -> str:
     return f"{name}={quoted}"
 
 
-def restore_texts(values: DictConfig, overrides: Sequence[str], schema: type) -> None:
-    """Put texts into the values of one run of a sweep, whose sweeper writes overrides without their quotes, in place.
-
-    Args:
-        values: composed by Hydra.
-        overrides: of the run.
-        schema: configuration class of the job.
-    """
-    for override in parse_overrides(overrides, schema):
-        value = None if override.is_sweep_override() or override.is_delete() else override.value()
-        if isinstance(value, str | list) and is_text(schema, override.key_or_group):
-            OmegaConf.update(values, override.key_or_group, _plain(value), force_add=True)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return value.text if isinstance(value, QuotedString) else value
-
-
 def is_text(schema: type, path: str) -> bool:
     """Whether a key, in megarl's or verl's name, holds a text or a list of texts."""
     try:
@@ -170,10 +151,7 @@ class _Scanner:
             return "{" + self.sequence(lambda: self._pair(path), "}")
         if function := _SWEEP.match(rest):
             self.at += function.end()
-            arguments = self.sequence(lambda: self._argument(path), ")")
-            # as the arguments of a function, texts lose their quotes before Hydra reads them a second time
-            is_choice = function[0].startswith("choice") and "'" in arguments
-            return arguments[:-1] if is_choice else function[0] + arguments
+            return function[0] + self.sequence(lambda: self._argument(path), ")")
         if quoted := _QUOTED.match(rest):
             self.at += quoted.end()
             return quoted[0]
@@ -213,52 +191,88 @@ class _Scanner:
         return self.text[self.at :]
 
 
-class TextConfigSource(FileConfigSource):
-    """Hydra's reader of YAML files, with texts as they are written: ``experiment_name: 2026_11_27`` is no number.
+class _Reading(NamedTuple):
+    schema: type  # configuration class of the job
+    notes: list[str]  # one line for each name in the files that is not megarl's
 
-    Attributes:
+
+_READING: ContextVar[_Reading] = ContextVar("reading")
+
+
+@contextmanager
+def reading_files(schema: type) -> Iterator[list[str]]:
+    """Let Hydra read the YAML files of a job within the context.
+
+    Args:
         schema: configuration class of the job.
-        notes: one line for each name in the last configuration's files that is not megarl's.
+
+    Yields:
+        One line for each name in the files that is not megarl's, as Hydra reads them.
     """
+    Plugins.instance().register(TextConfigSource)
+    reading = _Reading(schema, [])
+    token = _READING.set(reading)
+    try:
+        yield reading.notes
+    finally:
+        _READING.reset(token)
 
-    schema: ClassVar[type]
-    notes: ClassVar[list[str]] = []
 
-    @classmethod
-    def register(cls, schema: type) -> None:
-        """Make this the reader of all YAML files.
+class TextConfigSource(ConfigSource):
+    """Folder of YAML files for Hydra, with texts as they are written: ``experiment_name: 2026_11_27`` is no number."""
 
-        Args:
-            schema: configuration class of the job.
-        """
-        TextConfigSource.notes = []
-        Plugins.instance()  # registers Hydra's own reader, which is replaced
-        # A class of its own and of that name: launchers of sweeps pickle it by value, and Hydra compares names there.
-        SourcesRegistry.instance().types[cls.scheme()] = type(FileConfigSource.__name__, (cls,), {"schema": schema})
+    @staticmethod
+    def scheme() -> str:
+        """Name of this kind of folder in Hydra's search path."""
+        return "megarl"
+
+    def available(self) -> bool:
+        """Whether the folder exists."""
+        return self.is_group("")
+
+    def is_group(self, config_path: str) -> bool:
+        """Whether the path is a folder."""
+        return Path(self.path, config_path).is_dir()
+
+    def is_config(self, config_path: str) -> bool:
+        """Whether the path is a file."""
+        return self._file(config_path).is_file()
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        """List the files and folders in a folder."""
+        names: list[str] = []
+        for file in sorted(Path(self.path, config_path).iterdir()):
+            self._list_add_result(names, str(Path(config_path, file.name)), file.name, results_filter)
+        return names
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Load a file as Hydra does."""
-        result: ConfigResult = super().load_config(config_path)
-        file = Path(self.path, self._normalize_file_name(config_path))
-        package = result.header.get("package") or ".".join(Path(config_path).parts[:-1])
-        node = yaml.compose(StringIO(file.read_text(encoding="utf-8")), get_yaml_loader())
-        if isinstance(result.config, DictConfig) and isinstance(node, yaml.MappingNode):
-            _restore(result.config, node, self.schema, ["", "" if package == "_global_" else f"{package}."])
+        """Load a file."""
+        text = self._file(config_path).read_text(encoding="utf-8")
+        header, config = self._get_header_dict(text), OmegaConf.load(StringIO(text))
+        package = header.get("package") or ".".join(Path(config_path).parts[:-1])
+        node = yaml.compose(StringIO(text), get_yaml_loader())
+        if isinstance(config, DictConfig) and isinstance(node, yaml.MappingNode):
+            schema = _READING.get().schema
+            _restore(config, node, schema, ["", "" if package == "_global_" else f"{package}."])
             if package in ("", "_global_"):
-                self._rename(result.config)
-        return result
+                self._rename(config)
+        return ConfigResult(self.provider, self.full_path(), config, header)
+
+    def _file(self, config_path: str) -> Path:
+        return Path(self.path, self._normalize_file_name(config_path))
 
     def _rename(self, config: DictConfig) -> None:
         """Replace verl's and earlier names by megarl's, in place."""
+        schema, notes = _READING.get()
         before = cast(dict[str, Any], OmegaConf.to_container(config))
-        adoption = adopt_file(self.schema, before)
+        adoption = adopt_file(schema, before)
         if adoption.problems:
             raise InvalidConfigError(adoption.problems)
         if adoption.values != before:
-            for name in list(config):
+            for name in tuple(config):
                 del config[name]
             config.merge_with(adoption.values)
-            TextConfigSource.notes += adoption.notes
+            notes += adoption.notes
 
 
 def _restore(config: Any, node: yaml.Node, schema: type, prefixes: Sequence[str]) -> None:

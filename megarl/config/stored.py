@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -17,14 +19,13 @@ from megarl.config.verl.table import table_of
 _REFERENCE = "${oc.env:"
 
 
-class _References:
-    """References to environment variables in the configuration of this process's run, by dotted path."""
-
-    by_path: Mapping[str, str] = {}
+_REFERENCES: ContextVar[Mapping[str, str] | None] = ContextVar("references", default=None)
+"""References to environment variables in the configuration of the present run, by dotted path."""
 
 
-def remember_references(config: JobConfig, values: Mapping[str, Any] | DictConfig) -> None:
-    """Remember the references and the secrets of a run's configuration, for everything that is stored later.
+@contextmanager
+def references_of(config: JobConfig, values: Mapping[str, Any] | DictConfig) -> Iterator[None]:
+    """Store references as they are within the context of a run, in this thread, and redact the run's secrets.
 
     Args:
         config: complete.
@@ -33,10 +34,14 @@ def remember_references(config: JobConfig, values: Mapping[str, Any] | DictConfi
     raw = OmegaConf.to_container(values) if isinstance(values, DictConfig) else values
     assert isinstance(raw, Mapping)
     current_name = table_of(type(config)).current_name
-    _References.by_path = {
-        current_name(path): value for path, value in leaves(raw) if isinstance(value, str) and _REFERENCE in value
-    }
+    token = _REFERENCES.set(
+        {current_name(path): value for path, value in leaves(raw) if isinstance(value, str) and _REFERENCE in value}
+    )
     remember_secrets(dataclasses.asdict(config))
+    try:
+        yield
+    finally:
+        _REFERENCES.reset(token)
 
 
 def stored_config(config: JobConfig) -> dict[str, Any]:
@@ -49,7 +54,7 @@ def stored_value(schema: type, path: str, value: Any) -> Any:
     """Return the value of one key in its stored form: ``auto`` for a value that a later phase derives."""
     if value is None and (item := find_key(schema, path)) is not None and item.auto:
         return AUTO
-    return _References.by_path.get(path) or redact(value, path.rpartition(".")[2])
+    return (_REFERENCES.get() or {}).get(path) or redact(value, path.rpartition(".")[2])
 
 
 def redacted_problems(config: JobConfig) -> Iterator[Problem]:

@@ -1,118 +1,185 @@
-"""Hydra sweeps: check plugins, list the runs to check before the start, and record the folder of the sweep."""
+"""Sweeps: how the runs are chosen and started, and the overrides of each run.
 
+The keys have the names of Hydra's launchers and of its sweeper for Optuna.
+"""
+
+# ruff: noqa: RUF009 -- `key` and `section` return dataclass fields
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, NamedTuple, cast
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
-from hydra.errors import HydraException
-from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override
+from omegaconf import DictConfig, OmegaConf
 
 from megarl.base.errors import ConfigError
 from megarl.base.packages import is_installed
 from megarl.base.provenance import install_command
+from megarl.config.build import read
+from megarl.config.keys import key, section
 from megarl.config.problems import nearest_keys
 
-SWEEPER = "hydra/sweeper"
-PLUGINS = {
-    "hydra/launcher": {
-        "basic": "",
-        "joblib": "hydra_plugins.hydra_joblib_launcher",
-        "submitit_local": "hydra_plugins.hydra_submitit_launcher",
-        "submitit_slurm": "hydra_plugins.hydra_submitit_launcher",
-    },
-    SWEEPER: {"basic": "", "optuna": "hydra_plugins.hydra_optuna_sweeper"},
+FOLDER_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.mode")
+"""Hydra's keys that a run reads."""
+_SWEEPER, _LAUNCHER = "hydra/sweeper", "hydra/launcher"
+_PACKAGES = {
+    _SWEEPER: {"basic": "", "optuna": "optuna"},
+    _LAUNCHER: {"basic": "", "submitit_local": "submitit", "submitit_slurm": "submitit"},
 }
-"""Launchers and sweepers by name, with the module of the package that provides each."""
+"""Choices with the package that each needs."""
+_OF_SWEEPS = (_SWEEPER, _LAUNCHER, "hydra.sweeper.", "hydra.launcher.")
 
 
-class SweepFolder(Callback):
-    """Hydra callback that records the folder of the sweep of this process."""
+@dataclass(frozen=True)
+class SamplerKeys:
+    """Optuna's sampler, a tree-structured Parzen estimator."""
 
-    noted: ClassVar[Path | None] = None
-
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Record the folder; Hydra calls this before the first run."""
-        SweepFolder.noted = Path(str(config.hydra.sweep.dir))
+    seed: int | None = key(None, "Seed of the sampler.")
 
 
-SWEEP_CALLBACK = {"sweep_folder": {"_target_": f"{__name__}.{SweepFolder.__name__}"}}
+@dataclass(frozen=True)
+class SearchKeys:
+    """Search by Optuna, ``hydra/sweeper=optuna``."""
+
+    n_trials: int = key(20, "Runs.", at_least=1)
+    n_jobs: int = key(1, "Runs at the same time, with a launcher.", at_least=1)
+    direction: str | None = key(None, "null = that of the objective.", choices=("minimize", "maximize"))
+    storage: str | None = key(None, "Address of the study's database; null = the study ends with the command.")
+    study_name: str | None = key(None, "Study in the database to continue, or a new one.")
+    sampler: SamplerKeys = section(SamplerKeys)
 
 
-def check_plugins(overrides: Sequence[Override], *, multirun: bool) -> None:
-    """Check that the requested launcher and sweeper are known, installed, and used in a sweep.
+@dataclass(frozen=True)
+class _HydraSection:
+    sweeper: SearchKeys = section(SearchKeys)
+    launcher: dict[str, Any] = key({}, "Parameters of submitit.")
+
+
+@dataclass(frozen=True)
+class _HydraKeys:
+    hydra: _HydraSection = section(_HydraSection)
+
+
+class SweepSettings(NamedTuple):
+    """How the runs of a sweep are chosen and started.
+
+    Attributes:
+        search: keys of the search by Optuna; None = all combinations of values.
+        cluster: submitit's cluster, ``local`` or ``slurm``; None = the runs follow each other in this process.
+        parameters: of submitit.
+    """
+
+    search: SearchKeys | None = None
+    cluster: str | None = None
+    parameters: Mapping[str, Any] = {}
+
+
+def is_hydra(override: str) -> bool:
+    """Whether an override, or its key, is Hydra's."""
+    return override.lstrip("+~").startswith(("hydra.", "hydra/"))
+
+
+def of_job(overrides: Iterable[str]) -> list[str]:
+    """Return the overrides of the job's own keys."""
+    return [override for override in overrides if not is_hydra(override)]
+
+
+def sweep_settings(overrides: Sequence[Override], *, multirun: bool) -> SweepSettings:
+    """Read the settings of a sweep from Hydra's keys on the command line.
 
     Raises:
-        ConfigError: with the package to install, or the nearest name.
+        ConfigError: a key or its value is wrong, needs a package, or needs a sweep.
     """
+    values: DictConfig = OmegaConf.create({})
+    names = {_SWEEPER: "basic", _LAUNCHER: "basic"}
     for override in overrides:
-        plugins = PLUGINS.get(override.key_or_group)
-        if plugins is None:
+        path, text = override.key_or_group, str(override.input_line)
+        if not is_hydra(path) or (path in FOLDER_KEYS and not override.is_sweep_override()):
             continue
-        name, text = str(override.value()), str(override.input_line)
-        if not multirun:
+        if override.is_sweep_override():
+            raise ConfigError(f"{text}: all runs have one value of this key", code="config.sweep-over-hydra")
+        if not multirun and path.startswith(_OF_SWEEPS):
             raise ConfigError(f"{text}: only a sweep uses it; add --multirun", code="config.needs-multirun")
-        if name not in plugins:
-            guess = " or ".join(nearest_keys(name, list(plugins)))
-            hint = f"did you mean {guess}? " if guess else ""
-            raise ConfigError(f"{text}: {hint}there are {', '.join(plugins)}", code="config.unknown-sweep-plugin")
-        if plugins[name] and not is_installed(plugins[name]):
-            package = plugins[name].removeprefix("hydra_plugins.").replace("_", "-")
-            raise ConfigError(
-                f"{text}: {package} is not installed; {install_command('sweep')} installs it",
-                code="config.sweep-not-installed",
-            )
+        if "/" in path:
+            names[path] = _choice(path, str(override.value()), text)
+        else:
+            OmegaConf.update(values, path, override.value(), force_add=True)
+    if not multirun:
+        return SweepSettings()
+    keys: _HydraKeys = read(_HydraKeys, cast(dict[str, Any], OmegaConf.to_container(values)))
+    search = keys.hydra.sweeper if names[_SWEEPER] == "optuna" else None
+    cluster = names[_LAUNCHER].removeprefix("submitit_") if names[_LAUNCHER] != "basic" else None
+    return SweepSettings(search, cluster, keys.hydra.launcher)
 
 
-def sweeper_of(overrides: Sequence[Override]) -> str:
-    """Name of the requested sweeper."""
-    names = [str(override.value()) for override in overrides if override.key_or_group == SWEEPER]
-    return names[-1] if names else "basic"
-
-
-def runs_of(overrides: Sequence[Override]) -> list[tuple[str, ...]]:
-    """Return the overrides of the runs to check: all, or the first corner if the sweeper samples values.
-
-    Raises:
-        ConfigError: the sweeper does not support an override.
-    """
-    if sweeper_of(overrides) != "basic":
-        return [tuple(_corner(override) for override in overrides)]
-    intervals = [str(override.input_line) for override in overrides if isinstance(override.value(), IntervalSweep)]
-    if intervals:
+def _choice(path: str, name: str, text: str) -> str:
+    packages = _PACKAGES.get(path)
+    if packages is None:
+        raise ConfigError(f"{text}: there are {' and '.join(_PACKAGES)}", code="config.unknown-sweep-plugin")
+    if name == "joblib":
         raise ConfigError(
-            f"{intervals[0]}: values are sampled from an interval by hydra/sweeper=optuna only; list them, or add it",
-            code="config.sweep-interval",
+            f"{text}: joblib is not supported; {path}=submitit_local starts the runs in processes on this machine",
+            code="config.no-joblib",
         )
-    try:
-        return [tuple(run) for run in BasicSweeper.split_arguments(list(overrides), None)[0]]
-    except HydraException as error:
-        raise ConfigError(f"The sweep cannot be read. {error}", code="config.malformed-sweep") from error
+    if name not in packages:
+        guess = " or ".join(nearest_keys(name, list(packages)))
+        hint = f"did you mean {guess}? " if guess else ""
+        raise ConfigError(f"{text}: {hint}there are {', '.join(packages)}", code="config.unknown-sweep-plugin")
+    if packages[name] and not is_installed(packages[name]):
+        raise ConfigError(
+            f"{text}: {packages[name]} is not installed; {install_command('sweep')} installs it",
+            code="config.sweep-not-installed",
+        )
+    return name
 
 
-def _corner(override: Override) -> str:
-    """An override with its first possible value."""
-    value = override.value()
-    if isinstance(value, ChoiceSweep):
-        first = override.sweep_string_iterator() if not value.tags else iter([str(value.list[0])])
-        return f"{override.get_key_element()}={next(iter(first))}"
-    if isinstance(value, RangeSweep | IntervalSweep):
-        return f"{override.get_key_element()}={value.start}"
-    return str(override.input_line)
-
-
-def sweep_overrides(overrides: Sequence[Override], minimize: bool) -> list[str]:
-    """Return the overrides to add to a sweep: Optuna's direction, unless set, since its default may be wrong.
+def runs_of(overrides: Sequence[Override], folders: Sequence[Path], *, is_search: bool) -> list[tuple[str, ...]]:
+    """Return the overrides of each run: all combinations of values, or for a search the first values.
 
     Args:
         overrides: of the sweep.
-        minimize: whether the smallest objective is the best.
+        folders: with YAML files, for ``glob``.
+        is_search: whether values are sampled.
+
+    Raises:
+        ConfigError: an interval without a search, or a pattern without a file.
     """
-    is_set = any(override.key_or_group == "hydra.sweeper.direction" for override in overrides)
-    if is_set or sweeper_of(overrides) != "optuna":
-        return []
-    return [f"hydra.sweeper.direction={'minimize' if minimize else 'maximize'}"]
+    words = [list(_words(o, folders, is_search)) for o in overrides if not is_hydra(o.key_or_group)]
+    hydra = [str(o.input_line) for o in overrides if o.key_or_group in FOLDER_KEYS]
+    return [(*run, *hydra) for run in itertools.product(*(some[:1] if is_search else some for some in words))]
+
+
+def _words(override: Override, folders: Sequence[Path], is_search: bool) -> Iterator[str]:
+    """Yield an override with each of its values."""
+    value, text = override.value(), str(override.input_line)
+    if not override.is_sweep_override():
+        yield text
+    elif isinstance(value, IntervalSweep):
+        if not is_search:
+            raise ConfigError(
+                f"{text}: values are sampled from an interval by hydra/sweeper=optuna only; list them, or add it",
+                code="config.sweep-interval",
+            )
+        yield f"{override.get_key_element()}={value.start}"
+    else:
+        texts = texts_of(override, folders)
+        if not texts:
+            raise ConfigError(f"{text}: there is no such value", code="config.malformed-sweep")
+        yield from (f"{override.get_key_element()}={text}" for text in texts)
+
+
+def texts_of(override: Override, folders: Sequence[Path]) -> list[str]:
+    """Return the listed values of an override, as texts.
+
+    Args:
+        override: with values of any kind but an interval.
+        folders: with YAML files, for ``glob``.
+    """
+    value = override.value()
+    if isinstance(value, Glob):
+        files = [file for folder in folders for file in folder.joinpath(override.key_or_group).glob("*.yaml")]
+        return list(value.filter(sorted({file.stem for file in files})))
+    return list(override.sweep_string_iterator())

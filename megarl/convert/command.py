@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from megarl.base.errors import CheckpointError, MegarlError
+from megarl.base.commands import EXIT_FAILED, exit_code
+from megarl.base.errors import CheckpointError
 from megarl.base.formatting import table_lines
 from megarl.base.user_code import import_user_modules
 from megarl.convert.comparison import compare, describe
@@ -21,7 +22,6 @@ from megarl.convert.conversion import ConversionOptions, convert
 from megarl.convert.open import ROLES, open_source
 from megarl.convert.source import HUGGING_FACE, MEGARL, PEFT, CheckpointSource
 
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _KINDS = {"hf-to-megatron": MEGARL, "megatron-to-hf": HUGGING_FACE, "megatron-to-peft": PEFT}
 
@@ -37,16 +37,13 @@ def main(argv: Sequence[str] | None = None, program: str = "megarl convert") -> 
         The exit code: 0; 1 for an error or different checkpoints; 2 for a wrong command line; 130 after Ctrl-C.
     """
     arguments = _parser(program).parse_args(argv)
-    try:
+
+    def run() -> int:
         import_user_modules(*arguments.external_lib)
         code: int = arguments.run(arguments)
         return code
-    except MegarlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_FAILED
-    except KeyboardInterrupt:
-        print("interrupted; run the same command again to resume", file=sys.stderr)
-        return EXIT_INTERRUPTED
+
+    return exit_code(run, bad_input=(), interrupted="interrupted; run the same command again to resume")
 
 
 def _convert(arguments: argparse.Namespace) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megarl.base.atomic_write import atomic_write_text
+from megarl.base.commands import exit_code
 from megarl.base.errors import ConfigError
 from megarl.base.folder_lock import read_holder
 from megarl.base.formatting import count_noun
@@ -55,13 +55,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("folder", type=Path, help="folder of the run")
     parser.add_argument("replicas", type=int, help="number of replicas")
     options = parser.parse_args(argv)
-    try:
+
+    def scale() -> int:
         path = scale_run(options.folder, options.replicas)
-    except (NoRunError, ConfigError, OSError) as error:
-        print(f"megarl scale: {error}", file=sys.stderr)
-        return 2
-    print(f"{path}: {count_noun(options.replicas, 'replica')} from the next weight sync on")
-    return 0
+        print(f"{path}: {count_noun(options.replicas, 'replica')} from the next weight sync on")
+        return 0
+
+    return exit_code(scale, bad_input=(NoRunError, ConfigError, OSError))
 
 
 def _bounds(folder: Path, config: Mapping[str, Any]) -> tuple[int, int]:

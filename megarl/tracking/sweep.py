@@ -1,4 +1,4 @@
-"""Results of a sweep: a result file per run, and a table that compares the runs."""
+"""Results of a sweep: one per run, and a table that compares the runs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from pathlib import Path
 
 from megarl.base.errors import ConfigError
 from megarl.base.formatting import table_lines
-from megarl.base.json_text import parse_json
 from megarl.base.run_writer import RUN_WRITER
 from megarl.tracking.jsonl_files import METRICS_FILE, MetricsRow, read_metrics
 
-RESULT_FILE, SWEEP_FILE, TABLE_FILE = "result.json", "sweep.json", "sweep.csv"
+SWEEP_FILE, TABLE_FILE = "sweep.json", "sweep.csv"
 DEFAULT_METRICS = ("critic/score/mean", "val/loss", "train/loss")
 """Objectives of runs without validation of generated responses: the first one that a run logged."""
 
@@ -30,14 +29,14 @@ class RunResult:
         metric: name of the objective.
         value: value of the objective; None if the run failed or has no objective.
         error: error of a failed run.
-        folder: folder of the run, relative to the sweep's folder.
+        folder: name of the run's folder.
     """
 
     overrides: Mapping[str, str]
     metric: str | None
     value: float | None
     error: str | None
-    folder: str = ""
+    folder: str
 
 
 def objective(rows: Sequence[MetricsRow], metric: str | None) -> tuple[str | None, float | None]:
@@ -77,7 +76,7 @@ def _finite(metric: str, value: float) -> tuple[str, float]:
 
 
 def result_of(folder: Path, overrides: Sequence[str], metric: str | None, error: str | None) -> RunResult:
-    """Compute the result of a finished run from its metrics, and write it into the run's folder."""
+    """Compute the result of a finished run from its metrics."""
     values = dict(text.lstrip("+").split("=", 1) for text in overrides if "=" in text)
     name, value = metric, None
     if error is None:
@@ -85,38 +84,7 @@ def result_of(folder: Path, overrides: Sequence[str], metric: str | None, error:
             name, value = objective(read_metrics(folder / METRICS_FILE), metric)
         except (ConfigError, ValueError, OSError) as failure:
             error = str(failure)
-    result = RunResult(values, name, value, error, folder.name)
-    _write_result(folder, result)
-    return result
-
-
-def _write_result(folder: Path, result: RunResult) -> None:
-    values = {**asdict(result), "folder": ""}  # a moved folder has another name
-    RUN_WRITER.replace(folder / RESULT_FILE, json.dumps(values, indent=1) + "\n")
-
-
-def read_results(folder: Path, local_results: Sequence[RunResult] = ()) -> list[RunResult]:
-    """Read the results of a sweep's runs by number; a missing result file is an error.
-
-    Args:
-        folder: folder of the sweep.
-        local_results: results of runs in this process; a file that a full disk refused is written again.
-    """
-    in_memory = {result.folder: result for result in local_results}
-    names = {path.parent.parent.name for path in folder.glob("*/.hydra/overrides.yaml")} | in_memory.keys()
-    results = []
-    for name in sorted(names, key=lambda name: (len(name), name)):
-        if name in in_memory:
-            results.append(in_memory[name])
-            if not (folder / name / RESULT_FILE).exists():
-                _write_result(folder / name, in_memory[name])
-            continue
-        try:
-            values = parse_json((folder / name / RESULT_FILE).read_text(encoding="utf-8"))
-            results.append(RunResult(**{**values, "folder": name}))
-        except (OSError, ValueError, TypeError):
-            results.append(RunResult({}, None, None, "the run's process ended without a result", name))
-    return results
+    return RunResult(values, name, value, error, folder.name)
 
 
 def best_of(results: Sequence[RunResult], minimize: bool) -> RunResult | None:

@@ -10,11 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from aiohttp import web
-from megarl.trainer.state.replay_order import read_order
 
 from megarl.agents.retrieval_client import RetrievalClient, RetrievalError, RetrievalOptions
 from megarl.agents.tools.calling import hermes_calls, llama3_calls
-from megarl.base.errors import ConfigError, DataError, MegarlError
+from megarl.base.errors import DataError, MegarlError
 from megarl.base.json_text import parse_json, parse_json_prefix
 from megarl.data.prepare import file_entries
 from megarl.data.rollout_dump import RolloutDump
@@ -28,7 +27,6 @@ from megarl.rewards.calling import InfrastructureFailure
 from megarl.rewards.http import post_json
 from megarl.rewards.rules.code import read_cases
 from megarl.tracking.jsonl_files import read_metrics
-from megarl.tracking.sweep import read_results
 
 DEEP = ["[" * 100_000, '{"a":' * 100_000]
 """Python's own parser raises RecursionError, which no caller expects, for both."""
@@ -46,7 +44,7 @@ def in_file(name: str, content: str = "{}"):
     return write
 
 
-ROWS, ORDER = "{}\n", '{}\n{{"batch": 1, "groups": [0]}}\n'
+ROWS = "{}\n"
 
 
 def drain(entries):
@@ -77,7 +75,6 @@ def test_parser_raises_a_value_error(deep):
         (in_file("state.json"), lambda path: saved_dataset_files(str(path.parent)), DataError),
         (in_file("tools.txt"), lambda path: _parse_tools(path.read_text(encoding="utf-8"), "row 0"), DataError),
         (in_file("metrics.jsonl", '{}\n{{"step": 1}}\n'), read_metrics, ValueError),
-        (in_file("order.jsonl", ORDER), read_order, ConfigError),
         (in_file("config.json"), lambda path: read_model_config(path.parent), MegarlError),
         (in_file("report.json"), lambda path: NodeReport.from_json(path.read_text(encoding="utf-8")), ValueError),
         (in_file("truth.txt"), lambda path: read_cases(path.read_text(encoding="utf-8")), ValueError),
@@ -139,11 +136,6 @@ def test_files_of_a_run_are_reported(tmp_path, deep):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
     (tmp_path / "run.json").write_text(deep, encoding="utf-8")
     assert any("run.json cannot be read" in problem for problem in read_run(tmp_path).problems)
-    run = tmp_path / "sweep" / "0"
-    (run / ".hydra").mkdir(parents=True)
-    (run / ".hydra" / "overrides.yaml").write_text("[]", encoding="utf-8")
-    (run / "result.json").write_text(deep, encoding="utf-8")
-    assert [result.error for result in read_results(tmp_path / "sweep")] == ["the run's process ended without a result"]
 
 
 @pytest.mark.parametrize("deep", DEEP, ids=["list", "object"])

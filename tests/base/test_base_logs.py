@@ -1,6 +1,5 @@
 """Log files: all that a process writes, by whatever means, is in its file."""
 
-import io
 import re
 import subprocess
 import sys
@@ -8,9 +7,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from absl import logging as absl_logging
 
-from megarl.base.logs import ProcessLogs, driver_log, keep_standard_error_open, tail
+from megarl.base.logs import ProcessLogs, driver_log, tail
 
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} "
 WRITES = """
@@ -112,17 +110,3 @@ def test_console_on_a_full_disk_ends_no_run(tmp_path):
     assert 40_000 < int((tmp_path / "done").read_text(encoding="utf-8")) < 70_000, (
         "of 50,000 characters; the rest was in a buffer"
     )
-
-
-def test_standard_error_stays_open_when_logging_is_configured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """absl's handler was created with an earlier standard error, which is wrapped now."""
-    handler = absl_logging.get_absl_handler().python_handler
-    earlier, kept = io.StringIO(), handler.stream
-    try:
-        handler.stream = earlier
-        monkeypatch.setattr(sys, "stderr", io.StringIO())
-        keep_standard_error_open()
-        handler.close()  # as logging.config does with all handlers
-        assert not earlier.closed and not sys.stderr.closed
-    finally:
-        handler.stream = kept

@@ -248,15 +248,15 @@ def test_missing_default_is_named(tmp_path: Path) -> None:
 
 def test_sweep_composes_every_run() -> None:
     overrides = (*REQUIRED, "trainer.seed=1,2", "algorithm.lam=0.9,1.0")
-    configs = compose_sweep(ConfigRequest(TrainConfig, "ppo", overrides, multirun=True))
-    runs = [(config.trainer.seed, config.algorithm.lam) for config in configs]
+    composed = compose_sweep(ConfigRequest(TrainConfig, "ppo", overrides)).runs
+    runs = [(run.config.trainer.seed, run.config.algorithm.lam) for run in composed]
     assert runs == [(1, 0.9), (1, 1.0), (2, 0.9), (2, 1.0)]
 
 
 def test_sweep_with_one_wrong_run_names_it() -> None:
     overrides = (*REQUIRED, "trainer.seed=1,x")
     with raises("config.wrong-type", f"run of the sweep with {' '.join((*REQUIRED, 'trainer.seed=x'))}:\n"):
-        compose_sweep(ConfigRequest(TrainConfig, "ppo", overrides, multirun=True))
+        compose_sweep(ConfigRequest(TrainConfig, "ppo", overrides))
 
 
 def test_printed_config_composes_to_itself(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from megarl.cli import run_job
 from megarl.config import TrainConfig, plan_batches, render_plan
 from megarl.config.build import build
 from megarl.config.compose import ConfigRequest, compose
@@ -24,6 +23,7 @@ from megarl.config.from_verl import SHARES, render_verl_page
 from megarl.config.keys import walk
 from megarl.config.problems import InvalidConfigError
 from megarl.config.verl.table import table_of
+from megarl.ops.jobs.command import run_job
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTS: dict[str, Any] = json.loads((Path(__file__).parent / "verl_facts.json").read_text(encoding="utf-8"))

@@ -60,8 +60,10 @@ def test_auto_is_read_from_files_command_line_and_sweeps() -> None:
     config = compose(ConfigRequest(TrainConfig, "ppo", (*overrides, "actor_rollout_ref.actor.clip_ratio_low=auto")))
     assert config.actor_rollout_ref.actor.clip_ratio_low == 0.2
     sweep = ConfigRequest(TrainConfig, "ppo", (*overrides, "actor_rollout_ref.actor.clip_ratio_high=auto,0.28"))
-    runs = compose_sweep(ConfigRequest(TrainConfig, "ppo", sweep.overrides, multirun=True))
-    assert [run.actor_rollout_ref.actor.clip_ratio_high for run in runs] == [0.2, 0.28]
+    assert [run.config.actor_rollout_ref.actor.clip_ratio_high for run in compose_sweep(sweep).runs] == [
+        0.2,
+        0.28,
+    ]
     fields = "critic.megatron.override_transformer_config.attention_backend=unfused"
     critic = compose(ConfigRequest(TrainConfig, "ppo", (*overrides, fields))).critic.megatron
     assert critic.override_transformer_config == {"attention_backend": "unfused"}

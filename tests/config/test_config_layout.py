@@ -1,27 +1,23 @@
-"""``layout=auto``: the chosen values are set, with Hydra's section and, in a run of a sweep, without."""
+"""``layout=auto``: the chosen values are set."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
-import pytest
-from omegaconf import OmegaConf, open_dict
+from omegaconf import OmegaConf
 
 from megarl.config import TrainConfig
-from megarl.config.compose import Changes, ConfigRequest, compose_run, fill_layout
+from megarl.config.compose import Changes, ChosenLayout, ConfigRequest, compose_run
 
 
-@pytest.mark.parametrize("with_hydra", [True, False])
-def test_chosen_values_are_set(with_hydra: bool) -> None:
-    values = compose_run(ConfigRequest(TrainConfig, "quickstart")).values
-    if not with_hydra:
-        with open_dict(values):
-            del values["hydra"]
+def test_chosen_values_are_set() -> None:
+    def choose(build: Callable[[Changes], Any], fixed: frozenset[str]) -> ChosenLayout:
+        assert "trainer.seed" in fixed and "critic.model.path" not in fixed
+        assert build({"trainer.test_freq": 8}).trainer.test_freq == 8
+        return SimpleNamespace(changes={"trainer.test_freq": 9})
 
-    def choose(build: Callable[[Changes], Any], fixed: frozenset[str]) -> Changes:
-        assert fixed == {"trainer.seed"} and build({"trainer.seed": 8}).trainer.seed == 8
-        return {"trainer.seed": 9}
-
-    fill_layout(TrainConfig, values, choose, frozenset({"trainer.seed"}))
-    assert OmegaConf.select(values, "trainer.seed") == 9 and ("hydra" in values) == with_hydra
+    run = compose_run(ConfigRequest(TrainConfig, "quickstart", ("layout=auto", "trainer.seed=1")), choose)
+    assert OmegaConf.select(run.values, "trainer.test_freq") == run.config.trainer.test_freq == 9
+    assert run.layout is not None and run.layout.changes == {"trainer.test_freq": 9} and "hydra" not in run.values

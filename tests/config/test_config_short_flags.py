@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from expected_errors import raises
 
-from megarl.cli import JOBS, compose_job
 from megarl.config.keys import value_at
 from megarl.config.problems import InvalidConfigError
+from megarl.ops.jobs.table import JOBS, compose_job
 
 ODD = "/data/it's a,b=#1 {x}[y]\\z.parquet"
 

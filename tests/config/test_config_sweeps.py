@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from expected_errors import raises
 
-from megarl.base.packages import is_installed
 from megarl.config import TrainConfig
 from megarl.config import sweeps as module
-from megarl.config.compose import ConfigRequest, compose, compose_sweep
+from megarl.config.compose import ConfigRequest, compose, compose_run, compose_sweep
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
@@ -25,12 +24,40 @@ REQUIRED = (
 
 
 def sweep(*overrides: str, name: str = "quickstart") -> list[TrainConfig]:
-    return compose_sweep(ConfigRequest(TrainConfig, name, overrides, multirun=True))
+    return [run.config for run in compose_sweep(ConfigRequest(TrainConfig, name, overrides)).runs]
 
 
-def test_launchers_leave_the_runs_as_they_are() -> None:
-    configs = sweep("hydra/launcher=joblib", "hydra.launcher.n_jobs=2", f"{LR}=1e-4,2e-4")
-    assert [config.actor_rollout_ref.actor.optim.lr for config in configs] == [1e-4, 2e-4]
+def test_settings_of_a_sweep_do_not_change_its_runs() -> None:
+    launcher = ("hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpu", "hydra.launcher.gpus_per_node=8")
+    search = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.storage=sqlite:///s.db")
+    request = ConfigRequest(TrainConfig, "quickstart", (*launcher, *search, f"{LR}=1e-4,2e-4"))
+    composed = compose_sweep(request)
+    settings = composed.settings
+    assert (settings.cluster, settings.parameters) == ("slurm", {"partition": "gpu", "gpus_per_node": 8})
+    assert settings.search == module.SearchKeys(n_trials=3, storage="sqlite:///s.db")
+    assert composed.runs[0].overrides == (f"{LR}=0.0001",)
+
+
+def test_folders_of_a_sweep() -> None:
+    folders = ("hydra.sweep.dir=out", "hydra.sweep.subdir=run_${hydra.job.num}")
+    composed = compose_sweep(ConfigRequest(TrainConfig, "quickstart", (*folders, "trainer.seed=1,2")))
+    assert composed.folder == Path("out")
+    assert [run.folder for run in composed.runs] == [Path.cwd() / "out" / f"run_{number}" for number in (0, 1)]
+    assert composed.runs[1].config.trainer.default_local_dir == str(composed.runs[1].folder / "checkpoints")
+    run = compose_run(ConfigRequest(TrainConfig, "quickstart", ("hydra.run.dir=there/${trainer.seed}",)))
+    assert run.folder == Path.cwd() / "there" / "1"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "seeds"),
+    [
+        (("trainer.seed=range(1,7,2)",), [1, 3, 5]),
+        (("trainer.seed=choice(4,2)",), [4, 2]),
+        (("trainer.seed=sort(4,2)", "algorithm.lam=0.9,1"), [2, 2, 4, 4]),
+    ],
+)
+def test_values_of_the_override_syntax(overrides: tuple[str, ...], seeds: list[int]) -> None:
+    assert [config.trainer.seed for config in sweep(*overrides)] == seeds
 
 
 @pytest.mark.parametrize(
@@ -47,7 +74,13 @@ def test_one_corner_of_sampled_values_is_checked(override: str, value: float) ->
 @pytest.mark.parametrize(
     ("override", "code", "values"),
     [
-        ("hydra/launcher=joblob", "config.unknown-sweep-plugin", "joblib?"),
+        ("hydra/launcher=joblib", "config.no-joblib", "hydra/launcher=submitit_local"),
+        ("hydra/launcher=submitit_locl", "config.unknown-sweep-plugin", "submitit_local"),
+        ("hydra/sweeper/sampler=grid", "config.unknown-sweep-plugin", "hydra/sweeper"),
+        ("hydra.sweeper.n_trils=3", "config.unknown-key", "hydra.sweeper.n_trials"),
+        ("hydra.sweeper.n_trials=0", "config.value-out-of-limits", ">= 1"),
+        ("hydra.run.dir=a,b", "config.sweep-over-hydra", "one value"),
+        ("+experiment=glob(no_such*)", "config.malformed-sweep", "no such value"),
         ("hydra/sweeper=ax", "config.unknown-sweep-plugin", "basic, optuna"),
         (f"{LR}=interval(1e-5,1e-3)", "config.sweep-interval", "hydra/sweeper=optuna"),
     ],
@@ -57,24 +90,30 @@ def test_unsupported_sweeps(override: str, code: str, values: str) -> None:
         sweep(override)
 
 
-def test_a_single_run_has_no_launcher() -> None:
-    with raises("config.needs-multirun", "hydra/launcher=joblib", "--multirun"):
-        compose(ConfigRequest(TrainConfig, "quickstart", ("hydra/launcher=joblib",)))
+@pytest.mark.parametrize(
+    ("override", "code", "value"),
+    [
+        ("hydra/launcher=submitit_local", "config.needs-multirun", "--multirun"),
+        ("hydra.sweeper.n_trials=3", "config.needs-multirun", "--multirun"),
+        ("hydra.run.dirr=x", "config.unknown-key", "hydra.run.dir?"),
+        ("hydra.job.chdir=true", "config.unknown-key", "hydra.job.chdir"),
+    ],
+)
+def test_keys_of_hydra_in_a_single_run(override: str, code: str, value: str) -> None:
+    with raises(code, override, value):
+        compose(ConfigRequest(TrainConfig, "quickstart", (override,)))
 
 
-def test_a_missing_plugin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    absent = {"hydra/sweeper": {"optuna": "hydra_plugins.not_here_sweeper"}}
-    monkeypatch.setattr(module, "PLUGINS", absent)
-    with raises("config.sweep-not-installed", "hydra/sweeper=optuna", "not-here-sweeper", "pip install", "[sweep]"):
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(module._PACKAGES["hydra/sweeper"], "optuna", "not_here_optuna")
+    with raises("config.sweep-not-installed", "hydra/sweeper=optuna", "not_here_optuna", "pip install", "[sweep]"):
         sweep("hydra/sweeper=optuna")
 
 
-def test_every_known_plugin_is_installed() -> None:
-    names = {name for plugins in module.PLUGINS.values() for name in plugins.values() if name}
-    assert all(map(is_installed, names)) and len(names) == 3
-
-
 def test_experiments_are_swept_over() -> None:
+    for texts in ("rloo,gspo", "choice(rloo,gspo)", "glob([rloo,gsp*])"):
+        names = {config.algorithm.adv_estimator for config in sweep(f"+experiment={texts}", name="quickstart_grpo")}
+        assert names == {"rloo", "grpo"}
     rloo, gspo = sweep("+experiment=rloo,gspo", name="quickstart_grpo")
     assert rloo.algorithm.adv_estimator == "rloo" and gspo.actor_rollout_ref.actor.policy_loss.loss_mode == "gspo"
 

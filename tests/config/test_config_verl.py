@@ -10,9 +10,8 @@ from config_cases import EVALUATE, SFT, check_problem, problems_of, with_keys
 
 from megarl.config import EvaluateConfig, GenerateConfig, RewardTrainingConfig, SFTConfig, TrainConfig
 from megarl.config.build import build, verl_notes
-from megarl.config.compose import ConfigRequest, compose, compose_sweep
+from megarl.config.compose import ConfigRequest, compose, compose_run, compose_sweep
 from megarl.config.keys import value_at, walk
-from megarl.config.overrides import TextConfigSource
 from megarl.config.problems import InvalidConfigError
 from megarl.config.verl.adopt import adopt, is_verl_key
 from megarl.config.verl.rules import Feature, Only, Renamed
@@ -263,16 +262,15 @@ def test_a_stored_configuration_of_an_earlier_run_means_the_same() -> None:
         "critic.max_token_len_per_gpu=2048",
         f"{ACTOR}.micro_batch_size_per_gpu=2", f"{REF}.micro_batch_size_per_gpu=4",
     )  # fmt: skip
-    stored = compose(ConfigRequest(TrainConfig, "earlier_run", config_dir=folder))
-    notes = TextConfigSource.notes
-    assert stored == compose(ConfigRequest(TrainConfig, "quickstart", new))
-    changed = {note.split(" is ")[0] for note in notes}
+    run = compose_run(ConfigRequest(TrainConfig, "earlier_run", config_dir=folder))
+    assert run.config == compose(ConfigRequest(TrainConfig, "quickstart", new))
+    changed = {note.split(" is ")[0] for note in run.notes}
     assert "reward_model.model_weight" in changed and len(changed) == 28  # no notes on the keys at their defaults
 
 
 def test_a_sweep_takes_earlier_names() -> None:
-    request = ConfigRequest(EvaluateConfig, "quickstart_evaluate", ("reward_model.name=gsm8k,math",), multirun=True)
-    assert [config.reward.name for config in compose_sweep(request)] == ["gsm8k", "math"]
+    request = ConfigRequest(EvaluateConfig, "quickstart_evaluate", ("reward_model.name=gsm8k,math",))
+    assert [run.config.reward.name for run in compose_sweep(request).runs] == ["gsm8k", "math"]
 
 
 def test_notes_show_no_secrets() -> None:

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from config_cases import SFT, check_problem, problems_of, with_keys
 
-from megarl.cli import compose_job
 from megarl.config import SFTConfig
 from megarl.config.build import build, verl_notes
 from megarl.config.compose import ConfigRequest, compose
 from megarl.config.keys import value_at, walk
 from megarl.config.problems import InvalidConfigError
 from megarl.config.verl.table import table_of
+from megarl.ops.jobs.table import compose_job
 
 FACTS: dict[str, Any] = json.loads((Path(__file__).parent / "verl_sft_facts.json").read_text(encoding="utf-8"))
 KNOWN, TABLE = dict(walk(SFTConfig)), table_of(SFTConfig)

@@ -181,7 +181,7 @@ def test_existing_output_needs_overwrite(model: Model, tmp_path: Path, capsys: p
     run("hf-to-megatron", model("qwen2"), tmp_path / "role")
     run("hf-to-megatron", model("qwen3"), tmp_path / "role", expect=1)
     text = f"{tmp_path / 'role'} exists already; choose another destination, or pass --overwrite"
-    assert f"error: {text} [convert.destination-exists]\n" in capsys.readouterr().err
+    assert f"{text} [convert.destination-exists]\n" in capsys.readouterr().err
     run("hf-to-megatron", model("qwen3"), tmp_path / "role", "--overwrite")
     run("verify", model("qwen3"), tmp_path / "role")
     run("megatron-to-hf", tmp_path / "role", tmp_path / "role", "--overwrite", expect=1)

@@ -44,10 +44,7 @@ def refuse(
     monkeypatch.setattr(ray, "init", no_ray)
 
     def run(*arguments: str, code: int) -> str:
-        try:
-            exit_code = cli.run_job("train", ["--config-name", "quickstart", *small, *arguments])
-        except SystemExit as stop:  # Hydra reports an unexpected exception this way
-            exit_code = stop.code
+        exit_code = cli.run_job("train", ["--config-name", "quickstart", *small, *arguments])
         printed = capsys.readouterr()
         assert exit_code == code, printed.err
         assert "Traceback" not in printed.err

@@ -307,7 +307,7 @@ def test_no_file_of_the_run_has_a_secret_or_is_readable_by_others(whole: RunFile
     paths = [path for path in whole.folder.rglob("*") if not path.is_symlink() and path not in made_by_test]
     files = [path for path in paths if path.is_file()]
     places = {path.parent.name for path in files}
-    assert {"checkpoints", "actor", "critic", "logs", ".hydra", "train", "hf", "rollouts", "validation"} <= places
+    assert {"checkpoints", "actor", "critic", "logs", "train", "hf", "rollouts", "validation"} <= places
     for path in files:
         contents = unpacked(path)
         found = [secret for secret in (KEY, PASSWORD, FROM_ENVIRONMENT) if secret.encode() in contents]

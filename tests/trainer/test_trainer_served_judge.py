@@ -12,7 +12,7 @@ import pytest
 from expected_errors import raises
 
 from megarl.base.ports import held_port
-from megarl.cli import compose_job
+from megarl.ops.jobs.table import compose_job
 from megarl.trainer.jobs.served_judge import with_served_judge
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from megarl.base.atomic_write import atomic_write_text
 from megarl.base.child_process import kill_process_tree
-from megarl.base.errors import ConfigError, MegarlError
+from megarl.base.commands import EXIT_FAILED, exit_code
+from megarl.base.errors import ConfigError
 from megarl.ops.acceptance.results import (
     Result,
     StageReport,
@@ -39,7 +40,6 @@ ARCHIVED = ("*.json", "*.md", "*.log", "*.txt", "scratch/jobs/*/output.txt", "sc
             "scratch/jobs/**/logs/*")  # fmt: skip
 ARCHIVED_BYTES = 8 * 2**20
 """Larger files stay out of the archive."""
-EXIT_FAILED, EXIT_BAD_COMMAND, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,20 +53,14 @@ def main(argv: Sequence[str]) -> int:
     """
     started = time.monotonic()
     options = _parser().parse_args(argv)
-    try:
-        if options.page is not None:
-            write_tables(options.out, options.page)
-            return 0
-        reports = run_stages(_stages(options.stages), options, started)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return EXIT_BAD_COMMAND
-    except MegarlError as error:
-        print(error, file=sys.stderr)
-        return EXIT_FAILED
-    except KeyboardInterrupt:
-        print("interrupted; the same command continues", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    return exit_code(lambda: _main(options, started), interrupted="interrupted; the same command continues")
+
+
+def _main(options: argparse.Namespace, started: float) -> int:
+    if options.page is not None:
+        write_tables(options.out, options.page)
+        return 0
+    reports = run_stages(_stages(options.stages), options, started)
     if options.json:
         print(json.dumps([asdict(report) for report in reports]))
     else:

@@ -8,11 +8,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megarl.base.errors import ConfigError, MegarlError, ModelError
+from megarl.base.commands import EXIT_FAILED, exit_code
+from megarl.base.errors import ConfigError
 from megarl.ops.doctor.node import Needs, NodeReport, check_node, needs_of
 from megarl.ops.doctor.node.results import reports_table
-
-EXIT_FAILED, EXIT_BAD_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,18 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         from megarl.ops.acceptance import command
 
         return command.main(arguments[1:])
-    options = _parser().parse_intermixed_args(arguments)
-    try:
-        reports = _reports(_needs(options), options)
-    except (ConfigError, ModelError) as error:
-        print(error, file=sys.stderr)
-        return EXIT_BAD_CONFIG
-    except MegarlError as error:
-        print(error, file=sys.stderr)
-        return EXIT_FAILED
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    return exit_code(lambda: _check(_parser().parse_intermixed_args(arguments)))
+
+
+def _check(options: argparse.Namespace) -> int:
+    reports = _reports(_needs(options), options)
     if options.json:
         values = [report.to_json() for report in reports]
         print(json.dumps({"nodes": values} if options.nodes else values[0]))

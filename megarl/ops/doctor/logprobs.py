@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.base.errors import DataError, MegarlError, ModelError
+from megarl.base.commands import exit_code
+from megarl.base.errors import DataError, ModelError
 from megarl.data.rollout_dump import RolloutDump
 from megarl.data.tokenizer_folder import open_tokenizer
 from megarl.ops.doctor.logprob_diagnosis import diagnose, render_diagnosis
-
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,16 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 with any verdict, 1 for an error, 2 for a wrong command line, 130 after Ctrl-C.
     """
     arguments = _parser().parse_args(argv)
-    try:
+
+    def diagnose() -> int:
         for path in dump_files(arguments.dumps):
             print(diagnose_dump(path, arguments.model, arguments.rows, arguments.device), end="\n\n")
-    except MegarlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_FAILED
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    return 0
+        return 0
+
+    return exit_code(diagnose, bad_input=())
 
 
 def dump_files(arguments: Sequence[str]) -> Iterator[Path]:

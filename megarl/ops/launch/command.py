@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from megarl.base.errors import ConfigError, ModelError, ResourceError
+from megarl.base.commands import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, exit_code
+from megarl.base.errors import ConfigError, ResourceError
 from megarl.base.formatting import GIB, MIB, count_noun
-from megarl.cli import EXIT_BAD_CONFIG, EXIT_INTERRUPTED, EXIT_RUN_FAILED
-from megarl.cli import main as run_here
+from megarl.ops.jobs.command import run_job
 from megarl.ops.launch import remote, slurm
 from megarl.ops.launch.options import (
     check_unused_options,
@@ -49,29 +49,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] in (["-h"], ["--help"]):
         launch_parser().parse_args(arguments[:1])
-    try:
-        launch_arguments, words, is_megarl = split_job(arguments)
-        options = launch_parser().parse_args(launch_arguments)
-        if is_megarl:
-            job = read_job(words, options.max_restarts)
-        else:
-            job = command_job(words, options.nodes, options.devices_per_node, options.device)
-        if job.is_dry:
-            return run_here(job.words)
-        place = _resolve_place(options)
-        check_unused_options(options, place, is_megarl=is_megarl)
-        job = with_machines(job, place, options.devices_per_node if is_megarl else None)
-        for note in job.notes:
-            say(note)
-        if place == "sbatch":
-            return _sbatch(options, job, launch_arguments, words)
-        return _launch(place, options, job)
-    except (ConfigError, ModelError) as error:
-        print(error, file=sys.stderr)
-        return EXIT_BAD_CONFIG
-    except ResourceError as error:
-        print(error, file=sys.stderr)
-        return EXIT_RUN_FAILED
+    return exit_code(lambda: _main(arguments))
+
+
+def _main(arguments: Sequence[str]) -> int:
+    launch_arguments, words, is_megarl = split_job(arguments)
+    options = launch_parser().parse_args(launch_arguments)
+    if is_megarl:
+        job = read_job(words, options.max_restarts)
+    else:
+        job = command_job(words, options.nodes, options.devices_per_node, options.device)
+    if job.is_dry:
+        return run_job(job.words[0], job.words[1:])
+    place = _resolve_place(options)
+    check_unused_options(options, place, is_megarl=is_megarl)
+    job = with_machines(job, place, options.devices_per_node if is_megarl else None)
+    for note in job.notes:
+        say(note)
+    if place == "sbatch":
+        return _sbatch(options, job, launch_arguments, words)
+    return _launch(place, options, job)
 
 
 def say(line: str) -> None:
@@ -140,16 +137,16 @@ class Launcher:
         except NodeLost as error:
             self._hosts.remove(error.host)
             self._hosts.append(error.host)  # a spare, if present, replaces it
-            return EXIT_RUN_FAILED, str(error), number == 1 and not ready
+            return EXIT_FAILED, str(error), number == 1 and not ready
         except ResourceError as error:
             # The user must correct a cluster that never started. After a first success, a node may come back.
-            return EXIT_RUN_FAILED, str(error), number == 1
-        is_config_error = code == EXIT_BAD_CONFIG and self.job.is_megarl
+            return EXIT_FAILED, str(error), number == 1
+        is_config_error = code == EXIT_BAD_INPUT and self.job.is_megarl
         reason = f"the driver ended with code {code}" if code else ""
         return code, reason, is_config_error or code in (0, EXIT_INTERRUPTED)
 
     def _no_restart_reason(self, code: int, final: bool) -> str:
-        if final and code == EXIT_BAD_CONFIG:
+        if final and code == EXIT_BAD_INPUT:
             return "A wrong configuration fails again: no restart"
         if final and code == EXIT_INTERRUPTED:
             return "It was interrupted: no restart"

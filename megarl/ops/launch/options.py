@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.base.errors import ConfigError
-from megarl.cli import JOBS, compose_job
 from megarl.config.problems import nearest_keys
 from megarl.config.schema.jobs import own_pools
 from megarl.config.schema.run import TrainingRunConfig
+from megarl.ops.jobs.table import JOBS, compose_job
 from megarl.ops.launch.remote import current_folder
 from megarl.ops.launch.settings import FIRST_PORT, WORKER_PORTS, Device, JobToRun, PoolNodes
 

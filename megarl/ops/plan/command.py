@@ -10,7 +10,8 @@ from typing import Any
 
 from rich.console import Console
 
-from megarl.base.errors import ConfigError, ModelError
+from megarl.base.commands import exit_code
+from megarl.base.errors import ConfigError
 from megarl.base.formatting import count_noun
 from megarl.config import PreferenceConfig, RewardTrainingConfig, SFTConfig, SupervisedConfig, TrainConfig
 from megarl.config.compose import Changes, ConfigRequest, LayoutChooser, compose, compose_draft
@@ -41,7 +42,7 @@ JOBS: dict[str, tuple[type[Any], str]] = {
     "preference": (PreferenceConfig, "preference"),
 }
 """Jobs that can be planned: schema and default configuration."""
-EXIT_DOES_NOT_FIT, EXIT_BAD_CONFIG = 1, 2
+EXIT_DOES_NOT_FIT = 1
 DEFAULT_TOP = 10
 """Default number of layouts that a search lists."""
 
@@ -61,30 +62,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--top needs --search")
     if options.calibrate and (options.overrides or options.search):
         parser.error("--calibrate takes the configurations of its runs: no KEY=VALUE, no --search")
-    try:
-        if options.calibrate:
-            return _calibrate(options)
-        layouts: list[AutomaticLayout] = []
-        config = (
-            compose_draft(_request(options))
-            if options.search
-            else compose(_request(options), _chooser(options, layouts))
+    return exit_code(lambda: _calibrate(options) if options.calibrate else _main(options))
+
+
+def _main(options: argparse.Namespace) -> int:
+    layouts: list[AutomaticLayout] = []
+    config = (
+        compose_draft(_request(options)) if options.search else compose(_request(options), _chooser(options, layouts))
+    )
+    for line in (line for layout in layouts for line in layout_lines(layout)):
+        print(line, file=sys.stderr if options.json else sys.stdout)
+    if options.search and isinstance(config, TrainConfig) and config.async_training.mode != SYNC:
+        mode = config.async_training.mode
+        raise ConfigError(
+            f"async_training.mode={mode}: --search covers shared devices only; leave --search out, or set sync",
+            code="plan.search-async",
         )
-        for line in (line for layout in layouts for line in layout_lines(layout)):
-            print(line, file=sys.stderr if options.json else sys.stdout)
-        if options.search and isinstance(config, TrainConfig) and config.async_training.mode != SYNC:
-            mode = config.async_training.mode
-            raise ConfigError(
-                f"async_training.mode={mode}: --search covers shared devices only; leave --search out, or set sync",
-                code="plan.search-async",
-            )
-        hardware = (hardware_for if layouts else hardware_of)(config, options.hardware)
-        lengths = lengths_of(config, options.lengths)
-        action = _search if options.search else _plan
-        return action(options, config, hardware, lengths)
-    except (ConfigError, ModelError) as error:
-        print(error, file=sys.stderr)
-        return EXIT_BAD_CONFIG
+    hardware = (hardware_for if layouts else hardware_of)(config, options.hardware)
+    lengths = lengths_of(config, options.lengths)
+    action = _search if options.search else _plan
+    return action(options, config, hardware, lengths)
 
 
 def _plan(options: argparse.Namespace, config: Job, hardware: Hardware, lengths: Lengths) -> int:
@@ -128,9 +125,9 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 
 def _chooser(options: argparse.Namespace, layouts: list[AutomaticLayout]) -> LayoutChooser:
-    def choose(build: Callable[[Changes], Any], fixed: frozenset[str]) -> Changes:
+    def choose(build: Callable[[Changes], Any], fixed: frozenset[str]) -> AutomaticLayout:
         layouts.append(automatic_layout(build, fixed, options.hardware))
-        return layouts[-1].changes
+        return layouts[-1]
 
     return choose
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megarl.base.commands import exit_code
 from megarl.base.errors import ConfigError
 from megarl.base.formatting import gigabytes
 from megarl.ops.report.page import write_page
-from megarl.ops.report.run_files import NoRunError, find_runs, read_run
+from megarl.ops.report.run_files import find_runs, read_run
 from megarl.tracking.run_summary import REPORT_FILE
 
 COMPARISON_FILE = "comparison.html"
@@ -55,13 +55,13 @@ def compare_runs(folders: Sequence[Path | str], output: Path | str | None = None
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns 0, or 2 if there is no run to report or the page cannot be written."""
     options = _parser().parse_args(argv)
-    try:
+
+    def report() -> int:
         path = compare_runs(options.folder, options.output)
-    except (NoRunError, ConfigError, OSError, ValueError) as error:
-        print(f"megarl report: {error}", file=sys.stderr)
-        return 2
-    print(f"{path} ({gigabytes(path.stat().st_size)})")
-    return 0
+        print(f"{path} ({gigabytes(path.stat().st_size)})")
+        return 0
+
+    return exit_code(report, bad_input=(ConfigError, OSError, ValueError))
 
 
 def _parser() -> argparse.ArgumentParser:

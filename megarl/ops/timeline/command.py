@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megarl.base.errors import ConfigError
+from megarl.base.commands import exit_code
 from megarl.base.formatting import table_lines
 from megarl.tracing.trace_file import MAIN_LANE, read_trace
 from megarl.tracing.tracer import MISSING_EVENTS, PHASE
@@ -188,11 +187,11 @@ def main(argv: Sequence[str]) -> int:
         "--out", type=Path, help="also write the events to one complete file, compressed if its name ends in .gz"
     )
     options = parser.parse_args(argv)
-    try:
-        events = read_trace(options.path)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+    return exit_code(lambda: _print(options))
+
+
+def _print(options: argparse.Namespace) -> int:
+    events = read_trace(options.path)
     print(summarize(events).render())
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -270,6 +270,7 @@ class RunState:
 
         rollout = self.in_flight() if self.in_flight else {}
         epoch, position = self.prompts.epoch, self.prompts.state_dict()
+        config = to_yaml(self.config)  # in this thread, which knows the run's references
 
         def write_driver_files(folder: Path) -> None:
             TrainerState(
@@ -281,7 +282,7 @@ class RunState:
                 model=fingerprints(self.config),
                 contents={role: saved.save_contents for role, saved in role_contents(self.config).items()},
             ).write(folder)
-            (folder / CONFIG_FILE).write_text(to_yaml(self.config), encoding="utf-8")
+            (folder / CONFIG_FILE).write_text(config, encoding="utf-8")
             for file in files:
                 if file.exists():
                     shutil.copyfile(file, folder / file.name)

@@ -229,9 +229,7 @@ def test_exit_codes(
     assert megarl([job, "--config-name", name, *keys]) == 0
     assert "dry run: every part is fine" in capsys.readouterr().out
     (folder,) = (tmp_path / "outputs" / name).iterdir()
-    written = {
-        str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and ".hydra" not in path.parts
-    }
+    written = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert written == {"config.yaml", "run.json", "logs/driver.log"}
     assert megarl([job, "--config-name", name, *keys, "trainer.resume_mode=must"]) == 2
     assert capsys.readouterr().err == "dry run: 1 of 9 parts failed: checkpoints [config.dry-run-failed]\n"

@@ -10,9 +10,10 @@ from planned_jobs import MODELS
 
 from megarl.base import nvidia_smi
 from megarl.base.nvidia_smi import parse_inventory, visible_gpus
-from megarl.cli import compose_job, main
+from megarl.cli import main
 from megarl.config import TrainConfig
 from megarl.config.keys import value_at
+from megarl.ops.jobs.table import compose_job
 from megarl.ops.plan.found_hardware import gpu_hardware
 
 SMI = Path(__file__).parents[1] / "doctor" / "nvidia_smi.xml"
