@@ -37,9 +37,9 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/agents"), str(ROOT / "too
 
 import make_arithmetic  # noqa: E402
 from agent_cases import ids_of, lead_all, merging_tokenizer  # noqa: E402
-from dotted_keys import set_keys  # noqa: E402
 from machine import benchmark_parser, parse_sizes  # noqa: E402
 from retrieval_server import BM25Index, Document, RetrievalServer  # noqa: E402
+from support.dotted_keys import set_keys  # noqa: E402
 
 from megarl.agents import AgentLoop, AgentTask, Conversation, ConversationLimits, Transcript  # noqa: E402
 from megarl.agents.endpoint import ChatFormat, Endpoint, EndpointAddress, ExternalRequestLimits  # noqa: E402

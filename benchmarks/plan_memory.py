@@ -23,11 +23,11 @@ TESTS = Path(__file__).parent.parent / "tests"
 sys.path[:0] = [str(TESTS / name) for name in ("", "megatron", "ops/plan")]
 
 import torch  # noqa: E402
-from distributed import ProcessPool  # noqa: E402
 from engine_cases import policy_loss  # noqa: E402
 from engine_memory import measure  # noqa: E402
 from machine import benchmark_parser, parse_sizes, processor  # noqa: E402
 from memory_cases import CASES, MODELS, ROWS, expected  # noqa: E402
+from support.distributed import ProcessPool  # noqa: E402
 from tiny_models import rows_of, save_model  # noqa: E402
 
 from megarl.base.ports import free_port  # noqa: E402

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed import ProcessPool
 from hypothesis import HealthCheck, settings
-from shared_servers import open_drivers, open_workers, share_servers
-from warm_drivers import Drivers
+from support.distributed import ProcessPool
+from support.shared_servers import open_drivers, open_workers, share_servers
+from support.warm_drivers import Drivers
 
 from megarl.cluster.fork_server import fork_server
 

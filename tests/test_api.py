@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from expected_errors import raises
 from hypothesis import given
 from hypothesis import strategies as st
-from warm_drivers import Drivers, write_interpreter
+from support.expected_errors import raises
+from support.warm_drivers import Drivers, write_interpreter
 
 import megarl
 from megarl.config import TrainConfig

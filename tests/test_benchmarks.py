@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from arithmetic_task import make_task
-from warm_drivers import Drivers, write_interpreter
+from support.arithmetic_task import make_task
+from support.warm_drivers import Drivers, write_interpreter
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = [

@@ -19,7 +19,7 @@ from unittest import mock
 
 import pytest
 import yaml
-from interrupts import restore_interrupts
+from support.interrupts import restore_interrupts
 
 from megarl import cli
 from megarl.base.commands import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED

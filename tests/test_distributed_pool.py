@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from distributed import Place, ProcessPool, RemoteError
+from support.distributed import Place, ProcessPool, RemoteError
 
 
 @pytest.fixture(scope="module")

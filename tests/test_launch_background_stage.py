@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from interrupts import restore_interrupts
-from waits import LIMIT_S, wait_for_end, wait_until
+from support.interrupts import restore_interrupts
+from support.waits import LIMIT_S, wait_for_end, wait_until
 
 from megarl.base.processes import child_pids, read_kernel_file
 

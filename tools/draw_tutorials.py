@@ -38,7 +38,7 @@ from megarl.tracking import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-from doc_pages import NOT_RUN, Block, blocks  # noqa: E402 -- the parser of the pages belongs to the tests
+from support.doc_pages import NOT_RUN, Block, blocks  # noqa: E402 -- the parser of the pages belongs to the tests
 
 PAGES, IMAGES = ROOT / "docs" / "tutorials", ROOT / "docs" / "images" / "tutorials"
 MAX_BYTES = 150_000

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from agent_cases import merging_tokenizer
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.agents import (
     ConversationLimits,

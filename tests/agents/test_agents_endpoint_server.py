@@ -14,7 +14,7 @@ import psutil
 import pytest
 from agent_cases import Scripted, merging_tokenizer, tokenized
 from endpoint_cases import ADD, USER, Refused, client, complete, lead, listening, message_of, post
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.agents.endpoint import EndpointAddress
 from megarl.agents.endpoint.server import LARGEST_BODY, TOKEN_VARIABLE, make_token

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from agent_cases import EngineGenerate, Scripted, ids_of, merging_tokenizer, sampling, tokenized
 from endpoint_cases import ADD, USER, Refused, client, complete, lead, listening, message_of, talk
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.agents import ConversationLimits, trajectory_metrics, turn_seed
 from megarl.agents.external_agent import load_agent

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 from agent_cases import EngineGenerate, Scripted, lead_all, merging_tokenizer, sampling
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.agents import (
     AgentLoop,

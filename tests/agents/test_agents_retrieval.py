@@ -13,8 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import retrieval_server
-from expected_errors import raises
 from retrieval_server import BM25Index, Document, RetrievalServer, read_corpus
+from support.expected_errors import raises
 
 from megarl.agents.retrieval_client import RetrievalClient, RetrievalOptions
 

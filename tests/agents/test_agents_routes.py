@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.agents.routes import RouteRecord
 from megarl.agents.trajectories import PackedSamples, trajectories_to_batch

@@ -7,8 +7,8 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from expected_errors import raises
-from task_configs import arithmetic, train_config  # noqa: F401
+from support.expected_errors import raises
+from support.task_configs import arithmetic, train_config  # noqa: F401
 
 from megarl.agents.runner import AgentRunner
 from megarl.agents.types import ConversationGroup, PlannedSample

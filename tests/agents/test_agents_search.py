@@ -6,10 +6,10 @@ import threading
 
 import pytest
 from agent_cases import Scripted, ids_of, lead_all, merging_tokenizer, sampling, tokenized
-from documented_metrics import undocumented
 from hypothesis import given
 from hypothesis import strategies as st
 from retrieval_server import BM25Index, Document, RetrievalServer
+from support.documented_metrics import undocumented
 
 from megarl.agents import Conversation, ConversationLimits, trajectory_metrics
 from megarl.agents.retrieval_client import Hit, RetrievalClient, RetrievalOptions

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 from agent_cases import Scripted, ids_of, lead_all, merging_tokenizer, sampling, tokenized
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.agents import Conversation, ConversationLimits, trajectory_metrics
 from megarl.agents.tool_agent import ToolLoop, ToolOptions

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 import torch
-from expected_errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.expected_errors import raises
 
 from megarl.algorithms import (
     ADVANTAGES,

@@ -3,9 +3,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from expected_errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.expected_errors import raises
 
 from megarl.algorithms import KL_ESTIMATORS, apply_kl_penalty, kl_penalty, make_kl_controller
 

@@ -3,10 +3,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from expected_errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_options import loss_options
+from support.expected_errors import raises
 
 from megarl.algorithms import POLICY_LOSSES, PolicyLossInputs, entropy_loss, load_policy_loss
 

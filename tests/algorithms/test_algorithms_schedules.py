@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from expected_errors import raises
 from hypothesis import given
 from hypothesis import strategies as st
+from support.expected_errors import raises
 
 from megarl.algorithms import (
     SCHEDULES,

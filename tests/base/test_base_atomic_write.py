@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from dying import run_and_die
+from support.dying import run_and_die
 
 from megarl.base import atomic_write as module
 from megarl.base.atomic_write import atomic_write, atomic_write_text, replace_folder, restore_replaced_folder

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from expected_errors import raises
+from support.expected_errors import raises
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,

@@ -6,7 +6,7 @@ import time
 
 import psutil
 import pytest
-from waits import wait_for_end
+from support.waits import wait_for_end
 
 from megarl.base.child_process import (
     ChildProcess,

@@ -2,7 +2,7 @@
 
 import pickle
 
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.base.errors import DataError
 from megarl.cluster.failures import WorkerFailed

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.base import folder_lock as module
 from megarl.base.folder_lock import LockHolder, folder_lock

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.base.packages import import_large, install_command, is_installed, require_sglang, without_garbage_collection
 

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.base.private_folder import private_folder
 

@@ -2,7 +2,7 @@ import sys
 import types
 
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.base.errors import ConfigError, RewardError
 from megarl.base.registry import Registry

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import psutil
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.base.ports import held_port
 from megarl.base.rendezvous import host_store, join_rendezvous

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-import arithmetic_task
 import torch
 from chaos_faults import DAMAGES, FAULTS, NO_FORK_SERVER, NO_REAPER, UNFINISHED, Damage, Fault
-from cli_runs import START_S, CliRun, RunFiles, assert_says_how_it_ended, reproducible
 from safetensors.torch import load_file
-from warm_drivers import Drivers
+from support import arithmetic_task
+from support.cli_runs import START_S, CliRun, RunFiles, assert_says_how_it_ended, reproducible
+from support.warm_drivers import Drivers
 
 from megarl.base.errors import CheckpointError
 from megarl.cluster.fork_server import ENVIRONMENT

@@ -13,7 +13,7 @@ from random import Random
 from typing import NamedTuple
 
 import psutil
-from cli_runs import CliRun
+from support.cli_runs import CliRun
 
 from megarl.base.checkpoint_files import POINTER
 from megarl.base.processes import READ_ERRORS

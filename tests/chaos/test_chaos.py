@@ -15,7 +15,7 @@ from random import Random
 import pytest
 from chaos_campaign import PATIENT_WATCHDOG_S, WATCHDOG_S, Campaign, arguments_of, make_task
 from chaos_faults import FAULTS, NO_FORK_SERVER
-from warm_drivers import Drivers
+from support.warm_drivers import Drivers
 
 SEED = int(os.environ.get("CHAOS_SEED", "4"))
 MINUTES = float(os.environ.get("CHAOS_MINUTES", "0"))

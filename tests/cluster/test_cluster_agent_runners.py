@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import ray
-from expected_errors import raises
 from light_workers import timed_tokens
-from task_configs import arithmetic, train_config  # noqa: F401
+from support.expected_errors import raises
+from support.task_configs import arithmetic, train_config  # noqa: F401
 
 from megarl.agents.turns import context_digest
 from megarl.agents.types import ConversationGroup, PlannedSample, SampleId, StoredTurn, Trajectory, VersionSpan

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
-from expected_errors import raises
 from ray._private.accelerators import NvidiaGPUAcceleratorManager
+from support.expected_errors import raises
 
 from megarl.base.errors import ResourceError
 from megarl.base.ports import held_port

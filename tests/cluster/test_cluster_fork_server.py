@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.base.processes import wait_for_ends
 from megarl.cluster import RaySession, ResourcePool, WorkerGroup, fork_client

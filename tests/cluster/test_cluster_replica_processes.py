@@ -3,7 +3,7 @@ import pickle
 
 import psutil
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.base.processes import wait_for_ends
 from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup

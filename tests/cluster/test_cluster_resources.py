@@ -2,8 +2,8 @@ import re
 
 import pytest
 import ray
-from expected_errors import raises
-from waits import wait_until
+from support.expected_errors import raises
+from support.waits import wait_until
 
 from megarl.base.errors import ResourceError
 from megarl.cluster import RaySession, ResourcePool, WorkerGroup, check_resources

@@ -18,11 +18,11 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import ray
-import warm_drivers
-from expected_errors import raises
 from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.exceptions import AuthenticationError
-from warm_drivers import WarmDriver
+from support import warm_drivers
+from support.expected_errors import raises
+from support.warm_drivers import WarmDriver
 
 from megarl.base.files import private_files
 from megarl.base.private_folder import private_folder

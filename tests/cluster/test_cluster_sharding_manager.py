@@ -3,7 +3,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup, WorkerSilent, failures
 from megarl.cluster.sharding_manager import ShardingManager, SyncOptions

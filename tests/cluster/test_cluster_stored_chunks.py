@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import ray
 import torch
-from expected_errors import raises
 from ray._private.internal_api import node_stats
 from ray._private.worker import global_worker
-from waits import wait_until
+from support.expected_errors import raises
+from support.waits import wait_until
 
 from megarl.base.errors import WorkerError
 from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup, wait_ready

@@ -6,8 +6,8 @@ import time
 import pytest
 import ray
 import torch
-from expected_errors import raises
 from plain_workers import megarl_frames
+from support.expected_errors import raises
 
 from megarl.base.errors import ResourceError, WorkerError
 from megarl.base.logs import ProcessLogs

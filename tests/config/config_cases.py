@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from dotted_keys import set_keys
+from support.dotted_keys import set_keys
 
 from megarl.config import TrainConfig
 from megarl.config.build import build

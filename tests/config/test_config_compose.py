@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.base.errors import ConfigError
 from megarl.config import EvaluateConfig, GenerateConfig, PreferenceConfig, RewardTrainingConfig, SFTConfig, TrainConfig

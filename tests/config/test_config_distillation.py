@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from config_cases import check_problem
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.base.errors import ModelError
 from megarl.config import TrainConfig, plan_batches, render_plan

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.config import TrainConfig
 from megarl.config import sweeps as module

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from doc_pages import ROOT
-from expected_errors import raises
+from support.doc_pages import ROOT
+from support.expected_errors import raises
 
 from megarl.config import SFTConfig, TrainConfig
 from megarl.config.compose import ConfigRequest, compose

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from distributed import Place
 from family_cases import MODELS
 from safetensors.torch import load_file, save_file
+from support.distributed import Place
 from torch import Tensor
 
 from megarl.convert.command import main

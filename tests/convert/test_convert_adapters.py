@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import Place, ProcessPool
 from engine_cases import Setup, engine, in_parts, refusal
-from expected_errors import raises
 from safetensors.torch import load_file, save_file
-from test_megatron_lora import ADAM, adapted_step, check_log_probs, log_probs, peft_model, saved_name
+from support.distributed import Place, ProcessPool
+from support.expected_errors import raises
 from tiny_models import policy_reference, rows, save_model
 from torch import Tensor
 
@@ -25,6 +24,7 @@ from megarl.convert.open import open_source
 from megarl.megatron.checkpoint.sharded import load_sharded
 from megarl.models import ParallelLayout
 from megarl.models.adapters import LoraOptions
+from tests.megatron.test_megatron_lora import ADAM, adapted_step, check_log_probs, log_probs, peft_model, saved_name
 
 DORA = LoraOptions(rank=2, alpha=2.0, targets=("linear_qkv", "down_proj", "lm_head"), rank_stabilized=True, kind="dora")
 

@@ -14,8 +14,8 @@ from shutil import copytree
 import pytest
 import torch
 from checkpoints import assert_same, run, tensors_of
-from expected_errors import raises
 from safetensors.torch import save_file
+from support.expected_errors import raises
 
 from megarl.convert import conversion
 from megarl.convert.conversion import UnfinishedOutput

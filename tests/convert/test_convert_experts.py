@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 from checkpoints import SETTINGS, run, tensors_of
-from expected_errors import raises
-from mxfp4_folders import quantize_experts
+from support.expected_errors import raises
+from support.mxfp4_folders import quantize_experts
 from tiny_models import save_model
 
 from megarl.convert.torch_dist import open_torch_dist

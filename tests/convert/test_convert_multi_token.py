@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from checkpoints import _engine, add_multi_token_layer, assert_same, run, save_role, tensors_of
-from distributed import Place, ProcessPool
+from support.distributed import Place, ProcessPool
 
 from megarl.megatron import shutdown_runtime
 from megarl.megatron.checkpoint.role_state import HF_MODEL, RESUMABLE

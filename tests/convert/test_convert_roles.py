@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import SETTINGS, assert_same, load_role, run, save_role, tensors_of
-from distributed import ProcessPool
 from safetensors.torch import save_file
+from support.distributed import ProcessPool
+from support.valid_layouts import paired_layouts
+from support.whole_tensors import whole_tensors
 from tiny_models import model_config
-from valid_layouts import paired_layouts
-from whole_tensors import whole_tensors
 
 from megarl.models import ParallelLayout
 

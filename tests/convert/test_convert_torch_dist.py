@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import assert_same, run
-from distributed import ProcessPool
-from expected_errors import raises
+from support.distributed import ProcessPool
+from support.expected_errors import raises
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch_dist_cases import SaveFormat, save_engine_torch_dist, save_torch_dist
 

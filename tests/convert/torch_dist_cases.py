@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from distributed import Place
+from support.distributed import Place
 
 from megarl.megatron import MegatronEngine, MegatronOptions, init_runtime, shutdown_runtime
 from megarl.megatron.layers.activations import SwiGLU

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_cuda_host_engine import DTYPES, fields
 
 from megarl.models import parse_model_config
 from megarl.ops.acceptance.models import FAMILIES
 from megarl.rollout import EngineOptions, Request, SamplingParams
 from megarl.rollout.embedded import EmbeddedEngine
+from tests.cuda_host.test_cuda_host_engine import DTYPES, fields
 
 TOKENS = 6
 

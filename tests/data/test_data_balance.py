@@ -2,9 +2,9 @@ import itertools
 
 import numpy as np
 import pytest
-from expected_errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.expected_errors import raises
 
 from megarl.data import balance_mini_batches, balanced_partition, stratified_minibatch_order
 from megarl.data.balance import Capacity, local_search, makespan_lower_bound

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from expected_errors import raises
 from omegaconf import OmegaConf
+from support.expected_errors import raises
 
 from megarl.data import RLHFDataset
 from megarl.data.custom_prompts import CustomCollate, CustomPrompts, takes_verls_arguments

@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 from tokenizers import Tokenizer, models
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast

@@ -9,7 +9,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.data import check_files
 from megarl.data.rows import RLHF_COLUMNS, Rows, expand_files, reader

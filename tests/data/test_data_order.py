@@ -4,9 +4,9 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from expected_errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.expected_errors import raises
 
 from megarl.data import DataProto, StatefulLoader
 from megarl.data.loader import PromptQueue

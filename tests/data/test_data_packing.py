@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
-from expected_errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.expected_errors import raises
 
 from megarl.data import common_micro_batch_count, fewest_micro_batches, plan_micro_batches
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from expected_errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.expected_errors import raises
 
 from megarl.data import DataProto, StatefulLoader
 from megarl.data.loader import PromptQueue

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 

@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 import list_errors
-from doc_pages import ROOT
+from support.doc_pages import ROOT
 
 PACKAGE = ROOT / "megarl"
 

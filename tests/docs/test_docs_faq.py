@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from doc_pages import ROOT
+from support.doc_pages import ROOT
 
 CODES = re.findall(r"^### `(.+)`$", (ROOT / "docs" / "reference" / "faq.md").read_text(encoding="utf-8"), re.MULTILINE)
 

@@ -7,7 +7,7 @@ import json
 import re
 
 import pytest
-from doc_pages import ROOT
+from support.doc_pages import ROOT
 
 from megarl.config import TrainConfig
 from megarl.config.keys import walk

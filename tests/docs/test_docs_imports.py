@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 
-from doc_pages import ROOT
+from support.doc_pages import ROOT
 
 PICTURE = ROOT / "docs" / "images" / "imports.svg"
 

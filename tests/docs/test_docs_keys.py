@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from doc_pages import ROOT, Block, blocks, pages, shell_blocks
-from test_docs_paths import expanded
+from support.doc_pages import ROOT, Block, blocks, pages, shell_blocks
 
 from megarl.cli import COMMANDS, JOBS, main
 from megarl.config.keys import leaves, walk
 from megarl.config.verl.rules import Refused
 from megarl.config.verl.table import table_of
+from tests.docs.test_docs_paths import expanded
 
 SCHEMAS = tuple({job.schema for job in JOBS.values()})
 OTHERS = ("torch.", "megatron.core", "hydra.", "model.layers.", "reward_model.ground_truth")

@@ -7,7 +7,9 @@ from urllib.parse import urlsplit
 
 import pytest
 import yaml
-from doc_pages import (
+from pygments.lexers import get_lexer_by_name
+from pygments.util import ClassNotFound
+from support.doc_pages import (
     AFTER_QUICKSTART,
     ALONE,
     NOT_RUN,
@@ -21,8 +23,6 @@ from doc_pages import (
     pages,
     shell_blocks,
 )
-from pygments.lexers import get_lexer_by_name
-from pygments.util import ClassNotFound
 
 IDS = [str(page.relative_to(ROOT)) for page in pages()]
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))

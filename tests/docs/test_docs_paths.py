@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from doc_pages import ROOT, pages
+from support.doc_pages import ROOT, pages
 
 FOLDERS = ("megarl", "tests", "tools", "launch", "configs", "benchmarks", "examples", "docs")
 _PATH = re.compile(r"(?<![\w.:/~<-])[\w{},./-]+/[\w{},.-]+\.(?:py|sh|yaml)\b")

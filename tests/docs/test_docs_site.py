@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from doc_pages import ROOT
+from support.doc_pages import ROOT
 
 API = {
     "python_api.html": ("megarl.api.train", "megarl.api.Run.plot", "ConfigError"),

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from doc_pages import ROOT
 from safetensors import safe_open
+from support.doc_pages import ROOT
 
 from megarl.models import ParallelLayout, WeightMap, check_layout, read_model_config
 

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from doc_pages import ROOT, links
 from draw_tutorials import IMAGES, MAX_BYTES, PICTURES, Screen, typed
+from support.doc_pages import ROOT, links
 
 PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 

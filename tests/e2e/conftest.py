@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from arithmetic_task import make_task
-from cli_runs import ONE_BY_ONE, REWARDS, CliRun
-from warm_drivers import Drivers
+from support.arithmetic_task import make_task
+from support.cli_runs import ONE_BY_ONE, REWARDS, CliRun
+from support.warm_drivers import Drivers
 
 from megarl.base.packages import is_installed
 

@@ -1,6 +1,6 @@
 # Shortens the documented commands for tests/e2e/test_e2e_docs.py, which sets BASH_ENV to this file: a small task, and jobs
 # of one step. With MEGARL_DOCS=check, jobs end after the checks of their configuration. WARM_DRIVERS is the socket of the
-# server that forks jobs and scripts (tests/warm_drivers.py); without it they are processes of their own.
+# server that forks jobs and scripts (tests/support/warm_drivers.py); without it they are processes of their own.
 
 _python() { # _python [-m] PROGRAM ARGUMENT...
   if [ -z "${WARM_DRIVERS:-}" ]; then
@@ -8,7 +8,7 @@ _python() { # _python [-m] PROGRAM ARGUMENT...
     return
   fi
   if [ "$1" = -m ]; then shift; fi
-  command python -S "$(dirname "$BASH_ENV")/../warm_drivers.py" "$WARM_DRIVERS" "$@"
+  command python -S "$(dirname "$BASH_ENV")/../support/warm_drivers.py" "$WARM_DRIVERS" "$@"
 }
 
 _job() { # _job NAME ARGUMENT...

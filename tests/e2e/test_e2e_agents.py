@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cli_runs import CliRun, RunFiles, assert_finite, read_jsonl
 from retrieval_server import BM25Index, Document, RetrievalServer
+from support.cli_runs import CliRun, RunFiles, assert_finite, read_jsonl
 
 LOOP = Path(__file__).with_name("agent_loops.py")
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from cli_runs import CliRun, RunFiles, assert_finite, reproducible
-from documented_metrics import undocumented
 from route_recorder import assert_first_experts
+from support.cli_runs import CliRun, RunFiles, assert_finite, reproducible
+from support.documented_metrics import undocumented
 
 STEPS, PROMPTS = 4, 24
 

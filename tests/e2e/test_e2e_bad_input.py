@@ -19,9 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
-from arithmetic_task import make_task
-from cli_runs import CliRun
 from safetensors.torch import load_file, save_file
+from support.arithmetic_task import make_task
+from support.cli_runs import CliRun
 
 from megarl import cli
 

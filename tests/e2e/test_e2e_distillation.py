@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pandas
 import pytest
-from arithmetic_task import make_task
-from cli_runs import CliRun, RunFiles, assert_finite
 from safetensors.torch import load_file
+from support.arithmetic_task import make_task
+from support.cli_runs import CliRun, RunFiles, assert_finite
 
 STEPS = 6
 SIZES = ("--largest", "9", "--num-test", "20", "--lessons", "60", "60", "--pairs", "40", "10")

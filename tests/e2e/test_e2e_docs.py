@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from doc_pages import AFTER_QUICKSTART, ALONE, ONE_STEP, QUICKSTART, ROOT, Block, shell_blocks
-from warm_drivers import Drivers
+from support.doc_pages import AFTER_QUICKSTART, ALONE, ONE_STEP, QUICKSTART, ROOT, Block, shell_blocks
+from support.warm_drivers import Drivers
 
 PINS = "megarl/pins/default.txt"
 FOLDERS = ("benchmarks", "configs", "docs", "examples", "launch", "megarl/pins", "tools", "tests/ops/plan/models")

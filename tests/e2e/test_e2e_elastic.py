@@ -7,9 +7,9 @@ import signal
 from collections.abc import Callable, Iterator
 
 import pytest
-from cli_runs import START_S, CliRun, RunFiles, read_jsonl
-from documented_metrics import undocumented
-from ray_nodes import TwoNodes
+from support.cli_runs import START_S, CliRun, RunFiles, read_jsonl
+from support.documented_metrics import undocumented
+from support.ray_nodes import TwoNodes
 
 from megarl.base.packages import is_installed
 from megarl.ops import scale

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from cli_runs import CliRun, RunFiles, read_jsonl
 from deadly_reward import ROWS
+from support.cli_runs import CliRun, RunFiles, read_jsonl
 
 from megarl.convert.conversion import ConversionOptions, convert
 from megarl.convert.open import open_source

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cli_runs import CliRun, RunFiles, assert_finite, read_jsonl
 from http_agents import chat
+from support.cli_runs import CliRun, RunFiles, assert_finite, read_jsonl
 
 from megarl.data.rollout_dump import RolloutDump
 

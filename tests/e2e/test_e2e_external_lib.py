@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli_runs import CliRun, RunFiles
+from support.cli_runs import CliRun, RunFiles
 
 from megarl import cli
 from megarl.ops.report.findings import run_findings

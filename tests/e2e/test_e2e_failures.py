@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli_runs import REWARDS, ROOT, CliRun, RunFiles, assert_says_how_it_ended
 from reward_functions import PAUSE_AT, PAUSED
+from support.cli_runs import REWARDS, ROOT, CliRun, RunFiles, assert_says_how_it_ended
 
 from megarl.cluster.fork_server import ENVIRONMENT
 from megarl.tracing.stacks import STOPPED, process_state

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from arithmetic_task import make_task
-from cli_runs import CliRun, RunFiles, assert_finite, reproducible
 from safetensors.torch import load_file
+from support.arithmetic_task import make_task
+from support.cli_runs import CliRun, RunFiles, assert_finite, reproducible
 
 SIZES = ("--largest", "9", "--num-test", "20", "--lessons", "60", "60", "--pairs", "40", "10")
 LAYOUT = "actor_rollout_ref.actor.megatron"

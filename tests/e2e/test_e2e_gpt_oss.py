@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import transformers
-from arithmetic_task import make_task
-from cli_runs import CliRun, RunFiles, assert_finite
-from mxfp4_folders import quantize_experts
 from safetensors.torch import load_file
+from support.arithmetic_task import make_task
+from support.cli_runs import CliRun, RunFiles, assert_finite
+from support.mxfp4_folders import quantize_experts
 
 SIZES = ("--largest", "9", "--num-test", "20", "--lessons", "60", "60", "--pairs", "40", "10")
 LAYOUT = "actor_rollout_ref.actor.megatron"

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runs import ONE_BY_ONE, REWARDS, CliRun, RunFiles, assert_finite, read_jsonl, reproducible
 from reward_functions import PAUSE_AT, PAUSED
 from safetensors.torch import load_file
+from support.cli_runs import ONE_BY_ONE, REWARDS, CliRun, RunFiles, assert_finite, read_jsonl, reproducible
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 STEPS, SAMPLES = 3, 48

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli_runs import CliRun, RunFiles, assert_finite, reproducible
 from safetensors import safe_open
+from support.cli_runs import CliRun, RunFiles, assert_finite, reproducible
 
 from megarl.base.checkpoint_files import read_index
 from megarl.convert.command import main

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli_runs import CliRun, RunFiles
+from support.cli_runs import CliRun, RunFiles
 
 KEPT = ("trainer.save_freq=40", "trainer.hf_export_dir=outputs/quickstart/trained")
 """As launch/quickstart.sh."""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import ray
-from cli_runs import CliRun, RunFiles, assert_finite, read_jsonl, reproducible
-from documented_metrics import undocumented
+from support.cli_runs import CliRun, RunFiles, assert_finite, read_jsonl, reproducible
+from support.documented_metrics import undocumented
 
 from megarl.cluster import RaySession
 from megarl.tracing.trace_file import read_trace

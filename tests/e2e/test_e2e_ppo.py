@@ -21,11 +21,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cli_runs import ROOT, CliRun, RunFiles, assert_finite, read_jsonl, reproducible
-from documented_metrics import undocumented
-from listeners import assert_on_loopback, listening_processes
 from reward_functions import FULL_FOLDER, FULL_FROM, FULL_UNTIL, PAUSE_AT, PAUSED
 from safetensors.torch import load_file
+from support.cli_runs import ROOT, CliRun, RunFiles, assert_finite, read_jsonl, reproducible
+from support.documented_metrics import undocumented
+from support.listeners import assert_on_loopback, listening_processes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.base.checkpoint_files import POINTER

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 
 import pytest
-from cli_runs import REWARDS, CliRun, RunFiles, assert_finite, read_jsonl, reproducible
+from support.cli_runs import REWARDS, CliRun, RunFiles, assert_finite, read_jsonl, reproducible
 
 PROMPTS, SAMPLES, KEPT = 24, 4, 2
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_runs import START_S, CliRun, RunFiles, assert_finite
-from listeners import assert_on_loopback, listening_processes
 from make_arithmetic import build_model, build_tokenizer
 from pausing_callback import INSPECTED, PAUSED
-from ray_nodes import TwoNodes
 from route_recorder import assert_first_experts
 from safetensors import safe_open
+from support.cli_runs import START_S, CliRun, RunFiles, assert_finite
+from support.listeners import assert_on_loopback, listening_processes
+from support.ray_nodes import TwoNodes
 
 from megarl.rollout import create_engine
 from megarl.rollout.sglang.options import SGLangOptions

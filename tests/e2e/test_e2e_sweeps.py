@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from cli_runs import CliRun
+from support.cli_runs import CliRun
 
 LR = "actor_rollout_ref.actor.optim.lr"
 TINY = ("trainer.n_gpus_per_node=1", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1")

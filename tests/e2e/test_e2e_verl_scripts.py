@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runs import ROOT, CliRun, RunFiles, assert_finite
+from support.cli_runs import ROOT, CliRun, RunFiles, assert_finite
 
 FACTS: dict[str, Any] = json.loads((ROOT / "tests" / "config" / "verl_facts.json").read_text(encoding="utf-8"))
 GRPO, PPO = (f"examples/{name}_trainer/run_qwen3_8b_megatron.sh" for name in ("grpo", "ppo"))

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-import warm_drivers
-from warm_drivers import Drivers, write_interpreter
+from support import warm_drivers
+from support.warm_drivers import Drivers, write_interpreter
 
 from megarl.base.processes import wait_for_ends
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from cli_runs import ROOT
+from support.cli_runs import ROOT
 
 import megarl
 from megarl.cli import COMMANDS

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from distributed import Place, ProcessPool
-from expected_errors import raises
+from support.distributed import Place, ProcessPool
+from support.expected_errors import raises
 
 from megarl import cli
 from megarl.agents import Conversation

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from warm_drivers import Drivers, write_interpreter
+from support.warm_drivers import Drivers, write_interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text(encoding="utf-8"))

@@ -16,11 +16,11 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from distributed import Place
 from engine_cases import Setup, engine
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from support.distributed import Place
 from torch import Tensor, nn
 
 from megarl.megatron import MegatronEngine

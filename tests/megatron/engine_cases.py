@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from distributed import Place
+from support.distributed import Place
+from support.whole_tensors import whole_tensors
 from tiny_models import TEMPERATURE, Row
 from torch import Tensor
-from whole_tensors import whole_tensors
 
 from megarl.base.errors import MegarlError
 from megarl.megatron import (

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from distributed import Place
 from engine_cases import Setup, engine, micro_batches, policy_loss, value_loss
+from support.distributed import Place
 from tiny_models import TEMPERATURE, Row, policy_reference, save_model, value_reference
 from torch import Tensor
 

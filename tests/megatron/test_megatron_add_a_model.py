@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from distributed import Place, ProcessPool
+from support.distributed import Place, ProcessPool
 
 from megarl.models import declaration
 

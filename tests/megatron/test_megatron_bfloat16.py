@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from distributed import Place, ProcessPool
 from engine_cases import Setup, engine, micro_batches, policy_loss
+from support.distributed import Place, ProcessPool
 from tiny_models import Row, rows, rows_of, save_model
 from torch import Tensor
 

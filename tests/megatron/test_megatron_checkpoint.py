@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from distributed import Place, ProcessPool
-from valid_layouts import of_release, paired_layouts
+from support.distributed import Place, ProcessPool
+from support.valid_layouts import of_release, paired_layouts
 
 from megarl.base.checkpoint_files import read_index
 from megarl.base.errors import CheckpointError

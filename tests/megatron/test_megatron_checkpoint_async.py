@@ -10,18 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import Place, ProcessPool
 from safetensors.torch import load_file
-from test_megatron_checkpoint import (
-    TP2PP2,
-    assembled,
-    assert_same_bits,
-    build,
-    fill,
-    load_and_train,
-    rank_state,
-    step,
-)
+from support.distributed import Place, ProcessPool
 
 from megarl.base.errors import CheckpointError
 from megarl.base.files import read_entry
@@ -32,6 +22,16 @@ from megarl.megatron.checkpoint.sharded import begin_save, load_sharded, save_sh
 from megarl.megatron.checkpoint.storage import Item, ItemWriter, TensorBlock
 from megarl.megatron.runtime.host_memory import TensorMemory
 from megarl.models import ParallelLayout
+from tests.megatron.test_megatron_checkpoint import (
+    TP2PP2,
+    assembled,
+    assert_same_bits,
+    build,
+    fill,
+    load_and_train,
+    rank_state,
+    step,
+)
 
 DP2, TP2 = ParallelLayout(dp=2), ParallelLayout(tp=2)
 

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from expected_errors import raises
 from family_cases import MODELS
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.expected_errors import raises
+from support.valid_layouts import valid_layouts
 from tiny_models import model_config
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
-from valid_layouts import valid_layouts
 
 from megarl.base.errors import CheckpointError, ConfigError
 from megarl.megatron.checkpoint.sharded import StoredState, saved_items

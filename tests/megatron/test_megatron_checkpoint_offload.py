@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import Place, ProcessPool
-from test_megatron_checkpoint import TP2PP2, assert_same_bits, build, fill, load_and_train, rank_state, step
+from support.distributed import Place, ProcessPool
 
 from megarl.megatron import MegatronEngine, shutdown_runtime
 from megarl.megatron.checkpoint.pending_save import HostSnapshot
@@ -21,6 +20,15 @@ from megarl.megatron.checkpoint.storage import ItemWriter
 from megarl.megatron.engine.offload import OPTIMIZER, PARAM, PARTS, Offloader, OffloadManager
 from megarl.megatron.runtime.host_memory import HostBuffer
 from megarl.models import ParallelLayout
+from tests.megatron.test_megatron_checkpoint import (
+    TP2PP2,
+    assert_same_bits,
+    build,
+    fill,
+    load_and_train,
+    rank_state,
+    step,
+)
 
 DP2 = ParallelLayout(dp=2)
 CPU = torch.device("cpu")

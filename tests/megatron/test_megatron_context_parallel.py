@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from distributed import Place, ProcessPool
 from engine_cases import Setup, assemble, engine, in_parts, micro_batches, policy_loss, value_loss
+from support.distributed import Place, ProcessPool
 from tiny_models import TEMPERATURE, policy_reference, rows, save_model, value_reference
 from torch import Tensor
 

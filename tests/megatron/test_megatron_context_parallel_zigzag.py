@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from expected_errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_megatron_packed import ROWS, make_rows
+from support.expected_errors import raises
 
 from megarl.megatron import PackedMicroBatch
 from megarl.megatron.layers.context_parallel import MicroBatchPart, context_parallel_part, padded_lengths, rank_indices
+from tests.megatron.test_megatron_packed import ROWS, make_rows
 
 RANKS = st.integers(1, 5)
 MULTIPLES = st.sampled_from([1, 2, 3, 4, 8])

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from alive import Alive
-from distributed import Place, ProcessPool
 from engine_cases import Setup, engine, micro_batches
+from support.distributed import Place, ProcessPool
 from tiny_models import TEMPERATURE, Row, rows_of, save_model
 
 from megarl.megatron import OutputOptions

@@ -9,13 +9,13 @@ from typing import Any
 import engine_cases
 import pytest
 import torch
-from distributed import Place, ProcessPool
 from engine_cases import Setup, assemble, engine, micro_batches, policy_loss, refusal
 from family_cases import MODELS, in_checkpoint_names, reference
 from safetensors.torch import load_file, save_file
+from support.distributed import Place, ProcessPool
+from support.valid_layouts import ALL, of_release, paired_layouts
 from tiny_models import TEMPERATURE, model_config, rows, save_model
 from torch import Tensor
-from valid_layouts import ALL, of_release, paired_layouts
 
 from megarl.megatron import MegatronEngine, OptimizerOptions, OutputOptions
 from megarl.megatron.checkpoint.sharded import load_sharded, save_sharded

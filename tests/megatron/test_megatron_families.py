@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed import ProcessPool
 from engine_cases import Setup, assemble
 from family_cases import MODELS, Study, reference, study
+from support.distributed import ProcessPool
+from support.valid_layouts import of_release
 from tiny_models import rows
 from torch import Tensor
-from valid_layouts import of_release
 
 from megarl.megatron import OptimizerOptions
 from megarl.models import ParallelLayout

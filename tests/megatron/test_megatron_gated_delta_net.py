@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from distributed import Place, ProcessPool
 from engine_cases import Setup, assemble, engine, micro_batches, policy_loss
 from family_cases import LINEAR
+from support.distributed import Place, ProcessPool
 from tiny_models import TEMPERATURE, Row, policy_reference, rows_of, save_model
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule

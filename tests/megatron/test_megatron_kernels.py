@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from distributed import Place, ProcessPool
+from support.distributed import Place, ProcessPool
 from torch import Tensor
 
 from megarl.megatron import init_runtime, shutdown_runtime

@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import Place, ProcessPool
 from engine_cases import Setup, assemble, engine, in_parts, micro_batches, policy_loss, refusal
+from support.distributed import Place, ProcessPool
 from tiny_models import TEMPERATURE, Row, policy_reference, rows, save_model
 from torch import Tensor
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from alive import Alive
-from distributed import Place, ProcessPool
+from support.distributed import Place, ProcessPool
 from torch import Tensor
 
 from megarl.megatron.layers.logprobs import ReferenceHead, vocab_parallel_outputs

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from distributed import Place, ProcessPool
 from engine_cases import Setup, engine, in_parts, micro_batches, policy_loss
-from expected_errors import raises
+from support.distributed import Place, ProcessPool
+from support.expected_errors import raises
+from support.valid_layouts import of_release
 from tiny_models import TEMPERATURE, Row, policy_reference, rows, save_model
 from torch import Tensor
-from valid_layouts import of_release
 
 from megarl.megatron import MegatronEngine, OptimizerOptions, OutputOptions, RecomputeOptions
 from megarl.megatron.checkpoint.sharded import load_sharded, save_sharded

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from distributed import Place, ProcessPool
 from engine_cases import Setup, engine, micro_batches, policy_loss, value_loss
 from family_cases import MODELS, in_checkpoint_names
-from test_megatron_lora import pieces, set_values, values_of, whole
+from support.distributed import Place, ProcessPool
 from tiny_models import TEMPERATURE, Row, policy_reference, rows, save_model, value_reference
 from torch import Tensor
 
 from megarl.megatron import OptimizerOptions, OutputOptions
 from megarl.models import ParallelLayout, WeightMap, read_model_config
 from megarl.models.adapters import AdapterMap, LoraOptions
+from tests.megatron.test_megatron_lora import pieces, set_values, values_of, whole
 
 SETTINGS = {**MODELS, "untied": {"family": "llama"}, "large_untied": {"family": "llama", "num_hidden_layers": 4}}
 EVERYTHING = LoraOptions(rank=3, alpha=6.0, targets=("all-linear", "router", "lm_head"))

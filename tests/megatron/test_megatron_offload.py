@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import Place, ProcessPool
 from engine_cases import Setup, engine, micro_batches, policy_loss
 from family_cases import MODELS
+from support.distributed import Place, ProcessPool
 from tiny_models import rows, save_model
 from torch import Tensor
 

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from distributed import Place, ProcessPool
 from engine_cases import Setup, engine, micro_batches, policy_loss
 from family_cases import MODELS
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from support.distributed import Place, ProcessPool
 from tiny_models import rows, save_model
 from torch import Tensor
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import Place, ProcessPool
 from engine_cases import Setup, engine
 from family_cases import MODELS as FAMILIES
+from support.distributed import Place, ProcessPool
 from tiny_models import Row, rows, save_model
 from torch import Tensor
 

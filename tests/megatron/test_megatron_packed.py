@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from expected_errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.expected_errors import raises
 from torch import Tensor
 
 from megarl.base.errors import DataError

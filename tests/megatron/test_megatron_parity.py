@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import ProcessPool
 from engine_cases import Setup, assemble, forward, in_parts, train
+from support.distributed import ProcessPool
+from support.valid_layouts import of_release
 from tiny_models import TEMPERATURE, policy_reference, rows, save_model, value_reference
-from valid_layouts import of_release
 
 from megarl.megatron import OptimizerOptions
 from megarl.models import ParallelLayout

@@ -19,10 +19,10 @@ import pytest
 import torch
 import transformers
 from arranged_layers import arranged_engine
-from distributed import Place, ProcessPool
 from engine_cases import Setup, assemble, micro_batches
 from family_cases import Study, results_of, study
 from random_models import FAMILIES, Fields, draw
+from support.distributed import Place, ProcessPool
 from tiny_models import TEMPERATURE, Row, rows_of
 from torch import Tensor
 

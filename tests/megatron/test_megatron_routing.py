@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from distributed import Place, ProcessPool
 from engine_cases import Setup, assemble, engine, policy_loss
 from family_cases import EXPERTS, MODELS, in_checkpoint_names
-from test_megatron_families import check_gradients
+from support.distributed import Place, ProcessPool
 from tiny_models import TEMPERATURE, Row, policy_reference, rows, save_model
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
@@ -19,6 +18,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from megarl.megatron import OptimizerOptions, OutputOptions, PackedMicroBatch, RecomputeOptions
 from megarl.megatron.layers.moe import ExpertRouter
 from megarl.models import ParallelLayout
+from tests.megatron.test_megatron_families import check_gradients
 
 PER_TOKEN, COUNT = 2, 4
 QWEN: dict[str, Any] = {

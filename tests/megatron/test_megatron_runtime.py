@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import Place, ProcessPool
-from expected_errors import raises
 from megatron.core import parallel_state
+from support.distributed import Place, ProcessPool
+from support.expected_errors import raises
 
 from megarl.base.ports import free_port
 from megarl.megatron import init_runtime, shutdown_runtime

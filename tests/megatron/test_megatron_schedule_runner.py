@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
-from distributed import Place, ProcessPool
 from engine_cases import Setup, engine, micro_batches, policy_loss
+from support.distributed import Place, ProcessPool
 from tiny_models import rows, save_model
 from torch import Tensor
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from arranged_layers import arranged_engine
-from distributed import Place, ProcessPool
 from engine_cases import Setup, engine, policy_loss
 from family_cases import MODELS
+from support.distributed import Place, ProcessPool
 from tiny_models import TEMPERATURE, Row, policy_reference, rows, save_model
 from torch import Tensor
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from distributed import Place, ProcessPool
-from expected_errors import raises
-from test_megatron_checkpoint import build, fill
+from support.distributed import Place, ProcessPool
+from support.expected_errors import raises
 
 from megarl.base.errors import CheckpointError
 from megarl.megatron import shutdown_runtime
@@ -19,6 +18,7 @@ from megarl.megatron.checkpoint.storage import ItemWriter, _Reader
 from megarl.megatron.runtime.store_barrier import StoreBarrier
 from megarl.models import ParallelLayout
 from megarl.models.hf_writer import HFWriter
+from tests.megatron.test_megatron_checkpoint import build, fill
 
 TP2 = ParallelLayout(tp=2)
 COLLECTIVE_S, SLOW_S = 3.0, 4.5

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import Place, ProcessPool
 from engine_cases import Setup, engine, micro_batches
-from expected_errors import raises
 from family_cases import MODELS
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
+from support.distributed import Place, ProcessPool
+from support.expected_errors import raises
 from tiny_models import TEMPERATURE, rows, save_model
 from torch import Tensor
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import Place, ProcessPool
 from engine_cases import Setup, engine, forward, micro_batches, policy_loss, refusal
 from family_cases import LINEAR
 from safetensors.torch import load_file, save_file
+from support.distributed import Place, ProcessPool
 from tiny_models import TEMPERATURE, rows, save_model
 from torch import Tensor
 

@@ -4,9 +4,9 @@ import math
 from itertools import pairwise
 
 import pytest
-from expected_errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.expected_errors import raises
 
 from megarl.base.errors import CheckpointError
 from megarl.models.coverage import Coverage

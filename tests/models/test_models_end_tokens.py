@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import transformers
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.models.end_tokens import generation_config_with, read_end_tokens
 

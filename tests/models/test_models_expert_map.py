@@ -4,11 +4,11 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from expected_errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_weights import assemble, labelled_checkpoint
-from valid_layouts import valid_layouts
+from support.expected_errors import raises
+from support.valid_layouts import valid_layouts
 
 from megarl.base.errors import ConfigError, ModelError
 from megarl.models import ParallelLayout, WeightMap, canonical_name, check_layout, parse_model_config

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import transformers
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.base.errors import ConfigError, ModelError
 from megarl.convert.adapters import options_of_folder

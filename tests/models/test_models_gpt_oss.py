@@ -4,7 +4,7 @@ import peft
 import pytest
 import torch
 import transformers
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.base.errors import ModelError
 from megarl.models import ParallelLayout, WeightMap, check_layout, parse_model_config

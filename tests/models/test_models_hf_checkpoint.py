@@ -4,9 +4,9 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from expected_errors import raises
 from reference_weights import megatron_reference, rollout_reference
 from safetensors.torch import load_file, save_file
+from support.expected_errors import raises
 
 from megarl.models import ParallelLayout, Piece, WeightMap
 from megarl.models.hf_checkpoint import HFReader, load_local

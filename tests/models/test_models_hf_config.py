@@ -3,8 +3,8 @@ import subprocess
 import sys
 
 import pytest
-from expected_errors import raises
 from reference_weights import tiny_config
+from support.expected_errors import raises
 
 from megarl.base.errors import ConfigError, ModelError
 from megarl.models import ParallelLayout, check_layout, known_architectures, parse_model_config, read_model_config

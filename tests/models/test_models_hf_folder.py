@@ -3,8 +3,8 @@ import shutil
 
 import pytest
 import torch
-from expected_errors import raises
 from safetensors.torch import load_file, save_file
+from support.expected_errors import raises
 
 from megarl.convert.open import open_source
 from megarl.models import check_model_folder, read_model_config

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from expected_errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_weights import tiny_config
 from safetensors.torch import load_file, save_file
+from support.expected_errors import raises
 
 from megarl.base.errors import ExportError
 from megarl.models import LocalParam, ParallelLayout, Piece, WeightMap, read_model_config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.models import ParallelLayout
 from megarl.models.layout import check_pipeline, fits_pipeline

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from expected_errors import raises
-from mxfp4_folders import quantize_experts
 from safetensors.torch import load_file, save_file
+from support.expected_errors import raises
+from support.mxfp4_folders import quantize_experts
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.base.errors import ModelError
 from megarl.models import WeightMap, parse_model_config

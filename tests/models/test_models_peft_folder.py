@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from expected_errors import raises
 from safetensors.torch import load_file, save_file
+from support.expected_errors import raises
 
 from megarl.base.errors import ConfigError
 from megarl.convert.open import open_source

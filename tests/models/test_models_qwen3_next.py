@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from expected_errors import raises
 from reference_weights import assemble, labelled_checkpoint
+from support.expected_errors import raises
 
 from megarl.base.errors import ModelError
 from megarl.models import ParallelLayout, WeightMap, check_layout, parse_model_config, read_model_config

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from expected_errors import raises
+from support.expected_errors import raises
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megarl.models import parse_model_config

@@ -1,7 +1,7 @@
 """The format reward."""
 
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.rewards.rules import format_reward
 

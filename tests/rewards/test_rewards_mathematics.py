@@ -2,7 +2,7 @@
 
 import pytest
 import sympy
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.rewards.rules import gsm8k, math_dapo, mathematics
 from megarl.rewards.rules.mathematics import normalize_math_answer

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.base.child_process import ChildEnvironment
 from megarl.base.errors import RewardError

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.base.errors import RewardError
 from megarl.rewards import custom_reward_spec, exact_integer, load_reward_function, register_reward

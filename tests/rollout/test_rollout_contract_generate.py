@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.rollout import Request, RolloutError, SamplingParams
 

@@ -4,7 +4,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from expected_errors import raises
 from safetensors.torch import load_file
+from support.expected_errors import raises
 from weight_syncs import WeightSync, update
 
 from megarl.base.errors import WeightSyncError

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from expected_errors import raises
+from support.expected_errors import raises
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 

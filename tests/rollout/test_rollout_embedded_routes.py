@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.rollout import EngineOptions, Request, SamplingParams, create_engine
 

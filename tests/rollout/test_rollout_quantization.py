@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from expected_errors import raises
+from support.expected_errors import raises
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from weight_syncs import WeightSync, rank_params
 

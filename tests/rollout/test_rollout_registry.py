@@ -1,5 +1,5 @@
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.base.errors import ConfigError
 from megarl.models import declaration, parse_model_config, read_model_config, register_family

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from engine_stops import Stops
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.rollout import Completion, EngineOptions, Request, SamplingParams, create_engine
 from megarl.rollout.serving import EngineServer

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from expected_errors import raises
 from sglang_engines import API_KEY
+from support.expected_errors import raises
 from weight_syncs import rank_params, update
 
 from megarl.models.checksum import tensor_checksum

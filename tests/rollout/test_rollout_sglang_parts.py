@@ -17,8 +17,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from expected_errors import raises
 from safetensors.torch import load_file
+from support.expected_errors import raises
 
 from megarl.base.errors import ConfigError, ModelError, WeightSyncError
 from megarl.models import ParallelLayout, WeightMap, parse_model_config, read_model_config

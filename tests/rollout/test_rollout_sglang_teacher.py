@@ -4,9 +4,9 @@ import re
 
 import pytest
 import torch
-from expected_errors import raises
 from make_arithmetic import WORDS, build_model, build_tokenizer
 from sglang_engines import API_KEY
+from support.expected_errors import raises
 
 from megarl.config.schema.distillation import TeacherServerConfig
 from megarl.data import DataProto

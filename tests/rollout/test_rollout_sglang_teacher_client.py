@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.base.errors import TeacherError
 from megarl.base.ports import held_port

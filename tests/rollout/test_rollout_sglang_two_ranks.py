@@ -18,10 +18,10 @@ import psutil
 import pytest
 import requests
 import torch
-from expected_errors import raises
-from listeners import assert_on_loopback, listening_processes
 from safetensors.torch import load_file
 from sglang_engines import API_KEY, TWO_RANKS
+from support.expected_errors import raises
+from support.listeners import assert_on_loopback, listening_processes
 from weight_syncs import WeightSync, rank_params, update
 
 from megarl.base.ports import free_port

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.base.errors import WeightSyncError
 from megarl.models.coverage import Coverage

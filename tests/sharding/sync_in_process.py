@@ -6,8 +6,8 @@ A thread represents a process: one per training rank, one per replica and one pe
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from local_group import LocalGroup, Together
 from resharding_cases import box, labelled_checkpoint, rollout_tensors, training_tensors
+from support.local_group import LocalGroup, Together
 
 from megarl.base.rendezvous import host_store
 from megarl.cluster.sharding_manager import ShardingManager, SyncOptions

@@ -6,11 +6,11 @@ import time
 
 import pytest
 import torch
-from expected_errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import model, plan_cases
 from resharding_cases import cases, weight_map_of
+from support.expected_errors import raises
 from sync_in_process import Engine, Setup, two_nodes
 
 from megarl.base.errors import WeightSyncError

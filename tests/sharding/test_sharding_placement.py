@@ -2,7 +2,7 @@ import subprocess
 import sys
 
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.sharding import Placement, ProcessLocation, Routes, Slot
 from megarl.sharding.placement import choose_transport, current_location

@@ -3,9 +3,9 @@ import sys
 
 import pytest
 import torch
-from expected_errors import raises
 from plan_cases import ListedPlan
 from resharding_cases import labelled_checkpoint, training_tensors, weight_map_of
+from support.expected_errors import raises
 
 from megarl.models import ParallelLayout
 from megarl.sharding import Bucket, RolloutLayout, TransferOp, build_plan

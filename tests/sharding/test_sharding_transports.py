@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.base.rendezvous import host_store
 from megarl.sharding.transports import (

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from expected_errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import ListedPlan, plan_cases, rollout_params
 from resharding_cases import cases, labelled_checkpoint, rollout_tensors, training_tensors, weight_map_of
+from support.expected_errors import raises
 
 from megarl.models import LocalParam, ParallelLayout, Piece
 from megarl.sharding import Bucket, RolloutLayout, TransferOp, build_plan, check_coverage

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
-from expected_errors import raises
 from hypothesis import given
 from hypothesis import strategies as st
+from support.expected_errors import raises
 
 from megarl.ops.timeline.command import main
 from megarl.tracing import Event

@@ -7,8 +7,8 @@ import struct
 
 import pytest
 import yaml
-from expected_errors import raises
 from rich.console import Console as RichConsole
+from support.expected_errors import raises
 
 from megarl.tracking import Console, RunInfo, check_trackers, open_trackers, read_metrics
 

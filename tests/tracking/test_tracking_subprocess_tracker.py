@@ -13,9 +13,9 @@ import threading
 
 import psutil
 import pytest
-from expected_errors import raises
 from subprocess_trackers import CannotBeImported, FileTracker, WithoutLogin
-from waits import wait_until
+from support.expected_errors import raises
+from support.waits import wait_until
 
 from megarl.base.ports import held_port
 from megarl.tracking import RunInfo, check_trackers, open_trackers

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.tracking.sweep import RunResult, objective, result_of, save_sweep, sweep_table
 

@@ -1,7 +1,7 @@
 import sys
 
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.base.errors import ConfigError
 from megarl.tracking import TRACKERS, RunInfo, Tracker, Trackers, check_trackers, open_trackers, register_tracker

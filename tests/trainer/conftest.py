@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from task_configs import arithmetic, evaluate_config, pair_config, sft_config, train_config  # noqa: F401
+from support.task_configs import arithmetic, evaluate_config, pair_config, sft_config, train_config  # noqa: F401
 
 from megarl.base.child_process import environment_variables
 from megarl.cluster.fork_server import fork_server

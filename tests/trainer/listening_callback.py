@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import psutil
-from listeners import listening_processes
+from support.listeners import listening_processes
 
 from megarl.base.processes import descendants
 from megarl.trainer.callbacks import Callback, TrainerView

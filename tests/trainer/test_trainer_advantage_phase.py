@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from documented_metrics import undocumented
-from expected_errors import raises
+from support.documented_metrics import undocumented
+from support.expected_errors import raises
 
 from megarl.agents.trajectories import trajectories_to_batch
 from megarl.agents.types import Trajectory

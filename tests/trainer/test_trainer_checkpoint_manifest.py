@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
-from expected_errors import raises
 from hypothesis import given
 from hypothesis import strategies as st
+from support.expected_errors import raises
 
 from megarl.base.files import FileEntry
 from megarl.trainer.state.checkpoint_manifest import BestBy, Manifest, Removal, Retention, Score

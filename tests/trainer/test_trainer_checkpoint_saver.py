@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from expected_errors import raises
 from safetensors.torch import load_file
+from support.expected_errors import raises
 
 from megarl.base.checkpoint_files import POINTER
 from megarl.cluster import PlacedPool, RaySession, ResourcePool, WorkerFailed, WorkerGroup, wait_ready

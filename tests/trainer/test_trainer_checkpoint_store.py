@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from dying import run_and_die
-from expected_errors import raises
+from support.dying import run_and_die
+from support.expected_errors import raises
 
 from megarl.base import atomic_write as replacing
 from megarl.base.checkpoint_files import POINTER

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.config.correction_bounds import REJECTION_OPTIONS
 from megarl.config.schema.algorithm import AlgorithmConfig, RolloutCorrectionConfig

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 from transformers import PreTrainedTokenizerBase
 
 from megarl.base.errors import ModelError

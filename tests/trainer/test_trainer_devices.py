@@ -7,7 +7,7 @@ import socket
 from typing import Any
 
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.base.errors import ConfigError, ResourceError
 from megarl.config.schema.devices import OwnDevicesConfig

@@ -17,8 +17,8 @@ from megarl.cluster.role_groups import RolloutGroup
 from megarl.models import ParallelLayout
 from megarl.trainer.roles.elastic_replicas import MOST_FAILURES, ElasticReplicas, ReplicasMissing
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
-from tests.expected_errors import raises
-from tests.waits import wait_until
+from tests.support.expected_errors import raises
+from tests.support.waits import wait_until
 
 WAIT_S = 120.0
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from expected_errors import raises
+from support.expected_errors import raises
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from megarl.config import GenerateConfig, SFTConfig

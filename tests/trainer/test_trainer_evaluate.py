@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 import torch
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.config import EvaluateConfig
 from megarl.config.schema.jobs import BestAnswersConfig

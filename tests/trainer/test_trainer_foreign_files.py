@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.trainer.state.checkpoint_manifest import MANIFEST, is_whole, read_manifest
 from megarl.trainer.state.checkpoint_store import CheckpointStore

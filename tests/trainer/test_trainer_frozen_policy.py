@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from expected_errors import raises
 from safetensors.torch import load_file
+from support.expected_errors import raises
 
 from megarl.convert.conversion import ConversionOptions, convert
 from megarl.convert.open import open_source

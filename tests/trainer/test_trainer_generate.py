@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 import torch
-from expected_errors import raises
+from support.expected_errors import raises
 from transformers import AutoTokenizer
 
 from megarl.config import GenerateConfig

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.base.hub_names import is_data_url, is_model_name
 from megarl.config import TrainConfig

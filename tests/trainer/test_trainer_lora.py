@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from arithmetic_task import RUN
-from dotted_keys import set_keys
-from expected_errors import raises
 from safetensors.torch import load_file
+from support.arithmetic_task import RUN
+from support.dotted_keys import set_keys
+from support.expected_errors import raises
 
 from megarl.config import RewardTrainingConfig, SFTConfig, TrainConfig
 from megarl.config.build import build

@@ -8,7 +8,7 @@ import statistics
 import numpy as np
 import pytest
 import torch
-from documented_metrics import undocumented
+from support.documented_metrics import undocumented
 
 from megarl.base.reductions import combine_metrics
 from megarl.data import DataProto, token_counts

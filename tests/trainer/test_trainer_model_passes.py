@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.cluster.calls import PendingCall, completed_call
 from megarl.data import DataProto

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.config import EvaluateConfig, GenerateConfig, SFTConfig, TrainConfig, build
 from megarl.config.outputs import may_save

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from arithmetic_task import RUN
-from documented_metrics import undocumented
-from dotted_keys import set_keys
+from support.arithmetic_task import RUN
+from support.documented_metrics import undocumented
+from support.dotted_keys import set_keys
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.config import PreferenceConfig

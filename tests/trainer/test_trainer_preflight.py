@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from arithmetic_task import RUN
-from dotted_keys import set_keys
-from expected_errors import raises
 from safetensors.torch import load_file, save_file
+from support.arithmetic_task import RUN
+from support.dotted_keys import set_keys
+from support.expected_errors import raises
 
 from megarl.base.packages import require_sglang
 from megarl.config import EvaluateConfig, GenerateConfig, RewardTrainingConfig, SFTConfig, TrainConfig

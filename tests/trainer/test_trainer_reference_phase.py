@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.config import TrainConfig
 from megarl.config.batch import plan_batches

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.base.errors import RewardError
 from megarl.config import TrainConfig

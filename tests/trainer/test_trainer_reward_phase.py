@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from expected_errors import raises
+from support.expected_errors import raises
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megarl.config.schema.rewards import RewardConfig, ScoringModelConfig

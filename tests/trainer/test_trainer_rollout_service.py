@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.agents.runner import AgentRunner
 from megarl.agents.types import Trajectory

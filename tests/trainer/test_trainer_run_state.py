@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.algorithms import make_kl_controller
 from megarl.config import SFTConfig, TrainConfig

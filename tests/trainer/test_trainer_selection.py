@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.base.errors import StepImpossible
 from megarl.base.reductions import Total

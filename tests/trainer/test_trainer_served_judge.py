@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.base.ports import held_port
 from megarl.ops.jobs.table import compose_job

@@ -9,9 +9,9 @@ import random
 from fractions import Fraction
 
 import pytest
-from expected_errors import raises
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from support.expected_errors import raises
 
 from megarl.trainer.rollout_service.ledger import AdmissionRule, GroupLedger
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.base.errors import RayLost
 from megarl.config import EvaluateConfig, TrainConfig

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from expected_errors import raises
 from safetensors.torch import load_file
+from support.expected_errors import raises
 from transformers import AutoTokenizer
 
 from megarl.config import SFTConfig

@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.trainer.state.stopping import (
     EXPIRY_VARIABLES,

@@ -9,10 +9,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-from arithmetic_task import RUN, make_task
-from dotted_keys import set_keys
-from listeners import assert_on_loopback
 from listening_callback import FILE
+from support.arithmetic_task import RUN, make_task
+from support.dotted_keys import set_keys
+from support.listeners import assert_on_loopback
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 
 from megarl.config import RewardTrainingConfig, TrainConfig

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from expected_errors import raises
+from support.expected_errors import raises
 
 import megarl
 from megarl.trainer.state.trainer_state import ARRAY_FILE, STATE_FILE, TrainerState

@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 import pytest
-from expected_errors import raises
-from waits import wait_until
+from support.expected_errors import raises
+from support.waits import wait_until
 
 from megarl.base.errors import StallError
 from megarl.cluster import PlacedPool, RaySession, ResourcePool, WorkerGroup, wait_ready

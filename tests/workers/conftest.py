@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from distributed import ProcessPool
+from support.distributed import ProcessPool
 from tiny_policies import Models, save_model, training_batch
 
 

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from distributed import Place, ProcessPool
 from role_processes import ACTOR, CRITIC, log_prob_settings, role_settings, with_offload
 from safetensors.torch import load_file
+from support.distributed import Place, ProcessPool
+from support.whole_tensors import whole_tensors
 from tiny_policies import (
     RESPONSE_WIDTH,
     ROW_LENGTHS,
@@ -32,7 +33,6 @@ from tiny_policies import (
     training_batch,
 )
 from torch import Tensor
-from whole_tensors import whole_tensors
 
 from megarl.base.algorithm_names import LOSS_AGG_MODES
 from megarl.base.errors import ConfigError

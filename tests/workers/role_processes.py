@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import Place, ProcessPool, RemoteError
+from support.distributed import Place, ProcessPool, RemoteError
 from tiny_policies import CLIP_GRAD, EPS, LR, RESPONSE_WIDTH, TEMPERATURE, WARMUP, WEIGHT_DECAY
 
 from megarl.cluster.partition import Partition, Rows, partition_costs, row_costs

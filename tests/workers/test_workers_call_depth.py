@@ -6,8 +6,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from distributed import Place, ProcessPool
 from role_processes import MINI_BATCH_ROWS, actor_arguments
+from support.distributed import Place, ProcessPool
 from tiny_policies import Models
 
 import megarl

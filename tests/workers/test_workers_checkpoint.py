@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed import ProcessPool
 from role_processes import CRITIC, LAYOUTS, Role, actor_arguments, role_settings, update_plan, with_offload
+from support.distributed import ProcessPool
 from tiny_policies import LR, Models
 
 from megarl.workers.actor import ActorWorker

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import ProcessPool
 from role_processes import LAYOUTS, MINI_BATCH_ROWS, Role, actor_arguments, update_plan
 from safetensors.torch import load_file
+from support.distributed import ProcessPool
 from tiny_policies import RESPONSE_WIDTH, Models, Row, Token, actor_tokens, load_model, policy_tokens, train
 
 from megarl.algorithms import Truncation, proximal_fractions

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from distributed import ProcessPool
 from role_processes import (
     LAYOUTS,
     MINI_BATCH_ROWS,
@@ -22,6 +21,7 @@ from role_processes import (
     with_offload,
 )
 from safetensors.torch import load_file
+from support.distributed import ProcessPool
 from tiny_policies import (
     TEMPERATURE,
     VOCAB,

@@ -10,9 +10,9 @@ import os
 
 import pytest
 import torch
-from distributed import ProcessPool
 from exactness_cases import MODELS, Case, Subject, draw, run, whole
 from role_processes import ACTOR
+from support.distributed import ProcessPool
 from torch import Tensor
 
 from megarl.models import ParallelLayout

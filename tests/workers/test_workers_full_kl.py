@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import ProcessPool
 from role_processes import LAYOUTS, MINI_BATCH_ROWS, Role, actor_arguments
 from safetensors.torch import load_file
+from support.distributed import ProcessPool
 from tiny_policies import TEMPERATURE, Models, Row, Token, Trained, load_model, policy_tokens, rectangle, rows_of, train
 from torch import Tensor
 from transformers import AutoModelForCausalLM

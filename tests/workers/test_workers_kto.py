@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import ProcessPool
 from role_processes import BUDGETS, LAYOUTS, Role, role_settings
+from support.distributed import ProcessPool
+from support.valid_layouts import of_release
+from support.whole_tensors import whole_tensors
 from tiny_policies import VOCAB, Models, adam_of, clipped_step, load_model
-from valid_layouts import of_release
-from whole_tensors import whole_tensors
 
 from megarl.config.schema.jobs import PreferenceLossConfig
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right

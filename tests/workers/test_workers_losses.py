@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import ProcessPool
 from loss_cases import (
     BOUNDS,
     CAP,
@@ -24,8 +23,9 @@ from loss_cases import (
 )
 from role_processes import BUDGETS, LAYOUTS, MINI_BATCH_ROWS, Role, actor_arguments, update_plan
 from safetensors.torch import load_file
+from support.distributed import ProcessPool
+from support.valid_layouts import of_release
 from tiny_policies import Models, Trained, load_model, train
-from valid_layouts import of_release
 
 from megarl.algorithms import POLICY_LOSSES
 from megarl.config import ActorConfig

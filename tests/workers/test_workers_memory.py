@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 import role_processes
 import torch
-from distributed import Place, ProcessPool, RemoteError
 from role_processes import CRITIC, LAYOUTS, Role, actor_arguments, log_prob_settings, role_settings, update_plan
+from support.distributed import Place, ProcessPool, RemoteError
 from tiny_policies import ROW_LENGTHS, Models
 
 from megarl.megatron.engine.out_of_memory import DeviceMemoryError

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import Place, ProcessPool
 from role_processes import CRITIC, LAYOUTS, Role, actor_arguments, role_settings, update_plan, with_offload
+from support.distributed import Place, ProcessPool
 from tiny_policies import Models
 
 from megarl.data import DataProto

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from distributed import ProcessPool
 from role_processes import CRITIC, LAYOUTS, Role, actor_arguments, log_prob_settings, role_settings, update_plan
+from support.distributed import ProcessPool
 from tiny_policies import PROMPT_WIDTH, TEMPERATURE, Models, policy_tokens, rectangle, rows_of, value_tokens
 
 from megarl.workers.actor import ActorWorker

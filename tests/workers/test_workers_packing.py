@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from distributed import ProcessPool
 from role_processes import ACTOR, LAYOUTS, Role, actor_arguments
+from support.distributed import ProcessPool
 from tiny_policies import RESPONSE_WIDTH, ROW_LENGTHS, Models, actor_tokens, load_model, train
 
 from megarl.workers.actor import ActorWorker

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from distributed import ProcessPool
 from role_processes import LAYOUTS, Role, actor_arguments, with_offload
+from support.distributed import ProcessPool
 from tiny_policies import Models
 
 from megarl.models import ParallelLayout

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import ProcessPool
 from role_processes import BUDGETS, LAYOUTS, Role, role_settings
+from support.distributed import ProcessPool
+from support.valid_layouts import of_release
+from support.whole_tensors import whole_tensors
 from tiny_policies import (
     PAD,
     VOCAB,
@@ -22,8 +24,6 @@ from tiny_policies import (
     save_model,
 )
 from transformers import AutoModelForSequenceClassification
-from valid_layouts import of_release
-from whole_tensors import whole_tensors
 
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
 from megarl.models import ParallelLayout

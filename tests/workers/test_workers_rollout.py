@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import ProcessPool
-from expected_errors import raises
-from local_group import LocalGroup
 from role_processes import LAYOUTS, Role, actor_arguments, with_offload
 from safetensors.torch import load_file
+from support.distributed import ProcessPool
+from support.expected_errors import raises
+from support.local_group import LocalGroup
 from tiny_policies import EOS, PAD, TEMPERATURE, Models, rows_of
 from torch import Tensor
 

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from distributed import ProcessPool
 from role_processes import ACTOR, MINI_BATCH_ROWS, Role, actor_arguments, log_prob_settings, update_plan
+from support.distributed import ProcessPool
+from support.valid_layouts import of_release
 from tiny_policies import (
     PAD,
     TEMPERATURE,
@@ -26,7 +27,6 @@ from tiny_policies import (
     training_batch,
 )
 from torch import Tensor
-from valid_layouts import of_release
 
 from megarl.agents.trajectories import trajectories_to_batch
 from megarl.agents.types import Trajectory

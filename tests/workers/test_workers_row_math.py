@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from expected_errors import raises
-from worker_parts import map_over, on_workers, reading, values_of
+from support.expected_errors import raises
+from support.worker_parts import map_over, on_workers, reading, values_of
 
 from megarl.algorithms import AdvantageInputs, load_advantage
 from megarl.base.algorithm_names import ADV_ESTIMATORS

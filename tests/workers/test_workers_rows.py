@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from expected_errors import raises
+from support.expected_errors import raises
 from tiny_policies import ROW_LENGTHS, answers, rows_of
 
 from megarl.data import DataProto

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.config import AdapterKeys, MegatronConfig
 from megarl.models import ParallelLayout, parse_model_config

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed import ProcessPool
 from role_processes import LAYOUTS, Raised, Role, actor_arguments
+from support.distributed import ProcessPool
 from tiny_policies import LR, RESPONSE_WIDTH, WARMUP, Models, rows_of
 
 from megarl.cluster.partition import partition_costs, row_costs

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import Place, ProcessPool
 from role_processes import (
     ACTOR,
     BUDGETS,
@@ -23,6 +22,7 @@ from role_processes import (
     update_plan,
 )
 from safetensors.torch import load_file
+from support.distributed import Place, ProcessPool
 from tiny_policies import Models, Trained, actor_tokens, critic_tokens, load_model, sft_tokens, train
 
 from megarl.base.algorithm_names import LOSS_AGG_MODES

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.ops.acceptance import command
 from megarl.ops.acceptance.bench import Bench, MissingError, near_plan, within

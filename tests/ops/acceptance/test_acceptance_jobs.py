@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
-from waits import LIMIT_S, wait_for_end, wait_until
+from support.waits import LIMIT_S, wait_for_end, wait_until
 
 from megarl.megatron import MegatronOptions, OptimizerOptions
 from megarl.megatron.checkpoint.sharded import save_sharded

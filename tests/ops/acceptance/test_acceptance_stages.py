@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from warm_drivers import Drivers, write_interpreter
+from support.warm_drivers import Drivers, write_interpreter
 
 from megarl.ops.acceptance.models import FAMILIES
 from megarl.ops.acceptance.stages import STAGES

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import ray
-from expected_errors import raises
+from support.expected_errors import raises
 from transformers import AutoTokenizer
 
 from megarl.cli import main as megarl

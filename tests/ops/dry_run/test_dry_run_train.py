@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.base.packages import is_installed
 from megarl.config import TrainConfig

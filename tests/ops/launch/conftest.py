@@ -17,8 +17,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-import warm_drivers
-from warm_drivers import Drivers
+from support import warm_drivers
+from support.warm_drivers import Drivers
 
 from megarl.base.processes import READ_ERRORS, all_processes, has_ended
 from megarl.ops.launch.settings import PORTS_PER_NODE
@@ -67,7 +67,7 @@ def first_port() -> int:
 
 
 _WARM = """#!/usr/bin/env bash
-# Python on the nodes, whose drivers of jobs are forks of a server of tests/warm_drivers.py.
+# Python on the nodes, whose drivers of jobs are forks of a server of tests/support/warm_drivers.py.
 if [ "$1 $2" = "-m megarl.cli" ]; then exec {client} "${{@:2}}"; fi
 exec {python} "$@"
 """

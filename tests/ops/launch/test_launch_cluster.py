@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import ray
-from listeners import assert_on_loopback, listening_processes
+from support.listeners import assert_on_loopback, listening_processes
 
 from megarl.base.processes import command_line, process_name
 

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.cli import main as megarl
 from megarl.ops.doctor.node.results import CheckResult, NodeReport, Status

@@ -1,5 +1,5 @@
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.ops.launch.remote import (
     forwarded_environment,

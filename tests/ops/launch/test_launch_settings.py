@@ -1,8 +1,8 @@
 import pytest
-from expected_errors import raises
 from hypothesis import given
 from hypothesis import strategies as st
 from ray.scripts.scripts import start
+from support.expected_errors import raises
 
 from megarl.ops.launch.settings import ClusterSettings, JobToRun, Ports, node_ports, ray_environment, ray_start
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
-from arithmetic_task import make_task
+from support.arithmetic_task import make_task
 
 from megarl.cli import main as megarl
 from megarl.ops.launch.options import read_job

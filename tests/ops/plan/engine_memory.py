@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from alive import Alive
-from distributed import Place
 from engine_cases import Setup, engine, micro_batches, policy_loss, value_loss
+from support.distributed import Place
 from tiny_models import TEMPERATURE, Row
 from torch import Tensor
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from expected_errors import raises
 from planned_jobs import MODELS
+from support.expected_errors import raises
 
 from megarl.base import nvidia_smi
 from megarl.base.nvidia_smi import parse_inventory, visible_gpus

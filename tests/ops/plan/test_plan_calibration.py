@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from expected_errors import raises
 from planned_jobs import MODELS, megatron, train_config
+from support.expected_errors import raises
 
 from megarl.cli import main
 from megarl.config import PreferenceConfig, TrainConfig

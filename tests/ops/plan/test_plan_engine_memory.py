@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from distributed import ProcessPool
 from engine_memory import Measured, hidden_peak, measure, peaks
 from memory_cases import CASES, MODELS, ROWS, expected, planned_pass, planned_role
+from support.distributed import ProcessPool
+from support.valid_layouts import of_release
 from tiny_models import save_model
-from valid_layouts import of_release
 
 from megarl.ops.plan.pass_activations import role_activations
 

@@ -1,7 +1,7 @@
 """Hardware files: the shipped ones, custom ones, and invalid ones."""
 
 import pytest
-from expected_errors import raises
+from support.expected_errors import raises
 
 from megarl.config.problems import InvalidConfigError
 from megarl.ops.plan.hardware import FOLDER, known_hardware, read_hardware

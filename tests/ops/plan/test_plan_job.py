@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from expected_errors import raises
 from planned_jobs import MODELS, megatron, train_job
+from support.expected_errors import raises
 
 from megarl.config import PreferenceConfig, RewardTrainingConfig, SFTConfig
 from megarl.config.build import build

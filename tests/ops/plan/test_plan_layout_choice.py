@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from expected_errors import raises
 from planned_jobs import MODELS
+from support.expected_errors import raises
 
 from megarl.config import PreferenceConfig, SFTConfig, TrainConfig
 from megarl.config.compose import ConfigRequest, compose, compose_draft

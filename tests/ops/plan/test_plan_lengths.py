@@ -1,8 +1,8 @@
 """Mean lengths: the longest allowed, or those of ``--lengths``."""
 
 import pytest
-from expected_errors import raises
 from planned_jobs import MODELS, train_config
+from support.expected_errors import raises
 
 from megarl.config import SFTConfig
 from megarl.config.build import build

@@ -3,10 +3,10 @@
 from functools import cache
 
 import pytest
-from expected_errors import raises
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from planned_jobs import MODELS, OFFLOAD, megatron, train_config
+from support.expected_errors import raises
 
 from megarl.config import TrainConfig
 from megarl.config.compose import ConfigRequest, compose, compose_draft

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from interrupts import restore_interrupts
-from warm_drivers import Drivers, WarmDriver
 
 from megarl.base.processes import READ_ERRORS, all_processes, command_line, has_ended
 from megarl.trainer.state.stopping import KILLED, RAY_LOST
+from support.interrupts import restore_interrupts
+from support.warm_drivers import Drivers, WarmDriver
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 REWARDS = ROOT / "tests" / "e2e" / "reward_functions.py"
 # One process scores the samples in order, for reward functions that count and pause.
 ONE_BY_ONE = ("reward.num_workers=1", "reward.timeout_s=600", "reward.max_retries=0")

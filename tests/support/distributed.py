@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from megarl.base.child_process import environment_variables
 from megarl.base.ports import held_port
 
-PRELOADED = "pool_imports"
+PRELOADED = "support.pool_imports"
 
 
 class Place(NamedTuple):

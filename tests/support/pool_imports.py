@@ -1,4 +1,4 @@
-"""Imports of the processes of :mod:`distributed`, made by their server: collections visit none of their objects."""
+"""Imports of the processes of :mod:`.distributed`, made by their server: collections visit none of their objects."""
 
 from __future__ import annotations
 

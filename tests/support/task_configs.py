@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from arithmetic_task import RUN, make_task
-from dotted_keys import set_keys
 
 from megarl.config import EvaluateConfig, PreferenceConfig, RewardTrainingConfig, SFTConfig, TrainConfig
 from megarl.config.build import build
+from support.arithmetic_task import RUN, make_task
+from support.dotted_keys import set_keys
 
 
 @pytest.fixture(scope="session")

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from warm_drivers import Drivers, DriverServer
 
 from megarl.cluster.fork_server import ENVIRONMENT, ForkServer
+from support.warm_drivers import Drivers, DriverServer
 
 _SERVERS = pytest.StashKey["tuple[DriverServer, ForkServer]"]()
 _DRIVERS, _WORKERS = "drivers_socket", "workers_socket"

@@ -40,7 +40,7 @@ _HEADER_BYTES = 8
 _INTERPRETER = "WARM_PYTHON"
 """Environment variable of a fork: its ``sys.executable``."""
 _SCRIPT = r"""#!/usr/bin/env bash
-# Python for the jobs that {module} starts: they, too, are forks of a server of tests/warm_drivers.py.
+# Python for the jobs that {module} starts: they, too, are forks of a server of tests/support/warm_drivers.py.
 export {variable}="$0"
 case "$1 ${{2:-}}" in
   "-m {module}"*) exec {python} -S {client} {address} "${{@:2}}" ;;
@@ -255,7 +255,7 @@ def _main() -> None:
     import importlib
     import runpy
 
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the checkout
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # the checkout
     gc.disable()  # a collection would visit the objects of all modules again and again
     for name in MODULES:
         importlib.import_module(name)

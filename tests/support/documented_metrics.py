@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "metrics.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "metrics.md"
 
 
 def patterns() -> list[re.Pattern[str]]:

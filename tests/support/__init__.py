@@ -1,0 +1,1 @@
+"""What tests share: process pools, warm drivers, shared servers; see README.md."""
