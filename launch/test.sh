@@ -60,6 +60,7 @@ compiled=$!
 ruff check .
 ruff format --check .
 lint-imports
+python tools/check_structure.py > /dev/null || python tools/check_structure.py
 wait "$types"
 wait "$compiled"
 if [ $# -eq 0 ] && [ ${#select[@]} -eq 0 ]; then

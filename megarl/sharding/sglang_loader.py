@@ -59,7 +59,7 @@ class Reply:
     code: str = ""
 
 
-def prepare(connection: Connection, send_timeout_s: float = 0.0) -> None:
+def set_socket_options(connection: Connection, send_timeout_s: float = 0.0) -> None:
     """Set socket options: no delay, keep-alive probes, and a timeout of sends; 0 = none."""
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -176,7 +176,7 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) ->
         host, port = call["address"]
         # An engine that is lost or unreachable misses the replies. SGLang must keep running.
         with contextlib.suppress(*LOST), Client((host, port), authkey=bytes.fromhex(call["key"])) as connection:
-            prepare(connection)
+            set_socket_options(connection)
             connection.send_bytes(json.dumps({"call_id": call["call_id"], "rank": call["rank"]}).encode())
             while True:
                 reply = _run(model, connection.recv_bytes())

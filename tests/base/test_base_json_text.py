@@ -87,7 +87,6 @@ def test_parser_raises_a_value_error(deep):
         "saved data set",
         "tools of a row",
         "metrics",
-        "replayed order",
         "model",
         "doctor",
         "ground truth",

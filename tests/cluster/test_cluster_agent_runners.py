@@ -19,7 +19,7 @@ from support.expected_errors import raises
 from support.task_configs import arithmetic, train_config  # noqa: F401
 
 from megarl.agents.turns import context_digest
-from megarl.agents.types import ConversationGroup, PlannedSample, SampleId, StoredTurn, Trajectory, VersionSpan
+from megarl.agents.types import ConversationGroup, PlannedSample, SampleId, StoredTurn, Trajectory
 from megarl.base.errors import ConfigError
 from megarl.cluster import PlacedPool, RaySession, ResourcePool, WorkerGroup, agent_runners
 from megarl.cluster.agent_runners import AgentRunners, RunnersLost
@@ -107,16 +107,6 @@ def expected(count: int) -> dict[SampleId, list[int]]:
     }
 
 
-def wait_for_weights(service: AgentRunners) -> None:
-    """Wait until all conversations wait for other weights; none ends meanwhile."""
-    deadline = time.monotonic() + 60
-    while True:
-        assert service.finished(0.5) == []
-        if service.waits_for_weights():
-            return
-        assert time.monotonic() < deadline
-
-
 def signal_runner(service: AgentRunners, rank: int, number: int) -> None:
     os.kill(service._group.processes[rank].pid, number)
 
@@ -198,19 +188,15 @@ def test_turns_of_unfinished_conversations_are_stored(
     whole = replace(part, token_ids=[9, 9, 9], log_probs=[-0.5] * 3, finish_reason="stop")
     contexts = [context_digest([3, 0], seed) for seed in (0, 1)]
     planned = [
-        replace(sample, turns=[StoredTurn.of(context, turn)], spans=[VersionSpan(5, 2), VersionSpan(6, 3)])
+        replace(sample, turns=[StoredTurn.of(context, turn)])
         for sample, context, turn in zip(groups[0].samples, contexts, (whole, part), strict=True)
     ]
     service.submit([replace(groups[0], number=9, samples=planned)])
-    wait_for_weights(service)
-    service.set_version(5)
-    samples = {name: trajectory.response_ids.tolist() for name, trajectory in service.finished(60.0)}
-    assert samples == {(9, 0): [9, 9, 9]}, "it needs no engine"
-    wait_for_weights(service)  # the other one: its two tokens of version 5 exist already
-    service.set_version(6)
+    samples: dict[SampleId, list[int]] = {}
     while len(samples) < 2:
         samples |= {name: trajectory.response_ids.tolist() for name, trajectory in service.finished(1.0)}
-    assert samples[SampleId(9, 1)] == timed_tokens([3, 0], 1) and service.waits_for_weights()
+    assert samples[SampleId(9, 0)] == [9, 9, 9], "it needs no engine"
+    assert samples[SampleId(9, 1)] == timed_tokens([3, 0], 1)
     service.close()
 
 

@@ -1,4 +1,4 @@
-"""Selection of the samples to train on: groups without variance, ReMax baselines, best of n, and metrics."""
+"""GroupSelection of the samples to train on: groups without variance, ReMax baselines, best of n, and metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.base.reductions import Total
 from megarl.config import TrainConfig
 from megarl.data import DataProto
 from megarl.rewards.manager import Scored
-from megarl.trainer.rollout_service.selection import ScoredGroups, Selection, join, keep_best, split_baselines
+from megarl.trainer.rollout_service.selection import GroupSelection, ScoredGroups, join, keep_best, split_baselines
 
 GROUPS = {"actor_rollout_ref.rollout.n": 2, "algorithm.adv_estimator": "grpo", "data.train_batch_size": 4}
 GROUPS["actor_rollout_ref.actor.ppo_mini_batch_size"] = 4
@@ -44,18 +44,18 @@ def uids(batch: DataProto) -> list[str]:
     return batch.non_tensor_batch["uid"].tolist()
 
 
-def scored(selection: Selection, first: int, batch: DataProto, metrics: dict[str, float]) -> ScoredGroups:
+def scored(selection: GroupSelection, first: int, batch: DataProto, metrics: dict[str, float]) -> ScoredGroups:
     numbers = range(first, first + len(batch) // 2)
     return selection.groups(numbers, Scored(batch, metrics, {}), {})
 
 
 @pytest.fixture
-def select(train_config: Callable[..., TrainConfig]) -> Callable[..., Selection]:
-    return lambda **changes: Selection(train_config(FILTER | SOME | changes))
+def select(train_config: Callable[..., TrainConfig]) -> Callable[..., GroupSelection]:
+    return lambda **changes: GroupSelection(train_config(FILTER | SOME | changes))
 
 
 def test_without_filter_a_batch_keeps_its_rows(train_config: Callable[..., TrainConfig]) -> None:
-    selection = Selection(train_config(GROUPS | SOME))
+    selection = GroupSelection(train_config(GROUPS | SOME))
     batch = samples({name: [1.0, 1.0] for name in "abcd"})
     groups = scored(selection, 4, batch, {"reward/failed": 0.0})
     assert list(groups.varied) == [4, 5, 6, 7]
@@ -63,7 +63,7 @@ def test_without_filter_a_batch_keeps_its_rows(train_config: Callable[..., Train
     assert uids(selected) == uids(batch) and metrics == {"reward/failed": 0.0}
 
 
-def test_zero_variance_groups_are_dropped(select: Callable[..., Selection]) -> None:
+def test_zero_variance_groups_are_dropped(select: Callable[..., GroupSelection]) -> None:
     selection = select()
     # Two of four groups have varied scores; a group with a single score does not.
     first = samples({"a": [1, 0], "b": [1, 1], "c": [None, 1.0], "d": [0, 1]})
@@ -84,7 +84,7 @@ def test_zero_variance_groups_are_dropped(select: Callable[..., Selection]) -> N
     assert batch.meta_info["generated_tokens"] == 16 * 3
 
 
-def test_dropped_groups_fill_a_batch_or_stop_the_run(select: Callable[..., Selection]) -> None:
+def test_dropped_groups_fill_a_batch_or_stop_the_run(select: Callable[..., GroupSelection]) -> None:
     limits = {"algorithm.filter_groups.max_num_gen_batches": 2}
     selection = select(**limits)
     assert selection.max_dropped == 4 and select().max_dropped == float("inf")
@@ -100,7 +100,7 @@ def test_dropped_groups_fill_a_batch_or_stop_the_run(select: Callable[..., Selec
     assert metrics["filter_groups/filled"] == 3 and metrics["filter_groups/efficiency"] == 0.2
 
 
-def test_groups_are_filtered_by_a_number_of_the_reward_function(select: Callable[..., Selection]) -> None:
+def test_groups_are_filtered_by_a_number_of_the_reward_function(select: Callable[..., GroupSelection]) -> None:
     selection = select(**{"algorithm.filter_groups.metric": "acc"})
     groups = {"a": [1.0, 0.5], "b": [1.0, 1.0]}
     assert scored(selection, 0, samples(groups, reward_extra_acc=[True, True, 0.0, 1.0]), {}).varied == {1}

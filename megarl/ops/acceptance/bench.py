@@ -197,7 +197,7 @@ def facts(device: str) -> dict[str, str]:
     return values
 
 
-def require_package(package: str) -> str:
+def needs_package(package: str) -> str:
     """Return the version of an installed package.
 
     Raises:

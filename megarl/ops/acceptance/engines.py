@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import torch
 
 from megarl.megatron import MegatronOptions, OutputOptions, PackedMicroBatch
-from megarl.ops.acceptance.bench import Bench, MissingError, checkout, require_package, within
+from megarl.ops.acceptance.bench import Bench, MissingError, checkout, needs_package, within
 from megarl.ops.acceptance.models import SHAPES, SingleRankEngine, random_shape
 from megarl.ops.acceptance.results import Result, Verdict
 from megarl.rollout import Completion, EngineOptions, Request, RolloutEngine, SamplingParams, create_engine
@@ -157,8 +157,8 @@ def _generate(model: torch.nn.Module, ids: torch.Tensor, tokens: int, do_sample:
 
 def _contract(bench: Bench, tests: str, marker: str) -> Result:
     """Run SGLang's tests of the checkout in a process of their own."""
-    require_package("sglang")
-    require_package("pytest")
+    needs_package("sglang")
+    needs_package("pytest")
     report = bench.scratch / "sglang.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-m", marker, f"--junitxml={report}", tests]
     try:

@@ -6,7 +6,7 @@ import importlib
 
 import torch
 
-from megarl.ops.acceptance.bench import Bench, UnsupportedError, require_package, within
+from megarl.ops.acceptance.bench import Bench, UnsupportedError, needs_package, within
 from megarl.ops.acceptance.results import Result, Verdict
 
 CAPABILITY = (8, 9)
@@ -37,7 +37,7 @@ def run(bench: Bench) -> None:
 
     def layer() -> Result:
         _require_fp8(bench)
-        require_package("transformer-engine")
+        needs_package("transformer-engine")
         te = importlib.import_module("transformer_engine.pytorch")
 
         linear = te.Linear(4096, 4096, bias=False, params_dtype=torch.bfloat16).cuda()

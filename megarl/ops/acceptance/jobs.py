@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megarl.base.checkpoint_files import INDEX, read_index
 from megarl.base.child_process import kill_process_tree, parent_death_hook
-from megarl.ops.acceptance.bench import Bench, checkout, require_package, within
+from megarl.ops.acceptance.bench import Bench, checkout, needs_package, within
 from megarl.ops.acceptance.results import Result, Verdict
 
 DECAY, UPDATES = 0.95, 2
@@ -56,7 +56,7 @@ class _Case:
     @cached_property
     def task(self) -> Path:
         """Folder of data and random model."""
-        require_package("ray")
+        needs_package("ray")
         folder = self.bench.scratch / "task"
         size = ["--hidden", "32", "--layers", "2", "--largest", "9", "--num-test", "20", "--lessons", "60", "60"]
         command = [sys.executable, str(checkout() / "tools" / "make_arithmetic.py"), "--out", str(folder)]

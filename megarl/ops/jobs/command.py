@@ -15,7 +15,7 @@ from megarl.base.proxies import bypass_proxies
 from megarl.base.signals import signals_exit_in_order
 from megarl.config.compose import check_folder, compose_run, compose_sweep, to_yaml
 from megarl.ops.jobs.run import layout_notes, run_composed
-from megarl.ops.jobs.table import JOBS, choose_layout, job_parser, request_of
+from megarl.ops.jobs.table import JOBS, job_parser, job_request, planned_layout
 from megarl.trainer.jobs.model_layouts import check_models
 
 
@@ -36,9 +36,9 @@ def run_job(name: str, argv: Sequence[str] | None = None) -> int:
     if not options.cfg and sys.stderr.isatty():
         print("reading the configuration ...", file=sys.stderr)
     try:
-        request = request_of(JOBS[name], options)
-        sweep = compose_sweep(request, choose_layout) if options.multirun else None
-        runs = [compose_run(request, choose_layout)] if sweep is None else sweep.runs
+        request = job_request(JOBS[name], options)
+        sweep = compose_sweep(request, planned_layout) if options.multirun else None
+        runs = [compose_run(request, planned_layout)] if sweep is None else sweep.runs
         for run in runs:
             check_models(run.config)
         if not options.cfg:

@@ -135,7 +135,7 @@ def _has_local_cpu_workers(config: JobConfig) -> bool:
 def _write_report(folder: Path) -> None:
     """Write the HTML report from the files of a finished run, if the job left a summary."""
     if (folder / SUMMARY_FILE).exists():
-        write_page("report", folder, _report)
+        try_page("report", folder, _report)
 
 
 def _report(folder: Path) -> None:
@@ -144,7 +144,7 @@ def _report(folder: Path) -> None:
     report.report_run(folder)
 
 
-def write_page(page: str, folder: Path, write: Callable[[Path], object]) -> None:
+def try_page(page: str, folder: Path, write: Callable[[Path], object]) -> None:
     """Write a page of finished runs. They are complete: neither a full disk nor a bug fails them now.
 
     Args:

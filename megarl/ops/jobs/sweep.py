@@ -15,8 +15,8 @@ from megarl.config import SupervisedConfig
 from megarl.config.compose import ComposedRun, ComposedSweep, compose_run_of
 from megarl.config.schema.jobs import JobConfig
 from megarl.config.sweeps import SweepSettings, of_job
-from megarl.ops.jobs.run import run_composed, write_page
-from megarl.ops.jobs.table import choose_layout
+from megarl.ops.jobs.run import run_composed, try_page
+from megarl.ops.jobs.table import planned_layout
 from megarl.tracking.sweep import RunResult, result_of, save_sweep, sweep_table
 
 _SHARED = ("cpus_per_task", "gpus_per_node", "mem_gb", "name", "nodes", "stderr_to_stdout", "tasks_per_node",
@@ -59,7 +59,7 @@ def run_sweep(name: str, sweep: ComposedSweep[Any]) -> int:
 def _run(name: str, sweep: ComposedSweep[Any], run: ComposedRun[Any] | Sequence[str], number: int) -> RunResult:
     """Run one run of a sweep, which may still have to be composed; its errors belong to its result."""
     try:
-        composed = run if isinstance(run, ComposedRun) else compose_run_of(sweep, run, number, choose_layout)
+        composed = run if isinstance(run, ComposedRun) else compose_run_of(sweep, run, number, planned_layout)
     except (ConfigError, ModelError) as error:
         problem = redact_text(str(error))
         print(problem, file=sys.stderr)
@@ -106,7 +106,7 @@ def _compare(folder: Path, results: Sequence[RunResult], minimize: bool) -> None
     """Compare the runs of a sweep in a table and a report."""
     save_sweep(folder, results, minimize)
     print(sweep_table(results, minimize))
-    write_page("comparison", folder, _comparison)
+    try_page("comparison", folder, _comparison)
     RUN_WRITER.close()
 
 

@@ -75,12 +75,12 @@ def compose_job(name: str, argv: Sequence[str]) -> JobConfig:
         raise ConfigError(
             "--multirun and --cfg do not work with the launcher; remove them", code="launch.multirun-or-cfg"
         )
-    config: JobConfig = compose(request_of(JOBS[name], options), choose_layout)
+    config: JobConfig = compose(job_request(JOBS[name], options), planned_layout)
     check_models(config)
     return config
 
 
-def choose_layout(build: Callable[[Changes], Any], fixed: frozenset[str]) -> ChosenLayout:
+def planned_layout(build: Callable[[Changes], Any], fixed: frozenset[str]) -> ChosenLayout:
     """Choose the layout of a run, as :data:`megarl.config.compose.LayoutChooser`."""
     from megarl.ops.plan.automatic import automatic_layout
 
@@ -107,7 +107,7 @@ def job_parser(name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def request_of(job: Job, options: argparse.Namespace) -> ConfigRequest[Any]:
+def job_request(job: Job, options: argparse.Namespace) -> ConfigRequest[Any]:
     """Translate command-line options to a configuration request, in Hydra's syntax or that of verl's run scripts.
 
     verl's scripts start from verl's defaults, selected by their name, or by ``model_engine`` (``engine`` for

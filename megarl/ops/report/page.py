@@ -25,7 +25,7 @@ from megarl.base.packages import require_package
 from megarl.ops.report.balance import balance_maps
 from megarl.ops.report.charts import chart_groups, metric_curves, training_seconds
 from megarl.ops.report.findings import failure_counts, final_metrics, run_findings, run_verdict
-from megarl.ops.report.rollouts import Rollouts, read_rollouts, rollout_columns, token_columns
+from megarl.ops.report.rollouts import ReportRollouts, read_rollouts, rollout_columns, token_columns
 from megarl.ops.report.run_files import RunRecord, config_rows, environment_rows, run_description
 from megarl.tracking.sample_files import step_files
 
@@ -95,7 +95,7 @@ def summary_cards(run: RunRecord) -> list[dict[str, str]]:
     return cards
 
 
-def page_data(runs: Sequence[RunRecord], rollouts: Rollouts, title: str) -> dict[str, Any]:
+def page_data(runs: Sequence[RunRecord], rollouts: ReportRollouts, title: str) -> dict[str, Any]:
     """Return all data of the page, as JSON values."""
     most = min(600, max(FEWEST_POINTS, MOST_POINTS_OF_ALL_RUNS // len(runs)))
     described: list[dict[str, Any]] = []

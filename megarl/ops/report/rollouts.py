@@ -42,7 +42,7 @@ Row = dict[str, Any]
 Item = TypeVar("Item")
 
 
-class Rollouts(NamedTuple):
+class ReportRollouts(NamedTuple):
     """Samples for the page.
 
     Attributes:
@@ -69,7 +69,7 @@ def _gap(characters: int) -> str:
     return f"\n[… {characters:,} characters left out …]\n"
 
 
-def read_rollouts(runs: Sequence[RunRecord], budget: int, max_rows: int = MAX_ROWS) -> Rollouts:
+def read_rollouts(runs: Sequence[RunRecord], budget: int, max_rows: int = MAX_ROWS) -> ReportRollouts:
     """Read samples of all runs and steps; if there are too many, the same number per step, evenly spaced.
 
     Incomplete lines of a killed process are skipped.
@@ -92,7 +92,7 @@ def read_rollouts(runs: Sequence[RunRecord], budget: int, max_rows: int = MAX_RO
                 else:
                     total += path.read_bytes().count(b"\n")
     kept = _within(files, budget, max_rows)
-    return Rollouts([row for row, _, _ in kept], total, sum(was_cut for _, _, was_cut in kept))
+    return ReportRollouts([row for row, _, _ in kept], total, sum(was_cut for _, _, was_cut in kept))
 
 
 def _within(files: Sequence[Sequence[tuple[Row, int, bool]]], budget: int, max_rows: int) -> list[Any]:

@@ -36,7 +36,7 @@ from megarl.sharding.receiver import (
     route_messages,
 )
 from megarl.sharding.sender import Message
-from megarl.sharding.sglang_loader import LOST, Reply, prepare
+from megarl.sharding.sglang_loader import LOST, Reply, set_socket_options
 from megarl.sharding.sglang_shard import SGLangShard
 
 UNKNOWN_ACTION = "Unsupported"
@@ -452,7 +452,7 @@ class CommandChannel:
 
     def _take(self, connection: Connection) -> None:
         """Keep the connection of an invited rank, close any other one."""
-        prepare(connection, self._send_timeout_s)
+        set_socket_options(connection, self._send_timeout_s)
         head = json.loads(connection.recv_bytes())
         with self._changed:
             if head["call_id"] == self._call_id:

@@ -1,4 +1,4 @@
-"""Selection of the samples to train on: dynamic sampling, ReMax baselines, best of n."""
+"""GroupSelection of the samples to train on: dynamic sampling, ReMax baselines, best of n."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ScoredGroups(NamedTuple):
         return self.rows[place * size : (place + 1) * size]
 
 
-class Selection:
+class GroupSelection:
     """Selects the rows to train on from scored groups.
 
     ReMax's baselines become a column. With ``filter_groups`` (dynamic sampling, DAPO), groups without variance give

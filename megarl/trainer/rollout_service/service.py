@@ -26,7 +26,7 @@ from megarl.trainer.roles.job_roles import Roles
 from megarl.trainer.rollout_service.idle_clock import IdleClock
 from megarl.trainer.rollout_service.ledger import AdmissionRule, GroupLedger
 from megarl.trainer.rollout_service.rollouts import WAIT_S, Rollouts, stored_group
-from megarl.trainer.rollout_service.selection import ScoredGroups, Selection
+from megarl.trainer.rollout_service.selection import GroupSelection, ScoredGroups
 from megarl.trainer.rollout_service.staleness import staleness_metrics
 from megarl.trainer.state.run_state import Resume
 
@@ -91,7 +91,7 @@ class SampleService:
         self.mode = self.keys.mode
         self.ledger, self.prompts = ledger, prompts
         self.rollouts, self.rewards, self.roles = rollouts, rewards, roles
-        self.selection = Selection(config)
+        self.selection = GroupSelection(config)
         self._groups: dict[int, ConversationGroup] = {}
         self._ended: dict[SampleId, Trajectory] = {}
         self._scored: dict[int, ScoredGroups] = {}
