@@ -25,6 +25,7 @@ from megarl.agents.event_loop import EventLoopThread, monitored_loop
 from megarl.agents.loop import AgentLoop
 from megarl.agents.routes import GenerateWithRoutes, RouteRecord
 from megarl.agents.scoring import SampleScorer
+from megarl.agents.trajectories import LED_AGAIN
 from megarl.agents.turns import TurnRecord, context_digest
 from megarl.agents.types import (
     AgentError,
@@ -314,6 +315,8 @@ class AgentRunner:
             trajectory = await lead_conversation(
                 conversation, self._loops[group.agent_name], generate if routes is None else routes.generate
             )
+        if turns is not None and turns.was_led_again:
+            trajectory = replace(trajectory, metrics={**trajectory.metrics, LED_AGAIN: 1.0})
         if (scorer := self._scorers.get(group.reward)) is not None:
             trajectory = replace(trajectory, outcome=await scorer.score(group.facts, trajectory))
             self._scored += 1

@@ -19,6 +19,7 @@ from megarl.rewards.outcome import OUTCOME
 logger = logging.getLogger(__name__)
 
 ACTIONS, VALID_ACTIONS = "env/actions", "env/valid_actions"
+LED_AGAIN = "agent/led_again"
 VALID_SEARCHES, FINISHED = "env/valid_searches", "env/finished"
 
 
@@ -187,6 +188,7 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
       conversation; ``env/ratio_of_valid_action``: share of valid turns, mean over conversations.
     - ``state_tokens/{total,coverage}``: generated tokens, and their share of all response tokens.
     - ``agent/failed``: failed conversations; they are excluded from all other metrics.
+    - ``agent/led_again``: conversations of a resumed run that took another way than their stored turns.
     - ``agent/<name>/mean``: any other number reported by loops and tools.
 
     Args:
@@ -248,5 +250,6 @@ _SPECIAL: dict[str, Callable[[_Rows], dict[str, float]]] = {
     ACTIONS: lambda rows: _mean_max_min("env/number_of_actions", _values(rows, ACTIONS)),
     VALID_ACTIONS: _valid_actions,
     VALID_SEARCHES: lambda rows: {"env/number_of_valid_search": _mean(rows, VALID_SEARCHES)},
+    LED_AGAIN: lambda rows: {LED_AGAIN: Total(len(rows))},
     FINISHED: lambda rows: {"env/finish_ratio": _mean(rows, FINISHED)},
 }

@@ -42,7 +42,13 @@ class TurnRecord:
     def __init__(self, generate: GenerateTurn, turns: Sequence[StoredTurn]) -> None:
         self._generate = generate
         self._turns = {turn.context: turn for turn in turns}
+        self._not_repeated = set(self._turns)
         self._open: set[str] = set()
+
+    @property
+    def was_led_again(self) -> bool:
+        """Whether the conversation took another way than its stored turns, which are lost then."""
+        return bool(self._not_repeated)
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, seed: int, key: str, routes_from: int | None = None
@@ -50,6 +56,7 @@ class TurnRecord:
         """See :class:`megarl.agents.types.Generate`."""
         context = context_digest(prompt_ids, seed)
         stored = self._turns.get(context)
+        self._not_repeated.discard(context)
         completion = None if stored is None else stored.completion
         if completion is None or completion.finish_reason == "abort":
             self._open.add(context)

@@ -1,4 +1,4 @@
-"""Turns of a conversation: stored ones are not generated again, unfinished ones go on, recorded versions wait."""
+"""Turns of a conversation: stored ones are not generated again, and unfinished ones go on."""
 
 from __future__ import annotations
 
@@ -85,7 +85,10 @@ def test_a_tool_that_answers_differently_makes_later_turns_new() -> None:
             await transcript.generate(turns.generate, PARAMS)
             transcript.observe([60])
 
-    asyncio.run(other(record(engine, turns=turns.stored({}))))
+    assert not turns.was_led_again
+    again = record(engine, turns=turns.stored({}))
+    asyncio.run(other(again))
+    assert again.was_led_again
     assert len(engine.priors) == 4, "three turns before; then the second turn only"
 
 
