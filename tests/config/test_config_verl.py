@@ -108,6 +108,7 @@ def test_translated(key: str, value: Any, to: str, becomes: Any) -> None:
         ("reward_model.launch_reward_fn_async", True),
         (f"{ACTOR}.megatron.override_transformer_config.use_fused_rmsnorm", True),
         ("sync.delta.enable", False),
+        ("trainer.replay_order", None),
         ("sync.delta.full_freq", 10),
     ],
 )
@@ -125,6 +126,7 @@ def test_accepted_without_a_change(key: str, value: Any) -> None:
         (f"{ROLLOUT}.name", "trtllm", "config.verl-value: rollout.name=sglang"),
         ("trainer.device", "npu", "config.verl-value"),
         ("sync.delta.enable", True, "config.verl-value"),
+        ("trainer.replay_order", "batch_order.jsonl", "config.verl-value"),
         ("actor_rollout_ref.model.lora.type", "vlm_lora", "config.verl-value"),
         ("actor_rollout_ref.model.lora.dropout", 0.1, "config.verl-value"),
         (f"{ACTOR}.ppo_micro_batch_size", 8, "config.verl-key: micro_batch_size_per_gpu"),

@@ -53,7 +53,10 @@ SEARCH_AGENT: dict[str, Rule] = {
 }
 """Keys of Search-R1, whose names megarl had too."""
 
-DELTA_SYNC: dict[str, Rule] = {
+REMOVED: dict[str, Rule] = {
+    "trainer.replay_order": Only(
+        (), "asynchronous runs differ in the order of completion; async_training.max_staleness=0 repeats bit for bit"
+    ),
     "sync.delta.enable": Only((False,), "a weight sync sends all weights"),
     "sync.delta.full_freq": NoEffect("a weight sync sends all weights"),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.config.schema.jobs import REWARD_MODEL, TEACHERS
-from megarl.config.verl.moved_rules import DELTA_SYNC, REWARDS, SEARCH_AGENT, VALIDATION_REWARD
+from megarl.config.verl.moved_rules import REMOVED, REWARDS, SEARCH_AGENT, VALIDATION_REWARD
 from megarl.config.verl.role_rules import ADAPTER_KIND, MICRO_BATCH_KEYS
 from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, Refused, Renamed, Rule, Values
 
@@ -253,4 +253,4 @@ VALUES: dict[str, Values] = {
 def run_rules() -> dict[str, Rule]:
     """Return the rules by path; ``*`` at the end matches any rest."""
     generation = {f"{_ROLLOUT}.{name}": rule for name, rule in _GENERATION.items()}
-    return _DATA | REWARDS | VALIDATION_REWARD | SEARCH_AGENT | DELTA_SYNC | _ALGORITHM | _RUN | generation
+    return _DATA | REWARDS | VALIDATION_REWARD | SEARCH_AGENT | REMOVED | _ALGORITHM | _RUN | generation
