@@ -36,7 +36,7 @@ def echo_child(handle: int, prefix: str, seconds: float = 0.0) -> None:
 def parent_of_a_child(handle: int) -> None:
     """Starts a process that dies with this one, sends its pid, and kills itself."""
     with open_connection(handle) as connection:
-        child = ChildProcess("test_base_child_process:child_of_parent", os.getpid())
+        child = ChildProcess(f"{__name__}:child_of_parent", os.getpid())
         assert child.request("ready?", 60) == "ready"
         connection.send(child.pid)
         connection.recv()
@@ -52,7 +52,7 @@ def child_of_parent(handle: int, parent: int) -> None:
 
 
 def start(*arguments: object) -> ChildProcess:
-    return ChildProcess("test_base_child_process:echo_child", *arguments)
+    return ChildProcess(f"{__name__}:echo_child", *arguments)
 
 
 def test_requests_are_answered_in_order():
@@ -98,7 +98,7 @@ def test_the_process_tree_of_a_command_is_killed():
 
 
 def test_a_child_dies_with_its_parent():
-    parent = ChildProcess("test_base_child_process:parent_of_a_child")
+    parent = ChildProcess(f"{__name__}:parent_of_a_child")
     pid = parent.connection.recv()
     parent.connection.send("die")
     wait_for_end(pid)

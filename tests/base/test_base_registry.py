@@ -51,11 +51,9 @@ def max_of_two(a, b):
 
 
 def test_entries_are_imported_lazily(monkeypatch, tmp_path):
-    (tmp_path / "lazy_entries.py").write_text(
-        "from test_base_registry import LAZY\nLAZY['late'] = abs\n", encoding="utf-8"
-    )
+    (tmp_path / "lazy_entries.py").write_text(f"from {__name__} import LAZY\nLAZY['late'] = abs\n", encoding="utf-8")
     (tmp_path / "default_entries.py").write_text(
-        "from test_base_registry import LAZY\nLAZY['default'] = all\n", encoding="utf-8"
+        f"from {__name__} import LAZY\nLAZY['default'] = all\n", encoding="utf-8"
     )
     monkeypatch.syspath_prepend(tmp_path)
     registry = Registry("key", lazy={"late": "lazy_entries"}, defaults="default_entries")

@@ -47,8 +47,8 @@ def test_suggested_keys_exist_and_have_other_names() -> None:
         names += others.split()
     assert len(names) == len(set(names)) > 120
     own = {path for path in (*TRAIN, *SFT) if path.rpartition(".")[2] in names}
-    # Reward weights have a warm-up, too; TRL's ``delta`` is a clip range.
-    assert {path.rpartition(".")[2] for path in own} == {"warmup_ratio", "delta"}
+    # Reward weights have a warm-up, too.
+    assert {path.rpartition(".")[2] for path in own} == {"warmup_ratio"}
 
 
 @pytest.mark.parametrize("page", ["tutorials/from_trl.md"])

@@ -12,6 +12,7 @@ import torch
 from route_recorder import assert_first_experts
 from support.cli_runs import CliRun, RunFiles, assert_finite, reproducible
 from support.documented_metrics import undocumented
+from uid_recorder import RECORDER, trained_groups
 
 STEPS, PROMPTS = 4, 24
 
@@ -22,11 +23,13 @@ def test_a_resumed_run_trains_the_prompts_in_flight(
     arguments = [
         *("--config-name", "quickstart_async", *small, *dense_reward, "trainer.experiment_name=async"),
         *(f"trainer.total_training_steps={STEPS}", "trainer.test_freq=3", "trainer.save_freq=2"),
-        *("trainer.max_actor_ckpt_to_keep=null", "async_training.partial_rollout=false"),
+        *("trainer.max_actor_ckpt_to_keep=null", "async_training.partial_rollout=false", RECORDER),
     ]
     run = start(*arguments)
     assert run.wait() == 0, run.output
     first = RunFiles(run.folder, "async")
+    trained = trained_groups(first.newest, PROMPTS)
+    assert sorted(trained) == list(range(STEPS * PROMPTS)) and trained != sorted(trained)
     assert list(first.steps) == list(range(1, STEPS + 1))
     assert undocumented(name for row in first.metrics for name in row) == []
     for step, row in first.steps.items():
@@ -43,6 +46,7 @@ def test_a_resumed_run_trains_the_prompts_in_flight(
     run = start(*arguments, *resume_from(run.folder, "async", 2))
     assert run.wait() == 0, run.output
     again = RunFiles(run.folder, "async")
+    assert sorted(trained[: 2 * PROMPTS] + trained_groups(again.newest, PROMPTS)) == list(range(STEPS * PROMPTS))
     assert list(again.steps) == list(first.steps)
     assert all(row["training/off_policy/trajectory_staleness_worst"] <= 1 for row in again.steps.values())
     ledger = ledger_of(run.folder, "async", STEPS)

@@ -7,9 +7,10 @@ import signal
 from collections.abc import Callable, Iterator
 
 import pytest
-from support.cli_runs import START_S, CliRun, RunFiles, read_jsonl
+from support.cli_runs import START_S, CliRun, RunFiles
 from support.documented_metrics import undocumented
 from support.ray_nodes import TwoNodes
+from uid_recorder import RECORDER, trained_groups
 
 from megarl.base.packages import is_installed
 from megarl.ops import scale
@@ -35,7 +36,7 @@ def test_replicas_leave_and_join_with_their_node_and_on_request(
         *("actor_rollout_ref.rollout.nnodes=2", "actor_rollout_ref.rollout.n_gpus_per_node=1"),
         *("actor_rollout_ref.rollout.min_replicas=1", "trainer.total_training_steps=2000", "trainer.save_freq=-1"),
         *("trainer.val_before_train=false", "trainer.test_freq=-1", "reward.num_workers=0"),
-        f"actor_rollout_ref.rollout.name={engine}",
+        *(f"actor_rollout_ref.rollout.name={engine}", RECORDER),
         env=two_nodes.environment,
         warm=True,
     )
@@ -73,7 +74,7 @@ def test_replicas_leave_and_join_with_their_node_and_on_request(
     assert run.output.count("has joined; 2 replicas of 2") == 2 and "has left; 1 replica of 2" in run.output
     assert all(row["weight_sync/verified"] == 1 for row in steps)
     assert all(row["training/off_policy/trajectory_staleness_worst"] <= 1 for row in steps)
-    trained = [group for row in read_jsonl(folder / "batch_order.jsonl") for group in row["groups"]]
+    trained = trained_groups(folder, 24)
     assert len(trained) == len(set(trained)), "no prompt is trained twice"
     admitted_last = 2 * 24  # (max_staleness + 1) batches are in flight at the end
     assert set(trained) >= set(range(len(trained) - admitted_last)), "no prompt is lost"
@@ -85,7 +86,7 @@ def test_the_trainers_devices_generate_while_it_waits(small: list[str], start: C
         *("--config-name", "quickstart_async", *small, "trainer.experiment_name=hybrid", "sync.verify_freq=1"),
         *("async_training.hybrid_rollout=true", "async_training.max_staleness=1", "trainer.total_training_steps=4"),
         *("data.max_response_length=64", "actor_rollout_ref.rollout.max_num_seqs=2", "trainer.test_freq=2"),
-        "trainer.val_before_train=true",
+        *("trainer.val_before_train=true", RECORDER),
     )
     assert run.wait() == 0, run.output
     files = RunFiles(run.folder, "hybrid")
@@ -96,5 +97,5 @@ def test_the_trainers_devices_generate_while_it_waits(small: list[str], start: C
     assert all(row["rollout_service/replicas"] in (1, 2) and row["weight_sync/verified"] == 1 for row in steps)
     assert all(row["rollout/replicas_lost"] == 0 for row in steps)
     assert all(row["training/off_policy/trajectory_staleness_worst"] <= 1 for row in steps)
-    trained = [group for row in read_jsonl(files.newest / "batch_order.jsonl") for group in row["groups"]]
+    trained = trained_groups(files.newest, 24)
     assert sorted(trained) == list(range(4 * 24)), "no prompt is lost or trained twice"

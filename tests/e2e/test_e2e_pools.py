@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import ray
-from support.cli_runs import CliRun, RunFiles, assert_finite, read_jsonl, reproducible
+from support.cli_runs import CliRun, RunFiles, assert_finite, reproducible
 from support.documented_metrics import undocumented
+from uid_recorder import RECORDER, trained_groups
 
 from megarl.cluster import RaySession
 from megarl.tracing.trace_file import read_trace
@@ -83,6 +84,7 @@ def test_replicas_sync_one_by_one_and_one_dies_in_its_wave(
     small: list[str], start: Callable[..., CliRun], cluster_of_three: dict[str, str]
 ) -> None:
     run = start(
+        RECORDER,
         *("--config-name", "quickstart_async", *small, "trainer.experiment_name=rolling", "sync.verify_freq=1"),
         *("data.max_response_length=40", "actor_rollout_ref.rollout.max_num_seqs=1"),
         f"actor_rollout_ref.model.external_lib={Path(__file__).with_name('slow_engine.py')}",
@@ -105,5 +107,5 @@ def test_replicas_sync_one_by_one_and_one_dies_in_its_wave(
     assert all(row["weight_sync/verified"] == 1 for row in steps)
     assert all(0 < row["weight_sync/pause_s"] <= row["weight_sync/seconds"] for row in steps[:2])
     assert all(row["training/off_policy/trajectory_staleness_worst"] <= 2 for row in steps)
-    trained = [group for row in read_jsonl(files.newest / "batch_order.jsonl") for group in row["groups"]]
+    trained = trained_groups(files.newest, 24)
     assert sorted(trained) == list(range(4 * 24))

@@ -34,8 +34,8 @@ def test_every_batch_is_full_of_groups_with_differing_scores(selection: RunFiles
     for step, row in selection.steps.items():
         assert_finite(row)
         assert row["train/num_gen_batches"] >= 2 and row["filter_groups/filled"] == 0
-        generated, dropped, surplus = (row[f"filter_groups/{name}"] for name in ("asked", "dropped", "surplus"))
-        assert generated - dropped - surplus == PROMPTS and dropped > 0
+        generated, dropped = row["filter_groups/asked"], row["filter_groups/dropped"]
+        assert generated - dropped == PROMPTS and dropped > 0 and row["filter_groups/surplus"] >= 0
         assert row["filter_groups/efficiency"] == pytest.approx(PROMPTS / generated)
         assert row["best_of_n/kept/mean"] > row["best_of_n/all/mean"]
         answers = read_jsonl(selection.folder / "rollouts" / f"{step}.jsonl")
@@ -48,7 +48,7 @@ def test_resume_in_the_middle_of_a_generation_batch_is_equal_within_rounding(
 ) -> None:
     checkpoint = selection.folder / "outputs" / "selection" / "checkpoints" / "global_step_1"
     state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    assert state["dataloader"]["taken"] > 0
+    assert state["dataloader"]["rest"] and state["rollout"]["ledger"]["dropped"] > 0
     resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
     run = start(*arguments, *resume)
     assert run.wait() == 0, run.output

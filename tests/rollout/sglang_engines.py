@@ -49,7 +49,7 @@ def is_for_engine(item):
         return True
     if any(item.callspec.params.get(name, value) != value for name, value in _FAMILIES.items()):
         return False
-    if engine == TWO_RANKS and item.module.__name__ == _ONE_RANK:
+    if engine == TWO_RANKS and item.module.__name__.rpartition(".")[2] == _ONE_RANK:
         return False
     return item.originalname not in _SKIPPED[engine]
 

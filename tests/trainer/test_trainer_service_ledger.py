@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import random
@@ -88,28 +89,39 @@ def test_each_prompt_is_trained_or_dropped_once_and_within_the_bound_over_kills_
     assert book.capacity == 0 and book.untrained == []
 
 
-@given(st.randoms(use_true_random=False), st.integers(1, 4), st.integers(0, 5))
+@given(st.randoms(use_true_random=False), st.integers(1, 4), st.integers(1, 5))
 def test_surplus_groups_change_no_batch(draw: random.Random, batch: int, surplus: int) -> None:
-    """Groups that were admitted beyond a batch start again in the next version; batches are in order of numbers."""
-    book, trained = GroupLedger(AdmissionRule(batch, surplus=surplus), 1), list[int]()
-    keeps = functools.cache(lambda number: random.Random(number).random() >= 0.5)
-    while len(trained) < 4 * batch:
+    """Groups that were admitted beyond a batch start again in the next version, dropped ones too.
+
+    The batches are a function of the weights, which decide whether a group is dropped, and not of the time.
+    """
+
+    def keeps(number: int, version: int) -> bool:
+        return random.Random(f"{number} {version}").random() >= 0.5
+
+    book, trained, expected = GroupLedger(AdmissionRule(batch, surplus=surplus), 1), list[int](), list[int]()
+    for version in range(4):
+        begin = trained[-1] + 1 if trained else 0
+        varied = (number for number in itertools.count(begin) if keeps(number, version))
+        expected += itertools.islice(varied, batch)
+        dropped = set[int]()
         book.admit(book.capacity)
         while (chosen := book.next_batch(batch)) is None:
             number = draw.choice(book.running)
             book.end_sample(number, 0)
-            if not keeps(number):
+            if not keeps(number, version):
                 book.drop(number)
+                dropped.add(number)
                 book.admit(book.capacity)
         book.train(chosen)
         trained += chosen
-        again = book.restart()
+        again = book.restart([number for number in dropped if number > chosen[-1]])
         book.sync()
-        assert len(again) <= surplus and again == book.running and set(map(book.staleness, again)) <= {0}
+        assert again == book.running == list(range(chosen[-1] + 1, book.admitted))
         copy = GroupLedger(book.rule, 1)
         copy.load_state_dict(json.loads(json.dumps(book.state_dict())))
         book = copy
-    assert trained == list(filter(keeps, range(trained[-1] + 1)))
+    assert trained == expected
 
 
 @given(st.integers(1, 5), st.integers(1, 4))

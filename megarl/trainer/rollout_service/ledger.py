@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -203,11 +203,16 @@ class GroupLedger:
         self.dropped -= count
         self.trained += count
 
-    def restart(self) -> list[int]:
-        """Let all untrained groups start again with the next weights; return them, in the order of admission."""
-        for number in self._entries:
-            self._entries[number] = LedgerEntry(self.version, set(range(self.samples)))
-        return self.untrained
+    def restart(self, dropped: Collection[int]) -> list[int]:
+        """Let all untrained groups start again with the next weights; return them, in the order of admission.
+
+        Args:
+            dropped: groups that were dropped, and start again too.
+        """
+        numbers = sorted({*self._entries, *dropped})
+        self.dropped -= len(dropped)
+        self._entries = {number: LedgerEntry(self.version, set(range(self.samples))) for number in numbers}
+        return numbers
 
     def staleness(self, number: int) -> int:
         """Return the weight versions since the admission of a group."""
@@ -267,7 +272,7 @@ class GroupLedger:
         places = [entry.finished for entry in self._entries.values() if entry.finished is not None]
         self._completions = max(places, default=-1) + 1
         overdue = any(self._latest(number) < self.version for number in self._entries)
-        if overdue or min(self._spare_places()) + self.rule.surplus < 0:
+        if overdue or (not self.rule.surplus and min(self._spare_places()) < 0):  # restarted groups may exceed a batch
             raise ConfigError(
                 f"async_training.max_staleness={self.rule.max_staleness:g}: the checkpoint has samples in flight from "
                 "a run with a larger bound; resume with that bound",

@@ -111,7 +111,7 @@ class GroupSelection:
         parts = sorted(used.values(), key=lambda part: part.numbers[0])
         metrics: Metrics = combine_metrics([(part.metrics, len(part.rows)) for part in parts])
         if self.filter.enable:
-            filled, asked = len(dropped.keys() & {*numbers}), len({*numbers, *dropped}) + surplus
+            filled, asked = len(dropped.keys() & {*numbers}), len({*numbers, *dropped})
             metrics["train/num_gen_batches"] = Total(-(-asked // self.gen_batch_size))
             metrics["filter_groups/asked"] = Total(asked)
             metrics["filter_groups/dropped"] = Total(len(dropped))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -258,7 +258,7 @@ class SampleService:
 
     def _build(self, numbers: Sequence[int]) -> tuple[DataProto, Metrics] | None:
         """Build the batch of groups that are scored together; None with dynamic sampling, which has scored each."""
-        trajectories = self._trajectories([number for number in numbers if number in self._groups])
+        trajectories = self._trajectories([number for number in numbers if number not in self._dropped])
         report_failures(trajectories)
         if self.selection.filter.enable:
             return None
@@ -270,29 +270,36 @@ class SampleService:
             batch, metrics = built
             scored = self.selection.groups(numbers, self.rewards.score(batch, check=False), metrics)
             self._scored |= dict.fromkeys(numbers, scored)
-        used = {id(part): part for part in [*self._dropped.values(), *(self._scored[number] for number in numbers)]}
+        beyond = [number for number in self._dropped if self.ledger.rule.surplus and number > numbers[-1]]
+        dropped = [part for number, part in self._dropped.items() if number not in beyond]
+        used = {id(part): part for part in [*dropped, *(self._scored[number] for number in numbers)]}
         self.rewards.check([part.failures for part in used.values()])
         admitted = [number for number in numbers if number not in self._dropped]
         self.ledger.train(admitted)
         self.ledger.reinstate(len(numbers) - len(admitted))
-        surplus = self._restart_surplus()
+        surplus = self._restart_surplus(beyond)
         batch, metrics = self.selection.batch(self._scored, numbers, self._dropped, surplus)
-        self._forget(numbers)
+        self._forget({*numbers, *self._dropped})
         self._dropped = {}
         for number, part in self._scored.items():  # metrics of groups that were scored together count once
             if id(part) in used:
                 self._scored[number] = part._replace(metrics={}, tokens=0, failures=Failures())
         return batch, metrics
 
-    def _restart_surplus(self) -> int:
-        """Let the groups beyond the batch start again with the next weights; return their number."""
+    def _restart_surplus(self, dropped: Sequence[int]) -> int:
+        """Let the groups beyond the batch start again with the next weights; return their number.
+
+        Args:
+            dropped: those that were dropped; how many have ended depends on time.
+        """
         if not self.ledger.rule.surplus:
             return 0
-        self._unsent = self.ledger.restart()
+        self._unsent = self.ledger.restart(dropped)
+        for number in dropped:
+            del self._dropped[number]
         for number in self._unsent:
             self._scored.pop(number, None)
-            for name in self._groups[number].ids:
-                self._ended.pop(name, None)
+            self._forget_samples(number)
         return len(self._unsent)
 
     def _undecided(self) -> list[int]:
@@ -329,16 +336,20 @@ class SampleService:
             else:
                 self._dropped[number] = part
                 self.ledger.drop(number)
-                self._forget([number])
+                self._forget_samples(number)
 
     def _trajectories(self, numbers: Sequence[int]) -> list[Trajectory]:
         return [self._ended[name] for number in numbers for name in self._groups[number].ids]
 
-    def _forget(self, numbers: Sequence[int]) -> None:
+    def _forget(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             self._scored.pop(number, None)
-            for name in self._groups.pop(number).ids if number in self._groups else ():
-                del self._ended[name]
+            self._forget_samples(number)
+            del self._groups[number]
+
+    def _forget_samples(self, number: int) -> None:
+        for name in self._groups[number].ids:
+            self._ended.pop(name, None)
 
     @property
     def _admissible(self) -> int:

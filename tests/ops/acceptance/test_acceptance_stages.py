@@ -140,7 +140,7 @@ def test_unknown_stage_and_absent_gpu_are_refused(tmp_path: Path, warm_python: P
 
 
 def test_package_that_a_stage_imports_is_a_row_if_absent(tmp_path: Path) -> None:
-    hide = f"import sys; sys.modules['hydra'] = None; sys.argv[1:] = {_arguments(tmp_path)!r}"
+    hide = f"import sys; sys.modules['omegaconf'] = None; sys.argv[1:] = {_arguments(tmp_path)!r}"
     run = subprocess.run(
         [sys.executable, "-c", f"{hide}; from megarl.ops.acceptance.stages import main; sys.exit(main())"],
         capture_output=True,
@@ -149,7 +149,7 @@ def test_package_that_a_stage_imports_is_a_row_if_absent(tmp_path: Path) -> None
     )
     assert run.returncode == 0, run.stderr
     assert rows(tmp_path, "speed")["packages"]["outcome"] == "missing"
-    assert "hydra" in rows(tmp_path, "speed")["packages"]["note"]
+    assert "omegaconf" in rows(tmp_path, "speed")["packages"]["note"]
 
 
 def _arguments(folder: Path) -> list[str]:

@@ -32,7 +32,10 @@ from megarl.ops.doctor.node.versions import (
 
 ROOT = Path(__file__).resolve().parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-EXTRAS = {"GPU, SGLang": ("gpu", "sglang"), "GPU, embedded engine": ("gpu",)}
+EXTRAS = {
+    "GPU, SGLang": ("gpu", "sglang", "code", "math", "report"),
+    "GPU, embedded engine": ("gpu", "code", "math", "report"),
+}
 
 
 def name_of(combination: Combination) -> str:

@@ -27,7 +27,7 @@ SCRIPTS = {
     "run_32b_async": ("Qwen2.5-32B", {}),
     "run_search_agent": ("Qwen2.5-7B", {"RETRIEVER": "http://127.0.0.1:8000/retrieve"}),
 }
-SAMPLES = "mean=2000,sigma=0.8,prompt_mean=300"
+SAMPLES = "300,2000"
 
 
 @pytest.fixture(scope="module")
