@@ -125,11 +125,15 @@ class Rollouts:
         return ended
 
     def close(self) -> RouterStats:
-        """Abort the conversations in flight, and replace lost replicas; when it returns, no replica has a request."""
+        """Abort the conversations in flight; when it returns, no replica has a request."""
         if not self.is_open:
             return RouterStats()
         self.is_open, self._ended, self._validated = False, [], {}
-        stats = self.runners.close()
+        return self.runners.close()
+
+    def finish(self) -> RouterStats:
+        """Close, and replace lost replicas."""
+        stats = self.close()
         if stats.to_replace:
             self.on_lost(stats.to_replace)
         return stats
@@ -164,7 +168,7 @@ class Rollouts:
                     self.close()
             raise
         trajectories = [self._validated.pop(name) for name in names]
-        stats = RouterStats() if shared else self.close()
+        stats = RouterStats() if shared else self.finish()
         report_failures(trajectories)
         samples = self._with_facts(groups, trajectories, with_routes=False)
         samples.meta_info[ROLLOUT_METRICS] = trajectory_metrics(trajectories) | stats.metrics()

@@ -247,7 +247,7 @@ class SampleService:
     def _return_devices(self) -> Metrics:
         """Free the devices that the trainer shares with engines; return the metrics of the engines, if known."""
         if self.mode == SYNC:
-            metrics = self.rollouts.close().metrics() | self.rollouts.runners.endpoint_metrics()
+            metrics = self.rollouts.finish().metrics() | self.rollouts.runners.endpoint_metrics()
             self.roles.free_engines()
             return metrics
         if self.mode == COLOCATED:
@@ -405,7 +405,7 @@ class SampleService:
         with self._idle.waiting():
             while self.ledger.running:
                 self._receive(WAIT_S)
-        stats = self.rollouts.close()
+        stats = self.rollouts.finish()
         waited = {"rollout_service/sync_wait_s": time.perf_counter() - started}
         return waited | _paused_metrics([]) | stats.metrics() | self.roles.sync_weights()
 
