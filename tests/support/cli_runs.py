@@ -175,8 +175,9 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 def reproducible(row: Mapping[str, float]) -> dict[str, float]:
     """Metrics of a step that are equal in two equal runs: all except timings."""
     timings = ("timing_", "perf/", "weight_sync/seconds", "weight_sync/gb_per_s", "weight_sync/verify_s", "checkpoint/")
-    timings += ("weight_sync/pause_s", "rollout_service/switch_s", "filter_groups/surplus", "rollout/idle_while_waiting_s")
-    timings += ("rollout/replica_utilization/", "fully_async/trainer/", "fully_async/rollouter/")
+    timings += ("weight_sync/pause_s", "rollout_service/switch_s", "filter_groups/surplus")
+    timings += ("rollout/idle_while_waiting_s", "rollout/replica_utilization/")
+    timings += ("fully_async/trainer/", "fully_async/rollouter/")
     return {name: value for name, value in row.items() if not name.startswith(timings)}
 
 
