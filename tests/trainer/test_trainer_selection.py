@@ -1,4 +1,4 @@
-"""GroupSelection of the samples to train on: groups without variance, ReMax baselines, best of n, and metrics."""
+"""Selection of the samples to train on: groups without variance, ReMax baselines, best of n, and metrics."""
 
 from __future__ import annotations
 

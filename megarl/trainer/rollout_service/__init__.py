@@ -1,1 +1,1 @@
-"""The rollout service: generates across training steps, under an admission rule that bounds staleness."""
+"""The sample service: from prompts to scored batches, under an admission rule that bounds staleness."""

@@ -1,4 +1,4 @@
-"""GroupSelection of the samples to train on: dynamic sampling, ReMax baselines, best of n."""
+"""Selection of the samples to train on: dynamic sampling, ReMax baselines, best of n."""
 
 from __future__ import annotations
 
@@ -107,8 +107,7 @@ class GroupSelection:
             dropped: groups without variance since the last batch.
             surplus: groups that were admitted beyond the batch and start again.
         """
-        used = {id(part): part for part in [*dropped.values(), *(scored[number] for number in numbers)]}
-        parts = sorted(used.values(), key=lambda part: part.numbers[0])
+        parts = parts_of(scored, numbers, dropped)
         metrics: Metrics = combine_metrics([(part.metrics, len(part.rows)) for part in parts])
         if self.filter.enable:
             filled, asked = len(dropped.keys() & {*numbers}), len({*numbers, *dropped})
@@ -158,6 +157,20 @@ class GroupSelection:
                 code="algorithm.no-filter-metric",
             )
         return np.array([np.nan if value is None else float(value) for value in column])
+
+
+def parts_of(
+    scored: Mapping[int, ScoredGroups], numbers: Sequence[int], dropped: Mapping[int, ScoredGroups]
+) -> list[ScoredGroups]:
+    """Return what was scored together for a batch, each once, by the number of its first group.
+
+    Args:
+        scored: see :meth:`GroupSelection.batch`.
+        numbers: groups of the batch.
+        dropped: groups without variance since the last batch.
+    """
+    used = {id(part): part for part in [*dropped.values(), *(scored[number] for number in numbers)]}
+    return sorted(used.values(), key=lambda part: part.numbers[0])
 
 
 def split_baselines(batch: DataProto) -> tuple[DataProto, Metrics]:

@@ -26,7 +26,7 @@ from megarl.trainer.roles.job_roles import Roles
 from megarl.trainer.rollout_service.idle_clock import IdleClock
 from megarl.trainer.rollout_service.ledger import AdmissionRule, GroupLedger
 from megarl.trainer.rollout_service.rollouts import WAIT_S, Rollouts, stored_group
-from megarl.trainer.rollout_service.selection import GroupSelection, ScoredGroups
+from megarl.trainer.rollout_service.selection import GroupSelection, ScoredGroups, parts_of
 from megarl.trainer.rollout_service.staleness import staleness_metrics
 from megarl.trainer.state.run_state import Resume
 
@@ -233,7 +233,7 @@ class SampleService:
         Raises:
             WeightSyncError: a token is newer than the weights of the batch, or staler than the bound.
         """
-        version, admitted = self.ledger.version, [number for number in numbers if number not in self._dropped]
+        version, admitted = self.ledger.version, self._varied(numbers)
         trajectories = self._trajectories(admitted)
         check_staleness(trajectories, version + 1, self.ledger.rule.bound)
         if self.mode == SYNC:
@@ -258,7 +258,7 @@ class SampleService:
 
     def _build(self, numbers: Sequence[int]) -> tuple[DataProto, Metrics] | None:
         """Build the batch of groups that are scored together; None with dynamic sampling, which has scored each."""
-        trajectories = self._trajectories([number for number in numbers if number not in self._dropped])
+        trajectories = self._trajectories(self._varied(numbers))
         report_failures(trajectories)
         if self.selection.filter.enable:
             return None
@@ -271,18 +271,19 @@ class SampleService:
             scored = self.selection.groups(numbers, self.rewards.score(batch, check=False), metrics)
             self._scored |= dict.fromkeys(numbers, scored)
         beyond = [number for number in self._dropped if self.ledger.rule.surplus and number > numbers[-1]]
-        dropped = [part for number, part in self._dropped.items() if number not in beyond]
-        used = {id(part): part for part in [*dropped, *(self._scored[number] for number in numbers)]}
-        self.rewards.check([part.failures for part in used.values()])
-        admitted = [number for number in numbers if number not in self._dropped]
+        dropped = {number: part for number, part in self._dropped.items() if number not in beyond}
+        parts = parts_of(self._scored, numbers, dropped)
+        self.rewards.check([part.failures for part in parts])
+        admitted = self._varied(numbers)
         self.ledger.train(admitted)
         self.ledger.reinstate(len(numbers) - len(admitted))
         surplus = self._restart_surplus(beyond)
         batch, metrics = self.selection.batch(self._scored, numbers, self._dropped, surplus)
         self._forget({*numbers, *self._dropped})
         self._dropped = {}
+        reported = set(map(id, parts))
         for number, part in self._scored.items():  # metrics of groups that were scored together count once
-            if id(part) in used:
+            if id(part) in reported:
                 self._scored[number] = part._replace(metrics={}, tokens=0, failures=Failures())
         return batch, metrics
 
@@ -337,6 +338,10 @@ class SampleService:
                 self._dropped[number] = part
                 self.ledger.drop(number)
                 self._forget_samples(number)
+
+    def _varied(self, numbers: Sequence[int]) -> list[int]:
+        """Return the groups of a batch without the dropped ones that fill it."""
+        return [number for number in numbers if number not in self._dropped]
 
     def _trajectories(self, numbers: Sequence[int]) -> list[Trajectory]:
         return [self._ended[name] for number in numbers for name in self._groups[number].ids]

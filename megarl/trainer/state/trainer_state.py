@@ -49,7 +49,7 @@ class TrainerState:
     contents: dict[str, Any] = field(default_factory=dict)
     """By role, the saved contents: some of model, optimizer, extra, hf_model; empty in old checkpoints."""
     rollout: dict[str, Any] = field(default_factory=dict)
-    """Work in flight of asynchronous training: ledger, groups and finished samples; empty in synchronous runs."""
+    """Samples in flight: ledger, groups and finished samples; empty if the next group follows from the step."""
     megarl_version: str = field(default=__version__)
     """Version of megarl that wrote the state; informational."""
     versions: dict[str, Any] = field(default_factory=installed_versions)
