@@ -28,7 +28,11 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "trainer").rglob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    sorted(path for room in ("trainer", "samples") for path in (PACKAGE / room).rglob("*.py")),
+    ids=lambda path: path.name,
+)
 def test_driver_communicates_through_the_cluster_room_only(path):
     assert not {name for name in imported(path) if name.split(".")[:2] == ["torch", "distributed"]}
 

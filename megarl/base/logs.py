@@ -52,7 +52,7 @@ class ProcessLogs:
 
 
 class LogFormatter(logging.Formatter):
-    """Formats lines as ``2026-11-22 14:03:11.208 WARNING megarl.trainer.roles.job_roles: text``."""
+    """Formats lines as ``2026-11-22 14:03:11.208 WARNING megarl.samples.replicas: text``."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+Metrics = dict[str, float]
+
 
 class Total(float):
     """A count or an amount, which adds up over the parts of a step."""
@@ -23,7 +25,7 @@ class Smallest(float):
 _REDUCTIONS: dict[type[float], Callable[[Sequence[float]], float]] = {Total: sum, Largest: max, Smallest: min}
 
 
-def combine_metrics(parts: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, float]:
+def combine_metrics(parts: Sequence[tuple[Mapping[str, float], int]]) -> Metrics:
     """Combine the metrics of the parts of a step by their reductions.
 
     Args:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,12 +33,15 @@ from megarl.algorithms import (
     sequence_sums,
     whiten_rewards,
 )
+from megarl.base.reductions import Largest, Metrics, Smallest
 from megarl.data import DataProto, sequence_lengths
 
 MASKS = ("attention_mask", "response_mask")
 """Columns with the lengths and the trained tokens of the rows."""
 FINISH_REASON = "finish_reason"
 """Column with the reason for the end of each conversation, see :class:`megarl.agents.types.Trajectory`."""
+GENERATED_TOKENS = "generated_tokens"
+"""Key in a batch's ``meta_info``: number of tokens generated for the step, including dropped samples."""
 REWARD_COLUMNS = (*MASKS, "token_level_scores", "token_level_rewards")
 KL_COLUMNS = ("old_log_probs", "ref_log_prob", "ref_kl")
 SHAPING_COLUMNS = (*MASKS, "token_level_scores", "ref_log_prob", "ref_similarity")
@@ -47,6 +51,18 @@ MISMATCH_COLUMNS = (*MASKS, "generated_mask", "old_log_probs", "rollout_log_prob
 ROW_ADVANTAGES = "row_advantages"
 """Column with one advantage per row, ``[b]`` double."""
 EXPANDED_COLUMNS = (*MASKS, "token_level_rewards", "values", "entropys", ROW_ADVANTAGES)
+
+
+def summary(prefix: str, values: Tensor) -> Metrics:
+    """Compute ``{prefix}/{mean,max,min}`` of a tensor of any shape; empty for an empty tensor."""
+    if values.numel() == 0:
+        return {}
+    array = values.numpy(force=True)
+    return {
+        f"{prefix}/mean": float(array.mean(dtype=np.float64)),
+        f"{prefix}/max": Largest(array.max()),
+        f"{prefix}/min": Smallest(array.min()),
+    }
 
 
 def trained_tokens(batch: DataProto) -> Tensor:

@@ -8,8 +8,8 @@ from support.expected_errors import raises
 from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup, WorkerSilent, failures
 from megarl.cluster.sharding_manager import ShardingManager, SyncOptions
 from megarl.models.layout import ParallelLayout
+from megarl.samples.replicas import _lost_ranks
 from megarl.sharding import RolloutLayout, SyncWave
-from megarl.trainer.roles.job_roles import _lost_ranks
 
 LAYOUT = RolloutLayout(replicas=2)
 PLAN = SimpleNamespace(buckets=(None,) * 3, nbytes=12, waves=(SyncWave(range(2), range(3)),), rollout=LAYOUT)

@@ -12,17 +12,11 @@ from support.documented_metrics import undocumented
 
 from megarl.base.reductions import combine_metrics
 from megarl.data import DataProto, token_counts
-from megarl.trainer.loop.trained_batches import TrainedBatches
-from megarl.trainer.metrics.step_metrics import (
-    GENERATED_TOKENS,
-    batch_metrics,
-    group_spread,
-    phase_tokens,
-    summary,
-    throughput_metrics,
-)
+from megarl.trainer.loop.ppo_trainer import TrainedBatches
+from megarl.trainer.metrics.step_metrics import batch_metrics, group_spread, phase_tokens, throughput_metrics
 from megarl.trainer.phases.advantage_phase import _quality_metrics
-from megarl.trainer.rollout_service.validation import CONVERSATION_METRICS, conversation_metrics
+from megarl.trainer.phases.validation import CONVERSATION_METRICS, conversation_metrics
+from megarl.workers.row_math import GENERATED_TOKENS, summary
 
 
 def batch(**more: torch.Tensor) -> DataProto:

@@ -54,16 +54,16 @@ def test_engines_are_built_after_the_roles_that_train_and_sleep_until_the_first_
         assert 8 * sum(sizes) * 0.9 <= pending - 2 * 2**30 <= 8 * sum(sizes) * 1.1
 
         assert roles.describe().splitlines()[-1] == "rollout: embedded, TP1, float32"
-        assert roles.sync_weights()["weight_sync/verified"] == 1
-        assert roles.rollout.weight_version() == [1] * roles.rollout.world_size
+        assert roles.replicas.sync_weights()["weight_sync/verified"] == 1
+        assert roles.replicas.group.weight_version() == [1] * roles.replicas.group.world_size
 
         # A replica that is frozen when a sync interrupts its requests is replaced after health.timeout_s.
-        frozen = roles.rollout.processes[0].pid
+        frozen = roles.replicas.group.processes[0].pid
         os.kill(frozen, signal.SIGSTOP)
-        metrics, held = roles.sync_weights_in_flight()
+        metrics, held = roles.replicas.sync_weights_in_flight()
         assert metrics["weight_sync/verified"] == 1 and {one.requests for one in held} == {0}
-        assert roles.rollout.processes[0].pid != frozen
-        assert roles.rollout.weight_version() == [2] * roles.rollout.world_size
+        assert roles.replicas.group.processes[0].pid != frozen
+        assert roles.replicas.group.weight_version() == [2] * roles.replicas.group.world_size
 
 
 def _elements(folder: str) -> int:

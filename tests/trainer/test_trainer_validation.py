@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.trainer.rollout_service.validation import (
+from megarl.trainer.phases.validation import (
     MAX_SUBSETS,
     expected_extreme,
     expected_majority,

@@ -19,6 +19,8 @@ from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.models import WeightMap, read_model_config
 from megarl.ops.dry_run.parts import WARNING, DryRun
 from megarl.rollout.registry import engine_vocab_multiple
+from megarl.samples.reward_functions import check_rewards, reward_plan
+from megarl.samples.reward_phase import reward_manager
 from megarl.sharding.placement import Placement, RolloutLayout
 from megarl.sharding.plan import build_plan
 from megarl.sharding.verification import check_coverage
@@ -26,8 +28,6 @@ from megarl.trainer.jobs.early_checks import check_learners, check_reward_model,
 from megarl.trainer.jobs.preflight import check_algorithm, check_data_classes, check_engine, check_teacher_tokenizers
 from megarl.trainer.jobs.supervised import SupervisedJob
 from megarl.trainer.phases.data_loading import prompt_loader, validation_loader
-from megarl.trainer.phases.reward_functions import check_rewards, reward_plan
-from megarl.trainer.phases.reward_phase import reward_manager
 from megarl.workers.settings import layout_of
 
 CHECKED_RANKS = 8

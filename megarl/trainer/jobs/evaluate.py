@@ -15,25 +15,25 @@ from megarl.algorithms.selection import best_of_groups
 from megarl.base.atomic_write import atomic_write
 from megarl.base.errors import DataError
 from megarl.base.json_text import format_json
+from megarl.base.reductions import Metrics
 from megarl.base.run_writer import RUN_WRITER
 from megarl.cluster.agent_runners import AgentRunners
 from megarl.config.schema.jobs import REWARD_MODEL, BestAnswersConfig, EvaluateConfig
 from megarl.config.stored import stored_config
 from megarl.data import DataProto
+from megarl.samples.reward_functions import runner_scorers
+from megarl.samples.reward_phase import RewardModelScorer, RewardPhase, SequenceReader, reward_manager
 from megarl.tracking import validation_table
 from megarl.trainer.jobs.frozen_policy import STREAM, FrozenPolicy, FrozenReplicas
 from megarl.trainer.jobs.output_folders import check_output_files
 from megarl.trainer.jobs.preflight import check_answers
 from megarl.trainer.jobs.session import open_job
-from megarl.trainer.metrics.step_metrics import Metrics
 from megarl.trainer.phases.data_loading import validation_loader
 from megarl.trainer.phases.end_tokens import policy_end_tokens
-from megarl.trainer.phases.reward_functions import runner_scorers
-from megarl.trainer.phases.reward_phase import RewardModelScorer, RewardPhase, SequenceReader, reward_manager
+from megarl.trainer.phases.validation import Validator
 from megarl.trainer.records.reporting import RunReporter
-from megarl.trainer.records.samples import Sample, dump_samples, evenly_spaced
+from megarl.trainer.records.sample_records import Sample, dump_samples, evenly_spaced
 from megarl.trainer.roles.worker_groups import ready_reward_model
-from megarl.trainer.rollout_service.validation import Validator
 from megarl.workers.row_math import counted_rows, generated_tokens, row_sums, truncated_rows
 
 METRICS_FILE = "metrics.json"

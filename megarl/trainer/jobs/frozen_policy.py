@@ -27,9 +27,10 @@ from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.models import ModelConfig
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE
 from megarl.models.multi_token import warn_of_unused
+from megarl.samples.rollout_group import build_engines, restart_replicas, rollout_group
+from megarl.samples.rollouts import Rollouts
 from megarl.tracking import Console
-from megarl.trainer.roles.worker_groups import Progress, build_engines, restart_replicas, rollout_group
-from megarl.trainer.rollout_service.rollouts import Rollouts
+from megarl.trainer.roles.worker_groups import Progress
 from megarl.trainer.state.checkpoint_manifest import MANIFEST, is_whole
 
 KEY = "actor_rollout_ref.model.path"

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms import TokenLoss
+from megarl.base.reductions import Metrics
 from megarl.cluster.role_groups import MegatronGroup
 from megarl.config.schema.jobs import PairTrainingConfig
 from megarl.data import DataProto, PairDataset, StatefulLoader
 from megarl.tracking import PAIR_COLUMNS
 from megarl.trainer.jobs.supervised import SupervisedJob
-from megarl.trainer.metrics.step_metrics import Metrics
 from megarl.trainer.phases.data_loading import subset_options
 from megarl.trainer.state.run_state import RunState
 

@@ -26,10 +26,10 @@ from megarl.rollout import check_engine_model
 from megarl.rollout.settings import context_tokens, engine_options
 from megarl.rollout.sglang.options import CACHE_TOKENS
 from megarl.rollout.sglang.teacher import TeacherServers
+from megarl.samples.reward_functions import check_rewards
 from megarl.trainer.callbacks import load_callbacks
 from megarl.trainer.jobs.early_checks import check_prompt_rows
 from megarl.trainer.phases.data_loading import collate_function, mixture_weights, reads_its_files, user_sampler
-from megarl.trainer.phases.reward_functions import check_rewards
 from megarl.trainer.roles.role_builder import run_updates
 from megarl.workers.settings import schedule_steps
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, cast
 
 from transformers import PreTrainedTokenizerBase
 
+from megarl.base.reductions import Metrics
 from megarl.cluster import PlacedPool, wait_ready
 from megarl.cluster.role_groups import MegatronGroup
 from megarl.config.batch import PhasePlan, plan_batches, render_plan
@@ -26,7 +27,7 @@ from megarl.tracking import SFT_COLUMNS, MetricColumn, read_metrics
 from megarl.trainer.jobs.output_folders import check_output_folders
 from megarl.trainer.jobs.preflight import check_schedules
 from megarl.trainer.jobs.session import open_job
-from megarl.trainer.metrics.step_metrics import Metrics, phase_tokens, rank_balance
+from megarl.trainer.metrics.step_metrics import phase_tokens, rank_balance
 from megarl.trainer.phases.data_loading import mixture_weights, training_files, training_order
 from megarl.trainer.records.reporting import RunReporter, RunSummary
 from megarl.trainer.records.tracing import RunTracing

@@ -15,6 +15,10 @@ from megarl.config.schema.jobs import TrainConfig
 from megarl.config.stored import stored_config
 from megarl.data.loader import PromptQueue
 from megarl.data.tokenizer_folder import load_tokenizer
+from megarl.samples.reward_functions import runner_scorers, val_reward_config
+from megarl.samples.reward_phase import RewardModelScorer, RewardPhase, SequenceReader, reward_manager
+from megarl.samples.rollouts import Rollouts
+from megarl.samples.service import SampleService, restored_ledger
 from megarl.trainer.callbacks import load_callbacks
 from megarl.trainer.jobs.output_folders import check_output_folders, claim_response_folders
 from megarl.trainer.jobs.preflight import check_schedules, check_train
@@ -31,16 +35,12 @@ from megarl.trainer.phases.data_loading import prompt_loader, validation_loader
 from megarl.trainer.phases.end_tokens import policy_end_tokens
 from megarl.trainer.phases.model_passes import ROW_VERB, ModelPass, TeacherPhase, simultaneous_passes, verb_pass
 from megarl.trainer.phases.reference_phase import AlignmentPhase, BatchPhase
-from megarl.trainer.phases.reward_functions import runner_scorers, val_reward_config
-from megarl.trainer.phases.reward_phase import RewardModelScorer, RewardPhase, SequenceReader, reward_manager
+from megarl.trainer.phases.validation import Validator
 from megarl.trainer.records.reporting import RunReporter, RunSummary
 from megarl.trainer.roles.devices import JobPools
 from megarl.trainer.roles.job_roles import Roles
 from megarl.trainer.roles.role_builder import RoleBuilder
 from megarl.trainer.roles.worker_groups import Progress
-from megarl.trainer.rollout_service.rollouts import Rollouts
-from megarl.trainer.rollout_service.service import SampleService, restored_ledger
-from megarl.trainer.rollout_service.validation import Validator
 from megarl.trainer.state.run_state import RunState, inexact_checkpoints
 
 LARGEST_KEPT_TENSOR = 2**30
@@ -94,11 +94,14 @@ class TrainerBuilder:
         self.reader = SequenceReader(config.reward.model, self.tokenizer) if config.reward.model.enable else None
         self.callbacks = load_callbacks(config.trainer.callbacks)
         self.prompts = PromptQueue(prompt_loader(config, self.tokenizer))
+        step, rollout = 0, {}
         if session.resume is not None:
-            self.prompts.load_state_dict(session.resume.state.dataloader)
+            state = session.resume.state
+            step, rollout = state.step, state.rollout
+            self.prompts.load_state_dict(state.dataloader)
         self.val_loader = validation_loader(config, self.tokenizer) if config.data.val_files else None
         self.total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * len(self.prompts)
-        self.ledger = restored_ledger(config, self.total_steps, session.resume)
+        self.ledger = restored_ledger(config, self.total_steps, step, rollout)
         check_schedules(config, self.batches, self.total_steps)
         check_endpoint(config)
 
@@ -152,18 +155,18 @@ class TrainerBuilder:
         console.message("\n".join(filter(None, [roles.describe(), runners.wait_ready()])))
         rollouts = Rollouts(
             runners,
-            roles.replicas,
+            roles.replicas.processes,
             config,
             self.tokenizer,
             self._batch_info(),
-            on_lost=roles.replace_replicas,
+            on_lost=roles.replicas.replace,
             state_masking=config.actor_rollout_ref.actor.state_masking,
         )
         scorer = None
         if roles.reward_model and self.reader:
             scorer = RewardModelScorer(roles.reward_model, self.reader)
         rewards = RewardPhase(self.reward_functions, self.tokenizer, config.reward, scorer)
-        samples = SampleService(config, self.ledger, self.prompts, rollouts, rewards, roles)
+        samples = SampleService(config, self.ledger, self.prompts, rollouts, rewards, roles.replicas)
         state.in_flight = samples.state_dict
         phases = self._phases(roles, samples, advantage)
         validator = None
@@ -200,7 +203,7 @@ class TrainerBuilder:
         correction = RolloutCorrectionPhase(
             algorithm.rollout_correction,
             loglinear=config.estimates_proximal_policy,
-            version=roles.weight_version,
+            version=lambda: roles.replicas.weight_version,
             rows=rows,
         )
         update: list[BatchPhase] = [correction]

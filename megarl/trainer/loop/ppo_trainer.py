@@ -10,22 +10,23 @@ from types import MappingProxyType
 from typing import Any
 
 from megarl.base.errors import StepImpossible
+from megarl.base.reductions import Metrics, combine_metrics
 from megarl.cluster import wait_all
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data import DataProto, stratified_minibatch_order, token_counts
 from megarl.data.order import permutation
+from megarl.samples.selection import join
+from megarl.samples.service import SampleService
 from megarl.trainer.callbacks import Callback, TrainerView
-from megarl.trainer.loop.trained_batches import TrainedBatches
-from megarl.trainer.metrics.step_metrics import Metrics
 from megarl.trainer.phases.advantage_phase import AdvantagePhase, RewardShaping
 from megarl.trainer.phases.model_passes import ModelPass
 from megarl.trainer.phases.reference_phase import BatchPhase
 from megarl.trainer.records.reporting import RunReporter, RunSummary
 from megarl.trainer.records.tracing import RunTracing
 from megarl.trainer.roles.job_roles import Roles
-from megarl.trainer.rollout_service.service import SampleService
 from megarl.trainer.state.run_identity import ID_FILE
 from megarl.trainer.state.run_state import RunState
+from megarl.workers.row_math import GENERATED_TOKENS
 
 MINI_BATCH_ROWS = ("actor_mini_batch_rows", "critic_mini_batch_rows")
 """Keys in a batch's ``meta_info``: rows of a mini-batch over all ranks, by role."""
@@ -53,6 +54,28 @@ class StepPhases:
     advantage: AdvantagePhase
     correction: Sequence[BatchPhase]
     updates: Sequence[Sequence[ModelPass]]
+
+
+class TrainedBatches:
+    """Joins the batches of a step and their metrics."""
+
+    def __init__(self) -> None:
+        self._batches: list[DataProto] = []
+        self._trained: list[DataProto] = []
+        self._metrics: list[tuple[Metrics, int]] = []
+
+    def add(self, batch: DataProto, trained: DataProto, metrics: Metrics) -> None:
+        """Add a scored batch, and the rows of its updates: PF-PPO draws other rows of the batch."""
+        self._batches.append(batch)
+        self._trained.append(trained)
+        self._metrics.append((metrics, len(batch)))
+
+    def joined(self) -> tuple[DataProto, DataProto, Metrics]:
+        """Return the scored rows and the trained rows of the step, and its metrics; see :func:`combine_metrics`."""
+        tokens = sum(batch.meta_info[GENERATED_TOKENS] for batch in self._batches)
+        for batch in (*self._batches, *self._trained):
+            batch.meta_info[GENERATED_TOKENS] = tokens
+        return join(self._batches), join(self._trained), combine_metrics(self._metrics)
 
 
 class PPOTrainer:
@@ -143,7 +166,7 @@ class PPOTrainer:
         self.tracing.begin_step(0)
         self.state.restore(self.roles.learners())
         self.phases.samples.restore(self.state.resume.state.rollout if self.state.resume else {}, self.state.step)
-        self.roles.sync_weights()
+        self.roles.replicas.sync_weights()
         for recorder in self.recorders:
             recorder.on_train_start(self.view())
         if self.config.trainer.val_only:
@@ -161,7 +184,7 @@ class PPOTrainer:
             StepImpossible: there is no batch to train on, for example because all rollout replicas are lost. The
                 finished steps are saved, unless the step has trained in part.
         """
-        trained = False
+        trained, holds = False, self.config.holds_proximal_policy
         with contextlib.closing(self.phases.samples.batches(step, self.phase)) as source:
             while True:
                 try:
@@ -172,9 +195,14 @@ class PPOTrainer:
                     self.state.undo_step()
                     raise self.state.save_and_stop(error, self.roles.learners(), self.reporter.lasting_files) from error
                 if item is None:
-                    return
+                    break
+                if holds and not trained:
+                    with self.phase("old_log_prob"):
+                        self.roles.actor.hold_weights()
                 yield item
                 trained = True
+        if holds:
+            self.roles.actor.release_weights()
 
     def sync_weights(self) -> Metrics:
         """Send the actor's weights to the rollout replicas; see :meth:`SampleService.sync_weights`.

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from megarl.base.errors import StepImpossible
+from megarl.base.reductions import Metrics
 from megarl.cluster import WorkerGroup, seqlen_metrics
 from megarl.cluster.role_groups import ActorGroup, MegatronGroup
 from megarl.config.schema.jobs import TrainConfig
@@ -20,16 +21,11 @@ from megarl.data import token_counts
 from megarl.models import read_model_config
 from megarl.trainer.callbacks import Callback, TrainerView
 from megarl.trainer.metrics.engine_mismatch import explained_by_rounding
-from megarl.trainer.metrics.step_metrics import (
-    Metrics,
-    batch_metrics,
-    phase_tokens,
-    rank_balance,
-    throughput_metrics,
-)
+from megarl.trainer.metrics.step_metrics import batch_metrics, phase_tokens, rank_balance, throughput_metrics
 from megarl.trainer.phases.model_passes import ROW_VERB
+from megarl.trainer.phases.validation import Validator
 from megarl.trainer.records.reporting import RunReporter
-from megarl.trainer.records.samples import (
+from megarl.trainer.records.sample_records import (
     describe_samples,
     dump_log_probs,
     dump_samples,
@@ -37,7 +33,6 @@ from megarl.trainer.records.samples import (
     rows_of_groups,
     samples_with_tokens,
 )
-from megarl.trainer.rollout_service.validation import Validator
 from megarl.trainer.state.run_state import RunState
 
 SAMPLES_PER_STEP_IN_REPORT = 16

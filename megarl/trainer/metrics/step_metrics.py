@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from megarl.algorithms import Moments, RatioMoments
-from megarl.base.reductions import Largest, Smallest
+from megarl.base.reductions import Largest, Metrics, Smallest
 from megarl.cluster import WorkerGroup
 from megarl.data import DataProto, sequence_lengths, token_counts
 from megarl.data.row_map import RowMap, map_in_process
@@ -18,16 +18,14 @@ from megarl.tracking.phase_timer import unhidden_seconds
 from megarl.trainer.metrics.engine_mismatch import EXCESS, mismatch_excess
 from megarl.workers.row_math import (
     FINISH_REASON,
+    GENERATED_TOKENS,
     MISMATCH_COLUMNS,
     STATISTIC_COLUMNS,
     generated_tokens,
     statistics_of_rows,
+    summary,
     truncated_rows,
 )
-
-Metrics = dict[str, float]
-GENERATED_TOKENS = "generated_tokens"
-"""Key in a batch's ``meta_info``: number of tokens generated for the step, including dropped samples."""
 
 UPDATES = ("update_actor", "update_critic")
 """Phases that process the trained rows."""
@@ -46,18 +44,6 @@ _CAUSES = {
     _ZERO_VARIANCE: "the samples of {:.0%} of the prompts score the same, so that their advantages are 0",
 }
 """Reasons why a step may train nothing, by the metric that measures each."""
-
-
-def summary(prefix: str, values: torch.Tensor) -> Metrics:
-    """Compute ``{prefix}/{mean,max,min}`` of a tensor of any shape; empty for an empty tensor."""
-    if values.numel() == 0:
-        return {}
-    array = values.numpy(force=True)
-    return {
-        f"{prefix}/mean": float(array.mean(dtype=np.float64)),
-        f"{prefix}/max": Largest(array.max()),
-        f"{prefix}/min": Smallest(array.min()),
-    }
 
 
 def moments_summary(prefix: str, moments: Moments) -> Metrics:

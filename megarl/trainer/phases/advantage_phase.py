@@ -22,11 +22,10 @@ from megarl.algorithms import (
     warmup_steps,
 )
 from megarl.base.errors import DataError
-from megarl.base.reductions import Total
+from megarl.base.reductions import Metrics, Total
 from megarl.config.schema.algorithm import AlgorithmConfig, ScheduledWeightConfig
 from megarl.data import DataProto
 from megarl.data.row_map import RowMap, map_in_process, with_tokens
-from megarl.trainer.metrics.step_metrics import Metrics, summary
 from megarl.trainer.phases.correction_phase import RolloutCorrectionPhase
 from megarl.workers.advantage_rows import (
     ANCHOR_STATES,
@@ -46,6 +45,7 @@ from megarl.workers.row_math import (
     expanded_advantages_of_rows,
     penalized_rewards_of_rows,
     shaped_rewards_of_rows,
+    summary,
     whitened_of_rows,
     whitened_rewards_of_rows,
 )

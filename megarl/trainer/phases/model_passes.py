@@ -10,12 +10,11 @@ import numpy as np
 
 from megarl.base.disjoint_groups import disjoint_groups
 from megarl.base.errors import DataError
-from megarl.base.reductions import Total
+from megarl.base.reductions import Metrics, Total
 from megarl.cluster import PlacedPool, WorkerGroup
 from megarl.cluster.calls import PendingCall, completed_call
 from megarl.data import DataProto
 from megarl.models import ParallelLayout
-from megarl.trainer.metrics.step_metrics import Metrics
 
 ROW_VERB = "compute_log_prob"
 """Verb of the actor whose rows on each process are also those of the row functions of a step."""

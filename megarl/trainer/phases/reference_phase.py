@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms import Moments, WeightSchedule, row_cosine_similarity
-from megarl.base.reductions import Total
+from megarl.base.reductions import Metrics, Total
 from megarl.data import DataProto, attention_mask_of, pad_right, sequence_lengths
 from megarl.data.row_map import RowMap, map_in_process
 from megarl.data.text_bounds import cut_middle, measured_tokens
 from megarl.models import ParallelLayout
-from megarl.trainer.metrics.step_metrics import Metrics, summary
-from megarl.workers.row_math import MASKS, counted_rows, entropy_of_rows
+from megarl.workers.row_math import MASKS, counted_rows, entropy_of_rows, summary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

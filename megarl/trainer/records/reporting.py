@@ -13,6 +13,7 @@ from typing import Any
 
 from megarl.base.json_text import format_json
 from megarl.base.logs import LOGS_FOLDER
+from megarl.base.reductions import Metrics
 from megarl.base.run_writer import RUN_WRITER
 from megarl.config.schema.run import RunConfig, TrainingRunConfig
 from megarl.tracing import PHASE, lane_span, span
@@ -21,8 +22,8 @@ from megarl.tracking.jsonl_files import BALANCE_FILE, METRICS_FILE, BalanceFile,
 from megarl.tracking.run_summary import REPORT_FILE
 from megarl.tracking.sample_files import SampleFiles, begin_samples
 from megarl.trainer.metrics.engine_mismatch import mismatch_warnings
-from megarl.trainer.metrics.step_metrics import Metrics, empty_step_warnings, memory_warnings
-from megarl.trainer.records.samples import Sample
+from megarl.trainer.metrics.step_metrics import empty_step_warnings, memory_warnings
+from megarl.trainer.records.sample_records import Sample
 from megarl.trainer.state.run_identity import ID_FILE, identify_run
 
 ACCURACY_PREFIX = "val-core/"

@@ -30,18 +30,18 @@ from megarl.config.schema.jobs import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, RO
 from megarl.models import ParallelLayout, WeightMap, read_model_config
 from megarl.models.sequence_cost import SequenceCost, sequence_cost
 from megarl.rollout.registry import engine_vocab_multiple
+from megarl.samples.elastic_replicas import REPLICAS_FILE, ElasticReplicas
+from megarl.samples.hybrid_replicas import HybridReplicas
+from megarl.samples.replicas import Replicas
+from megarl.samples.rollout_group import build_engines, rollout_group
 from megarl.sharding import RolloutLayout, Routes, build_plan, replica_plans, sender_plans
 from megarl.trainer.roles.devices import JobPools
-from megarl.trainer.roles.elastic_replicas import REPLICAS_FILE, ElasticReplicas
-from megarl.trainer.roles.hybrid_replicas import HybridReplicas
 from megarl.trainer.roles.job_roles import Roles
 from megarl.trainer.roles.worker_groups import (
     Progress,
     budget,
-    build_engines,
     pending_device_bytes,
     reward_model_group,
-    rollout_group,
     update_plan,
 )
 from megarl.workers.settings import (
@@ -146,14 +146,14 @@ class RoleBuilder:
         connect = partial(self._connect, actor, rollout, hybrid_ranks if hybrid else None)
         sync = connect(rollout.ranks)
         sync.free_engines()
-        roles = Roles(actor, critic, reference, reward_model, teachers, rollout, sync, connect, pending)
+        replicas = Replicas(rollout, sync, connect, pending)
         if hybrid:
-            roles.hybrid = HybridReplicas(hybrid_ranks, rollout.world_size - hybrid)
+            replicas.hybrid = HybridReplicas(hybrid_ranks, rollout.world_size - hybrid)
         keys = self.policy.rollout
         if keys.min_replicas is not None:
             request, timeout_s = self.folder / REPLICAS_FILE, keys.health.join_timeout_s
-            roles.elastic = ElasticReplicas(rollout, keys.min_replicas, timeout_s, request, self.notify)
-        return roles
+            replicas.elastic = ElasticReplicas(rollout, keys.min_replicas, timeout_s, request, self.notify)
+        return Roles(actor, critic, reference, reward_model, teachers, replicas)
 
     def _actor(self) -> ActorGroup:
         reference = None

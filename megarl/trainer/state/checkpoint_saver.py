@@ -19,12 +19,12 @@ from megarl.base.checkpoint_files import HF_FOLDER
 from megarl.base.errors import CheckpointError, MegarlError
 from megarl.base.files import FileEntry
 from megarl.base.formatting import duration
+from megarl.base.reductions import Metrics
 from megarl.cluster import PendingCall, WorkerGroup, wait_all
 from megarl.config.schema.model import HF_MODEL, CheckpointConfig
 from megarl.convert.conversion import ConversionOptions, convert
 from megarl.convert.open import open_source
 from megarl.convert.source import HUGGING_FACE
-from megarl.trainer.metrics.step_metrics import Metrics
 from megarl.trainer.state.checkpoint_manifest import Score
 from megarl.trainer.state.checkpoint_store import CheckpointStore
 from megarl.workers.dispatch import SavedPart

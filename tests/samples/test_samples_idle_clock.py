@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.trainer.rollout_service.idle_clock import IdleClock
+from megarl.samples.idle_clock import IdleClock
 
 
 def test_idle_ratios_of_two_sync_intervals() -> None:

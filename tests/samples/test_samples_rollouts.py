@@ -20,15 +20,15 @@ from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.rewards import FailurePolicy, RewardManager, in_driver
 from megarl.rewards.outcome import OUTCOME
 from megarl.rollout.router import EngineReplica
+from megarl.samples.reward_functions import function_manager, runner_scorers
+from megarl.samples.reward_phase import RewardPhase
+from megarl.samples.rollouts import WAIT_S, Rollouts
 from megarl.trainer.phases.data_loading import prompt_loader, validation_loader
-from megarl.trainer.phases.reward_functions import function_manager, runner_scorers
-from megarl.trainer.phases.reward_phase import RewardPhase
-from megarl.trainer.rollout_service.rollouts import WAIT_S, Rollouts
-from megarl.trainer.rollout_service.validation import Validator
+from megarl.trainer.phases.validation import Validator
 from megarl.workers.dispatch import WorkerPlace
 from megarl.workers.rollout import RolloutWorker
 from megarl.workers.settings import RolloutSettings
-from tests.trainer.phase_rewards import CALLS
+from tests.samples.phase_rewards import CALLS
 
 FACTS = {"actor_mini_batch_rows": 8}
 FUNCTIONS = Path(__file__).with_name("phase_rewards.py")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.trainer.roles.hybrid_replicas import HybridReplicas
+from megarl.samples.hybrid_replicas import HybridReplicas
 
 
 def test_hybrid_replicas_are_used_if_they_save_more_than_a_switch_takes() -> None:

@@ -11,13 +11,12 @@ import torch
 
 from megarl.algorithms.selection import best_of_groups, varied_groups
 from megarl.base.errors import DataError, StepImpossible
-from megarl.base.reductions import Total, combine_metrics
+from megarl.base.reductions import Metrics, Total, combine_metrics
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data import DataProto, sequence_lengths
 from megarl.rewards.manager import Failures, Scored
-from megarl.trainer.metrics.step_metrics import GENERATED_TOKENS, Metrics
-from megarl.trainer.rollout_service.rollouts import BASELINE
-from megarl.workers.row_math import counted_rows, generated_tokens, row_sums, trained_tokens
+from megarl.samples.rollouts import BASELINE
+from megarl.workers.row_math import GENERATED_TOKENS, counted_rows, generated_tokens, row_sums, trained_tokens
 
 SCORES = ("score", "seq_reward")
 """Values of ``algorithm.filter_groups.metric`` that mean the score itself."""

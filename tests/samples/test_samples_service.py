@@ -10,7 +10,6 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,17 +29,17 @@ from megarl.rollout.embedded.generation import ContinuousBatcher
 from megarl.rollout.interface import NO_VERSION, Completion, Request
 from megarl.rollout.router import NoReplicaLeft
 from megarl.rollout.serving import HeldRequests
+from megarl.samples.reward_functions import runner_scorers
+from megarl.samples.reward_phase import RewardPhase
+from megarl.samples.rollouts import Rollouts
+from megarl.samples.service import SampleService, check_staleness, restored_ledger
+from megarl.samples.staleness import staleness_metrics
 from megarl.trainer.phases.data_loading import prompt_loader
-from megarl.trainer.phases.reward_functions import runner_scorers
-from megarl.trainer.phases.reward_phase import RewardPhase
-from megarl.trainer.rollout_service.rollouts import Rollouts
-from megarl.trainer.rollout_service.service import SampleService, check_staleness, restored_ledger
-from megarl.trainer.rollout_service.staleness import staleness_metrics
 from megarl.trainer.state.trainer_state import Decoder, Encoder
 from megarl.workers.dispatch import WorkerPlace
 from megarl.workers.rollout import RolloutWorker
 from megarl.workers.settings import RolloutSettings
-from tests.trainer.phase_rewards import CALLS
+from tests.samples.phase_rewards import CALLS
 
 FUNCTIONS = Path(__file__).with_name("phase_rewards.py")
 STEPS = 3
@@ -66,26 +65,25 @@ class OneEngine:
 
     def __init__(self, model: str) -> None:
         self.model, self.loses_replica, self.replica = model, False, WorkerReplica(model)
-        self.sharding_manager = SimpleNamespace(version=0)
-        self.actor = SimpleNamespace(hold_weights=lambda: None, release_weights=lambda: None)
+        self.weight_version = 0
 
     @property
     def worker(self) -> RolloutWorker:
         return self.replica.worker
 
-    def replicas(self) -> dict[int, WorkerReplica]:
+    def processes(self) -> dict[int, WorkerReplica]:
         return {0: self.replica}
 
-    def update_replicas(self, move_requests: Callable[[], None], waited_s: float) -> None:
+    def update(self, move_requests: Callable[[], None], waited_s: float) -> None:
         assert waited_s >= 0
 
     def return_devices(self, move_requests: Callable[[], None]) -> float:
         return 0.0
 
     def sync_weights(self) -> dict[str, float]:
-        self.sharding_manager.version += 1
+        self.weight_version += 1
         self.worker.wake(("weights", "kv_cache"))
-        self.worker.engine.load_hf(self.model, self.sharding_manager.version)
+        self.worker.engine.load_hf(self.model, self.weight_version)
         return {}
 
     def sync_weights_in_flight(self) -> tuple[dict[str, float], list[HeldRequests]]:
@@ -152,12 +150,12 @@ def make(
         counted = {"reward.functions": {f"{FUNCTIONS}:counted": 1.0}, "reward.num_workers": 2}
         scorers = runner_scorers(train_config(counted)) if scored else {}
         runners.append(AgentRunner(config, tokenizer, scorers=scorers))
-        rollouts = Rollouts(runners[-1], engine.replicas, config, tokenizer)
+        rollouts = Rollouts(runners[-1], engine.processes, config, tokenizer)
         manager = RewardManager(in_driver(reward), tokenizer)
         rewards = RewardPhase(manager, tokenizer, config.reward)
         prompts = PromptQueue(prompt_loader(config, tokenizer))
-        engine.sharding_manager.version, engine.loses_replica = 0, False
-        return SampleService(config, restored_ledger(config, STEPS, None), prompts, rollouts, rewards, engine)
+        engine.weight_version, engine.loses_replica = 0, False
+        return SampleService(config, restored_ledger(config, STEPS), prompts, rollouts, rewards, engine)
 
     yield build
     for runner in runners:
@@ -366,7 +364,7 @@ def test_a_checkpoint_has_the_work_in_flight(make: Callable[..., Any], engine: O
 
     resumed = make(1)
     decoded = resume(resumed, state, tmp_path, 1)
-    assert engine.sharding_manager.version == 2 and len(decoded["groups"]) == 16
+    assert engine.weight_version == 2 and len(decoded["groups"]) == 16
     again = [rows(batch) for _, batch, _ in steps_of(resumed, 2)]
     assert sorted(row for batch in again for row in batch) == sorted(row for batch in rest for row in batch)
     trained = [row[0] for _, batch, _ in first for row in rows(batch)] + [row[0] for batch in rest for row in batch]
@@ -387,7 +385,7 @@ def resume(source: Any, state: tuple[Any, Any], folder: Path, step: int) -> Any:
     source.prompts.load_state_dict(state[1])
     source.ledger.load_state_dict(decoded["ledger"])
     source.restore(decoded, step)
-    source.roles.sync_weights()
+    source.replicas.sync_weights()
     return decoded
 
 

@@ -15,7 +15,7 @@ from megarl.cluster import RaySession, ResourcePool, wait_ready
 from megarl.cluster.resources import PlacedPool
 from megarl.cluster.role_groups import RolloutGroup
 from megarl.models import ParallelLayout
-from megarl.trainer.roles.elastic_replicas import MOST_FAILURES, ElasticReplicas, ReplicasMissing
+from megarl.samples.elastic_replicas import MOST_FAILURES, ElasticReplicas, ReplicasMissing
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
 from tests.support.expected_errors import raises
 from tests.support.waits import wait_until
@@ -59,7 +59,7 @@ def make(pool: PlacedPool, tmp_path: Path) -> Iterator[Callable[..., tuple[Rollo
         pool.request([2])
         absent = [replica for replica in range(3) if not pool.is_placed([replica])]
         kwargs = {"broken": tmp_path / "broken"}
-        worker = "tests.trainer.test_trainer_elastic_replicas:Engine"
+        worker = "tests.samples.test_samples_elastic_replicas:Engine"
         groups.append(RolloutGroup("rollout", worker, kwargs, ParallelLayout(dp=3), pool, absent=absent))
         wait_ready([groups[-1]])
         lines: list[str] = []

@@ -22,13 +22,12 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megarl.algorithms import sequence_counts
-from megarl.base.reductions import combine_metrics
+from megarl.base.reductions import Metrics, combine_metrics
 from megarl.data import DataProto, StatefulLoader, sequence_lengths
 from megarl.rewards.outcome import EXTRA, as_number
-from megarl.trainer.metrics.step_metrics import Metrics
-from megarl.trainer.phases.reward_phase import RewardPhase
-from megarl.trainer.records.samples import Sample, describe_samples
-from megarl.trainer.rollout_service.rollouts import ROLLOUT_METRICS, Rollouts
+from megarl.samples.reward_phase import RewardPhase
+from megarl.samples.rollouts import ROLLOUT_METRICS, Rollouts
+from megarl.trainer.records.sample_records import Sample, describe_samples
 from megarl.workers.row_math import generated_tokens, row_sums
 
 CONVERSATION_METRICS = (

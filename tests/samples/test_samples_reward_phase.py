@@ -14,8 +14,8 @@ from megarl.config.schema.rewards import RewardConfig, ScoringModelConfig
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
 from megarl.rewards import FailurePolicy, RewardManager, in_driver
 from megarl.rewards.manager import NullReward
-from megarl.trainer.phases.reward_phase import BatchScorer, ModelScores, RewardPhase, SequenceReader
-from megarl.trainer.records.samples import describe_samples
+from megarl.samples.reward_phase import BatchScorer, ModelScores, RewardPhase, SequenceReader
+from megarl.trainer.records.sample_records import describe_samples
 
 ANSWERS = ["12", "7", "oops", ""]
 TRUTHS = ["12", "8", "3", "1"]

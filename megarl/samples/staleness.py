@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from megarl.agents.types import Trajectory
-from megarl.base.reductions import Largest, Total
+from megarl.base.reductions import Largest, Metrics, Total
 from megarl.rollout.interface import NO_VERSION
-from megarl.trainer.metrics.step_metrics import Metrics
 
 
 def staleness_metrics(trajectories: Sequence[Trajectory], version: int, admission: Sequence[int]) -> Metrics:

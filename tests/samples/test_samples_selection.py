@@ -14,7 +14,7 @@ from megarl.base.reductions import Total
 from megarl.config import TrainConfig
 from megarl.data import DataProto
 from megarl.rewards.manager import Scored
-from megarl.trainer.rollout_service.selection import GroupSelection, ScoredGroups, join, keep_best, split_baselines
+from megarl.samples.selection import GroupSelection, ScoredGroups, join, keep_best, split_baselines
 
 GROUPS = {"actor_rollout_ref.rollout.n": 2, "algorithm.adv_estimator": "grpo", "data.train_batch_size": 4}
 GROUPS["actor_rollout_ref.actor.ppo_mini_batch_size"] = 4

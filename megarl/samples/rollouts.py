@@ -26,6 +26,7 @@ from megarl.agents.types import (
     StoredTurn,
     Trajectory,
 )
+from megarl.base.reductions import Metrics
 from megarl.base.seeds import derive_seed
 from megarl.config.schema.async_training import SYNC
 from megarl.config.schema.jobs import GenerationJobConfig, TrainConfig
@@ -35,7 +36,6 @@ from megarl.rewards.outcome import REWARD_COUNTS
 from megarl.rollout.interface import SamplingParams
 from megarl.rollout.router import Replica
 from megarl.rollout.router_stats import RouterStats
-from megarl.trainer.metrics.step_metrics import Metrics
 
 TRAINING, VALIDATION = 0, 1
 """Seed streams of training and validation."""

@@ -12,7 +12,7 @@ from megarl.base.errors import RewardError
 from megarl.config import TrainConfig
 from megarl.config.problems import InvalidConfigError
 from megarl.rewards.calling import RewardTask
-from megarl.trainer.phases.reward_functions import check_rewards, reward_plan, val_reward_config
+from megarl.samples.reward_functions import check_rewards, reward_plan, val_reward_config
 
 Build = Callable[..., TrainConfig]
 OWN = """

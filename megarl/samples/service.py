@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 from megarl.agents.trajectories import report_failures
 from megarl.agents.types import ConversationGroup, PlannedSample, SampleId, StoredTurn, Trajectory
 from megarl.base.errors import StepImpossible, WeightSyncError
+from megarl.base.reductions import Metrics
 from megarl.base.signals import while_waiting
 from megarl.config.schema.async_training import COLOCATED, DISAGGREGATED, SYNC
 from megarl.config.schema.jobs import TrainConfig
@@ -20,23 +22,29 @@ from megarl.rewards.outcome import Outcome
 from megarl.rollout.interface import NO_VERSION
 from megarl.rollout.router_stats import RouterStats
 from megarl.rollout.serving import HeldRequests
-from megarl.trainer.metrics.step_metrics import Metrics
-from megarl.trainer.phases.reward_phase import RewardPhase
-from megarl.trainer.roles.job_roles import Roles
-from megarl.trainer.rollout_service.idle_clock import IdleClock
-from megarl.trainer.rollout_service.ledger import AdmissionRule, GroupLedger
-from megarl.trainer.rollout_service.rollouts import WAIT_S, Rollouts, stored_group
-from megarl.trainer.rollout_service.selection import GroupSelection, ScoredGroups, parts_of
-from megarl.trainer.rollout_service.staleness import staleness_metrics
-from megarl.trainer.state.run_state import Resume
+from megarl.samples.idle_clock import IdleClock
+from megarl.samples.ledger import AdmissionRule, GroupLedger
+from megarl.samples.replicas import Replicas
+from megarl.samples.reward_phase import RewardPhase
+from megarl.samples.rollouts import WAIT_S, Rollouts, stored_group
+from megarl.samples.selection import GroupSelection, ScoredGroups, parts_of
+from megarl.samples.staleness import staleness_metrics
 
 GROUPS, SAMPLES, TURNS, LEDGER = "groups", "samples", "turns", "ledger"
 TimedPhase = Callable[[str], AbstractContextManager[object]]
 """Times a phase of the step under its name."""
 
 
-def restored_ledger(config: TrainConfig, total_steps: int, resume: Resume | None) -> GroupLedger:
-    """Build the ledger of a run, at the state of the checkpoint to resume from.
+def restored_ledger(
+    config: TrainConfig, total_steps: int, step: int = 0, state: Mapping[str, Any] = MappingProxyType({})
+) -> GroupLedger:
+    """Build the ledger of a run.
+
+    Args:
+        config: complete.
+        total_steps: training steps of the whole run.
+        step: of the checkpoint to resume from; 0 = a new run.
+        state: its work in flight, see :meth:`SampleService.state_dict`.
 
     Raises:
         CheckpointError, ConfigError: the work in flight does not fit the configuration.
@@ -46,10 +54,10 @@ def restored_ledger(config: TrainConfig, total_steps: int, resume: Resume | None
         surplus = max(0, (config.data.gen_batch_size or batch) - batch)
     rule = AdmissionRule(batch, config.async_training.max_staleness, total_steps * batch, surplus)
     ledger = GroupLedger(rule, config.actor_rollout_ref.rollout.n + config.uses_baselines)
-    if resume is not None and resume.state.rollout:
-        ledger.load_state_dict(resume.state.rollout[LEDGER])
-    elif resume is not None:
-        ledger.start_at(resume.state.step)
+    if state:
+        ledger.load_state_dict(state[LEDGER])
+    else:
+        ledger.start_at(step)
     return ledger
 
 
@@ -75,7 +83,7 @@ class SampleService:
         prompts: queue of training prompts.
         rollouts: leads conversations and builds batches.
         rewards: scores batches.
-        roles: worker groups.
+        replicas: rollout replicas.
     """
 
     def __init__(
@@ -85,12 +93,12 @@ class SampleService:
         prompts: PromptQueue,
         rollouts: Rollouts,
         rewards: RewardPhase,
-        roles: Roles,
+        replicas: Replicas,
     ) -> None:
         self.config, self.keys = config, config.async_training
         self.mode = self.keys.mode
         self.ledger, self.prompts = ledger, prompts
-        self.rollouts, self.rewards, self.roles = rollouts, rewards, roles
+        self.rollouts, self.rewards, self.replicas = rollouts, rewards, replicas
         self.selection = GroupSelection(config)
         self._groups: dict[int, ConversationGroup] = {}
         self._ended: dict[SampleId, Trajectory] = {}
@@ -119,21 +127,15 @@ class SampleService:
             WeightSyncError: a sample has tokens of other weight versions than the mode allows.
         """
         self._idle.start()
-        holds = self.config.holds_proximal_policy
-        for number in range(self.keys.sync_interval):
+        for _ in range(self.keys.sync_interval):
             with phase("gen"):
                 numbers = self._collect()
                 metrics = self._staleness(numbers) | self._return_devices()
                 built = self._build(numbers)
-            if holds and number == 0:
-                with phase("old_log_prob"):
-                    self.roles.actor.hold_weights()
             with phase("reward"):
                 batch, finished = self._finish(numbers, built)
             with while_waiting(self._receive_meanwhile) if self.mode == DISAGGREGATED else nullcontext():
                 yield batch, finished | metrics
-        if holds:
-            self.roles.actor.release_weights()
 
     def sync_weights(self) -> Metrics:
         """Send the actor's weights to the engines, and admit prompts.
@@ -143,14 +145,14 @@ class SampleService:
         """
         self._raise_error()
         if self.mode == SYNC:
-            metrics: Metrics = self.roles.sync_weights()
+            metrics: Metrics = self.replicas.sync_weights()
             self.ledger.sync()
             return metrics
-        self.roles.update_replicas(self.rollouts.update_replicas, self._idle.waited_s)
+        self.replicas.update(self.rollouts.update_replicas, self._idle.waited_s)
         in_flight = self.keys.partial_rollout and self.ledger.running
         metrics = self._sync_in_flight() if in_flight or self.mode == COLOCATED else self._sync_when_idle()
         self.ledger.sync()
-        metrics["rollout_service/replicas"] = float(len(self.roles.replicas()))
+        metrics["rollout_service/replicas"] = float(len(self.replicas.processes()))
         if self.mode == DISAGGREGATED:
             metrics["rollout_service/switch_s"], self._switch_s = self._switch_s, 0.0
             metrics |= self._idle.metrics(metrics.get("rollout/replica_utilization/mean", 0.0))
@@ -186,7 +188,7 @@ class SampleService:
             state: see :meth:`state_dict`.
             step: of the checkpoint; 0 = a new run.
         """
-        self.roles.sharding_manager.version = step  # weight versions go on, and those of finished samples stay valid
+        self.replicas.weight_version = step  # weight versions go on, and those of finished samples stay valid
         if not state:
             return
         turns = {
@@ -206,7 +208,7 @@ class SampleService:
     def _collect(self) -> list[int]:
         """Wait until the groups of a batch are complete; return their numbers in the order of admission."""
         if self.mode == SYNC:
-            self.roles.ready_engines()
+            self.replicas.ready_engines()
         self._admit()
         with self._idle.waiting():
             while (numbers := self._next_groups()) is None:
@@ -248,12 +250,12 @@ class SampleService:
         """Free the devices that the trainer shares with engines; return the metrics of the engines, if known."""
         if self.mode == SYNC:
             metrics = self.rollouts.finish().metrics() | self.rollouts.runners.endpoint_metrics()
-            self.roles.free_engines()
+            self.replicas.free_engines()
             return metrics
         if self.mode == COLOCATED:
-            self.roles.pause_engines()
+            self.replicas.pause_engines()
         else:
-            self._switch_s += self.roles.return_devices(self.rollouts.update_replicas)
+            self._switch_s += self.replicas.return_devices(self.rollouts.update_replicas)
         return {}
 
     def _build(self, numbers: Sequence[int]) -> tuple[DataProto, Metrics] | None:
@@ -321,10 +323,10 @@ class SampleService:
                 self._score([number])
         elif undecided and (self.mode == DISAGGREGATED or not self.ledger.running):
             if self.mode == SYNC:
-                self.roles.free_engines()
+                self.replicas.free_engines()
             self._score(undecided)
             if self.mode == SYNC:
-                self.roles.ready_engines()
+                self.replicas.ready_engines()
 
     def _score(self, numbers: Sequence[int]) -> None:
         batch, metrics = self.rollouts.batch_of(
@@ -412,11 +414,11 @@ class SampleService:
                 self._receive(WAIT_S)
         stats = self.rollouts.finish()
         waited = {"rollout_service/sync_wait_s": time.perf_counter() - started}
-        return waited | _paused_metrics([]) | stats.metrics() | self.roles.sync_weights()
+        return waited | _paused_metrics([]) | stats.metrics() | self.replicas.sync_weights()
 
     def _sync_in_flight(self) -> Metrics:
         """Replace the weights between two tokens of the responses in flight; new replicas get their share of them."""
-        metrics, paused = self.roles.sync_weights_in_flight()
+        metrics, paused = self.replicas.sync_weights_in_flight()
         stats = self.rollouts.runners.take_stats() if self.rollouts.is_open else RouterStats()
         self.rollouts.update_replicas()
         return {"rollout_service/sync_wait_s": 0.0} | _paused_metrics(paused) | stats.metrics() | metrics

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from megarl.trainer.metrics.step_metrics import Metrics
+from megarl.base.reductions import Metrics
 
 
 class IdleClock:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.base.errors import ConfigError, RewardError
 from megarl.base.logs import ProcessLogs
-from megarl.base.reductions import Total
+from megarl.base.reductions import Metrics, Total
 from megarl.cluster.role_groups import RewardModelGroup
 from megarl.config.schema.jobs import ScoredJobConfig
 from megarl.config.schema.rewards import RewardConfig, ScoringModelConfig
@@ -23,9 +23,8 @@ from megarl.data.tokenization import Prompt, PromptEncoder
 from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.rewards.manager import Failures, NullReward, Scored, with_scores
 from megarl.rewards.outcome import EXTRA
-from megarl.trainer.metrics.step_metrics import Metrics, summary
-from megarl.trainer.phases.reward_functions import function_manager
-from megarl.workers.row_math import row_sums
+from megarl.samples.reward_functions import function_manager
+from megarl.workers.row_math import row_sums, summary
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from support.expected_errors import raises
 
-from megarl.trainer.rollout_service.ledger import AdmissionRule, GroupLedger
+from megarl.samples.ledger import AdmissionRule, GroupLedger
 
 TENTHS = st.integers(0, 40).map(lambda tenths: tenths / 10)
 

@@ -15,7 +15,7 @@ from megarl.base.redaction import remember_secrets
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
 from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.tracking.token_columns import TokenValues
-from megarl.trainer.records.samples import (
+from megarl.trainer.records.sample_records import (
     describe_samples,
     dump_samples,
     evenly_spaced,
@@ -169,7 +169,7 @@ def test_token_values_of_a_sample(arithmetic: Path) -> None:
 
 
 def test_ambiguous_tokens_have_no_values(arithmetic: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.trainer.records.samples.characters_per_token", lambda ids, tokenizer: None)
+    monkeypatch.setattr("megarl.trainer.records.sample_records.characters_per_token", lambda ids, tokenizer: None)
     tokenizer = load_tokenizer(str(arithmetic / "model"))
     batch = DataProto.from_dict(
         {
