@@ -10,8 +10,6 @@ import stat
 import tempfile
 from pathlib import Path
 
-from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
-
 from megarl.base.private_folder import private_folder
 from megarl.cluster.reaper import MARK, delete_files, owner_file, processes_of, session_folders
 
@@ -86,9 +84,3 @@ def _lock(file: Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
-
-
-def read_authentication() -> None:
-    """Let Ray's library in this process, which caches them, read the variables of authentication again."""
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()

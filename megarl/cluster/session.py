@@ -16,7 +16,6 @@ from typing import Any
 
 import psutil
 import ray
-import ray._private.worker as ray_worker
 from ray.exceptions import AuthenticationError
 
 from megarl.base.errors import RayLost, ResourceError
@@ -34,7 +33,8 @@ from megarl.base.signals import (
 )
 from megarl.cluster.availability import available_cpus, check_cluster_answers, not_joined, unreachable
 from megarl.cluster.local_ray import GCS, RayWatch, start_local_ray
-from megarl.cluster.ray_token import ClusterToken, delete_stale_tokens, read_authentication
+from megarl.cluster.ray_internals import log_messages, log_unread_errors, read_authentication
+from megarl.cluster.ray_token import ClusterToken, delete_stale_tokens
 from megarl.cluster.reaper import Reaper, end_ray, processes_of, write_last_words
 from megarl.cluster.resources import PlacedPool, ResourcePool, place_pools
 
@@ -144,9 +144,9 @@ class RaySession:
             raise
         self._daemons = self._find_daemons()
         self._watch = RayWatch(self._daemons)
-        ray_worker._unhandled_error_handler = _log_unhandled_error
+        log_unread_errors()
         if not self.log_to_driver:
-            ray_worker.print_to_stdstream = _log_message
+            log_messages()
         return self
 
     def __exit__(
@@ -299,16 +299,6 @@ def _exit_without_ray(code: int) -> None:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
-
-
-def _log_message(data: dict[str, Any], ignore_prefix: bool) -> None:
-    """Log a message of Ray, which has the whole log of a raylet that died, instead of printing it."""
-    logger.info("Ray (%s): %s", data.get("pid"), "\n".join(data.get("lines", ())))
-
-
-def _log_unhandled_error(error: Exception) -> None:
-    """Log, instead of print, the error of a Ray task whose result is never read."""
-    logger.info("error of a Ray task whose result was not read: %s", error)
 
 
 def _copy_logs(sessions: Sequence[Path], target: Path, everything: bool) -> None:
