@@ -1,7 +1,7 @@
 """What megarl uses of Ray's private modules, and how it does without.
 
-All of it concerns the driver, and is for the tested version of Ray only. With another version Ray runs as it is: a local
-Ray listens on all interfaces, protected by its token, and Ray prints some messages on the console.
+All of it concerns the driver, and is for the tested version of Ray only. Another version runs as it is: a local Ray
+listens on all interfaces, protected by its token, and Ray prints some messages on the console.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ launched CPU cluster starts, ``sys.executable`` is a shell script that runs this
 :func:`~megarl.cluster.local_ray.light_programs`. It knows Ray's programs by the names of their files and by their
 arguments. It starts a program that it does not know, as of another version of Ray, as Ray would.
 
-- A worker is a fork of the fork server, see :mod:`~megarl.cluster.fork_server`. One with a runtime environment starts by
-  another program of Ray, so it is a new process.
+- A worker is a fork of the fork server, see :mod:`~megarl.cluster.fork_server`. One with a runtime environment is a new
+  process: Ray starts it by another program.
 - A node starts two agents, waits for files with their ports, and ends if one of them does. Each imports Ray: about a
   second of CPU time, and 100 MB. The dashboard's agent has nothing to serve without a dashboard: this program tells the
   node so, as the agent itself does without the dashboard's packages. The other agent sets up runtime environments,
@@ -31,7 +31,7 @@ ADDRESS = "MEGARL_FORK_SERVER"
 """Environment variable: the socket of the fork server. Users may set it too, see :mod:`~megarl.cluster.fork_server`."""
 HEADER_BYTES = 8
 
-WORKER = "_private/workers/default_worker.py"
+WORKER = "default_worker.py"
 DASHBOARD_AGENT, RUNTIME_ENV_AGENT = "dashboard/agent.py", "runtime_env/agent/main.py"
 LOG_MONITOR = "_private/log_monitor.py"
 ENDED = ("autoscaler/_private/monitor.py", "autoscaler/v2/monitor.py", "dashboard/dashboard.py", LOG_MONITOR)
@@ -119,16 +119,15 @@ def start(light: list[str], arguments: list[str]) -> None:
     name = next((name for name in light if command and command[0].endswith(f"/{name}")), None)
     if name in ENDED:
         return
-    if name is not None and (options := agent_options(name, command)) is not None:
-        if name == RUNTIME_ENV_AGENT:
-            return listen_for_agent(options, command)
+    options = None if name is None else agent_options(name, command)
+    if options is not None and name == RUNTIME_ENV_AGENT:
+        listen_for_agent(options, command)
+    elif options is not None:
         for port_name in _DASHBOARD_PORTS:
             announce(options, port_name, _NO_SERVICE)
         sys.stdin.buffer.read()
-        return
-    if command and command[0].endswith(f"/{WORKER}") and request_worker(os.environ.get(ADDRESS, ""), command):
-        return
-    os.execv(sys.executable, [sys.executable, *arguments])
+    elif not (command and command[0].endswith(f"/{WORKER}") and request_worker(os.environ.get(ADDRESS, ""), command)):
+        os.execv(sys.executable, [sys.executable, *arguments])
 
 
 if __name__ == "__main__":
