@@ -4,10 +4,10 @@ Importing torch and Megatron-Core takes a process about three seconds of CPU tim
 with five workers would spend most of its start on it. The server imports once, and forks in milliseconds. Ray, which
 reads its environment at import, is imported by a fork of the server for all workers of a node.
 
-Ray starts a worker by a script that sets up its environment. A local Ray gets :mod:`~megarl.cluster.ray_programs` as
-that script; it asks the server for a fork with its arguments, environment and standard streams. The worker is then
-Ray's as usual: Ray talks to it by sockets and knows its pid. A worker with environment variables of its own starts
-without the server, since some of them are read by imports.
+Ray starts its Python programs by :mod:`~megarl.cluster.ray_programs`, which asks the server for a fork with the
+arguments, environment and standard streams of a worker. The worker is then Ray's as usual: Ray talks to it by sockets
+and knows its pid. A worker with environment variables of its own starts without the server, since some of them are read
+by imports.
 
 Only for CPU processes on this machine: a fork must not inherit CUDA's state, and other nodes import for themselves.
 """

@@ -65,15 +65,14 @@ def start_local_ray(
     variables: dict[str, str | None] = {LOOPBACK_SWITCH: "0", **token.environment()}
     if (address := fork_address()) is not None:
         variables[ray_programs.ADDRESS] = address
-    light = [] if dashboard else [name for name in ray_programs.LIGHT if name != ray_programs.LOG_MONITOR]
-    light += [] if log_to_driver else [ray_programs.LOG_MONITOR]
+    without = ["autoscaler", *([] if dashboard else ["dashboard"]), *([] if log_to_driver else ["log-monitor"])]
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(environment_variables(variables))
         read_authentication()
         stack.enter_context(loopback_only())
         stack.enter_context(_daemon_group(group))
-        stack.enter_context(light_programs(token.file.parent, light))
+        stack.enter_context(light_programs(token.file.parent, without))
         context = ray.init(
             address="local",
             num_cpus=num_cpus,
@@ -90,18 +89,18 @@ def start_local_ray(
 
 
 @contextlib.contextmanager
-def light_programs(folder: Path, names: Sequence[str] = ()) -> Iterator[None]:
+def light_programs(folder: Path, without: Sequence[str] = ()) -> Iterator[None]:
     """Have a Ray that starts in this block start its Python programs by :mod:`~megarl.cluster.ray_programs`.
 
     Where files of the folder cannot be executed, it starts them by itself.
 
     Args:
         folder: for a script, which is there as long as Ray runs.
-        names: programs of :data:`.ray_programs.LIGHT` that Ray does without.
+        without: names of :data:`.ray_programs.SERVICES` that Ray does without.
     """
     script, python = folder / "python", sys.executable
     # -I -S: without the user's and without installed packages, it starts at once.
-    command = [python, "-I", "-S", ray_programs.__file__, ",".join(names)]
+    command = [python, "-I", "-S", ray_programs.__file__, ",".join(without)]
     script.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n', encoding="utf-8")
     script.chmod(0o700)
     if os.access(script, os.X_OK):  # not if the file system is mounted with noexec

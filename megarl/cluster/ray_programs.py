@@ -16,8 +16,8 @@ arguments. It starts a program that it does not know, as of another version of R
 
 It imports nothing of megarl or Ray, since its start is part of every worker's start.
 
-Usage: ``ray_programs.py NAME,... ARGUMENT...``: names of :data:`LIGHT` that this program replaces, then the arguments
-of the interpreter.
+Usage: ``ray_programs.py SERVICE,... ARGUMENT...``: names of :data:`SERVICES` to do without, then the arguments of the
+interpreter.
 """
 
 import json
@@ -33,11 +33,12 @@ HEADER_BYTES = 8
 
 WORKER = "default_worker.py"
 DASHBOARD_AGENT, RUNTIME_ENV_AGENT = "dashboard/agent.py", "runtime_env/agent/main.py"
-LOG_MONITOR = "_private/log_monitor.py"
-ENDED = ("autoscaler/_private/monitor.py", "autoscaler/v2/monitor.py", "dashboard/dashboard.py", LOG_MONITOR)
-"""Ends of the paths of programs that end at once."""
-LIGHT = (DASHBOARD_AGENT, RUNTIME_ENV_AGENT, *ENDED)
-"""Ends of the paths of Ray's programs that a local Ray without dashboard does not need."""
+SERVICES = {
+    "autoscaler": ("autoscaler/_private/monitor.py", "autoscaler/v2/monitor.py"),
+    "dashboard": ("dashboard/dashboard.py", DASHBOARD_AGENT, RUNTIME_ENV_AGENT),
+    "log-monitor": ("_private/log_monitor.py",),
+}
+"""Services that a local Ray can do without: the ends of the paths of their programs."""
 
 _AGENT_PORTS = {DASHBOARD_AGENT: "grpc-port", RUNTIME_ENV_AGENT: "runtime-env-agent-port"}
 _DASHBOARD_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
@@ -112,12 +113,13 @@ def become_agent(descriptor: int, command: list[str]) -> None:
     runpy.run_path(program, run_name="__main__")
 
 
-def start(light: list[str], arguments: list[str]) -> None:
+def start(without: list[str], arguments: list[str]) -> None:
     """Start a program, given the arguments of the interpreter; return if nothing is left to do in its place."""
-    place = next((number for number, word in enumerate(arguments) if word.endswith(".py")), 0)
-    command = arguments[place:]
-    name = next((name for name in light if command and command[0].endswith(f"/{name}")), None)
-    if name in ENDED:
+    first = next((number for number, word in enumerate(arguments) if word.endswith(".py")), len(arguments))
+    command = arguments[first:]
+    programs = [name for service in without for name in SERVICES.get(service, ())]
+    name = next((name for name in programs if command and command[0].endswith(f"/{name}")), None)
+    if name not in (None, *_AGENT_PORTS):
         return
     options = None if name is None else agent_options(name, command)
     if options is not None and name == RUNTIME_ENV_AGENT:

@@ -58,7 +58,7 @@ def test_agents_of_a_ray_that_gives_them_ports_are_its_own(program: str, tmp_pat
     agent.write_text(AGENT, encoding="utf-8")
     ports = ["--grpc-port=40123", "--runtime-env-agent-port=40123"]
     words = ["--node-ip-address=127.0.0.1", "--session-dir=/s", "--node-id=ab", *ports]
-    with light_programs(tmp_path, ray_programs.LIGHT):
+    with light_programs(tmp_path, ["dashboard"]):
         command = [sys.executable, "-u", str(agent), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout == f"Ray's own {words}\n" and not done.stderr
