@@ -49,8 +49,6 @@ class AgentRunnerWorker:
     """An agent runner as a worker; see :class:`megarl.agents.runner.AgentRunner`.
 
     Args:
-        place: rank of the runner.
-        config: complete configuration of the job.
         tokenizer: of the policy.
         token: bearer token of the chat endpoint.
         scorers: reward functions by name.

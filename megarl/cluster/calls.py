@@ -96,9 +96,7 @@ class RankHandle:
 
     Attributes:
         actor: Ray's handle on the process.
-        role: name of the role.
         rank: rank within it.
-        info: the process.
     """
 
     actor: Any
@@ -149,7 +147,6 @@ def wait_all(
     """Wait for several calls, also of different groups, and return their results; stops at the first failure.
 
     Args:
-        pending: the calls.
         timeout_s: limit in seconds; None = none.
         on_end: called with the number of a call as soon as all its processes have returned.
 

@@ -28,9 +28,7 @@ class WorkerFailed(WorkerError):
     """A worker raised or its process died.
 
     Attributes:
-        role: role of the worker.
         rank: rank within the role.
-        verb: verb that failed.
         died: True if the process is gone or unusable (:class:`megarl.base.errors.WorkerLost`), False if it raised any
             other exception.
         remote_traceback: traceback of the worker, or the end of its log if it died.
@@ -62,7 +60,6 @@ class WorkerCall:
 
     Attributes:
         ref: Ray reference to the result.
-        role: name of the role.
         rank: rank within the role.
         verb: name of the called method.
         phase: phase of the run, from the verb's mark.
@@ -83,7 +80,6 @@ def gather(
     """Return the results of all calls, in order; raises as soon as one fails, even while the others hang.
 
     Args:
-        calls: the calls.
         timeout_s: limit in seconds; None = none.
         on_result: called for each call that has returned.
 

@@ -62,7 +62,8 @@ def start_local_ray(
     Signals to this process's group do not reach Ray's processes, which end with this process: a driver whose Ray is
     gone waits for it for a minute.
     """
-    variables: dict[str, str | None] = {LOOPBACK_SWITCH: "0", **token.environment()}
+    has_token = read_authentication()  # in this version of Ray
+    variables = {LOOPBACK_SWITCH: "0", **token.environment(protects=has_token)}
     if (address := fork_address()) is not None:
         variables[ray_programs.ADDRESS] = address
     without = ["autoscaler", *([] if dashboard else ["dashboard"]), *([] if log_to_driver else ["log-monitor"])]

@@ -37,7 +37,6 @@ class Member(NamedTuple):
     """A process of a role.
 
     Attributes:
-        role: name of the role.
         rank: rank within it.
         pid: process id on its host.
         host: address of its node.
@@ -53,7 +52,6 @@ class Recorded(NamedTuple):
     """Trace events of a process.
 
     Attributes:
-        member: the process.
         events: events with times of the process's clock.
         missing: reason why the process returned no events; empty if it did.
     """

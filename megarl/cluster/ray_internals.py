@@ -1,7 +1,7 @@
 """What megarl uses of Ray's private modules, and how it does without.
 
-All of it concerns the driver, and is for the tested version of Ray only. Another version runs as it is: a local Ray
-listens on all interfaces, protected by its token, and Ray prints some messages on the console.
+All of it concerns the driver. With a version of Ray that lacks one of the names, Ray runs as it is in that respect: a
+local Ray listens on all interfaces, its authentication is that of the user's shell, or its messages are printed.
 """
 
 from __future__ import annotations
@@ -12,17 +12,28 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
-import ray
-
 TESTED = "2.60.0"
-"""Version of Ray whose private modules this file knows, that of ``megarl/pins/``."""
+"""Version of Ray that this file was tested with, that of ``megarl/pins/``."""
+NAMES = {
+    "ENABLE_RAY_CLUSTER": "ray._private.ray_constants",
+    "Config": "ray._raylet",
+    "AuthenticationTokenLoader": "ray._raylet",
+    "print_to_stdstream": "ray._private.worker",
+    "_unhandled_error_handler": "ray._private.worker",
+    "get_accelerator_manager_for_resource": "ray._private.accelerators",
+    "get_dashboard_dependency_error": "ray._private.utils",
+}
+"""Private names of Ray, with their modules."""
 
 logger = logging.getLogger(__name__)
 
 
-def is_tested() -> bool:
-    """Return whether Ray has the version that this file knows."""
-    return bool(ray.__version__ == TESTED)
+def find(name: str) -> tuple[Any, Any] | None:
+    """Return the module of one of :data:`NAMES` and its value; None if this version of Ray has no such name."""
+    with contextlib.suppress(ImportError, KeyError):
+        module = import_module(NAMES[name])
+        return (module, getattr(module, name)) if hasattr(module, name) else None
+    return None
 
 
 @contextlib.contextmanager
@@ -32,27 +43,30 @@ def loopback_only() -> Iterator[None]:
     Ray's switch for that is an environment variable, see :data:`~megarl.cluster.local_ray.LOOPBACK_SWITCH`, which this
     process has already read.
     """
-    if not is_tested():
-        logger.info("Ray %s listens on all interfaces; %s would on 127.0.0.1 only", ray.__version__, TESTED)
+    if (found := find("ENABLE_RAY_CLUSTER")) is None:
+        logger.warning("this version of Ray listens on all interfaces; version %s on 127.0.0.1 only", TESTED)
         yield
         return
-    constants = import_module("ray._private.ray_constants")
-    before, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
+    module, before = found
+    module.ENABLE_RAY_CLUSTER = False
     try:
         yield
     finally:
-        constants.ENABLE_RAY_CLUSTER = before
+        module.ENABLE_RAY_CLUSTER = before
 
 
-def read_authentication() -> None:
+def read_authentication() -> bool:
     """Let Ray's library in this process, which caches them, read the variables of authentication again.
 
-    Another version of Ray has read them if this process had a Ray session before.
+    Returns:
+        False if this version of Ray cannot: its authentication is that of the environment in which it was imported.
     """
-    if is_tested():
-        library = import_module("ray._raylet")
-        library.Config.initialize("")
-        library.AuthenticationTokenLoader.instance().reset_cache()
+    config, loader = find("Config"), find("AuthenticationTokenLoader")
+    if config is None or loader is None:
+        return False
+    config[1].initialize("")
+    loader[1].instance().reset_cache()
+    return True
 
 
 def log_messages() -> None:
@@ -61,8 +75,8 @@ def log_messages() -> None:
     def log(data: dict[str, Any], ignore_prefix: bool) -> None:
         logger.info("Ray (%s): %s", data.get("pid"), "\n".join(data.get("lines", ())))
 
-    if is_tested():
-        import_module("ray._private.worker").print_to_stdstream = log
+    if found := find("print_to_stdstream"):
+        found[0].print_to_stdstream = log
 
 
 def log_unread_errors() -> None:
@@ -71,22 +85,23 @@ def log_unread_errors() -> None:
     def log(error: Exception) -> None:
         logger.info("error of a Ray task whose result was not read: %s", error)
 
-    if is_tested():
-        import_module("ray._private.worker")._unhandled_error_handler = log
+    if found := find("_unhandled_error_handler"):
+        found[0]._unhandled_error_handler = log
 
 
 def gpu_count() -> int:
     """Count the visible GPUs of this machine (``CUDA_VISIBLE_DEVICES``); Ray asks the driver, without torch."""
-    if not is_tested():
+    if (found := find("get_accelerator_manager_for_resource")) is None:
         import torch
 
         return torch.cuda.device_count()
-    manager = import_module("ray._private.accelerators").get_accelerator_manager_for_resource("GPU")
+    manager = found[1]("GPU")
     count, visible = manager.get_current_node_num_accelerators(), manager.get_current_process_visible_accelerator_ids()
     return int(count if visible is None else min(count, len(visible)))
 
 
 def dashboard_error() -> str:
     """Describe the missing package of Ray's dashboard, without starting Ray; empty if all are installed."""
-    error = import_module("ray._private.utils").get_dashboard_dependency_error() if is_tested() else None
+    found = find("get_dashboard_dependency_error")
+    error = found[1]() if found else None
     return "" if error is None else str(error)

@@ -147,7 +147,6 @@ def write_last_words(token_file: Path, sentence: str | None, files: Mapping[str,
     Args:
         token_file: of the local Ray.
         sentence: for the console; None: the work is complete, and nothing is said.
-        files: contents of files to write, by path.
     """
     words = token_file.with_name(_LAST_WORDS)
     if sentence is None:

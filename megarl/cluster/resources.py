@@ -140,7 +140,6 @@ class PlacedPool:
 
     Attributes:
         pool: the requested pool.
-        processes: all processes on it.
         logs: log files of the processes; None: Ray's.
     """
 

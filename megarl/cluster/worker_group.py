@@ -143,7 +143,6 @@ class WorkerGroup:
         """Start a verb on all processes, dispatched by its mark.
 
         Args:
-            verb: name of the verb.
             args: arguments of the verb. For ``SPLIT``, every ``DataProto`` is split like the first one; all must have
                 the same rows. A :class:`PerRank` differs by rank. The receiving process resolves Ray references.
             kwargs: same on every rank; neither split nor resolved.
@@ -202,8 +201,6 @@ class WorkerGroup:
         """Start a verb on some processes; the result is the list of their results.
 
         Args:
-            ranks: of the processes.
-            verb: name of the verb.
             args: its arguments.
             after_failure: start it in a failed group too, for the processes that live.
 
@@ -309,7 +306,6 @@ class WorkerGroup:
         The result is None, available when sources and receivers are done.
 
         Args:
-            verb: name of the verb.
             payloads: the call that produces the payloads, for all ``receivers``.
             args: first arguments of the verb.
             receivers: ranks in the order of the destinations; None = all.
@@ -360,7 +356,6 @@ class WorkerGroup:
             partition: rows of each owner, of as many as have rows.
             function: see there, as all other arguments.
             columns: to send.
-            batch: all rows.
             args: of the function.
 
         Raises:

@@ -42,7 +42,6 @@ class WorkerInfo:
         host: address of its node.
         node: Ray's id of the node.
         log: the process's log file on that node; empty if unknown.
-        marks: verbs of its worker, by name.
     """
 
     pid: int

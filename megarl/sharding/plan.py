@@ -69,12 +69,7 @@ class BucketSize(NamedTuple):
 
 
 class SyncWave(NamedTuple):
-    """Replicas that receive their weights at the same time; the waves of a plan follow each other.
-
-    Attributes:
-        replicas: numbers of the replicas.
-        buckets: numbers of their buckets.
-    """
+    """Replicas that receive their weights at the same time; the waves of a plan follow each other."""
 
     replicas: range
     buckets: range
@@ -91,7 +86,6 @@ class ReshardPlan:
         table: transfers into one replica; every replica receives the same ones.
         source: ``[replicas, transfers]``, the training rank that sends a transfer to a replica.
         bucket: ``[replicas, transfers]``, the bucket of that transfer.
-        buckets: size of each bucket.
         waves: all replicas and buckets, in order.
         first_copy_rank: first training rank that holds the copy of a tied parameter, under the copy's name.
         float32_params: names, at both ends, of parameters that are always sent in float32.
@@ -221,7 +215,6 @@ def build_plan(
     near ranks share the bytes evenly.
 
     Args:
-        weight_map: weight map of the model.
         train: layout of the sending ranks.
         rollout: layout of the receiving ranks.
         bucket_bytes: maximum bytes that one rank sends, and that one rank receives, in one bucket.
@@ -334,7 +327,6 @@ def buckets_of(
         replicas: receiving replica.
         transfers: row numbers in the plan's table.
         sources: sending training rank.
-        buckets: bucket number.
     """
     ops: list[list[TransferOp]] = [[] for _ in plan.buckets]
     builder = _OpBuilder(plan.table, plan.rollout, plan.first_copy_rank)

@@ -189,7 +189,6 @@ class ShardWeights:
         """Return the checksum of a part of a parameter as it was sent; of a quantized one, as it arrived.
 
         Args:
-            part: the part.
             convert: see :meth:`megarl.models.checksum.ParamRectangle.checksum`.
 
         Raises:

@@ -36,9 +36,6 @@ class WeightFingerprint:
 
     Verification compares the written tensors. The fingerprint covers everything the engine holds, against any later
     change, at the cost of reading it once.
-
-    Args:
-        engine: the engine.
     """
 
     def __init__(self, engine: RolloutEngine) -> None:

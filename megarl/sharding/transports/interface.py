@@ -59,8 +59,6 @@ class Rendezvous(NamedTuple):
 
     Attributes:
         rank: number of this process in the group.
-        train_ranks: number of training processes.
-        world_size: number of all processes.
         peers: numbers of the processes that this one exchanges weights with over the group; ascending.
         host: host of the TCP store.
         port: port of the TCP store.
@@ -84,7 +82,6 @@ class TransportOptions(NamedTuple):
     """Options of every transport.
 
     Attributes:
-        device: device of this process.
         receive_bytes: maximum bytes of a bucket that this process receives over the transport.
         rendezvous: membership of the process group, for transports with one.
         timeout_s: seconds without an answer until a peer counts as lost.
@@ -162,8 +159,6 @@ class StoreAddress(NamedTuple):
     """Address of the TCP store where both sides of a process group meet.
 
     Attributes:
-        host: host of the store.
-        port: port of the store.
         timeout_s: seconds without an answer until a peer counts as lost.
     """
 
@@ -173,12 +168,7 @@ class StoreAddress(NamedTuple):
 
 
 class PeerTransports:
-    """The transports of one process, and the transport to each of its peers.
-
-    Args:
-        names: name of the transport by peer.
-        options: options of all transports.
-    """
+    """The transports of one process, and the transport to each of its peers."""
 
     def __init__(self, names: Mapping[int, str], options: TransportOptions) -> None:
         self.names = dict(names)
@@ -307,7 +297,6 @@ class DeviceBuffer:
 
     Args:
         nbytes: size.
-        device: its device.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -376,7 +365,6 @@ def buffer_pool(kind: MemoryKind, size: int, device: torch.device) -> BufferPool
     Args:
         kind: kind of memory that its transports need.
         size: bytes of each buffer.
-        device: device of this process.
     """
     if kind == "device":
         return BufferPool(lambda nbytes: DeviceBuffer(nbytes, device), size)
