@@ -90,9 +90,7 @@ class AgentRunners:
     last events.
 
     Args:
-        tokenizer: of the policy.
         pool: devices of the job, whose nodes the processes are on.
-        scorers: reward functions by name, see :attr:`megarl.agents.types.ConversationGroup.reward`.
     """
 
     def __init__(

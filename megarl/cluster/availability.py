@@ -38,7 +38,6 @@ def check_cluster_answers(address: str, timeout_s: float = PROBE_S) -> None:
 
     Args:
         address: ``host:port`` or ``ray://host:port``; ``auto`` and ``local``, which Ray resolves, are not checked.
-        timeout_s: seconds to try.
 
     Raises:
         ResourceError: there is no such host, nothing listens at the port, or another program or a hung process does.

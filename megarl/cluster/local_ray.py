@@ -138,9 +138,6 @@ class RayWatch:
 
     Ray itself notices a dead raylet by errors of all workers, and for a dead GCS aborts this process after a minute.
 
-    Args:
-        processes: of a local Ray.
-
     Attributes:
         finished: the work is complete.
     """

@@ -34,13 +34,7 @@ _WRITE_S = 600.0
 
 
 class Member(NamedTuple):
-    """A process of a role.
-
-    Attributes:
-        rank: rank within it.
-        pid: process id on its host.
-        host: address of its node.
-    """
+    """A process of a role."""
 
     role: str
     rank: int
@@ -80,7 +74,6 @@ class RunProcesses:
 
     Attributes:
         options: options of processes that start from now on.
-        groups: groups on the pool.
     """
 
     options: TracingOptions = field(default_factory=TracingOptions)

@@ -77,7 +77,6 @@ class RaySession:
         object_store_bytes: shared memory for objects of a started Ray; beyond it Ray spills to disk.
         log_to_driver: also print the output of the workers. It is in Ray's log folder either way, and the error of a
             dead worker shows its end.
-        logs: log files of role processes; None: Ray's log folder.
         temp_dir: folder for logs and sockets of a started Ray; default: in the
             :func:`~megarl.base.private_folder.private_folder` of this user, below ``RAY_TMPDIR`` if set.
         dashboard: whether a started Ray has its dashboard, for this machine only.

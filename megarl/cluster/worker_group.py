@@ -36,7 +36,6 @@ class WorkerGroup:
     class. The classes of :mod:`megarl.cluster.role_groups` declare the verbs of each role for type checkers.
 
     Args:
-        role: name of the role, used in every error.
         worker_cls: a plain class, preferably as ``"package.module.Class"`` so that the driver need not import it. Every
             rank builds it as ``worker_cls(place, **worker_kwargs)`` with its ``WorkerPlace``.
         worker_kwargs: the remaining constructor arguments, equal on all ranks.
@@ -201,7 +200,6 @@ class WorkerGroup:
         """Start a verb on some processes; the result is the list of their results.
 
         Args:
-            args: its arguments.
             after_failure: start it in a failed group too, for the processes that live.
 
         Raises:
@@ -354,9 +352,6 @@ class WorkerGroup:
 
         Args:
             partition: rows of each owner, of as many as have rows.
-            function: see there, as all other arguments.
-            columns: to send.
-            args: of the function.
 
         Raises:
             WorkerFailed: the function raised, or a process died.
@@ -440,7 +435,6 @@ def wait_ready(
     """Wait until the processes of all groups have built their workers.
 
     Args:
-        groups: of all roles.
         timeout_s: limit in seconds, for the processes and again for their workers; None = none.
         progress: called with the number of built workers, and of all.
 

@@ -38,8 +38,6 @@ class WorkerInfo:
     """A started process, as it describes itself to the driver.
 
     Attributes:
-        pid: process id on its host.
-        host: address of its node.
         node: Ray's id of the node.
         log: the process's log file on that node; empty if unknown.
     """
@@ -55,13 +53,7 @@ class RemoteFailure(Exception):
     """An exception of a worker, in a form that every process can unpickle.
 
     Args:
-        role: role of the worker.
-        rank: rank of the worker.
-        verb: the verb that raised.
-        kind: class name of the exception.
-        message: text of the exception, without its code.
         code: code of an error of megarl; empty = another exception.
-        trace: traceback of the exception.
         lost: whether the worker is unusable from now on.
         log: path of the worker's log file; empty if unknown.
         last_lines: last lines of that file before the exception.
@@ -105,11 +97,7 @@ class WorkerProcess:
     """Host process of one worker.
 
     Args:
-        role: name of the role, for errors.
-        rank: rank of this process in its role.
-        world_size: number of processes of the role.
         env: environment variables, set before the worker's class is imported.
-        tracing: tracing and profiling options of the process.
         logs: log files for the process's output; None: Ray's.
     """
 

@@ -113,8 +113,6 @@ class Routes:
     """The transport between each training rank and each rollout rank.
 
     Attributes:
-        train: locations of the training ranks.
-        rollout: locations of the rollout ranks.
         transport: one of :data:`TRANSPORTS` for all pairs, or ``auto``.
     """
 

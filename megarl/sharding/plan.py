@@ -82,7 +82,6 @@ class ReshardPlan:
     In a bucket no rank sends or receives more than the bucket size of the plan.
 
     Attributes:
-        rollout: layout of the receiving ranks.
         table: transfers into one replica; every replica receives the same ones.
         source: ``[replicas, transfers]``, the training rank that sends a transfer to a replica.
         bucket: ``[replicas, transfers]``, the bucket of that transfer.
@@ -150,7 +149,6 @@ class RankPlan:
     Attributes:
         rank: training rank if it ``sends``, else rollout rank.
         sends: whether the rank is a sender.
-        rollout: layout of the receiving ranks.
         table: the transfers of this rank only.
         replica: ``[entries]``, receiving replica.
         transfer: ``[entries]``, row number in the table.
@@ -158,8 +156,6 @@ class RankPlan:
         bucket: ``[entries]``, bucket number.
         buckets: size of each bucket, over all ranks.
         wave: numbers of the buckets that the rank takes part in.
-        first_copy_rank: see :class:`ReshardPlan`.
-        float32_params: see :class:`ReshardPlan`.
     """
 
     rank: int
@@ -215,8 +211,6 @@ def build_plan(
     near ranks share the bytes evenly.
 
     Args:
-        train: layout of the sending ranks.
-        rollout: layout of the receiving ranks.
         bucket_bytes: maximum bytes that one rank sends, and that one rank receives, in one bucket.
         element_bytes: size of a sent element; parameters kept in float32 always take 4 bytes.
         placement: node and device of every rank; None = all on one node, each on its own device.
@@ -275,7 +269,6 @@ def sender_plans(plan: ReshardPlan, ranks: int) -> Iterator[RankPlan]:
     """Yield the plan of each training rank.
 
     Args:
-        plan: the whole plan.
         ranks: number of training ranks, including ranks that send nothing.
     """
     source, bucket = plan.source.ravel(), plan.bucket.ravel()
@@ -320,14 +313,7 @@ def buckets_of(
     sources: Column,
     buckets: Column,
 ) -> list[Bucket]:
-    """Return the ops of some transfers by bucket; the columns have one entry per transfer.
-
-    Args:
-        plan: the plan of the transfers.
-        replicas: receiving replica.
-        transfers: row numbers in the plan's table.
-        sources: sending training rank.
-    """
+    """Return the ops of some transfers by bucket; the columns have one entry per transfer."""
     ops: list[list[TransferOp]] = [[] for _ in plan.buckets]
     builder = _OpBuilder(plan.table, plan.rollout, plan.first_copy_rank)
     columns = (column.tolist() for column in (replicas, transfers, sources, buckets))

@@ -210,10 +210,7 @@ class BucketReceiver:
 
     Args:
         plan: the whole plan, or the plan of this rank.
-        rank: rollout rank.
-        weights: parameters of the rank.
         peers: transports from the training ranks.
-        dtype: dtype of the sent weights.
     """
 
     def __init__(

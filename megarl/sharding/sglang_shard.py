@@ -99,9 +99,6 @@ class SGLangShard:
     def quantized_views(self, model: torch.nn.Module, views: Mapping[str, Tensor]) -> QuantizedViews:
         """Return views of codes and scales of the rank's quantized matrices.
 
-        Args:
-            views: result of :meth:`views`.
-
         Raises:
             WeightSyncError: SGLang holds them in another format.
         """

@@ -113,7 +113,6 @@ def partial_checksums(
     """Compute the checksums of one process's parameters.
 
     Args:
-        dtype: dtype of the sent weights.
         float32_params: names of parameters that are always sent in float32.
         convert: convert to the sent dtype first, as a sender does; otherwise another dtype is an error.
 
@@ -131,7 +130,6 @@ def weight_rectangles(
     """List the pieces of parameters, in order, as an engine computes their checksums.
 
     Args:
-        dtype: dtype of the sent weights, or its name.
         float32_params: names of parameters that are always sent in float32.
     """
     from megarl.models.checksum import ParamRectangle

@@ -81,7 +81,6 @@ class RolloutWorker:
 
     Args:
         place: its rank is the replica's index; replicas need no rendezvous.
-        settings: settings of the replica.
     """
 
     def __init__(self, place: WorkerPlace, *, settings: RolloutSettings) -> None:
@@ -246,7 +245,6 @@ class RolloutNodeWorker:
 
     Args:
         place: its rank counts the further nodes of all replicas, replica by replica.
-        settings: settings of the replicas.
     """
 
     def __init__(self, place: WorkerPlace, *, settings: RolloutSettings) -> None:

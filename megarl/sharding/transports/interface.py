@@ -58,10 +58,7 @@ class Rendezvous(NamedTuple):
     """Membership of a process group over both sides: training ranks keep their numbers, rollout ranks follow.
 
     Attributes:
-        rank: number of this process in the group.
         peers: numbers of the processes that this one exchanges weights with over the group; ascending.
-        host: host of the TCP store.
-        port: port of the TCP store.
     """
 
     rank: int
@@ -124,9 +121,6 @@ class Transport(Protocol):
 
     def receive(self, handles: Mapping[int, Any]) -> Iterator[tuple[int, Tensor]]:
         """Receive the messages of a bucket.
-
-        Args:
-            handles: handles by training rank.
 
         Yields:
             Training rank and flat bytes, valid until :meth:`settle`; read-only.
@@ -247,7 +241,6 @@ class SharedHostBuffer:
     involved.
 
     Args:
-        nbytes: size.
         pinned: page-lock the memory, so that a GPU copies at full speed.
 
     Raises:
@@ -293,11 +286,7 @@ class SharedHostBuffer:
 
 
 class DeviceBuffer:
-    """Memory of a GPU that other processes can open, or of the CPU.
-
-    Args:
-        nbytes: size.
-    """
+    """Memory of a GPU that other processes can open, or of the CPU."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.name = uuid.uuid4().hex
@@ -313,11 +302,6 @@ class BufferPool:
     """Buffers of one size, allocated on first use and then reused.
 
     Allocating shared memory costs more than filling it, since the kernel clears every page.
-
-    Args:
-        allocate: allocates a buffer of a number of bytes.
-        size: bytes of each buffer.
-        count: maximum number of buffers.
     """
 
     def __init__(self, allocate: Callable[[int], Buffer], size: int, count: int = BUFFERS) -> None:
@@ -364,7 +348,6 @@ def buffer_pool(kind: MemoryKind, size: int, device: torch.device) -> BufferPool
 
     Args:
         kind: kind of memory that its transports need.
-        size: bytes of each buffer.
     """
     if kind == "device":
         return BufferPool(lambda nbytes: DeviceBuffer(nbytes, device), size)
