@@ -32,7 +32,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.base.child_process import die_with_parent, parent_death_hook
 from megarl.base.errors import ConfigError
@@ -90,11 +90,6 @@ _SEND_S = 60.0
 """Seconds for a client to send its request."""
 _STREAMS, _PART_BYTES, _LARGEST_REQUEST = 3, 1 << 16, 1 << 24
 logger = logging.getLogger(__name__)
-
-
-class _Closeable(Protocol):
-    def close(self) -> None:
-        """Close it in a fork, which inherits it."""
 
 
 class ForkServer:
@@ -286,7 +281,7 @@ class _Server:
         self.clients[client.connection] = client
         self.selector.register(client.connection, selectors.EVENT_READ)
 
-    def _is_fork(self, *more: _Closeable) -> bool | None:
+    def _is_fork(self, *more: socket.socket | _Client) -> bool | None:
         return _is_fork([self.selector, self.listener, *self.clients.values(), *self.nodes.values(), *more])
 
     def _started(self, request: dict[str, Any], client: _Client) -> Callable[[], None] | None:
@@ -350,7 +345,9 @@ def _serve_node(channel: socket.socket, environment: Mapping[str, str], server: 
         time.sleep(_PAUSE_S)
 
 
-def _is_fork(inherited: Sequence[_Closeable], descriptors: Sequence[int] = ()) -> bool | None:
+def _is_fork(
+    inherited: Sequence[socket.socket | selectors.BaseSelector | _Client], descriptors: Sequence[int] = ()
+) -> bool | None:
     """Fork this process; return True in the fork, which closes sockets and descriptors of this process.
 
     None if no process can be started, because of a limit of processes or memory.

@@ -44,8 +44,7 @@ _daemons_of: tuple[int, int] | None = None  # thread that starts Ray, and the pr
 def start_local_ray(
     num_cpus: int,
     object_store_bytes: int,
-    log_to_driver: bool,
-    temp_dir: str | None,
+    temp_dir: str,
     dashboard: bool = False,
     *,
     token: ClusterToken,
@@ -56,9 +55,8 @@ def start_local_ray(
     Clients need the token, whatever the user's shell says about Ray's authentication. Ray's processes join the process
     group, which exists; 0 = each has a group of its own.
 
-    Ray runs without autoscaler, without API server and agents unless it has a dashboard, and without log monitor unless
-    the driver prints the output of workers: each takes about a second to start. With a fork server, workers are its
-    forks.
+    Ray runs without autoscaler and log monitor, and without API server and agents unless it has a dashboard: each takes
+    about a second to start. With a fork server, workers are its forks.
     Signals to this process's group do not reach Ray's processes, which end with this process: a driver whose Ray is
     gone waits for it for a minute.
     """
@@ -66,7 +64,7 @@ def start_local_ray(
     variables = {LOOPBACK_SWITCH: "0", **token.environment(protects=has_token)}
     if (address := fork_address()) is not None:
         variables[ray_programs.ADDRESS] = address
-    without = ["autoscaler", *([] if dashboard else ["dashboard"]), *([] if log_to_driver else ["log-monitor"])]
+    without = ["autoscaler", "log-monitor", *([] if dashboard else ["dashboard"])]
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(environment_variables(variables))
@@ -79,7 +77,7 @@ def start_local_ray(
             num_cpus=num_cpus,
             include_dashboard=dashboard,
             object_store_memory=object_store_bytes,
-            log_to_driver=log_to_driver,
+            log_to_driver=False,
             logging_level="ERROR" if dashboard else "CRITICAL",  # it reports the missing API server as an error
             _temp_dir=temp_dir,
             _system_config=RAY_SILENCE if dashboard else RAY_SILENCE | _NO_TASK_EVENTS,

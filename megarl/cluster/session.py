@@ -75,10 +75,6 @@ class RaySession:
             only.
         num_cpus: CPU slots of a started Ray; default: the cores that this process may run on.
         object_store_bytes: shared memory for objects of a started Ray; beyond it Ray spills to disk.
-        log_to_driver: also print the output of the workers. It is in Ray's log folder either way, and the error of a
-            dead worker shows its end.
-        temp_dir: folder for logs and sockets of a started Ray; default: in the
-            :func:`~megarl.base.private_folder.private_folder` of this user, below ``RAY_TMPDIR`` if set.
         dashboard: whether a started Ray has its dashboard, for this machine only.
 
     Attributes:
@@ -97,8 +93,6 @@ class RaySession:
         address: str | None = None,
         num_cpus: int | None = None,
         object_store_bytes: int = DEFAULT_OBJECT_STORE_BYTES,
-        log_to_driver: bool = False,
-        temp_dir: str | None = None,
         logs: ProcessLogs | None = None,
         dashboard: bool = False,
     ) -> None:
@@ -112,8 +106,6 @@ class RaySession:
         self.address = address or os.environ.get("RAY_ADDRESS") or None
         self.num_cpus = num_cpus
         self.object_store_bytes = object_store_bytes
-        self.log_to_driver = log_to_driver
-        self.temp_dir = temp_dir
         self.logs = logs
         self.dashboard = dashboard
         self.dashboard_url = ""
@@ -143,8 +135,7 @@ class RaySession:
         self._daemons = self._find_daemons()
         self._watch = RayWatch(self._daemons)
         log_unread_errors()
-        if not self.log_to_driver:
-            log_messages()
+        log_messages()
         return self
 
     def __exit__(
@@ -239,7 +230,7 @@ class RaySession:
     def _start(self) -> None:
         """Start Ray; a start that fails, as on a machine under load, is repeated once."""
         delete_stale_tokens()
-        temp_dir = self.temp_dir or str(private_folder(os.environ.get("RAY_TMPDIR")) / "ray")
+        temp_dir = str(private_folder(os.environ.get("RAY_TMPDIR")) / "ray")
         self._token = ClusterToken(temp_dir)
         self._reaper = Reaper(self._token.file)
         self.token_file = str(self._token.file)
@@ -248,7 +239,6 @@ class RaySession:
                 self.dashboard_url = start_local_ray(
                     num_cpus=self.num_cpus or available_cpus(),
                     object_store_bytes=self.object_store_bytes,
-                    log_to_driver=self.log_to_driver,
                     temp_dir=temp_dir,
                     dashboard=self.dashboard,
                     token=self._token,
@@ -274,7 +264,7 @@ class RaySession:
         address = str(self.address)
         check_cluster_answers(address)
         try:
-            ray.init(address=address, log_to_driver=self.log_to_driver, logging_level="ERROR")
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, ValueError, RuntimeError, AuthenticationError) as error:
             # ``auto`` is not probed before
             build = unreachable if "Could not find any running Ray instance" in str(error) else not_joined

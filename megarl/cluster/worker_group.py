@@ -51,6 +51,9 @@ class WorkerGroup:
         on_device: False: the processes use no device, and are on one node of the pool after another, from the driver's.
         absent: ranks without a process, which :meth:`join` may add; for roles whose verbs are not ``SPLIT``.
 
+    Attributes:
+        processes: processes that have reported so far, by rank; their workers may not be built yet.
+
     Raises:
         ResourceError: the role needs more GPUs than the pool has, or the devices of a process are on different nodes.
     """
@@ -85,7 +88,7 @@ class WorkerGroup:
         self._infos: dict[int, WorkerInfo] = {}
         self._owners = [layout.rank(dp=dp, pp=layout.pp - 1) for dp in range(layout.dp)]
         self.pool = pool
-        self._processes: dict[int, WorkerInfo] = {}
+        self.processes: dict[int, WorkerInfo] = {}
         self._busy: dict[str, list[float]] = {}
         self._starter = RankStarter(
             role,
@@ -119,11 +122,6 @@ class WorkerGroup:
         """Verbs of the worker and their marks; waits for the start."""
         wait_ready([self])
         return next(iter(self._infos.values())).marks
-
-    @property
-    def processes(self) -> dict[int, WorkerInfo]:
-        """Processes that have reported so far, by rank; their workers may not be built yet."""
-        return self._processes
 
     def devices(self, rank: int) -> range:
         """Return the devices of a rank in the pool."""
@@ -252,7 +250,7 @@ class WorkerGroup:
         self._failure = None
         for rank in ranks:
             self._infos.pop(rank, None)
-            self._processes.pop(rank, None)
+            self.processes.pop(rank, None)
             if (actor := self._actors.pop(rank, None)) is not None:
                 ray.kill(actor)
 
@@ -461,7 +459,7 @@ def _wait_built(
     # Processes are described first: an error during the start then shows the end of their log.
     infos = gather_results(groups, [one.described for _, one in ranks], timeout_s)
     for (group, one), info in zip(ranks, infos, strict=True):
-        group._processes[one.rank] = info
+        group.processes[one.rank] = info
     starts = [(one, info) for (_, one), info in zip(ranks, infos, strict=True)]
     # A failed import is the cause of a failed construction.
     gather_results(groups, [replace(one.loaded, info=info) for one, info in starts], timeout_s)

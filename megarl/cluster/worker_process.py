@@ -49,33 +49,28 @@ class WorkerInfo:
     marks: dict[str, VerbMark]
 
 
+@dataclass(eq=False, repr=False)
 class RemoteFailure(Exception):
-    """An exception of a worker, in a form that every process can unpickle.
+    """An exception of a worker, in a form that every process can unpickle; created with positional arguments.
 
-    Args:
+    Attributes:
+        kind: class name of the exception.
         code: code of an error of megarl; empty = another exception.
         lost: whether the worker is unusable from now on.
         log: path of the worker's log file; empty if unknown.
         last_lines: last lines of that file before the exception.
     """
 
-    def __init__(
-        self,
-        role: str,
-        rank: int,
-        verb: str,
-        kind: str,
-        message: str,
-        code: str,
-        trace: str,
-        lost: bool,
-        log: str = "",
-        last_lines: str = "",
-    ) -> None:
-        super().__init__(role, rank, verb, kind, message, code, trace, lost, log, last_lines)
-        self.role, self.rank, self.verb = role, rank, verb
-        self.kind, self.message, self.code, self.trace = kind, message, code, trace
-        self.lost, self.log, self.last_lines = lost, log, last_lines
+    role: str
+    rank: int
+    verb: str
+    kind: str
+    message: str
+    code: str
+    trace: str
+    lost: bool
+    log: str
+    last_lines: str
 
 
 class BusyResult(NamedTuple):

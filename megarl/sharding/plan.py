@@ -62,12 +62,6 @@ class Bucket(NamedTuple):
     nbytes: int
 
 
-class BucketSize(NamedTuple):
-    """Size of a bucket in bytes, over all ranks."""
-
-    nbytes: int
-
-
 class SyncWave(NamedTuple):
     """Replicas that receive their weights at the same time; the waves of a plan follow each other."""
 
@@ -85,6 +79,7 @@ class ReshardPlan:
         table: transfers into one replica; every replica receives the same ones.
         source: ``[replicas, transfers]``, the training rank that sends a transfer to a replica.
         bucket: ``[replicas, transfers]``, the bucket of that transfer.
+        buckets: bytes of each bucket, over all ranks.
         waves: all replicas and buckets, in order.
         first_copy_rank: first training rank that holds the copy of a tied parameter, under the copy's name.
         float32_params: names, at both ends, of parameters that are always sent in float32.
@@ -94,7 +89,7 @@ class ReshardPlan:
     table: TransferTable
     source: Column
     bucket: Column
-    buckets: tuple[BucketSize, ...]
+    buckets: tuple[int, ...]
     waves: tuple[SyncWave, ...]
     first_copy_rank: int
     float32_params: frozenset[str]
@@ -102,7 +97,7 @@ class ReshardPlan:
     @property
     def nbytes(self) -> int:
         """Bytes of one sync, over all ranks."""
-        return sum(bucket.nbytes for bucket in self.buckets)
+        return sum(self.buckets)
 
     def sent_by(self, rank: int) -> list[Bucket]:
         """Return the sends of a training rank: one entry per bucket, with the size of the whole bucket.
@@ -154,7 +149,7 @@ class RankPlan:
         transfer: ``[entries]``, row number in the table.
         source: ``[entries]``, sending training rank.
         bucket: ``[entries]``, bucket number.
-        buckets: size of each bucket, over all ranks.
+        buckets: bytes of each bucket, over all ranks.
         wave: numbers of the buckets that the rank takes part in.
     """
 
@@ -166,7 +161,7 @@ class RankPlan:
     transfer: Column
     source: Column
     bucket: Column
-    buckets: tuple[BucketSize, ...]
+    buckets: tuple[int, ...]
     wave: range
     first_copy_rank: int
     float32_params: frozenset[str]
@@ -248,7 +243,7 @@ def build_plan(
         table=table,
         source=compact(np.concatenate(sources)),
         bucket=compact(np.concatenate(buckets)),
-        buckets=tuple(map(BucketSize, sizes)),
+        buckets=tuple(sizes),
         waves=tuple(waves),
         first_copy_rank=train.world_size - train.ranks_per_stage,
         float32_params=_float32_params(patterns),
@@ -319,7 +314,7 @@ def buckets_of(
     columns = (column.tolist() for column in (replicas, transfers, sources, buckets))
     for replica, transfer, source, bucket in zip(*columns, strict=True):
         ops[bucket].extend(builder.ops(transfer, source, replica))
-    return [Bucket(tuple(bucket_ops), size.nbytes) for bucket_ops, size in zip(ops, plan.buckets, strict=True)]
+    return [Bucket(tuple(bucket_ops), size) for bucket_ops, size in zip(ops, plan.buckets, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)

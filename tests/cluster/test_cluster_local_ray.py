@@ -91,8 +91,8 @@ def test_dashboard_is_started_by_request_only(monkeypatch: pytest.MonkeyPatch, t
 
     monkeypatch.setattr(ray, "init", init)
     token = ClusterToken(str(tmp_path))
-    assert start_local_ray(1, 2**27, False, None, dashboard=True, token=token) == "http://127.0.0.1:8265"
-    assert start_local_ray(1, 2**27, False, None, token=token) == ""
+    assert start_local_ray(1, 2**27, "/t", dashboard=True, token=token) == "http://127.0.0.1:8265"
+    assert start_local_ray(1, 2**27, "/t", token=token) == ""
     token.close()
     assert [(included, "dashboard/agent.py" in script) for included, script in started] == [
         (True, False),
