@@ -70,7 +70,7 @@ def test_error_of_a_task_whose_result_is_not_read_is_logged_and_not_printed(
 ) -> None:
     """A signal in a weight sync leaves such calls; Ray by itself prints their tracebacks."""
     monkeypatch.setattr(logging, "raiseExceptions", False)  # handlers of earlier tests may have closed streams
-    caplog.set_level("INFO", "megarl.cluster.session")
+    caplog.set_level("INFO", "megarl.cluster.ray_internals")
     with RaySession(num_cpus=1):
         fail = ray.remote(num_cpus=0)(lambda: 1 / 0)
         deadline = time.monotonic() + 60
@@ -94,8 +94,5 @@ def test_dashboard_is_started_by_request_only(monkeypatch: pytest.MonkeyPatch, t
     assert start_local_ray(1, 2**27, "/t", dashboard=True, token=token) == "http://127.0.0.1:8265"
     assert start_local_ray(1, 2**27, "/t", token=token) == ""
     token.close()
-    assert [(included, "dashboard/agent.py" in script) for included, script in started] == [
-        (True, False),
-        (False, True),
-    ]
+    assert [(included, ",dashboard" in script) for included, script in started] == [(True, False), (False, True)]
     assert dashboard_error() == "" or "No module named" in dashboard_error()
