@@ -66,7 +66,7 @@ def kind_of(process: psutil.Process) -> str:
         return "fork server"
     if "-m megarl train" in command:
         return "driver"
-    if "ray::" in command or "default_worker" in command or "setup_worker" in command or "fork_client" in command:
+    if "ray::" in command or "default_worker" in command or "setup_worker" in command or "ray_programs" in command:
         return "workers"
     if "ray" in command:
         return "Ray's own"

@@ -31,9 +31,7 @@ class RunnerReport:
     """Report of an agent runner: finished samples, progress, warnings, failure.
 
     Attributes:
-        samples: samples that have ended.
         progress: generated turns and scored samples so far.
-        warnings: warnings for the user, in the runner's log too.
         rewards: retries and replaced processes since the last report.
         failure: error that ended all of its conversations; None = no failure.
     """
@@ -49,11 +47,7 @@ class AgentRunnerWorker:
     """An agent runner as a worker; see :class:`megarl.agents.runner.AgentRunner`.
 
     Args:
-        place: rank of the runner.
-        config: complete configuration of the job.
-        tokenizer: of the policy.
         token: bearer token of the chat endpoint.
-        scorers: reward functions by name.
         environment: of the driver, for reward functions.
     """
 

@@ -55,7 +55,6 @@ class _Runner:
     """A runner process between opening and closing.
 
     Attributes:
-        handle: its process.
         client: its name at the replicas.
         running: its unfinished samples.
         calls: calls whose success has not been checked.
@@ -91,10 +90,7 @@ class AgentRunners:
     last events.
 
     Args:
-        config: complete configuration of the job.
-        tokenizer: of the policy.
         pool: devices of the job, whose nodes the processes are on.
-        scorers: reward functions by name, see :attr:`megarl.agents.types.ConversationGroup.reward`.
     """
 
     def __init__(

@@ -27,16 +27,10 @@ def available_cpus() -> int:
 
 
 def local_node() -> dict[str, float]:
-    """Return the CPU cores and the visible GPUs of this machine (``CUDA_VISIBLE_DEVICES``), for a local Ray.
+    """Return the CPU cores and the visible GPUs of this machine (``CUDA_VISIBLE_DEVICES``), for a local Ray."""
+    from megarl.cluster.ray_internals import gpu_count
 
-    The GPUs are counted by Ray, which asks the driver; torch is not imported.
-    """
-    from ray._private.accelerators import get_accelerator_manager_for_resource
-
-    manager = get_accelerator_manager_for_resource("GPU")
-    count, visible = manager.get_current_node_num_accelerators(), manager.get_current_process_visible_accelerator_ids()
-    gpus = count if visible is None else min(count, len(visible))
-    return {"CPU": float(available_cpus()), "GPU": float(gpus)}
+    return {"CPU": float(available_cpus()), "GPU": float(gpu_count())}
 
 
 def check_cluster_answers(address: str, timeout_s: float = PROBE_S) -> None:
@@ -44,7 +38,6 @@ def check_cluster_answers(address: str, timeout_s: float = PROBE_S) -> None:
 
     Args:
         address: ``host:port`` or ``ray://host:port``; ``auto`` and ``local``, which Ray resolves, are not checked.
-        timeout_s: seconds to try.
 
     Raises:
         ResourceError: there is no such host, nothing listens at the port, or another program or a hung process does.

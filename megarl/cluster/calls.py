@@ -39,7 +39,6 @@ class PendingCall:
 
     Args:
         groups: groups that the calls run on; a group that fails is marked as unusable.
-        calls: the calls to wait for.
         collect: turns their results, in order, into the result of the verb.
     """
 
@@ -92,14 +91,7 @@ class ScatteredCall(PendingCall):
 
 @dataclass(frozen=True)
 class RankHandle:
-    """One process of a group with threads for ``RANK`` verbs; can be sent to other processes.
-
-    Attributes:
-        actor: Ray's handle on the process.
-        role: name of the role.
-        rank: rank within it.
-        info: the process.
-    """
+    """One process of a group with threads for ``RANK`` verbs; can be sent to other processes."""
 
     actor: Any
     role: str
@@ -149,8 +141,6 @@ def wait_all(
     """Wait for several calls, also of different groups, and return their results; stops at the first failure.
 
     Args:
-        pending: the calls.
-        timeout_s: limit in seconds; None = none.
         on_end: called with the number of a call as soon as all its processes have returned.
 
     Raises:

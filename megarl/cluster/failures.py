@@ -28,9 +28,6 @@ class WorkerFailed(WorkerError):
     """A worker raised or its process died.
 
     Attributes:
-        role: role of the worker.
-        rank: rank within the role.
-        verb: verb that failed.
         died: True if the process is gone or unusable (:class:`megarl.base.errors.WorkerLost`), False if it raised any
             other exception.
         remote_traceback: traceback of the worker, or the end of its log if it died.
@@ -62,9 +59,6 @@ class WorkerCall:
 
     Attributes:
         ref: Ray reference to the result.
-        role: name of the role.
-        rank: rank within the role.
-        verb: name of the called method.
         phase: phase of the run, from the verb's mark.
         info: the process; None before it has described itself.
     """
@@ -83,8 +77,6 @@ def gather(
     """Return the results of all calls, in order; raises as soon as one fails, even while the others hang.
 
     Args:
-        calls: the calls.
-        timeout_s: limit in seconds; None = none.
         on_result: called for each call that has returned.
 
     Raises:
@@ -125,8 +117,6 @@ def first_ready(refs: Sequence[ray.ObjectRef], timeout_s: float | None, most: in
     """Wait for some of several Ray results.
 
     Args:
-        refs: references to the results.
-        timeout_s: limit in seconds; None = none.
         most: number of results to wait for; those that are ready after a fraction of a second are enough.
 
     Returns:

@@ -4,10 +4,10 @@ Importing torch and Megatron-Core takes a process about three seconds of CPU tim
 with five workers would spend most of its start on it. The server imports once, and forks in milliseconds. Ray, which
 reads its environment at import, is imported by a fork of the server for all workers of a node.
 
-Ray starts a worker by a script that sets up its environment. A local Ray gets :mod:`~megarl.cluster.fork_client` as
-that script; it asks the server for a fork with its arguments, environment and standard streams. The worker is then
-Ray's as usual: Ray talks to it by sockets and knows its pid. A worker with environment variables of its own starts
-without the server, since some of them are read by imports.
+Ray starts its Python programs by :mod:`~megarl.cluster.ray_programs`, which asks the server for a fork with the
+arguments, environment and standard streams of a worker. The worker is then Ray's as usual: Ray talks to it by sockets
+and knows its pid. A worker with environment variables of its own starts without the server, since some of them are read
+by imports.
 
 Only for CPU processes on this machine: a fork must not inherit CUDA's state, and other nodes import for themselves.
 """
@@ -32,7 +32,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.base.child_process import die_with_parent, parent_death_hook
 from megarl.base.errors import ConfigError
@@ -40,9 +40,9 @@ from megarl.base.json_text import parse_json
 from megarl.base.packages import is_installed, without_garbage_collection
 from megarl.base.private_folder import private_folder
 from megarl.base.processes import child_pids
-from megarl.cluster import fork_client
+from megarl.cluster import ray_programs
 
-ENVIRONMENT = fork_client.ADDRESS
+ENVIRONMENT = ray_programs.ADDRESS
 """Environment variable: ``0`` turns the fork server off, and workers import for themselves; a path is the socket of a
 server that several jobs share."""
 WORKER_MODULES = (
@@ -90,11 +90,6 @@ _SEND_S = 60.0
 """Seconds for a client to send its request."""
 _STREAMS, _PART_BYTES, _LARGEST_REQUEST = 3, 1 << 16, 1 << 24
 logger = logging.getLogger(__name__)
-
-
-class _Closeable(Protocol):
-    def close(self) -> None:
-        """Close it in a fork, which inherits it."""
 
 
 class ForkServer:
@@ -211,12 +206,12 @@ class _Client:
         part, descriptors, _, _ = socket.recv_fds(self.connection, _PART_BYTES, _STREAMS)
         self.descriptors += descriptors
         self._data += part
-        size, received = int.from_bytes(self._data[: fork_client.HEADER_BYTES], "big"), len(self._data)
+        size, received = int.from_bytes(self._data[: ray_programs.HEADER_BYTES], "big"), len(self._data)
         if not part or size > _LARGEST_REQUEST or len(self.descriptors) != _STREAMS:
             raise ValueError(f"a client sent {received} bytes of {size} and {len(self.descriptors)} descriptors")
-        if received < fork_client.HEADER_BYTES + max(size, 1):
+        if received < ray_programs.HEADER_BYTES + max(size, 1):
             return None
-        return _checked(parse_json(self._data[fork_client.HEADER_BYTES :]))
+        return _checked(parse_json(self._data[ray_programs.HEADER_BYTES :]))
 
     def close(self) -> None:
         """Close the connection and the received descriptors."""
@@ -229,7 +224,7 @@ def _checked(request: Any) -> dict[str, Any]:
     """Check the types of a request.
 
     Raises:
-        ValueError: it has another form than :func:`fork_client.request_worker` sends.
+        ValueError: it has another form than :func:`ray_programs.request_worker` sends.
     """
     argv, env, cwd = (request.get(name) if isinstance(request, dict) else None for name in ("argv", "env", "cwd"))
     texts = [cwd, *argv, *env.values()] if isinstance(argv, list) and argv and isinstance(env, dict) else []
@@ -286,7 +281,7 @@ class _Server:
         self.clients[client.connection] = client
         self.selector.register(client.connection, selectors.EVENT_READ)
 
-    def _is_fork(self, *more: _Closeable) -> bool | None:
+    def _is_fork(self, *more: socket.socket | _Client) -> bool | None:
         return _is_fork([self.selector, self.listener, *self.clients.values(), *self.nodes.values(), *more])
 
     def _started(self, request: dict[str, Any], client: _Client) -> Callable[[], None] | None:
@@ -309,7 +304,7 @@ class _Server:
             self.nodes[name] = own
             self.selector.register(own, selectors.EVENT_READ)
         with contextlib.suppress(OSError):  # the second process has just ended
-            fork_client.send_request(self.nodes[name], request, [*streams, client.connection.fileno()])
+            ray_programs.send_request(self.nodes[name], request, [*streams, client.connection.fileno()])
         return None
 
 
@@ -350,7 +345,9 @@ def _serve_node(channel: socket.socket, environment: Mapping[str, str], server: 
         time.sleep(_PAUSE_S)
 
 
-def _is_fork(inherited: Sequence[_Closeable], descriptors: Sequence[int] = ()) -> bool | None:
+def _is_fork(
+    inherited: Sequence[socket.socket | selectors.BaseSelector | _Client], descriptors: Sequence[int] = ()
+) -> bool | None:
     """Fork this process; return True in the fork, which closes sockets and descriptors of this process.
 
     None if no process can be started, because of a limit of processes or memory.
@@ -391,7 +388,7 @@ def _delete_folder(listener: socket.socket) -> None:
 
 def _receive(connection: socket.socket, descriptors: int) -> tuple[dict[str, Any], list[int]]:
     """Read a request and its descriptors, first the three standard streams; it is empty if the sender is gone."""
-    header, received, _, _ = socket.recv_fds(connection, fork_client.HEADER_BYTES, descriptors)
+    header, received, _, _ = socket.recv_fds(connection, ray_programs.HEADER_BYTES, descriptors)
     size, body = int.from_bytes(header, "big"), bytearray()
     while len(body) < size and (part := connection.recv(size - len(body))):
         body += part

@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import shlex
 import signal
-import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 import ray
-from ray._private import node, parameter, ray_constants, services, utils
-from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled: its stub lacks the class
 
 from megarl.base.child_process import environment_variables
 from megarl.base.processes import has_ended, process_name
 from megarl.base.signals import ENDING_SIGNALS, request_interrupt, withdraw_interrupt
 from megarl.base.timeouts import RAY_SILENCE
-from megarl.cluster import fork_client, node_agents
+from megarl.cluster import ray_programs
 from megarl.cluster.fork_server import fork_address
-from megarl.cluster.ray_command import parameters_with
-from megarl.cluster.ray_token import ClusterToken, read_authentication
+from megarl.cluster.ray_internals import loopback_only, read_authentication
+from megarl.cluster.ray_token import ClusterToken
 
-_LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Environment variable: ``0`` stops ``ray.init`` from replacing 127.0.0.1 by an address that other machines reach.
+LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Environment variable: with ``0``, Ray's processes do not replace 127.0.0.1 by an address that other machines reach.
 
-The switch exists for machines whose firewall prompts the user. Ray's processes read it from the environment; this
-process has already read it, as ``ENABLE_RAY_CLUSTER``.
+The switch exists for machines whose firewall prompts the user.
 """
 _NO_TASK_EVENTS = {"task_events_report_interval_ms": 0}
 """Ray's setting without records of each call, which only its dashboard shows.
@@ -40,21 +35,16 @@ _NO_TASK_EVENTS = {"task_events_report_interval_ms": 0}
 They cost the GCS 4 KB per call, up to 100,000 calls, and every process a buffer of about 10 MB.
 """
 
-_REGISTRATION_S, _POLL_S = 5.0, 0.02
-"""Longest wait for the node's registration before Ray waits by itself, and the time between two looks."""
-_DASHBOARD_AGENT = "--dashboard_agent_command"
-_AGENT_PORTS = {_DASHBOARD_AGENT: "grpc-port", "--runtime_env_agent_command": "runtime-env-agent-port"}
-"""Options of Ray's node process with the command lines of its agents, and the agents' options of their ports."""
 GCS, RAYLET = "Ray's control process (GCS)", "Ray's node process (raylet)"
 _NAMES = {"gcs_server": GCS, "raylet": RAYLET}
 _TICK_S = 0.5
+_daemons_of: tuple[int, int] | None = None  # thread that starts Ray, and the process group of Ray's processes
 
 
 def start_local_ray(
     num_cpus: int,
     object_store_bytes: int,
-    log_to_driver: bool,
-    temp_dir: str | None,
+    temp_dir: str,
     dashboard: bool = False,
     *,
     token: ClusterToken,
@@ -65,125 +55,86 @@ def start_local_ray(
     Clients need the token, whatever the user's shell says about Ray's authentication. Ray's processes join the process
     group, which exists; 0 = each has a group of its own.
 
-    Ray runs without autoscaler, without API server and agents unless it has a dashboard, and without log monitor unless
-    the driver prints the output of workers: each takes about a second to start. With a fork server, workers are its
-    forks.
+    Ray runs without autoscaler and log monitor, and without API server and agents unless it has a dashboard: each takes
+    about a second to start. With a fork server, workers are its forks.
     Signals to this process's group do not reach Ray's processes, which end with this process: a driver whose Ray is
     gone waits for it for a minute.
     """
-    settings: dict[str, Any] = {"no_monitor": True, "include_log_monitor": log_to_driver}
-    variables: dict[str, str | None] = {_LOOPBACK_SWITCH: "0", **token.environment()}
-    address = fork_address()
-    if address is not None:
-        settings["setup_worker_path"] = fork_client.__file__
-        variables[fork_client.ADDRESS] = address
+    has_token = read_authentication()  # in this version of Ray
+    variables = {LOOPBACK_SWITCH: "0", **token.environment(protects=has_token)}
+    if (address := fork_address()) is not None:
+        variables[ray_programs.ADDRESS] = address
+    without = ["autoscaler", "log-monitor", *([] if dashboard else ["dashboard"])]
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(environment_variables(variables))
         read_authentication()
-        stack.enter_context(_replaced(ray_constants, "ENABLE_RAY_CLUSTER", False))
-        stack.enter_context(_replaced(parameter, "RayParams", parameters_with(settings)))
-        if not dashboard:
-            stack.enter_context(_replaced(node, "Node", _HeadNode))
-        daemon = partial(_Daemon, dashboard=dashboard, process_group=group)
-        stack.enter_context(_replaced(services, "ConsolePopen", daemon))
-        stack.enter_context(_replaced(services, "get_node", partial(_registered_node, services.get_node)))
+        stack.enter_context(loopback_only())
+        stack.enter_context(_daemon_group(group))
+        stack.enter_context(light_programs(token.file.parent, without))
         context = ray.init(
             address="local",
             num_cpus=num_cpus,
             include_dashboard=dashboard,
             object_store_memory=object_store_bytes,
-            log_to_driver=log_to_driver,
-            logging_level="ERROR",
+            log_to_driver=False,
+            logging_level="ERROR" if dashboard else "CRITICAL",  # it reports the missing API server as an error
             _temp_dir=temp_dir,
             _system_config=RAY_SILENCE if dashboard else RAY_SILENCE | _NO_TASK_EVENTS,
         )
+        logging.getLogger("ray").setLevel("ERROR")
         Path(context.address_info["session_dir"]).chmod(0o700)  # logs and sockets, which Ray opens to all users
         return f"http://{context.dashboard_url}" if dashboard else ""
 
 
-def dashboard_error() -> str:
-    """Describe the missing package of Ray's dashboard, without starting Ray; empty if all are installed."""
-    error = utils.get_dashboard_dependency_error()
-    return "" if error is None else str(error)
-
-
-class _Daemon(services.ConsolePopen):
-    """A process of Ray outside the driver's process group, which signals can end even if they are held here.
-
-    Without a dashboard a node has light agents, see :mod:`~megarl.cluster.node_agents`.
-    """
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        *args: Any,
-        dashboard: bool = False,
-        preexec_fn: Callable[[], None] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        def prepare() -> None:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, set(ENDING_SIGNALS))
-            if preexec_fn is not None:
-                preexec_fn()
-
-        words = command if dashboard else [_with_light_agents(word) for word in command]
-        super().__init__(words, *args, preexec_fn=prepare, **kwargs)
-
-
-def _with_light_agents(word: str) -> str:
-    """Replace Ray's agents in those arguments of a node's command that have their command lines.
-
-    An older Ray, which gives its agents their ports and waits for no files, keeps its own.
-    """
-    option, separator, value = word.partition("=")
-    words = shlex.split(value) if option in _AGENT_PORTS else []
-    named = node_agents.options_of(words)
-    if not {"session-dir", "node-id"} <= named.keys() or named.get(_AGENT_PORTS[option]) != "0":
-        return word
-    if option == _DASHBOARD_AGENT:
-        words = [node_agents.DASHBOARD, named["session-dir"], named["node-id"]]
-    else:
-        program = next(place for place, item in enumerate(words) if item.endswith(".py"))
-        words = [node_agents.RUNTIME_ENV, *words[program:]]
-    # -I -S: without the user's and without installed packages, it starts at once.
-    command = [sys.executable, "-I", "-S", node_agents.__file__, *words]
-    return option + separator + subprocess.list2cmdline(command)  # quoted as Ray does
-
-
-class _HeadNode(node.Node):
-    """Head node without API server."""
-
-    def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
-        self._webui_url = ""  # as of a Ray without dashboard
-
-
-def _registered_node(get_node: Callable[[str, str], Any], gcs_address: str, node_id: str) -> Any:
-    """Wait until a node is known to the GCS, then describe it; Ray itself looks once a second."""
-    client, deadline = GcsClient(address=gcs_address), time.monotonic() + _REGISTRATION_S
-    while not client.get_all_node_info(timeout=_REGISTRATION_S) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-    return get_node(gcs_address, node_id)
-
-
 @contextlib.contextmanager
-def _replaced(module: Any, name: str, value: object) -> Iterator[None]:
-    """Replace an attribute of one of Ray's modules in this block."""
-    previous = getattr(module, name)
-    setattr(module, name, value)
+def light_programs(folder: Path, without: Sequence[str] = ()) -> Iterator[None]:
+    """Have a Ray that starts in this block start its Python programs by :mod:`~megarl.cluster.ray_programs`.
+
+    Where files of the folder cannot be executed, it starts them by itself.
+
+    Args:
+        folder: for a script, which is there as long as Ray runs.
+        without: names of :data:`.ray_programs.SERVICES` that Ray does without.
+    """
+    script, python = folder / "python", sys.executable
+    # -I -S: without the user's and without installed packages, it starts at once.
+    command = [python, "-I", "-S", ray_programs.__file__, ",".join(without)]
+    script.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n', encoding="utf-8")
+    script.chmod(0o700)
+    if os.access(script, os.X_OK):  # not if the file system is mounted with noexec
+        sys.executable = str(script)
     try:
         yield
     finally:
-        setattr(module, name, previous)
+        sys.executable = python
+
+
+@contextlib.contextmanager
+def _daemon_group(group: int) -> Iterator[None]:
+    """Have Ray's processes that this thread starts in this block join a process group, see :func:`_join_group`."""
+    global _daemons_of
+    _daemons_of = threading.get_ident(), group
+    try:
+        yield
+    finally:
+        _daemons_of = None
+
+
+def _join_group() -> None:
+    """Leave the driver's process group in a process of Ray, and take signals that the driver holds."""
+    if _daemons_of is not None and _daemons_of[0] == threading.get_ident():
+        os.setpgid(0, _daemons_of[1])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, set(ENDING_SIGNALS))
+
+
+os.register_at_fork(after_in_child=_join_group)  # also runs in a child before the ``preexec_fn`` that Ray gives it
 
 
 class RayWatch:
     """A thread that interrupts the main thread soon after the GCS or the raylet has died.
 
     Ray itself notices a dead raylet by errors of all workers, and for a dead GCS aborts this process after a minute.
-
-    Args:
-        processes: of a local Ray.
 
     Attributes:
         finished: the work is complete.

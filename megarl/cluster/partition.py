@@ -73,7 +73,6 @@ class Partition:
         :data:`megarl.workers.dispatch.MINI_BATCH_SIZES`.
 
         Args:
-            batch: all rows.
             write: writes the token values of a part that are still in this process to a store, before the cut; later
                 splits of the same columns send references only. None: the parts have values.
 
@@ -178,8 +177,6 @@ def partition_rows(
     one rank if that reduces the work of the busiest rank.
 
     Args:
-        batch: rows with their lengths.
-        dp: number of DP ranks.
         mini_batch_rows: see :func:`partition_costs`.
         equal: see :func:`partition_costs`; a token ``budget`` may still give unequal numbers.
         budget: micro-batch budget of the ranks; None: they make no micro-batches.
@@ -243,8 +240,6 @@ def partition_groups(batch: DataProto, dp: int, groups: np.ndarray) -> Partition
     """Assign whole groups of rows to at most ``dp`` ranks with nearly equal numbers of tokens.
 
     Args:
-        batch: rows with their lengths.
-        dp: number of DP ranks.
         groups: ``[b]`` group of each row.
 
     Returns:
@@ -266,7 +261,6 @@ def partition_costs(
 
     Args:
         costs: work per row.
-        dp: number of DP ranks.
         mini_batch_rows: rows per global mini-batch; consecutive rows of the batch, independent of ``dp``. Every rank
             gets a share of each, mini-batch after mini-batch. None: no mini-batches.
         equal: every rank must get the same number of rows of each mini-batch. Otherwise counts may differ. With fewer

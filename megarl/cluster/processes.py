@@ -34,14 +34,7 @@ _WRITE_S = 600.0
 
 
 class Member(NamedTuple):
-    """A process of a role.
-
-    Attributes:
-        role: name of the role.
-        rank: rank within it.
-        pid: process id on its host.
-        host: address of its node.
-    """
+    """A process of a role."""
 
     role: str
     rank: int
@@ -53,7 +46,6 @@ class Recorded(NamedTuple):
     """Trace events of a process.
 
     Attributes:
-        member: the process.
         events: events with times of the process's clock.
         missing: reason why the process returned no events; empty if it did.
     """
@@ -82,7 +74,6 @@ class RunProcesses:
 
     Attributes:
         options: options of processes that start from now on.
-        groups: groups on the pool.
     """
 
     options: TracingOptions = field(default_factory=TracingOptions)

@@ -29,9 +29,6 @@ class StartingRank:
     """A process that starts and builds its worker.
 
     Attributes:
-        rank: rank within the role.
-        actor: Ray's handle on the process.
-        described: call that describes the process.
         loaded: call that imports the worker's class.
         built: call that builds the worker; describes the process with its verbs.
     """
@@ -57,16 +54,7 @@ class RankStarter:
     """Starts the processes of a role; the attributes are arguments of :class:`megarl.cluster.WorkerGroup`.
 
     Attributes:
-        role: name of the role.
-        worker_cls: class of the workers.
-        worker_kwargs: Ray reference to the constructor arguments.
-        world_size: number of ranks of the role.
-        pool: devices of the processes.
-        env: environment variables of the processes.
-        first_devices: first device of each process.
-        span: devices per process.
         threads: threads for ``RANK`` verbs.
-        on_device: whether the processes use their devices.
     """
 
     role: str

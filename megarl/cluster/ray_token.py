@@ -10,12 +10,9 @@ import stat
 import tempfile
 from pathlib import Path
 
-from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
-
 from megarl.base.private_folder import private_folder
 from megarl.cluster.reaper import MARK, delete_files, owner_file, processes_of, session_folders
 
-_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", MARK)
 _PREFIX = "ray-token-"
 
 
@@ -39,9 +36,15 @@ class ClusterToken:
         self._lock = _lock(draft)  # until this process ends, see delete_stale_tokens
         draft.rename(owner_file(self.file))
 
-    def environment(self) -> dict[str, str | None]:
-        """Return the environment variables of Ray's processes; None = unset."""
-        return dict(zip(_VARIABLES, ("token", None, str(self.file), str(self.file)), strict=True))
+    def environment(self, protects: bool = True) -> dict[str, str | None]:
+        """Return the environment variables of Ray's processes; None = unset.
+
+        Args:
+            protects: whether Ray demands the token; otherwise it only marks Ray's processes.
+        """
+        marked: dict[str, str | None] = {MARK: str(self.file)}
+        protected = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": None, "RAY_AUTH_TOKEN_PATH": str(self.file)}
+        return marked | protected if protects else marked
 
     def session_folders(self) -> list[Path]:
         """List the session folders of this Ray, with its logs."""
@@ -86,9 +89,3 @@ def _lock(file: Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
-
-
-def read_authentication() -> None:
-    """Let Ray's library in this process, which caches them, read the variables of authentication again."""
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()

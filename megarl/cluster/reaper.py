@@ -30,11 +30,7 @@ _LIMIT_S = 60.0
 
 
 class Reaper:
-    """Child process that acts when this process has died.
-
-    Args:
-        token_file: of the local Ray.
-    """
+    """Child process that acts when this process has died."""
 
     def __init__(self, token_file: Path) -> None:
         self._process = subprocess.Popen(
@@ -77,7 +73,6 @@ def processes_of(token_file: Path, group: int | None) -> list[psutil.Process]:
     """Find the live processes of a local Ray, and their descendants.
 
     Args:
-        token_file: of the Ray.
         group: process group of its reaper, which is not in the result; None: unknown.
     """
     children: dict[int, list[psutil.Process]] = {}
@@ -145,9 +140,7 @@ def write_last_words(token_file: Path, sentence: str | None, files: Mapping[str,
     Ray ends a driver within its own calls when the raylet has died, and the kernel ends one for lack of memory.
 
     Args:
-        token_file: of the local Ray.
         sentence: for the console; None: the work is complete, and nothing is said.
-        files: contents of files to write, by path.
     """
     words = token_file.with_name(_LAST_WORDS)
     if sentence is None:

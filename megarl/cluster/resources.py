@@ -30,7 +30,6 @@ class ResourcePool:
     """A named set of devices that one or several roles share.
 
     Attributes:
-        name: name in errors.
         device: ``cpu`` (one device is one CPU slot) or ``cuda`` (one device is one GPU).
         devices_per_node: number of devices on each node of the pool, such as ``(8, 8)`` for two nodes of eight. Each
             entry is a group of devices that are reserved together; two groups may be on one node.
@@ -137,11 +136,6 @@ class PlacedPool:
 
     :func:`place_pools` creates it. Rank ``r`` of a role with one device per rank is on device ``r % num_devices``.
     Devices are numbered node by node, so neighbouring ranks share a node.
-
-    Attributes:
-        pool: the requested pool.
-        processes: all processes on it.
-        logs: log files of the processes; None: Ray's.
     """
 
     def __init__(
@@ -307,7 +301,6 @@ def wait_for_nodes(
         names: names of the nodes, from ``ray start --node-name``.
         device: kind of device to count; ``auto``: none.
         devices: GPUs, or CPU slots, that each node must have.
-        timeout_s: seconds to wait.
 
     Returns:
         The address of each node.

@@ -12,11 +12,9 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any
 
 import psutil
 import ray
-import ray._private.worker as ray_worker
 from ray.exceptions import AuthenticationError
 
 from megarl.base.errors import RayLost, ResourceError
@@ -34,7 +32,8 @@ from megarl.base.signals import (
 )
 from megarl.cluster.availability import available_cpus, check_cluster_answers, not_joined, unreachable
 from megarl.cluster.local_ray import GCS, RayWatch, start_local_ray
-from megarl.cluster.ray_token import ClusterToken, delete_stale_tokens, read_authentication
+from megarl.cluster.ray_internals import log_messages, log_unread_errors, read_authentication
+from megarl.cluster.ray_token import ClusterToken, delete_stale_tokens
 from megarl.cluster.reaper import Reaper, end_ray, processes_of, write_last_words
 from megarl.cluster.resources import PlacedPool, ResourcePool, place_pools
 
@@ -76,11 +75,6 @@ class RaySession:
             only.
         num_cpus: CPU slots of a started Ray; default: the cores that this process may run on.
         object_store_bytes: shared memory for objects of a started Ray; beyond it Ray spills to disk.
-        log_to_driver: also print the output of the workers. It is in Ray's log folder either way, and the error of a
-            dead worker shows its end.
-        logs: log files of role processes; None: Ray's log folder.
-        temp_dir: folder for logs and sockets of a started Ray; default: in the
-            :func:`~megarl.base.private_folder.private_folder` of this user, below ``RAY_TMPDIR`` if set.
         dashboard: whether a started Ray has its dashboard, for this machine only.
 
     Attributes:
@@ -99,8 +93,6 @@ class RaySession:
         address: str | None = None,
         num_cpus: int | None = None,
         object_store_bytes: int = DEFAULT_OBJECT_STORE_BYTES,
-        log_to_driver: bool = False,
-        temp_dir: str | None = None,
         logs: ProcessLogs | None = None,
         dashboard: bool = False,
     ) -> None:
@@ -114,8 +106,6 @@ class RaySession:
         self.address = address or os.environ.get("RAY_ADDRESS") or None
         self.num_cpus = num_cpus
         self.object_store_bytes = object_store_bytes
-        self.log_to_driver = log_to_driver
-        self.temp_dir = temp_dir
         self.logs = logs
         self.dashboard = dashboard
         self.dashboard_url = ""
@@ -144,9 +134,8 @@ class RaySession:
             raise
         self._daemons = self._find_daemons()
         self._watch = RayWatch(self._daemons)
-        ray_worker._unhandled_error_handler = _log_unhandled_error
-        if not self.log_to_driver:
-            ray_worker.print_to_stdstream = _log_message
+        log_unread_errors()
+        log_messages()
         return self
 
     def __exit__(
@@ -241,7 +230,7 @@ class RaySession:
     def _start(self) -> None:
         """Start Ray; a start that fails, as on a machine under load, is repeated once."""
         delete_stale_tokens()
-        temp_dir = self.temp_dir or str(private_folder(os.environ.get("RAY_TMPDIR")) / "ray")
+        temp_dir = str(private_folder(os.environ.get("RAY_TMPDIR")) / "ray")
         self._token = ClusterToken(temp_dir)
         self._reaper = Reaper(self._token.file)
         self.token_file = str(self._token.file)
@@ -250,7 +239,6 @@ class RaySession:
                 self.dashboard_url = start_local_ray(
                     num_cpus=self.num_cpus or available_cpus(),
                     object_store_bytes=self.object_store_bytes,
-                    log_to_driver=self.log_to_driver,
                     temp_dir=temp_dir,
                     dashboard=self.dashboard,
                     token=self._token,
@@ -276,7 +264,7 @@ class RaySession:
         address = str(self.address)
         check_cluster_answers(address)
         try:
-            ray.init(address=address, log_to_driver=self.log_to_driver, logging_level="ERROR")
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, ValueError, RuntimeError, AuthenticationError) as error:
             # ``auto`` is not probed before
             build = unreachable if "Could not find any running Ray instance" in str(error) else not_joined
@@ -299,16 +287,6 @@ def _exit_without_ray(code: int) -> None:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
-
-
-def _log_message(data: dict[str, Any], ignore_prefix: bool) -> None:
-    """Log a message of Ray, which has the whole log of a raylet that died, instead of printing it."""
-    logger.info("Ray (%s): %s", data.get("pid"), "\n".join(data.get("lines", ())))
-
-
-def _log_unhandled_error(error: Exception) -> None:
-    """Log, instead of print, the error of a Ray task whose result is never read."""
-    logger.info("error of a Ray task whose result was not read: %s", error)
 
 
 def _copy_logs(sessions: Sequence[Path], target: Path, everything: bool) -> None:

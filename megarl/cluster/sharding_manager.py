@@ -51,10 +51,8 @@ class ShardingManager:
     the others from holding their requests and aborting an update.
 
     Args:
-        plan: reshard plan.
         actor: the training ranks; their workers have the verbs of :class:`megarl.workers.actor.ActorWorker`.
         rollout: the replicas; their workers have the verbs of :class:`megarl.workers.rollout.RolloutWorker`.
-        options: options of the syncs.
         members: ranks of the present replicas; None = those of now.
         version: current weight version of the engines; each sync adds one.
 

@@ -30,9 +30,7 @@ class RunValues(NamedTuple):
     """Flat values of a column with long runs of equal values, such as masks, and scores at the last tokens.
 
     Attributes:
-        size: number of values.
         begins: int64 position of the first value of each run.
-        values: value of each run.
     """
 
     size: int

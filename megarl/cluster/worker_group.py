@@ -36,7 +36,6 @@ class WorkerGroup:
     class. The classes of :mod:`megarl.cluster.role_groups` declare the verbs of each role for type checkers.
 
     Args:
-        role: name of the role, used in every error.
         worker_cls: a plain class, preferably as ``"package.module.Class"`` so that the driver need not import it. Every
             rank builds it as ``worker_cls(place, **worker_kwargs)`` with its ``WorkerPlace``.
         worker_kwargs: the remaining constructor arguments, equal on all ranks.
@@ -51,6 +50,9 @@ class WorkerGroup:
             has none.
         on_device: False: the processes use no device, and are on one node of the pool after another, from the driver's.
         absent: ranks without a process, which :meth:`join` may add; for roles whose verbs are not ``SPLIT``.
+
+    Attributes:
+        processes: processes that have reported so far, by rank; their workers may not be built yet.
 
     Raises:
         ResourceError: the role needs more GPUs than the pool has, or the devices of a process are on different nodes.
@@ -86,7 +88,7 @@ class WorkerGroup:
         self._infos: dict[int, WorkerInfo] = {}
         self._owners = [layout.rank(dp=dp, pp=layout.pp - 1) for dp in range(layout.dp)]
         self.pool = pool
-        self._processes: dict[int, WorkerInfo] = {}
+        self.processes: dict[int, WorkerInfo] = {}
         self._busy: dict[str, list[float]] = {}
         self._starter = RankStarter(
             role,
@@ -121,11 +123,6 @@ class WorkerGroup:
         wait_ready([self])
         return next(iter(self._infos.values())).marks
 
-    @property
-    def processes(self) -> dict[int, WorkerInfo]:
-        """Processes that have reported so far, by rank; their workers may not be built yet."""
-        return self._processes
-
     def devices(self, rank: int) -> range:
         """Return the devices of a rank in the pool."""
         first = self._starter.first_devices[rank]
@@ -143,7 +140,6 @@ class WorkerGroup:
         """Start a verb on all processes, dispatched by its mark.
 
         Args:
-            verb: name of the verb.
             args: arguments of the verb. For ``SPLIT``, every ``DataProto`` is split like the first one; all must have
                 the same rows. A :class:`PerRank` differs by rank. The receiving process resolves Ray references.
             kwargs: same on every rank; neither split nor resolved.
@@ -202,9 +198,6 @@ class WorkerGroup:
         """Start a verb on some processes; the result is the list of their results.
 
         Args:
-            ranks: of the processes.
-            verb: name of the verb.
-            args: its arguments.
             after_failure: start it in a failed group too, for the processes that live.
 
         Raises:
@@ -257,7 +250,7 @@ class WorkerGroup:
         self._failure = None
         for rank in ranks:
             self._infos.pop(rank, None)
-            self._processes.pop(rank, None)
+            self.processes.pop(rank, None)
             if (actor := self._actors.pop(rank, None)) is not None:
                 ray.kill(actor)
 
@@ -309,7 +302,6 @@ class WorkerGroup:
         The result is None, available when sources and receivers are done.
 
         Args:
-            verb: name of the verb.
             payloads: the call that produces the payloads, for all ``receivers``.
             args: first arguments of the verb.
             receivers: ranks in the order of the destinations; None = all.
@@ -358,10 +350,6 @@ class WorkerGroup:
 
         Args:
             partition: rows of each owner, of as many as have rows.
-            function: see there, as all other arguments.
-            columns: to send.
-            batch: all rows.
-            args: of the function.
 
         Raises:
             WorkerFailed: the function raised, or a process died.
@@ -445,7 +433,6 @@ def wait_ready(
     """Wait until the processes of all groups have built their workers.
 
     Args:
-        groups: of all roles.
         timeout_s: limit in seconds, for the processes and again for their workers; None = none.
         progress: called with the number of built workers, and of all.
 
@@ -472,7 +459,7 @@ def _wait_built(
     # Processes are described first: an error during the start then shows the end of their log.
     infos = gather_results(groups, [one.described for _, one in ranks], timeout_s)
     for (group, one), info in zip(ranks, infos, strict=True):
-        group._processes[one.rank] = info
+        group.processes[one.rank] = info
     starts = [(one, info) for (_, one), info in zip(ranks, infos, strict=True)]
     # A failed import is the cause of a failed construction.
     gather_results(groups, [replace(one.loaded, info=info) for one, info in starts], timeout_s)

@@ -38,11 +38,8 @@ class WorkerInfo:
     """A started process, as it describes itself to the driver.
 
     Attributes:
-        pid: process id on its host.
-        host: address of its node.
         node: Ray's id of the node.
         log: the process's log file on that node; empty if unknown.
-        marks: verbs of its worker, by name.
     """
 
     pid: int
@@ -52,39 +49,28 @@ class WorkerInfo:
     marks: dict[str, VerbMark]
 
 
+@dataclass(eq=False, repr=False)
 class RemoteFailure(Exception):
-    """An exception of a worker, in a form that every process can unpickle.
+    """An exception of a worker, in a form that every process can unpickle; created with positional arguments.
 
-    Args:
-        role: role of the worker.
-        rank: rank of the worker.
-        verb: the verb that raised.
+    Attributes:
         kind: class name of the exception.
-        message: text of the exception, without its code.
         code: code of an error of megarl; empty = another exception.
-        trace: traceback of the exception.
         lost: whether the worker is unusable from now on.
         log: path of the worker's log file; empty if unknown.
         last_lines: last lines of that file before the exception.
     """
 
-    def __init__(
-        self,
-        role: str,
-        rank: int,
-        verb: str,
-        kind: str,
-        message: str,
-        code: str,
-        trace: str,
-        lost: bool,
-        log: str = "",
-        last_lines: str = "",
-    ) -> None:
-        super().__init__(role, rank, verb, kind, message, code, trace, lost, log, last_lines)
-        self.role, self.rank, self.verb = role, rank, verb
-        self.kind, self.message, self.code, self.trace = kind, message, code, trace
-        self.lost, self.log, self.last_lines = lost, log, last_lines
+    role: str
+    rank: int
+    verb: str
+    kind: str
+    message: str
+    code: str
+    trace: str
+    lost: bool
+    log: str
+    last_lines: str
 
 
 class BusyResult(NamedTuple):
@@ -106,11 +92,7 @@ class WorkerProcess:
     """Host process of one worker.
 
     Args:
-        role: name of the role, for errors.
-        rank: rank of this process in its role.
-        world_size: number of processes of the role.
         env: environment variables, set before the worker's class is imported.
-        tracing: tracing and profiling options of the process.
         logs: log files for the process's output; None: Ray's.
     """
 

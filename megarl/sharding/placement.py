@@ -55,25 +55,14 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Node and device of every rank. Ranks in equal slots share a device and can read each other's memory.
-
-    Attributes:
-        train: slot of each training rank.
-        rollout: slot of each rollout rank.
-    """
+    """Node and device of every rank. Ranks in equal slots share a device and can read each other's memory."""
 
     train: tuple[Slot, ...]
     rollout: tuple[Slot, ...]
 
     @classmethod
     def of_devices(cls, train: Sequence[int], rollout: Sequence[int], devices_per_node: int) -> Placement:
-        """Return the placement of ranks on devices that are numbered node by node.
-
-        Args:
-            train: device of each training rank.
-            rollout: device of each rollout rank.
-            devices_per_node: devices of every node.
-        """
+        """Return the placement of ranks on devices that are numbered node by node."""
         return cls(*(tuple(Slot(*divmod(d, devices_per_node)) for d in devices) for devices in (train, rollout)))
 
 
@@ -124,8 +113,6 @@ class Routes:
     """The transport between each training rank and each rollout rank.
 
     Attributes:
-        train: locations of the training ranks.
-        rollout: locations of the rollout ranks.
         transport: one of :data:`TRANSPORTS` for all pairs, or ``auto``.
     """
 

@@ -62,19 +62,8 @@ class Bucket(NamedTuple):
     nbytes: int
 
 
-class BucketSize(NamedTuple):
-    """Size of a bucket in bytes, over all ranks."""
-
-    nbytes: int
-
-
 class SyncWave(NamedTuple):
-    """Replicas that receive their weights at the same time; the waves of a plan follow each other.
-
-    Attributes:
-        replicas: numbers of the replicas.
-        buckets: numbers of their buckets.
-    """
+    """Replicas that receive their weights at the same time; the waves of a plan follow each other."""
 
     replicas: range
     buckets: range
@@ -87,11 +76,10 @@ class ReshardPlan:
     In a bucket no rank sends or receives more than the bucket size of the plan.
 
     Attributes:
-        rollout: layout of the receiving ranks.
         table: transfers into one replica; every replica receives the same ones.
         source: ``[replicas, transfers]``, the training rank that sends a transfer to a replica.
         bucket: ``[replicas, transfers]``, the bucket of that transfer.
-        buckets: size of each bucket.
+        buckets: bytes of each bucket, over all ranks.
         waves: all replicas and buckets, in order.
         first_copy_rank: first training rank that holds the copy of a tied parameter, under the copy's name.
         float32_params: names, at both ends, of parameters that are always sent in float32.
@@ -101,7 +89,7 @@ class ReshardPlan:
     table: TransferTable
     source: Column
     bucket: Column
-    buckets: tuple[BucketSize, ...]
+    buckets: tuple[int, ...]
     waves: tuple[SyncWave, ...]
     first_copy_rank: int
     float32_params: frozenset[str]
@@ -109,7 +97,7 @@ class ReshardPlan:
     @property
     def nbytes(self) -> int:
         """Bytes of one sync, over all ranks."""
-        return sum(bucket.nbytes for bucket in self.buckets)
+        return sum(self.buckets)
 
     def sent_by(self, rank: int) -> list[Bucket]:
         """Return the sends of a training rank: one entry per bucket, with the size of the whole bucket.
@@ -156,16 +144,13 @@ class RankPlan:
     Attributes:
         rank: training rank if it ``sends``, else rollout rank.
         sends: whether the rank is a sender.
-        rollout: layout of the receiving ranks.
         table: the transfers of this rank only.
         replica: ``[entries]``, receiving replica.
         transfer: ``[entries]``, row number in the table.
         source: ``[entries]``, sending training rank.
         bucket: ``[entries]``, bucket number.
-        buckets: size of each bucket, over all ranks.
+        buckets: bytes of each bucket, over all ranks.
         wave: numbers of the buckets that the rank takes part in.
-        first_copy_rank: see :class:`ReshardPlan`.
-        float32_params: see :class:`ReshardPlan`.
     """
 
     rank: int
@@ -176,7 +161,7 @@ class RankPlan:
     transfer: Column
     source: Column
     bucket: Column
-    buckets: tuple[BucketSize, ...]
+    buckets: tuple[int, ...]
     wave: range
     first_copy_rank: int
     float32_params: frozenset[str]
@@ -221,9 +206,6 @@ def build_plan(
     near ranks share the bytes evenly.
 
     Args:
-        weight_map: weight map of the model.
-        train: layout of the sending ranks.
-        rollout: layout of the receiving ranks.
         bucket_bytes: maximum bytes that one rank sends, and that one rank receives, in one bucket.
         element_bytes: size of a sent element; parameters kept in float32 always take 4 bytes.
         placement: node and device of every rank; None = all on one node, each on its own device.
@@ -261,7 +243,7 @@ def build_plan(
         table=table,
         source=compact(np.concatenate(sources)),
         bucket=compact(np.concatenate(buckets)),
-        buckets=tuple(map(BucketSize, sizes)),
+        buckets=tuple(sizes),
         waves=tuple(waves),
         first_copy_rank=train.world_size - train.ranks_per_stage,
         float32_params=_float32_params(patterns),
@@ -282,7 +264,6 @@ def sender_plans(plan: ReshardPlan, ranks: int) -> Iterator[RankPlan]:
     """Yield the plan of each training rank.
 
     Args:
-        plan: the whole plan.
         ranks: number of training ranks, including ranks that send nothing.
     """
     source, bucket = plan.source.ravel(), plan.bucket.ravel()
@@ -327,21 +308,13 @@ def buckets_of(
     sources: Column,
     buckets: Column,
 ) -> list[Bucket]:
-    """Return the ops of some transfers by bucket; the columns have one entry per transfer.
-
-    Args:
-        plan: the plan of the transfers.
-        replicas: receiving replica.
-        transfers: row numbers in the plan's table.
-        sources: sending training rank.
-        buckets: bucket number.
-    """
+    """Return the ops of some transfers by bucket; the columns have one entry per transfer."""
     ops: list[list[TransferOp]] = [[] for _ in plan.buckets]
     builder = _OpBuilder(plan.table, plan.rollout, plan.first_copy_rank)
     columns = (column.tolist() for column in (replicas, transfers, sources, buckets))
     for replica, transfer, source, bucket in zip(*columns, strict=True):
         ops[bucket].extend(builder.ops(transfer, source, replica))
-    return [Bucket(tuple(bucket_ops), size.nbytes) for bucket_ops, size in zip(ops, plan.buckets, strict=True)]
+    return [Bucket(tuple(bucket_ops), size) for bucket_ops, size in zip(ops, plan.buckets, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)

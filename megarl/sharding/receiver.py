@@ -189,7 +189,6 @@ class ShardWeights:
         """Return the checksum of a part of a parameter as it was sent; of a quantized one, as it arrived.
 
         Args:
-            part: the part.
             convert: see :meth:`megarl.models.checksum.ParamRectangle.checksum`.
 
         Raises:
@@ -211,10 +210,7 @@ class BucketReceiver:
 
     Args:
         plan: the whole plan, or the plan of this rank.
-        rank: rollout rank.
-        weights: parameters of the rank.
         peers: transports from the training ranks.
-        dtype: dtype of the sent weights.
     """
 
     def __init__(

@@ -46,7 +46,6 @@ def message_layout(ops: Sequence[TransferOp], dtype: torch.dtype, float32_params
 
     Args:
         ops: ops between the two ranks, in the plan's order.
-        dtype: dtype of the sent weights.
         float32_params: names of parameters that are always sent in float32.
     """
     ordered = sorted(ops, key=lambda op: op.dst_param not in float32_params)
@@ -77,7 +76,6 @@ class BucketSender:
 
     Args:
         plan: the whole plan, or the plan of this rank.
-        rank: training rank.
         params: returns the parameters by their names in the weight map, on any device; called at each export.
         peers: transports to the rollout ranks; ``peers.open(session)`` begins a sync.
         dtype: dtype of the engines' weights, in which the weights are sent.

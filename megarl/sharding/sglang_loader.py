@@ -48,8 +48,6 @@ class Reply:
 
     Attributes:
         values: values that JSON can encode.
-        data: bytes of a tensor.
-        error: reason of a failure; empty on success.
         code: its code, see :class:`~megarl.base.errors.MegarlError`.
     """
 
@@ -168,7 +166,6 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) ->
     """Run the engine's commands until it hangs up; see the module docstring.
 
     Args:
-        model: SGLang's model in this rank.
         named_tensors: address of the engine, with an empty tensor.
     """
     for text, _ in named_tensors:

@@ -47,9 +47,7 @@ class SGLangShard:
     SGLang's tensors are looked up at each use, because it may free or replace them between weight syncs.
 
     Attributes:
-        config: the model.
         tp: ranks of the engine.
-        rank: the rank.
         quantized: the matrices of linear layers are in blockwise FP8.
     """
 
@@ -100,10 +98,6 @@ class SGLangShard:
 
     def quantized_views(self, model: torch.nn.Module, views: Mapping[str, Tensor]) -> QuantizedViews:
         """Return views of codes and scales of the rank's quantized matrices.
-
-        Args:
-            model: SGLang's model in the rank.
-            views: result of :meth:`views`.
 
         Raises:
             WeightSyncError: SGLang holds them in another format.

@@ -47,8 +47,6 @@ class TransferTable:
     """All transfers into one replica, as columns; a transfer is a run of rows that one rank can send.
 
     Attributes:
-        patterns: the parameters.
-        overlaps: the distinct overlaps.
         overlap: ``[rows]``, index into ``overlaps``.
         layer: ``[rows]``, layer number.
         expert: ``[rows]``, expert number within its layer; 0 for other parameters.
@@ -105,8 +103,6 @@ def replica_transfers(
 
     Args:
         patterns: :meth:`megarl.models.WeightMap.patterns` of both layouts.
-        train: layout of the sending ranks.
-        rollout: layout of the receiving ranks.
         transfer_bytes: maximum size of an overlap (at least one element); a transfer holds less than twice as much.
         element_bytes: size of a sent element, except in parameters kept in float32.
 

@@ -31,7 +31,6 @@ def check_coverage(plan: ReshardPlan | RankPlan, params: Mapping[int, Sequence[L
     """Check that a plan writes every element of the receiving parameters exactly once.
 
     Args:
-        plan: the plan.
         params: parameters by rollout rank. Ranks that are absent are not checked, so each rank may check itself.
 
     Raises:
@@ -114,9 +113,6 @@ def partial_checksums(
     """Compute the checksums of one process's parameters.
 
     Args:
-        params: parameters of the process.
-        tensors: their values by name.
-        dtype: dtype of the sent weights.
         float32_params: names of parameters that are always sent in float32.
         convert: convert to the sent dtype first, as a sender does; otherwise another dtype is an error.
 
@@ -134,8 +130,6 @@ def weight_rectangles(
     """List the pieces of parameters, in order, as an engine computes their checksums.
 
     Args:
-        params: parameters of a process.
-        dtype: dtype of the sent weights, or its name.
         float32_params: names of parameters that are always sent in float32.
     """
     from megarl.models.checksum import ParamRectangle

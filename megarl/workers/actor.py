@@ -111,10 +111,6 @@ class ActorWorker(PolicyWorker):
     """Trains the policy, computes log-probs, and sends its weights to the rollout engines.
 
     Args:
-        place: rank and rendezvous address of this process.
-        settings: model, layout, optimizer.
-        config: loss and clip ranges.
-        plan: mini-batches and epochs of an update.
         log_prob: settings of the log-probs before the update.
         reference: settings of the reference whose weights this worker keeps in host memory; None if the reference has
             separate workers or there is none.
@@ -352,13 +348,7 @@ class ActorWorker(PolicyWorker):
 
     @verb(Dispatch.ALL)
     def connect_sync(self, plan: RankPlan, routes: Routes, address: StoreAddress | None, dtype: str) -> None:
-        """Prepare to send weights by a plan, in the engines' number format.
-
-        Args:
-            routes: transports to the rollout ranks.
-            address: of the rendezvous store; None = no process group.
-            dtype: of the sent weights.
-        """
+        """Prepare to send weights by a plan, in the engines' number format."""
         device, sent = self.runtime.device, getattr(torch, dtype)
         peers = PeerTransports.for_sender(
             routes, self.rank, destination_ranks(plan.sent_by(self.rank)), device, address

@@ -46,8 +46,6 @@ class EstimateOptions:
     """An estimator with its options.
 
     Attributes:
-        gamma: discount.
-        lam: lambda of GAE.
         norm_by_std: see :class:`megarl.algorithms.AdvantageInputs`.
         step_advantage_w: weight of GiGPO's comparison of turns.
         similarity: least similarity of equal states, see :func:`megarl.algorithms.anchor_groups`.
@@ -80,7 +78,6 @@ def advantages_of_rows(
     Args:
         batch: with :func:`estimate_columns`. The rows are complete for the scope of the estimator: any rows, whole
             groups, or the whole batch.
-        options: estimator and options.
         terms: penalties that turn scores into rewards first; None = the batch has rewards.
 
     Returns:

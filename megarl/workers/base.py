@@ -106,11 +106,7 @@ class SkippedStepsError(MegarlError):
 
 
 class MegatronWorker(SavingWorker):
-    """One rank of a role: a plain class, usable under Ray, torchrun and pytest.
-
-    Args:
-        place: rank and rendezvous address of this process.
-    """
+    """One rank of a role: a plain class, usable under Ray, torchrun and pytest."""
 
     prefix = ""
     """Prefix of the role's metrics."""
@@ -194,7 +190,6 @@ class MegatronWorker(SavingWorker):
         Args:
             batch: rows of this data-parallel rank, mini-batch after mini-batch, with ``response_mask``. All
                 mini-batches have the same number of rows unless ``meta_info`` has :data:`MINI_BATCH_SIZES`.
-            plan: mini-batches, epochs, budget, aggregation.
             columns: response-aligned columns that the loss reads.
             loss: computes losses per token from the model's outputs and those columns, packed.
             outputs: outputs of the model that the loss reads.
@@ -267,8 +262,6 @@ class MegatronWorker(SavingWorker):
         """Compute the metrics of an optimizer step; reports a skipped step.
 
         Args:
-            rows: rows of the step, for the names of samples.
-            groups: rows of each micro-batch.
             sequences_per_row: packed sequences per row.
 
         Raises:
@@ -378,7 +371,6 @@ def weighted_sums(
     Sums over tokens of values times weights; ``sequence_means`` sum over rows.
 
     Args:
-        loss: losses per token.
         rows: the mini-batch's rows with a trained token, over all ranks.
     """
     columns = micro_batch.columns
@@ -434,10 +426,6 @@ def optimizer_options(optim: OptimConfig, megatron: MegatronConfig, total_update
 
 def schedule_of(optim: OptimConfig, updates: int) -> LearningRateSchedule:
     """Build the learning-rate schedule of a run.
-
-    Args:
-        optim: the optimizer's section.
-        updates: optimizer steps of the whole run.
 
     Raises:
         ConfigError: the lengths do not fit; the driver's preflight reports them earlier by key.

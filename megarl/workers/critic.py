@@ -20,9 +20,6 @@ class CriticWorker(MegatronWorker):
     """Computes and trains values: a language model with a scalar head as output layer.
 
     Args:
-        place: rank and rendezvous address of this process.
-        settings: model, layout, optimizer.
-        config: clip range, loss coefficient.
         plan: mini-batches and epochs of an update; :meth:`compute_values` uses its budget too.
     """
 

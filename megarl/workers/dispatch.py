@@ -113,7 +113,6 @@ class WorkerPlace(NamedTuple):
 
     Attributes:
         rank: this process's rank in the role.
-        world_size: number of processes of the role.
         master_addr: address of the role's rank 0.
         master_port: free port there for the process group.
     """
@@ -130,7 +129,6 @@ class SavedPart:
 
     Attributes:
         entries: size and digest of each file that the rank wrote, by path relative to the role's folder.
-        seconds: duration of the writing.
         failure: reason why there is no checkpoint, the same on every rank; empty if there is one.
     """
 

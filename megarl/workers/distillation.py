@@ -32,8 +32,6 @@ def read_teacher_head(head: TeacherHead, student: WeightMap, runtime: Runtime) -
     beyond the student's vocabulary are left out; the teacher's distribution is then over the student's tokens.
 
     Args:
-        head: the teacher's model folder and number format.
-        student: weight map of the policy.
         runtime: this rank's place in the actor's layout.
 
     Returns:
@@ -76,7 +74,6 @@ def distillation_loss(
 
     Args:
         options: of the policy loss; the policy gradient replaces its clip range by that of ``config``.
-        outputs: of the student.
         micro_batch: has the teacher's columns, and ``old_log_probs`` for the policy gradient.
     """
     divergence, means = _divergence(config, outputs, micro_batch)

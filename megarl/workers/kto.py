@@ -65,8 +65,6 @@ class StepTotals(NamedTuple):
     """Numbers about all rows of a step, on all ranks.
 
     Attributes:
-        rows: responses.
-        desirable: desirable responses among them.
         kl: the estimated KL from policy to reference, at least 0.
     """
 

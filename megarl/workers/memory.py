@@ -104,7 +104,6 @@ class MemoryBudgets:
 
         Args:
             kind: kind of pass, such as ``update``; each has separate budgets.
-            chosen: rows to compute.
         """
         shrunk = self._shrunk.get((kind, configured))
         if shrunk is None:
@@ -124,8 +123,6 @@ class MemoryBudgets:
         """Shrink a budget to about half of the largest micro-batch, and not below the longest row; communicates.
 
         Args:
-            kind: see :meth:`usable`.
-            configured: see :meth:`usable`.
             groups: its micro-batches, one of which was too large on some rank.
 
         Returns:

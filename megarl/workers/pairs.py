@@ -47,8 +47,6 @@ class PairTrainingWorker(MegatronWorker):
     """Base of the workers that train on preference pairs.
 
     Args:
-        place: rank and rendezvous address of this process.
-        settings: model, layout, optimizer.
         budget: micro-batch budget for pairs; tokens count both sequences.
     """
 
@@ -69,7 +67,6 @@ class PairTrainingWorker(MegatronWorker):
         """Run one optimizer step on pairs; metrics under ``train/``.
 
         Args:
-            loss: loss of a micro-batch.
             sequences_per_row: sequences of a pair that ``pack`` packs.
         """
 

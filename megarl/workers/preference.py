@@ -67,8 +67,6 @@ class PreferenceTrainingWorker(PairTrainingWorker):
     The reference is the initial model: its weights in host memory, or the base of adapters.
 
     Args:
-        place: rank and rendezvous address of this process.
-        settings: model, layout, optimizer.
         budget: micro-batch budget for rows; tokens count both sequences.
         loss: loss of a pair or of a response.
     """

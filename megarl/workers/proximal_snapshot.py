@@ -18,7 +18,6 @@ class ProximalSnapshot:
     The next copy reuses the host memory of the last one, because page-locking new memory is slow.
 
     Args:
-        engine: of the actor.
         has_adapters: whether the model has adapters, which alone are trained and copied.
     """
 

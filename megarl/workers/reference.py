@@ -14,9 +14,7 @@ class ReferenceWorker(PolicyWorker):
     """Computes the initial policy's log-probs, and its representations of responses.
 
     Args:
-        place: rank and rendezvous address of this process.
         settings: model and layout; without optimizer.
-        log_prob: settings of the log-prob computation.
     """
 
     prefix = "ref"

@@ -29,7 +29,6 @@ class RewardModelWorker(MegatronWorker):
     """Scores whole sequences at their last token, like transformers' sequence classification models.
 
     Args:
-        place: rank and rendezvous address of this process.
         settings: model and layout; without optimizer.
     """
 
@@ -95,8 +94,6 @@ class RewardTrainingWorker(PairTrainingWorker):
     """Trains a reward model on preference pairs; starts from a language model or from a reward model.
 
     Args:
-        place: rank and rendezvous address of this process.
-        settings: model, layout, optimizer.
         budget: micro-batch budget for pairs; tokens count both sequences.
         center_coefficient: weight of the term that keeps rewards around zero.
         pad_token_id: of the tokenizer; becomes the model's if its config has none.

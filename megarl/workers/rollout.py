@@ -36,9 +36,6 @@ class WeightFingerprint:
 
     Verification compares the written tensors. The fingerprint covers everything the engine holds, against any later
     change, at the cost of reading it once.
-
-    Args:
-        engine: the engine.
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
@@ -84,7 +81,6 @@ class RolloutWorker:
 
     Args:
         place: its rank is the replica's index; replicas need no rendezvous.
-        settings: settings of the replica.
     """
 
     def __init__(self, place: WorkerPlace, *, settings: RolloutSettings) -> None:
@@ -249,7 +245,6 @@ class RolloutNodeWorker:
 
     Args:
         place: its rank counts the further nodes of all replicas, replica by replica.
-        settings: settings of the replicas.
     """
 
     def __init__(self, place: WorkerPlace, *, settings: RolloutSettings) -> None:

@@ -153,7 +153,6 @@ def penalized_rewards_of_rows(batch: DataProto, terms: RewardTerms) -> tuple[Dat
 
     Args:
         batch: with :attr:`RewardTerms.columns`.
-        terms: penalties.
 
     Returns:
         The rewards, and by row ``[b]``: ``trained_counts``, the number of trained tokens; ``counted``, whether there is

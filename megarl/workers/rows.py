@@ -52,8 +52,6 @@ class PackedRows:
         """Cut ``rows`` (default: all) into micro-batches by ``budget``; returns the row indices of each.
 
         Args:
-            budget: size limit of a micro-batch.
-            rows: the rows to cut.
             gather_counts: gathers the number of micro-batches that every data-parallel rank needs, from this rank's.
                 None: there are no other ranks.
 
@@ -140,7 +138,6 @@ class PackedRows:
         """Order the experts of each token by rows, for the column :data:`ROUTES`.
 
         Args:
-            groups: rows of each micro-batch.
             routes: per micro-batch and row ``[tokens, expert layers, per token]``.
 
         Returns:
@@ -196,7 +193,6 @@ class PackedRows:
         Integers stay integers; other values become float32.
 
         Args:
-            groups: rows of each micro-batch, from :meth:`micro_batches`.
             packed: per micro-batch, the values of its rows in order.
         """
         floats = packed[0].is_floating_point() or packed[0].dtype == torch.bool

@@ -24,7 +24,6 @@ class ServedTeacherWorker:
 
     Args:
         place: rank of this process; it needs no rendezvous.
-        server: URLs, limits and retries.
         topk: most probable tokens to return per position; 0 = the log-prob of the response token.
         candidates: the student's vocabulary size, above every returned token.
     """

@@ -67,8 +67,6 @@ class RoleSettings:
         megatron: number format, sequence parallelism, distributed optimizer.
         optim: optimizer of a role that trains; None for inference.
         total_updates: optimizer steps of the whole run, the length of the learning-rate schedule.
-        device: ``cpu``, ``cuda`` or ``auto``.
-        seed: seed of every rank's generators.
         nccl_timeout: seconds after which an incomplete collective fails.
         external_lib: user modules to import first, as ``path.py`` or ``package.module``.
         repeat_out_of_memory: after an out-of-memory error, repeat the pass with smaller micro-batches.
@@ -102,7 +100,6 @@ class UpdatePlan:
 
     Attributes:
         mini_batch_rows: rows of a mini-batch over all data-parallel ranks.
-        epochs: passes over the batch.
         budget: micro-batch budget for a rank's share of a mini-batch.
         loss_agg_mode: aggregation of per-token losses (see :func:`megarl.algorithms.token_weights`).
         horizon: divisor of ``seq-mean-token-sum-norm``, in tokens.
@@ -204,9 +201,6 @@ class RolloutSettings:
 
     Attributes:
         model_path: Hugging Face folder; provides the configuration, and the weights if there is no actor.
-        device: ``cpu``, ``cuda`` or ``auto``.
-        config: engine, sampling and size.
-        external_lib: see :class:`RoleSettings`.
         return_routes: the engine returns the experts of tokens, for routing replay R3.
         first_hybrid: number of the first replica on the trainer's devices, besides replicas with devices of their own;
             None = there are none.
@@ -267,10 +261,8 @@ def check_adapters(
     """Check that a role's adapters fit its model and layout, and the folder that they continue from.
 
     Args:
-        keys: the role's keys of adapters.
         megatron: the role's configuration with complete parallel sizes.
         field: the section's key, such as ``actor_rollout_ref.model``.
-        value_head: the role has a scalar head.
         base: folder of the model, with which copies of its weights in that folder are compared; None compares none.
 
     Raises:
@@ -415,12 +407,7 @@ class ScheduleSteps(NamedTuple):
 
 
 def schedule_steps(optim: OptimConfig, updates: int) -> ScheduleSteps:
-    """Resolve every null and every ratio of the schedule's lengths, without a check that they fit.
-
-    Args:
-        optim: the optimizer's section.
-        updates: optimizer steps of the whole run.
-    """
+    """Resolve every null and every ratio of the schedule's lengths, without a check that they fit."""
     total = optim.total_training_steps or updates
     warmup, warmup_key = optim.lr_warmup_steps, "lr_warmup_steps"
     if warmup < 0:

@@ -11,13 +11,7 @@ from megarl.workers.settings import RoleSettings, UpdatePlan
 
 
 class SFTWorker(MegatronWorker):
-    """Maximizes the likelihood of reference responses.
-
-    Args:
-        place: rank and rendezvous address of this process.
-        settings: model, layout, optimizer.
-        plan: rows and micro-batches of an optimizer step.
-    """
+    """Maximizes the likelihood of reference responses."""
 
     prefix = "train"
     shares_device = False

@@ -17,7 +17,7 @@ import pytest
 from support.expected_errors import raises
 
 from megarl.base.processes import wait_for_ends
-from megarl.cluster import RaySession, ResourcePool, WorkerGroup, fork_client
+from megarl.cluster import RaySession, ResourcePool, WorkerGroup, ray_programs
 from megarl.cluster import fork_server as fork_server_module
 from megarl.cluster.fork_server import ENVIRONMENT, ForkServer, fork_address, fork_server
 from megarl.models import ParallelLayout
@@ -30,11 +30,6 @@ values = {"argv": sys.argv[1:], "cwd": os.getcwd(), "value": os.environ["VALUE"]
 print(json.dumps(values), flush=True)
 print("to standard error", file=sys.stderr, flush=True)
 """
-
-
-# As Ray passes them to the script that sets up a worker.
-CONTEXT = {"command_prefix": [], "env_vars": {}, "py_executable": sys.executable, "java_jars": []}
-SETUP_ARGUMENTS = ["--language=PYTHON", f"--serialized-runtime-env-context={json.dumps(CONTEXT)}"]
 
 
 @pytest.fixture(scope="module")
@@ -54,21 +49,28 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     running.close()
 
 
+def worker(folder: Path, code: str) -> Path:
+    """Write a script with the name of Ray's script for workers."""
+    folder.mkdir(exist_ok=True)
+    path = folder / "default_worker.py"
+    path.write_text(code, encoding="utf-8")
+    return path
+
+
 def run_client(address: str, script: Path, *arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Run the client as Ray does, and read until its standard streams are closed by the fork."""
-    command = [sys.executable, "-S", fork_client.__file__, str(script), *arguments]
-    variables = {**env, fork_client.ADDRESS: address}
+    command = [sys.executable, "-I", "-S", ray_programs.__file__, "", str(script), *arguments]
+    variables = {**env, ray_programs.ADDRESS: address}
     return subprocess.run(command, capture_output=True, text=True, env=variables, cwd=script.parent, timeout=300)
 
 
 def test_fork_has_the_clients_arguments_environment_folder_and_streams(server: ForkServer, tmp_path: Path) -> None:
 
-    script = tmp_path / "worker.py"
-    script.write_text(SCRIPT, encoding="utf-8")
+    script = worker(tmp_path, SCRIPT)
     env = {"VALUE": "of the client", "PYTHONPATH": "/modules/of/the/client"}
-    done = run_client(server.address, script, *SETUP_ARGUMENTS, "--rank", "3", env=env)
+    done = run_client(server.address, script, "--rank", "3", env=env)
     values = json.loads(done.stdout)
-    assert values["argv"] == ["--rank", "3"]  # without the arguments for Ray's set-up script
+    assert values["argv"] == ["--rank", "3"]
     assert values["cwd"] == str(tmp_path) and values["path"] == [str(tmp_path), "/modules/of/the/client"]
     assert values["value"] == "of the client" and not values["home"], "the environment of the client, nothing else"
     assert values["loaded"], "a fork finds the modules of the server loaded"
@@ -77,25 +79,23 @@ def test_fork_has_the_clients_arguments_environment_folder_and_streams(server: F
 
 
 def test_exception_in_a_fork_leaves_the_server_running(server: ForkServer, tmp_path: Path) -> None:
-    failing, fine = tmp_path / "failing.py", tmp_path / "fine.py"
-    failing.write_text("raise ValueError('of the script')", encoding="utf-8")
-    fine.write_text("print('fine')", encoding="utf-8")
+    failing = worker(tmp_path / "failing", "raise ValueError('of the script')")
+    fine = worker(tmp_path / "fine", "print('fine')")
     assert "of the script" in run_client(server.address, failing, env={}).stderr
     assert run_client(server.address, fine, env={}).stdout == "fine\n"
 
 
 def test_client_that_is_killed_leaves_the_server_running(server: ForkServer, tmp_path: Path) -> None:
-    for message in (b"", (10**6).to_bytes(fork_client.HEADER_BYTES, "big"), b"x"):
+    for message in (b"", (10**6).to_bytes(ray_programs.HEADER_BYTES, "big"), b"x"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.connect(server.address)
             socket.send_fds(connection, [message], [0, 1, 2]) if message else None
-    script = tmp_path / "fine.py"
-    script.write_text("print('fine')", encoding="utf-8")
+    script = worker(tmp_path, "print('fine')")
     assert run_client(server.address, script, env={}).stdout == "fine\n"
 
 
 def message(body: bytes, size: int | None = None) -> bytes:
-    return (len(body) if size is None else size).to_bytes(fork_client.HEADER_BYTES, "big") + body
+    return (len(body) if size is None else size).to_bytes(ray_programs.HEADER_BYTES, "big") + body
 
 
 REQUEST = {"argv": ["worker.py"], "env": {}, "cwd": "/"}
@@ -121,15 +121,13 @@ def test_client_with_a_malformed_request_ends_nothing(server: ForkServer, tmp_pa
             connection.settimeout(300)
             with contextlib.suppress(ConnectionResetError):
                 assert connection.recv(1) == b"", text
-    script = tmp_path / "fine.py"
-    script.write_text("print('fine')", encoding="utf-8")
+    script = worker(tmp_path, "print('fine')")
     assert run_client(server.address, script, env={}).stdout == "fine\n"
     assert server._process.poll() is None
 
 
 def test_client_that_stands_still_blocks_no_other(server: ForkServer, tmp_path: Path) -> None:
-    script = tmp_path / "fine.py"
-    script.write_text("print('fine')", encoding="utf-8")
+    script = worker(tmp_path, "print('fine')")
     with contextlib.ExitStack() as still:
         for sent in (b"", b"\0\0", message(b"{", 100)):
             connection = still.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -149,32 +147,10 @@ def test_server_without_further_processes_goes_on(monkeypatch: pytest.MonkeyPatc
         assert inherited.fileno() >= 0
 
 
-RAY_SETUP = "import sys; print('set up by Ray', sys.argv[1:])"
-
-
-def test_client_runs_rays_own_script_without_a_server(tmp_path: Path) -> None:
-    script, setup = tmp_path / "worker.py", tmp_path / "setup_worker.py"
-    script.write_text("", encoding="utf-8")
-    setup.write_text(RAY_SETUP, encoding="utf-8")
+def test_worker_without_a_server_is_a_new_process(tmp_path: Path) -> None:
+    script = worker(tmp_path, "import sys; print('new', sys.argv[1:])")
     done = run_client(str(tmp_path / "no-socket"), script, "a b", env={})
-    assert done.stdout == f"set up by Ray ['{script}', 'a b']\n" and done.returncode == 0
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--language=JAVA"],
-        [f"--serialized-runtime-env-context={json.dumps({**CONTEXT, 'env_vars': {'NAME': 'value'}})}"],
-        [f"--serialized-runtime-env-context={json.dumps({**CONTEXT, 'command_prefix': ['nsys', 'profile']})}"],
-        [f"--serialized-runtime-env-context={json.dumps({**CONTEXT, 'py_executable': 'nsys profile python'})}"],
-    ],
-)
-def test_worker_with_a_runtime_environment_is_no_fork(server: ForkServer, tmp_path: Path, arguments: list[str]) -> None:
-    script, setup = tmp_path / "worker.py", tmp_path / "setup_worker.py"
-    script.write_text("print('a fork')", encoding="utf-8")
-    setup.write_text(RAY_SETUP, encoding="utf-8")
-    done = run_client(server.address, script, *arguments, env={})
-    assert done.stdout == f"set up by Ray {[str(script), *arguments]}\n"
+    assert done.stdout == "new ['a b']\n" and done.returncode == 0
 
 
 def test_early_end_of_the_server_is_reported(caplog: pytest.LogCaptureFixture) -> None:
@@ -186,11 +162,10 @@ def test_early_end_of_the_server_is_reported(caplog: pytest.LogCaptureFixture) -
 
 
 def test_forks_end_with_the_server(tmp_path: Path) -> None:
-    script = tmp_path / "endless.py"
-    script.write_text("import os, time; print(os.getpid(), flush=True); time.sleep(600)", encoding="utf-8")
+    script = worker(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(600)")
     running = ForkServer([])
-    command = [sys.executable, "-S", fork_client.__file__, str(script)]
-    variables = {**os.environ, fork_client.ADDRESS: running.address}
+    command = [sys.executable, "-I", "-S", ray_programs.__file__, "", str(script)]
+    variables = {**os.environ, ray_programs.ADDRESS: running.address}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=variables) as client:
         assert client.stdout is not None
         fork = psutil.Process(int(client.stdout.readline()))
@@ -246,8 +221,7 @@ if sys.argv[1:]:
 def test_workers_of_a_node_are_forks_of_a_process_that_has_read_their_environment_and_ends_with_the_node(
     server: ForkServer, tmp_path: Path
 ) -> None:
-    script = tmp_path / "worker.py"
-    script.write_text(NODE_SCRIPT, encoding="utf-8")
+    script = worker(tmp_path, NODE_SCRIPT)
     with subprocess.Popen(["sleep", "600"]) as raylet:
         env = {"HOME": str(tmp_path), "RAY_RAYLET_PID": str(raylet.pid), "PYTHONPATH": os.pathsep.join(sys.path)}
         jobs = [json.loads(run_client(server.address, script, env={**env, "RAY_JOB_ID": job}).stdout) for job in "112"]
@@ -258,8 +232,8 @@ def test_workers_of_a_node_are_forks_of_a_process_that_has_read_their_environmen
         assert {psutil.Process(pid).ppid() for pid in (first, third)} == {server._process.pid}
         processes = [psutil.Process(pid) for pid in (first, third)]
 
-        command = [sys.executable, "-S", fork_client.__file__, str(script), "wait"]
-        variables = {**env, "RAY_JOB_ID": "1", fork_client.ADDRESS: server.address}
+        command = [sys.executable, "-I", "-S", ray_programs.__file__, "", str(script), "wait"]
+        variables = {**env, "RAY_JOB_ID": "1", ray_programs.ADDRESS: server.address}
         client = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables)
         assert client.stdin is not None and client.stdout is not None
         assert json.loads(client.stdout.readline())["parent"] == first
@@ -270,7 +244,7 @@ def test_workers_of_a_node_are_forks_of_a_process_that_has_read_their_environmen
         assert wait_for_ends([processes[0]], 120) == []
         client.wait()
     done = run_client(server.address, script, env={**env, "RAY_JOB_ID": "1"})
-    assert "setup_worker.py" in done.stderr and not done.stdout, "without the node there is no fork"
+    assert json.loads(done.stdout)["parent"] == os.getpid(), "without the node there is no fork"
 
 
 def test_jobs_can_share_a_server(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,26 +7,26 @@ import json
 import logging
 import os
 import stat
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import ray
-from ray._private import node, parameter, ray_constants
+from ray._private import ray_constants
 
 from megarl.base.processes import command_line, descendants
-from megarl.cluster import RaySession, local_ray
-from megarl.cluster.local_ray import dashboard_error, start_local_ray
+from megarl.cluster import RaySession, ray_programs
+from megarl.cluster.local_ray import light_programs, start_local_ray
+from megarl.cluster.ray_internals import dashboard_error
 from megarl.cluster.ray_token import ClusterToken
 from megarl.config.schema.run import TrainerConfig
 
 
 def test_local_ray_is_lean_and_leaves_ray_and_the_environment_as_they_were() -> None:
-    def state() -> tuple[object, ...]:
-        return node.Node, parameter.RayParams, ray_constants.ENABLE_RAY_CLUSTER
-
-    before, variables = state(), dict(os.environ)
+    before, variables = (sys.executable, ray_constants.ENABLE_RAY_CLUSTER), dict(os.environ)
     with RaySession(num_cpus=1):
         commands = list(map(command_line, descendants()))
         (gcs,) = [command for command in commands if "gcs_server" in command]
@@ -38,23 +38,31 @@ def test_local_ray_is_lean_and_leaves_ray_and_the_environment_as_they_were() -> 
         assert ray.util.get_node_ip_address() == "127.0.0.1"
         session = Path(ray._private.worker.global_worker.node.get_session_dir_path())
         assert stat.S_IMODE(session.stat().st_mode) == 0o700, "other users read Ray's logs and replace its sockets"
-        assert state() == before
+        assert (sys.executable, ray_constants.ENABLE_RAY_CLUSTER) == before
         changed = {name for name in os.environ if os.environ[name] != variables.get(name)}
         assert not {name for name in changed if name.startswith("MEGARL") or "WINDOWS" in name}
     assert not session.exists(), "the session folder is deleted with the session"
 
 
-@pytest.mark.parametrize(("port", "own"), [("0", False), ("40123", True)])
-def test_agents_of_a_ray_that_gives_them_ports_are_its_own(port: str, own: bool) -> None:
+AGENT = """
+import sys
+print("Ray's own", sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("program", [ray_programs.DASHBOARD_AGENT, ray_programs.RUNTIME_ENV_AGENT])
+def test_agents_of_a_ray_that_gives_them_ports_are_its_own(program: str, tmp_path: Path) -> None:
     """Such a Ray is older: it waits for no files with the ports."""
-    place = "--node-ip-address=127.0.0.1 --session-dir=/s --node-id=ab"
-    dashboard = f"--dashboard_agent_command=python -u agent.py --grpc-port={port} {place}"
-    environments = f"--runtime_env_agent_command=python -u main.py --runtime-env-agent-port={port} {place}"
-    words = ["raylet", "--node_ip_address=127.0.0.1", dashboard, environments]
-    light = list(map(local_ray._with_light_agents, words))
-    assert light[:2] == words[:2] and (light[2:] == words[2:]) == own
-    if not own:
-        assert light[2].endswith("node_agents.py dashboard /s ab") and " runtime_env main.py --runtime-env" in light[3]
+    agent = tmp_path / program
+    agent.parent.mkdir(parents=True)
+    agent.write_text(AGENT, encoding="utf-8")
+    ports = ["--grpc-port=40123", "--runtime-env-agent-port=40123"]
+    words = ["--node-ip-address=127.0.0.1", "--session-dir=/s", "--node-id=ab", *ports]
+    with light_programs(tmp_path, ["dashboard"]):
+        command = [sys.executable, "-u", str(agent), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout == f"Ray's own {words}\n" and not done.stderr
+    assert sys.executable not in command
 
 
 def test_error_of_a_task_whose_result_is_not_read_is_logged_and_not_printed(
@@ -62,7 +70,7 @@ def test_error_of_a_task_whose_result_is_not_read_is_logged_and_not_printed(
 ) -> None:
     """A signal in a weight sync leaves such calls; Ray by itself prints their tracebacks."""
     monkeypatch.setattr(logging, "raiseExceptions", False)  # handlers of earlier tests may have closed streams
-    caplog.set_level("INFO", "megarl.cluster.session")
+    caplog.set_level("INFO", "megarl.cluster.ray_internals")
     with RaySession(num_cpus=1):
         fail = ray.remote(num_cpus=0)(lambda: 1 / 0)
         deadline = time.monotonic() + 60
@@ -75,17 +83,16 @@ def test_error_of_a_task_whose_result_is_not_read_is_logged_and_not_printed(
 
 def test_dashboard_is_started_by_request_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its packages are an extra of Ray, so the start of Ray itself is recorded here."""
-    started: list[dict[str, object]] = []
+    started: list[tuple[object, str]] = []
 
     def init(**options: object) -> SimpleNamespace:
-        started.append({**options, "has API server": node.Node.start_api_server is api_server})
+        started.append((options["include_dashboard"], Path(sys.executable).read_text(encoding="utf-8")))
         return SimpleNamespace(dashboard_url="127.0.0.1:8265", address_info={"session_dir": tmp_path})
 
-    api_server = node.Node.start_api_server
     monkeypatch.setattr(ray, "init", init)
     token = ClusterToken(str(tmp_path))
-    assert start_local_ray(1, 2**27, False, None, dashboard=True, token=token) == "http://127.0.0.1:8265"
-    assert start_local_ray(1, 2**27, False, None, token=token) == ""
+    assert start_local_ray(1, 2**27, "/t", dashboard=True, token=token) == "http://127.0.0.1:8265"
+    assert start_local_ray(1, 2**27, "/t", token=token) == ""
     token.close()
-    assert [(call["include_dashboard"], call["has API server"]) for call in started] == [(True, True), (False, False)]
+    assert [(included, ",dashboard" in script) for included, script in started] == [(True, False), (False, True)]
     assert dashboard_error() == "" or "No module named" in dashboard_error()

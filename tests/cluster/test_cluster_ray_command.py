@@ -1,13 +1,13 @@
-"""Parameters of a launched node that Ray's command line has no options for."""
+"""Ray's command line on a node that the launcher starts."""
+
+import runpy
+import sys
+from pathlib import Path
 
 import pytest
-from ray._private.parameter import RayParams
 
-from megarl.cluster import fork_client
-from megarl.cluster.ray_command import node_parameters
+from megarl.cluster import ray_command, ray_programs
 from megarl.ops.launch.settings import ClusterSettings, JobToRun, Ports, ray_start
-
-SOCKET = {fork_client.ADDRESS: "/run/server/socket"}
 
 
 def start(device):
@@ -16,21 +16,24 @@ def start(device):
 
 
 @pytest.mark.parametrize(
-    ("device", "environ", "script"),
+    ("device", "server", "forks"),
     [
-        ("cpu", SOCKET, fork_client.__file__),
-        ("cuda", SOCKET, None),  # a fork must not inherit the state of CUDA
-        ("cpu", {}, None),
-        ("cpu", {fork_client.ADDRESS: "0"}, None),
-        ("cpu", {fork_client.ADDRESS: "1"}, None),
+        ("cpu", "socket", True),
+        ("cuda", "socket", False),  # a fork must not inherit the state of CUDA
+        ("cpu", None, False),
+        ("cpu", "0", False),
+        ("cpu", "1", False),
     ],
 )
-def test_workers_on_cpus_are_forks_if_a_server_is_named(device, environ, script):
-    parameters = node_parameters(start(device), environ)
-    assert parameters.get("setup_worker_path") == script
-
-
-def test_ray_knows_each_parameter():
-    node = RayParams(ray_client_server_port=10001)
-    node.update(**node_parameters(start("cpu"), SOCKET))
-    assert node.no_monitor and not node.include_log_monitor and node.ray_client_server_port is None
+def test_workers_on_cpus_are_forks_if_a_server_is_named(device, server, forks, monkeypatch, tmp_path):
+    interpreters, python = [], sys.executable
+    monkeypatch.setattr(runpy, "run_module", lambda *_, **__: interpreters.append(sys.executable))
+    monkeypatch.setattr(sys, "argv", start(device))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    monkeypatch.delenv(ray_programs.ADDRESS, raising=False)
+    if server is not None:
+        monkeypatch.setenv(ray_programs.ADDRESS, str(tmp_path / server) if server == "socket" else server)
+    ray_command.main()
+    assert interpreters == [str(tmp_path / "python") if forks else python]
+    assert sys.executable == python
+    assert not forks or ray_programs.__file__ in Path(interpreters[0]).read_text(encoding="utf-8")

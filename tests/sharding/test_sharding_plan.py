@@ -103,8 +103,8 @@ def test_no_rank_sends_or_receives_more_than_the_bucket_size(case, bucket_bytes)
                 own = sum(nbytes(plan, op) for op in bucket.ops)
                 assert own <= bucket_bytes
                 total[number] += own
-                assert bucket.nbytes == plan.buckets[number].nbytes
-        assert total == [bucket.nbytes for bucket in plan.buckets] and min(total) > 0
+                assert bucket.nbytes == plan.buckets[number]
+        assert total == list(plan.buckets) and min(total) > 0
     assert sum(total) == plan.nbytes
 
 
@@ -242,7 +242,7 @@ def test_float32_parameters_count_four_bytes_and_are_named_at_both_ends():
 def test_a_bucket_must_hold_an_element():
     with pytest.raises(ValueError, match="bucket_bytes=1 must hold"):
         build_plan(weight_map_of(), ParallelLayout(), RolloutLayout(), 1, ELEMENT)
-    assert build_plan(weight_map_of(), ParallelLayout(), RolloutLayout(), 2, ELEMENT).buckets[0].nbytes == 2
+    assert build_plan(weight_map_of(), ParallelLayout(), RolloutLayout(), 2, ELEMENT).buckets[0] == 2
 
 
 def test_a_training_layout_with_too_few_ranks_for_its_experts_is_refused():

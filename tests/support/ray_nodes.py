@@ -9,10 +9,13 @@ from collections.abc import Mapping
 from typing import Self
 
 NODES = """
-import sys
+import contextlib, pathlib, sys, tempfile
 from ray.cluster_utils import Cluster
-from megarl.cluster import fork_client
-memory = {"object_store_memory": 80 * 2**20, "setup_worker_path": fork_client.__file__}
+from megarl.cluster.local_ray import light_programs
+memory = {"object_store_memory": 80 * 2**20}
+stack = contextlib.ExitStack()
+folder = stack.enter_context(tempfile.TemporaryDirectory())
+stack.enter_context(light_programs(pathlib.Path(folder)))  # workers are forks
 checks = {"_system_config": {"health_check_period_ms": 1000}}
 head = {"num_cpus": int(sys.argv[1]), "include_dashboard": False, **checks, **memory}
 cluster = Cluster(initialize_head=True, head_node_args=head)
@@ -25,6 +28,7 @@ for line in sys.stdin:
         node = cluster.add_node(num_cpus=1, **memory)
     print("done", flush=True)
 cluster.shutdown()
+stack.close()
 """
 
 

@@ -244,7 +244,7 @@ def _read_cluster() -> None:
     """Let Ray, which has read the environment of the server, read that of a job which joins a cluster."""
     from ray._private import ray_constants
 
-    from megarl.cluster.ray_token import read_authentication
+    from megarl.cluster.ray_internals import read_authentication
 
     ray_constants.ENABLE_RAY_CLUSTER = ray_constants.env_bool(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, True)
     read_authentication()

@@ -19,10 +19,8 @@ class CudaIpcHandle(NamedTuple):
     """A slice of a GPU buffer.
 
     Attributes:
-        name: name of the buffer.
         uuid: UUID of the GPU; its index may differ between processes.
         rebuild: function and arguments that open the buffer; None if the receiver has opened it before.
-        start: first byte.
         stop: end byte, exclusive.
     """
 

@@ -58,12 +58,7 @@ class Rendezvous(NamedTuple):
     """Membership of a process group over both sides: training ranks keep their numbers, rollout ranks follow.
 
     Attributes:
-        rank: number of this process in the group.
-        train_ranks: number of training processes.
-        world_size: number of all processes.
         peers: numbers of the processes that this one exchanges weights with over the group; ascending.
-        host: host of the TCP store.
-        port: port of the TCP store.
     """
 
     rank: int
@@ -84,7 +79,6 @@ class TransportOptions(NamedTuple):
     """Options of every transport.
 
     Attributes:
-        device: device of this process.
         receive_bytes: maximum bytes of a bucket that this process receives over the transport.
         rendezvous: membership of the process group, for transports with one.
         timeout_s: seconds without an answer until a peer counts as lost.
@@ -128,9 +122,6 @@ class Transport(Protocol):
     def receive(self, handles: Mapping[int, Any]) -> Iterator[tuple[int, Tensor]]:
         """Receive the messages of a bucket.
 
-        Args:
-            handles: handles by training rank.
-
         Yields:
             Training rank and flat bytes, valid until :meth:`settle`; read-only.
 
@@ -162,8 +153,6 @@ class StoreAddress(NamedTuple):
     """Address of the TCP store where both sides of a process group meet.
 
     Attributes:
-        host: host of the store.
-        port: port of the store.
         timeout_s: seconds without an answer until a peer counts as lost.
     """
 
@@ -173,12 +162,7 @@ class StoreAddress(NamedTuple):
 
 
 class PeerTransports:
-    """The transports of one process, and the transport to each of its peers.
-
-    Args:
-        names: name of the transport by peer.
-        options: options of all transports.
-    """
+    """The transports of one process, and the transport to each of its peers."""
 
     def __init__(self, names: Mapping[int, str], options: TransportOptions) -> None:
         self.names = dict(names)
@@ -257,7 +241,6 @@ class SharedHostBuffer:
     involved.
 
     Args:
-        nbytes: size.
         pinned: page-lock the memory, so that a GPU copies at full speed.
 
     Raises:
@@ -303,12 +286,7 @@ class SharedHostBuffer:
 
 
 class DeviceBuffer:
-    """Memory of a GPU that other processes can open, or of the CPU.
-
-    Args:
-        nbytes: size.
-        device: its device.
-    """
+    """Memory of a GPU that other processes can open, or of the CPU."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.name = uuid.uuid4().hex
@@ -324,11 +302,6 @@ class BufferPool:
     """Buffers of one size, allocated on first use and then reused.
 
     Allocating shared memory costs more than filling it, since the kernel clears every page.
-
-    Args:
-        allocate: allocates a buffer of a number of bytes.
-        size: bytes of each buffer.
-        count: maximum number of buffers.
     """
 
     def __init__(self, allocate: Callable[[int], Buffer], size: int, count: int = BUFFERS) -> None:
@@ -375,8 +348,6 @@ def buffer_pool(kind: MemoryKind, size: int, device: torch.device) -> BufferPool
 
     Args:
         kind: kind of memory that its transports need.
-        size: bytes of each buffer.
-        device: device of this process.
     """
     if kind == "device":
         return BufferPool(lambda nbytes: DeviceBuffer(nbytes, device), size)
