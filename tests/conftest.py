@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from support.distributed import ProcessPool
+from support.sglang_models import import_tested_models_only
 from support.shared_servers import open_drivers, open_workers, share_servers
 from support.warm_drivers import Drivers
 
@@ -25,6 +26,7 @@ settings.load_profile("untimed")
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a missing folder must not reach the network
+import_tested_models_only()
 
 # A background job of a shell ignores Ctrl-C, one under nohup SIGHUP, and so would the signal tests of this process.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

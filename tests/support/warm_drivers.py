@@ -42,6 +42,7 @@ _INTERPRETER = "WARM_PYTHON"
 _SCRIPT = r"""#!/usr/bin/env bash
 # Python for the jobs that {module} starts: they, too, are forks of a server of tests/support/warm_drivers.py.
 export {variable}="$0"
+if [ "$1" = -u ]; then shift; fi
 case "$1 ${{2:-}}" in
   "-m {module}"*) exec {python} -S {client} {address} "${{@:2}}" ;;
   "-m megarl"*) unset {variable}; exec {python} -S {client} {address} "${{@:2}}" ;;
