@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from support.distributed import ProcessPool
-from support.sglang_models import import_tested_models_only
+from support.sglang_imports import import_tested_models_only
 from support.shared_servers import open_drivers, open_workers, share_servers
 from support.warm_drivers import Drivers
 

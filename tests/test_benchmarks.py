@@ -1,7 +1,7 @@
 """Benchmarks run to their end and print their tables, with the smallest sizes.
 
-CI runs those of a few seconds, and ``BENCHMARKS=all`` runs all of them. The others run jobs whose properties other tests
-prove; CI only has them print their options, for which they import all that they use.
+CI runs those of a few seconds, and ``BENCHMARKS=all`` runs all of them. The others run jobs whose properties other
+tests prove. In CI they print their options, for which they import all that they use.
 """
 
 from __future__ import annotations

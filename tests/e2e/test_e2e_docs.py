@@ -1,7 +1,7 @@
 """Runs the commands of the documentation in a checkout, before and after the quickstart.
 
-Before a release, ``DOCS=all`` runs them all as the pages mark them. By default, the doctor skips its slow checks, and the
-jobs of the pages :data:`CHECKED` end after the checks of their configuration.
+Before a release, ``DOCS=all`` runs them as the pages mark them. By default the doctor skips its slow checks, and jobs
+of the pages :data:`CHECKED` end after the checks of their configuration.
 """
 
 from __future__ import annotations

@@ -1,28 +1,16 @@
 """Has Ray's workers find SGLang imported: a module for the fork server of the workers (see ``shared_servers.py``).
 
-SGLang takes a replica's process 10 s of CPU time, and the fork server of its schedulers again. Here both are forks. The
-tests of ``tests/rollout`` start engines with interpreters of their own.
+SGLang takes a replica's process 10 s of CPU time, and the fork server of its schedulers again. Here both are forks.
+They lack SGLang's names in lists of processes. A run with a fork server of its own starts new interpreters, as users do.
 """
 
 from __future__ import annotations
 
-import importlib
-import os
 import sys
 from typing import Any
 
-from megarl.rollout.sglang.forks import SERVER_MODULES, fork_this_process
-from megarl.rollout.sglang.options import SGLangOptions, environment
-
-FRONT_END = ("sglang", "sglang.srt.entrypoints.engine", "megarl.rollout.sglang.in_process")
-
-
-def import_sglang() -> None:
-    """Import it with the variables that it reads; a fork has those of its worker."""
-    importlib.import_module("setproctitle").getproctitle()  # finds the command line before the environment changes
-    os.environ |= environment(SGLangOptions())
-    for name in (*FRONT_END, *SERVER_MODULES):
-        importlib.import_module(name)
+from megarl.rollout.sglang.forks import fork_this_process
+from tests.support.sglang_imports import import_sglang
 
 
 def fork_in_workers(server: Any) -> None:

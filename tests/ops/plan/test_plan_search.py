@@ -3,8 +3,6 @@
 from functools import cache
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from planned_jobs import MODELS, OFFLOAD, megatron, train_config
 from support.expected_errors import raises
 
