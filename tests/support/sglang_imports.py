@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import threading
 from pathlib import Path
 
 from megarl.base.child_process import environment_variables
@@ -27,12 +28,11 @@ def import_tested_models_only() -> None:
 
 
 def fork_after_imports() -> None:
-    """Import SGLang, and make the fork server of its schedulers a fork of this process, which has one thread."""
+    """Import SGLang, and make the fork server of its schedulers a fork of this process, which has one thread of Python."""
     import_sglang()
     from megarl.rollout.sglang.forks import fork_this_process
 
-    threads = len(os.listdir("/proc/self/task"))
-    assert threads == 1, f"a fork of {threads} threads has the locks of the others"
+    assert threading.active_count() == 1, threading.enumerate()  # a fork has the locks of other threads
     fork_this_process()
 
 

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from megarl.rollout.sglang.forks import fork_this_process
-from tests.support.sglang_imports import import_sglang
+from support.sglang_imports import import_sglang
 
 
 def fork_in_workers(server: Any) -> None:
