@@ -28,7 +28,7 @@ def import_tested_models_only() -> None:
 
 
 def fork_after_imports() -> None:
-    """Import SGLang, and make the fork server of its schedulers a fork of this process, which has one thread of Python."""
+    """Import SGLang, and make the fork server of its schedulers a fork of this process, with one Python thread."""
     import_sglang()
     from megarl.rollout.sglang.forks import fork_this_process
 

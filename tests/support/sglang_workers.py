@@ -1,7 +1,7 @@
 """Has Ray's workers find SGLang imported: a module for the fork server of the workers (see ``shared_servers.py``).
 
 SGLang takes a replica's process 10 s of CPU time, and the fork server of its schedulers again. Here both are forks.
-They lack SGLang's names in lists of processes. A run with a fork server of its own starts new interpreters, as users do.
+They lack SGLang's names in lists of processes. A run with a fork server of its own starts new interpreters, as users.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 MODULES = (
     *("megarl.cli", "torch", "transformers", "transformers.models.auto.tokenization_auto", "ray", "ray.dag"),
@@ -204,6 +204,7 @@ def _serve(listener: socket.socket) -> dict[str, object]:
             if not pid:
                 os.setsid()
                 connection.sendall(f"{os.getpid()}\n".encode())  # from here on its group can be signalled
+                inherited: Any
                 for inherited in (selector, listener, connection, *(other for _, other in running.values())):
                     inherited.close()
                 for descriptor in running:
@@ -300,13 +301,14 @@ def _compose_once() -> None:
     from megarl.ops.jobs.table import JOBS
 
     for job in JOBS.values():
-        defaults(job.schema)
+        schema: Any = job.schema
+        defaults(schema)
     compose(ConfigRequest(JOBS["train"].schema, "quickstart"))
 
 
 def _exit(code: int) -> NoReturn:
     """End as the interpreter does, but without clearing modules: their memory would be copied for that."""
-    threading._shutdown()
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
