@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up the environment, then runs lint, types, import contracts and all tests, with the browser tests of the report's page
 # if a browser is found. The tests marked `sglang` run meanwhile in SGLang's environment (docs/how_to/rollout.md), which is set up
-# first if needed; their output follows that of the other stages. Everything takes about 25 minutes on two cores.
+# first if needed; their output follows that of the other stages. Everything takes about 20 minutes on two cores.
 #
 #   bash launch/test.sh                     everything, as in CI
 #   bash launch/test.sh --fast              lint, types, contracts, and the tests without worker processes
@@ -52,7 +52,7 @@ if [ "$sglang" = only ]; then
 fi
 if [ "$sglang" = 1 ]; then start_stage test_sglang; fi
 
-mypy &  # takes as long as the other checks together
+MYPYPATH=tests:tools mypy -p megarl -p support &  # takes as long as the other checks together
 types=$!
 # The first import of a package compiles it, which can exceed the time limits of some tests of trackers.
 python -c "import mlflow, swanlab, torch.utils.tensorboard, wandb" &
@@ -72,9 +72,9 @@ if [ $# -eq 0 ] && [ ${#select[@]} -eq 0 ]; then
     missing="== NOT RUN: the tests of the report's page in a browser (pytest -m browser): no browser found; see above"
   fi
 fi
-# Three workers: while one waits for processes to start, the others compute. Tests of a file share slow fixtures, so they
-# stay together. Files keep their order: the longest come first (tests/conftest.py).
-python -m pytest -n 3 --dist loadfile --no-loadscope-reorder ${select[@]+"${select[@]}"} "$@" || status=$?
+# Four workers: they wait for processes half of the time. Tests of a file share slow fixtures, so they stay together. Files
+# keep their order: the longest come first (tests/conftest.py).
+python -m pytest -n 4 --dist loadfile --no-loadscope-reorder ${select[@]+"${select[@]}"} "$@" || status=$?
 if [ -n "$missing" ]; then echo "$missing" >&2; fi
 if [ "$sglang" = 1 ]; then
   echo "== The tests with SGLang, in its environment"

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from support.distributed import ProcessPool
+from support.sglang_imports import import_tested_models_only
 from support.shared_servers import open_drivers, open_workers, share_servers
 from support.warm_drivers import Drivers
 
@@ -25,6 +26,7 @@ settings.load_profile("untimed")
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a missing folder must not reach the network
+import_tested_models_only()
 
 # A background job of a shell ignores Ctrl-C, one under nohup SIGHUP, and so would the signal tests of this process.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -63,49 +65,51 @@ SLOW = (
 )
 """Folders and files below tests/ that start processes or take seconds per test."""
 LONGEST = (
-    "test_benchmarks.py",
-    "e2e/test_e2e_docs.py",
     "e2e/test_e2e_failures.py",
-    "ops/launch/test_launch_cluster.py",
-    "cluster/test_cluster_session.py",
-    "trainer/test_trainer_watchdog.py",
-    "workers/test_workers_exactness.py",
-    "tracking/test_tracking_subprocess_tracker.py",
-    "ops/launch/test_launch_train.py",
-    "megatron/test_megatron_families.py",
-    "megatron/test_megatron_random_models.py",
-    "e2e/test_e2e_ppo.py",
-    "test_cli.py",
-    "workers/test_workers_kto.py",
     "e2e/test_e2e_async.py",
-    "e2e/test_e2e_elastic.py",
-    "e2e/test_e2e_bad_input.py",
-    "ops/acceptance/test_acceptance_stages.py",
-    "cluster/test_cluster_agent_runners.py",
-    "sharding/test_sharding_manager.py",
+    "e2e/test_e2e_docs.py",
+    "cluster/test_cluster_session.py",
+    "ops/launch/test_launch_cluster.py",
+    "e2e/test_e2e_ppo.py",
+    "megatron/test_megatron_families.py",
+    "ops/launch/test_launch_train.py",
+    "workers/test_workers_exactness.py",
     "megatron/test_megatron_checkpoint.py",
-    "megatron/test_megatron_expert_state.py",
-    "megatron/test_megatron_lora.py",
+    "ops/acceptance/test_acceptance_stages.py",
+    "test_cli.py",
     "e2e/test_e2e_pools.py",
-    "workers/test_workers_losses.py",
-    "workers/test_workers_distillation.py",
-    "e2e/test_e2e_grpo.py",
-    "trainer/test_trainer_preference.py",
-    "megatron/test_megatron_parity.py",
-    "workers/test_workers_router_replay.py",
-    "chaos/test_chaos.py",
+    "test_benchmarks.py",
+    "megatron/test_megatron_expert_state.py",
+    "tracking/test_tracking_subprocess_tracker.py",
+    "sharding/test_sharding_manager.py",
+    "config/test_config_compose.py",
+    "e2e/test_e2e_bad_input.py",
+    "e2e/test_e2e_elastic.py",
+    "trainer/test_trainer_rollout_service.py",
     "config/test_config_sweeps.py",
-    "ops/dry_run/test_dry_run_train.py",
-    "megatron/test_megatron_store_barrier.py",
-    "trainer/test_trainer_sft.py",
-    "e2e/test_e2e_sweeps.py",
-    "megatron/test_megatron_lora_families.py",
-    "cluster/test_cluster_worker_group.py",
-    "rewards/test_rewards_pool.py",
+    "megatron/test_megatron_lora.py",
+    "trainer/test_trainer_watchdog.py",
+    "ops/plan/test_plan_engine_memory.py",
     "e2e/test_e2e_wheel.py",
-    "ops/doctor/test_doctor_kernels.py",
+    "chaos/test_chaos.py",
+    "ops/dry_run/test_dry_run_train.py",
+    "e2e/test_e2e_external_agent.py",
+    "e2e/test_e2e_gated_delta_nets.py",
+    "e2e/test_e2e_distillation.py",
+    "ops/plan/test_plan_layout_choice.py",
+    "megatron/test_megatron_parity.py",
+    "convert/test_convert_roles.py",
+    "ops/plan/test_plan_command.py",
+    "e2e/test_e2e_outputs.py",
+    "cluster/test_cluster_fork_server.py",
+    "ops/doctor/test_doctor_cluster.py",
+    "megatron/test_megatron_lora_families.py",
+    "cluster/test_cluster_agent_runners.py",
+    "e2e/test_e2e_grpo.py",
+    "ops/launch/test_launch_command.py",
+    "cluster/test_cluster_worker_group.py",
 )
-"""Files that take more than 17 s, about by decreasing time: they run first, so that no process ends with one."""
+"""Files that take more than 25 s, about by decreasing time: they run first, so that no process ends with one."""
 
 
 # Collections would visit the objects of all imported modules again and again.

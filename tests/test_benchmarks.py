@@ -1,4 +1,8 @@
-"""Each benchmark runs to its end and prints its table, with the smallest sizes."""
+"""Benchmarks run to their end and print their tables, with the smallest sizes.
+
+CI runs those of a few seconds, and ``BENCHMARKS=all`` runs all of them. The others run jobs whose properties other
+tests prove. In CI they print their options, for which they import all that they use.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,12 @@ SCRIPTS = [
 ]
 JOBS = ("asynchronous", "data", "grpo_job", "learning", "plan_times", "quickstart", "rollout", "soak", "startup")
 """Their jobs and scripts are forks. Others may start Ray, whose processes need an interpreter that is no script."""
+RELEASE = (
+    *("agents", "asynchronous", "convert", "data", "engine", "grpo_job", "plan_memory", "plan_times", "precision"),
+    *("quickstart", "soak", "startup"),
+)
+"""Their tables take 5 to 20 s of CPU time each."""
+ALL = os.environ.get("BENCHMARKS") == "all"
 LIMIT_S = 300.0
 
 
@@ -27,7 +37,26 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def output_of(
+    command: list[str], folder: Path, drivers: Drivers, shared_server: dict[str, str], warm_jobs: bool = False
+) -> str:
+    """Run a script as a fork; return what it prints."""
+    output = folder / "output.txt"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **shared_server}
+    if warm_jobs:
+        environment["WARM_PYTHON"] = str(write_interpreter(folder / "python", drivers.address, "megarl"))
+    with output.open("wb") as file:
+        job = drivers.start(command, folder, environment, file.fileno())
+        try:
+            code = job.wait(LIMIT_S)
+        finally:
+            job.kill()
+    text = output.read_text(encoding="utf-8")
+    assert code == 0, text
+    return text
+
+
+@pytest.mark.parametrize("script", [path for path in SCRIPTS if ALL or path.stem not in RELEASE], ids=lambda p: p.stem)
 def test_a_benchmark_prints_its_table(
     script: Path, task: Path, drivers: Drivers, shared_server: dict[str, str], tmp_path: Path
 ) -> None:
@@ -39,17 +68,14 @@ def test_a_benchmark_prints_its_table(
         "learning": ["--runs", str(tmp_path), *data, model],
         "quickstart": [*data, model, *batch],
     }
-    output = tmp_path / "output.txt"
-    interpreter = write_interpreter(tmp_path / "python", drivers.address, "megarl")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **shared_server}
-    if script.stem in JOBS:
-        environment["WARM_PYTHON"] = str(interpreter)
-    with output.open("wb") as file:
-        command = [str(script), *sizes, *overrides.get(script.stem, [])]
-        job = drivers.start(command, tmp_path, environment, file.fileno())
-        try:
-            code = job.wait(LIMIT_S)
-        finally:
-            job.kill()
-    text = output.read_text(encoding="utf-8")
-    assert code == 0 and sum(any(map(str.isdigit, line)) for line in text.splitlines()) >= 1, text
+    command = [str(script), *sizes, *overrides.get(script.stem, [])]
+    text = output_of(command, tmp_path, drivers, shared_server, script.stem in JOBS)
+    assert any(any(map(str.isdigit, line)) for line in text.splitlines()), text
+
+
+@pytest.mark.parametrize("name", RELEASE)
+def test_a_benchmark_of_a_release_is_imported(
+    name: str, drivers: Drivers, shared_server: dict[str, str], tmp_path: Path
+) -> None:
+    text = output_of([str(ROOT / "benchmarks" / f"{name}.py"), "--help"], tmp_path, drivers, shared_server)
+    assert "--tiny" in text

@@ -1,6 +1,7 @@
 # Shortens the documented commands for tests/e2e/test_e2e_docs.py, which sets BASH_ENV to this file: a small task, and jobs
-# of one step. With MEGARL_DOCS=check, jobs end after the checks of their configuration. WARM_DRIVERS is the socket of the
-# server that forks jobs and scripts (tests/support/warm_drivers.py); without it they are processes of their own.
+# of one step. With MEGARL_DOCS=check, jobs end after the checks of their configuration; with MEGARL_DOCTOR=quick, the doctor
+# skips its slow checks. WARM_DRIVERS is the socket of the server that forks jobs and scripts
+# (tests/support/warm_drivers.py); without it they are processes of their own.
 
 _python() { # _python [-m] PROGRAM ARGUMENT...
   if [ -z "${WARM_DRIVERS:-}" ]; then
@@ -32,8 +33,11 @@ _job() { # _job NAME ARGUMENT...
 megarl() {
   case "$1" in
     train | grpo | ppo | distill | sft | reward-model | preference | dpo | evaluate | generate) _job "$@" ;;
-    doctor) # the slow checks once: those of a configuration are quick
-      case " $* " in *" --config-name "*) _python -m megarl.cli "$@" --quick ;; *) _python -m megarl.cli "$@" ;; esac ;;
+    doctor) # the slow checks at most once: those of a configuration are quick
+      case "$MEGARL_DOCTOR $* " in
+        *" --config-name "* | quick*" --json "*) _python -m megarl.cli "$@" --quick ;;
+        *) _python -m megarl.cli "$@" ;;
+      esac ;;
     *) _python -m megarl.cli "$@" ;;
   esac
 }
@@ -46,6 +50,7 @@ python() {
     "tools/make_search_task.py "*)
       _python "$@" --hidden 32 --num-test 16 --demonstrations 64 ;;
     "tools/retrieval_server.py "*) exec python "$@" ;; # in the background: a signal to the job reaches the server
+    "tools/compare_runs.py "*) if [ "$MEGARL_DOCS" = step ]; then _python "$@"; else _python "$1" --help; fi ;;
     tools/*.py\ *) _python "$@" ;;
     *) command python "$@" ;;
   esac

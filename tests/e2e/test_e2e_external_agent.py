@@ -117,6 +117,7 @@ def test_external_agents_train_asynchronously(small: list[str], start: Callable[
         *("async_training.sync_interval=1", f"{rollout}.nnodes=0"),
         f"actor_rollout_ref.model.external_lib=[{Path(__file__).with_name('slow_engine.py')}]",
         env={"MEGARL_E2E_TURNS": str(tmp_path / "turns.jsonl"), "MEGARL_E2E_ANSWERED": str(tmp_path)},
+        warm=True,
     )
     assert run.wait() == 0, run.output
     steps = RunFiles(run.folder, "external").steps

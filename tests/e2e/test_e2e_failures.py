@@ -162,10 +162,10 @@ def test_killed_actor_ends_the_run_and_is_named(endless: list[str], start: Calla
 
 
 def test_a_killed_raylet_leaves_one_sentence_a_summary_and_the_last_checkpoint(
-    endless: list[str], one_device: list[str], start_alone: Callable[..., CliRun]
+    endless: list[str], one_device: list[str], start: Callable[..., CliRun]
 ) -> None:
     """Ray ends a driver whose raylet is gone within one of its calls: often before the driver has seen it."""
-    run = start_alone(*endless, *one_device, "trainer.save_freq=1")
+    run = start(*endless, *one_device, "trainer.save_freq=1")
     run.wait_until(lambda: in_third_step(run))
     (process,) = run.running("raylet/raylet")
     process.kill()
@@ -173,9 +173,9 @@ def test_a_killed_raylet_leaves_one_sentence_a_summary_and_the_last_checkpoint(
 
 
 def test_a_killed_process_of_ray_before_the_first_step_leaves_a_sentence(
-    endless: list[str], one_device: list[str], start_alone: Callable[..., CliRun]
+    endless: list[str], one_device: list[str], start: Callable[..., CliRun]
 ) -> None:
-    run = start_alone(*endless, *one_device)
+    run = start(*endless, *one_device)
     run.wait_until(lambda: "start workers ..." in run.output)
     (process,) = run.running("raylet/raylet")
     process.kill()

@@ -46,12 +46,13 @@ def arguments(small: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def grpo(arguments: list[str], start: Callable[..., CliRun], shared_server: dict[str, str]) -> RunFiles:
+def grpo(arguments: list[str], start: Callable[..., CliRun]) -> RunFiles:
     """An uninterrupted run without checkpoints."""
     run = start(
         *arguments,
         "trainer.logger=[console,jsonl,tensorboard,wandb]",
-        env={**shared_server, "WANDB_MODE": "offline"},
+        env={"WANDB_MODE": "offline"},
+        warm=True,
     )
     assert run.wait() == 0, run.output
     assert run.remaining() == []

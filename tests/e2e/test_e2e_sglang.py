@@ -16,6 +16,7 @@ from support.cli_runs import START_S, CliRun, RunFiles, assert_finite
 from support.listeners import assert_on_loopback, listening_processes
 from support.ray_nodes import TwoNodes
 
+from megarl.cluster.fork_server import ENVIRONMENT
 from megarl.rollout import create_engine
 from megarl.rollout.sglang.options import SGLangOptions
 
@@ -52,10 +53,12 @@ def sent_bytes(model: Path, ranks: int) -> int:
 def test_sglang_and_actor_log_probs_agree_before_and_after_an_update(
     ranks: int, layout: list[str], arguments: list[str], task: Path, start: Callable[..., CliRun]
 ) -> None:
-    """Each rank receives its shard and nothing else."""
+    """Each rank receives its shard and nothing else. As for users, SGLang's processes are new interpreters."""
     run = start(
         *(*arguments, *layout, f"actor_rollout_ref.rollout.tensor_model_parallel_size={ranks}"),
         f"trainer.callbacks=[{Path(__file__).with_name('pausing_callback.py')}:PauseAfterStep]",
+        env={ENVIRONMENT: "1"},
+        warm=True,
     )
     run.wait_until((run.folder / PAUSED).exists, 2 * START_S)  # SGLang starts two more processes
     listeners: set[tuple[str, str]] = set()
@@ -177,7 +180,11 @@ def test_a_teacher_behind_sglang_gives_the_metrics_of_a_teacher_of_the_run(
     ]
     env = {"TEACHER_KEY": "secret"}
     served = start(
-        *common, f"{section}.server.urls=[{teacher_url}]", f"{section}.server.api_key_env=TEACHER_KEY", env=env
+        *common,
+        f"{section}.server.urls=[{teacher_url}]",
+        f"{section}.server.api_key_env=TEACHER_KEY",
+        env=env,
+        warm=True,
     )
     assert served.wait(2 * START_S) == 0, served.output
     assert f"teacher_t: SGLang at {teacher_url}" in served.output

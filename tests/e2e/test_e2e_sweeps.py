@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 from support.cli_runs import CliRun
+from support.warm_drivers import Drivers, write_interpreter
 
 LR = "actor_rollout_ref.actor.optim.lr"
 TINY = ("trainer.n_gpus_per_node=1", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1")
@@ -44,10 +45,15 @@ def test_optuna_sweep(small: list[str], start: Callable[..., CliRun]) -> None:
     assert (folder / "comparison.html").is_file() and "<- best" in run.output
 
 
-def test_submitit_sweep_reports_failed_runs(small: list[str], start: Callable[..., CliRun]) -> None:
+def test_submitit_sweep_reports_failed_runs(
+    small: list[str], start: Callable[..., CliRun], drivers: Drivers, tmp_path: Path
+) -> None:
+    python = write_interpreter(tmp_path / "python", drivers.address, "submitit.core._submit")
     run = start(
         *("--config-name", "quickstart", "-m", *small, *SMALL, "trainer.dry_run=true", "hydra/launcher=submitit_local"),
         "reward.name=arithmetic,no.such.reward",
+        env={"WARM_PYTHON": str(python)},
+        warm=True,
     )
     assert run.wait(600) == 1, run.output
     folder, (fine, failed) = sweep_results(run)

@@ -350,7 +350,7 @@ def test_a_frozen_server_is_detected(server, owner, folders):
     server.load_hf(str(folders[0]))
     front = psutil.Process(owner._backend._process.pid)
     for frozen in ([front], descendants(front)):
-        options = SGLangOptions(url=server.url, api_key=API_KEY, tensor_parallel_size=2, health_timeout_s=3.0)
+        options = SGLangOptions(url=server.url, api_key=API_KEY, tensor_parallel_size=2, health_timeout_s=6.0)
         engine = create_engine("sglang", str(folders[0]), options)
         try:
             server._wait_until_idle()
@@ -358,7 +358,7 @@ def test_a_frozen_server_is_detected(server, owner, folders):
             for process in frozen:
                 process.suspend()
             engine.submit([Request("r", [1, 2], SamplingParams(100, ignore_eos=True), 0)])
-            with raises("sglang.engine-lost", "scheduler", "3 s", error=EngineLost):
+            with raises("sglang.engine-lost", "scheduler", "6 s", error=EngineLost):
                 poll_for(engine, 120)
         finally:
             for process in frozen:
@@ -371,7 +371,7 @@ def test_a_frozen_server_is_detected(server, owner, folders):
 
 def test_a_frozen_rank_is_detected_during_a_sync(owner, server, folders, monkeypatch):
     """The scheduler is silent during a bucket anyway; the next sync succeeds once the process runs again."""
-    monkeypatch.setattr(owner, "options", replace(owner.options, health_timeout_s=3.0))
+    monkeypatch.setattr(owner, "options", replace(owner.options, health_timeout_s=6.0))
     (victim,) = [
         process
         for process in descendants(psutil.Process(owner._backend._process.pid))
@@ -382,7 +382,7 @@ def test_a_frozen_rank_is_detected_during_a_sync(owner, server, folders, monkeyp
     sync.send([0])
     try:
         victim.suspend()
-        facts = ["'bucket'", "stopped for 3 s (rollout.health.timeout_s)", f"pid {victim.pid}"]
+        facts = ["'bucket'", "stopped for 6 s (rollout.health.timeout_s)", f"pid {victim.pid}"]
         with raises("sglang.engine-lost", *facts, error=EngineLost):
             sync.send([1])
     finally:

@@ -165,7 +165,8 @@ class RunFiles:
         """``summary.json`` of the run; must equal the copy at the stable path."""
         text = (self.newest / "summary.json").read_text(encoding="utf-8")
         assert (self.root / "summary.json").read_text(encoding="utf-8") == text
-        return json.loads(text)
+        summary: dict[str, Any] = json.loads(text)
+        return summary
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -174,6 +175,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 def reproducible(row: Mapping[str, float]) -> dict[str, float]:
     """Metrics of a step that are equal in two equal runs: all except timings."""
+    timings: tuple[str, ...]
     timings = ("timing_", "perf/", "weight_sync/seconds", "weight_sync/gb_per_s", "weight_sync/verify_s", "checkpoint/")
     timings += ("weight_sync/pause_s", "rollout_service/switch_s", "filter_groups/surplus")
     timings += ("rollout/idle_while_waiting_s", "rollout/replica_utilization/")

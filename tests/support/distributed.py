@@ -90,6 +90,7 @@ class ProcessPool:
             if not ready:
                 raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer within {timeout} s")
             for connection in ready:
+                assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
                 try:
                     succeeded, value = connection.recv()

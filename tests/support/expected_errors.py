@@ -11,7 +11,9 @@ from megarl.base.errors import MegarlError
 
 
 @contextmanager
-def raises(code: str, *values: object, error: type[MegarlError] = MegarlError) -> Iterator[pytest.ExceptionInfo]:
+def raises(
+    code: str, *values: object, error: type[MegarlError] = MegarlError
+) -> Iterator[pytest.ExceptionInfo[MegarlError]]:
     """Expect an error with this code whose text has each value, such as a key, a path or a number."""
     with pytest.raises(error) as caught:
         yield caught

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.fork_server import ENVIRONMENT, ForkServer
+from megarl.base.packages import is_installed
+from megarl.cluster.fork_server import ENVIRONMENT, IF_INSTALLED, WORKER_MODULES, ForkServer
 from support.warm_drivers import Drivers, DriverServer
 
 _SERVERS = pytest.StashKey["tuple[DriverServer, ForkServer]"]()
@@ -45,6 +46,7 @@ def open_workers(config: pytest.Config) -> Iterator[dict[str, str]]:
     if _WORKERS in shared:
         yield {ENVIRONMENT: shared[_WORKERS]}
         return
-    server = ForkServer()
+    more = ("tests.support.sglang_workers",) if is_installed("sglang") else ()
+    server = ForkServer((*WORKER_MODULES, *IF_INSTALLED, *more))
     yield {ENVIRONMENT: server.address}
     server.close()

@@ -24,7 +24,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 MODULES = (
     *("megarl.cli", "torch", "transformers", "transformers.models.auto.tokenization_auto", "ray", "ray.dag"),
@@ -42,6 +42,7 @@ _INTERPRETER = "WARM_PYTHON"
 _SCRIPT = r"""#!/usr/bin/env bash
 # Python for the jobs that {module} starts: they, too, are forks of a server of tests/support/warm_drivers.py.
 export {variable}="$0"
+if [ "$1" = -u ]; then shift; fi
 case "$1 ${{2:-}}" in
   "-m {module}"*) exec {python} -S {client} {address} "${{@:2}}" ;;
   "-m megarl"*) unset {variable}; exec {python} -S {client} {address} "${{@:2}}" ;;
@@ -203,6 +204,7 @@ def _serve(listener: socket.socket) -> dict[str, object]:
             if not pid:
                 os.setsid()
                 connection.sendall(f"{os.getpid()}\n".encode())  # from here on its group can be signalled
+                inherited: Any
                 for inherited in (selector, listener, connection, *(other for _, other in running.values())):
                     inherited.close()
                 for descriptor in running:
@@ -299,13 +301,14 @@ def _compose_once() -> None:
     from megarl.ops.jobs.table import JOBS
 
     for job in JOBS.values():
-        defaults(job.schema)
+        schema: Any = job.schema
+        defaults(schema)
     compose(ConfigRequest(JOBS["train"].schema, "quickstart"))
 
 
 def _exit(code: int) -> NoReturn:
     """End as the interpreter does, but without clearing modules: their memory would be copied for that."""
-    threading._shutdown()
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

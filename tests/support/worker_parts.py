@@ -51,7 +51,8 @@ def reading() -> Iterator[None]:
 def on_workers(batch: DataProto, plan: Rows) -> DataProto:
     """Return a batch whose token values are in one chunk per part, and not in the driver."""
     write_values(batch, plan, WorkerChunk)
-    for column in batch.tensors.stored.values():
+    columns: Any = batch.tensors
+    for column in columns.stored.values():
         column.drop_view()
     return batch
 

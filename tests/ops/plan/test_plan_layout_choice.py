@@ -48,8 +48,6 @@ def lacking(config, hardware):
     [
         ("grpo", "Qwen2.5-7B", 1, {TP: 1, PP: 1}, []),
         ("grpo", "Qwen2.5-32B", 2, {TP: 4, PP: 1}, [(2, 1), (1, 2)]),
-        ("grpo", "Qwen2.5-32B", 4, {TP: 4, PP: 1}, [(2, 1), (1, 2)]),
-        ("grpo", "Llama-3-70B", 4, {TP: 8, PP: 1}, [(4, 1), (2, 2), (1, 4)]),
         ("ppo", "Llama-3-70B", 16, {TP: 8, PP: 1}, [(4, 1), (2, 2), (1, 4)]),
         ("grpo", "Qwen3-30B-A3B", 1, {TP: 1, PP: 1, EP: 8}, []),
         ("grpo", "DeepSeek-V3", 32, {TP: 2, PP: 16, EP: 8}, [(8, 2), (4, 4)]),
@@ -62,7 +60,6 @@ def test_the_smallest_model_parallelism_that_fits(name, model, nodes, parallel, 
     assert {key: value_at(config, key) for key in parallel} == parallel
     assert lacking(config, hardware) == [] and lacking(config, replace(hardware, memory_gib=8)) != []
     assert all(chosen.reason for chosen in layout.keys)
-    assert chosen(requested).changes == layout.changes
     for tp, pp in smaller:
         fixed = {**parallel, TP: tp, PP: pp}
         tried = request(TrainConfig, name, model, *requested.overrides[3:], *(f"{k}={v}" for k, v in fixed.items()))

@@ -3,8 +3,6 @@
 from functools import cache
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from planned_jobs import MODELS, OFFLOAD, megatron, train_config
 from support.expected_errors import raises
 
@@ -35,13 +33,10 @@ def composed(name, model, nodes, *extra):
     return compose(ConfigRequest(TrainConfig, name, overrides))
 
 
-@settings(max_examples=3, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    case=st.sampled_from([("grpo", "Qwen2.5-7B", 1), ("ppo", "Qwen2.5-7B", 2), ("grpo", "Qwen3-30B-A3B", 4)]),
-    hardware=st.sampled_from(["h100", "a100"]),
+@pytest.mark.parametrize(
+    ("name", "model", "nodes", "hardware"), [("ppo", "Qwen2.5-7B", 2, "h100"), ("grpo", "Qwen3-30B-A3B", 4, "a100")]
 )
-def test_listed_layouts_are_valid_and_sorted(case, hardware):
-    name, model, nodes = case
+def test_listed_layouts_are_valid_and_sorted(name, model, nodes, hardware):
     node = read_hardware(hardware)
     result = search(composed(name, model, nodes), node, LENGTHS, top=2)
     assert result.best and result.planned >= len(result.best)
@@ -55,8 +50,7 @@ def test_listed_layouts_are_valid_and_sorted(case, hardware):
     assert len({tuple(candidate.overrides()) for candidate in result.best}) == len(result.best)
 
 
-@settings(max_examples=4)
-@given(gib=st.sampled_from([24, 40, 60]), factor=st.sampled_from([1.3, 2.0]))
+@pytest.mark.parametrize(("gib", "factor"), [(24, 1.3), (40, 2.0)])
 def test_more_memory_removes_no_layout(gib, factor):
     config = composed("grpo", "Qwen2.5-7B", 1)
     small, large = read_hardware("h100"), read_hardware("h100")
