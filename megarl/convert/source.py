@@ -33,14 +33,10 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class StoredAdapters:
-    """Low-rank adapters of a checkpoint.
-
-    Attributes:
-        views: every A and B, and a scalar head.
-    """
+    """Low-rank adapters of a checkpoint."""
 
     map: AdapterMap
-    views: Mapping[str, TensorView]
+    views: Mapping[str, TensorView]  # every A and B, and a scalar head
     base: Path
 
 

@@ -42,48 +42,28 @@ class Cause(Enum):
 
 @dataclass(frozen=True)
 class SideDiagnosis:
-    """Diagnosis of one side, engine or actor.
-
-    Attributes:
-        cause: cause of the difference.
-        difference: mean absolute difference to float32 at the run's temperature, in nats.
-        rounded: mean absolute difference to bfloat16.
-        correlation: correlation of the side's errors with bfloat16's errors, -1 to 1.
-        temperature: temperature of the nearest float32 log-probs.
-        remaining: mean absolute difference at that temperature.
-    """
+    """Diagnosis of one side, engine or actor."""
 
     cause: Cause
-    difference: float
-    rounded: float
-    correlation: float
-    temperature: float
-    remaining: float
+    difference: float  # mean absolute difference to float32 at the run's temperature, in nats
+    rounded: float  # mean absolute difference to bfloat16
+    correlation: float  # correlation of the side's errors with bfloat16's errors, -1 to 1
+    temperature: float  # temperature of the nearest float32 log-probs
+    remaining: float  # mean absolute difference at that temperature
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Diagnosis of a rollout dump.
-
-    Attributes:
-        engine: the engine's side.
-        actor: the actor's side.
-        between: mean absolute difference of the two sides, in nats.
-        largest: largest absolute difference.
-        signed: mean of engine minus actor: the k1 estimate of the KL.
-        k3: the k3 estimate of the KL, never negative.
-        rounding: mean absolute difference of transformers in float32 and bfloat16.
-        tokens: number of compared tokens.
-    """
+    """Diagnosis of a rollout dump."""
 
     engine: SideDiagnosis
     actor: SideDiagnosis
-    between: float
-    largest: float
-    signed: float
-    k3: float
-    rounding: float
-    tokens: int
+    between: float  # mean absolute difference of the two sides, in nats
+    largest: float  # largest absolute difference
+    signed: float  # mean of engine minus actor: the k1 estimate of the KL
+    k3: float  # the k3 estimate of the KL, never negative
+    rounding: float  # mean absolute difference of transformers in float32 and bfloat16
+    tokens: int  # number of compared tokens
 
 
 def diagnose(

@@ -17,24 +17,14 @@ RAY = "ray"
 
 @dataclass(frozen=True)
 class StartCommand:
-    """Request: start a command.
+    """Request: start a command."""
 
-    Attributes:
-        name: name of the command in its events; ``ray`` is the node's Ray.
-        argv: command line.
-        env: variables added to the agent's environment.
-        ports: ports of ``address`` that must be free before the start.
-        address: address of this node, for ``ports`` and ``listen_port``.
-        listen_port: port of the command; the agent sends :data:`LISTENING` once it accepts connections. None = no
-            such event.
-    """
-
-    name: str
-    argv: list[str]
-    env: dict[str, str] = field(default_factory=dict)
-    ports: list[int] = field(default_factory=list)
-    address: str = ""
-    listen_port: int | None = None
+    name: str  # name of the command in its events; ray is the node's Ray
+    argv: list[str]  # command line
+    env: dict[str, str] = field(default_factory=dict)  # variables added to the agent's environment
+    ports: list[int] = field(default_factory=list)  # ports of address that must be free before the start
+    address: str = ""  # address of this node, for ports and listen_port
+    listen_port: int | None = None  # LISTENING is sent once it accepts connections; None = never
 
 
 @dataclass(frozen=True)
@@ -59,13 +49,9 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Shutdown:
-    """Request: end all commands, then the agent.
+    """Request: end all commands, then the agent."""
 
-    Attributes:
-        keep_logs: folder on the node to copy Ray's logs to; empty = discard them.
-    """
-
-    keep_logs: str = ""
+    keep_logs: str = ""  # folder on the node to copy Ray's logs to; empty = discard them
 
 
 AgentRequest = StartCommand | SendSignal | SetToken | Heartbeat | Shutdown
@@ -91,19 +77,12 @@ DISCONNECTED = "disconnected"
 
 @dataclass(frozen=True)
 class AgentEvent:
-    """Event on a node.
+    """Event on a node."""
 
-    Attributes:
-        kind: one of the constants of this module.
-        host: name of the node, added by the launcher.
-        name: name of the command, or empty.
-        facts: further values by name.
-    """
-
-    kind: str
-    host: str = ""
-    name: str = ""
-    facts: dict[str, Any] = field(default_factory=dict)
+    kind: str  # one of the constants of this module
+    host: str = ""  # name of the node, added by the launcher
+    name: str = ""  # name of the command, or empty
+    facts: dict[str, Any] = field(default_factory=dict)  # further values by name
 
 
 def encode_request(request: AgentRequest) -> str:

@@ -17,45 +17,28 @@ FIRST_PORT = 6400
 
 
 class PoolNodes(NamedTuple):
-    """Nodes of a resource pool.
+    """Nodes of a resource pool."""
 
-    Attributes:
-        section: config section with its keys ``nnodes`` and ``n_gpus_per_node``.
-        devices: devices on each of them.
-    """
-
-    section: str
+    section: str  # config section with its keys nnodes and n_gpus_per_node
     nodes: int
-    devices: int
+    devices: int  # of a node
 
 
 @dataclass(frozen=True)
 class JobToRun:
-    """Job to run on the cluster, with its requirements.
+    """Job to run on the cluster, with its requirements."""
 
-    Attributes:
-        words: command line after ``megarl``, such as ``train --config-name grpo``, or a custom command.
-        is_megarl: whether ``words`` is a megarl job.
-        name: name for schedulers.
-        devices: GPUs, or CPU slots, per machine.
-        own_pools: nodes of roles with devices of their own; ``with_machines`` adds their machines to ``nodes``.
-        size_keys: keys or options that set the number of machines, with their values, for messages.
-        checkpoint_dir: checkpoint folder; empty = no checkpoints.
-        notes: messages for the user before the start.
-        is_dry: whether it is a dry run, which needs no cluster.
-    """
-
-    words: tuple[str, ...]
-    is_megarl: bool
-    name: str
+    words: tuple[str, ...]  # command line after megarl, such as train --config-name grpo, or a custom command
+    is_megarl: bool  # whether words is a megarl job
+    name: str  # name for schedulers
     nodes: int
     device: Device
-    devices: int
-    own_pools: tuple[PoolNodes, ...] = ()
-    size_keys: str = ""
-    checkpoint_dir: str = ""
-    notes: tuple[str, ...] = ()
-    is_dry: bool = False
+    devices: int  # GPUs, or CPU slots, per machine
+    own_pools: tuple[PoolNodes, ...] = ()  # of roles with devices of their own; with_machines adds them to nodes
+    size_keys: str = ""  # keys or options that set the number of machines, with their values, for messages
+    checkpoint_dir: str = ""  # checkpoint folder; empty = no checkpoints
+    notes: tuple[str, ...] = ()  # messages for the user before the start
+    is_dry: bool = False  # whether it is a dry run, which needs no cluster
 
     def command(self, python: str) -> list[str]:
         """Return the driver's command line."""
@@ -66,16 +49,12 @@ class JobToRun:
 class Ports:
     """All ports of a node. Every port is set explicitly, for firewalls.
 
-    Attributes:
-        first: first of eight consecutive ports.
-        workers: lowest and highest port of Ray's workers.
-
     Raises:
         ConfigError: a port is invalid, or the ranges overlap.
     """
 
-    first: int = FIRST_PORT
-    workers: tuple[int, int] = WORKER_PORTS
+    first: int = FIRST_PORT  # first of eight consecutive ports
+    workers: tuple[int, int] = WORKER_PORTS  # lowest and highest port of Ray's workers
 
     def __post_init__(self) -> None:
         last, (low, high) = self.first + PORTS_PER_NODE - 1, self.workers
@@ -115,32 +94,19 @@ class Ports:
 
 @dataclass(frozen=True)
 class ClusterSettings:
-    """Settings of a cluster.
+    """Settings of a cluster."""
 
-    Attributes:
-        hosts: the nodes; the first is the head.
-        env: environment variables for all commands on the nodes.
-        ports: ports of the head; further nodes on one machine (loopback addresses) use the following ports.
-        interface: network interface of the nodes' addresses; empty = the interface of the host name.
-        head_address: address of the head; empty = detected.
-        object_store_bytes: shared memory for Ray's objects on each node; None = Ray's default.
-        start_timeout_s: time limit for all nodes to join.
-        grace_s: time for the driver to end by itself after a signal.
-        doctor: whether to run ``megarl doctor`` on every node before the job.
-        log_folder: folder on each node for Ray's logs of a failed run; empty = discard.
-    """
-
-    hosts: tuple[str, ...]
+    hosts: tuple[str, ...]  # the nodes; the first is the head
     python: str
-    env: dict[str, str] = field(default_factory=dict)
-    ports: Ports = field(default_factory=Ports)
-    interface: str = ""
-    head_address: str = ""
-    object_store_bytes: int | None = None
-    start_timeout_s: float = 300.0
-    grace_s: float = 600.0
-    doctor: bool = True
-    log_folder: str = ""
+    env: dict[str, str] = field(default_factory=dict)  # environment variables for all commands on the nodes
+    ports: Ports = field(default_factory=Ports)  # of the head; loopback nodes use the following ports
+    interface: str = ""  # network interface of the nodes' addresses; empty = the interface of the host name
+    head_address: str = ""  # address of the head; empty = detected
+    object_store_bytes: int | None = None  # shared memory for Ray's objects on each node; None = Ray's default
+    start_timeout_s: float = 300.0  # time limit for all nodes to join
+    grace_s: float = 600.0  # time for the driver to end by itself after a signal
+    doctor: bool = True  # whether to run megarl doctor on every node before the job
+    log_folder: str = ""  # folder on each node for Ray's logs of a failed run; empty = discard
 
 
 def is_loopback(host: str) -> bool:

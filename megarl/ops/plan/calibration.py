@@ -37,15 +37,10 @@ _SUPERVISED: Mapping[str, type[SupervisedConfig]] = {
 
 
 class Calibration(NamedTuple):
-    """Hardware with fitted efficiencies.
+    """Hardware with fitted efficiencies."""
 
-    Attributes:
-        hardware: the hardware of the runs.
-        spread: largest efficiency of a run over the smallest, by phase.
-    """
-
-    hardware: Hardware
-    spread: Mapping[str, float]
+    hardware: Hardware  # the hardware of the runs
+    spread: Mapping[str, float]  # largest efficiency of a run over the smallest, by phase
 
 
 class MeasuredRun(NamedTuple):

@@ -34,20 +34,12 @@ LARGEST_FIRST = 3
 
 
 class Shortfall(NamedTuple):
-    """Memory that a run lacks.
+    """Memory that a run lacks."""
 
-    Attributes:
-        phase: name of the phase; ``host`` for host memory.
-        needed: bytes.
-        available: bytes.
-        largest: the largest components, the largest first.
-        text: description of the shortfall.
-    """
-
-    phase: str
-    needed: float
-    available: float
-    largest: tuple[Component, ...]
+    phase: str  # name of the phase; host for host memory
+    needed: float  # bytes
+    available: float  # bytes
+    largest: tuple[Component, ...]  # the largest components, the largest first
     text: str
 
     @property
@@ -58,22 +50,13 @@ class Shortfall(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """Plan of a configuration.
-
-    Attributes:
-        job: roles, layouts, batches.
-        hardware: hardware of the job.
-        lengths: prompt and response lengths.
-        memory: memory plan.
-        sync: the weight sync; None without a sync, or if it was not planned.
-        step: cost of a training step.
-    """
+    """Plan of a configuration."""
 
     job: PlannedJob
     hardware: Hardware
     lengths: Lengths
     memory: MemoryPlan
-    sync: SyncTraffic | None
+    sync: SyncTraffic | None  # the weight sync; None without a sync, or if it was not planned
     step: StepCost
 
     @cached_property

@@ -194,17 +194,11 @@ def read_hardware(name: str, key: str = "--hardware") -> Hardware:
 
 @dataclass(frozen=True)
 class CollectiveGroup:
-    """Ranks of a collective: ``size`` ranks, every ``stride``-th.
+    """Ranks of a collective: ``size`` ranks, every ``stride``-th."""
 
-    Attributes:
-        size: number of ranks.
-        stride: distance between neighbors in the rank order.
-        devices_per_node: devices per node of the cluster.
-    """
-
-    size: int
-    stride: int
-    devices_per_node: int
+    size: int  # number of ranks
+    stride: int  # distance between neighbors in the rank order
+    devices_per_node: int  # devices per node of the cluster
 
     @property
     def per_node(self) -> int:

@@ -17,21 +17,13 @@ CPU_TOKENS = 2**16
 
 
 class KVCacheCapacity(NamedTuple):
-    """KV cache on the devices of one replica.
+    """KV cache on the devices of one replica."""
 
-    Attributes:
-        tokens: capacity over all sequences; 0 if no memory is left.
-        bytes_per_token: bytes per token on one device.
-        nbytes: bytes on one device, with the states of gated delta nets.
-        sequences: capacity in sequences of maximum length.
-        how: the setting that determines the size, in words.
-    """
-
-    tokens: int
-    bytes_per_token: int
-    nbytes: int
-    sequences: int
-    how: str
+    tokens: int  # capacity over all sequences; 0 if no memory is left
+    bytes_per_token: int  # bytes per token on one device
+    nbytes: int  # bytes on one device, with the states of gated delta nets
+    sequences: int  # capacity in sequences of maximum length
+    how: str  # the setting that determines the size, in words
 
 
 def bytes_per_token(model: ModelConfig, tp: int, width: int) -> int:

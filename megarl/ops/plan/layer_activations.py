@@ -26,25 +26,15 @@ NOTHING: frozenset[str] = frozenset()
 
 
 class RankTokens(NamedTuple):
-    """Tokens of a micro-batch on one rank.
+    """Tokens of a micro-batch on one rank."""
 
-    Attributes:
-        padded_total: tokens over all context-parallel ranks, with padding.
-        local: tokens of this rank's part of the sequences.
-        between_layers: tokens of this rank between_layers layers, divided by sequence parallelism.
-        outputs: response tokens whose logits or values this rank computes.
-        attended: tokens of full sequences in attention; larger than ``local`` with shared prompts.
-        longest: tokens of the longest sequence.
-        mixed_lengths: whether sequences differ in length.
-    """
-
-    padded_total: int
-    local: int
-    between_layers: int
-    outputs: int
-    attended: int
-    longest: int
-    mixed_lengths: bool = True
+    padded_total: int  # tokens over all context-parallel ranks, with padding
+    local: int  # tokens of this rank's part of the sequences
+    between_layers: int  # tokens of this rank between_layers layers, divided by sequence parallelism
+    outputs: int  # response tokens whose logits or values this rank computes
+    attended: int  # tokens of full sequences in attention; larger than local with shared prompts
+    longest: int  # tokens of the longest sequence
+    mixed_lengths: bool = True  # whether sequences differ in length
 
 
 def tokens_on_rank(
@@ -82,19 +72,12 @@ def recomputed_modules(role: PlannedRole) -> frozenset[str]:
 
 
 class AdaptedOutput(NamedTuple):
-    """The output of an adapted linear layer, which DoRA saves for the gradient of its magnitudes.
+    """The output of an adapted linear layer, which DoRA saves for the gradient of its magnitudes."""
 
-    Attributes:
-        in_mlp: the layer belongs to the MLP or the experts.
-        is_expert: the layer belongs to each routed expert.
-        is_split: tensor-parallel ranks have different rows, of all tokens.
-        rows: rows over all ranks, of one expert.
-    """
-
-    in_mlp: bool
-    is_expert: bool
-    is_split: bool
-    rows: int
+    in_mlp: bool  # the layer belongs to the MLP or the experts
+    is_expert: bool  # the layer belongs to each routed expert
+    is_split: bool  # tensor-parallel ranks have different rows, of all tokens
+    rows: int  # rows over all ranks, of one expert
 
 
 @lru_cache(maxsize=16)

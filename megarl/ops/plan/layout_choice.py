@@ -70,15 +70,10 @@ class ChosenKey(NamedTuple):
 
 
 class AutomaticLayout(NamedTuple):
-    """The chosen values of a configuration.
+    """The chosen values of a configuration."""
 
-    Attributes:
-        keys: values with their reasons.
-        plan: memory and cost with these values; None on a CPU, where no memory is planned.
-    """
-
-    keys: tuple[ChosenKey, ...]
-    plan: Estimate | None
+    keys: tuple[ChosenKey, ...]  # values with their reasons
+    plan: Estimate | None  # memory and cost with these values; None on a CPU, where no memory is planned
 
     @property
     def changes(self) -> dict[str, Any]:

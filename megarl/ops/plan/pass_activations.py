@@ -27,22 +27,13 @@ PER_TARGET = INT64 + 1 + 7 * FLOAT32
 
 
 class PassActivations(NamedTuple):
-    """Bytes of a pass on a rank, in addition to weights, gradients and optimizer state.
+    """Bytes of a pass on a rank, in addition to weights, gradients and optimizer state."""
 
-    Attributes:
-        layers: saved by layers for the backward, over all micro-batches in flight.
-        recomputed: recomputed at a time, by full or selective recomputation.
-        ends: saved by embedding, final norm and the head's input, and hidden states of the exact KL, for one
-            micro-batch.
-        logits: logits, and tensors of log-probs, entropies or the exact KL, for one micro-batch.
-        working: working memory of one layer.
-    """
-
-    layers: int
-    recomputed: int
-    ends: int
-    logits: int
-    working: int
+    layers: int  # saved by layers for the backward, over all micro-batches in flight
+    recomputed: int  # recomputed at a time, by full or selective recomputation
+    ends: int  # saved by embedding, final norm, the head's input and the exact KL, for one micro-batch
+    logits: int  # logits, and tensors of log-probs, entropies or the exact KL, for one micro-batch
+    working: int  # working memory of one layer
 
     @property
     def total(self) -> int:

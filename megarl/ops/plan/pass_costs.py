@@ -37,27 +37,16 @@ Gradient, main weight and moments are read; main weight, moments and weight are 
 
 
 class Cost(NamedTuple):
-    """Cost by cause.
+    """Cost by cause."""
 
-    Attributes:
-        compute: matrix products and attention.
-        memory: reading weights, optimizer steps, and the KV cache, where that takes longer than computing.
-        parallel: collectives and sends between tensor, context, expert and pipeline parallel ranks.
-        bubble: pipeline bubble.
-        data: gradient reduction and weight gather between data-parallel ranks.
-        host: copies of offloaded states.
-        latency: latencies, independent of sizes.
-        transfer: weight sync.
-    """
-
-    compute: float = 0.0
-    memory: float = 0.0
-    parallel: float = 0.0
-    bubble: float = 0.0
-    data: float = 0.0
-    host: float = 0.0
-    latency: float = 0.0
-    transfer: float = 0.0
+    compute: float = 0.0  # matrix products and attention
+    memory: float = 0.0  # reading weights, optimizer steps, and the KV cache, where that takes longer than computing
+    parallel: float = 0.0  # collectives and sends between tensor, context, expert and pipeline parallel ranks
+    bubble: float = 0.0  # pipeline bubble
+    data: float = 0.0  # gradient reduction and weight gather between data-parallel ranks
+    host: float = 0.0  # copies of offloaded states
+    latency: float = 0.0  # latencies, independent of sizes
+    transfer: float = 0.0  # weight sync
 
     @property
     def total(self) -> float:
@@ -74,19 +63,12 @@ class Cost(NamedTuple):
 
 
 class PhaseCost(NamedTuple):
-    """Cost of a phase over all samples of a training step.
-
-    Attributes:
-        phase: name of the phase.
-        cost: cost by cause; seconds, if the hardware is calibrated.
-        flops: model FLOPs, over all devices.
-        devices: number of devices of the phase: those of its roles' pool.
-    """
+    """Cost of a phase over all samples of a training step."""
 
     phase: str
-    cost: Cost
-    flops: float
-    devices: int
+    cost: Cost  # cost by cause; seconds, if the hardware is calibrated
+    flops: float  # model FLOPs, over all devices
+    devices: int  # number of devices of the phase: those of its roles' pool
 
     @classmethod
     def of(cls, phase: str, at_peak: Cost, flops: float, devices: int, hardware: Hardware) -> PhaseCost:

@@ -59,27 +59,17 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 
 class LayoutChoice(NamedTuple):
-    """A layout of one role or of the rollout.
+    """A layout of one role or of the rollout."""
 
-    Attributes:
-        changes: values by key.
-        cost: cost of its phases.
-    """
-
-    changes: Mapping[str, Any]
-    cost: float
+    changes: Mapping[str, Any]  # values by key
+    cost: float  # cost of its phases
 
 
 class Candidate(NamedTuple):
-    """A layout of the whole job that fits.
+    """A layout of the whole job that fits."""
 
-    Attributes:
-        changes: values by key that differ from the configuration.
-        estimate: the plan with these values.
-    """
-
-    changes: Mapping[str, Any]
-    estimate: Estimate
+    changes: Mapping[str, Any]  # values by key that differ from the configuration
+    estimate: Estimate  # the plan with these values
 
     def overrides(self) -> list[str]:
         """Return the changes as command-line overrides."""
@@ -87,17 +77,11 @@ class Candidate(NamedTuple):
 
 
 class SearchResult(NamedTuple):
-    """Result of a layout search.
+    """Result of a layout search."""
 
-    Attributes:
-        best: layouts that fit, the cheapest first.
-        evaluated: number of layouts of single roles whose cost was computed.
-        planned: number of combinations planned in full.
-    """
-
-    best: list[Candidate]
-    evaluated: int
-    planned: int
+    best: list[Candidate]  # layouts that fit, the cheapest first
+    evaluated: int  # number of layouts of single roles whose cost was computed
+    planned: int  # number of combinations planned in full
 
 
 def search(config: Config, hardware: Hardware, lengths: Lengths, top: int = 10) -> SearchResult:

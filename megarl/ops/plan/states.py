@@ -31,25 +31,15 @@ SMALLEST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000
 
 @dataclass(frozen=True)
 class RankStates:
-    """Bytes of a role's model on a rank, with everything on the device.
+    """Bytes of a role's model on a rank, with everything on the device."""
 
-    Attributes:
-        parameters: weight elements, without padding, frozen weights included.
-        weights: weights in their compute dtype, with padding, frozen weights and adapters included.
-        gradients: gradient buffers.
-        main_weights: the optimizer's float32 copies of its share of the weights.
-        moments: Adam's running means.
-        largest_bucket: largest gradient bucket that data-parallel ranks reduce at a time.
-        frozen: bytes of the weights under adapters, which checkpoints do not contain.
-    """
-
-    parameters: int
-    weights: int
-    gradients: int = 0
-    main_weights: int = 0
-    moments: int = 0
-    largest_bucket: int = 0
-    frozen: int = 0
+    parameters: int  # weight elements, without padding, frozen weights included
+    weights: int  # weights in their compute dtype, with padding, frozen weights and adapters included
+    gradients: int = 0  # gradient buffers
+    main_weights: int = 0  # the optimizer's float32 copies of its share of the weights
+    moments: int = 0  # Adam's running means
+    largest_bucket: int = 0  # largest gradient bucket that data-parallel ranks reduce at a time
+    frozen: int = 0  # bytes of the weights under adapters, which checkpoints do not contain
 
     @property
     def optimizer(self) -> int:

@@ -27,23 +27,14 @@ _BATCHES = {
 
 @dataclass(frozen=True)
 class StepCost:
-    """Cost of a training step.
+    """Cost of a training step."""
 
-    Attributes:
-        phases: costs of the phases, in order.
-        tokens: prompt and response tokens.
-        devices: number of devices of the job.
-        peak_flops: peak FLOP/s of one device, in the dtype of the trained role.
-        simultaneous: groups of phases at the same time, on separate devices.
-        is_calibrated: whether costs are seconds: the hardware has an efficiency of every phase.
-    """
-
-    phases: tuple[PhaseCost, ...]
-    tokens: float
-    devices: int
-    peak_flops: float
-    simultaneous: tuple[tuple[str, ...], ...] = ()
-    is_calibrated: bool = False
+    phases: tuple[PhaseCost, ...]  # costs of the phases, in order
+    tokens: float  # prompt and response tokens
+    devices: int  # of the job
+    peak_flops: float  # peak FLOP/s of one device, in the dtype of the trained role
+    simultaneous: tuple[tuple[str, ...], ...] = ()  # groups of phases at the same time, on separate devices
+    is_calibrated: bool = False  # whether costs are seconds: the hardware has an efficiency of every phase
 
     @property
     def total(self) -> float:

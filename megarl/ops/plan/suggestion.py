@@ -39,13 +39,9 @@ _FRACTION = f"{_ROLLOUT}.engine_kwargs.sglang.server_args.mem_fraction_static"
 
 
 class Suggestion(NamedTuple):
-    """Changes that make a run fit.
+    """Changes that make a run fit."""
 
-    Attributes:
-        changes: values by key.
-    """
-
-    changes: Changes
+    changes: Changes  # values by key
 
     def overrides(self) -> list[str]:
         """Return the changes as command-line overrides."""

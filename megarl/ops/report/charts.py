@@ -27,24 +27,15 @@ PHASE_ORDER = (
 
 @dataclass(frozen=True)
 class Chart:
-    """Definition of one chart.
-
-    Attributes:
-        note: sentence below the title: unit and meaning.
-        series: legend label by metric; metrics that the run lacks are skipped.
-        prefix: metrics with this prefix are series too, labelled by the rest of their names.
-        kind: ``line``, ``points`` (lines with markers, for metrics not measured at every step) or ``stack`` (bars).
-        wide: whether it takes the whole width.
-        share: whether values are shares; their axis then ends at 1, or at the largest value if that is small.
-    """
+    """Definition of one chart."""
 
     title: str
-    note: str
-    series: Mapping[str, str] = field(default_factory=dict)
-    prefix: str | None = None
-    kind: str = "line"
-    wide: bool = False
-    share: bool = False
+    note: str  # sentence below the title: unit and meaning
+    series: Mapping[str, str] = field(default_factory=dict)  # legend label by metric; absent metrics are skipped
+    prefix: str | None = None  # metrics with this prefix are series too, labelled by the rest of their names
+    kind: str = "line"  # line, points (lines with markers, for metrics not measured at every step) or stack (bars)
+    wide: bool = False  # takes the whole width
+    share: bool = False  # values are shares: their axis ends at 1, or at the largest value if that is small
 
 
 LEARNING = (

@@ -43,18 +43,15 @@ Item = TypeVar("Item")
 
 
 class ReportRollouts(NamedTuple):
-    """Samples for the page.
+    """Samples for the page: rows with :data:`FIELDS`, whose values are None if unavailable.
 
-    Attributes:
-        rows: rows with :data:`FIELDS`; ``run`` is the index of the run, ``masked`` the character spans of tool output,
-            ``tokens`` the encoding of :mod:`megarl.tracking.token_columns`; None if unavailable.
-        total: number of samples in the runs' files.
-        cut: number of samples with a shortened text.
+    ``run`` is the index of the run, ``masked`` has the character spans of tool output, and ``tokens`` is encoded as in
+    :mod:`megarl.tracking.token_columns`.
     """
 
     rows: list[Row]
-    total: int
-    cut: int
+    total: int  # samples in the runs' files
+    cut: int  # samples with a shortened text
 
 
 def shorten(text: str, limit: int = MAX_TEXT) -> str:

@@ -29,27 +29,17 @@ class NoRunError(ValueError):
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Content of a run's folder.
-
-    Attributes:
-        name: name of the experiment.
-        config: complete configuration as nested plain values; empty without ``config.yaml``.
-        facts: content of ``run.json``: command, software, machine, changed keys; empty without the file.
-        summary: content of ``summary.json`` (:class:`megarl.trainer.records.reporting.RunSummary`), or empty.
-        status: ``finished``, ``running`` or ``ended early``.
-        problems: error messages of unreadable files.
-        balance: load of each data-parallel rank.
-    """
+    """Content of a run's folder."""
 
     folder: Path
-    name: str
+    name: str  # name of the experiment
     rows: list[MetricsRow]
-    config: Mapping[str, Any] = field(default_factory=dict)
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    summary: Mapping[str, Any] = field(default_factory=dict)
-    status: str = "finished"
-    problems: tuple[str, ...] = ()
-    balance: BalanceRows = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)  # nested plain values; empty without config.yaml
+    facts: Mapping[str, Any] = field(default_factory=dict)  # run.json: command, software, machine, changed keys
+    summary: Mapping[str, Any] = field(default_factory=dict)  # summary.json, as `RunSummary` writes it; or empty
+    status: str = "finished"  # finished, running or ended early
+    problems: tuple[str, ...] = ()  # errors of unreadable files
+    balance: BalanceRows = field(default_factory=dict)  # load of each data-parallel rank
 
     @property
     def train_samples(self) -> Path:

@@ -27,19 +27,12 @@ SLOW_BYTES_PER_S = {"gloo": 50e6, "nccl": 10e9}
 
 
 class Bandwidth(NamedTuple):
-    """Measurement of an all-reduce.
+    """Measurement of an all-reduce."""
 
-    Attributes:
-        world: number of ranks.
-        size: bytes of the tensor.
-        seconds: time of the fastest round.
-        correct: whether the sum is correct.
-    """
-
-    world: int
-    size: int
-    seconds: float
-    correct: bool
+    world: int  # ranks
+    size: int  # bytes of the tensor
+    seconds: float  # time of the fastest round
+    correct: bool  # whether the sum is
 
     @property
     def bus(self) -> float:

@@ -26,17 +26,11 @@ LIMIT_S = 300.0
 
 
 class KernelFacts(NamedTuple):
-    """Observations of a process that computes on the device.
+    """Observations of a process that computes on the device."""
 
-    Attributes:
-        usable: whether Megatron-Core can use Transformer Engine.
-        import_error: Transformer Engine's; empty if it is not installed or imports.
-        fusion_error: error of a kernel compiled by torch; empty if that works.
-    """
-
-    usable: bool
-    import_error: str
-    fusion_error: str
+    usable: bool  # whether Megatron-Core can use Transformer Engine
+    import_error: str  # Transformer Engine's; empty if it is not installed or imports
+    fusion_error: str  # error of a kernel compiled by torch; empty if that works
 
 
 def check_kernels(needs: Needs, gpus: int) -> list[CheckResult]:

@@ -19,43 +19,24 @@ _OBJECT_STORE_BYTES = 200 * MIB
 
 @dataclass(frozen=True)
 class Needs:
-    """Requirements of a run for one machine.
+    """Requirements of a run for one machine."""
 
-    Attributes:
-        device: ``cpu``, ``cuda``, or ``auto`` (GPUs if present).
-        devices: devices per machine; None = all that are present.
-        nodes: number of machines of the run, those of roles with devices of their own included.
-        trainer_nodes: number of machines that write a checkpoint.
-        checkpoint_dir: folder of the checkpoints; it may be missing.
-        checkpoint_bytes: size of one checkpoint of the whole run; None = unknown.
-        models: Hugging Face folders that must be readable.
-        readable: data files and folders that must be readable.
-        engine: name of the rollout engine; None without one.
-        trackers: entries of ``trainer.logger``.
-        shared_memory_bytes: upper limit of the shared memory of all processes of this machine.
-        host_bytes: host memory.
-        ports: ports that must be free.
-        watched_ports: ports that cause a warning if they are in use.
-        peers: names of the other machines; they must resolve.
-        quick: skip the slow checks (disk speed, all-reduce).
-    """
-
-    device: str = "auto"
-    devices: int | None = None
-    nodes: int = 1
-    trainer_nodes: int = 1
-    checkpoint_dir: str | None = None
-    checkpoint_bytes: int | None = None
-    models: tuple[str, ...] = ()
-    readable: tuple[str, ...] = ()
-    engine: str | None = None
-    trackers: tuple[str, ...] = ()
-    shared_memory_bytes: int = 2 * 256 * MIB + _OBJECT_STORE_BYTES
-    host_bytes: int = 4 * GIB
-    ports: tuple[int, ...] = ()
-    watched_ports: tuple[int, ...] = RAY_PORTS
-    peers: tuple[str, ...] = ()
-    quick: bool = False
+    device: str = "auto"  # cpu, cuda, or auto (GPUs if present)
+    devices: int | None = None  # devices per machine; None = all that are present
+    nodes: int = 1  # number of machines of the run, those of roles with devices of their own included
+    trainer_nodes: int = 1  # number of machines that write a checkpoint
+    checkpoint_dir: str | None = None  # folder of the checkpoints; it may be missing
+    checkpoint_bytes: int | None = None  # size of one checkpoint of the whole run; None = unknown
+    models: tuple[str, ...] = ()  # Hugging Face folders that must be readable
+    readable: tuple[str, ...] = ()  # data files and folders that must be readable
+    engine: str | None = None  # name of the rollout engine; None without one
+    trackers: tuple[str, ...] = ()  # entries of trainer.logger
+    shared_memory_bytes: int = 2 * 256 * MIB + _OBJECT_STORE_BYTES  # most that all processes of this machine share
+    host_bytes: int = 4 * GIB  # host memory
+    ports: tuple[int, ...] = ()  # ports that must be free
+    watched_ports: tuple[int, ...] = RAY_PORTS  # ports that cause a warning if they are in use
+    peers: tuple[str, ...] = ()  # names of the other machines; they must resolve
+    quick: bool = False  # skip the slow checks (disk speed, all-reduce)
 
 
 def needs_of(config: JobConfig) -> Needs:

@@ -27,36 +27,22 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Result of one check.
-
-    Attributes:
-        check: name of the check.
-        status: severity.
-        observation: the observation in words, with units.
-        remedy: the action to take; empty if none is needed.
-    """
+    """Result of one check."""
 
     check: str
     status: Status
-    observation: str
-    remedy: str = ""
+    observation: str  # the observation in words, with units
+    remedy: str = ""  # the action to take; empty if none is needed
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """Results of all checks on one machine.
+    """Results of all checks on one machine."""
 
-    Attributes:
-        host: name of the machine.
-        results: in the order of the table.
-        facts: versions and hardware by name, compared between machines.
-        gpus: number of GPUs.
-    """
-
-    host: str
-    results: list[CheckResult]
-    facts: Mapping[str, str] = field(default_factory=dict)
-    gpus: int = 0
+    host: str  # name of the machine
+    results: list[CheckResult]  # in the order of the table
+    facts: Mapping[str, str] = field(default_factory=dict)  # versions and hardware by name, compared between machines
+    gpus: int = 0  # number of GPUs
 
     @property
     def ok(self) -> bool:
@@ -101,15 +87,10 @@ def reports_table(reports: Iterable[NodeReport]) -> str:
 
 
 class ClockOffset(NamedTuple):
-    """Offset of a machine's clock from the local clock, with its error bound, in seconds.
+    """Offset of a machine's clock from the local clock, with its error bound, in seconds."""
 
-    Attributes:
-        ahead: seconds that the machine's clock is ahead.
-        error: bound of the measurement error.
-    """
-
-    ahead: float
-    error: float
+    ahead: float  # seconds that the machine's clock is ahead
+    error: float  # bound of the measurement error
 
 
 def clock_offset(sent: float, remote: float, received: float) -> ClockOffset:

@@ -48,21 +48,13 @@ _PIN = re.compile(r'^([\w.-]+)==([^\s;]+)(?: ; python_version (<|>=) "3\.12")?$'
 
 
 class Combination(NamedTuple):
-    """Versions that belong together.
+    """Versions that belong together."""
 
-    Attributes:
-        name: name in the table.
-        python: major and minor version.
-        file: the constraint file with these versions and those of all other packages.
-        versions: by package; packages without an entry are not installed.
-        tested: whether all tests passed with these versions; otherwise they are chosen by the packages' metadata.
-    """
-
-    name: str
-    python: str
-    file: str
-    versions: Mapping[str, str]
-    tested: bool = True
+    name: str  # name in the table
+    python: str  # major and minor version
+    file: str  # the constraint file with these versions and those of all other packages
+    versions: Mapping[str, str]  # by package; packages without an entry are not installed
+    tested: bool = True  # all tests passed with them; else chosen by the packages' metadata
 
     def __str__(self) -> str:
         return f"{self.name}; {self.file}"
