@@ -19,10 +19,8 @@ from megarl.convert.transfer import in_parallel, progress
 class TensorDifference:
     """Difference between a tensor of A and of B."""
 
-    largest: float = 0.0
-    """Largest absolute difference; infinite or NaN if only one side is."""
-    elements: int = 0
-    """Number of elements with different values."""
+    largest: float = 0.0  # largest absolute difference; infinite or NaN if only one side is
+    elements: int = 0  # number of elements with different values
 
 
 @dataclass
@@ -30,13 +28,10 @@ class Comparison:
     """All differences between two checkpoints A and B."""
 
     compared: int = 0
-    missing: list[str] = field(default_factory=list)
-    """Tensors in A only."""
-    unexpected: list[str] = field(default_factory=list)
-    """Tensors in B only."""
+    missing: list[str] = field(default_factory=list)  # tensors in A only
+    unexpected: list[str] = field(default_factory=list)  # tensors in B only
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    dtypes: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)
-    """Different dtypes; reported, but not counted as a difference."""
+    dtypes: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)  # no difference, but reported
     different: dict[str, TensorDifference] = field(default_factory=dict)
 
     @property

@@ -39,15 +39,13 @@ _PLANS = {HUGGING_FACE: plan_hugging_face, MEGARL: plan_role}
 class ConversionOptions:
     """Options of an output."""
 
-    dtype: torch.dtype | None = None
-    """Dtype of the weights; None keeps the dtype of each tensor."""
+    dtype: torch.dtype | None = None  # dtype of the weights; None keeps the dtype of each tensor
     keep_value_head: bool = True
     max_shard_bytes: int = 5 * 10**9
     workers: int = 4
     overwrite: bool = False
     restart: bool = False
-    show_progress: bool = True
-    """Draw a progress bar on a terminal."""
+    show_progress: bool = True  # draw a progress bar on a terminal
 
 
 @dataclass(frozen=True)
@@ -57,8 +55,7 @@ class ConversionResult:
     tensors: int
     nbytes: int
     files: int
-    reused: int
-    """Files that an interrupted conversion finished."""
+    reused: int  # files that an interrupted conversion finished
 
 
 def convert(source: CheckpointSource, destination: Path, kind: str, options: ConversionOptions) -> ConversionResult:

@@ -53,14 +53,10 @@ class Selection:
     tensors: Mapping[str, TensorView]
     dtypes: Mapping[str, torch.dtype]
     config: Mapping[str, Any]
-    float32: Collection[str] = ()
-    """Tensors that the model keeps in float32 with every weight dtype; never trained."""
-    parts: Mapping[str, StackedPart] = field(default_factory=dict)
-    """Places of the tensors of experts in the tensors of a Hugging Face file."""
-    carried: Mapping[str, TensorView] = field(default_factory=dict)
-    """Multi-token prediction layers, which only a Hugging Face folder holds, in their own dtype."""
-    initial: str | None = None
-    """Folder of the initial model, for a role checkpoint."""
+    float32: Collection[str] = ()  # tensors that the model keeps in float32 with every weight dtype; never trained
+    parts: Mapping[str, StackedPart] = field(default_factory=dict)  # experts in the tensors of a Hugging Face file
+    carried: Mapping[str, TensorView] = field(default_factory=dict)  # of a Hugging Face folder, in their own dtype
+    initial: str | None = None  # folder of the initial model, for a role checkpoint
 
     @property
     def dtype(self) -> torch.dtype:
@@ -144,8 +140,7 @@ class OutputPlan:
 
     files: list[FilePlan]
     small: dict[str, bytes]
-    companions: str
-    """Subfolder for the tokenizer and other small model files; empty = the output itself."""
+    companions: str  # subfolder for the tokenizer and other small model files; empty = the output itself
 
     @property
     def tensors(self) -> int:

@@ -45,27 +45,17 @@ class CheckpointSource:
     """An opened checkpoint; no tensor has been read."""
 
     path: Path
-    kind: str
-    """``Hugging Face``, ``megarl``, ``torch_dist`` or ``peft``."""
+    kind: str  # Hugging Face, megarl, torch_dist or peft
     config: ModelConfig
-    companions: Path
-    """Folder with config, tokenizer and chat template."""
-    tensors: Mapping[str, TensorView]
-    """Tensors by Hugging Face name, in checkpoint order; of adapters, those of the base model with adapters merged."""
-    left_out: tuple[str, ...] = ()
-    """Stored weights that the model does not have; they are not read."""
-    state: tuple[str, ...] = ()
-    """Stored values that are not weights: optimizer state, random states."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """Further facts of the format, for reports."""
-    lacks: tuple[str, ...] = ()
-    """Tensors that the config requires and the folder lacks: the head."""
-    adapters: StoredAdapters | None = None
-    """The adapters, of a checkpoint that has only them."""
-    carried: Mapping[str, TensorView] = field(default_factory=dict)
-    """Multi-token prediction layers, which are not trained, in the initial model folder."""
-    initial: Path | None = None
-    """The initial model folder, if the checkpoint names it; it may not exist on this machine."""
+    companions: Path  # folder with config, tokenizer and chat template
+    tensors: Mapping[str, TensorView]  # by Hugging Face name, in checkpoint order; adapters are merged
+    left_out: tuple[str, ...] = ()  # stored weights that the model does not have; they are not read
+    state: tuple[str, ...] = ()  # stored values that are not weights: optimizer state, random states
+    facts: Mapping[str, Any] = field(default_factory=dict)  # further facts of the format, for reports
+    lacks: tuple[str, ...] = ()  # tensors that the config requires and the folder lacks: the head
+    adapters: StoredAdapters | None = None  # the adapters, of a checkpoint that has only them
+    carried: Mapping[str, TensorView] = field(default_factory=dict)  # multi-token prediction layers, not trained
+    initial: Path | None = None  # initial model folder, if the checkpoint names it; it may not exist here
 
     @property
     def has_value_head(self) -> bool:

@@ -35,12 +35,10 @@ _STORAGES = {
 class SavedTensor(NamedTuple):
     """A tensor in an archive."""
 
-    offset: int
-    """Offset of the first element from the start of the archive, in bytes."""
+    offset: int  # offset of the first element from the start of the archive, in bytes
     dtype: torch.dtype
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    """Strides in elements."""
+    stride: tuple[int, ...]  # strides in elements
 
 
 class _Storage(NamedTuple):

@@ -105,10 +105,8 @@ class DryRun(ABC):
         config: complete.
     """
 
-    model_key: ClassVar[str]
-    """Config path of the trained model, which also has the tokenizer."""
-    rows: str
-    """Plural noun for the rows of the data."""
+    model_key: ClassVar[str]  # config path of the trained model, which also has the tokenizer
+    rows: str  # plural noun for the rows of the data
 
     def __init__(self, config: TrainConfig | SupervisedConfig) -> None:
         self.config = config
