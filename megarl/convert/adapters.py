@@ -87,7 +87,6 @@ def base_of_role(path: Path, document: Mapping[str, Any], model: Path | None) ->
     """Return the folder of the base model of a role's checkpoint.
 
     Args:
-        path: the checkpoint.
         document: contents of its ``state.json``.
         model: folder given by the user; None = the folder that the run had.
 

@@ -30,7 +30,6 @@ def main(argv: Sequence[str] | None = None, program: str = "megarl convert") -> 
     """Run one command.
 
     Args:
-        argv: command-line arguments; None = those of the process.
         program: program name in the help.
 
     Returns:
@@ -204,11 +203,7 @@ def _count(text: str) -> int:
 
 
 def describe_source(source: CheckpointSource, with_tensors: bool = False) -> str:
-    """Describe a checkpoint: format, model, tensors, dtypes and size; reads no weights.
-
-    Args:
-        source: an opened checkpoint.
-    """
+    """Describe a checkpoint: format, model, tensors, dtypes and size; reads no weights."""
     config = source.config
     formats: Counter[str] = Counter()
     for view in source.tensors.values():

@@ -45,10 +45,6 @@ def compare(first: CheckpointSource, second: CheckpointSource, workers: int) -> 
 
     NaN equals NaN. A zero bias of a scalar head equals a missing one.
 
-    Args:
-        first: A.
-        second: B.
-
     Raises:
         CheckpointError: a file of either checkpoint is missing or damaged.
     """

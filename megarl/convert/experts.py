@@ -86,7 +86,6 @@ def stacked_views(tensors: Mapping[str, TensorView], parts: Mapping[str, Stacked
     """Replace the tensors of experts by those of a file, in the same order.
 
     Args:
-        tensors: the tensors of the weight map.
         parts: their places in a file (:func:`megarl.models.expert_files.stacked_parts`).
     """
     experts: dict[str, list[TensorView]] = {}

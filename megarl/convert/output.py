@@ -170,7 +170,6 @@ def plan_hugging_face(selection: Selection, max_shard_bytes: int) -> OutputPlan:
     """Plan a model folder: safetensors shards in checkpoint order, an index for several shards, and the config.
 
     Args:
-        selection: tensors to write.
         max_shard_bytes: maximum size of a shard; a larger tensor gets a separate shard.
     """
     carried = selection.carried
@@ -239,7 +238,6 @@ def plan_role(selection: Selection, max_shard_bytes: int) -> OutputPlan:
 
     Args:
         selection: tensors to write, in one dtype, except weights that the model keeps in float32 (in any dtype).
-        max_shard_bytes: maximum size of a file.
 
     Raises:
         CheckpointError: the tensors have several dtypes.

@@ -98,7 +98,6 @@ def stored_tensors(folder: Path, index: Metadata, names: Iterable[str]) -> dict[
     """Return the tensors of a torch distributed checkpoint.
 
     Args:
-        folder: the checkpoint.
         names: tensor names; names of other values are ignored.
 
     Raises:

@@ -49,7 +49,6 @@ def open_torch_dist(path: Path, config: ModelConfig, companions: Path) -> Checkp
     """Open a checkpoint.
 
     Args:
-        path: the folder with ``.metadata``.
         companions: folder with the model's config and tokenizer.
 
     Raises:
@@ -142,7 +141,6 @@ def _check_rows(
 
 
 def _view_region(piece: Piece, located: list[_Located]) -> ViewRegion:
-    """Return the stored region of a piece of a parameter."""
     row, *columns = piece.at
     location = [p for p in located if p.row <= row][-1]
     return ViewRegion(piece.start, piece.stop, location.stored, (*location.leading, row - location.row, *columns))

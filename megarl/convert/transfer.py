@@ -128,10 +128,8 @@ def progress(title: str, total: int, done: int = 0, show: bool = True) -> Iterat
     """Show a progress bar on stderr, if it is a terminal.
 
     Args:
-        title: text in front of the bar.
         total: total bytes.
         done: bytes done before.
-        show: whether to draw the bar.
 
     Yields:
         A function that adds a number of bytes, from any thread.

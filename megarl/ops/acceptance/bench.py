@@ -46,9 +46,6 @@ class Bench:
 
     Args:
         report: results so far; checks that passed are not repeated.
-        folder: folder of the reports.
-        device: ``cuda`` or ``cpu``.
-        show: receives each new result.
         pattern: regular expression of the checks to run; the others remain for a later run. None = all.
     """
 

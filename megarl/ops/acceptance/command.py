@@ -45,9 +45,6 @@ ARCHIVED_BYTES = 8 * 2**20
 def main(argv: Sequence[str]) -> int:
     """Run the stages that have not passed, and print a table of all.
 
-    Args:
-        argv: arguments after ``--accept``.
-
     Returns:
         The exit code: 0, 1 if a check failed or a stage did not finish, 2 for a wrong command line, 130 after Ctrl-C.
     """
@@ -77,7 +74,6 @@ def run_stages(names: Sequence[str], options: argparse.Namespace, started: float
 
     Args:
         names: names of stages, the most valuable first.
-        options: parsed command line.
         started: when the command began, on the monotonic clock.
 
     Raises:

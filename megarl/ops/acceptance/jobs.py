@@ -178,9 +178,6 @@ def lost_moments(run: Path) -> str:
     """Name a tensor whose second moments a run forgot between two of its checkpoints; empty if it forgot none.
 
     A step decays a second moment by :data:`DECAY` and adds a square. So a moment that decays faster was not loaded.
-
-    Args:
-        run: folder of a run with checkpoints.
     """
     indices = {int(path.name.rpartition("_")[2]): path for path in run.glob("**/global_step_*")}
     for before, after in pairwise(sorted(indices)):

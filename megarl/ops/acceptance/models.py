@@ -128,8 +128,6 @@ class SingleRankEngine:
 
     Args:
         source: folder of weights, or the fields of a ``config.json`` for random weights.
-        options: options of the engine.
-        device: ``cuda`` or ``cpu``.
     """
 
     def __init__(self, source: Path | Mapping[str, Any], options: MegatronOptions, device: torch.device) -> None:

@@ -106,7 +106,6 @@ def result_lines(report: StageReport, *, without: frozenset[Verdict] = frozenset
     """Format a report as lines of a text table, failures first.
 
     Args:
-        report: results of a stage.
         without: outcomes that are only counted.
     """
     results = sorted(

@@ -130,7 +130,6 @@ def _hf_tensors(model: ModelConfig, params: Sequence[LocalParam], tensors: Mappi
 
 
 def _sender(model: ModelConfig, plan: ReshardPlan, routes: Routes, device: torch.device) -> BucketSender:
-    """Create the training side, in this process."""
     tensors = _random(WeightMap(model).megatron_params(ParallelLayout(), 0), device)
     peers = PeerTransports.for_sender(routes, 0, destination_ranks(plan.sent_by(0)), device, None)
     return BucketSender(plan, 0, lambda: tensors, peers, DTYPE, device)

@@ -17,9 +17,6 @@ from megarl.ops.doctor.node.results import reports_table
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
-    Args:
-        argv: arguments; None: of the process.
-
     Returns:
         The exit code: 0, 1 if a check failed, 2 for a wrong command line or configuration, 130 after Ctrl-C.
     """

@@ -144,12 +144,7 @@ def _nearest_temperature(side: np.ndarray, temperature: float, exact: LogProbsAt
 
 
 def logprob_verdict(diagnosis: Diagnosis, temperature: float) -> str:
-    """State the cause of the difference in a line or two.
-
-    Args:
-        diagnosis: of the dump.
-        temperature: sampling temperature of the run.
-    """
+    """State the cause of the difference in a line or two."""
     engine, actor = diagnosis.engine, diagnosis.actor
     if engine.cause is Cause.WEIGHTS and actor.cause is Cause.WEIGHTS:
         return (
@@ -192,9 +187,6 @@ def render_diagnosis(name: str, dump: RolloutDump, diagnosis: Diagnosis, retoken
     """Render the report of a dump as plain text.
 
     Args:
-        name: name of the dump.
-        dump: the analysed rows.
-        diagnosis: of these rows.
         retokenized: rows whose text encodes to different ids; None: the folder has no tokenizer.
     """
     metadata = dump.metadata

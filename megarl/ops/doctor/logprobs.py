@@ -21,9 +21,6 @@ from megarl.ops.doctor.logprob_diagnosis import diagnose, render_diagnosis
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
-    Args:
-        argv: arguments; None: of the process.
-
     Returns:
         The exit code: 0 with any verdict, 1 for an error, 2 for a wrong command line, 130 after Ctrl-C.
     """
@@ -62,10 +59,8 @@ def diagnose_dump(path: Path, model: str, rows: int, device: str) -> str:
     """Compare a dump with transformers and render the report.
 
     Args:
-        path: path of the dump.
         model: Hugging Face folder of the weights at the beginning of the step.
         rows: maximum number of rows to analyse.
-        device: device for transformers.
 
     Raises:
         DataError, ModelError: the dump or the model cannot be read, or they do not match.
@@ -86,11 +81,6 @@ def diagnose_dump(path: Path, model: str, rows: int, device: str) -> str:
 
 class ReferenceModel:
     """Plain transformers model of a Hugging Face folder; computes one row at a time.
-
-    Args:
-        folder: folder with configuration and weights.
-        dtype: dtype of the computation.
-        device: device of the computation.
 
     Raises:
         ModelError: the folder's model cannot be loaded.

@@ -41,11 +41,7 @@ NOTHING_SCORED = (
 
 
 class TrainDryRun(DryRun):
-    """Dry run of a PPO or GRPO job.
-
-    Args:
-        config: complete.
-    """
+    """Dry run of a PPO or GRPO job."""
 
     model_key = "actor_rollout_ref.model"
     rows = "prompts"
@@ -218,11 +214,7 @@ def _services(config: TrainConfig, names: list[str]) -> str:
 
 
 class SupervisedDryRun(DryRun):
-    """Dry run of supervised fine-tuning or reward-model training.
-
-    Args:
-        job: job with a complete configuration.
-    """
+    """Dry run of supervised fine-tuning or reward-model training."""
 
     model_key = "model"
 

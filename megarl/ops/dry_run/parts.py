@@ -66,7 +66,6 @@ def check_parts(dry_run: DryRun, write: Callable[[str], None] | None = None) -> 
     """Check all parts of a job and print the result of each.
 
     Args:
-        dry_run: the dry run of the job.
         write: prints a line for the user; None = to the standard output, at once even if it is a pipe.
 
     Raises:
@@ -100,9 +99,6 @@ class DryRun(ABC):
 
     A part's method takes no arguments. It yields lines of the report, or raises an error. A part that depends on a
     failed part fails too.
-
-    Args:
-        config: complete.
     """
 
     model_key: ClassVar[str]  # config path of the trained model, which also has the tokenizer

@@ -39,8 +39,6 @@ def run_composed(name: str, config_name: str, run: ComposedRun[Any]) -> tuple[in
 
     Args:
         name: a key of ``JOBS``.
-        config_name: YAML file.
-        run: of this job.
 
     Returns:
         The exit code, and the error without secrets; None without one.
@@ -149,8 +147,6 @@ def try_page(page: str, folder: Path, write: Callable[[Path], object]) -> None:
 
     Args:
         page: name of the page in a message.
-        folder: folder of the runs.
-        write: writes the page.
     """
     try:
         write(folder)

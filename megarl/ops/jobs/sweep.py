@@ -26,12 +26,7 @@ _PARAMETERS = {"name": "megarl", "nodes": 1, "tasks_per_node": 1, "timeout_min":
 
 
 def run_sweep(name: str, sweep: ComposedSweep[Any]) -> int:
-    """Run all runs of a sweep, and compare them; returns the exit code.
-
-    Args:
-        name: of the job.
-        sweep: composed and checked.
-    """
+    """Run all runs of a sweep, and compare them; returns the exit code."""
     minimize = any(_is_loss(run.config) for run in sweep.runs)
     results: list[RunResult] = []
 

@@ -65,7 +65,6 @@ def compose_job(name: str, argv: Sequence[str]) -> JobConfig:
 
     Args:
         name: a key of ``JOBS``.
-        argv: the arguments after the job's name.
 
     Raises:
         ConfigError, ModelError: the configuration is invalid, or describes several runs.

@@ -40,9 +40,6 @@ LONGEST_DELAY_S = 300.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Launch a job, or print the job of a scheduler.
 
-    Args:
-        argv: arguments; None = the arguments of the process.
-
     Returns:
         The driver's exit code; 1 if no driver could be started, 2 for a wrong command line or configuration.
     """
@@ -81,7 +78,6 @@ class Launcher:
 
     Args:
         settings: settings of the cluster; hosts beyond the number that the job needs are spares.
-        agent_command: returns the command that starts an agent on a host.
         max_restarts: attempts after the first.
         delay_s: seconds before the first restart; doubled for each restart, up to :data:`LONGEST_DELAY_S`.
     """

@@ -69,7 +69,6 @@ def check_unused_options(options: argparse.Namespace, place: str, *, is_megarl: 
 
     Args:
         place: resolved value of ``--on``.
-        is_megarl: whether the job is a megarl job, with its requirements in the configuration.
 
     Raises:
         ConfigError: an option has no effect.
@@ -174,7 +173,6 @@ def read_job(words: Sequence[str], max_restarts: int) -> JobToRun:
 
     Args:
         words: the job's name and arguments, as after ``megarl``.
-        max_restarts: number of allowed restarts.
 
     Raises:
         ConfigError: the configuration is invalid, or cannot be combined with restarts.
@@ -224,9 +222,7 @@ def with_machines(job: JobToRun, place: str, devices_per_node: int | None) -> Jo
     all pools if each has one node.
 
     Args:
-        job: from :func:`read_job`.
         place: resolved value of ``--on``.
-        devices_per_node: devices of each machine, from the command line.
 
     Raises:
         ConfigError: a node has more devices than a machine, or the pools differ in devices per node and the devices

@@ -37,8 +37,6 @@ def ssh_agent(python: str, folder: str, ssh: Sequence[str], wrap: Sequence[str])
     """Start agents by non-interactive ssh, without a password.
 
     Args:
-        folder: working directory on the nodes.
-        ssh: the command and its options, such as ``ssh -p 2222``.
         wrap: prefix of the interpreter that enters a container; it must forward stdin and stdout.
     """
     # Each end detects within two minutes that the other one disappeared.
@@ -53,9 +51,6 @@ def srun_agent(
     """Start agents as job steps, one per node, with all CPUs of the node and the GPUs of the allocation.
 
     Args:
-        folder: working directory on the nodes.
-        srun: the command and its options.
-        wrap: prefix of the interpreter that enters a container.
         environment: environment of the allocation.
     """
     # A job step does not inherit --cpus-per-task.
@@ -134,7 +129,6 @@ def forwarded_environment(environment: Mapping[str, str], entries: Sequence[str]
     """Select the variables to send to the nodes.
 
     Args:
-        environment: environment of the launcher.
         entries: values of ``--env``: ``NAME`` or ``NAME=VALUE``.
         inherits: whether the nodes inherit the environment of the launcher.
 

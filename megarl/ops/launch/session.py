@@ -299,8 +299,6 @@ class ClusterSession:
         """Handle events until a condition holds or the deadline passes.
 
         Args:
-            done: the condition.
-            deadline: monotonic time.
             late: returns the message of the error at the deadline; None = return without an error.
 
         Raises:

@@ -141,12 +141,9 @@ def ray_start(
     """Return the ``ray start --block`` command of a node; it runs as long as the node's Ray.
 
     Args:
-        job: the job, with its number of devices.
         host: name of the node in the cluster.
         address: address at which other nodes reach it; empty = Ray detects it.
         head: ``address:port`` of the cluster; empty on the head.
-        ports: ports of this node.
-        folder: folder for Ray's files.
     """
     options = {
         "node-name": host,
@@ -173,8 +170,6 @@ def ray_environment(token_file: str, address: str = "", loopback: bool = False) 
     """Return the environment of Ray and its clients.
 
     Args:
-        token_file: file with the cluster's token.
-        address: address of the cluster, for clients.
         loopback: whether the cluster is on one machine and listens on loopback only.
     """
     variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": token_file, "PYTHONUNBUFFERED": "1"}

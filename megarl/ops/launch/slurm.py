@@ -16,8 +16,6 @@ def batch_script(job: JobToRun, launcher: Sequence[str], folder: str, options: S
     """Write a batch script that runs the launcher inside its allocation.
 
     Args:
-        job: the job, with its number of nodes and GPUs.
-        launcher: command line of the launcher.
         options: further options of sbatch, such as ``--time=2-0``; they override the defaults.
     """
     directives = {

@@ -38,7 +38,6 @@ def automatic_layout(build: Build, fixed: frozenset[str], hardware_name: str | N
     """Choose the layout of a run.
 
     Args:
-        build: makes the configuration.
         fixed: keys set by hand, whose values stay.
         hardware_name: hardware file to plan for; None = ``trainer.hardware``, or the devices found.
 

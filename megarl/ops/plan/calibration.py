@@ -89,7 +89,6 @@ def measured_run(folder: Path, hardware_name: str | None = None) -> MeasuredRun:
 
 
 def _lengths(config: TrainConfig | SupervisedConfig, rows: Sequence[MetricsRow]) -> Lengths:
-    """Return the measured lengths."""
     if isinstance(config, SupervisedConfig):
         sequences = config.data.train_batch_size * config.sequences_per_row
         tokens = _over(rows, "perf/total_num_tokens", statistics.mean) / sequences

@@ -50,9 +50,6 @@ DEFAULT_TOP = 10
 def main(argv: Sequence[str] | None = None) -> int:
     """Plan a configuration or search for layouts, and print the result.
 
-    Args:
-        argv: command-line arguments; None = those of the process.
-
     Returns:
         The exit code: 0; 1 if nothing fits; 2 for a wrong configuration or command line.
     """

@@ -80,12 +80,6 @@ def estimate(
 ) -> Estimate:
     """Plan a configuration.
 
-    Args:
-        config: complete and checked.
-        hardware: hardware of the job.
-        lengths: prompt and response lengths.
-        with_sync: whether to plan the traffic of the weight sync.
-
     Raises:
         InvalidConfigError, ConfigError, ModelError: the configuration cannot run, independent of memory.
     """
@@ -133,7 +127,6 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
     """Return a copy of a configuration with changed values; derived and inherited values follow.
 
     Args:
-        config: complete.
         changes: values by dotted path.
 
     Raises:

@@ -22,7 +22,6 @@ def hardware_for(config: TrainConfig | SupervisedConfig, name: str | None = None
     memory; else, for the GPUs of another machine, an H100 node.
 
     Args:
-        config: complete.
         name: a hardware file; None = ``trainer.hardware``.
 
     Raises:
@@ -43,7 +42,6 @@ def gpu_hardware(gpus: tuple[Gpu, ...], host_bytes: int) -> Hardware:
 
     Args:
         gpus: at least one; the smallest memory counts.
-        host_bytes: memory of the machine.
     """
     words = gpus[0].name.lower().replace("-", " ").split()
     kind = next((name for name in known_hardware() if name in words), _DEFAULT)

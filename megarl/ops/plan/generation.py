@@ -21,9 +21,6 @@ class EngineModel:
     """Model of prefill and decode steps of one replica.
 
     Args:
-        rollout: model, engine and sizes.
-        hardware: hardware of the job.
-        devices_per_node: devices per node of the cluster.
         on_cpu: whether the engine launches kernels one by one, without graphs.
     """
 
@@ -56,7 +53,6 @@ class EngineModel:
         """Return the cost of a decode step.
 
         Args:
-            running: number of sequences.
             context: cached tokens of each.
         """
         states = 2 * self.state_bytes  # read and written
@@ -92,9 +88,6 @@ def generation_cost(
     """Return the cost of generation, and the FLOPs of all replicas; None without an engine of the job.
 
     Args:
-        job: the job.
-        hardware: hardware of the job.
-        lengths: prompt and response lengths.
         kv_tokens: tokens in the KV cache of a replica; None = unlimited.
     """
     rollout = job.rollout

@@ -138,7 +138,6 @@ def hardware_of(config: TrainConfig | SupervisedConfig, name: str | None = None)
     """Return the hardware that a configuration is planned for.
 
     Args:
-        config: complete.
         name: as for :func:`read_hardware`; None = ``trainer.hardware``, or the default of ``trainer.device``.
 
     Raises:
@@ -163,7 +162,6 @@ def read_hardware(name: str, key: str = "--hardware") -> Hardware:
 
     Args:
         name: name of a shipped file, such as ``h100``, or path of a custom file.
-        key: config key or option of the name, for error messages.
 
     Raises:
         ConfigError: the file does not exist or is no YAML; wrong fields raise ``InvalidConfigError`` with all problems.

@@ -207,7 +207,6 @@ class PlannedJob:
         Pools of one node each share it if it has enough devices.
 
         Args:
-            device: number of the device.
             node_size: devices of a node of the hardware.
         """
         if self.nodes == 1 and self.devices <= node_size:

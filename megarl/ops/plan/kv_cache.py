@@ -53,11 +53,9 @@ def kv_cache_capacity(
     """Return the KV cache of one replica.
 
     Args:
-        rollout: the engine.
         weights: bytes of its weights on one device.
         other_roles: bytes of other roles on that device during generation.
         device_bytes: memory of the device; None = unknown.
-        device: ``cpu`` or ``cuda``.
 
     Returns:
         None if the size depends on an unknown device memory.

@@ -43,10 +43,7 @@ def tokens_on_rank(
     """Divide the largest micro-batch of a pass over the ranks.
 
     Args:
-        role: the model and its layout.
-        planned: the pass.
         shared_extra: additional tokens in attention with shared prompts.
-        mixed_lengths: see :class:`RankTokens`.
     """
     layout = role.layout
     local = -(-planned.tokens // layout.cp)
@@ -100,8 +97,6 @@ class LayerBytes:
     """Activation sizes of one decoder layer on one rank.
 
     Args:
-        role: the model, its layout and its dtype.
-        tokens: tokens of the micro-batch.
         fused: whether the layer is fused; see the module docstring.
         recomputed: recomputed modules, by Megatron's names.
     """

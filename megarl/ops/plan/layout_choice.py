@@ -120,7 +120,6 @@ def choose_layout(config: Config, fixed: Collection[str], hardware: Hardware) ->
     Args:
         config: complete, as ``build_draft`` returns it: its layouts and batches may not divide.
         fixed: keys whose values stay.
-        hardware: hardware of the job.
 
     Raises:
         NothingFitsError: names the smallest excess of memory.
@@ -406,7 +405,6 @@ def _cheapest(options: Iterable[tuple[float, _Settings] | None]) -> _Settings | 
 
 
 def _is_valid(role: PlannedRole, sizes: Changes, replicas: int) -> bool:
-    """Whether the sizes divide the role's model."""
     try:
         check_role(role.model, replace(role.megatron, **{"data_parallel_size": replicas, **sizes}), role.path)
     except MegarlError:

@@ -27,7 +27,6 @@ def lengths_of(config: TrainConfig | SupervisedConfig, text: str | None = None) 
     """Return mean lengths, at most those that the configuration allows.
 
     Args:
-        config: complete.
         text: ``PROMPT,RESPONSE``, or ``LENGTH`` for a supervised job; None = the longest allowed.
 
     Raises:

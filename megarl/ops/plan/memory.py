@@ -116,7 +116,6 @@ def plan_memory(job: PlannedJob, device_bytes: int | None = None, node_size: int
     Activations are those of the largest micro-batches that the configuration allows; states are exact.
 
     Args:
-        job: the job.
         device_bytes: memory of one device, which sizes the rollout engine's KV cache; None = unknown: the KV cache then
             has the size given in the configuration, or 0.
         node_size: devices of a node, which several pools may share; 0 = each pool has nodes of its own.

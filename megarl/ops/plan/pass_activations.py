@@ -52,14 +52,7 @@ class PassActivations(NamedTuple):
 
 
 def pass_activations(job: PlannedJob, role: PlannedRole, planned: PlannedPass, stage: int) -> PassActivations:
-    """Return the activations of a pass on a rank of a stage, for the largest allowed micro-batches.
-
-    Args:
-        job: the job.
-        role: one of its roles.
-        planned: one of the role's passes.
-        stage: pipeline stage of the rank.
-    """
+    """Return the activations of a pass on a rank of a stage, for the largest allowed micro-batches."""
     fused = job.device != "cpu"
     return role_activations(role, planned, stage, fused=fused, shared=0 if fused else shared_extra(job, role, planned))
 
@@ -70,9 +63,6 @@ def role_activations(
     """Return the activations of a pass, for a role outside a job.
 
     Args:
-        role: the model and its layout.
-        planned: the pass.
-        stage: pipeline stage of the rank.
         fused: kind of layers; see :mod:`megarl.ops.plan.layer_activations`.
         shared: additional tokens in attention with shared prompts.
     """
@@ -93,9 +83,7 @@ def saved_bytes(role: PlannedRole, planned: PlannedPass, stage: int, *, fused: b
     """Return the bytes that autograd keeps alive at the peak, without working memory.
 
     Args:
-        role: the model and its layout.
         planned: an update.
-        stage: pipeline stage of the rank.
         fused: kind of layers; see :mod:`megarl.ops.plan.layer_activations`.
         mixed_lengths: whether sequences differ in length.
     """

@@ -81,14 +81,7 @@ class PhaseCost(NamedTuple):
 
 
 class PassModel:
-    """Model of the passes of a role.
-
-    Args:
-        role: the model and its layout.
-        hardware: hardware of the job.
-        lengths: lengths of the samples.
-        devices_per_node: devices per node of the cluster.
-    """
+    """Model of the passes of a role."""
 
     def __init__(self, role: PlannedRole, hardware: Hardware, lengths: Lengths, devices_per_node: int) -> None:
         self.role, self.hardware, self.lengths = role, hardware, lengths
@@ -106,12 +99,7 @@ class PassModel:
         self._most = max(self._elements.values(), key=lambda elements: elements.total)
 
     def cost(self, planned: PlannedPass, micro: MicroBatches) -> PhaseCost:
-        """Return the cost of a pass in a training step, and its model FLOPs.
-
-        Args:
-            planned: the pass.
-            micro: micro-batch sizes.
-        """
+        """Return the cost of a pass in a training step, and its model FLOPs."""
         steps = max(1, planned.optimizer_steps)
         rows = self.rows(max(1, planned.samples // steps))
         layers = range(self.role.model.num_layers)
@@ -150,8 +138,6 @@ class PassModel:
         """Return the cost of a micro-batch's forward pass on one rank of a stage.
 
         Args:
-            stage: pipeline stage.
-            micro: the micro-batch.
             with_head: compute logits or values on the last stage; False = final hidden states only.
         """
         role, hardware, layout = self.role, self.hardware, self.role.layout

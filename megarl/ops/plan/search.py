@@ -90,9 +90,6 @@ def search(config: Config, hardware: Hardware, lengths: Lengths, top: int = 10) 
     Args:
         config: complete; the layouts of actor, critic or supervised model, and of the rollout, are replaced, so they
             may be invalid.
-        hardware: hardware of the job.
-        lengths: prompt and response lengths.
-        top: number of layouts to return.
 
     Raises:
         ConfigError, ModelError: the configuration is invalid with every layout; the error is that of its own layout.
@@ -128,8 +125,6 @@ def initial_changes(
     Each role is evaluated with the initial layouts of the others, which therefore have to be valid.
 
     Args:
-        config: complete, with any layout.
-        hardware: hardware of the job.
         fixed: values that stay, by key.
 
     Raises:
@@ -195,7 +190,6 @@ def layouts(
     """Yield parallel sizes of a role that divide model and devices; tensor parallelism stays inside a node.
 
     Args:
-        role: the role.
         devices: devices of its pool.
         per_node: devices of its pool per node.
         longest: tokens of the longest sequence.

@@ -83,11 +83,7 @@ _MOST_COUNTED = 4096
 
 
 class StateCounter:
-    """Counts the states of a role, rank by rank.
-
-    Args:
-        role: the model, its layout and its training options.
-    """
+    """Counts the states of a role, rank by rank."""
 
     def __init__(self, role: PlannedRole) -> None:
         self.role = role
@@ -200,10 +196,6 @@ def rollout_weight_bytes(model: ModelConfig, tp: int, rank: int, dtype: str, *, 
     """Return the weight bytes of one rank of the rollout engine, without vocabulary padding on the last rank.
 
     Args:
-        model: the model.
-        tp: ranks of the engine.
-        rank: the rank.
-        dtype: dtype of the weights.
         fp8: the engine holds the matrices of linear layers in blockwise FP8.
     """
     total = 0

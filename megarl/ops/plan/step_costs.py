@@ -84,9 +84,6 @@ def step_cost(job: PlannedJob, hardware: Hardware, lengths: Lengths, kv_tokens: 
     """Return the cost of a training step.
 
     Args:
-        job: the job.
-        hardware: hardware of the job.
-        lengths: prompt and response lengths.
         kv_tokens: tokens in the KV cache of a replica; None = unlimited.
     """
     phases: dict[str, PhaseCost] = {}

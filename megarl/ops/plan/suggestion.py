@@ -76,7 +76,6 @@ def find_suggestion(config: Config, planned: Estimate, confirm: Callable[[Sugges
     """Return the smallest change that makes a run fit, or None if no known change does.
 
     Args:
-        config: the configuration.
         planned: its plan, which does not fit.
         confirm: plans the configuration with the overrides of a suggestion, which is returned only if that plan fits.
     """

@@ -59,7 +59,6 @@ def plan_sync(job: PlannedJob, hardware: Hardware) -> SyncTraffic | None:
 
 
 def _busiest(ranks: np.ndarray, nbytes: np.ndarray) -> int:
-    """Return the most bytes of one rank."""
     return int(np.bincount(ranks, nbytes, minlength=1).max())
 
 

@@ -281,7 +281,6 @@ def downsample(steps: np.ndarray[Any, Any], values: np.ndarray[Any, Any], most: 
     Args:
         steps: ``[n]``, ascending.
         values: ``[n]``, finite.
-        most: largest number of points.
 
     Returns:
         ``x``, ``y`` and ``n`` (number of values before), and for a longer curve ``low`` and ``high``. ``x`` is the last

@@ -176,7 +176,6 @@ def write_page(path: Path, runs: Sequence[RunRecord], title: str, most_bytes: in
 
     Args:
         path: the HTML file; its folder is created.
-        runs: one or more runs.
         most_bytes: size limit. Answers are dropped until the page fits.
 
     Raises:

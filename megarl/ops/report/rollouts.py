@@ -73,7 +73,6 @@ def read_rollouts(runs: Sequence[RunRecord], budget: int, max_rows: int = MAX_RO
 
     Args:
         budget: approximate limit of the compressed size, in bytes.
-        max_rows: largest number of samples.
     """
     files: list[list[tuple[Row, int, bool]]] = []
     total = 0

@@ -44,10 +44,6 @@ def all_reduce(rank: int, world: int, host: str, port: int, backend: str, size: 
     """Join the process group and sum a tensor over all ranks.
 
     Args:
-        rank: rank of this process.
-        world: number of ranks.
-        host: address of rank 0, for the rendezvous.
-        port: port of the rendezvous.
         backend: ``gloo`` or ``nccl``; NCCL uses the first visible GPU.
         size: bytes of the tensor.
 
@@ -85,7 +81,6 @@ def bandwidth_result(measured: Bandwidth, backend: str, scope: str) -> CheckResu
 
     Args:
         measured: the measurement of the slowest rank.
-        backend: ``gloo`` or ``nccl``.
         scope: location of the ranks, such as ``on 2 nodes``.
     """
     name = f"all-reduce ({backend})"
@@ -139,13 +134,6 @@ def local_all_reduce(backend: str, world: int) -> Bandwidth:
 
 def run_ranks(ranks: range, world: int, host: str, port: int, backend: str) -> Bandwidth:
     """Run this machine's ranks of an all-reduce: a new process per rank, with one GPU each for NCCL.
-
-    Args:
-        ranks: ranks on this machine.
-        world: number of ranks on all machines.
-        host: address of rank 0.
-        port: port of the rendezvous.
-        backend: ``gloo`` or ``nccl``.
 
     Returns:
         The measurement of the slowest rank.

@@ -101,7 +101,6 @@ def check_driver(inventory: Inventory, torch_cuda: str | None) -> CheckResult:
     """Check that the driver supports torch's CUDA version: the same major version suffices.
 
     Args:
-        inventory: driver and GPUs.
         torch_cuda: CUDA version of the torch build; None = a CPU build.
     """
     observation = f"driver {inventory.driver} (CUDA up to {inventory.cuda}), torch built for {torch_cuda or 'CPU only'}"

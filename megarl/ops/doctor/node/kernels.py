@@ -48,7 +48,6 @@ def transformer_engine_result(facts: KernelFacts, with_experts: bool) -> CheckRe
     """Turn the observations about Transformer Engine into a result.
 
     Args:
-        facts: the observations.
         with_experts: whether a model of the run has a mixture of experts.
     """
     name, remedy = "Transformer Engine", f"install a build for this torch and CUDA: {install_command('gpu')}"

@@ -116,7 +116,6 @@ def check_requirements(
     """Check the requirements of each installed package against the installed versions.
 
     Args:
-        versions: installed versions by package.
         requires: returns the requirements of a package from its metadata.
         stacks: combinations; the remedy names the constraint file of the nearest.
     """
