@@ -26,6 +26,14 @@ ROUNDING = 4.0
 SAME_TEMPERATURE = 0.02
 """Relative difference below which two temperatures are equal."""
 
+_ROWS = {
+    "difference": "in float32",
+    "rounded": "in bfloat16",
+    "correlation": "correlation with bfloat16's errors",
+    "remaining": "in float32, at the best temperature",
+    "temperature": "best temperature",
+}
+"""Rows of the report: fields of a side, with their labels."""
 LogProbsAt = Callable[[Sequence[float]], np.ndarray]
 """Maps temperatures to log-probs ``[temperatures, tokens]``."""
 
@@ -85,7 +93,6 @@ def diagnose(
         in_bfloat16: whether engine and actor are configured for bfloat16.
     """
     reference = exact([temperature])[0]
-    rounding = _distance(rounded, reference)
     log_ratio = actor - engine
     return Diagnosis(
         engine=_diagnose_side(engine, temperature, reference, exact, rounded, in_bfloat16[0]),
@@ -94,7 +101,7 @@ def diagnose(
         largest=float(np.abs(log_ratio).max()),
         signed=float(-log_ratio.mean()),
         k3=float((np.exp(np.clip(log_ratio, -20, 20)) - 1 - log_ratio).mean()),
-        rounding=rounding,
+        rounding=_distance(rounded, reference),
         tokens=len(engine),
     )
 
@@ -155,32 +162,25 @@ def logprob_verdict(diagnosis: Diagnosis, temperature: float) -> str:
         return "none: engine and actor agree"
     if engine.cause is Cause.DTYPE and actor.cause is Cause.DTYPE:
         return "kernels: both sides compute in bfloat16 and round differently"
-    causes = [
-        _cause("the engine", engine, diagnosis, temperature),
-        _cause("the actor", actor, diagnosis, temperature),
-    ]
+    sides = (("the engine", engine), ("the actor", actor))
+    causes = [_cause(name, side, diagnosis, temperature) for name, side in sides]
     return "; ".join(filter(None, causes)) or "none: both sides agree with transformers"
 
 
 def _cause(name: str, side: SideDiagnosis, diagnosis: Diagnosis, temperature: float) -> str:
     ratio = side.difference / max(diagnosis.rounding, 1e-12)
-    if side.cause is Cause.TEMPERATURE:
-        return (
-            f"temperature: {name}'s log-probs are at temperature {side.temperature:.3g}, the run's is {temperature:g}"
-        )
-    if side.cause is Cause.DTYPE:
-        return f"dtype: {name} computes in bfloat16 (the difference is {ratio:.2g} times bfloat16's)"
-    if side.cause is Cause.WEIGHTS:
-        return (
-            f"weights: {name} computed with other weights than this folder's (the difference is {ratio:.0f} times "
-            "bfloat16's)"
-        )
-    if side.cause is Cause.KERNELS:
-        return (
-            f"kernels: {name} has the right weights and temperature and rounds differently, {ratio:.2g} times "
-            "bfloat16's difference"
-        )
-    return ""
+    texts = {
+        Cause.NONE: "",
+        Cause.TEMPERATURE: f"{name}'s log-probs are at temperature {side.temperature:.3g}, the run's is "
+        f"{temperature:g}",
+        Cause.DTYPE: f"{name} computes in bfloat16 (the difference is {ratio:.2g} times bfloat16's)",
+        Cause.WEIGHTS: f"{name} computed with other weights than this folder's (the difference is {ratio:.0f} times "
+        "bfloat16's)",
+        Cause.KERNELS: f"{name} has the right weights and temperature and rounds differently, {ratio:.2g} times "
+        "bfloat16's difference",
+    }
+    text = texts[side.cause]
+    return text and f"{side.cause.value}: {text}"
 
 
 def render_diagnosis(name: str, dump: RolloutDump, diagnosis: Diagnosis, retokenized: int | None) -> str:
@@ -197,11 +197,10 @@ def render_diagnosis(name: str, dump: RolloutDump, diagnosis: Diagnosis, retoken
         f"engine {metadata.engine} in {metadata.engine_dtype}, actor in {metadata.actor_dtype}",
         "",
         f"{'mean |difference| of log-probs to transformers':<48}{'engine':>12}{'actor':>12}",
-        _row("  in float32", diagnosis.engine.difference, diagnosis.actor.difference),
-        _row("  in bfloat16", diagnosis.engine.rounded, diagnosis.actor.rounded),
-        _row("  correlation with bfloat16's errors", diagnosis.engine.correlation, diagnosis.actor.correlation),
-        _row("  in float32, at the best temperature", diagnosis.engine.remaining, diagnosis.actor.remaining),
-        _row("  best temperature", diagnosis.engine.temperature, diagnosis.actor.temperature),
+        *(
+            f"  {label:<46}{getattr(diagnosis.engine, name):>12.3g}{getattr(diagnosis.actor, name):>12.3g}"
+            for name, label in _ROWS.items()
+        ),
         "",
         f"engine minus actor: mean |difference| {diagnosis.between:.3g}, largest {diagnosis.largest:.3g}, mean (KL) "
         f"{diagnosis.signed:+.3g}, k3 {diagnosis.k3:.3g}",
@@ -210,10 +209,6 @@ def render_diagnosis(name: str, dump: RolloutDump, diagnosis: Diagnosis, retoken
         f"verdict: {logprob_verdict(diagnosis, metadata.temperature)}",
     ]
     return "\n".join(lines)
-
-
-def _row(label: str, engine: float, actor: float) -> str:
-    return f"{label:<48}{engine:>12.3g}{actor:>12.3g}"
 
 
 def _tokens(rows: int, retokenized: int | None) -> str:

@@ -65,7 +65,9 @@ def diagnose_dump(path: Path, model: str, rows: int, device: str) -> str:
     Raises:
         DataError, ModelError: the dump or the model cannot be read, or they do not match.
     """
-    dump = _head(RolloutDump.load(path), rows)
+    whole = RolloutDump.load(path)
+    columns = [field.name for field in dataclasses.fields(whole) if field.name != "metadata"]
+    dump = dataclasses.replace(whole, **{name: getattr(whole, name)[:rows] for name in columns})
     engine, actor = (_generated(dump, name) for name in ("rollout_log_probs", "old_log_probs"))
     if len(engine) == 0:
         raise DataError(f"{path} has no generated token", code="doctor.no-generated-token")
@@ -137,11 +139,6 @@ def retokenized(dump: RolloutDump, folder: str | Path) -> int | None:
         for ids in dump.responses
     )
     return rows
-
-
-def _head(dump: RolloutDump, rows: int) -> RolloutDump:
-    values = {field.name: getattr(dump, field.name) for field in dataclasses.fields(dump)}
-    return RolloutDump(**{name: value if name == "metadata" else value[:rows] for name, value in values.items()})
 
 
 def _generated(dump: RolloutDump, name: str) -> np.ndarray:

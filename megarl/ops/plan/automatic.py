@@ -15,8 +15,8 @@ from megarl.base.formatting import GIB, table_lines
 from megarl.config import SupervisedConfig, TrainConfig
 from megarl.config.keys import leaves, value_at
 from megarl.config.problems import format_value
-from megarl.ops.plan.found_hardware import hardware_for
-from megarl.ops.plan.hardware import Hardware
+from megarl.ops.plan.estimate import overrides_of
+from megarl.ops.plan.hardware import Hardware, hardware_for
 from megarl.ops.plan.layout_choice import (
     AutomaticLayout,
     ChosenKey,
@@ -106,7 +106,7 @@ def _remedies(build: Build, fixed: frozenset[str], hardware: Hardware) -> Iterat
     for group in groups:
         for changes in group:
             if fits(build(changes), fixed, hardware):
-                yield " ".join(f"{key}={format_value(value)}" for key, value in changes.items())
+                yield " ".join(overrides_of(changes))
                 break
     saving = [key for key in fixed if key.endswith(("_offload", ".recompute_granularity"))]
     if saving and fits(config, fixed.difference(saving), hardware):

@@ -14,7 +14,7 @@ from megarl.config.checks import check
 from megarl.config.derived import with_derived
 from megarl.config.inherited import followers
 from megarl.config.keys import with_values
-from megarl.config.problems import InvalidConfigError
+from megarl.config.problems import InvalidConfigError, format_value
 from megarl.config.schema.jobs import ROLLOUT, TEACHERS, own_pools
 from megarl.config.schema.model import LogProbBatchConfig
 from megarl.ops.plan.hardware import Hardware
@@ -137,6 +137,12 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
     if problems:
         raise InvalidConfigError(problems)
     return result
+
+
+def overrides_of(changes: Mapping[str, Any]) -> list[str]:
+    """Return changes as command-line overrides; a key of SGLang's arguments is added."""
+    keys = {path: f"+{path}" if ".server_args." in path else path for path in changes}
+    return [f"{keys[path]}={format_value(value)}" for path, value in changes.items()]
 
 
 def _derived_values(config: TrainConfig | SupervisedConfig) -> dict[str, None]:

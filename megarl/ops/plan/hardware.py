@@ -8,15 +8,18 @@ ranks per node uses that many network adapters at once, as NCCL does.
 # ruff: noqa: RUF009 -- `key` and `section` return dataclass fields
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
 
+import psutil
 import yaml
 
 from megarl.base.errors import ConfigError
 from megarl.base.formatting import GIB
+from megarl.base.nvidia_smi import Gpu, visible_gpus
 from megarl.config import SupervisedConfig, TrainConfig
 from megarl.config.build import read
 from megarl.config.compose import HARDWARE, REPOSITORY_CONFIGS
@@ -26,6 +29,7 @@ from megarl.config.schema.jobs import own_pools
 from megarl.models import ParallelLayout
 
 FOLDER = REPOSITORY_CONFIGS / HARDWARE
+_DEFAULT = "h100"
 
 
 @dataclass
@@ -144,7 +148,7 @@ def hardware_of(config: TrainConfig | SupervisedConfig, name: str | None = None)
         ConfigError: as :func:`read_hardware`; or the configuration uses more devices per node than the node has.
     """
     trainer, key = config.trainer, "--hardware" if name else "trainer.hardware"
-    hardware = read_hardware(name or trainer.hardware or ("cpu" if trainer.device == "cpu" else "h100"), key)
+    hardware = read_hardware(name or trainer.hardware or ("cpu" if trainer.device == "cpu" else _DEFAULT), key)
     own = {path: pool.n_gpus_per_node or 1 for path, pool in own_pools(config).items()}
     for path, devices in {"trainer": trainer.n_gpus_per_node, **own}.items():
         # On a CPU processes may share cores.
@@ -188,6 +192,45 @@ def read_hardware(name: str, key: str = "--hardware") -> Hardware:
         return cast(Hardware, read(Hardware, values))
     except InvalidConfigError as error:
         raise InvalidConfigError(p._replace(path=f"{file.name}: {p.path}") for p in error.problems) from None
+
+
+def hardware_for(config: TrainConfig | SupervisedConfig, name: str | None = None) -> Hardware:
+    """Return the hardware for which ``layout=auto`` plans.
+
+    It is the named one; else this machine's, whose GPUs have the speeds of their kind's hardware file and their own
+    memory; else, for the GPUs of another machine, an H100 node.
+
+    Args:
+        name: a hardware file; None = ``trainer.hardware``.
+
+    Raises:
+        ConfigError: there is no such hardware file.
+    """
+    trainer = config.trainer
+    if name or trainer.hardware:
+        return read_hardware(name or str(trainer.hardware), "--hardware" if name else "trainer.hardware")
+    gpus = visible_gpus() if trainer.device != "cpu" else ()
+    if gpus:
+        return gpu_hardware(gpus, psutil.virtual_memory().total)
+    elsewhere = trainer.device == "cuda" or (trainer.device == "auto" and "RAY_ADDRESS" in os.environ)
+    return read_hardware(_DEFAULT if elsewhere else "cpu", "trainer.hardware")
+
+
+def gpu_hardware(gpus: tuple[Gpu, ...], host_bytes: int) -> Hardware:
+    """Return a node with these GPUs; GPUs of an unknown kind get the speeds of an H100.
+
+    Args:
+        gpus: at least one; the smallest memory counts.
+    """
+    words = gpus[0].name.lower().replace("-", " ").split()
+    kind = next((name for name in known_hardware() if name in words), _DEFAULT)
+    return replace(
+        read_hardware(kind),
+        name=gpus[0].name,
+        devices_per_node=len(gpus),
+        memory_gib=round(min(gpu.total_bytes for gpu in gpus) / GIB, 1),
+        host_memory_gib=round(host_bytes / GIB),
+    )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from megarl.base.formatting import DTYPE_BYTES
 from megarl.config import MegatronConfig, TrainConfig
-from megarl.config.batch import BatchPlan
+from megarl.config.batch import BatchPlan, MicroBatches
 from megarl.config.schema.jobs import ROLLOUT, TEACHERS, SupervisedConfig
 from megarl.config.schema.rollout import TrainingRolloutConfig
 from megarl.models import ModelConfig, ParallelLayout
@@ -26,6 +26,9 @@ PHASES = (
     "update_weights",
 )
 """Phases of a training step that use devices, by their timer names; supervised jobs have only ``update``."""
+
+_BATCHES = {"old_log_prob": "old_log_prob", "ref": "ref_log_prob"}
+"""Passes whose batches are not those of their role, by phase, with their names in the batch plan."""
 
 
 @dataclass(frozen=True)
@@ -161,21 +164,17 @@ class PlannedJob:
 
     def pool_of(self, section: str) -> PlannedPool:
         """Return the devices of a role by its config section."""
-        return self._own.get(section, self.pools[0])
+        return next((pool for pool in self.own_pools if pool.section == section), self.pools[0])
 
-    @cached_property
-    def _own(self) -> dict[str, PlannedPool]:
-        return {pool.section: pool for pool in self.own_pools}
+    def micro_batches(self, role: PlannedRole, planned: PlannedPass) -> MicroBatches:
+        """Return the sizes of the micro-batches of a role's pass."""
+        name = role.name if self.rollout is None else _BATCHES.get(planned.phase, role.name)
+        return self.batches.phase(name).micro
 
     def rank_on(self, role: PlannedRole, device: int) -> int | None:
         """Return the role's rank on a device, or None."""
         rank = device - self.pool_of(role.section).first
         return rank if 0 <= rank < role.layout.world_size else None
-
-    @property
-    def trainer_devices(self) -> int:
-        """Number of devices of the trainer's pool."""
-        return self.nodes * self.devices_per_node
 
     @property
     def devices(self) -> int:

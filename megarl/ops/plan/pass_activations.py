@@ -38,12 +38,7 @@ class PassActivations(NamedTuple):
     @property
     def total(self) -> int:
         """Bytes at the peak: at the end of a forward or in the backward."""
-        return self.layers + self.behind_layers
-
-    @property
-    def behind_layers(self) -> int:
-        """Bytes at the peak in addition to the saved layers."""
-        return max(self.ends + self.logits, self.recomputed + self.working)
+        return self.layers + max(self.ends + self.logits, self.recomputed + self.working)
 
     @property
     def at_logits(self) -> bool:
@@ -96,10 +91,7 @@ def saved_bytes(role: PlannedRole, planned: PlannedPass, stage: int, *, fused: b
 
 def shared_extra(job: PlannedJob, role: PlannedRole, planned: PlannedPass) -> int:
     """Return the additional tokens in attention if samples share their prompt and all have maximum length."""
-    names = {"update_actor": "actor", "update_critic": "critic", "values": "critic", "ref": "ref_log_prob"}
-    phase = role.name if planned.phase == "teacher" else names.get(planned.phase, planned.phase)
-    plans = {plan.name: plan for plan in job.batches.phases}
-    if phase not in plans or not plans[phase].micro.share_prompts:
+    if not job.micro_batches(role, planned).share_prompts:
         return 0
     n, prompt, response = job.batches.samples_per_prompt, job.longest_prompt, job.longest_response
     return planned.tokens // (prompt + n * response) * (n - 1) * prompt

@@ -13,13 +13,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megarl.base.errors import MegarlError
-from megarl.config import MegatronConfig, SupervisedConfig, TrainConfig
+from megarl.config import SupervisedConfig, TrainConfig
 from megarl.config.inherited import ACTOR_MEGATRON, followers
 from megarl.config.keys import value_at
-from megarl.config.problems import format_value
-from megarl.config.schema.jobs import own_pools
+from megarl.config.schema.jobs import ROLLOUT, own_pools
 from megarl.models import ModelConfig
-from megarl.ops.plan.estimate import Estimate, changed, estimate, usable_bytes
+from megarl.ops.plan.estimate import Estimate, changed, estimate, overrides_of, usable_bytes
 from megarl.ops.plan.flops import optimized_elements, rank_elements
 from megarl.ops.plan.generation import generation_cost
 from megarl.ops.plan.hardware import Hardware
@@ -31,6 +30,7 @@ from megarl.ops.plan.states import FLOAT32, MOMENTS
 from megarl.ops.plan.step_costs import pass_costs, sync_cost
 
 Config = TrainConfig | SupervisedConfig
+Changes = Mapping[str, Any]
 
 MAX_CHUNKS = 4
 MIN_CONTEXT = 1024
@@ -55,7 +55,6 @@ _WITHOUT_OTHER_SPLITS = {
     "data_parallel_size": None,
     **STAGES,
 }
-ROLLOUT = "actor_rollout_ref.rollout"
 
 
 class LayoutChoice(NamedTuple):
@@ -73,7 +72,7 @@ class Candidate(NamedTuple):
 
     def overrides(self) -> list[str]:
         """Return the changes as command-line overrides."""
-        return [f"{path}={format_value(value)}" for path, value in self.changes.items()]
+        return overrides_of(self.changes)
 
 
 class SearchResult(NamedTuple):
@@ -159,9 +158,11 @@ def role_layouts(config: Config, role: PlannedRole, hardware: Hardware, lengths:
     """Return every layout of a role that passes the checks and whose states fit, the cheapest first."""
     choices = []
     devices, per_node = devices_of(config, role)
+    configured = value_at(config, role.path).recompute_granularity
+    modes: list[Changes] = [{}] if configured == "full" else [{}, {f"{role.path}.{_RECOMPUTE}": "full"}]
     for changes in layouts(role, devices, per_node, longest_sequence(config)):
-        for recompute in _recompute_modes(value_at(config, role.path)):
-            combined = {**changes, **{f"{role.path}.{key}": value for key, value in recompute.items()}}
+        for recompute in modes:
+            combined = {**changes, **recompute}
             try:
                 job = planned_job(changed(config, combined), device=hardware.device)
             except MegarlError:
@@ -249,13 +250,6 @@ def least_bytes(job: PlannedJob, role: PlannedRole) -> float:
         else:
             largest = max(largest, elements.total * role.dtype_bytes + saved)
     return largest
-
-
-def _recompute_modes(megatron: MegatronConfig) -> list[dict[str, Any]]:
-    """Return the configured recomputation and full recomputation."""
-    if megatron.recompute_granularity == "full":
-        return [{}]
-    return [{}, {_RECOMPUTE: "full"}]
 
 
 def _stages(layers: int, pp: int) -> Iterator[dict[str, Any]]:

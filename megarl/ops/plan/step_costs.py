@@ -14,16 +14,6 @@ from megarl.ops.plan.lengths import Lengths
 from megarl.ops.plan.pass_costs import Cost, PassModel, PhaseCost, weights_copy_s
 from megarl.ops.plan.sync_traffic import sync_s
 
-_BATCHES = {
-    "reward": "reward_model",
-    "old_log_prob": "old_log_prob",
-    "ref": "ref_log_prob",
-    "values": "critic",
-    "update_critic": "critic",
-    "update_actor": "actor",
-}
-"""Name of a phase's pass in the batch plan, by phase."""
-
 
 @dataclass(frozen=True)
 class StepCost:
@@ -108,8 +98,7 @@ def pass_costs(job: PlannedJob, role: PlannedRole, hardware: Hardware, lengths: 
     """Yield the costs of a role's passes."""
     model = PassModel(role, hardware, lengths, job.pool_of(role.section).devices_per_node)
     for planned in role.passes:
-        name = role.name if job.rollout is None else _BATCHES.get(planned.phase, role.name)
-        yield model.cost(planned, job.batches.phase(name).micro)
+        yield model.cost(planned, job.micro_batches(role, planned))
 
 
 def sync_cost(job: PlannedJob, hardware: Hardware) -> PhaseCost:

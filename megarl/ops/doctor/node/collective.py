@@ -117,19 +117,11 @@ def check_all_reduce(needs: Needs, gpus: int) -> list[CheckResult]:
     if world < 2:
         return []
     try:
-        return [bandwidth_result(local_all_reduce(backend, world), backend, "on this node")]
+        with held_port("127.0.0.1") as port:  # while the processes start
+            measured = run_ranks(range(world), world, "127.0.0.1", port, backend)
+        return [bandwidth_result(measured, backend, "on this node")]
     except RuntimeError as error:
         return [failed_result(backend, str(error))]
-
-
-def local_all_reduce(backend: str, world: int) -> Bandwidth:
-    """Run the all-reduce between new processes of this machine.
-
-    Raises:
-        RuntimeError: a process failed; with the last line of its output.
-    """
-    with held_port("127.0.0.1") as port:  # while the processes start
-        return run_ranks(range(world), world, "127.0.0.1", port, backend)
 
 
 def run_ranks(ranks: range, world: int, host: str, port: int, backend: str) -> Bandwidth:
@@ -158,7 +150,8 @@ def run_ranks(ranks: range, world: int, host: str, port: int, backend: str) -> B
 def _start(rank: int, local: int, world: int, host: str, port: int, backend: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if backend == "nccl":
-        environment["CUDA_VISIBLE_DEVICES"] = _visible(local)
+        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        environment["CUDA_VISIBLE_DEVICES"] = visible[local] if visible else str(local)
     numbers = (rank, world, host, port, backend, SAMPLE_BYTES[backend])
     command = [sys.executable, "-m", __name__, *map(str, numbers)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
@@ -169,12 +162,6 @@ def slowest(measurements: Iterable[Bandwidth]) -> Bandwidth:
     ranks = list(measurements)
     correct = all(measured.correct for measured in ranks)
     return max(ranks, key=lambda measured: measured.seconds)._replace(correct=correct)
-
-
-def _visible(local: int) -> str:
-    """Return the GPU of the n-th local rank, among the visible ones."""
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return visible[local] if visible else str(local)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -26,7 +26,9 @@ def check_gpus(needs: Needs) -> tuple[list[CheckResult], Inventory | None]:
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         remedy = "the driver does not answer: look at `nvidia-smi` and `dmesg | grep -i xid`; reboot the node"
         return [CheckResult("GPUs", Status.FAIL, str(error), remedy)], None
-    results = [check_count(inventory, needs), *check_health(inventory), check_driver(inventory, _torch_cuda())]
+    import torch
+
+    results = [check_count(inventory, needs), *check_health(inventory), check_driver(inventory, torch.version.cuda)]
     if len(inventory.gpus) > 1:
         results.append(_check_topology(command, len(inventory.gpus)))
     return results, inventory
@@ -47,9 +49,8 @@ def check_count(inventory: Inventory, needs: Needs) -> CheckResult:
         remedy = "one may have fallen off the bus: `dmesg | grep -i xid`, reboot; or lower trainer.n_gpus_per_node"
         return CheckResult("GPUs", Status.FAIL, f"{observation}; the run needs {needs.devices or 1} per node", remedy)
     if len(names) > 1:
-        return CheckResult(
-            "GPUs", Status.WARN, observation, "the slowest sets the pace: use nodes with GPUs of one model"
-        )
+        remedy = "the slowest sets the pace: use nodes with GPUs of one model"
+        return CheckResult("GPUs", Status.WARN, observation, remedy)
     return CheckResult("GPUs", Status.PASS, f"{observation}, {inventory.gpus[0].total_bytes / GIB:.0f} GiB each")
 
 
@@ -111,12 +112,8 @@ def check_driver(inventory: Inventory, torch_cuda: str | None) -> CheckResult:
         tuple(int(part) for part in text.split(".")[:2] if part.isdigit()) for text in (inventory.cuda, torch_cuda)
     )
     if supported[:1] < required[:1]:
-        return CheckResult(
-            "CUDA",
-            Status.FAIL,
-            observation,
-            f"update the driver to one for CUDA {required[0]}, or install another torch",
-        )
+        remedy = f"update the driver to one for CUDA {required[0]}, or install another torch"
+        return CheckResult("CUDA", Status.FAIL, observation, remedy)
     if supported < required:
         remedy = "works, but kernels compiled at run time (Triton) may need a newer driver"
         return CheckResult("CUDA", Status.WARN, observation, remedy)
@@ -140,14 +137,9 @@ def check_links(links: Mapping[tuple[int, int], str]) -> CheckResult:
 def _check_topology(command: str, count: int) -> CheckResult:
     try:
         links = parse_links(run_nvidia_smi(command, "topo", "-m"))
+        reason = "unknown" if len(links) < count * (count - 1) else ""
     except (OSError, subprocess.SubprocessError) as error:
-        return CheckResult("GPU links", Status.WARN, f"unknown: {error}", "look at `nvidia-smi topo -m`")
-    if len(links) < count * (count - 1):
-        return CheckResult("GPU links", Status.WARN, "unknown", "look at `nvidia-smi topo -m`")
-    return check_links(links)
-
-
-def _torch_cuda() -> str | None:
-    import torch
-
-    return torch.version.cuda
+        reason = f"unknown: {error}"
+    return (
+        CheckResult("GPU links", Status.WARN, reason, "look at `nvidia-smi topo -m`") if reason else check_links(links)
+    )

@@ -52,9 +52,8 @@ def transformer_engine_result(facts: KernelFacts, with_experts: bool) -> CheckRe
     """
     name, remedy = "Transformer Engine", f"install a build for this torch and CUDA: {install_command('gpu')}"
     if facts.import_error:
-        return CheckResult(
-            name, Status.WARN, f"cannot be imported, torch's layers replace it: {facts.import_error}", remedy
-        )
+        text = f"cannot be imported, torch's layers replace it: {facts.import_error}"
+        return CheckResult(name, Status.WARN, text, remedy)
     if facts.usable:
         return CheckResult(name, Status.PASS, "importable")
     if with_experts:

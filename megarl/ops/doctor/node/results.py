@@ -113,7 +113,7 @@ def compare_clocks(offsets: Mapping[str, ClockOffset]) -> CheckResult:
     low, high = (pick(offsets, key=lambda host: offsets[host].ahead) for pick in (min, max))
     difference = offsets[high].ahead - offsets[low].ahead
     error = offsets[high].error + offsets[low].error
-    certain = max(difference - offsets[high].error - offsets[low].error, 0.0)
+    certain = max(difference - error, 0.0)
     if certain < CLOCK_WARN_S:
         text = f"at most {difference * 1e3:.1f} ms apart (± {error * 1e3:.1f} ms)"
         return CheckResult("clocks", Status.PASS, text)
@@ -130,12 +130,9 @@ def compare_facts(reports: Sequence[NodeReport]) -> list[CheckResult]:
         for report in reports:
             hosts[report.facts.get(fact, "none")].append(report.host)
         if len(hosts) > 1:
-            text = "; ".join(f"{value} on {_host_list(names)}" for value, names in sorted(hosts.items()))
+            more = {value: f" and {len(names) - 3} more" if len(names) > 3 else "" for value, names in hosts.items()}
+            text = "; ".join(f"{value} on {', '.join(hosts[value][:3])}{more[value]}" for value in sorted(hosts))
             status = Status.FAIL if fact in MUST_AGREE else Status.WARN
             results.append(CheckResult(fact, status, text, f"give all nodes the same {fact}"))
     text = f"{count_noun(len(reports), 'node')} have the same versions and hardware"
     return results or [CheckResult("same everywhere", Status.PASS, text)]
-
-
-def _host_list(hosts: Sequence[str]) -> str:
-    return ", ".join(hosts[:3]) + (f" and {len(hosts) - 3} more" if len(hosts) > 3 else "")
