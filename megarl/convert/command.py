@@ -48,11 +48,11 @@ def main(argv: Sequence[str] | None = None, program: str = "megarl convert") -> 
 def _convert(arguments: argparse.Namespace) -> int:
     kind = _KINDS[arguments.command]
     source = open_source(arguments.source, arguments.model, arguments.role)
-    if kind == MEGARL and source.kind != HUGGING_FACE:
-        text = f"{source.path} is a {source.kind} checkpoint already, expected a Hugging Face folder"
-        raise CheckpointError(text, code="convert.same-format")
-    if kind == HUGGING_FACE and source.kind == HUGGING_FACE:
-        text = f"{source.path} is a Hugging Face folder already, expected a Megatron checkpoint"
+    is_folder = source.kind == HUGGING_FACE
+    if (kind == MEGARL and not is_folder) or (kind == HUGGING_FACE and is_folder):
+        present = "Hugging Face folder" if is_folder else f"{source.kind} checkpoint"
+        expected = "Megatron checkpoint" if is_folder else "Hugging Face folder"
+        text = f"{source.path} is a {present} already, expected a {expected}"
         raise CheckpointError(text, code="convert.same-format")
     _print_source(source)
     options = ConversionOptions(
@@ -78,10 +78,9 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    sources: list[CheckpointSource] = []
-    for path, other_path in ((arguments.a, arguments.b), (arguments.b, arguments.a)):
-        sources.append(_open_with_config_of(path, other_path, arguments))
-    result = compare(sources[0], sources[1], arguments.workers)
+    pairs = ((arguments.a, arguments.b), (arguments.b, arguments.a))
+    first, second = (_open_with_config_of(path, other_path, arguments) for path, other_path in pairs)
+    result = compare(first, second, arguments.workers)
     print(describe(result, arguments.a, arguments.b))
     return 0 if result.equal else EXIT_FAILED
 
@@ -226,11 +225,8 @@ def describe_source(source: CheckpointSource, with_tensors: bool = False) -> str
     }
     lines = table_lines(list(rows.items()))
     lines += [f"not read: {name}" for name in source.left_out]
-    if with_tensors:
-        lines += [
-            f"  {name}  {list(view.shape)}  {str(view.dtype).removeprefix('torch.')}"
-            for name, view in source.tensors.items()
-        ]
+    for name, view in source.tensors.items() if with_tensors else ():
+        lines.append(f"  {name}  {list(view.shape)}  {str(view.dtype).removeprefix('torch.')}")
     return "\n".join(lines)
 
 

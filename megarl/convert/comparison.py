@@ -138,7 +138,7 @@ def describe(comparison: Comparison, first: Path, second: Path, limit: int = 20)
         [f"{n}: {d.elements} elements, by at most {d.largest:.6g}" for n, d in comparison.different.items()],
     )
     if comparison.dtypes:
-        pairs = sorted({f"{_short(a)} and {_short(b)}" for a, b in comparison.dtypes.values()})
+        pairs = sorted({f"{a} and {b}".replace("torch.", "") for a, b in comparison.dtypes.values()})
         lines.append(f"dtypes differ in {len(comparison.dtypes)} tensors ({', '.join(pairs)}); values compared")
     if comparison.different:
         name, worst = max(comparison.different.items(), key=lambda item: (math.isnan(item[1].largest), item[1].largest))
@@ -146,7 +146,3 @@ def describe(comparison: Comparison, first: Path, second: Path, limit: int = 20)
     verdict = "equal" if comparison.equal else "NOT equal"
     lines.append(f"{first} and {second} are {verdict}: {comparison.compared} tensors compared")
     return "\n".join(lines)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

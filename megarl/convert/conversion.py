@@ -123,9 +123,8 @@ def _check_separate(source: CheckpointSource, destination: Path) -> None:
 
 
 def _check_disk_space(folder: Path, needed: int) -> None:
-    written = sum(
-        file.stat().st_blocks * 512 for file in folder.iterdir() if file.suffix in (".safetensors", ".distcp")
-    )
+    large = [file for file in folder.iterdir() if file.suffix in (".safetensors", ".distcp")]
+    written = sum(file.stat().st_blocks * 512 for file in large)
     free = shutil.disk_usage(folder).free
     if needed + SPARE_BYTES > free:
         raise CheckpointError(

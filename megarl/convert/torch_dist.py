@@ -17,7 +17,7 @@ from megarl.base.checkpoint_files import read_index
 from megarl.base.errors import CheckpointError
 from megarl.convert.source import TORCH_DIST, CheckpointSource, stored_tensors, without_head_bias
 from megarl.convert.stored import StoredTensor, TensorView, ViewRegion
-from megarl.models import LocalParam, ModelConfig, ParallelLayout, Piece, WeightMap, canonical_name
+from megarl.models import LocalParam, ModelConfig, ParallelLayout, WeightMap, canonical_name
 from megarl.models.expert_files import stacked_parts
 
 _PREFIX = re.compile(r"^(?:module\.|model\d*\.|actor\.)+")
@@ -73,7 +73,10 @@ def open_torch_dist(path: Path, config: ModelConfig, companions: Path) -> Checkp
     for param in params:
         located_rows = _check_rows(path, param, located.pop(param.name, []), weight_map, companions)
         for piece in param.pieces:
-            regions[piece.hf_name].append(_view_region(piece, located_rows))
+            row, *columns = piece.at
+            place = [p for p in located_rows if p.row <= row][-1]
+            at = (*place.leading, row - place.row, *columns)
+            regions[piece.hf_name].append(ViewRegion(piece.start, piece.stop, place.stored, at))
     shapes = weight_map.hf_shapes()
     views = {n: TensorView(n, shape, regions[n][0].stored.dtype, tuple(regions[n])) for n, shape in shapes.items()}
     left_out = tuple(sorted({location.stored.name for locations in located.values() for location in locations}))
@@ -138,9 +141,3 @@ def _check_rows(
             code="convert.config-mismatch",
         )
     return located
-
-
-def _view_region(piece: Piece, located: list[_Located]) -> ViewRegion:
-    row, *columns = piece.at
-    location = [p for p in located if p.row <= row][-1]
-    return ViewRegion(piece.start, piece.stop, location.stored, (*location.leading, row - location.row, *columns))

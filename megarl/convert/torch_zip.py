@@ -110,14 +110,10 @@ def _tensor(storage: Any, first: int, shape: Any, stride: Any, *rest: Any) -> _T
     return _Tensor(storage, int(first), tuple(map(int, shape)), tuple(map(int, stride)))
 
 
-def _same(tensor: Any, *rest: Any) -> Any:
-    return tensor
-
-
 _FUNCTIONS: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("torch._utils", "_rebuild_tensor"): _tensor,
-    ("torch._utils", "_rebuild_parameter"): _same,
+    ("torch._utils", "_rebuild_parameter"): lambda tensor, *rest: tensor,
     ("collections", "OrderedDict"): dict,
 }
 

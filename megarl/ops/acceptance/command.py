@@ -176,7 +176,10 @@ class _StageRun:
         if report.is_complete:
             report = report.without(UNFINISHED)
         else:
-            note = f"{ending}; {_last_line(self.log)}"
+            lines = [
+                line for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()
+            ]
+            note = f"{ending}; {lines[-1][:300] if lines else 'no output'}"
             report = replace(report, seconds=time.monotonic() - self.started)
             report = report.with_result(Result(UNFINISHED, Verdict.FAIL, note=note))
         report.write(self.options.out)
@@ -194,11 +197,6 @@ def _run(
             ending.callback(kill_process_tree, runs[-1].process)
         for run in runs:
             yield run.finish(limit)
-
-
-def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "no output"
 
 
 def _table(report: StageReport) -> list[str]:

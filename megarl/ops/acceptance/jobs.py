@@ -100,9 +100,8 @@ class _Case:
         learned = self.bench.is_tiny or last - first >= RISE
         outcome = Verdict.FAIL if len(rows) != self.steps else Verdict.OK if learned else Verdict.BELOW
         note = f"score {first:.3f} to {last:.3f}; {seconds:.1f} s per step with the start"
-        return Result(
-            "", outcome, len(rows), "steps", f"{self.steps} steps" + ("" if self.bench.is_tiny else f", +{RISE}"), note
-        )
+        target = f"{self.steps} steps" + ("" if self.bench.is_tiny else f", +{RISE}")
+        return Result("", outcome, len(rows), "steps", target, note)
 
     def resumes(self) -> Result:
         """Kill a GRPO job after a checkpoint, resume it, and compare it with the undisturbed run."""
@@ -120,9 +119,10 @@ class _Case:
         if lost := lost_moments(folder):
             return Result("", Verdict.FAIL, target="the checkpoint's optimizer state", note=f"{killed}; lost: {lost}")
         is_exact = self.bench.device.type == "cpu"
-        difference = max(
-            _largest_difference(whole, folder, name) for name in ((SCORE, ENTROPY) if is_exact else (SCORE,))
-        )
+        metrics = [
+            (_metric(whole, name), _metric(folder, name)) for name in ((SCORE, ENTROPY) if is_exact else (SCORE,))
+        ]
+        difference = max(abs(present[step] - x) for expected, present in metrics for step, x in expected.items())
         return within(difference, 0.0 if is_exact else SAME_SCORE, "score", killed)
 
     def _overrides(self, config: str) -> list[str]:
@@ -220,8 +220,3 @@ def _metric(folder: Path, name: str) -> dict[int, float]:
     files = sorted(folder.glob("outputs/*/*/metrics.jsonl"))
     lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
     return {int(row["step"]): row[name] for row in map(json.loads, lines) if name in row}
-
-
-def _largest_difference(whole: Path, resumed: Path, name: str) -> float:
-    expected, present = _metric(whole, name), _metric(resumed, name)
-    return max(abs(present[step] - value) for step, value in expected.items())

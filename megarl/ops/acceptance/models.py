@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megarl.base.ports import held_port
 from megarl.megatron import MegatronEngine, MegatronOptions, init_runtime, shutdown_runtime
-from megarl.models import ParallelLayout, parse_model_config, read_model_config
+from megarl.models import LocalParam, ModelConfig, ParallelLayout, WeightMap, parse_model_config, read_model_config
 
 VOCABULARY = 1000  # no power of two: the vocabulary is padded
 _WIDTH = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -121,6 +122,22 @@ def random_shape(shape: str, folder: Path, dtype: torch.dtype) -> None:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = transformers.Qwen2ForCausalLM(config).to(dtype)
     model.save_pretrained(folder)
+
+
+def checkpoint_tensors(
+    model: ModelConfig, params: Iterable[LocalParam], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Assemble checkpoint tensors from those parameters of one rank that have a tensor."""
+    shapes = WeightMap(model).hf_shapes()
+    result: dict[str, Tensor] = {}
+    for param in (param for param in params if param.name in tensors):
+        local = tensors[param.name]
+        for piece in param.pieces:
+            source = tuple(slice(a, a + n) for a, n in zip(piece.at, piece.local_shape, strict=True))
+            target = tuple(slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True))
+            whole = result.setdefault(piece.hf_name, local.new_zeros(shapes[piece.hf_name]))
+            whole[target] = local[source].reshape(piece.shape)
+    return result
 
 
 class SingleRankEngine:

@@ -11,7 +11,7 @@ import statistics
 import time
 import traceback
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megarl.models import LocalParam, ModelConfig, ParallelLayout, WeightMap, parse_model_config
 from megarl.ops.acceptance.bench import Bench
-from megarl.ops.acceptance.models import SHAPES
+from megarl.ops.acceptance.models import SHAPES, checkpoint_tensors
 from megarl.ops.acceptance.results import Result, Verdict
 from megarl.rollout.embedded.weights import WeightStore
 from megarl.sharding import ReshardPlan, RolloutLayout, Routes, build_plan
@@ -93,7 +93,12 @@ class _Case:
             plan = build_plan(WeightMap(self.model), layout, RolloutLayout(1), self.bucket_bytes, ELEMENT_BYTES)
             (part,) = receiver_plans(plan)
             engine.call("build", self.model, part, routes)
-            sender = _sender(self.model, plan, routes, self.bench.device)
+            device, tensors = (
+                self.bench.device,
+                _random(WeightMap(self.model).megatron_params(layout, 0), self.bench.device),
+            )
+            peers = PeerTransports.for_sender(routes, 0, destination_ranks(plan.sent_by(0)), device, None)
+            sender = BucketSender(plan, 0, lambda: tensors, peers, DTYPE, device)
             rates = [plan.nbytes / _sync(sender, engine, plan, version) / 1e9 for version in range(SYNCS + 1)]
             return routes.between(0, 0), engine.call("different"), rates[1:]
         finally:
@@ -114,25 +119,6 @@ def _random(params: Sequence[LocalParam], device: torch.device) -> dict[str, Ten
             mask[tuple(slice(a, a + n) for a, n in zip(piece.at, piece.local_shape, strict=True))] = True
         tensors[param.name] = bits.masked_fill_(~mask, 0).view(DTYPE)
     return tensors
-
-
-def _hf_tensors(model: ModelConfig, params: Sequence[LocalParam], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Assemble checkpoint tensors from the parameters of one rank."""
-    device = next(iter(tensors.values())).device
-    shapes = WeightMap(model).hf_shapes()
-    whole = {name: torch.zeros(shape, dtype=DTYPE, device=device) for name, shape in shapes.items()}
-    for param in params:
-        for piece in param.pieces:
-            source = tuple(slice(a, a + n) for a, n in zip(piece.at, piece.local_shape, strict=True))
-            target = tuple(slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True))
-            whole[piece.hf_name][target] = tensors[param.name][source].reshape(piece.shape)
-    return whole
-
-
-def _sender(model: ModelConfig, plan: ReshardPlan, routes: Routes, device: torch.device) -> BucketSender:
-    tensors = _random(WeightMap(model).megatron_params(ParallelLayout(), 0), device)
-    peers = PeerTransports.for_sender(routes, 0, destination_ranks(plan.sent_by(0)), device, None)
-    return BucketSender(plan, 0, lambda: tensors, peers, DTYPE, device)
 
 
 def _sync(sender: BucketSender, engine: _Remote, plan: ReshardPlan, version: int) -> float:
@@ -213,8 +199,8 @@ class _EngineProcess:
     def different(self) -> list[str]:
         """Checkpoint tensors that differ from the trainer's in any bit."""
         trained = WeightMap(self._model).megatron_params(ParallelLayout(), 0)
-        expected = _hf_tensors(self._model, trained, _random(trained, self._device))
-        present = _hf_tensors(self._model, self._params, self._store.tensors)
+        expected = checkpoint_tensors(self._model, trained, _random(trained, self._device))
+        present = checkpoint_tensors(self._model, self._params, self._store.tensors)
         return [n for n, t in expected.items() if not torch.equal(t.view(torch.int16), present[n].view(torch.int16))]
 
 

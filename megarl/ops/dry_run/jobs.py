@@ -47,9 +47,6 @@ class TrainDryRun(DryRun):
     rows = "prompts"
     config: TrainConfig
 
-    def __init__(self, config: TrainConfig) -> None:
-        super().__init__(config)
-
     def roles(self) -> dict[str, tuple[str, str]]:
         """Check actor, critic, reference and reward model; their weights are optional."""
         config, policy = self.config, self.config.actor_rollout_ref

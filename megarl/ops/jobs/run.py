@@ -83,7 +83,10 @@ def _run_locked(name: str, config_name: str, run: ComposedRun[Any]) -> None:
         check_early(config)
         _say(config, "load libraries (torch, transformers, Ray) ...")
         try:
-            with fork_server(_has_local_cpu_workers(config)):
+            trainer = config.trainer
+            # A fork server starts workers that are CPU processes on this machine.
+            forks = trainer.device != "cuda" and trainer.nnodes == 1 and not Path("/dev/nvidiactl").exists()
+            with fork_server(forks):
                 with signals_exit_at_once():
                     module = import_large(JOBS[name].module)
                 module.run(config, folder)
@@ -122,12 +125,6 @@ def _say(config: JobConfig, text: str) -> None:
     """Print a line about the start of a run; the run's console opens later, after the imports."""
     if not config.trainer.quiet:
         print(text, flush=True)
-
-
-def _has_local_cpu_workers(config: JobConfig) -> bool:
-    """Whether the workers are CPU processes on this machine, which a fork server can start."""
-    trainer = config.trainer
-    return trainer.device != "cuda" and trainer.nnodes == 1 and not Path("/dev/nvidiactl").exists()
 
 
 def _write_report(folder: Path) -> None:

@@ -80,11 +80,7 @@ class Agent:
 
     def announce(self) -> None:
         """Send the first event, with the addresses of this node."""
-        self.send_event(
-            AGENT_STARTED,
-            addresses=interface_addresses(),
-            address=default_address(),
-        )
+        self.send_event(AGENT_STARTED, addresses=interface_addresses(), address=default_address())
 
     def handle(self, request: AgentRequest) -> None:
         """Handle a request, except for :class:`Shutdown`.
@@ -261,12 +257,9 @@ def accepts_connections(address: str, port: int) -> bool:
 
 def interface_addresses() -> dict[str, str]:
     """Return the IPv4 address of each network interface that has one."""
-    addresses: dict[str, str] = {}
-    for name, entries in psutil.net_if_addrs().items():
-        for entry in entries:
-            if entry.family == socket.AF_INET:
-                addresses.setdefault(name, entry.address)
-    return addresses
+    interfaces = psutil.net_if_addrs().items()
+    found = {name: [entry.address for entry in all if entry.family == socket.AF_INET] for name, all in interfaces}
+    return {name: addresses[0] for name, addresses in found.items() if addresses}
 
 
 def default_address() -> str:

@@ -19,7 +19,7 @@ from megarl.base.commands import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, 
 from megarl.base.errors import ConfigError, ResourceError
 from megarl.base.formatting import GIB, MIB, count_noun
 from megarl.ops.jobs.command import run_job
-from megarl.ops.launch import remote, slurm
+from megarl.ops.launch import remote
 from megarl.ops.launch.options import (
     check_unused_options,
     command_job,
@@ -262,8 +262,8 @@ def _cluster_settings(
 def _sbatch(options: argparse.Namespace, job: JobToRun, launch_arguments: Sequence[str], words: Sequence[str]) -> int:
     launcher = [options.python, "-m", "megarl.ops.launch", "--on", "slurm", *_without_sbatch(launch_arguments)]
     launcher += [*([] if job.is_megarl else ["--"]), *words]
-    script = slurm.batch_script(job, launcher, options.workdir, options.sbatch)
-    print(slurm.submit_batch(script) if options.submit else script, end="\n" if options.submit else "")
+    script = remote.batch_script(job, launcher, options.workdir, options.sbatch)
+    print(remote.submit_batch(script) if options.submit else script, end="\n" if options.submit else "")
     return 0
 
 

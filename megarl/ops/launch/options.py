@@ -26,11 +26,7 @@ joins the Ray cluster at RAY_ADDRESS. The configuration sets the number of nodes
 theirs, such as critic.nnodes). For everything else see docs/how_to/launch.md."""
 _WORKER_PORTS_HELP = f"ports of Ray's workers ({'-'.join(map(str, WORKER_PORTS))})"
 _COMMAND_OPTIONS = ("nodes", "device")
-_OPTION_PLACES = {
-    "sbatch": ("sbatch",),
-    "srun": ("slurm", "sbatch"),
-    "ssh": ("ssh",),
-}
+_OPTION_PLACES = {"sbatch": ("sbatch",), "srun": ("slurm", "sbatch"), "ssh": ("ssh",)}
 """Options that apply to some values of ``--on`` only."""
 
 
@@ -43,7 +39,8 @@ def split_job(argv: Sequence[str]) -> tuple[list[str], list[str], bool]:
     Raises:
         ConfigError: there is no job.
     """
-    takes_value, skip = _options_with_value(), False
+    takes_value = {name for action in launch_parser()._actions for name in action.option_strings if action.nargs != 0}
+    skip = False
     for index, word in enumerate(argv):
         if skip:
             skip = False
@@ -146,10 +143,6 @@ def _add_scheduler_options(parser: argparse.ArgumentParser) -> None:
         "--sbatch", action="append", default=[], metavar="OPTION", help="such as --sbatch=--time=2-0; repeatable"
     )
     group.add_argument("--submit", action="store_true", help="submit the batch script, not print it")
-
-
-def _options_with_value() -> set[str]:
-    return {name for action in launch_parser()._actions for name in action.option_strings if action.nargs != 0}
 
 
 def _count(text: str) -> int:

@@ -1,4 +1,7 @@
-"""Agents on remote nodes: the commands that start them (child process, ssh, srun), the hosts, and their connections."""
+"""Agents on remote nodes: the commands that start them (child process, ssh, srun), the hosts, and their connections.
+
+Also the batch scripts that start the launcher inside an allocation of SLURM.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from pathlib import Path
 
 from megarl.base.errors import ConfigError, ResourceError
 from megarl.ops.launch.protocol import DISCONNECTED, AgentEvent, AgentRequest, decode_event, encode_request
+from megarl.ops.launch.settings import JobToRun
 
 AGENT = "megarl.ops.launch.agent"
 FORWARDED = (
@@ -22,6 +26,7 @@ FORWARDED = (
     *("SGLANG_", "SWANLAB_", "TENSORBOARD_", "TORCH_", "TORCHINDUCTOR_", "TRANSFORMERS_", "UCX_", "WANDB_"),
 )
 """Prefixes of the variables that nodes get over ssh; srun and child processes inherit the whole environment."""
+_SLURM_WARNING_S = 120  # time between SLURM's SIGTERM and the time limit
 FORWARDED_NAMES = ("DATA", "MODEL", "RETRIEVER")
 """Variables of megarl's run scripts, which nodes get too; ``DATABASE_URL`` is none of them."""
 AgentCommand = Callable[[str], list[str]]
@@ -123,6 +128,46 @@ def slurm_hosts(environment: Mapping[str, str]) -> list[str]:
             f"scontrol show hostnames {nodes} failed: {error.stderr.strip()}", code="launch.scontrol-failed"
         ) from error
     return process.stdout.split()
+
+
+def batch_script(job: JobToRun, launcher: Sequence[str], folder: str, options: Sequence[str]) -> str:
+    """Write a batch script that runs the launcher inside its allocation.
+
+    Args:
+        options: further options of sbatch, such as ``--time=2-0``; they override the defaults.
+    """
+    directives = {
+        "--job-name": job.name,
+        "--nodes": str(job.nodes),
+        "--ntasks-per-node": "1",
+        "--output": f"{job.name}-%j.log",
+        "--signal": f"B:TERM@{_SLURM_WARNING_S}",
+    }
+    if job.device != "cpu":
+        directives["--gpus-per-node"] = str(job.devices)
+    overridden = {option.split("=")[0] for option in options}
+    lines = [f"#SBATCH {name}={value}" for name, value in directives.items() if name not in overridden]
+    # Whole nodes; the allocation survives a failed node, since the launcher decides about a restart.
+    lines += ["#SBATCH --exclusive", "#SBATCH --no-kill", *(f"#SBATCH {option}" for option in options)]
+    # With exec no shell delays signals until its foreground command ends.
+    return "\n".join(["#!/bin/bash", *lines, f"cd {shlex.quote(folder)}", f"exec {shlex.join(launcher)}", ""])
+
+
+def submit_batch(script: str) -> str:
+    """Submit a batch script; returns sbatch's output, the job ID.
+
+    Raises:
+        ResourceError: sbatch refuses the script.
+    """
+    try:
+        process = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, check=True)
+    except OSError as error:
+        raise ResourceError(f"sbatch cannot be started: {error}", code="launch.no-sbatch") from error
+    except subprocess.CalledProcessError as error:
+        raise ResourceError(
+            f"sbatch refused the script: {error.stderr.strip()}", code="launch.sbatch-refused"
+        ) from error
+    return process.stdout.strip()
 
 
 def forwarded_environment(environment: Mapping[str, str], entries: Sequence[str], inherits: bool) -> dict[str, str]:

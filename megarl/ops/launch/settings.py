@@ -81,15 +81,9 @@ class Ports:
 
     def of_node(self) -> dict[str, int]:
         """Return the options of ``ray start`` for the ports of each node."""
-        names = (
-            "node-manager-port",
-            "object-manager-port",
-            "runtime-env-agent-port",
-            "dashboard-agent-grpc-port",
-            "dashboard-agent-listen-port",
-            "metrics-export-port",
-        )
-        return {name: self.first + 2 + index for index, name in enumerate(names)}
+        names = ("node-manager", "object-manager", "runtime-env-agent", "dashboard-agent-grpc",
+                 "dashboard-agent-listen", "metrics-export")  # fmt: skip
+        return {f"{name}-port": number for number, name in enumerate(names, self.first + 2)}
 
 
 @dataclass(frozen=True)
@@ -109,21 +103,12 @@ class ClusterSettings:
     log_folder: str = ""  # folder on each node for Ray's logs of a failed run; empty = discard
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether a host is an address of this machine's loopback interface."""
+def host_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the address that a host is; None for a name."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host)
     except ValueError:
-        return False
-
-
-def is_address(host: str) -> bool:
-    """Return whether a host is an IP address."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+        return None
 
 
 def node_ports(settings: ClusterSettings) -> dict[str, Ports]:
@@ -131,7 +116,8 @@ def node_ports(settings: ClusterSettings) -> dict[str, Ports]:
     shift, ports = 0, {}
     for host in settings.hosts:
         ports[host] = Ports(settings.ports.first + shift, settings.ports.workers)
-        shift += PORTS_PER_NODE if is_loopback(host) else 0
+        address = host_address(host)
+        shift += PORTS_PER_NODE if address is not None and address.is_loopback else 0
     return ports
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -255,21 +256,11 @@ def _described(chart: Chart, present: Sequence[str]) -> dict[str, Any]:
     if chart.prefix is not None:
         names = [name for name in present if name.startswith(chart.prefix) and name != "timing_s/step"]
         if chart.prefix == TIMING_PREFIX:
-            names.sort(key=_phase_rank)
+            order = {f"{TIMING_PREFIX}{phase}": at for at, phase in enumerate(PHASE_ORDER)}
+            names.sort(key=lambda name: order.get(name, len(order)))  # stable: the others stay in the order of names
         series += [(name, name.removeprefix(chart.prefix).replace("/", " ")) for name in names]
-    return {
-        "title": chart.title,
-        "note": chart.note,
-        "kind": chart.kind,
-        "wide": chart.wide,
-        "share": chart.share,
-        "series": [{"metric": metric, "label": label} for metric, label in series],
-    }
-
-
-def _phase_rank(name: str) -> tuple[int, str]:
-    phase = name.removeprefix(TIMING_PREFIX)
-    return (PHASE_ORDER.index(phase) if phase in PHASE_ORDER else len(PHASE_ORDER), phase)
+    described = {name: getattr(chart, name) for name in ("title", "note", "kind", "wide", "share")}
+    return described | {"series": [{"metric": metric, "label": label} for metric, label in series]}
 
 
 def downsample(steps: np.ndarray[Any, Any], values: np.ndarray[Any, Any], most: int = MOST_POINTS) -> dict[str, Any]:
@@ -339,12 +330,7 @@ def training_seconds(rows: Rows) -> tuple[list[float], list[float]]:
 
 def non_finite_counts(rows: Rows) -> dict[str, int]:
     """Count the steps with a non-finite value of each metric; metrics without any are skipped."""
-    counts: dict[str, int] = {}
-    for row in rows:
-        for name, value in row.items():
-            if not math.isfinite(value):
-                counts[name] = counts.get(name, 0) + 1
-    return counts
+    return dict(Counter(name for row in rows for name, value in row.items() if not math.isfinite(value)))
 
 
 def _rounded(values: np.ndarray[Any, Any]) -> list[float]:

@@ -167,7 +167,6 @@ def final_metrics(run: RunRecord) -> dict[str, float]:
     seconds = finite_values(rows, "timing_s/step")
 
     def recent(metric: str) -> float | None:
-        """Return the recent mean of a metric."""
         return recent_mean(finite_values(rows, metric))
 
     numbers: dict[str, Any] = {
