@@ -30,8 +30,7 @@ from megarl.convert.transfer import progress, transfer
 from megarl.models.hf_writer import copy_companions
 from megarl.models.multi_token import warn_of_missing_layers
 
-SPARE_BYTES = 64 << 20
-"""Disk space that must stay free."""
+SPARE_BYTES = 64 << 20  # disk space that must stay free
 _PLANS = {HUGGING_FACE: plan_hugging_face, MEGARL: plan_role}
 
 

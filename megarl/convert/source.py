@@ -18,10 +18,8 @@ from megarl.models.adapters import AdapterMap
 
 HUGGING_FACE, MEGARL, TORCH_DIST, PEFT = "Hugging Face", "megarl", "torch_dist", "peft"
 SCORE = (hf_folder.SCORE, hf_folder.SCORE_BIAS)
-STATE_FILE, STATE_FORMAT = "state.json", 1
-"""File that describes a role checkpoint, and the version of its format."""
-WEIGHT = "weight/"
-"""Prefix of the weights in a role checkpoint."""
+STATE_FILE, STATE_FORMAT = "state.json", 1  # file that describes a role checkpoint, and the version of its format
+WEIGHT = "weight/"  # prefix of the weights in a role checkpoint
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,

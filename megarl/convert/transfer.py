@@ -19,8 +19,7 @@ from megarl.convert.output import Band, FilePlan
 from megarl.convert.stored import Files, Scratch
 
 _T = TypeVar("_T")
-Report = Callable[[int], None]
-"""Called with the number of bytes done, from any thread."""
+Report = Callable[[int], None]  # called with the number of bytes done, from any thread
 
 
 def in_parallel(work: Callable[[_T, Scratch], None], items: Iterable[_T], workers: int) -> None:

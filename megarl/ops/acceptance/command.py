@@ -30,16 +30,12 @@ from megarl.ops.acceptance.results import (
 from megarl.ops.acceptance.stages import STAGES
 
 STAGE_LIMIT_S = 480.0
-CLOSING_S = 5.0
-"""Seconds of a budget for the archive and the table."""
-LEAST_S = 10.0
-"""A stage does not start with less: its imports take as long."""
-UNFINISHED = "process of the stage"
-"""Check of a stage whose process crashed or reached the limit."""
+CLOSING_S = 5.0  # seconds of a budget for the archive and the table
+LEAST_S = 10.0  # a stage does not start with less: its imports take as long
+UNFINISHED = "process of the stage"  # check of a stage whose process crashed or reached the limit
 ARCHIVED = ("*.json", "*.md", "*.log", "*.txt", "scratch/jobs/*/output.txt", "scratch/jobs/**/metrics.jsonl",
             "scratch/jobs/**/logs/*")  # fmt: skip
-ARCHIVED_BYTES = 8 * 2**20
-"""Larger files stay out of the archive."""
+ARCHIVED_BYTES = 8 * 2**20  # larger files stay out of the archive
 
 
 def main(argv: Sequence[str]) -> int:
@@ -176,10 +172,8 @@ class _StageRun:
         if report.is_complete:
             report = report.without(UNFINISHED)
         else:
-            lines = [
-                line for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()
-            ]
-            note = f"{ending}; {lines[-1][:300] if lines else 'no output'}"
+            output = self.log.read_text(encoding="utf-8", errors="replace").strip() or "no output"
+            note = f"{ending}; {output.splitlines()[-1][:300]}"
             report = replace(report, seconds=time.monotonic() - self.started)
             report = report.with_result(Result(UNFINISHED, Verdict.FAIL, note=note))
         report.write(self.options.out)

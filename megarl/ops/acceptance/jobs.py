@@ -24,14 +24,10 @@ from megarl.base.child_process import kill_process_tree, parent_death_hook
 from megarl.ops.acceptance.bench import Bench, checkout, needs_package, within
 from megarl.ops.acceptance.results import Result, Verdict
 
-DECAY, UPDATES = 0.95, 2
-"""Adam's beta2, and optimizer steps per step, of the configurations."""
-RISE = 0.05
-"""Smallest rise of the mean score from the first to the last fifth of a run."""
-SAME_SCORE = 0.15
-"""Largest difference of the mean score after a resume; on a CPU the difference must be zero."""
-ROUNDING = 1e-4
-"""Relative error of a second moment after a few steps in float32."""
+DECAY, UPDATES = 0.95, 2  # Adam's beta2, and optimizer steps per step, of the configurations
+RISE = 0.05  # smallest rise of the mean score from the first to the last fifth of a run
+SAME_SCORE = 0.15  # largest difference of the mean score after a resume; on a CPU the difference must be zero
+ROUNDING = 1e-4  # relative error of a second moment after a few steps in float32
 SAVE_FREQ = 2
 SAVING = (f"trainer.save_freq={SAVE_FREQ}", "trainer.resume_mode=auto", "trainer.max_actor_ckpt_to_keep=null")
 SCORE, ENTROPY = "critic/score/mean", "actor/entropy"
@@ -119,9 +115,8 @@ class _Case:
         if lost := lost_moments(folder):
             return Result("", Verdict.FAIL, target="the checkpoint's optimizer state", note=f"{killed}; lost: {lost}")
         is_exact = self.bench.device.type == "cpu"
-        metrics = [
-            (_metric(whole, name), _metric(folder, name)) for name in ((SCORE, ENTROPY) if is_exact else (SCORE,))
-        ]
+        names = (SCORE, ENTROPY) if is_exact else (SCORE,)
+        metrics = [(_metric(whole, name), _metric(folder, name)) for name in names]
         difference = max(abs(present[step] - x) for expected, present in metrics for step, x in expected.items())
         return within(difference, 0.0 if is_exact else SAME_SCORE, "score", killed)
 

@@ -27,10 +27,8 @@ from megarl.ops.acceptance.bench import Bench, within
 from megarl.ops.acceptance.models import FAMILIES, VOCABULARY, SingleRankEngine, checkpoint_tensors, random_family
 from megarl.ops.acceptance.results import Result, Verdict
 
-FLOAT32_LIMIT = 5e-5
-"""Largest difference of log-probs in nats, and of gradients relative to the largest gradient."""
-BFLOAT16_FACTOR = 2.0
-"""Our bfloat16 error over that of transformers; both round at other places."""
+FLOAT32_LIMIT = 5e-5  # largest difference of log-probs in nats, and of gradients relative to the largest gradient
+BFLOAT16_FACTOR = 2.0  # our bfloat16 error over that of transformers; both round at other places
 PACKED_LIMIT = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 """Largest difference in nats between a row in a packed micro-batch and alone."""
 LR, ADAM_EPS = 1e-2, 1e-3

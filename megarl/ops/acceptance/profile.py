@@ -13,8 +13,7 @@ from megarl.ops.acceptance.engines import generation
 from megarl.ops.acceptance.results import Result, Verdict
 from megarl.ops.acceptance.speed import first_passes
 
-ROWS, NAME_WIDTH = 45, 90
-"""Rows of a table, and characters of a kernel's name."""
+ROWS, NAME_WIDTH = 45, 90  # rows of a table, and characters of a kernel's name
 GENERATED_TOKENS = 32
 
 

@@ -15,16 +15,12 @@ import numpy as np
 
 from megarl.data.rollout_dump import RolloutDump
 
-AGREES = 1e-4
-"""Mean absolute difference of log-probs, in nats, below which two float32 computations agree."""
-EXPLAINED = 0.3
-"""A temperature explains a difference if at most this share of it remains."""
+AGREES = 1e-4  # mean absolute difference of log-probs, in nats, below which two float32 computations agree
+EXPLAINED = 0.3  # a temperature explains a difference if at most this share of it remains
 CORRELATED, SIGNIFICANT = 0.25, 3.0
 """Differences are bfloat16's errors above this correlation, if it is that many standard deviations above chance."""
-ROUNDING = 4.0
-"""A difference above this multiple of bfloat16's is not rounding."""
-SAME_TEMPERATURE = 0.02
-"""Relative difference below which two temperatures are equal."""
+ROUNDING = 4.0  # a difference above this multiple of bfloat16's is not rounding
+SAME_TEMPERATURE = 0.02  # relative difference below which two temperatures are equal
 
 _ROWS = {
     "difference": "in float32",
@@ -34,8 +30,7 @@ _ROWS = {
     "temperature": "best temperature",
 }
 """Rows of the report: fields of a side, with their labels."""
-LogProbsAt = Callable[[Sequence[float]], np.ndarray]
-"""Maps temperatures to log-probs ``[temperatures, tokens]``."""
+LogProbsAt = Callable[[Sequence[float]], np.ndarray]  # maps temperatures to log-probs `[temperatures, tokens]`
 
 
 class Cause(Enum):

@@ -30,8 +30,7 @@ from megarl.trainer.phases.reward_functions import check_rewards, reward_plan
 from megarl.trainer.phases.reward_phase import reward_manager
 from megarl.workers.settings import layout_of
 
-CHECKED_RANKS = 8
-"""Ranks of a replica whose weight coverage is checked."""
+CHECKED_RANKS = 8  # ranks of a replica whose weight coverage is checked
 ANSWER_FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
 """Formats of an answer that reward functions of common data sets read."""
 NOTHING_SCORED = (

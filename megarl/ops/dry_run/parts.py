@@ -58,8 +58,7 @@ PARTS: Mapping[str, str] = {
     "trackers": "trackers",
 }
 """All parts in the order of a run, with the method that checks each; a job has the parts whose methods it defines."""
-WARNING = "warning: "
-"""Start of a line about a probable mistake that does not stop the run."""
+WARNING = "warning: "  # start of a line about a probable mistake that does not stop the run
 
 
 def check_parts(dry_run: DryRun, write: Callable[[str], None] | None = None) -> None:

@@ -44,16 +44,13 @@ from megarl.ops.launch.protocol import (
 
 HEARTBEAT_TIMEOUT_S = 300.0
 """Time without a request after which an agent assumes that the launcher is dead; heartbeats are far more frequent."""
-ORPHAN_GRACE_S = 5.0
-"""Time for commands to end by themselves once the agent shuts down."""
-RAY_FOLDER = "{folder}"
-"""Placeholder in commands and environments for the agent's temporary folder."""
+ORPHAN_GRACE_S = 5.0  # time for commands to end by themselves once the agent shuts down
+RAY_FOLDER = "{folder}"  # placeholder in commands and environments for the agent's temporary folder
 TOKEN_FILE = "token"
 OTHER_CLUSTER_VARIABLES = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 """Variables of the user's shell that point to another cluster; commands do not inherit them."""
 _POLL_S = 0.1
-_PIPE_S = 3.0
-"""Seconds for the last output of a command that has ended; a descendant may hold its pipe for longer."""
+_PIPE_S = 3.0  # seconds for the last output of a command that has ended; a descendant may hold its pipe for longer
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 _KILL_ROUNDS = 5
 

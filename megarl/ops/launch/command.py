@@ -32,8 +32,7 @@ from megarl.ops.launch.protocol import AgentEvent
 from megarl.ops.launch.session import INTERRUPT, ClusterSession, LaunchInterrupted, NodeLost
 from megarl.ops.launch.settings import ClusterSettings, JobToRun, Ports
 
-CPU_OBJECT_STORE_BYTES = 200 * MIB
-"""Size of Ray's object store for CPU jobs; Ray's default is a third of the memory."""
+CPU_OBJECT_STORE_BYTES = 200 * MIB  # size of Ray's object store for CPU jobs; Ray's default is a third of the memory
 LONGEST_DELAY_S = 300.0
 
 

@@ -11,8 +11,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from megarl.base.json_text import parse_json
 
-RAY = "ray"
-"""Name of the command that runs a node's Ray."""
+RAY = "ray"  # name of the command that runs a node's Ray
 
 
 @dataclass(frozen=True)
@@ -59,20 +58,13 @@ _REQUESTS: dict[str, type[Any]] = {
     kind.__name__: kind for kind in (StartCommand, SendSignal, SetToken, Heartbeat, Shutdown)
 }
 
-AGENT_STARTED = "agent_started"
-"""Event: the agent runs; ``addresses`` by interface, ``address``."""
-LISTENING = "listening"
-"""Event: a command accepts connections on its port."""
-OUTPUT = "output"
-"""Event: output of a command; ``stream``, ``text``."""
-COMMAND_ENDED = "command_ended"
-"""Event: a command ended; ``code``."""
-REQUEST_FAILED = "request_failed"
-"""Event: a request failed; ``reason``."""
-LOGS_KEPT = "logs_kept"
-"""Event: Ray's logs were copied; ``folder``."""
-DISCONNECTED = "disconnected"
-"""Event of the launcher itself: the connection to the agent ended; ``code``, ``reason``."""
+AGENT_STARTED = "agent_started"  # event: the agent runs; `addresses` by interface, `address`
+LISTENING = "listening"  # event: a command accepts connections on its port
+OUTPUT = "output"  # event: output of a command; `stream`, `text`
+COMMAND_ENDED = "command_ended"  # event: a command ended; `code`
+REQUEST_FAILED = "request_failed"  # event: a request failed; `reason`
+LOGS_KEPT = "logs_kept"  # event: Ray's logs were copied; `folder`
+DISCONNECTED = "disconnected"  # event of the launcher itself: the connection to the agent ended; `code`, `reason`
 
 
 @dataclass(frozen=True)

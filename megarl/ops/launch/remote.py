@@ -29,8 +29,7 @@ FORWARDED = (
 _SLURM_WARNING_S = 120  # time between SLURM's SIGTERM and the time limit
 FORWARDED_NAMES = ("DATA", "MODEL", "RETRIEVER")
 """Variables of megarl's run scripts, which nodes get too; ``DATABASE_URL`` is none of them."""
-AgentCommand = Callable[[str], list[str]]
-"""Returns the command that starts an agent on a host."""
+AgentCommand = Callable[[str], list[str]]  # returns the command that starts an agent on a host
 
 
 def local_agent(python: str, folder: str) -> AgentCommand:

@@ -10,8 +10,7 @@ from megarl.base.errors import ConfigError
 from megarl.base.timeouts import RAY_SILENCE
 
 Device = Literal["auto", "cpu", "cuda"]
-WORKER_PORTS = (10002, 19999)
-"""Ray's default port range for workers."""
+WORKER_PORTS = (10002, 19999)  # Ray's default port range for workers
 PORTS_PER_NODE = 8
 FIRST_PORT = 6400
 

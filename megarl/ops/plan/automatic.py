@@ -28,8 +28,7 @@ from megarl.ops.plan.layout_choice import (
 from megarl.trainer.jobs.hub_files import with_hub_configs
 
 Config = TrainConfig | SupervisedConfig
-Build = Callable[[Mapping[str, Any]], Config]
-"""Makes the unchecked configuration of the job with changed values."""
+Build = Callable[[Mapping[str, Any]], Config]  # makes the unchecked configuration of the job with changed values
 
 _DEVICES = "trainer.n_gpus_per_node"
 

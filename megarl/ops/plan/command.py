@@ -42,8 +42,7 @@ JOBS: dict[str, tuple[type[Any], str]] = {
 }
 """Jobs that can be planned: schema and default configuration."""
 EXIT_DOES_NOT_FIT = 1
-DEFAULT_TOP = 10
-"""Default number of layouts that a search lists."""
+DEFAULT_TOP = 10  # default number of layouts that a search lists
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,10 +27,8 @@ from megarl.ops.plan.sync_traffic import SyncTraffic, plan_sync
 
 Config = TypeVar("Config", bound=TrainConfig | SupervisedConfig)
 
-HOST_SHARE = 0.9
-"""Usable fraction of a node's host memory."""
-LARGEST_FIRST = 3
-"""Number of components listed in a shortfall."""
+HOST_SHARE = 0.9  # usable fraction of a node's host memory
+LARGEST_FIRST = 3  # number of components listed in a shortfall
 
 
 class Shortfall(NamedTuple):
@@ -97,7 +95,7 @@ def usable_bytes(job: PlannedJob, hardware: Hardware) -> float:
     sections = [role.section for role in job.roles]
     sections += [ROLLOUT] if job.rollout is not None and not job.rollout.is_external else []
     processes = max(Counter(job.pool_of(section).section for section in sections).values())
-    return max(0.0, hardware.memory_bytes - processes * hardware.reserved_bytes)
+    return max(0.0, hardware.memory_bytes - processes * hardware.reserved_gib * GIB)
 
 
 def shortfalls(job: PlannedJob, memory: MemoryPlan, hardware: Hardware) -> list[Shortfall]:

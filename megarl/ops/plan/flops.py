@@ -17,8 +17,7 @@ from megarl.models import ModelConfig
 from megarl.models.sequence_cost import SequenceCost, head_cost, layer_cost
 from megarl.ops.plan.job import PlannedRole
 
-BACKWARD = 2
-"""Cost of a backward pass, in forward passes."""
+BACKWARD = 2  # cost of a backward pass, in forward passes
 
 
 class SequenceStats(NamedTuple):

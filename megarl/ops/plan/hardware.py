@@ -95,11 +95,6 @@ class Hardware:
         return self.memory_gib * GIB
 
     @property
-    def reserved_bytes(self) -> float:
-        """Bytes of device memory that each process reserves."""
-        return self.reserved_gib * GIB
-
-    @property
     def host_bytes(self) -> float:
         """Bytes of host memory per node."""
         return self.host_memory_gib * GIB

@@ -10,10 +10,8 @@ from megarl.ops.plan.job import PlannedRollout
 from megarl.ops.plan.states import FLOAT32
 from megarl.rollout.sglang.memory import FRACTION, FreeMemory, default_fraction, shared_fraction
 
-LENGTH_MULTIPLE = 32
-"""The embedded engine rounds its slot length up to a multiple of this number of tokens."""
-CPU_TOKENS = 2**16
-"""Tokens in SGLang's KV cache on a CPU, as megarl sets it."""
+LENGTH_MULTIPLE = 32  # the embedded engine rounds its slot length up to a multiple of this number of tokens
+CPU_TOKENS = 2**16  # tokens in SGLang's KV cache on a CPU, as megarl sets it
 
 
 class KVCacheCapacity(NamedTuple):

@@ -44,22 +44,18 @@ Config = TrainConfig | SupervisedConfig
 Changes = Mapping[str, Any]
 
 _CHEAPEST = "lowest cost of those that fit"
-_BUDGETED = (ACTOR, CRITIC, REWARD_MODEL)
-"""Sections with a token budget."""
+_BUDGETED = (ACTOR, CRITIC, REWARD_MODEL)  # sections with a token budget
 RECOMPUTE, CHUNKS = "recompute_granularity", "virtual_pipeline_model_parallel_size"
 _SIZES = (TP, PP, CP, EP, "expert_tensor_parallel_size", "data_parallel_size", *STAGES)
-_DERIVED = ("replicas", "log_prob_max_token_len_per_gpu")
-"""Keys that follow the sizes unless they are set by hand."""
+_DERIVED = ("replicas", "log_prob_max_token_len_per_gpu")  # keys that follow the sizes unless they are set by hand
 _OFFLOADS: tuple[tuple[str, ...], ...] = ((), ("grad", "optimizer"), ("grad", "optimizer", "param"))
 """States that leave the devices between phases, from the fastest choice to the smallest."""
 _RECOMPUTATIONS = (None, "selective", "full")
 _BUDGETS, _TARGET = (8192, 16384, 32768, 65536), 16384
 """Token budgets to compare, besides the longest sequence; the one with which engines and offloading are compared."""
 _BUDGET_MULTIPLE = 64
-_RESERVE = 0.05
-"""Share of the memory that settings leave free if they can: the plan's activations are an estimate."""
-_SLOTS = (1, 4, 16, 64, 128, 256)
-"""Concurrent sequences of an embedded engine, which reserves memory for each."""
+_RESERVE = 0.05  # share of the memory that settings leave free if they can: the plan's activations are an estimate
+_SLOTS = (1, 4, 16, 64, 128, 256)  # concurrent sequences of an embedded engine, which reserves memory for each
 
 
 class ChosenKey(NamedTuple):

@@ -15,8 +15,7 @@ from megarl.ops.plan.pass_activations import PassActivations, padded_vocab, pass
 from megarl.ops.plan.states import RankStates, StateCounter, rollout_weight_bytes
 from megarl.workers.settings import needed_store_bytes
 
-HOST_CHUNK = 2**28
-"""Chunk size, in bytes, in which host memory is allocated for offloaded states."""
+HOST_CHUNK = 2**28  # chunk size, in bytes, in which host memory is allocated for offloaded states
 
 INCOMPLETE_BUCKETS = 3
 """Buckets of weights that wait in a rank for the rest of their matrices, which it then quantizes; an upper bound for

@@ -38,8 +38,7 @@ SHOWN_CAUSES, LEAST_SHARE = 3, 0.03
 UNCALIBRATED = (
     "no seconds, since no run has calibrated this hardware (--calibrate); causes are shares at its peak speeds"
 )
-WIDTH = 120
-"""Line length of plain-text tables; only the last column wraps."""
+WIDTH = 120  # line length of plain-text tables; only the last column wraps
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,8 @@ Config = TrainConfig | SupervisedConfig
 Changes = Mapping[str, Any]
 
 MAX_CHUNKS = 4
-MIN_CONTEXT = 1024
-"""Minimum tokens of the longest sequence per context-parallel rank."""
-PLANNED_PER_RESULT = 2
-"""Number of combinations planned in full, as a multiple of the requested number."""
+MIN_CONTEXT = 1024  # minimum tokens of the longest sequence per context-parallel rank
+PLANNED_PER_RESULT = 2  # number of combinations planned in full, as a multiple of the requested number
 MAX_PLANNED = 400
 TP, PP, CP = (f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context"))
 EP, _RECOMPUTE = "expert_model_parallel_size", "recompute_granularity"

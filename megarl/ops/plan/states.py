@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from megarl.base.formatting import DTYPE_BYTES
 from megarl.models import LocalParam, ModelConfig, ParallelLayout, WeightMap
@@ -21,10 +20,8 @@ from megarl.models.declaration import FP8_BLOCK
 from megarl.ops.plan.job import PlannedRole
 
 FLOAT32 = 4
-MOMENTS = 2
-"""Adam's running means of the gradient and of its square."""
-PARAM_START, BUCKET_END = 64, 128
-"""Megatron's alignment, in elements, of parameter starts and bucket ends."""
+MOMENTS = 2  # Adam's running means of the gradient and of its square
+PARAM_START, BUCKET_END = 64, 128  # Megatron's alignment, in elements, of parameter starts and bucket ends
 SMALLEST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000
 """Minimum elements of a Megatron bucket, in total and per data-parallel rank."""
 
@@ -52,16 +49,11 @@ class RankStates:
         return self.weights + self.gradients + self.optimizer
 
 
-class _Placed(NamedTuple):
-    start: int
-    stop: int
-
-
 @dataclass(frozen=True)
 class _Buffer:
     """Megatron's buffer of one kind of parameters of one chunk: ranges of parameters and buckets ``[start, stop)``."""
 
-    placed: tuple[_Placed, ...]
+    placed: tuple[tuple[int, int], ...]
     buckets: tuple[tuple[int, int], ...]
 
     @cached_property
@@ -74,7 +66,7 @@ class _Buffer:
         for start, stop in self.buckets:
             size = (stop - start) // ranks
             first, last = start + rank * size, start + (rank + 1) * size
-            total += sum(max(0, min(param.stop, last) - max(param.start, first)) for param in self.placed)
+            total += sum(max(0, min(end, last) - max(begin, first)) for begin, end in self.placed)
         return total
 
 
@@ -156,7 +148,7 @@ class StateCounter:
         size = math.inf
         if megatron.overlap_grad_reduce and bucketed:
             size = max(SMALLEST_BUCKET, BUCKET_PER_RANK * layout.dp * layout.cp)
-        placed: list[_Placed] = []
+        placed: list[tuple[int, int]] = []
         buckets: list[tuple[int, int]] = []
         at = opened = 0
 
@@ -170,8 +162,8 @@ class StateCounter:
             alone = padded and self._is_shared_embedding(param)
             if alone and at > opened:
                 at = opened = close(at)
-            placed.append(_Placed(at, at + math.prod(param.shape)))
-            at = placed[-1].stop
+            placed.append((at, at + math.prod(param.shape)))
+            at = placed[-1][1]
             if alone or at - opened >= size:
                 at = opened = close(at)
         if at > opened:

@@ -199,6 +199,11 @@ GROUPS = (
     ("Memory and checkpoints", MEMORY),
 )
 
+_UPDATES = {"actor": "actor updates", "critic": "critic updates", "train": "updates"}
+_PASSES = (
+    ("actor", "passes of the actor"), ("critic", "passes of the critic"), ("ref", "passes of the reference"),
+    ("reward_model", "passes of the reward model"), ("train", "passes"),
+)  # fmt: skip
 FAILURES = {
     "reward/failed": "answers whose reward failed",
     "reward/timeouts": "reward calls that timed out",
@@ -213,17 +218,9 @@ FAILURES = {
     "rollout/requests_moved": "requests moved to another replica",
     "rollout/discarded_tokens": "tokens of interrupted responses thrown away",
     "rollout/runners_lost": "agent runners lost",
-    "actor/skipped_steps": "actor updates skipped for a non-finite gradient",
-    "critic/skipped_steps": "critic updates skipped for a non-finite gradient",
-    "train/skipped_steps": "updates skipped for a non-finite gradient",
-    "actor/empty_steps": "actor updates without a token to train on",
-    "critic/empty_steps": "critic updates without a token to train on",
-    "train/empty_steps": "updates without a token to train on",
-    "actor/out_of_memory": "passes of the actor repeated after running out of device memory",
-    "critic/out_of_memory": "passes of the critic repeated after running out of device memory",
-    "ref/out_of_memory": "passes of the reference repeated after running out of device memory",
-    "reward_model/out_of_memory": "passes of the reward model repeated after running out of device memory",
-    "train/out_of_memory": "passes repeated after running out of device memory",
+    **{f"{role}/skipped_steps": f"{updates} skipped for a non-finite gradient" for role, updates in _UPDATES.items()},
+    **{f"{role}/empty_steps": f"{updates} without a token to train on" for role, updates in _UPDATES.items()},
+    **{f"{role}/out_of_memory": f"{passes} repeated after running out of device memory" for role, passes in _PASSES},
     "checkpoint/failed_saves": "saves that failed",
     "val-aux/failed_rewards": "validation answers whose reward failed",
     "val-aux/agent/failed": "validation conversations that failed",

@@ -29,8 +29,7 @@ from megarl.ops.report.rollouts import ReportRollouts, read_rollouts, rollout_co
 from megarl.ops.report.run_files import RunRecord, cli_text, config_rows, environment_rows, run_description
 from megarl.tracking.sample_files import step_files
 
-MOST_BYTES = 10_000_000
-"""Size limit of a page; answers beyond it are dropped, and the page reports their number."""
+MOST_BYTES = 10_000_000  # size limit of a page; answers beyond it are dropped, and the page reports their number
 ROLLOUT_BYTES = 6_000_000
 MOST_POINTS_OF_ALL_RUNS = 2400
 FEWEST_POINTS = 100

@@ -20,8 +20,7 @@ from megarl.config.schema.jobs import POOL_OWNERS
 from megarl.tracking.jsonl_files import BALANCE_FILE, METRICS_FILE, BalanceRows, MetricsRow, read_balance, read_metrics
 
 CONFIG_FILE, FACTS_FILE, SUMMARY_FILE, SAMPLES_FOLDER = "config.yaml", "run.json", "summary.json", "samples"
-SILENT_SECONDS = 600.0
-"""A run without a summary counts as ended after this time, and ten steps, without a metrics row."""
+SILENT_SECONDS = 600.0  # a run without a summary counts as ended after this time, and ten steps, without a metrics row
 _DEEPEST = 4
 
 

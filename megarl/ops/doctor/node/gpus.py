@@ -12,8 +12,7 @@ from megarl.cluster.availability import NO_GPU_REMEDY
 from megarl.ops.doctor.node.needs import Needs
 from megarl.ops.doctor.node.results import CheckResult, Status
 
-IDLE_BYTES = 1024 * MIB
-"""Upper limit of the memory that the driver takes on an idle GPU."""
+IDLE_BYTES = 1024 * MIB  # upper limit of the memory that the driver takes on an idle GPU
 
 
 def check_gpus(needs: Needs) -> tuple[list[CheckResult], Inventory | None]:

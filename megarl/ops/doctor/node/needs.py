@@ -10,8 +10,7 @@ from megarl.config import GenerateConfig, ScoredJobConfig, TrainConfig
 from megarl.config.schema.jobs import CRITIC, JobConfig, SupervisedConfig, own_pools
 from megarl.ops.plan import MemoryPlan, plan_memory, planned_job
 
-RAY_PORTS = (6379, 8265)
-"""Default ports of Ray's head: the cluster's address and the dashboard."""
+RAY_PORTS = (6379, 8265)  # default ports of Ray's head: the cluster's address and the dashboard
 
 _HOST_BYTES = {"cpu": 1 * GIB, "cuda": 4 * GIB}  # of a process besides the plan's: torch, CUDA's context, buffers
 _OBJECT_STORE_BYTES = 200 * MIB
