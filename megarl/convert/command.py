@@ -27,14 +27,7 @@ _KINDS = {"hf-to-megatron": MEGARL, "megatron-to-hf": HUGGING_FACE, "megatron-to
 
 
 def main(argv: Sequence[str] | None = None, program: str = "megarl convert") -> int:
-    """Run one command.
-
-    Args:
-        program: program name in the help.
-
-    Returns:
-        The exit code: 0; 1 for an error or different checkpoints; 2 for a wrong command line; 130 after Ctrl-C.
-    """
+    """Run one command; returns 0, 1 for an error or a difference, 2 for wrong arguments, 130 after Ctrl-C."""
     arguments = _parser(program).parse_args(argv)
 
     def run() -> int:

@@ -153,10 +153,7 @@ _LOCK = "conversion.lock"
 
 
 class UnfinishedOutput:
-    """An output folder while it is written.
-
-    Args:
-        overwrite: whether an existing folder may be replaced.
+    """An output folder while it is written; ``overwrite`` replaces an existing one.
 
     Raises:
         CheckpointError: ``path`` exists and may not be replaced, or its parent is not writable.

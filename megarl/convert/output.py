@@ -167,11 +167,7 @@ def bands_of(view: TensorView, dtype: torch.dtype, offset: int = 0) -> Iterator[
 
 
 def plan_hugging_face(selection: Selection, max_shard_bytes: int) -> OutputPlan:
-    """Plan a model folder: safetensors shards in checkpoint order, an index for several shards, and the config.
-
-    Args:
-        max_shard_bytes: maximum size of a shard; a larger tensor gets a separate shard.
-    """
+    """Plan a model folder: safetensors shards (a larger tensor is alone), an index for several, the config."""
     carried = selection.carried
     selection = replace(
         selection,
@@ -196,11 +192,7 @@ def plan_hugging_face(selection: Selection, max_shard_bytes: int) -> OutputPlan:
 
 
 def plan_adapters(adapters: StoredAdapters, dtype: torch.dtype | None) -> OutputPlan:
-    """Plan a folder in peft's format: ``adapter_config.json`` and one file of tensors.
-
-    Args:
-        dtype: dtype of the tensors; None keeps the dtype of each.
-    """
+    """Plan a folder in peft's format: config and one file of tensors, each in its dtype if ``dtype`` is None."""
     tensors = {PREFIX + name: view for name, view in adapters.views.items()}
     selection = Selection(tensors, {name: dtype or view.dtype for name, view in tensors.items()}, {})
     config = peft_config(adapters.map, str(adapters.base.absolute()))

@@ -93,10 +93,7 @@ def whole_view(name: str, stored: StoredTensor) -> TensorView:
 
 
 def stored_tensors(folder: Path, index: Metadata, names: Iterable[str]) -> dict[str, StoredTensor]:
-    """Return the tensors of a torch distributed checkpoint.
-
-    Args:
-        names: tensor names; names of other values are ignored.
+    """Return the tensors of a torch distributed checkpoint; names of other values are ignored.
 
     Raises:
         CheckpointError: the index contradicts itself, or names files outside the folder.

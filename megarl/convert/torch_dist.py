@@ -46,10 +46,7 @@ class _Located(NamedTuple):
 
 
 def open_torch_dist(path: Path, config: ModelConfig, companions: Path) -> CheckpointSource:
-    """Open a checkpoint.
-
-    Args:
-        companions: folder with the model's config and tokenizer.
+    """Open a checkpoint, with config and tokenizer in the folder ``companions``.
 
     Raises:
         CheckpointError: a file is missing or truncated, or the parameters do not fit the model.

@@ -47,10 +47,7 @@ class _Storage(NamedTuple):
 
 
 def locate_tensor(archive: BinaryIO) -> SavedTensor:
-    """Locate the single tensor of an archive.
-
-    Args:
-        archive: file with exactly the archive.
+    """Locate the single tensor of an archive, a file with exactly the archive.
 
     Raises:
         CheckpointError: the file is no such archive, is damaged, or its pickle names anything but a tensor.

@@ -219,10 +219,7 @@ def checkout() -> Path:
 
 
 def choose_device(name: str) -> str:
-    """Return ``cuda`` or ``cpu``.
-
-    Args:
-        name: ``auto``, ``cuda`` or ``cpu``.
+    """Return ``cuda`` or ``cpu`` for ``auto`` or one of them.
 
     Raises:
         ConfigError: ``cuda`` without a GPU.

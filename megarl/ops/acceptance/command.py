@@ -39,11 +39,7 @@ ARCHIVED_BYTES = 8 * 2**20  # larger files stay out of the archive
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the stages that have not passed, and print a table of all.
-
-    Returns:
-        The exit code: 0, 1 if a check failed or a stage did not finish, 2 for a wrong command line, 130 after Ctrl-C.
-    """
+    """Run the stages that have not passed, and print a table of all; returns the exit code."""
     started = time.monotonic()
     options = _parser().parse_args(argv)
     return exit_code(lambda: _main(options, started), interrupted="interrupted; the same command continues")

@@ -141,11 +141,7 @@ def checkpoint_tensors(
 
 
 class SingleRankEngine:
-    """Context manager: an engine with one rank on the bench's device.
-
-    Args:
-        source: folder of weights, or the fields of a ``config.json`` for random weights.
-    """
+    """Context manager: an engine with one rank, from a folder or, with random weights, from a config's fields."""
 
     def __init__(self, source: Path | Mapping[str, Any], options: MegatronOptions, device: torch.device) -> None:
         self._source, self._options, self._device = source, options, device

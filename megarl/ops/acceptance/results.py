@@ -103,11 +103,7 @@ def read_report(folder: Path, stage: str, scale: str) -> StageReport:
 
 
 def result_lines(report: StageReport, *, without: frozenset[Verdict] = frozenset()) -> list[str]:
-    """Format a report as lines of a text table, failures first.
-
-    Args:
-        without: outcomes that are only counted.
-    """
+    """Format a report as lines of a text table, failures first, ``without`` some outcomes, which are counted."""
     results = sorted(
         (r for r in report.results if r.outcome not in without), key=lambda r: r.outcome is not Verdict.FAIL
     )

@@ -15,11 +15,7 @@ from megarl.ops.doctor.node.results import reports_table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Returns:
-        The exit code: 0, 1 if a check failed, 2 for a wrong command line or configuration, 130 after Ctrl-C.
-    """
+    """Run the command; returns 0, 1 if a check failed, 2 for wrong input, 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["logprobs"]:
         from megarl.ops.doctor import logprobs  # imports torch

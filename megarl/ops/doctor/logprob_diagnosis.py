@@ -179,11 +179,7 @@ def _cause(name: str, side: SideDiagnosis, diagnosis: Diagnosis, temperature: fl
 
 
 def render_diagnosis(name: str, dump: RolloutDump, diagnosis: Diagnosis, retokenized: int | None) -> str:
-    """Render the report of a dump as plain text.
-
-    Args:
-        retokenized: rows whose text encodes to different ids; None: the folder has no tokenizer.
-    """
+    """Render the report of a dump; ``retokenized`` rows encode to other ids, None without a tokenizer."""
     metadata = dump.metadata
     versions = ", ".join(map(str, sorted(set(dump.weight_versions.tolist()))))
     lines = [

@@ -19,11 +19,7 @@ from megarl.ops.doctor.logprob_diagnosis import diagnose, render_diagnosis
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Returns:
-        The exit code: 0 with any verdict, 1 for an error, 2 for a wrong command line, 130 after Ctrl-C.
-    """
+    """Run the command; returns 0 with any verdict, 1 for an error, 2 for wrong arguments, 130 after Ctrl-C."""
     arguments = _parser().parse_args(argv)
 
     def diagnose() -> int:

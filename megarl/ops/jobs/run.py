@@ -35,14 +35,7 @@ SUMMARY_FILE = "summary.json"
 
 
 def run_composed(name: str, config_name: str, run: ComposedRun[Any]) -> tuple[int, str | None]:
-    """Run a job in its folder, and print its error.
-
-    Args:
-        name: a key of ``JOBS``.
-
-    Returns:
-        The exit code, and the error without secrets; None without one.
-    """
+    """Run a job in its folder; returns the exit code, and its error, which was printed, without secrets."""
     start_run_clock()
     try:
         with references_of(run.config, run.values):
@@ -140,11 +133,7 @@ def _report(folder: Path) -> None:
 
 
 def try_page(page: str, folder: Path, write: Callable[[Path], object]) -> None:
-    """Write a page of finished runs. They are complete: neither a full disk nor a bug fails them now.
-
-    Args:
-        page: name of the page in a message.
-    """
+    """Write a page of finished runs. They are complete: neither a full disk nor a bug fails them now."""
     try:
         write(folder)
     except Exception as error:

@@ -205,11 +205,7 @@ def start_process(argv: Sequence[str], env: Mapping[str, str]) -> subprocess.Pop
 
 
 def end_descendants(grace_s: float) -> list[str]:
-    """End every descendant of this process: SIGTERM, then SIGKILL after ``grace_s`` seconds.
-
-    Returns:
-        The processes that survive, as ``pid name``.
-    """
+    """End every descendant: SIGTERM, then SIGKILL after ``grace_s``; returns survivors as ``pid name``."""
     alive = _live_descendants()
     _send_signal(alive, signal.SIGTERM)
     wait_for_ends(alive, grace_s)

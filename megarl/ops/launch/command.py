@@ -37,11 +37,7 @@ LONGEST_DELAY_S = 300.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Launch a job, or print the job of a scheduler.
-
-    Returns:
-        The driver's exit code; 1 if no driver could be started, 2 for a wrong command line or configuration.
-    """
+    """Launch a job, or print a scheduler's job; returns the driver's exit code, 1 without one, 2 for wrong input."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] in (["-h"], ["--help"]):
         launch_parser().parse_args(arguments[:1])
@@ -97,11 +93,7 @@ class Launcher:
         self._signal: int | None = None
 
     def run(self) -> int:
-        """Run the job to its end.
-
-        Returns:
-            The driver's exit code; 1 without a driver; 128 + n if signal n ended the launcher before the driver.
-        """
+        """Run the job; returns the driver's exit code, 1 without one, 128 + n if signal n came before it."""
         with self._queue_signals():
             for number in range(1, self.max_restarts + 2):
                 try:

@@ -62,10 +62,7 @@ def split_job(argv: Sequence[str]) -> tuple[list[str], list[str], bool]:
 
 
 def check_unused_options(options: argparse.Namespace, place: str, *, is_megarl: bool) -> None:
-    """Refuse options without an effect.
-
-    Args:
-        place: resolved value of ``--on``.
+    """Refuse options without an effect at a place, a resolved value of ``--on``.
 
     Raises:
         ConfigError: an option has no effect.
@@ -261,10 +258,7 @@ def _machines(nodes: Sequence[int], capacity: int) -> int:
 
 
 def _check_restarts(trainer: TrainingRunConfig) -> tuple[str, ...]:
-    """Check that a restart of the same command resumes from the newest checkpoint.
-
-    Returns:
-        Notes for the user.
+    """Check that a restart of the same command resumes from the newest checkpoint; returns notes for the user.
 
     Raises:
         ConfigError: it would start from scratch, or from the checkpoint of another run.

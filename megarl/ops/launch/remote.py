@@ -38,11 +38,7 @@ def local_agent(python: str, folder: str) -> AgentCommand:
 
 
 def ssh_agent(python: str, folder: str, ssh: Sequence[str], wrap: Sequence[str]) -> AgentCommand:
-    """Start agents by non-interactive ssh, without a password.
-
-    Args:
-        wrap: prefix of the interpreter that enters a container; it must forward stdin and stdout.
-    """
+    """Start agents by ssh without a password; ``wrap`` enters a container and must forward stdin and stdout."""
     # Each end detects within two minutes that the other one disappeared.
     alive = ["-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=8"]
     command = _in_folder(folder, [*wrap, python, "-m", AGENT])
@@ -52,11 +48,7 @@ def ssh_agent(python: str, folder: str, ssh: Sequence[str], wrap: Sequence[str])
 def srun_agent(
     python: str, folder: str, srun: Sequence[str], wrap: Sequence[str], environment: Mapping[str, str]
 ) -> AgentCommand:
-    """Start agents as job steps, one per node, with all CPUs of the node and the GPUs of the allocation.
-
-    Args:
-        environment: environment of the allocation.
-    """
+    """Start agents as job steps, one per node, with all CPUs of the node and the allocation's GPUs."""
     # A job step does not inherit --cpus-per-task.
     cpus = environment.get("SLURM_CPUS_ON_NODE", "").strip()
     options = ["--overlap", "--nodes=1", "--ntasks=1", "--unbuffered", "--cpu-bind=none", "--mpi=none"]
@@ -130,11 +122,7 @@ def slurm_hosts(environment: Mapping[str, str]) -> list[str]:
 
 
 def batch_script(job: JobToRun, launcher: Sequence[str], folder: str, options: Sequence[str]) -> str:
-    """Write a batch script that runs the launcher inside its allocation.
-
-    Args:
-        options: further options of sbatch, such as ``--time=2-0``; they override the defaults.
-    """
+    """Write a batch script that runs the launcher in its allocation; options of sbatch override the defaults."""
     directives = {
         "--job-name": job.name,
         "--nodes": str(job.nodes),
@@ -247,11 +235,7 @@ class RemoteAgent:
             self._process.stdin.flush()
 
     def close(self, timeout_s: float) -> bool:
-        """Wait for the connection to end, and kill it after the timeout.
-
-        Returns:
-            Whether it ended by itself; it does once the agent has ended all processes on the node.
-        """
+        """Wait for the end of the connection, and kill it after the timeout; returns whether it ended by itself."""
         with contextlib.suppress(OSError, ValueError):
             assert self._process.stdin is not None
             self._process.stdin.close()

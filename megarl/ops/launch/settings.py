@@ -152,11 +152,7 @@ def ray_start(
 
 
 def ray_environment(token_file: str, address: str = "", loopback: bool = False) -> dict[str, str]:
-    """Return the environment of Ray and its clients.
-
-    Args:
-        loopback: whether the cluster is on one machine and listens on loopback only.
-    """
+    """Return the environment of Ray and its clients; a ``loopback`` cluster is on one machine."""
     variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": token_file, "PYTHONUNBUFFERED": "1"}
     # The GCS keeps 4 KB of each of the last calls for the dashboard; Ray's default of 100,000 is 400 MB.
     variables["RAY_task_events_max_num_task_in_gcs"] = "10000"

@@ -46,11 +46,7 @@ DEFAULT_TOP = 10  # default number of layouts that a search lists
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Plan a configuration or search for layouts, and print the result.
-
-    Returns:
-        The exit code: 0; 1 if nothing fits; 2 for a wrong configuration or command line.
-    """
+    """Plan a configuration or search for layouts; returns 0, 1 if nothing fits, or 2 for wrong input."""
     parser = _parser()
     options = parser.parse_intermixed_args(argv)
     if options.top is not None and not options.search:

@@ -122,10 +122,7 @@ def shortfalls(job: PlannedJob, memory: MemoryPlan, hardware: Hardware) -> list[
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
-    """Return a copy of a configuration with changed values; derived and inherited values follow.
-
-    Args:
-        changes: values by dotted path.
+    """Return a copy with values changed by dotted path; derived and inherited values follow.
 
     Raises:
         InvalidConfigError: the values are inconsistent.

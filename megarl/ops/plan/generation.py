@@ -18,11 +18,7 @@ from megarl.ops.plan.pass_costs import Cost, PhaseCost
 
 
 class EngineModel:
-    """Model of prefill and decode steps of one replica.
-
-    Args:
-        on_cpu: whether the engine launches kernels one by one, without graphs.
-    """
+    """Model of prefill and decode steps of one replica; on a CPU kernels are launched one by one, without graphs."""
 
     def __init__(self, rollout: PlannedRollout, hardware: Hardware, devices_per_node: int, *, on_cpu: bool) -> None:
         self.model, self.tp, self.hardware = rollout.model, rollout.tp, hardware
@@ -50,11 +46,7 @@ class EngineModel:
         return Cost(compute=self.hardware.compute_s(flops / self.tp, self.dtype), parallel=parallel)
 
     def step(self, running: float, context: float) -> Cost:
-        """Return the cost of a decode step.
-
-        Args:
-            context: cached tokens of each.
-        """
+        """Return the cost of a decode step of sequences with ``context`` cached tokens each."""
         states = 2 * self.state_bytes  # read and written
         experts, layers = self.model.experts, self.model.num_layers
         # The share of a layer's experts that a step reads, with random routing.
@@ -80,11 +72,7 @@ class EngineModel:
 def generation_cost(
     job: PlannedJob, hardware: Hardware, lengths: Lengths, kv_tokens: float | None = None
 ) -> PhaseCost | None:
-    """Return the cost of generation, and the FLOPs of all replicas; None without an engine of the job.
-
-    Args:
-        kv_tokens: tokens in the KV cache of a replica; None = unlimited.
-    """
+    """Return the cost of generation, with an unlimited KV cache if ``kv_tokens`` is None; None without an engine."""
     rollout = job.rollout
     if rollout is None or rollout.is_external:
         return None

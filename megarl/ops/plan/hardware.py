@@ -100,11 +100,7 @@ class Hardware:
         return self.host_memory_gib * GIB
 
     def peak_flops(self, dtype: str) -> float:
-        """Return the peak FLOP/s of a device.
-
-        Args:
-            dtype: ``bfloat16`` or ``float32``.
-        """
+        """Return the peak FLOP/s of a device in ``bfloat16`` or ``float32``."""
         return cast(float, getattr(self.peak, dtype)) * 1e12
 
     def compute_s(self, flops: float, dtype: str) -> float:
@@ -212,11 +208,7 @@ def hardware_for(config: TrainConfig | SupervisedConfig, name: str | None = None
 
 
 def gpu_hardware(gpus: tuple[Gpu, ...], host_bytes: int) -> Hardware:
-    """Return a node with these GPUs; GPUs of an unknown kind get the speeds of an H100.
-
-    Args:
-        gpus: at least one; the smallest memory counts.
-    """
+    """Return a node with these GPUs, of which the smallest memory counts; unknown kinds are as fast as an H100."""
     words = gpus[0].name.lower().replace("-", " ").split()
     kind = next((name for name in known_hardware() if name in words), _DEFAULT)
     return replace(

@@ -40,11 +40,7 @@ class RankTokens(NamedTuple):
 def tokens_on_rank(
     role: PlannedRole, planned: PlannedPass, shared_extra: int = 0, *, mixed_lengths: bool = True
 ) -> RankTokens:
-    """Divide the largest micro-batch of a pass over the ranks.
-
-    Args:
-        shared_extra: additional tokens in attention with shared prompts.
-    """
+    """Divide a pass's largest micro-batch over the ranks; shared prompts add ``shared_extra`` tokens in attention."""
     layout = role.layout
     local = -(-planned.tokens // layout.cp)
     if role.sequence_parallel:

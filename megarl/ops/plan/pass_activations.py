@@ -100,11 +100,7 @@ def shared_extra(job: PlannedJob, role: PlannedRole, planned: PlannedPass) -> in
 def kept_by_layers(
     role: PlannedRole, tokens: RankTokens, stage: int, micro_batches: int, *, fused: bool
 ) -> tuple[int, int]:
-    """Return the bytes of a stage's decoder layers.
-
-    Returns:
-        Bytes saved over all micro-batches in flight, and bytes recomputed at a time in the backward.
-    """
+    """Return a stage's bytes saved over all micro-batches in flight, and the bytes recomputed at a time."""
     layout = role.layout
     chunks = [layout.layers(role.model.num_layers, stage, chunk) for chunk in range(layout.vpp)]
     if role.megatron.recompute_granularity == "full":

@@ -135,11 +135,7 @@ class PassModel:
         return common_micro_batch_count([max(1, math.ceil(samples / each))], sizes.multiple)
 
     def forward(self, stage: int, micro: SequenceStats, *, with_head: bool = True) -> Cost:
-        """Return the cost of a micro-batch's forward pass on one rank of a stage.
-
-        Args:
-            with_head: compute logits or values on the last stage; False = final hidden states only.
-        """
+        """Return the cost of a micro-batch's forward pass on a rank; without head only final hidden states."""
         role, hardware, layout = self.role, self.hardware, self.role.layout
         layers, with_head = self._stages[stage], with_head and stage == layout.pp - 1
         flops = forward_flops(role, micro, layers, with_head=with_head) / (layout.tp * layout.cp)

@@ -185,11 +185,7 @@ class StateCounter:
 
 
 def rollout_weight_bytes(model: ModelConfig, tp: int, rank: int, dtype: str, *, fp8: bool = False) -> int:
-    """Return the weight bytes of one rank of the rollout engine, without vocabulary padding on the last rank.
-
-    Args:
-        fp8: the engine holds the matrices of linear layers in blockwise FP8.
-    """
+    """Return the weight bytes of an engine's rank, with ``fp8`` matrices of linear layers in blockwise FP8."""
     total = 0
     for pattern in WeightMap(model).patterns(ParallelLayout(), tp):
         pieces = pattern.targets[rank % len(pattern.targets)]

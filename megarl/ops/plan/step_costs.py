@@ -71,11 +71,7 @@ def simultaneous_phases(job: PlannedJob) -> tuple[tuple[str, ...], ...]:
 
 
 def step_cost(job: PlannedJob, hardware: Hardware, lengths: Lengths, kv_tokens: float | None = None) -> StepCost:
-    """Return the cost of a training step.
-
-    Args:
-        kv_tokens: tokens in the KV cache of a replica; None = unlimited.
-    """
+    """Return the cost of a training step, with an unlimited KV cache if ``kv_tokens`` is None."""
     phases: dict[str, PhaseCost] = {}
     if (generation := generation_cost(job, hardware, lengths, kv_tokens)) is not None:
         phases["gen"] = generation

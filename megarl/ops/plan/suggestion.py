@@ -38,10 +38,7 @@ _FRACTION = f"{ROLLOUT}.engine_kwargs.sglang.server_args.mem_fraction_static"
 
 
 def plan_run(config: Config) -> tuple[Estimate, Changes | None]:
-    """Plan a run with sequences of maximum length on its configured hardware, without the weight sync.
-
-    Returns:
-        The plan and, if the run does not fit, the smallest known change that makes it fit.
+    """Plan a run with the longest sequences, without sync; also returns the smallest change that makes it fit.
 
     Raises:
         InvalidConfigError, ConfigError, ModelError: the configuration cannot run, independent of memory.

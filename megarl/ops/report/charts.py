@@ -231,11 +231,7 @@ FAILURES = {
 
 
 def chart_groups(names: Iterable[str], maps: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """Return the groups of charts for runs with these metrics, as JSON values; empty charts are dropped.
-
-    Args:
-        maps: names of the maps of ranks over steps, see :func:`~megarl.ops.report.balance.balance_maps`.
-    """
+    """Return the groups of charts for runs with these metrics and maps of ranks; empty charts are dropped."""
     present = sorted(set(names))
     failures = Chart("Failures", "Counted per step.", FAILURES)
     groups = []

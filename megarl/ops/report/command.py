@@ -17,11 +17,7 @@ COMPARISON_FILE = "comparison.html"
 
 
 def report_run(folder: Path | str, output: Path | str | None = None) -> Path:
-    """Write the report of one run.
-
-    Args:
-        output: the HTML file; None = ``report.html`` in the run's folder.
-    """
+    """Write the report of one run, by default as ``report.html`` in its folder; returns its path."""
     run = read_run(Path(folder))
     return write_page(Path(output) if output else run.folder / REPORT_FILE, [run], run.name)
 

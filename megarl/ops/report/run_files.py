@@ -89,11 +89,7 @@ def _runs_below(path: Path, depth: int) -> Iterator[Path]:
 
 
 def read_run(folder: Path, now: float | None = None) -> RunRecord:
-    """Read a run's folder. Parts of missing or broken files are empty; broken files are listed in ``problems``.
-
-    Args:
-        now: current time in seconds since the epoch, for the status; None = the clock.
-    """
+    """Read a run's folder. Parts of missing or broken files are empty; broken files are listed in ``problems``."""
     problems: list[str] = []
     config = _read(folder / CONFIG_FILE, problems)
     facts, summary = (_read(folder / name, problems) for name in (FACTS_FILE, SUMMARY_FILE))

@@ -73,11 +73,7 @@ class Summary:
 
 
 def summarize(events: Iterable[Mapping[str, Any]]) -> Summary:
-    """Summarize the events of a timeline.
-
-    Args:
-        events: as :func:`~megarl.tracing.trace_file.read_trace` returns them.
-    """
+    """Summarize the events that :func:`~megarl.tracing.trace_file.read_trace` returns."""
     names: dict[int, str] = {}
     lanes: dict[tuple[int, int], str] = {}
     concurrent: list[tuple[float, float, str]] = []
@@ -133,11 +129,7 @@ def covered(spans: Iterable[tuple[float, float, str]]) -> float:
 def own_seconds(
     spans: Iterable[tuple[float, float, str]], concurrent: Sequence[tuple[float, float, str]] = ()
 ) -> dict[str, float]:
-    """Return the seconds of nested spans by name, without their inner spans.
-
-    Args:
-        concurrent: spans that run at the same time as others, in lanes of their own; they have no inner spans.
-    """
+    """Return seconds of nested spans by name without inner spans; ``concurrent`` ones run in lanes of their own."""
     seconds: dict[str, float] = defaultdict(float)
     outer: list[tuple[float, str]] = []
     in_lanes, reached = set(concurrent), float("-inf")

@@ -125,10 +125,7 @@ def check_all_reduce(needs: Needs, gpus: int) -> list[CheckResult]:
 
 
 def run_ranks(ranks: range, world: int, host: str, port: int, backend: str) -> Bandwidth:
-    """Run this machine's ranks of an all-reduce: a new process per rank, with one GPU each for NCCL.
-
-    Returns:
-        The measurement of the slowest rank.
+    """Run this machine's ranks, one process and GPU each; returns the measurement of the slowest.
 
     Raises:
         RuntimeError: a process failed; with the last line of its output.

@@ -98,11 +98,7 @@ def _per_gpu(name: str, status: Status, faults: Sequence[str], healthy: str, rem
 
 
 def check_driver(inventory: Inventory, torch_cuda: str | None) -> CheckResult:
-    """Check that the driver supports torch's CUDA version: the same major version suffices.
-
-    Args:
-        torch_cuda: CUDA version of the torch build; None = a CPU build.
-    """
+    """Check that the driver supports torch's CUDA (None = a CPU build): the same major version suffices."""
     observation = f"driver {inventory.driver} (CUDA up to {inventory.cuda}), torch built for {torch_cuda or 'CPU only'}"
     if torch_cuda is None:
         remedy = "install a CUDA build of torch: the CPU build sees no GPU"

@@ -45,11 +45,7 @@ def check_kernels(needs: Needs, gpus: int) -> list[CheckResult]:
 
 
 def transformer_engine_result(facts: KernelFacts, with_experts: bool) -> CheckResult:
-    """Turn the observations about Transformer Engine into a result.
-
-    Args:
-        with_experts: whether a model of the run has a mixture of experts.
-    """
+    """Turn the observations about Transformer Engine into a result, for a run with or without experts."""
     name, remedy = "Transformer Engine", f"install a build for this torch and CUDA: {install_command('gpu')}"
     if facts.import_error:
         text = f"cannot be imported, torch's layers replace it: {facts.import_error}"

@@ -105,11 +105,7 @@ def clock_offset(sent: float, remote: float, received: float) -> ClockOffset:
 
 
 def compare_clocks(offsets: Mapping[str, ClockOffset]) -> CheckResult:
-    """Check that the clocks of all machines agree.
-
-    Args:
-        offsets: by host, relative to the same clock.
-    """
+    """Check that the clocks of all machines agree; offsets are by host, relative to the same clock."""
     low, high = (pick(offsets, key=lambda host: offsets[host].ahead) for pick in (min, max))
     difference = offsets[high].ahead - offsets[low].ahead
     error = offsets[high].error + offsets[low].error
