@@ -194,14 +194,10 @@ def facts(device: str) -> dict[str, str]:
     return values
 
 
-def needs_package(package: str) -> str:
-    """Return the version of an installed package.
-
-    Raises:
-        MissingError: it is not installed.
-    """
+def needs_package(package: str) -> None:
+    """Raise :class:`MissingError` unless a package is installed."""
     try:
-        return version(package)
+        version(package)
     except PackageNotFoundError:
         raise MissingError(f"{package} is not installed") from None
 

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -115,7 +115,8 @@ class Launcher:
         if self._signal is not None:  # received after the previous session's last check
             raise LaunchInterrupted(self._signal)
         try:
-            with ClusterSession(settings, self.job, self.agent_command, self._events, self.say) as session:
+            session = ClusterSession(settings, self.job, self.agent_command, self._events, self.say)
+            with closing(session):
                 session.start()
                 if settings.doctor:
                     session.run_doctor()

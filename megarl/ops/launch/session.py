@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import TracebackType
 
 from megarl.base.errors import ResourceError
 from megarl.base.formatting import count_noun
@@ -71,7 +70,7 @@ def shell_exit_code(code: int) -> int:
 
 
 class ClusterSession:
-    """A Ray cluster that exists for the length of a ``with`` block.
+    """A Ray cluster that exists until :meth:`close`.
 
     Args:
         agent_command: returns the command that starts an agent on a host and connects its stdin and stdout.
@@ -99,14 +98,6 @@ class ClusterSession:
         self._last_heartbeat = time.monotonic()
         self._failed = True
         self._lost: set[str] = set()
-
-    def __enter__(self) -> ClusterSession:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     @property
     def head(self) -> str:

@@ -37,9 +37,7 @@ class RankTokens(NamedTuple):
     mixed_lengths: bool = True  # whether sequences differ in length
 
 
-def tokens_on_rank(
-    role: PlannedRole, planned: PlannedPass, shared_extra: int = 0, *, mixed_lengths: bool = True
-) -> RankTokens:
+def tokens_on_rank(role: PlannedRole, planned: PlannedPass, shared_extra: int = 0) -> RankTokens:
     """Divide a pass's largest micro-batch over the ranks; shared prompts add ``shared_extra`` tokens in attention."""
     layout = role.layout
     local = -(-planned.tokens // layout.cp)
@@ -47,15 +45,7 @@ def tokens_on_rank(
         local = -(-local // layout.tp) * layout.tp
     between_layers = local // layout.tp if role.sequence_parallel else local
     outputs, longest = -(-planned.outputs // layout.cp), planned.longest or planned.tokens
-    return RankTokens(
-        local * layout.cp,
-        local,
-        between_layers,
-        outputs,
-        local + shared_extra,
-        longest,
-        mixed_lengths,
-    )
+    return RankTokens(local * layout.cp, local, between_layers, outputs, local + shared_extra, longest)
 
 
 def recomputed_modules(role: PlannedRole) -> frozenset[str]:

@@ -22,9 +22,6 @@ from megarl.ops.plan.layer_activations import (
     tokens_on_rank,
 )
 
-PER_TARGET = INT64 + 1 + 7 * FLOAT32
-"""Bytes per response token for the backward of log-probs: target column, its rank, and the results of the forward."""
-
 
 class PassActivations(NamedTuple):
     """Bytes of a pass on a rank, in addition to weights, gradients and optimizer state."""
@@ -65,28 +62,13 @@ def role_activations(
     layers = recomputed = ends = logits = 0
     if planned.updates:
         layers, recomputed = kept_by_layers(role, tokens, stage, planned.micro_batches, fused=fused)
-        ends = _ends(role, tokens, stage)
+        ends = end_bytes(role, tokens, stage)
     if stage == role.layout.pp - 1:
         # The micro-batch has the hidden states of all context-parallel ranks, and this rank copies its part.
         ends += planned.kl_hidden_bytes * (planned.outputs + tokens.outputs)
         logits = logits_bytes(role, planned, tokens)
     working = working_bytes(role, tokens, backward=planned.updates, fused=fused)
     return PassActivations(layers, recomputed, ends, logits, working)
-
-
-def saved_bytes(role: PlannedRole, planned: PlannedPass, stage: int, *, fused: bool, mixed_lengths: bool = True) -> int:
-    """Return the bytes that autograd keeps alive at the peak, without working memory.
-
-    Args:
-        planned: an update.
-        fused: kind of layers; see :mod:`megarl.ops.plan.layer_activations`.
-        mixed_lengths: whether sequences differ in length.
-    """
-    tokens = tokens_on_rank(role, planned, mixed_lengths=mixed_lengths)
-    layers, recomputed = kept_by_layers(role, tokens, stage, planned.micro_batches, fused=fused)
-    last = stage == role.layout.pp - 1 and not role.value_head
-    per_output = padded_vocab(role) // role.layout.tp * role.dtype_bytes + PER_TARGET
-    return layers + max(_ends(role, tokens, stage) + (tokens.outputs * per_output if last else 0), recomputed)
 
 
 def shared_extra(job: PlannedJob, role: PlannedRole, planned: PlannedPass) -> int:
@@ -162,7 +144,7 @@ def in_flight(pp: int, vpp: int, stage: int, micro_batches: int) -> list[int]:
     return counts
 
 
-def _ends(role: PlannedRole, tokens: RankTokens, stage: int) -> int:
+def end_bytes(role: PlannedRole, tokens: RankTokens, stage: int) -> int:
     """Return the bytes that embedding, final norm and head save for a micro-batch."""
     hidden, width = role.model.hidden_size, role.dtype_bytes
     total = 0

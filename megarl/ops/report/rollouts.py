@@ -25,17 +25,8 @@ FIELDS = (
     "extra",
 )  # fmt: skip
 _STANDARD_FIELDS = {
-    "input",
-    "output",
-    "gts",
-    "score",
-    "step",
-    "masked",
-    "tokens",
-    "data_source",
-    "response_length",
-    "advantage",
-}
+    "input", "output", "gts", "score", "step", "masked", "tokens", "data_source", "response_length", "advantage",
+}  # fmt: skip
 _MOST_EXTRA = 400
 
 Row = dict[str, Any]
