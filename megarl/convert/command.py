@@ -41,11 +41,11 @@ def main(argv: Sequence[str] | None = None, program: str = "megarl convert") -> 
 def _convert(arguments: argparse.Namespace) -> int:
     kind = _KINDS[arguments.command]
     source = open_source(arguments.source, arguments.model, arguments.role)
-    is_folder = source.kind == HUGGING_FACE
-    if (kind == MEGARL and not is_folder) or (kind == HUGGING_FACE and is_folder):
-        present = "Hugging Face folder" if is_folder else f"{source.kind} checkpoint"
-        expected = "Megatron checkpoint" if is_folder else "Hugging Face folder"
-        text = f"{source.path} is a {present} already, expected a {expected}"
+    if kind == MEGARL and source.kind != HUGGING_FACE:
+        text = f"{source.path} is a {source.kind} checkpoint already, expected a Hugging Face folder"
+        raise CheckpointError(text, code="convert.same-format")
+    if kind == HUGGING_FACE and source.kind == HUGGING_FACE:
+        text = f"{source.path} is a Hugging Face folder already, expected a Megatron checkpoint"
         raise CheckpointError(text, code="convert.same-format")
     _print_source(source)
     options = ConversionOptions(
