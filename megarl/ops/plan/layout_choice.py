@@ -207,8 +207,8 @@ class _Choice:
             return
         pool, per_node = len(job.pool_of(ROLLOUT).numbers), job.engine_devices_per_node
         sizes = [tp for tp in range(1, pool + 1) if pool % tp == 0 and (tp % per_node == 0 or per_node % tp == 0)]
-        layouts = {tp: MegatronConfig(tensor_model_parallel_size=tp, data_parallel_size=1) for tp in reversed(sizes)}
-        valid = [{size: tp} for tp, layout in layouts.items() if _is_valid(rollout.model, layout, ROLLOUT)]
+        sized = {tp: MegatronConfig(tensor_model_parallel_size=tp, data_parallel_size=1) for tp in reversed(sizes)}
+        valid = [{size: tp} for tp, layout in sized.items() if _is_valid(rollout.model, layout, ROLLOUT)]
         yield from (valid if size not in self._fixed_sizes else []) or [{}]
 
     def shortest_budget(self, sizes: Changes) -> int:
