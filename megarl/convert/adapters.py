@@ -22,21 +22,13 @@ from megarl.models.peft_folder import AdapterFolder
 
 @dataclass(frozen=True)
 class MergedView(TensorView):
-    """A weight with its adapter merged, computed in float32 and rounded once.
+    """A weight with its adapter merged, computed in float32 and rounded once."""
 
-    Attributes:
-        base: the weight.
-        a: A, ``[rank, columns]``.
-        b: B, ``[rows, rank]``.
-        m: magnitudes of the rows, ``[rows]``; None without DoRA.
-        scale: factor of the adapter.
-    """
-
-    base: TensorView
-    a: TensorView
-    b: TensorView
-    m: TensorView | None
-    scale: float
+    base: TensorView  # the weight
+    a: TensorView  # A, [rank, columns]
+    b: TensorView  # B, [rows, rank]
+    m: TensorView | None  # magnitudes of the rows, [rows]; None without DoRA
+    scale: float  # factor of the adapter
 
     def read(self, first: int, last: int, dtype: torch.dtype, files: Files, scratch: Scratch) -> Tensor:
         """Return rows ``[first, last)``; see :meth:`TensorView.read`."""
@@ -95,7 +87,6 @@ def base_of_role(path: Path, document: Mapping[str, Any], model: Path | None) ->
     """Return the folder of the base model of a role's checkpoint.
 
     Args:
-        path: the checkpoint.
         document: contents of its ``state.json``.
         model: folder given by the user; None = the folder that the run had.
 

@@ -27,15 +27,7 @@ _KINDS = {"hf-to-megatron": MEGARL, "megatron-to-hf": HUGGING_FACE, "megatron-to
 
 
 def main(argv: Sequence[str] | None = None, program: str = "megarl convert") -> int:
-    """Run one command.
-
-    Args:
-        argv: command-line arguments; None = those of the process.
-        program: program name in the help.
-
-    Returns:
-        The exit code: 0; 1 for an error or different checkpoints; 2 for a wrong command line; 130 after Ctrl-C.
-    """
+    """Run one command; returns 0, 1 for an error or a difference, 2 for wrong arguments, 130 after Ctrl-C."""
     arguments = _parser(program).parse_args(argv)
 
     def run() -> int:
@@ -79,10 +71,9 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    sources: list[CheckpointSource] = []
-    for path, other_path in ((arguments.a, arguments.b), (arguments.b, arguments.a)):
-        sources.append(_open_with_config_of(path, other_path, arguments))
-    result = compare(sources[0], sources[1], arguments.workers)
+    pairs = ((arguments.a, arguments.b), (arguments.b, arguments.a))
+    first, second = (_open_with_config_of(path, other_path, arguments) for path, other_path in pairs)
+    result = compare(first, second, arguments.workers)
     print(describe(result, arguments.a, arguments.b))
     return 0 if result.equal else EXIT_FAILED
 
@@ -204,11 +195,7 @@ def _count(text: str) -> int:
 
 
 def describe_source(source: CheckpointSource, with_tensors: bool = False) -> str:
-    """Describe a checkpoint: format, model, tensors, dtypes and size; reads no weights.
-
-    Args:
-        source: an opened checkpoint.
-    """
+    """Describe a checkpoint: format, model, tensors, dtypes and size; reads no weights."""
     config = source.config
     formats: Counter[str] = Counter()
     for view in source.tensors.values():
@@ -231,11 +218,8 @@ def describe_source(source: CheckpointSource, with_tensors: bool = False) -> str
     }
     lines = table_lines(list(rows.items()))
     lines += [f"not read: {name}" for name in source.left_out]
-    if with_tensors:
-        lines += [
-            f"  {name}  {list(view.shape)}  {str(view.dtype).removeprefix('torch.')}"
-            for name, view in source.tensors.items()
-        ]
+    for name, view in source.tensors.items() if with_tensors else ():
+        lines.append(f"  {name}  {list(view.shape)}  {str(view.dtype).removeprefix('torch.')}")
     return "\n".join(lines)
 
 

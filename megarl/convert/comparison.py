@@ -19,10 +19,8 @@ from megarl.convert.transfer import in_parallel, progress
 class TensorDifference:
     """Difference between a tensor of A and of B."""
 
-    largest: float = 0.0
-    """Largest absolute difference; infinite or NaN if only one side is."""
-    elements: int = 0
-    """Number of elements with different values."""
+    largest: float = 0.0  # largest absolute difference; infinite or NaN if only one side is
+    elements: int = 0  # number of elements with different values
 
 
 @dataclass
@@ -30,13 +28,10 @@ class Comparison:
     """All differences between two checkpoints A and B."""
 
     compared: int = 0
-    missing: list[str] = field(default_factory=list)
-    """Tensors in A only."""
-    unexpected: list[str] = field(default_factory=list)
-    """Tensors in B only."""
+    missing: list[str] = field(default_factory=list)  # tensors in A only
+    unexpected: list[str] = field(default_factory=list)  # tensors in B only
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    dtypes: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)
-    """Different dtypes; reported, but not counted as a difference."""
+    dtypes: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)  # no difference, but reported
     different: dict[str, TensorDifference] = field(default_factory=dict)
 
     @property
@@ -49,10 +44,6 @@ def compare(first: CheckpointSource, second: CheckpointSource, workers: int) -> 
     """Compare every tensor of two checkpoints, element by element in float64.
 
     NaN equals NaN. A zero bias of a scalar head equals a missing one.
-
-    Args:
-        first: A.
-        second: B.
 
     Raises:
         CheckpointError: a file of either checkpoint is missing or damaged.
@@ -147,7 +138,7 @@ def describe(comparison: Comparison, first: Path, second: Path, limit: int = 20)
         [f"{n}: {d.elements} elements, by at most {d.largest:.6g}" for n, d in comparison.different.items()],
     )
     if comparison.dtypes:
-        pairs = sorted({f"{_short(a)} and {_short(b)}" for a, b in comparison.dtypes.values()})
+        pairs = sorted({f"{a} and {b}".replace("torch.", "") for a, b in comparison.dtypes.values()})
         lines.append(f"dtypes differ in {len(comparison.dtypes)} tensors ({', '.join(pairs)}); values compared")
     if comparison.different:
         name, worst = max(comparison.different.items(), key=lambda item: (math.isnan(item[1].largest), item[1].largest))
@@ -155,7 +146,3 @@ def describe(comparison: Comparison, first: Path, second: Path, limit: int = 20)
     verdict = "equal" if comparison.equal else "NOT equal"
     lines.append(f"{first} and {second} are {verdict}: {comparison.compared} tensors compared")
     return "\n".join(lines)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -30,8 +30,7 @@ from megarl.convert.transfer import progress, transfer
 from megarl.models.hf_writer import copy_companions
 from megarl.models.multi_token import warn_of_missing_layers
 
-SPARE_BYTES = 64 << 20
-"""Disk space that must stay free."""
+SPARE_BYTES = 64 << 20  # disk space that must stay free
 _PLANS = {HUGGING_FACE: plan_hugging_face, MEGARL: plan_role}
 
 
@@ -39,15 +38,13 @@ _PLANS = {HUGGING_FACE: plan_hugging_face, MEGARL: plan_role}
 class ConversionOptions:
     """Options of an output."""
 
-    dtype: torch.dtype | None = None
-    """Dtype of the weights; None keeps the dtype of each tensor."""
+    dtype: torch.dtype | None = None  # dtype of the weights; None keeps the dtype of each tensor
     keep_value_head: bool = True
     max_shard_bytes: int = 5 * 10**9
     workers: int = 4
     overwrite: bool = False
     restart: bool = False
-    show_progress: bool = True
-    """Draw a progress bar on a terminal."""
+    show_progress: bool = True  # draw a progress bar on a terminal
 
 
 @dataclass(frozen=True)
@@ -57,8 +54,7 @@ class ConversionResult:
     tensors: int
     nbytes: int
     files: int
-    reused: int
-    """Files that an interrupted conversion finished."""
+    reused: int  # files that an interrupted conversion finished
 
 
 def convert(source: CheckpointSource, destination: Path, kind: str, options: ConversionOptions) -> ConversionResult:
@@ -126,9 +122,8 @@ def _check_separate(source: CheckpointSource, destination: Path) -> None:
 
 
 def _check_disk_space(folder: Path, needed: int) -> None:
-    written = sum(
-        file.stat().st_blocks * 512 for file in folder.iterdir() if file.suffix in (".safetensors", ".distcp")
-    )
+    large = [file for file in folder.iterdir() if file.suffix in (".safetensors", ".distcp")]
+    written = sum(file.stat().st_blocks * 512 for file in large)
     free = shutil.disk_usage(folder).free
     if needed + SPARE_BYTES > free:
         raise CheckpointError(
@@ -158,10 +153,7 @@ _LOCK = "conversion.lock"
 
 
 class UnfinishedOutput:
-    """An output folder while it is written.
-
-    Args:
-        overwrite: whether an existing folder may be replaced.
+    """An output folder while it is written; ``overwrite`` replaces an existing one.
 
     Raises:
         CheckpointError: ``path`` exists and may not be replaced, or its parent is not writable.

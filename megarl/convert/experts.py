@@ -83,12 +83,7 @@ def quantized_expert_view(
 
 
 def stacked_views(tensors: Mapping[str, TensorView], parts: Mapping[str, StackedPart]) -> dict[str, TensorView]:
-    """Replace the tensors of experts by those of a file, in the same order.
-
-    Args:
-        tensors: the tensors of the weight map.
-        parts: their places in a file (:func:`megarl.models.expert_files.stacked_parts`).
-    """
+    """Replace the tensors of experts by a file's, in the same order (see ``expert_files.stacked_parts``)."""
     experts: dict[str, list[TensorView]] = {}
     for name, view in tensors.items():
         if name in parts:

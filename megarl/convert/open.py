@@ -242,21 +242,20 @@ def _view(name: str, entry: TensorEntry) -> TensorView:
     assert entry.whole is not None
     if entry.scales is None:
         return expert_view(name, _stored(name, entry.whole), entry.expert)
-    blocks, scales = (_bytes(name, part) for part in (entry.whole, entry.scales))
+    blocks, scales = (_stored_as(name, part, torch.uint8) for part in (entry.whole, entry.scales))
     return quantized_expert_view(name, entry.shape, blocks, scales, entry.expert)
-
-
-def _bytes(name: str, entry: TensorEntry) -> StoredTensor:
-    chunk = Chunk((0,) * len(entry.shape), entry.shape, entry.file, entry.offset)
-    return StoredTensor(name, entry.shape, torch.uint8, (chunk,))
 
 
 def _stored(name: str, entry: TensorEntry) -> StoredTensor:
     if entry.dtype not in DTYPES:
         text = f"{entry.file}: tensor '{name}' has dtype {entry.dtype}, expected one of {', '.join(DTYPES)}"
         raise ModelError(text, code="model.tensor-dtype")
+    return _stored_as(name, entry, DTYPES[entry.dtype])
+
+
+def _stored_as(name: str, entry: TensorEntry, dtype: torch.dtype) -> StoredTensor:
     chunk = Chunk((0,) * len(entry.shape), entry.shape, entry.file, entry.offset)
-    return StoredTensor(name, entry.shape, DTYPES[entry.dtype], (chunk,))
+    return StoredTensor(name, entry.shape, dtype, (chunk,))
 
 
 def _initial_folder(path: Path) -> Path | None:

@@ -53,14 +53,10 @@ class Selection:
     tensors: Mapping[str, TensorView]
     dtypes: Mapping[str, torch.dtype]
     config: Mapping[str, Any]
-    float32: Collection[str] = ()
-    """Tensors that the model keeps in float32 with every weight dtype; never trained."""
-    parts: Mapping[str, StackedPart] = field(default_factory=dict)
-    """Places of the tensors of experts in the tensors of a Hugging Face file."""
-    carried: Mapping[str, TensorView] = field(default_factory=dict)
-    """Multi-token prediction layers, which only a Hugging Face folder holds, in their own dtype."""
-    initial: str | None = None
-    """Folder of the initial model, for a role checkpoint."""
+    float32: Collection[str] = ()  # tensors that the model keeps in float32 with every weight dtype; never trained
+    parts: Mapping[str, StackedPart] = field(default_factory=dict)  # experts in the tensors of a Hugging Face file
+    carried: Mapping[str, TensorView] = field(default_factory=dict)  # of a Hugging Face folder, in their own dtype
+    initial: str | None = None  # folder of the initial model, for a role checkpoint
 
     @property
     def dtype(self) -> torch.dtype:
@@ -144,8 +140,7 @@ class OutputPlan:
 
     files: list[FilePlan]
     small: dict[str, bytes]
-    companions: str
-    """Subfolder for the tokenizer and other small model files; empty = the output itself."""
+    companions: str  # subfolder for the tokenizer and other small model files; empty = the output itself
 
     @property
     def tensors(self) -> int:
@@ -172,12 +167,7 @@ def bands_of(view: TensorView, dtype: torch.dtype, offset: int = 0) -> Iterator[
 
 
 def plan_hugging_face(selection: Selection, max_shard_bytes: int) -> OutputPlan:
-    """Plan a model folder: safetensors shards in checkpoint order, an index for several shards, and the config.
-
-    Args:
-        selection: tensors to write.
-        max_shard_bytes: maximum size of a shard; a larger tensor gets a separate shard.
-    """
+    """Plan a model folder: safetensors shards (a larger tensor is alone), an index for several, the config."""
     carried = selection.carried
     selection = replace(
         selection,
@@ -202,11 +192,7 @@ def plan_hugging_face(selection: Selection, max_shard_bytes: int) -> OutputPlan:
 
 
 def plan_adapters(adapters: StoredAdapters, dtype: torch.dtype | None) -> OutputPlan:
-    """Plan a folder in peft's format: ``adapter_config.json`` and one file of tensors.
-
-    Args:
-        dtype: dtype of the tensors; None keeps the dtype of each.
-    """
+    """Plan a folder in peft's format: config and one file of tensors, each in its dtype if ``dtype`` is None."""
     tensors = {PREFIX + name: view for name, view in adapters.views.items()}
     selection = Selection(tensors, {name: dtype or view.dtype for name, view in tensors.items()}, {})
     config = peft_config(adapters.map, str(adapters.base.absolute()))
@@ -244,7 +230,6 @@ def plan_role(selection: Selection, max_shard_bytes: int) -> OutputPlan:
 
     Args:
         selection: tensors to write, in one dtype, except weights that the model keeps in float32 (in any dtype).
-        max_shard_bytes: maximum size of a file.
 
     Raises:
         CheckpointError: the tensors have several dtypes.

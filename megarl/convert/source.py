@@ -18,10 +18,8 @@ from megarl.models.adapters import AdapterMap
 
 HUGGING_FACE, MEGARL, TORCH_DIST, PEFT = "Hugging Face", "megarl", "torch_dist", "peft"
 SCORE = (hf_folder.SCORE, hf_folder.SCORE_BIAS)
-STATE_FILE, STATE_FORMAT = "state.json", 1
-"""File that describes a role checkpoint, and the version of its format."""
-WEIGHT = "weight/"
-"""Prefix of the weights in a role checkpoint."""
+STATE_FILE, STATE_FORMAT = "state.json", 1  # file that describes a role checkpoint, and the version of its format
+WEIGHT = "weight/"  # prefix of the weights in a role checkpoint
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -33,14 +31,10 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class StoredAdapters:
-    """Low-rank adapters of a checkpoint.
-
-    Attributes:
-        views: every A and B, and a scalar head.
-    """
+    """Low-rank adapters of a checkpoint."""
 
     map: AdapterMap
-    views: Mapping[str, TensorView]
+    views: Mapping[str, TensorView]  # every A and B, and a scalar head
     base: Path
 
 
@@ -49,27 +43,17 @@ class CheckpointSource:
     """An opened checkpoint; no tensor has been read."""
 
     path: Path
-    kind: str
-    """``Hugging Face``, ``megarl``, ``torch_dist`` or ``peft``."""
+    kind: str  # Hugging Face, megarl, torch_dist or peft
     config: ModelConfig
-    companions: Path
-    """Folder with config, tokenizer and chat template."""
-    tensors: Mapping[str, TensorView]
-    """Tensors by Hugging Face name, in checkpoint order; of adapters, those of the base model with adapters merged."""
-    left_out: tuple[str, ...] = ()
-    """Stored weights that the model does not have; they are not read."""
-    state: tuple[str, ...] = ()
-    """Stored values that are not weights: optimizer state, random states."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """Further facts of the format, for reports."""
-    lacks: tuple[str, ...] = ()
-    """Tensors that the config requires and the folder lacks: the head."""
-    adapters: StoredAdapters | None = None
-    """The adapters, of a checkpoint that has only them."""
-    carried: Mapping[str, TensorView] = field(default_factory=dict)
-    """Multi-token prediction layers, which are not trained, in the initial model folder."""
-    initial: Path | None = None
-    """The initial model folder, if the checkpoint names it; it may not exist on this machine."""
+    companions: Path  # folder with config, tokenizer and chat template
+    tensors: Mapping[str, TensorView]  # by Hugging Face name, in checkpoint order; adapters are merged
+    left_out: tuple[str, ...] = ()  # stored weights that the model does not have; they are not read
+    state: tuple[str, ...] = ()  # stored values that are not weights: optimizer state, random states
+    facts: Mapping[str, Any] = field(default_factory=dict)  # further facts of the format, for reports
+    lacks: tuple[str, ...] = ()  # tensors that the config requires and the folder lacks: the head
+    adapters: StoredAdapters | None = None  # the adapters, of a checkpoint that has only them
+    carried: Mapping[str, TensorView] = field(default_factory=dict)  # multi-token prediction layers, not trained
+    initial: Path | None = None  # initial model folder, if the checkpoint names it; it may not exist here
 
     @property
     def has_value_head(self) -> bool:
@@ -109,11 +93,7 @@ def whole_view(name: str, stored: StoredTensor) -> TensorView:
 
 
 def stored_tensors(folder: Path, index: Metadata, names: Iterable[str]) -> dict[str, StoredTensor]:
-    """Return the tensors of a torch distributed checkpoint.
-
-    Args:
-        folder: the checkpoint.
-        names: tensor names; names of other values are ignored.
+    """Return the tensors of a torch distributed checkpoint; names of other values are ignored.
 
     Raises:
         CheckpointError: the index contradicts itself, or names files outside the folder.

@@ -26,10 +26,8 @@ Index = tuple[int, ...]
 class ElementLocation(NamedTuple):
     """File offset of a chunk's first element, and its strides."""
 
-    offset: int
-    """First byte in the file."""
-    stride: Index
-    """Strides in elements."""
+    offset: int  # first byte in the file
+    stride: Index  # strides in elements
 
 
 class Scratch:
@@ -95,10 +93,8 @@ class Chunk:
     shape: Index
     file: Path
     offset: int
-    length: int | None = None
-    """Bytes of the archive; None for raw bytes."""
-    dtype: torch.dtype | None = None
-    """Expected dtype of the archive; None for raw bytes."""
+    length: int | None = None  # bytes of the archive; None for raw bytes
+    dtype: torch.dtype | None = None  # expected dtype of the archive; None for raw bytes
 
     @cached_property
     def location(self) -> ElementLocation:

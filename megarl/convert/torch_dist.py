@@ -17,7 +17,7 @@ from megarl.base.checkpoint_files import read_index
 from megarl.base.errors import CheckpointError
 from megarl.convert.source import TORCH_DIST, CheckpointSource, stored_tensors, without_head_bias
 from megarl.convert.stored import StoredTensor, TensorView, ViewRegion
-from megarl.models import LocalParam, ModelConfig, ParallelLayout, Piece, WeightMap, canonical_name
+from megarl.models import LocalParam, ModelConfig, ParallelLayout, WeightMap, canonical_name
 from megarl.models.expert_files import stacked_parts
 
 _PREFIX = re.compile(r"^(?:module\.|model\d*\.|actor\.)+")
@@ -46,11 +46,7 @@ class _Located(NamedTuple):
 
 
 def open_torch_dist(path: Path, config: ModelConfig, companions: Path) -> CheckpointSource:
-    """Open a checkpoint.
-
-    Args:
-        path: the folder with ``.metadata``.
-        companions: folder with the model's config and tokenizer.
+    """Open a checkpoint, with config and tokenizer in the folder ``companions``.
 
     Raises:
         CheckpointError: a file is missing or truncated, or the parameters do not fit the model.
@@ -74,7 +70,10 @@ def open_torch_dist(path: Path, config: ModelConfig, companions: Path) -> Checkp
     for param in params:
         located_rows = _check_rows(path, param, located.pop(param.name, []), weight_map, companions)
         for piece in param.pieces:
-            regions[piece.hf_name].append(_view_region(piece, located_rows))
+            row, *columns = piece.at
+            place = [p for p in located_rows if p.row <= row][-1]
+            at = (*place.leading, row - place.row, *columns)
+            regions[piece.hf_name].append(ViewRegion(piece.start, piece.stop, place.stored, at))
     shapes = weight_map.hf_shapes()
     views = {n: TensorView(n, shape, regions[n][0].stored.dtype, tuple(regions[n])) for n, shape in shapes.items()}
     left_out = tuple(sorted({location.stored.name for locations in located.values() for location in locations}))
@@ -139,10 +138,3 @@ def _check_rows(
             code="convert.config-mismatch",
         )
     return located
-
-
-def _view_region(piece: Piece, located: list[_Located]) -> ViewRegion:
-    """Return the stored region of a piece of a parameter."""
-    row, *columns = piece.at
-    location = [p for p in located if p.row <= row][-1]
-    return ViewRegion(piece.start, piece.stop, location.stored, (*location.leading, row - location.row, *columns))

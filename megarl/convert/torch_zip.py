@@ -35,12 +35,10 @@ _STORAGES = {
 class SavedTensor(NamedTuple):
     """A tensor in an archive."""
 
-    offset: int
-    """Offset of the first element from the start of the archive, in bytes."""
+    offset: int  # offset of the first element from the start of the archive, in bytes
     dtype: torch.dtype
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    """Strides in elements."""
+    stride: tuple[int, ...]  # strides in elements
 
 
 class _Storage(NamedTuple):
@@ -49,10 +47,7 @@ class _Storage(NamedTuple):
 
 
 def locate_tensor(archive: BinaryIO) -> SavedTensor:
-    """Locate the single tensor of an archive.
-
-    Args:
-        archive: file with exactly the archive.
+    """Locate the single tensor of an archive, a file with exactly the archive.
 
     Raises:
         CheckpointError: the file is no such archive, is damaged, or its pickle names anything but a tensor.
@@ -112,14 +107,10 @@ def _tensor(storage: Any, first: int, shape: Any, stride: Any, *rest: Any) -> _T
     return _Tensor(storage, int(first), tuple(map(int, shape)), tuple(map(int, stride)))
 
 
-def _same(tensor: Any, *rest: Any) -> Any:
-    return tensor
-
-
 _FUNCTIONS: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("torch._utils", "_rebuild_tensor"): _tensor,
-    ("torch._utils", "_rebuild_parameter"): _same,
+    ("torch._utils", "_rebuild_parameter"): lambda tensor, *rest: tensor,
     ("collections", "OrderedDict"): dict,
 }
 

@@ -19,8 +19,7 @@ from megarl.convert.output import Band, FilePlan
 from megarl.convert.stored import Files, Scratch
 
 _T = TypeVar("_T")
-Report = Callable[[int], None]
-"""Called with the number of bytes done, from any thread."""
+Report = Callable[[int], None]  # called with the number of bytes done, from any thread
 
 
 def in_parallel(work: Callable[[_T, Scratch], None], items: Iterable[_T], workers: int) -> None:
@@ -128,10 +127,8 @@ def progress(title: str, total: int, done: int = 0, show: bool = True) -> Iterat
     """Show a progress bar on stderr, if it is a terminal.
 
     Args:
-        title: text in front of the bar.
         total: total bytes.
         done: bytes done before.
-        show: whether to draw the bar.
 
     Yields:
         A function that adds a number of bytes, from any thread.

@@ -21,7 +21,6 @@ def scale_run(folder: Path, replicas: int) -> Path:
     """Request a number of rollout replicas; the run follows at its weight syncs.
 
     Args:
-        folder: folder of the run.
         replicas: from ``rollout.min_replicas`` to ``rollout.replicas``.
 
     Returns:

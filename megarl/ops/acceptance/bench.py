@@ -46,9 +46,6 @@ class Bench:
 
     Args:
         report: results so far; checks that passed are not repeated.
-        folder: folder of the reports.
-        device: ``cuda`` or ``cpu``.
-        show: receives each new result.
         pattern: regular expression of the checks to run; the others remain for a later run. None = all.
     """
 
@@ -197,14 +194,10 @@ def facts(device: str) -> dict[str, str]:
     return values
 
 
-def needs_package(package: str) -> str:
-    """Return the version of an installed package.
-
-    Raises:
-        MissingError: it is not installed.
-    """
+def needs_package(package: str) -> None:
+    """Raise :class:`MissingError` unless a package is installed."""
     try:
-        return version(package)
+        version(package)
     except PackageNotFoundError:
         raise MissingError(f"{package} is not installed") from None
 
@@ -222,10 +215,7 @@ def checkout() -> Path:
 
 
 def choose_device(name: str) -> str:
-    """Return ``cuda`` or ``cpu``.
-
-    Args:
-        name: ``auto``, ``cuda`` or ``cpu``.
+    """Return ``cuda`` or ``cpu`` for ``auto`` or one of them.
 
     Raises:
         ConfigError: ``cuda`` without a GPU.

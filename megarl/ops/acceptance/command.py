@@ -30,27 +30,16 @@ from megarl.ops.acceptance.results import (
 from megarl.ops.acceptance.stages import STAGES
 
 STAGE_LIMIT_S = 480.0
-CLOSING_S = 5.0
-"""Seconds of a budget for the archive and the table."""
-LEAST_S = 10.0
-"""A stage does not start with less: its imports take as long."""
-UNFINISHED = "process of the stage"
-"""Check of a stage whose process crashed or reached the limit."""
+CLOSING_S = 5.0  # seconds of a budget for the archive and the table
+LEAST_S = 10.0  # a stage does not start with less: its imports take as long
+UNFINISHED = "process of the stage"  # check of a stage whose process crashed or reached the limit
 ARCHIVED = ("*.json", "*.md", "*.log", "*.txt", "scratch/jobs/*/output.txt", "scratch/jobs/**/metrics.jsonl",
             "scratch/jobs/**/logs/*")  # fmt: skip
-ARCHIVED_BYTES = 8 * 2**20
-"""Larger files stay out of the archive."""
+ARCHIVED_BYTES = 8 * 2**20  # larger files stay out of the archive
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the stages that have not passed, and print a table of all.
-
-    Args:
-        argv: arguments after ``--accept``.
-
-    Returns:
-        The exit code: 0, 1 if a check failed or a stage did not finish, 2 for a wrong command line, 130 after Ctrl-C.
-    """
+    """Run the stages that have not passed, and print a table of all; returns the exit code."""
     started = time.monotonic()
     options = _parser().parse_args(argv)
     return exit_code(lambda: _main(options, started), interrupted="interrupted; the same command continues")
@@ -77,7 +66,6 @@ def run_stages(names: Sequence[str], options: argparse.Namespace, started: float
 
     Args:
         names: names of stages, the most valuable first.
-        options: parsed command line.
         started: when the command began, on the monotonic clock.
 
     Raises:
@@ -180,7 +168,8 @@ class _StageRun:
         if report.is_complete:
             report = report.without(UNFINISHED)
         else:
-            note = f"{ending}; {_last_line(self.log)}"
+            output = self.log.read_text(encoding="utf-8", errors="replace").strip() or "no output"
+            note = f"{ending}; {output.splitlines()[-1][:300]}"
             report = replace(report, seconds=time.monotonic() - self.started)
             report = report.with_result(Result(UNFINISHED, Verdict.FAIL, note=note))
         report.write(self.options.out)
@@ -198,11 +187,6 @@ def _run(
             ending.callback(kill_process_tree, runs[-1].process)
         for run in runs:
             yield run.finish(limit)
-
-
-def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "no output"
 
 
 def _table(report: StageReport) -> list[str]:

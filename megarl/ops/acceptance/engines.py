@@ -17,10 +17,8 @@ from megarl.ops.acceptance.models import SHAPES, SingleRankEngine, random_shape
 from megarl.ops.acceptance.results import Result, Verdict
 from megarl.rollout import Completion, EngineOptions, Request, RolloutEngine, SamplingParams, create_engine
 
-NEAR_TIE = 1e-4
-"""Largest difference of two logits that rounding may reverse."""
-FLOAT32_LIMIT = 1e-4
-"""Largest difference of log-probs between engine and trainer, in nats."""
+NEAR_TIE = 1e-4  # largest difference of two logits that rounding may reverse
+FLOAT32_LIMIT = 1e-4  # largest difference of log-probs between engine and trainer, in nats
 CONTRACT_LIMIT_S = 400.0
 
 

@@ -9,10 +9,8 @@ import torch
 from megarl.ops.acceptance.bench import Bench, UnsupportedError, needs_package, within
 from megarl.ops.acceptance.results import Result, Verdict
 
-CAPABILITY = (8, 9)
-"""Smallest compute capability with FP8 products (Ada)."""
-ERROR_LIMIT = 0.05
-"""Relative error of a product of normal numbers: e4m3 has three bits of mantissa."""
+CAPABILITY = (8, 9)  # smallest compute capability with FP8 products (Ada)
+ERROR_LIMIT = 0.05  # relative error of a product of normal numbers: e4m3 has three bits of mantissa
 SIZE = 8192
 
 

@@ -24,14 +24,10 @@ from megarl.base.child_process import kill_process_tree, parent_death_hook
 from megarl.ops.acceptance.bench import Bench, checkout, needs_package, within
 from megarl.ops.acceptance.results import Result, Verdict
 
-DECAY, UPDATES = 0.95, 2
-"""Adam's beta2, and optimizer steps per step, of the configurations."""
-RISE = 0.05
-"""Smallest rise of the mean score from the first to the last fifth of a run."""
-SAME_SCORE = 0.15
-"""Largest difference of the mean score after a resume; on a CPU the difference must be zero."""
-ROUNDING = 1e-4
-"""Relative error of a second moment after a few steps in float32."""
+DECAY, UPDATES = 0.95, 2  # Adam's beta2, and optimizer steps per step, of the configurations
+RISE = 0.05  # smallest rise of the mean score from the first to the last fifth of a run
+SAME_SCORE = 0.15  # largest difference of the mean score after a resume; on a CPU the difference must be zero
+ROUNDING = 1e-4  # relative error of a second moment after a few steps in float32
 SAVE_FREQ = 2
 SAVING = (f"trainer.save_freq={SAVE_FREQ}", "trainer.resume_mode=auto", "trainer.max_actor_ckpt_to_keep=null")
 SCORE, ENTROPY = "critic/score/mean", "actor/entropy"
@@ -100,9 +96,8 @@ class _Case:
         learned = self.bench.is_tiny or last - first >= RISE
         outcome = Verdict.FAIL if len(rows) != self.steps else Verdict.OK if learned else Verdict.BELOW
         note = f"score {first:.3f} to {last:.3f}; {seconds:.1f} s per step with the start"
-        return Result(
-            "", outcome, len(rows), "steps", f"{self.steps} steps" + ("" if self.bench.is_tiny else f", +{RISE}"), note
-        )
+        target = f"{self.steps} steps" + ("" if self.bench.is_tiny else f", +{RISE}")
+        return Result("", outcome, len(rows), "steps", target, note)
 
     def resumes(self) -> Result:
         """Kill a GRPO job after a checkpoint, resume it, and compare it with the undisturbed run."""
@@ -120,9 +115,9 @@ class _Case:
         if lost := lost_moments(folder):
             return Result("", Verdict.FAIL, target="the checkpoint's optimizer state", note=f"{killed}; lost: {lost}")
         is_exact = self.bench.device.type == "cpu"
-        difference = max(
-            _largest_difference(whole, folder, name) for name in ((SCORE, ENTROPY) if is_exact else (SCORE,))
-        )
+        names = (SCORE, ENTROPY) if is_exact else (SCORE,)
+        metrics = [(_metric(whole, name), _metric(folder, name)) for name in names]
+        difference = max(abs(present[step] - x) for expected, present in metrics for step, x in expected.items())
         return within(difference, 0.0 if is_exact else SAME_SCORE, "score", killed)
 
     def _overrides(self, config: str) -> list[str]:
@@ -178,9 +173,6 @@ def lost_moments(run: Path) -> str:
     """Name a tensor whose second moments a run forgot between two of its checkpoints; empty if it forgot none.
 
     A step decays a second moment by :data:`DECAY` and adds a square. So a moment that decays faster was not loaded.
-
-    Args:
-        run: folder of a run with checkpoints.
     """
     indices = {int(path.name.rpartition("_")[2]): path for path in run.glob("**/global_step_*")}
     for before, after in pairwise(sorted(indices)):
@@ -223,8 +215,3 @@ def _metric(folder: Path, name: str) -> dict[int, float]:
     files = sorted(folder.glob("outputs/*/*/metrics.jsonl"))
     lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
     return {int(row["step"]): row[name] for row in map(json.loads, lines) if name in row}
-
-
-def _largest_difference(whole: Path, resumed: Path, name: str) -> float:
-    expected, present = _metric(whole, name), _metric(resumed, name)
-    return max(abs(present[step] - value) for step, value in expected.items())

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megarl.base.ports import held_port
 from megarl.megatron import MegatronEngine, MegatronOptions, init_runtime, shutdown_runtime
-from megarl.models import ParallelLayout, parse_model_config, read_model_config
+from megarl.models import LocalParam, ModelConfig, ParallelLayout, WeightMap, parse_model_config, read_model_config
 
 VOCABULARY = 1000  # no power of two: the vocabulary is padded
 _WIDTH = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -123,14 +124,24 @@ def random_shape(shape: str, folder: Path, dtype: torch.dtype) -> None:
     model.save_pretrained(folder)
 
 
-class SingleRankEngine:
-    """Context manager: an engine with one rank on the bench's device.
+def checkpoint_tensors(
+    model: ModelConfig, params: Iterable[LocalParam], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Assemble checkpoint tensors from those parameters of one rank that have a tensor."""
+    shapes = WeightMap(model).hf_shapes()
+    result: dict[str, Tensor] = {}
+    for param in (param for param in params if param.name in tensors):
+        local = tensors[param.name]
+        for piece in param.pieces:
+            source = tuple(slice(a, a + n) for a, n in zip(piece.at, piece.local_shape, strict=True))
+            target = tuple(slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True))
+            whole = result.setdefault(piece.hf_name, local.new_zeros(shapes[piece.hf_name]))
+            whole[target] = local[source].reshape(piece.shape)
+    return result
 
-    Args:
-        source: folder of weights, or the fields of a ``config.json`` for random weights.
-        options: options of the engine.
-        device: ``cuda`` or ``cpu``.
-    """
+
+class SingleRankEngine:
+    """Context manager: an engine with one rank, from a folder or, with random weights, from a config's fields."""
 
     def __init__(self, source: Path | Mapping[str, Any], options: MegatronOptions, device: torch.device) -> None:
         self._source, self._options, self._device = source, options, device

@@ -17,10 +17,8 @@ from megarl.ops.acceptance.results import Result, Verdict
 from megarl.ops.acceptance.speed import one_step
 from megarl.ops.plan.pass_costs import ADAM_BYTES
 
-SHARE_OF_COPY = 0.7
-"""Target of offload and onload, as a share of one large copy through pinned memory."""
-SHARE_OF_BANDWIDTH = 0.5
-"""Target of the optimizer step, as a share of the device's memory bandwidth."""
+SHARE_OF_COPY = 0.7  # target of offload and onload, as a share of one large copy through pinned memory
+SHARE_OF_BANDWIDTH = 0.5  # target of the optimizer step, as a share of the device's memory bandwidth
 SNAPSHOT_EVENTS = 100_000
 
 

@@ -24,13 +24,11 @@ from megarl.megatron import (
 )
 from megarl.models import ParallelLayout, WeightMap
 from megarl.ops.acceptance.bench import Bench, within
-from megarl.ops.acceptance.models import FAMILIES, VOCABULARY, SingleRankEngine, random_family
+from megarl.ops.acceptance.models import FAMILIES, VOCABULARY, SingleRankEngine, checkpoint_tensors, random_family
 from megarl.ops.acceptance.results import Result, Verdict
 
-FLOAT32_LIMIT = 5e-5
-"""Largest difference of log-probs in nats, and of gradients relative to the largest gradient."""
-BFLOAT16_FACTOR = 2.0
-"""Our bfloat16 error over that of transformers; both round at other places."""
+FLOAT32_LIMIT = 5e-5  # largest difference of log-probs in nats, and of gradients relative to the largest gradient
+BFLOAT16_FACTOR = 2.0  # our bfloat16 error over that of transformers; both round at other places
 PACKED_LIMIT = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 """Largest difference in nats between a row in a packed micro-batch and alone."""
 LR, ADAM_EPS = 1e-2, 1e-3
@@ -229,17 +227,8 @@ def _split_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _whole(engine: MegatronEngine, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Assemble checkpoint tensors in host memory from the parameters of one rank."""
-    weight_map = WeightMap(engine.model)
-    shapes = weight_map.hf_shapes()
-    whole: dict[str, Tensor] = {}
-    for param in weight_map.megatron_params(ParallelLayout(), 0):
-        if param.name not in tensors:
-            continue
-        local = tensors[param.name].float().cpu()
-        for piece in param.pieces:
-            source = tuple(slice(a, a + n) for a, n in zip(piece.at, piece.shape, strict=True))
-            target = tuple(slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True))
-            whole.setdefault(piece.hf_name, torch.zeros(shapes[piece.hf_name]))[target] = local[source]
+    params = WeightMap(engine.model).megatron_params(ParallelLayout(), 0)
+    whole = checkpoint_tensors(engine.model, params, {name: t.float().cpu() for name, t in tensors.items()})
     names = {"gate_proj.weight": "gate", "up_proj.weight": "up", "down_proj.weight": "down",
              "w1.weight": "gate", "w3.weight": "up", "w2.weight": "down", "gate_up_proj.weight": "gate_up",
              "gate_up_proj.bias": "gate_up_bias", "down_proj.bias": "down_bias"}  # fmt: skip

@@ -13,21 +13,20 @@ from megarl.ops.acceptance.engines import generation
 from megarl.ops.acceptance.results import Result, Verdict
 from megarl.ops.acceptance.speed import first_passes
 
-ROWS, NAME_WIDTH = 45, 90
-"""Rows of a table, and characters of a kernel's name."""
+ROWS, NAME_WIDTH = 45, 90  # rows of a table, and characters of a kernel's name
 GENERATED_TOKENS = 32
 
 
 def run(bench: Bench) -> None:
     """Profile the passes of the first size of the stage ``speed``, and the embedded engine."""
+
+    def measure(name: str) -> Result:
+        with first_passes(bench) as passes:
+            return _profile(bench, name, passes[name])
+
     for name in ("update", "log_probs"):
-        bench.check(name, partial(_pass, bench, name))
+        bench.check(name, partial(measure, name))
     bench.check("generation", lambda: _profile(bench, "generation", generation(bench, GENERATED_TOKENS)))
-
-
-def _pass(bench: Bench, name: str) -> Result:
-    with first_passes(bench) as passes:
-        return _profile(bench, name, passes[name])
 
 
 def _profile(bench: Bench, name: str, action: Callable[[], object]) -> Result:

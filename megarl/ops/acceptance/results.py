@@ -27,23 +27,14 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Result:
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-        check: name, unique within its stage.
-        outcome: see :class:`Verdict`.
-        value: measured number; None without one.
-        unit: unit of ``value``.
-        target: expected value or limit, in words.
-        note: further numbers, or the error.
-    """
-
-    check: str
-    outcome: Verdict
-    value: float | None = None
+    check: str  # name, unique within its stage
+    outcome: Verdict  # see `Verdict`
+    value: float | None = None  # measured number; None without one
     unit: str = ""
-    target: str = ""
-    note: str = ""
+    target: str = ""  # expected value or limit, in words
+    note: str = ""  # further numbers, or the error
 
     @property
     def number(self) -> str:
@@ -56,25 +47,15 @@ class Result:
 
 @dataclass(frozen=True)
 class StageReport:
-    """Results of a stage.
-
-    Attributes:
-        stage: name.
-        scale: ``full`` or ``tiny``.
-        results: in the order of their checks.
-        facts: date, device and versions.
-        seconds: duration of the last run.
-        is_complete: whether the stage reached its end.
-        left_out: checks that ``--checks`` left for a later run.
-    """
+    """Results of a stage."""
 
     stage: str
-    scale: str
-    results: tuple[Result, ...] = ()
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
-    is_complete: bool = False
-    left_out: int = 0
+    scale: str  # full or tiny
+    results: tuple[Result, ...] = ()  # in the order of their checks
+    facts: Mapping[str, Any] = field(default_factory=dict)  # date, device and versions
+    seconds: float = 0.0  # duration of the last run
+    is_complete: bool = False  # whether the stage reached its end
+    left_out: int = 0  # checks that --checks left for a later run
 
     @property
     def needs_run(self) -> bool:
@@ -122,12 +103,7 @@ def read_report(folder: Path, stage: str, scale: str) -> StageReport:
 
 
 def result_lines(report: StageReport, *, without: frozenset[Verdict] = frozenset()) -> list[str]:
-    """Format a report as lines of a text table, failures first.
-
-    Args:
-        report: results of a stage.
-        without: outcomes that are only counted.
-    """
+    """Format a report as lines of a text table, failures first, ``without`` some outcomes, which are counted."""
     results = sorted(
         (r for r in report.results if r.outcome not in without), key=lambda r: r.outcome is not Verdict.FAIL
     )

@@ -21,11 +21,9 @@ from megarl.ops.plan.job import PlannedPass, PlannedRole
 from megarl.ops.plan.pass_activations import role_activations
 from megarl.ops.plan.states import StateCounter
 
-MFU_TARGET = 48.0
-"""Percent of the dense bfloat16 peak, for an update with packed sequences."""
+MFU_TARGET = 48.0  # percent of the dense bfloat16 peak, for an update with packed sequences
 MEMORY_TOLERANCE = 0.15
-USABLE = 0.85
-"""Fraction of the device's memory that a case may need according to the plan."""
+USABLE = 0.85  # fraction of the device's memory that a case may need according to the plan
 MICRO_BATCHES = 2
 
 

@@ -20,21 +20,13 @@ if TYPE_CHECKING:
 
 
 class Stage(NamedTuple):
-    """A stage of the acceptance.
+    """A stage of the acceptance."""
 
-    Attributes:
-        module: has ``run(bench)``; imported in the stage's process.
-        doc: description for the command's help.
-        seconds: share of a budget; on an H100 its most valuable checks take about as long.
-        is_timed: whether it measures times, which another stage on the device would lengthen.
-        hides: package that the stage's process does not import although it is installed.
-    """
-
-    module: str
-    doc: str
-    seconds: float
-    is_timed: bool = True
-    hides: str | None = None
+    module: str  # has run(bench); imported in the stage's process
+    doc: str  # description for the command's help
+    seconds: float  # share of a budget; on an H100 its most valuable checks take about as long
+    is_timed: bool = True  # whether it measures times, which another stage on the device would lengthen
+    hides: str | None = None  # package that the stage's process does not import although it is installed
 
 
 _PARITY = "megarl.ops.acceptance.parity"

@@ -9,11 +9,10 @@ from __future__ import annotations
 import multiprocessing
 import statistics
 import time
-import traceback
 import zlib
-from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from multiprocessing.pool import Pool
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from megarl.models import LocalParam, ModelConfig, ParallelLayout, WeightMap, parse_model_config
 from megarl.ops.acceptance.bench import Bench
-from megarl.ops.acceptance.models import SHAPES
+from megarl.ops.acceptance.models import SHAPES, checkpoint_tensors
 from megarl.ops.acceptance.results import Result, Verdict
 from megarl.rollout.embedded.weights import WeightStore
 from megarl.sharding import ReshardPlan, RolloutLayout, Routes, build_plan
@@ -79,13 +78,9 @@ class _Case:
     @cached_property
     def _figures(self) -> tuple[str, list[str], list[float]]:
         """Transport, different parameters, and GB/s of each sync after the first, which allocates memory."""
-        parent_end, child_end = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")
-        process = context.Process(target=_serve, args=(child_end, str(self.bench.device)), daemon=True)
-        process.start()
-        child_end.close()
-        try:
-            engine = _Remote(parent_end)
+        with context.Pool(1, _start_engine, (str(self.bench.device),)) as pool:
+            engine = _Remote(pool)
             target: ProcessLocation = engine.call("location")
             source = current_location(str(self.bench.device))
             routes = Routes([source], [target])
@@ -96,10 +91,6 @@ class _Case:
             sender = _sender(self.model, plan, routes, self.bench.device)
             rates = [plan.nbytes / _sync(sender, engine, plan, version) / 1e9 for version in range(SYNCS + 1)]
             return routes.between(0, 0), engine.call("different"), rates[1:]
-        finally:
-            parent_end.close()
-            process.join(5)
-            process.kill()
 
 
 def _random(params: Sequence[LocalParam], device: torch.device) -> dict[str, Tensor]:
@@ -116,21 +107,7 @@ def _random(params: Sequence[LocalParam], device: torch.device) -> dict[str, Ten
     return tensors
 
 
-def _hf_tensors(model: ModelConfig, params: Sequence[LocalParam], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Assemble checkpoint tensors from the parameters of one rank."""
-    device = next(iter(tensors.values())).device
-    shapes = WeightMap(model).hf_shapes()
-    whole = {name: torch.zeros(shape, dtype=DTYPE, device=device) for name, shape in shapes.items()}
-    for param in params:
-        for piece in param.pieces:
-            source = tuple(slice(a, a + n) for a, n in zip(piece.at, piece.local_shape, strict=True))
-            target = tuple(slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True))
-            whole[piece.hf_name][target] = tensors[param.name][source].reshape(piece.shape)
-    return whole
-
-
 def _sender(model: ModelConfig, plan: ReshardPlan, routes: Routes, device: torch.device) -> BucketSender:
-    """Create the training side, in this process."""
     tensors = _random(WeightMap(model).megatron_params(ParallelLayout(), 0), device)
     peers = PeerTransports.for_sender(routes, 0, destination_ranks(plan.sent_by(0)), device, None)
     return BucketSender(plan, 0, lambda: tensors, peers, DTYPE, device)
@@ -157,34 +134,24 @@ def _sync(sender: BucketSender, engine: _Remote, plan: ReshardPlan, version: int
 class _Remote:
     """Calls of the engine's process, answered in order."""
 
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-        self._answers: list[Any] = []
-        self._started = 0
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
 
-    def start(self, verb: str, *arguments: Any) -> partial[Any]:
-        """Start a call; the result waits for its answer."""
-        self._pipe.send((verb, arguments))
-        self._started += 1
-        return partial(self._answer, self._started - 1)
+    def start(self, verb: str, *arguments: Any) -> Callable[[], Any]:
+        """Start a call; the result waits for its answer, or raises the call's error."""
+        answer = self._pool.apply_async(_serve, (verb, *arguments))
+
+        def wait() -> Any:
+            try:
+                return answer.get(REPLY_S)
+            except multiprocessing.TimeoutError:
+                raise RuntimeError(f"the engine's process did not answer within {REPLY_S:.0f} s") from None
+
+        return wait
 
     def call(self, verb: str, *arguments: Any) -> Any:
-        """Start a call and wait for its answer.
-
-        Raises:
-            RuntimeError: the call failed in its process.
-        """
+        """Start a call and wait for its answer."""
         return self.start(verb, *arguments)()
-
-    def _answer(self, number: int) -> Any:
-        while len(self._answers) <= number:
-            if not self._pipe.poll(REPLY_S):
-                raise RuntimeError(f"the engine's process did not answer within {REPLY_S:.0f} s")
-            succeeded, value = self._pipe.recv()
-            if not succeeded:
-                raise RuntimeError(f"in the engine's process: {value}")
-            self._answers.append(value)
-        return self._answers[number]
 
 
 class _EngineProcess:
@@ -214,21 +181,17 @@ class _EngineProcess:
     def different(self) -> list[str]:
         """Checkpoint tensors that differ from the trainer's in any bit."""
         trained = WeightMap(self._model).megatron_params(ParallelLayout(), 0)
-        expected = _hf_tensors(self._model, trained, _random(trained, self._device))
-        present = _hf_tensors(self._model, self._params, self._store.tensors)
+        expected = checkpoint_tensors(self._model, trained, _random(trained, self._device))
+        present = checkpoint_tensors(self._model, self._params, self._store.tensors)
         return [n for n, t in expected.items() if not torch.equal(t.view(torch.int16), present[n].view(torch.int16))]
 
 
-def _serve(pipe: Connection, device: str) -> None:
-    """Answer calls until the pipe closes."""
-    engine = _EngineProcess(torch.device(device))
-    while True:
-        try:
-            verb, arguments = pipe.recv()
-        except EOFError:
-            return
-        try:
-            answer: tuple[bool, Any] = (True, getattr(engine, verb)(*arguments))
-        except Exception:
-            answer = (False, traceback.format_exc())
-        pipe.send(answer)
+_ENGINE: list[_EngineProcess] = []  # of the engine's process
+
+
+def _start_engine(device: str) -> None:
+    _ENGINE.append(_EngineProcess(torch.device(device)))
+
+
+def _serve(verb: str, *arguments: Any) -> Any:
+    return getattr(_ENGINE[0], verb)(*arguments)

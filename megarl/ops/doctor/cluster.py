@@ -63,7 +63,9 @@ def check_cluster(needs: Needs, address: str | None = None) -> list[NodeReport]:
     with RaySession(address=address or "auto"):
         nodes = [node for node in ray.nodes() if node["Alive"]]
         names = _node_names(nodes)
-        doctors = dict(zip(names, map(_start_doctor, nodes), strict=True))
+        strategies = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
+        starts = [ray.remote(NodeDoctor).options(num_cpus=0, scheduling_strategy=each) for each in strategies]
+        doctors = {name: start.remote() for name, start in zip(names, starts, strict=True)}
         # The cluster itself holds Ray's ports, and only the driver's node needs logins.
         node_needs = replace(needs, watched_ports=(), trackers=(), nodes=len(nodes))
         hosts = [node["NodeManagerHostname"] for node in nodes]
@@ -85,11 +87,6 @@ def _node_names(nodes: Sequence[dict[str, Any]]) -> list[str]:
             for name, node in zip(names, nodes, strict=True)
         ]
     return names
-
-
-def _start_doctor(node: dict[str, Any]) -> Any:
-    strategy = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
-    return ray.remote(NodeDoctor).options(num_cpus=0, scheduling_strategy=strategy).remote()
 
 
 def _wait_for_report(name: str, call: Any) -> NodeReport:

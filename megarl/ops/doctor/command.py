@@ -10,19 +10,12 @@ from dataclasses import replace
 
 from megarl.base.commands import EXIT_FAILED, exit_code
 from megarl.base.errors import ConfigError
-from megarl.ops.doctor.node import Needs, NodeReport, check_node, needs_of
+from megarl.ops.doctor.node import Needs, check_node, needs_of
 from megarl.ops.doctor.node.results import reports_table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Args:
-        argv: arguments; None: of the process.
-
-    Returns:
-        The exit code: 0, 1 if a check failed, 2 for a wrong command line or configuration, 130 after Ctrl-C.
-    """
+    """Run the command; returns 0, 1 if a check failed, 2 for wrong input, 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["logprobs"]:
         from megarl.ops.doctor import logprobs  # imports torch
@@ -36,21 +29,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    reports = _reports(_needs(options), options)
+    needs = _needs(options)
+    if options.nodes:
+        from megarl.ops.doctor.cluster import check_cluster  # imports Ray
+
+        reports = check_cluster(needs, options.address)
+    else:
+        reports = [check_node(needs)]
     if options.json:
         values = [report.to_json() for report in reports]
         print(json.dumps({"nodes": values} if options.nodes else values[0]))
     else:
         print(reports_table(reports))
     return 0 if all(report.ok for report in reports) else EXIT_FAILED
-
-
-def _reports(needs: Needs, options: argparse.Namespace) -> list[NodeReport]:
-    if not options.nodes:
-        return [check_node(needs)]
-    from megarl.ops.doctor.cluster import check_cluster  # imports Ray
-
-    return check_cluster(needs, options.address)
 
 
 def _needs(options: argparse.Namespace) -> Needs:
@@ -68,14 +59,9 @@ def _needs(options: argparse.Namespace) -> Needs:
         needs = needs_of(compose(ConfigRequest(TrainConfig, name, tuple(options.overrides), options.config_dir)))
     elif options.overrides:
         raise ConfigError(f"{options.overrides[0]}: overrides need a --config-name", code="doctor.no-config-name")
-    if options.checkpoint_dir is not None:
-        needs = replace(needs, checkpoint_dir=options.checkpoint_dir)
-    if options.device is not None:
-        needs = replace(needs, device=options.device)
-    if options.devices is not None:
-        needs = replace(needs, devices=options.devices)
-    ports = tuple(options.port)
-    return replace(needs, ports=ports, peers=tuple(options.peer), quick=options.quick)
+    named = {name: getattr(options, name) for name in ("checkpoint_dir", "device", "devices")}
+    named = {name: value for name, value in named.items() if value is not None}
+    return replace(needs, ports=tuple(options.port), peers=tuple(options.peer), quick=options.quick, **named)
 
 
 def _parser() -> argparse.ArgumentParser:

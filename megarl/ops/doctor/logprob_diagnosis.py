@@ -15,19 +15,22 @@ import numpy as np
 
 from megarl.data.rollout_dump import RolloutDump
 
-AGREES = 1e-4
-"""Mean absolute difference of log-probs, in nats, below which two float32 computations agree."""
-EXPLAINED = 0.3
-"""A temperature explains a difference if at most this share of it remains."""
+AGREES = 1e-4  # mean absolute difference of log-probs, in nats, below which two float32 computations agree
+EXPLAINED = 0.3  # a temperature explains a difference if at most this share of it remains
 CORRELATED, SIGNIFICANT = 0.25, 3.0
 """Differences are bfloat16's errors above this correlation, if it is that many standard deviations above chance."""
-ROUNDING = 4.0
-"""A difference above this multiple of bfloat16's is not rounding."""
-SAME_TEMPERATURE = 0.02
-"""Relative difference below which two temperatures are equal."""
+ROUNDING = 4.0  # a difference above this multiple of bfloat16's is not rounding
+SAME_TEMPERATURE = 0.02  # relative difference below which two temperatures are equal
 
-LogProbsAt = Callable[[Sequence[float]], np.ndarray]
-"""Maps temperatures to log-probs ``[temperatures, tokens]``."""
+_ROWS = {
+    "difference": "in float32",
+    "rounded": "in bfloat16",
+    "correlation": "correlation with bfloat16's errors",
+    "remaining": "in float32, at the best temperature",
+    "temperature": "best temperature",
+}
+"""Rows of the report: fields of a side, with their labels."""
+LogProbsAt = Callable[[Sequence[float]], np.ndarray]  # maps temperatures to log-probs `[temperatures, tokens]`
 
 
 class Cause(Enum):
@@ -42,48 +45,28 @@ class Cause(Enum):
 
 @dataclass(frozen=True)
 class SideDiagnosis:
-    """Diagnosis of one side, engine or actor.
-
-    Attributes:
-        cause: cause of the difference.
-        difference: mean absolute difference to float32 at the run's temperature, in nats.
-        rounded: mean absolute difference to bfloat16.
-        correlation: correlation of the side's errors with bfloat16's errors, -1 to 1.
-        temperature: temperature of the nearest float32 log-probs.
-        remaining: mean absolute difference at that temperature.
-    """
+    """Diagnosis of one side, engine or actor."""
 
     cause: Cause
-    difference: float
-    rounded: float
-    correlation: float
-    temperature: float
-    remaining: float
+    difference: float  # mean absolute difference to float32 at the run's temperature, in nats
+    rounded: float  # mean absolute difference to bfloat16
+    correlation: float  # correlation of the side's errors with bfloat16's errors, -1 to 1
+    temperature: float  # temperature of the nearest float32 log-probs
+    remaining: float  # mean absolute difference at that temperature
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Diagnosis of a rollout dump.
-
-    Attributes:
-        engine: the engine's side.
-        actor: the actor's side.
-        between: mean absolute difference of the two sides, in nats.
-        largest: largest absolute difference.
-        signed: mean of engine minus actor: the k1 estimate of the KL.
-        k3: the k3 estimate of the KL, never negative.
-        rounding: mean absolute difference of transformers in float32 and bfloat16.
-        tokens: number of compared tokens.
-    """
+    """Diagnosis of a rollout dump."""
 
     engine: SideDiagnosis
     actor: SideDiagnosis
-    between: float
-    largest: float
-    signed: float
-    k3: float
-    rounding: float
-    tokens: int
+    between: float  # mean absolute difference of the two sides, in nats
+    largest: float  # largest absolute difference
+    signed: float  # mean of engine minus actor: the k1 estimate of the KL
+    k3: float  # the k3 estimate of the KL, never negative
+    rounding: float  # mean absolute difference of transformers in float32 and bfloat16
+    tokens: int  # number of compared tokens
 
 
 def diagnose(
@@ -105,7 +88,6 @@ def diagnose(
         in_bfloat16: whether engine and actor are configured for bfloat16.
     """
     reference = exact([temperature])[0]
-    rounding = _distance(rounded, reference)
     log_ratio = actor - engine
     return Diagnosis(
         engine=_diagnose_side(engine, temperature, reference, exact, rounded, in_bfloat16[0]),
@@ -114,7 +96,7 @@ def diagnose(
         largest=float(np.abs(log_ratio).max()),
         signed=float(-log_ratio.mean()),
         k3=float((np.exp(np.clip(log_ratio, -20, 20)) - 1 - log_ratio).mean()),
-        rounding=rounding,
+        rounding=_distance(rounded, reference),
         tokens=len(engine),
     )
 
@@ -164,12 +146,7 @@ def _nearest_temperature(side: np.ndarray, temperature: float, exact: LogProbsAt
 
 
 def logprob_verdict(diagnosis: Diagnosis, temperature: float) -> str:
-    """State the cause of the difference in a line or two.
-
-    Args:
-        diagnosis: of the dump.
-        temperature: sampling temperature of the run.
-    """
+    """State the cause of the difference in a line or two."""
     engine, actor = diagnosis.engine, diagnosis.actor
     if engine.cause is Cause.WEIGHTS and actor.cause is Cause.WEIGHTS:
         return (
@@ -180,43 +157,29 @@ def logprob_verdict(diagnosis: Diagnosis, temperature: float) -> str:
         return "none: engine and actor agree"
     if engine.cause is Cause.DTYPE and actor.cause is Cause.DTYPE:
         return "kernels: both sides compute in bfloat16 and round differently"
-    causes = [
-        _cause("the engine", engine, diagnosis, temperature),
-        _cause("the actor", actor, diagnosis, temperature),
-    ]
+    sides = (("the engine", engine), ("the actor", actor))
+    causes = [_cause(name, side, diagnosis, temperature) for name, side in sides]
     return "; ".join(filter(None, causes)) or "none: both sides agree with transformers"
 
 
 def _cause(name: str, side: SideDiagnosis, diagnosis: Diagnosis, temperature: float) -> str:
     ratio = side.difference / max(diagnosis.rounding, 1e-12)
-    if side.cause is Cause.TEMPERATURE:
-        return (
-            f"temperature: {name}'s log-probs are at temperature {side.temperature:.3g}, the run's is {temperature:g}"
-        )
-    if side.cause is Cause.DTYPE:
-        return f"dtype: {name} computes in bfloat16 (the difference is {ratio:.2g} times bfloat16's)"
-    if side.cause is Cause.WEIGHTS:
-        return (
-            f"weights: {name} computed with other weights than this folder's (the difference is {ratio:.0f} times "
-            "bfloat16's)"
-        )
-    if side.cause is Cause.KERNELS:
-        return (
-            f"kernels: {name} has the right weights and temperature and rounds differently, {ratio:.2g} times "
-            "bfloat16's difference"
-        )
-    return ""
+    texts = {
+        Cause.NONE: "",
+        Cause.TEMPERATURE: f"{name}'s log-probs are at temperature {side.temperature:.3g}, the run's is "
+        f"{temperature:g}",
+        Cause.DTYPE: f"{name} computes in bfloat16 (the difference is {ratio:.2g} times bfloat16's)",
+        Cause.WEIGHTS: f"{name} computed with other weights than this folder's (the difference is {ratio:.0f} times "
+        "bfloat16's)",
+        Cause.KERNELS: f"{name} has the right weights and temperature and rounds differently, {ratio:.2g} times "
+        "bfloat16's difference",
+    }
+    text = texts[side.cause]
+    return text and f"{side.cause.value}: {text}"
 
 
 def render_diagnosis(name: str, dump: RolloutDump, diagnosis: Diagnosis, retokenized: int | None) -> str:
-    """Render the report of a dump as plain text.
-
-    Args:
-        name: name of the dump.
-        dump: the analysed rows.
-        diagnosis: of these rows.
-        retokenized: rows whose text encodes to different ids; None: the folder has no tokenizer.
-    """
+    """Render the report of a dump; ``retokenized`` rows encode to other ids, None without a tokenizer."""
     metadata = dump.metadata
     versions = ", ".join(map(str, sorted(set(dump.weight_versions.tolist()))))
     lines = [
@@ -225,11 +188,10 @@ def render_diagnosis(name: str, dump: RolloutDump, diagnosis: Diagnosis, retoken
         f"engine {metadata.engine} in {metadata.engine_dtype}, actor in {metadata.actor_dtype}",
         "",
         f"{'mean |difference| of log-probs to transformers':<48}{'engine':>12}{'actor':>12}",
-        _row("  in float32", diagnosis.engine.difference, diagnosis.actor.difference),
-        _row("  in bfloat16", diagnosis.engine.rounded, diagnosis.actor.rounded),
-        _row("  correlation with bfloat16's errors", diagnosis.engine.correlation, diagnosis.actor.correlation),
-        _row("  in float32, at the best temperature", diagnosis.engine.remaining, diagnosis.actor.remaining),
-        _row("  best temperature", diagnosis.engine.temperature, diagnosis.actor.temperature),
+        *(
+            f"  {label:<46}{getattr(diagnosis.engine, name):>12.3g}{getattr(diagnosis.actor, name):>12.3g}"
+            for name, label in _ROWS.items()
+        ),
         "",
         f"engine minus actor: mean |difference| {diagnosis.between:.3g}, largest {diagnosis.largest:.3g}, mean (KL) "
         f"{diagnosis.signed:+.3g}, k3 {diagnosis.k3:.3g}",
@@ -238,10 +200,6 @@ def render_diagnosis(name: str, dump: RolloutDump, diagnosis: Diagnosis, retoken
         f"verdict: {logprob_verdict(diagnosis, metadata.temperature)}",
     ]
     return "\n".join(lines)
-
-
-def _row(label: str, engine: float, actor: float) -> str:
-    return f"{label:<48}{engine:>12.3g}{actor:>12.3g}"
 
 
 def _tokens(rows: int, retokenized: int | None) -> str:

@@ -19,14 +19,7 @@ from megarl.ops.doctor.logprob_diagnosis import diagnose, render_diagnosis
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Args:
-        argv: arguments; None: of the process.
-
-    Returns:
-        The exit code: 0 with any verdict, 1 for an error, 2 for a wrong command line, 130 after Ctrl-C.
-    """
+    """Run the command; returns 0 with any verdict, 1 for an error, 2 for wrong arguments, 130 after Ctrl-C."""
     arguments = _parser().parse_args(argv)
 
     def diagnose() -> int:
@@ -62,15 +55,15 @@ def diagnose_dump(path: Path, model: str, rows: int, device: str) -> str:
     """Compare a dump with transformers and render the report.
 
     Args:
-        path: path of the dump.
         model: Hugging Face folder of the weights at the beginning of the step.
         rows: maximum number of rows to analyse.
-        device: device for transformers.
 
     Raises:
         DataError, ModelError: the dump or the model cannot be read, or they do not match.
     """
-    dump = _head(RolloutDump.load(path), rows)
+    whole = RolloutDump.load(path)
+    columns = [field.name for field in dataclasses.fields(whole) if field.name != "metadata"]
+    dump = dataclasses.replace(whole, **{name: getattr(whole, name)[:rows] for name in columns})
     engine, actor = (_generated(dump, name) for name in ("rollout_log_probs", "old_log_probs"))
     if len(engine) == 0:
         raise DataError(f"{path} has no generated token", code="doctor.no-generated-token")
@@ -86,11 +79,6 @@ def diagnose_dump(path: Path, model: str, rows: int, device: str) -> str:
 
 class ReferenceModel:
     """Plain transformers model of a Hugging Face folder; computes one row at a time.
-
-    Args:
-        folder: folder with configuration and weights.
-        dtype: dtype of the computation.
-        device: device of the computation.
 
     Raises:
         ModelError: the folder's model cannot be loaded.
@@ -147,11 +135,6 @@ def retokenized(dump: RolloutDump, folder: str | Path) -> int | None:
         for ids in dump.responses
     )
     return rows
-
-
-def _head(dump: RolloutDump, rows: int) -> RolloutDump:
-    values = {field.name: getattr(dump, field.name) for field in dataclasses.fields(dump)}
-    return RolloutDump(**{name: value if name == "metadata" else value[:rows] for name, value in values.items()})
 
 
 def _generated(dump: RolloutDump, name: str) -> np.ndarray:

@@ -6,12 +6,22 @@ those of each job.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from megarl.config import PreferenceConfig, RewardTrainingConfig, SFTConfig, SupervisedConfig, TrainConfig
 from megarl.ops.dry_run.jobs import SupervisedDryRun, TrainDryRun
-from megarl.ops.dry_run.parts import DryRun, check_parts
+from megarl.ops.dry_run.parts import check_parts
 from megarl.trainer.jobs.preference import preference_training
 from megarl.trainer.jobs.sft import FineTuning
+from megarl.trainer.jobs.supervised import SupervisedJob
 from megarl.trainer.jobs.train_reward_model import RewardTraining
+
+_SUPERVISED: dict[type, Callable[[Any], SupervisedJob]] = {
+    SFTConfig: FineTuning,
+    RewardTrainingConfig: RewardTraining,
+    PreferenceConfig: preference_training,
+}
 
 
 def run(config: TrainConfig | SupervisedConfig) -> None:
@@ -20,16 +30,5 @@ def run(config: TrainConfig | SupervisedConfig) -> None:
     Raises:
         ConfigError: a part failed; the message lists all failed parts.
     """
-    check_parts(_dry_run_of(config))
-
-
-def _dry_run_of(config: TrainConfig | SupervisedConfig) -> DryRun:
-    if isinstance(config, TrainConfig):
-        return TrainDryRun(config)
-    if isinstance(config, RewardTrainingConfig):
-        return SupervisedDryRun(RewardTraining(config))
-    if isinstance(config, PreferenceConfig):
-        return SupervisedDryRun(preference_training(config))
-    if isinstance(config, SFTConfig):
-        return SupervisedDryRun(FineTuning(config))
-    raise TypeError(f"no dry run for {type(config).__name__}")
+    is_supervised = isinstance(config, SupervisedConfig)
+    check_parts(SupervisedDryRun(_SUPERVISED[type(config)](config)) if is_supervised else TrainDryRun(config))

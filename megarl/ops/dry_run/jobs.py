@@ -30,8 +30,7 @@ from megarl.trainer.jobs.supervised import SupervisedJob
 from megarl.trainer.phases.data_loading import prompt_loader, validation_loader
 from megarl.workers.settings import layout_of
 
-CHECKED_RANKS = 8
-"""Ranks of a replica whose weight coverage is checked."""
+CHECKED_RANKS = 8  # ranks of a replica whose weight coverage is checked
 ANSWER_FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<answer>{}</answer>")
 """Formats of an answer that reward functions of common data sets read."""
 NOTHING_SCORED = (
@@ -41,18 +40,11 @@ NOTHING_SCORED = (
 
 
 class TrainDryRun(DryRun):
-    """Dry run of a PPO or GRPO job.
-
-    Args:
-        config: complete.
-    """
+    """Dry run of a PPO or GRPO job."""
 
     model_key = "actor_rollout_ref.model"
     rows = "prompts"
     config: TrainConfig
-
-    def __init__(self, config: TrainConfig) -> None:
-        super().__init__(config)
 
     def roles(self) -> dict[str, tuple[str, str]]:
         """Check actor, critic, reference and reward model; their weights are optional."""
@@ -218,11 +210,7 @@ def _services(config: TrainConfig, names: list[str]) -> str:
 
 
 class SupervisedDryRun(DryRun):
-    """Dry run of supervised fine-tuning or reward-model training.
-
-    Args:
-        job: job with a complete configuration.
-    """
+    """Dry run of supervised fine-tuning or reward-model training."""
 
     model_key = "model"
 

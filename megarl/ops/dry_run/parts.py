@@ -58,15 +58,13 @@ PARTS: Mapping[str, str] = {
     "trackers": "trackers",
 }
 """All parts in the order of a run, with the method that checks each; a job has the parts whose methods it defines."""
-WARNING = "warning: "
-"""Start of a line about a probable mistake that does not stop the run."""
+WARNING = "warning: "  # start of a line about a probable mistake that does not stop the run
 
 
 def check_parts(dry_run: DryRun, write: Callable[[str], None] | None = None) -> None:
     """Check all parts of a job and print the result of each.
 
     Args:
-        dry_run: the dry run of the job.
         write: prints a line for the user; None = to the standard output, at once even if it is a pipe.
 
     Raises:
@@ -100,15 +98,10 @@ class DryRun(ABC):
 
     A part's method takes no arguments. It yields lines of the report, or raises an error. A part that depends on a
     failed part fails too.
-
-    Args:
-        config: complete.
     """
 
-    model_key: ClassVar[str]
-    """Config path of the trained model, which also has the tokenizer."""
-    rows: str
-    """Plural noun for the rows of the data."""
+    model_key: ClassVar[str]  # config path of the trained model, which also has the tokenizer
+    rows: str  # plural noun for the rows of the data
 
     def __init__(self, config: TrainConfig | SupervisedConfig) -> None:
         self.config = config

@@ -24,7 +24,6 @@ def run_job(name: str, argv: Sequence[str] | None = None) -> int:
 
     Args:
         name: a key of ``JOBS``.
-        argv: the arguments after the job's name; None = those of the process.
 
     Returns:
         The exit code: 0; 1 if the run, or a run of a sweep, failed; 2 if configuration, model folder, data or this

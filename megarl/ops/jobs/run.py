@@ -35,16 +35,7 @@ SUMMARY_FILE = "summary.json"
 
 
 def run_composed(name: str, config_name: str, run: ComposedRun[Any]) -> tuple[int, str | None]:
-    """Run a job in its folder, and print its error.
-
-    Args:
-        name: a key of ``JOBS``.
-        config_name: YAML file.
-        run: of this job.
-
-    Returns:
-        The exit code, and the error without secrets; None without one.
-    """
+    """Run a job in its folder; returns the exit code, and its error, which was printed, without secrets."""
     start_run_clock()
     try:
         with references_of(run.config, run.values):
@@ -85,7 +76,10 @@ def _run_locked(name: str, config_name: str, run: ComposedRun[Any]) -> None:
         check_early(config)
         _say(config, "load libraries (torch, transformers, Ray) ...")
         try:
-            with fork_server(_has_local_cpu_workers(config)):
+            trainer = config.trainer
+            # A fork server starts workers that are CPU processes on this machine.
+            forks = trainer.device != "cuda" and trainer.nnodes == 1 and not Path("/dev/nvidiactl").exists()
+            with fork_server(forks):
                 with signals_exit_at_once():
                     module = import_large(JOBS[name].module)
                 module.run(config, folder)
@@ -126,12 +120,6 @@ def _say(config: JobConfig, text: str) -> None:
         print(text, flush=True)
 
 
-def _has_local_cpu_workers(config: JobConfig) -> bool:
-    """Whether the workers are CPU processes on this machine, which a fork server can start."""
-    trainer = config.trainer
-    return trainer.device != "cuda" and trainer.nnodes == 1 and not Path("/dev/nvidiactl").exists()
-
-
 def _write_report(folder: Path) -> None:
     """Write the HTML report from the files of a finished run, if the job left a summary."""
     if (folder / SUMMARY_FILE).exists():
@@ -145,13 +133,7 @@ def _report(folder: Path) -> None:
 
 
 def try_page(page: str, folder: Path, write: Callable[[Path], object]) -> None:
-    """Write a page of finished runs. They are complete: neither a full disk nor a bug fails them now.
-
-    Args:
-        page: name of the page in a message.
-        folder: folder of the runs.
-        write: writes the page.
-    """
+    """Write a page of finished runs. They are complete: neither a full disk nor a bug fails them now."""
     try:
         write(folder)
     except Exception as error:

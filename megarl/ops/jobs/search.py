@@ -8,12 +8,7 @@ from typing import Any
 import optuna
 import yaml
 from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, RangeSweep
-from optuna.distributions import (
-    BaseDistribution,
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
-)
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import TrialState
 
 from megarl.base.run_writer import RUN_WRITER
@@ -37,7 +32,8 @@ def run_search(
     """
     keys, request = sweep.settings.search, sweep.request
     assert keys is not None
-    parsed = [o for o in parse_overrides(request.overrides, request.schema) if _is_of_runs(o)]
+    words = parse_overrides(request.overrides, request.schema)
+    parsed = [o for o in words if not is_hydra(o.key_or_group) or o.key_or_group in FOLDER_KEYS]  # of the runs
     fixed = [str(o.input_line) for o in parsed if not o.is_sweep_override()]
     space = {o.get_key_element(): _distribution(o, sweep) for o in parsed if o.is_sweep_override()}
     study = optuna.create_study(
@@ -49,17 +45,13 @@ def run_search(
     )
     for done in range(0, keys.n_trials, keys.n_jobs):
         trials = [study.ask(space) for _ in range(min(keys.n_jobs, keys.n_trials - done))]
-        words = [[*fixed, *(f"{key}={value}" for key, value in trial.params.items())] for trial in trials]
-        for trial, result in zip(trials, start(words), strict=True):
+        runs = [[*fixed, *(f"{key}={value}" for key, value in trial.params.items())] for trial in trials]
+        for trial, result in zip(trials, start(runs), strict=True):
             failed = result.value is None  # the sampler ignores it
             study.tell(trial, result.value, TrialState.FAIL if failed else None)
     if any(trial.state == TrialState.COMPLETE for trial in study.trials):
         best = {"name": "optuna", "best_params": study.best_params, "best_value": study.best_value}
         RUN_WRITER.replace(sweep.folder / BEST_FILE, yaml.safe_dump(best, sort_keys=False))
-
-
-def _is_of_runs(override: Override) -> bool:
-    return not is_hydra(override.key_or_group) or override.key_or_group in FOLDER_KEYS
 
 
 def _distribution(override: Override, sweep: ComposedSweep[Any]) -> BaseDistribution:

@@ -13,8 +13,7 @@ from megarl.base.redaction import redact_text, redact_words
 from megarl.base.run_writer import RUN_WRITER
 from megarl.config import SupervisedConfig
 from megarl.config.compose import ComposedRun, ComposedSweep, compose_run_of
-from megarl.config.schema.jobs import JobConfig
-from megarl.config.sweeps import SweepSettings, of_job
+from megarl.config.sweeps import of_job
 from megarl.ops.jobs.run import run_composed, try_page
 from megarl.ops.jobs.table import planned_layout
 from megarl.tracking.sweep import RunResult, result_of, save_sweep, sweep_table
@@ -26,13 +25,10 @@ _PARAMETERS = {"name": "megarl", "nodes": 1, "tasks_per_node": 1, "timeout_min":
 
 
 def run_sweep(name: str, sweep: ComposedSweep[Any]) -> int:
-    """Run all runs of a sweep, and compare them; returns the exit code.
-
-    Args:
-        name: of the job.
-        sweep: composed and checked.
-    """
-    minimize = any(_is_loss(run.config) for run in sweep.runs)
+    """Run all runs of a sweep, and compare them; returns the exit code."""
+    # A loss is better if it is smaller.
+    metrics = [(run.config, run.config.trainer.sweep_metric) for run in sweep.runs]
+    minimize = any("loss" in name if name else isinstance(config, SupervisedConfig) for config, name in metrics)
     results: list[RunResult] = []
 
     def start(runs: Sequence[ComposedRun[Any] | Sequence[str]]) -> list[RunResult]:
@@ -83,7 +79,9 @@ def _submit(
     words = [run.overrides if isinstance(run, ComposedRun) else run for run in runs]
     executor = submitit.AutoExecutor(sweep.folder / ".submitit" / "%j", cluster=sweep.settings.cluster)
     try:
-        executor.update_parameters(**_parameters(sweep.settings))
+        named = {**_PARAMETERS, **sweep.settings.parameters}.items()
+        cluster = f"{sweep.settings.cluster}_"
+        executor.update_parameters(**{key if key in _SHARED else cluster + key: value for key, value in named})
     except (NameError, TypeError) as error:
         raise ConfigError(f"hydra.launcher: {error}", code="config.submitit-parameter") from error
     bare = sweep._replace(runs=[])
@@ -95,11 +93,6 @@ def _submit(
         except (submitit.core.utils.FailedJobError, submitit.core.utils.UncompletedJobError):
             results.append(_failed(sweep, number, run, "the run's process ended without a result"))
     return results
-
-
-def _parameters(settings: SweepSettings) -> dict[str, Any]:
-    given = {**_PARAMETERS, **settings.parameters}
-    return {key if key in _SHARED else f"{settings.cluster}_{key}": x for key, x in given.items()}
 
 
 def _compare(folder: Path, results: Sequence[RunResult], minimize: bool) -> None:
@@ -117,9 +110,3 @@ def _comparison(folder: Path) -> None:
         print(f"sweep: {report.compare_runs([folder])}")
     except report.NoRunError:
         print(f"sweep: {folder} (no run finished its first step)")
-
-
-def _is_loss(config: JobConfig) -> bool:
-    """Whether the metric that a sweep compares is a loss, so that smaller is better."""
-    metric = config.trainer.sweep_metric
-    return isinstance(config, SupervisedConfig) if metric is None else "loss" in metric

@@ -63,10 +63,6 @@ JOBS = {
 def compose_job(name: str, argv: Sequence[str]) -> JobConfig:
     """Compose and check the configuration of a single run without starting it.
 
-    Args:
-        name: a key of ``JOBS``.
-        argv: the arguments after the job's name.
-
     Raises:
         ConfigError, ModelError: the configuration is invalid, or describes several runs.
     """

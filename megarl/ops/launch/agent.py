@@ -44,16 +44,13 @@ from megarl.ops.launch.protocol import (
 
 HEARTBEAT_TIMEOUT_S = 300.0
 """Time without a request after which an agent assumes that the launcher is dead; heartbeats are far more frequent."""
-ORPHAN_GRACE_S = 5.0
-"""Time for commands to end by themselves once the agent shuts down."""
-RAY_FOLDER = "{folder}"
-"""Placeholder in commands and environments for the agent's temporary folder."""
+ORPHAN_GRACE_S = 5.0  # time for commands to end by themselves once the agent shuts down
+RAY_FOLDER = "{folder}"  # placeholder in commands and environments for the agent's temporary folder
 TOKEN_FILE = "token"
 OTHER_CLUSTER_VARIABLES = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 """Variables of the user's shell that point to another cluster; commands do not inherit them."""
 _POLL_S = 0.1
-_PIPE_S = 3.0
-"""Seconds for the last output of a command that has ended; a descendant may hold its pipe for longer."""
+_PIPE_S = 3.0  # seconds for the last output of a command that has ended; a descendant may hold its pipe for longer
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 _KILL_ROUNDS = 5
 
@@ -80,11 +77,7 @@ class Agent:
 
     def announce(self) -> None:
         """Send the first event, with the addresses of this node."""
-        self.send_event(
-            AGENT_STARTED,
-            addresses=interface_addresses(),
-            address=default_address(),
-        )
+        self.send_event(AGENT_STARTED, addresses=interface_addresses(), address=default_address())
 
     def handle(self, request: AgentRequest) -> None:
         """Handle a request, except for :class:`Shutdown`.
@@ -212,11 +205,7 @@ def start_process(argv: Sequence[str], env: Mapping[str, str]) -> subprocess.Pop
 
 
 def end_descendants(grace_s: float) -> list[str]:
-    """End every descendant of this process: SIGTERM, then SIGKILL after ``grace_s`` seconds.
-
-    Returns:
-        The processes that survive, as ``pid name``.
-    """
+    """End every descendant: SIGTERM, then SIGKILL after ``grace_s``; returns survivors as ``pid name``."""
     alive = _live_descendants()
     _send_signal(alive, signal.SIGTERM)
     wait_for_ends(alive, grace_s)
@@ -261,12 +250,9 @@ def accepts_connections(address: str, port: int) -> bool:
 
 def interface_addresses() -> dict[str, str]:
     """Return the IPv4 address of each network interface that has one."""
-    addresses: dict[str, str] = {}
-    for name, entries in psutil.net_if_addrs().items():
-        for entry in entries:
-            if entry.family == socket.AF_INET:
-                addresses.setdefault(name, entry.address)
-    return addresses
+    interfaces = psutil.net_if_addrs().items()
+    found = {name: [entry.address for entry in all if entry.family == socket.AF_INET] for name, all in interfaces}
+    return {name: addresses[0] for name, addresses in found.items() if addresses}
 
 
 def default_address() -> str:

@@ -18,17 +18,11 @@ from megarl.ops.launch.settings import JobToRun
 
 @dataclass(frozen=True)
 class DoctorSummary:
-    """Results of ``megarl doctor --nodes``, one line per result that did not pass.
+    """Results of ``megarl doctor --nodes``, one line per result that did not pass."""
 
-    Attributes:
-        failures: results that stop a run.
-        warnings: results that make it slow or fragile.
-        passed: number of passed checks.
-    """
-
-    failures: tuple[str, ...]
-    warnings: tuple[str, ...]
-    passed: int
+    failures: tuple[str, ...]  # results that stop a run
+    warnings: tuple[str, ...]  # results that make it slow or fragile
+    passed: int  # number of passed checks
 
 
 def doctor_command(python: str, job: JobToRun) -> list[str]:

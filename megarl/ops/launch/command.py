@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -19,7 +19,7 @@ from megarl.base.commands import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, 
 from megarl.base.errors import ConfigError, ResourceError
 from megarl.base.formatting import GIB, MIB, count_noun
 from megarl.ops.jobs.command import run_job
-from megarl.ops.launch import remote, slurm
+from megarl.ops.launch import remote
 from megarl.ops.launch.options import (
     check_unused_options,
     command_job,
@@ -32,20 +32,12 @@ from megarl.ops.launch.protocol import AgentEvent
 from megarl.ops.launch.session import INTERRUPT, ClusterSession, LaunchInterrupted, NodeLost
 from megarl.ops.launch.settings import ClusterSettings, JobToRun, Ports
 
-CPU_OBJECT_STORE_BYTES = 200 * MIB
-"""Size of Ray's object store for CPU jobs; Ray's default is a third of the memory."""
+CPU_OBJECT_STORE_BYTES = 200 * MIB  # size of Ray's object store for CPU jobs; Ray's default is a third of the memory
 LONGEST_DELAY_S = 300.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Launch a job, or print the job of a scheduler.
-
-    Args:
-        argv: arguments; None = the arguments of the process.
-
-    Returns:
-        The driver's exit code; 1 if no driver could be started, 2 for a wrong command line or configuration.
-    """
+    """Launch a job, or print a scheduler's job; returns the driver's exit code, 1 without one, 2 for wrong input."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] in (["-h"], ["--help"]):
         launch_parser().parse_args(arguments[:1])
@@ -81,7 +73,6 @@ class Launcher:
 
     Args:
         settings: settings of the cluster; hosts beyond the number that the job needs are spares.
-        agent_command: returns the command that starts an agent on a host.
         max_restarts: attempts after the first.
         delay_s: seconds before the first restart; doubled for each restart, up to :data:`LONGEST_DELAY_S`.
     """
@@ -102,11 +93,7 @@ class Launcher:
         self._signal: int | None = None
 
     def run(self) -> int:
-        """Run the job to its end.
-
-        Returns:
-            The driver's exit code; 1 without a driver; 128 + n if signal n ended the launcher before the driver.
-        """
+        """Run the job; returns the driver's exit code, 1 without one, 128 + n if signal n came before it."""
         with self._queue_signals():
             for number in range(1, self.max_restarts + 2):
                 try:
@@ -128,7 +115,8 @@ class Launcher:
         if self._signal is not None:  # received after the previous session's last check
             raise LaunchInterrupted(self._signal)
         try:
-            with ClusterSession(settings, self.job, self.agent_command, self._events, self.say) as session:
+            session = ClusterSession(settings, self.job, self.agent_command, self._events, self.say)
+            with closing(session):
                 session.start()
                 if settings.doctor:
                     session.run_doctor()
@@ -266,8 +254,8 @@ def _cluster_settings(
 def _sbatch(options: argparse.Namespace, job: JobToRun, launch_arguments: Sequence[str], words: Sequence[str]) -> int:
     launcher = [options.python, "-m", "megarl.ops.launch", "--on", "slurm", *_without_sbatch(launch_arguments)]
     launcher += [*([] if job.is_megarl else ["--"]), *words]
-    script = slurm.batch_script(job, launcher, options.workdir, options.sbatch)
-    print(slurm.submit_batch(script) if options.submit else script, end="\n" if options.submit else "")
+    script = remote.batch_script(job, launcher, options.workdir, options.sbatch)
+    print(remote.submit_batch(script) if options.submit else script, end="\n" if options.submit else "")
     return 0
 
 

@@ -26,11 +26,7 @@ joins the Ray cluster at RAY_ADDRESS. The configuration sets the number of nodes
 theirs, such as critic.nnodes). For everything else see docs/how_to/launch.md."""
 _WORKER_PORTS_HELP = f"ports of Ray's workers ({'-'.join(map(str, WORKER_PORTS))})"
 _COMMAND_OPTIONS = ("nodes", "device")
-_OPTION_PLACES = {
-    "sbatch": ("sbatch",),
-    "srun": ("slurm", "sbatch"),
-    "ssh": ("ssh",),
-}
+_OPTION_PLACES = {"sbatch": ("sbatch",), "srun": ("slurm", "sbatch"), "ssh": ("ssh",)}
 """Options that apply to some values of ``--on`` only."""
 
 
@@ -43,7 +39,8 @@ def split_job(argv: Sequence[str]) -> tuple[list[str], list[str], bool]:
     Raises:
         ConfigError: there is no job.
     """
-    takes_value, skip = _options_with_value(), False
+    takes_value = {name for action in launch_parser()._actions for name in action.option_strings if action.nargs != 0}
+    skip = False
     for index, word in enumerate(argv):
         if skip:
             skip = False
@@ -65,11 +62,7 @@ def split_job(argv: Sequence[str]) -> tuple[list[str], list[str], bool]:
 
 
 def check_unused_options(options: argparse.Namespace, place: str, *, is_megarl: bool) -> None:
-    """Refuse options without an effect.
-
-    Args:
-        place: resolved value of ``--on``.
-        is_megarl: whether the job is a megarl job, with its requirements in the configuration.
+    """Refuse options without an effect at a place, a resolved value of ``--on``.
 
     Raises:
         ConfigError: an option has no effect.
@@ -149,10 +142,6 @@ def _add_scheduler_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--submit", action="store_true", help="submit the batch script, not print it")
 
 
-def _options_with_value() -> set[str]:
-    return {name for action in launch_parser()._actions for name in action.option_strings if action.nargs != 0}
-
-
 def _count(text: str) -> int:
     number = int(text)
     if number < 0:
@@ -174,7 +163,6 @@ def read_job(words: Sequence[str], max_restarts: int) -> JobToRun:
 
     Args:
         words: the job's name and arguments, as after ``megarl``.
-        max_restarts: number of allowed restarts.
 
     Raises:
         ConfigError: the configuration is invalid, or cannot be combined with restarts.
@@ -224,9 +212,7 @@ def with_machines(job: JobToRun, place: str, devices_per_node: int | None) -> Jo
     all pools if each has one node.
 
     Args:
-        job: from :func:`read_job`.
         place: resolved value of ``--on``.
-        devices_per_node: devices of each machine, from the command line.
 
     Raises:
         ConfigError: a node has more devices than a machine, or the pools differ in devices per node and the devices
@@ -272,10 +258,7 @@ def _machines(nodes: Sequence[int], capacity: int) -> int:
 
 
 def _check_restarts(trainer: TrainingRunConfig) -> tuple[str, ...]:
-    """Check that a restart of the same command resumes from the newest checkpoint.
-
-    Returns:
-        Notes for the user.
+    """Check that a restart of the same command resumes from the newest checkpoint; returns notes for the user.
 
     Raises:
         ConfigError: it would start from scratch, or from the checkpoint of another run.

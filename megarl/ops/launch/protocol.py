@@ -11,30 +11,19 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from megarl.base.json_text import parse_json
 
-RAY = "ray"
-"""Name of the command that runs a node's Ray."""
+RAY = "ray"  # name of the command that runs a node's Ray
 
 
 @dataclass(frozen=True)
 class StartCommand:
-    """Request: start a command.
+    """Request: start a command."""
 
-    Attributes:
-        name: name of the command in its events; ``ray`` is the node's Ray.
-        argv: command line.
-        env: variables added to the agent's environment.
-        ports: ports of ``address`` that must be free before the start.
-        address: address of this node, for ``ports`` and ``listen_port``.
-        listen_port: port of the command; the agent sends :data:`LISTENING` once it accepts connections. None = no
-            such event.
-    """
-
-    name: str
-    argv: list[str]
-    env: dict[str, str] = field(default_factory=dict)
-    ports: list[int] = field(default_factory=list)
-    address: str = ""
-    listen_port: int | None = None
+    name: str  # name of the command in its events; ray is the node's Ray
+    argv: list[str]  # command line
+    env: dict[str, str] = field(default_factory=dict)  # variables added to the agent's environment
+    ports: list[int] = field(default_factory=list)  # ports of address that must be free before the start
+    address: str = ""  # address of this node, for ports and listen_port
+    listen_port: int | None = None  # LISTENING is sent once it accepts connections; None = never
 
 
 @dataclass(frozen=True)
@@ -59,13 +48,9 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Shutdown:
-    """Request: end all commands, then the agent.
+    """Request: end all commands, then the agent."""
 
-    Attributes:
-        keep_logs: folder on the node to copy Ray's logs to; empty = discard them.
-    """
-
-    keep_logs: str = ""
+    keep_logs: str = ""  # folder on the node to copy Ray's logs to; empty = discard them
 
 
 AgentRequest = StartCommand | SendSignal | SetToken | Heartbeat | Shutdown
@@ -73,37 +58,23 @@ _REQUESTS: dict[str, type[Any]] = {
     kind.__name__: kind for kind in (StartCommand, SendSignal, SetToken, Heartbeat, Shutdown)
 }
 
-AGENT_STARTED = "agent_started"
-"""Event: the agent runs; ``addresses`` by interface, ``address``."""
-LISTENING = "listening"
-"""Event: a command accepts connections on its port."""
-OUTPUT = "output"
-"""Event: output of a command; ``stream``, ``text``."""
-COMMAND_ENDED = "command_ended"
-"""Event: a command ended; ``code``."""
-REQUEST_FAILED = "request_failed"
-"""Event: a request failed; ``reason``."""
-LOGS_KEPT = "logs_kept"
-"""Event: Ray's logs were copied; ``folder``."""
-DISCONNECTED = "disconnected"
-"""Event of the launcher itself: the connection to the agent ended; ``code``, ``reason``."""
+AGENT_STARTED = "agent_started"  # event: the agent runs; `addresses` by interface, `address`
+LISTENING = "listening"  # event: a command accepts connections on its port
+OUTPUT = "output"  # event: output of a command; `stream`, `text`
+COMMAND_ENDED = "command_ended"  # event: a command ended; `code`
+REQUEST_FAILED = "request_failed"  # event: a request failed; `reason`
+LOGS_KEPT = "logs_kept"  # event: Ray's logs were copied; `folder`
+DISCONNECTED = "disconnected"  # event of the launcher itself: the connection to the agent ended; `code`, `reason`
 
 
 @dataclass(frozen=True)
 class AgentEvent:
-    """Event on a node.
+    """Event on a node."""
 
-    Attributes:
-        kind: one of the constants of this module.
-        host: name of the node, added by the launcher.
-        name: name of the command, or empty.
-        facts: further values by name.
-    """
-
-    kind: str
-    host: str = ""
-    name: str = ""
-    facts: dict[str, Any] = field(default_factory=dict)
+    kind: str  # one of the constants of this module
+    host: str = ""  # name of the node, added by the launcher
+    name: str = ""  # name of the command, or empty
+    facts: dict[str, Any] = field(default_factory=dict)  # further values by name
 
 
 def encode_request(request: AgentRequest) -> str:

@@ -1,4 +1,7 @@
-"""Agents on remote nodes: the commands that start them (child process, ssh, srun), the hosts, and their connections."""
+"""Agents on remote nodes: the commands that start them (child process, ssh, srun), the hosts, and their connections.
+
+Also the batch scripts that start the launcher inside an allocation of SLURM.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from pathlib import Path
 
 from megarl.base.errors import ConfigError, ResourceError
 from megarl.ops.launch.protocol import DISCONNECTED, AgentEvent, AgentRequest, decode_event, encode_request
+from megarl.ops.launch.settings import JobToRun
 
 AGENT = "megarl.ops.launch.agent"
 FORWARDED = (
@@ -22,10 +26,10 @@ FORWARDED = (
     *("SGLANG_", "SWANLAB_", "TENSORBOARD_", "TORCH_", "TORCHINDUCTOR_", "TRANSFORMERS_", "UCX_", "WANDB_"),
 )
 """Prefixes of the variables that nodes get over ssh; srun and child processes inherit the whole environment."""
+_SLURM_WARNING_S = 120  # time between SLURM's SIGTERM and the time limit
 FORWARDED_NAMES = ("DATA", "MODEL", "RETRIEVER")
 """Variables of megarl's run scripts, which nodes get too; ``DATABASE_URL`` is none of them."""
-AgentCommand = Callable[[str], list[str]]
-"""Returns the command that starts an agent on a host."""
+AgentCommand = Callable[[str], list[str]]  # returns the command that starts an agent on a host
 
 
 def local_agent(python: str, folder: str) -> AgentCommand:
@@ -34,13 +38,7 @@ def local_agent(python: str, folder: str) -> AgentCommand:
 
 
 def ssh_agent(python: str, folder: str, ssh: Sequence[str], wrap: Sequence[str]) -> AgentCommand:
-    """Start agents by non-interactive ssh, without a password.
-
-    Args:
-        folder: working directory on the nodes.
-        ssh: the command and its options, such as ``ssh -p 2222``.
-        wrap: prefix of the interpreter that enters a container; it must forward stdin and stdout.
-    """
+    """Start agents by ssh without a password; ``wrap`` enters a container and must forward stdin and stdout."""
     # Each end detects within two minutes that the other one disappeared.
     alive = ["-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=8"]
     command = _in_folder(folder, [*wrap, python, "-m", AGENT])
@@ -50,14 +48,7 @@ def ssh_agent(python: str, folder: str, ssh: Sequence[str], wrap: Sequence[str])
 def srun_agent(
     python: str, folder: str, srun: Sequence[str], wrap: Sequence[str], environment: Mapping[str, str]
 ) -> AgentCommand:
-    """Start agents as job steps, one per node, with all CPUs of the node and the GPUs of the allocation.
-
-    Args:
-        folder: working directory on the nodes.
-        srun: the command and its options.
-        wrap: prefix of the interpreter that enters a container.
-        environment: environment of the allocation.
-    """
+    """Start agents as job steps, one per node, with all CPUs of the node and the allocation's GPUs."""
     # A job step does not inherit --cpus-per-task.
     cpus = environment.get("SLURM_CPUS_ON_NODE", "").strip()
     options = ["--overlap", "--nodes=1", "--ntasks=1", "--unbuffered", "--cpu-bind=none", "--mpi=none"]
@@ -130,11 +121,46 @@ def slurm_hosts(environment: Mapping[str, str]) -> list[str]:
     return process.stdout.split()
 
 
+def batch_script(job: JobToRun, launcher: Sequence[str], folder: str, options: Sequence[str]) -> str:
+    """Write a batch script that runs the launcher in its allocation; options of sbatch override the defaults."""
+    directives = {
+        "--job-name": job.name,
+        "--nodes": str(job.nodes),
+        "--ntasks-per-node": "1",
+        "--output": f"{job.name}-%j.log",
+        "--signal": f"B:TERM@{_SLURM_WARNING_S}",
+    }
+    if job.device != "cpu":
+        directives["--gpus-per-node"] = str(job.devices)
+    overridden = {option.split("=")[0] for option in options}
+    lines = [f"#SBATCH {name}={value}" for name, value in directives.items() if name not in overridden]
+    # Whole nodes; the allocation survives a failed node, since the launcher decides about a restart.
+    lines += ["#SBATCH --exclusive", "#SBATCH --no-kill", *(f"#SBATCH {option}" for option in options)]
+    # With exec no shell delays signals until its foreground command ends.
+    return "\n".join(["#!/bin/bash", *lines, f"cd {shlex.quote(folder)}", f"exec {shlex.join(launcher)}", ""])
+
+
+def submit_batch(script: str) -> str:
+    """Submit a batch script; returns sbatch's output, the job ID.
+
+    Raises:
+        ResourceError: sbatch refuses the script.
+    """
+    try:
+        process = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, check=True)
+    except OSError as error:
+        raise ResourceError(f"sbatch cannot be started: {error}", code="launch.no-sbatch") from error
+    except subprocess.CalledProcessError as error:
+        raise ResourceError(
+            f"sbatch refused the script: {error.stderr.strip()}", code="launch.sbatch-refused"
+        ) from error
+    return process.stdout.strip()
+
+
 def forwarded_environment(environment: Mapping[str, str], entries: Sequence[str], inherits: bool) -> dict[str, str]:
     """Select the variables to send to the nodes.
 
     Args:
-        environment: environment of the launcher.
         entries: values of ``--env``: ``NAME`` or ``NAME=VALUE``.
         inherits: whether the nodes inherit the environment of the launcher.
 
@@ -209,11 +235,7 @@ class RemoteAgent:
             self._process.stdin.flush()
 
     def close(self, timeout_s: float) -> bool:
-        """Wait for the connection to end, and kill it after the timeout.
-
-        Returns:
-            Whether it ended by itself; it does once the agent has ended all processes on the node.
-        """
+        """Wait for the end of the connection, and kill it after the timeout; returns whether it ended by itself."""
         with contextlib.suppress(OSError, ValueError):
             assert self._process.stdin is not None
             self._process.stdin.close()

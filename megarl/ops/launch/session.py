@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
+from dataclasses import replace
 
 from megarl.base.errors import ResourceError
 from megarl.base.formatting import count_noun
@@ -33,14 +33,7 @@ from megarl.ops.launch.protocol import (
     StartCommand,
 )
 from megarl.ops.launch.remote import RemoteAgent
-from megarl.ops.launch.settings import (
-    ClusterSettings,
-    JobToRun,
-    is_address,
-    node_ports,
-    ray_environment,
-    ray_start,
-)
+from megarl.ops.launch.settings import ClusterSettings, JobToRun, host_address, node_ports, ray_environment, ray_start
 
 DRIVER, WAIT, DOCTOR = "driver", "wait", "doctor"
 INTERRUPT = "interrupt"
@@ -77,7 +70,7 @@ def shell_exit_code(code: int) -> int:
 
 
 class ClusterSession:
-    """A Ray cluster that exists for the length of a ``with`` block.
+    """A Ray cluster that exists until :meth:`close`.
 
     Args:
         agent_command: returns the command that starts an agent on a host and connects its stdin and stdout.
@@ -106,14 +99,6 @@ class ClusterSession:
         self._failed = True
         self._lost: set[str] = set()
 
-    def __enter__(self) -> ClusterSession:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
     @property
     def head(self) -> str:
         """Host of the cluster's head and of the driver."""
@@ -129,7 +114,11 @@ class ClusterSession:
         settings, deadline = self.settings, time.monotonic() + self.settings.start_timeout_s
         for host in settings.hosts:
             self._agents[host] = RemoteAgent(host, self._agent_command(host), self._events)
-        self._wait_until(lambda: len(self._started) == len(settings.hosts), deadline, self._silent_hosts)
+
+        def silent() -> list[str]:
+            return [host for host in settings.hosts if host not in self._started]
+
+        self._wait_until(lambda: not silent(), deadline, lambda: f"no answer from {', '.join(silent())}")
         token = SetToken(secrets.token_hex(32))
         for agent in self._agents.values():
             agent.send(token)
@@ -199,10 +188,8 @@ class ClusterSession:
         keep = self.settings.log_folder if self._failed and self._listening else ""
         # The head last: the Ray of another node logs many errors once it loses the head.
         for host in [*self.settings.hosts[1:], self.head]:
-            agent = self._agents.get(host)
-            if agent is None:
-                continue
-            agent.send(Shutdown(keep and f"{keep}/{host}"))
+            if host in self._agents:
+                self._agents[host].send(Shutdown(keep and f"{keep}/{host}"))
         for host, agent in self._agents.items():
             if not agent.close(_TEARDOWN_S) and host not in self._lost:
                 self._say(
@@ -220,22 +207,20 @@ class ClusterSession:
             elif event.kind == OUTPUT and event.name == DRIVER:
                 self._handle(event)
         if logs:
-            self._say(
-                f"Ray's logs: {logs.get(self.head, next(iter(logs.values())))} on {count_noun(len(logs), 'node')}"
-            )
+            folder = logs.get(self.head, next(iter(logs.values())))
+            self._say(f"Ray's logs: {folder} on {count_noun(len(logs), 'node')}")
 
     def _start_ray(self, host: str, address: str) -> None:
         ports, head = node_ports(self.settings)[host], "" if host == self.head else self._cluster
         folder = f"{RAY_FOLDER}/{RAY}"
         argv = ray_start(self.settings, self.job, host, address, head, ports, folder)
         env = ray_environment(f"{RAY_FOLDER}/{TOKEN_FILE}", loopback=self._loopback) | self.settings.env
-        gcs_ports = [] if head else [ports.gcs]
+        request = StartCommand(RAY, argv, env)
         if address:
-            used_ports = [*ports.of_node().values(), *gcs_ports]
-            listen_port = gcs_ports[0] if gcs_ports else None
-            self._agents[host].send(StartCommand(RAY, argv, env, used_ports, address, listen_port))
-        else:
-            self._agents[host].send(StartCommand(RAY, argv, env))
+            gcs = None if head else ports.gcs
+            used = [*ports.of_node().values(), *([] if gcs is None else [gcs])]
+            request = replace(request, ports=used, address=address, listen_port=gcs)
+        self._agents[host].send(request)
 
     def _wait_for_nodes(self, deadline: float) -> None:
         timeout_s = max(1.0, deadline - time.monotonic())
@@ -269,12 +254,9 @@ class ClusterSession:
                     code="launch.no-interface",
                 )
             return str(facts["addresses"][interface])
-        if is_address(host):
+        if host_address(host) is not None:
             return host
         return str(facts["address"]) if host == self.head else ""
-
-    def _silent_hosts(self) -> str:
-        return "no answer from " + ", ".join(host for host in self.settings.hosts if host not in self._started)
 
     def _last_output(self, key: tuple[str, str]) -> str:
         """Return the last lines of ``ray start``, without the counters that it repeats from its logs."""
@@ -299,8 +281,6 @@ class ClusterSession:
         """Handle events until a condition holds or the deadline passes.
 
         Args:
-            done: the condition.
-            deadline: monotonic time.
             late: returns the message of the error at the deadline; None = return without an error.
 
         Raises:

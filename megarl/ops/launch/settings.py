@@ -10,52 +10,34 @@ from megarl.base.errors import ConfigError
 from megarl.base.timeouts import RAY_SILENCE
 
 Device = Literal["auto", "cpu", "cuda"]
-WORKER_PORTS = (10002, 19999)
-"""Ray's default port range for workers."""
+WORKER_PORTS = (10002, 19999)  # Ray's default port range for workers
 PORTS_PER_NODE = 8
 FIRST_PORT = 6400
 
 
 class PoolNodes(NamedTuple):
-    """Nodes of a resource pool.
+    """Nodes of a resource pool."""
 
-    Attributes:
-        section: config section with its keys ``nnodes`` and ``n_gpus_per_node``.
-        devices: devices on each of them.
-    """
-
-    section: str
+    section: str  # config section with its keys nnodes and n_gpus_per_node
     nodes: int
-    devices: int
+    devices: int  # of a node
 
 
 @dataclass(frozen=True)
 class JobToRun:
-    """Job to run on the cluster, with its requirements.
+    """Job to run on the cluster, with its requirements."""
 
-    Attributes:
-        words: command line after ``megarl``, such as ``train --config-name grpo``, or a custom command.
-        is_megarl: whether ``words`` is a megarl job.
-        name: name for schedulers.
-        devices: GPUs, or CPU slots, per machine.
-        own_pools: nodes of roles with devices of their own; ``with_machines`` adds their machines to ``nodes``.
-        size_keys: keys or options that set the number of machines, with their values, for messages.
-        checkpoint_dir: checkpoint folder; empty = no checkpoints.
-        notes: messages for the user before the start.
-        is_dry: whether it is a dry run, which needs no cluster.
-    """
-
-    words: tuple[str, ...]
-    is_megarl: bool
-    name: str
+    words: tuple[str, ...]  # command line after megarl, such as train --config-name grpo, or a custom command
+    is_megarl: bool  # whether words is a megarl job
+    name: str  # name for schedulers
     nodes: int
     device: Device
-    devices: int
-    own_pools: tuple[PoolNodes, ...] = ()
-    size_keys: str = ""
-    checkpoint_dir: str = ""
-    notes: tuple[str, ...] = ()
-    is_dry: bool = False
+    devices: int  # GPUs, or CPU slots, per machine
+    own_pools: tuple[PoolNodes, ...] = ()  # of roles with devices of their own; with_machines adds them to nodes
+    size_keys: str = ""  # keys or options that set the number of machines, with their values, for messages
+    checkpoint_dir: str = ""  # checkpoint folder; empty = no checkpoints
+    notes: tuple[str, ...] = ()  # messages for the user before the start
+    is_dry: bool = False  # whether it is a dry run, which needs no cluster
 
     def command(self, python: str) -> list[str]:
         """Return the driver's command line."""
@@ -66,16 +48,12 @@ class JobToRun:
 class Ports:
     """All ports of a node. Every port is set explicitly, for firewalls.
 
-    Attributes:
-        first: first of eight consecutive ports.
-        workers: lowest and highest port of Ray's workers.
-
     Raises:
         ConfigError: a port is invalid, or the ranges overlap.
     """
 
-    first: int = FIRST_PORT
-    workers: tuple[int, int] = WORKER_PORTS
+    first: int = FIRST_PORT  # first of eight consecutive ports
+    workers: tuple[int, int] = WORKER_PORTS  # lowest and highest port of Ray's workers
 
     def __post_init__(self) -> None:
         last, (low, high) = self.first + PORTS_PER_NODE - 1, self.workers
@@ -102,62 +80,34 @@ class Ports:
 
     def of_node(self) -> dict[str, int]:
         """Return the options of ``ray start`` for the ports of each node."""
-        names = (
-            "node-manager-port",
-            "object-manager-port",
-            "runtime-env-agent-port",
-            "dashboard-agent-grpc-port",
-            "dashboard-agent-listen-port",
-            "metrics-export-port",
-        )
-        return {name: self.first + 2 + index for index, name in enumerate(names)}
+        names = ("node-manager", "object-manager", "runtime-env-agent", "dashboard-agent-grpc",
+                 "dashboard-agent-listen", "metrics-export")  # fmt: skip
+        return {f"{name}-port": number for number, name in enumerate(names, self.first + 2)}
 
 
 @dataclass(frozen=True)
 class ClusterSettings:
-    """Settings of a cluster.
+    """Settings of a cluster."""
 
-    Attributes:
-        hosts: the nodes; the first is the head.
-        env: environment variables for all commands on the nodes.
-        ports: ports of the head; further nodes on one machine (loopback addresses) use the following ports.
-        interface: network interface of the nodes' addresses; empty = the interface of the host name.
-        head_address: address of the head; empty = detected.
-        object_store_bytes: shared memory for Ray's objects on each node; None = Ray's default.
-        start_timeout_s: time limit for all nodes to join.
-        grace_s: time for the driver to end by itself after a signal.
-        doctor: whether to run ``megarl doctor`` on every node before the job.
-        log_folder: folder on each node for Ray's logs of a failed run; empty = discard.
-    """
-
-    hosts: tuple[str, ...]
+    hosts: tuple[str, ...]  # the nodes; the first is the head
     python: str
-    env: dict[str, str] = field(default_factory=dict)
-    ports: Ports = field(default_factory=Ports)
-    interface: str = ""
-    head_address: str = ""
-    object_store_bytes: int | None = None
-    start_timeout_s: float = 300.0
-    grace_s: float = 600.0
-    doctor: bool = True
-    log_folder: str = ""
+    env: dict[str, str] = field(default_factory=dict)  # environment variables for all commands on the nodes
+    ports: Ports = field(default_factory=Ports)  # of the head; loopback nodes use the following ports
+    interface: str = ""  # network interface of the nodes' addresses; empty = the interface of the host name
+    head_address: str = ""  # address of the head; empty = detected
+    object_store_bytes: int | None = None  # shared memory for Ray's objects on each node; None = Ray's default
+    start_timeout_s: float = 300.0  # time limit for all nodes to join
+    grace_s: float = 600.0  # time for the driver to end by itself after a signal
+    doctor: bool = True  # whether to run megarl doctor on every node before the job
+    log_folder: str = ""  # folder on each node for Ray's logs of a failed run; empty = discard
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether a host is an address of this machine's loopback interface."""
+def host_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the address that a host is; None for a name."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host)
     except ValueError:
-        return False
-
-
-def is_address(host: str) -> bool:
-    """Return whether a host is an IP address."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+        return None
 
 
 def node_ports(settings: ClusterSettings) -> dict[str, Ports]:
@@ -165,7 +115,8 @@ def node_ports(settings: ClusterSettings) -> dict[str, Ports]:
     shift, ports = 0, {}
     for host in settings.hosts:
         ports[host] = Ports(settings.ports.first + shift, settings.ports.workers)
-        shift += PORTS_PER_NODE if is_loopback(host) else 0
+        address = host_address(host)
+        shift += PORTS_PER_NODE if address is not None and address.is_loopback else 0
     return ports
 
 
@@ -175,12 +126,9 @@ def ray_start(
     """Return the ``ray start --block`` command of a node; it runs as long as the node's Ray.
 
     Args:
-        job: the job, with its number of devices.
         host: name of the node in the cluster.
         address: address at which other nodes reach it; empty = Ray detects it.
         head: ``address:port`` of the cluster; empty on the head.
-        ports: ports of this node.
-        folder: folder for Ray's files.
     """
     options = {
         "node-name": host,
@@ -207,13 +155,7 @@ def ray_start(
 
 
 def ray_environment(token_file: str, address: str = "", loopback: bool = False) -> dict[str, str]:
-    """Return the environment of Ray and its clients.
-
-    Args:
-        token_file: file with the cluster's token.
-        address: address of the cluster, for clients.
-        loopback: whether the cluster is on one machine and listens on loopback only.
-    """
+    """Return the environment of Ray and its clients; a ``loopback`` cluster is on one machine."""
     variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": token_file, "PYTHONUNBUFFERED": "1"}
     # The GCS keeps 4 KB of each of the last calls for the dashboard; Ray's default of 100,000 is 400 MB.
     variables["RAY_task_events_max_num_task_in_gcs"] = "10000"

@@ -15,8 +15,8 @@ from megarl.base.formatting import GIB, table_lines
 from megarl.config import SupervisedConfig, TrainConfig
 from megarl.config.keys import leaves, value_at
 from megarl.config.problems import format_value
-from megarl.ops.plan.found_hardware import hardware_for
-from megarl.ops.plan.hardware import Hardware
+from megarl.ops.plan.estimate import overrides_of
+from megarl.ops.plan.hardware import Hardware, hardware_for
 from megarl.ops.plan.layout_choice import (
     AutomaticLayout,
     ChosenKey,
@@ -28,8 +28,7 @@ from megarl.ops.plan.layout_choice import (
 from megarl.trainer.jobs.hub_files import with_hub_configs
 
 Config = TrainConfig | SupervisedConfig
-Build = Callable[[Mapping[str, Any]], Config]
-"""Makes the unchecked configuration of the job with changed values."""
+Build = Callable[[Mapping[str, Any]], Config]  # makes the unchecked configuration of the job with changed values
 
 _DEVICES = "trainer.n_gpus_per_node"
 
@@ -38,7 +37,6 @@ def automatic_layout(build: Build, fixed: frozenset[str], hardware_name: str | N
     """Choose the layout of a run.
 
     Args:
-        build: makes the configuration.
         fixed: keys set by hand, whose values stay.
         hardware_name: hardware file to plan for; None = ``trainer.hardware``, or the devices found.
 
@@ -107,7 +105,7 @@ def _remedies(build: Build, fixed: frozenset[str], hardware: Hardware) -> Iterat
     for group in groups:
         for changes in group:
             if fits(build(changes), fixed, hardware):
-                yield " ".join(f"{key}={format_value(value)}" for key, value in changes.items())
+                yield " ".join(overrides_of(changes))
                 break
     saving = [key for key in fixed if key.endswith(("_offload", ".recompute_granularity"))]
     if saving and fits(config, fixed.difference(saving), hardware):

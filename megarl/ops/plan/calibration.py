@@ -37,15 +37,10 @@ _SUPERVISED: Mapping[str, type[SupervisedConfig]] = {
 
 
 class Calibration(NamedTuple):
-    """Hardware with fitted efficiencies.
+    """Hardware with fitted efficiencies."""
 
-    Attributes:
-        hardware: the hardware of the runs.
-        spread: largest efficiency of a run over the smallest, by phase.
-    """
-
-    hardware: Hardware
-    spread: Mapping[str, float]
+    hardware: Hardware  # the hardware of the runs
+    spread: Mapping[str, float]  # largest efficiency of a run over the smallest, by phase
 
 
 class MeasuredRun(NamedTuple):
@@ -94,7 +89,6 @@ def measured_run(folder: Path, hardware_name: str | None = None) -> MeasuredRun:
 
 
 def _lengths(config: TrainConfig | SupervisedConfig, rows: Sequence[MetricsRow]) -> Lengths:
-    """Return the measured lengths."""
     if isinstance(config, SupervisedConfig):
         sequences = config.data.train_batch_size * config.sequences_per_row
         tokens = _over(rows, "perf/total_num_tokens", statistics.mean) / sequences

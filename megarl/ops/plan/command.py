@@ -14,13 +14,12 @@ from megarl.base.commands import exit_code
 from megarl.base.errors import ConfigError
 from megarl.base.formatting import count_noun
 from megarl.config import PreferenceConfig, RewardTrainingConfig, SFTConfig, SupervisedConfig, TrainConfig
-from megarl.config.compose import Changes, ConfigRequest, LayoutChooser, compose, compose_draft
+from megarl.config.compose import Changes, ConfigRequest, compose, compose_draft
 from megarl.config.schema.async_training import SYNC
 from megarl.ops.plan.automatic import AutomaticLayout, automatic_layout, layout_lines
 from megarl.ops.plan.calibration import fit, measured_run, write_calibration
-from megarl.ops.plan.estimate import Estimate, estimate
-from megarl.ops.plan.found_hardware import hardware_for
-from megarl.ops.plan.hardware import Hardware, hardware_of, known_hardware
+from megarl.ops.plan.estimate import Estimate, estimate, overrides_of
+from megarl.ops.plan.hardware import Hardware, hardware_for, hardware_of, known_hardware
 from megarl.ops.plan.lengths import Lengths, lengths_of
 from megarl.ops.plan.report import (
     ReportSection,
@@ -31,7 +30,7 @@ from megarl.ops.plan.report import (
     search_sections,
 )
 from megarl.ops.plan.search import search
-from megarl.ops.plan.suggestion import Suggestion, find_suggestion
+from megarl.ops.plan.suggestion import find_suggestion
 from megarl.ops.report.run_files import NoRunError, find_runs
 
 Job = TrainConfig | SupervisedConfig
@@ -43,19 +42,11 @@ JOBS: dict[str, tuple[type[Any], str]] = {
 }
 """Jobs that can be planned: schema and default configuration."""
 EXIT_DOES_NOT_FIT = 1
-DEFAULT_TOP = 10
-"""Default number of layouts that a search lists."""
+DEFAULT_TOP = 10  # default number of layouts that a search lists
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Plan a configuration or search for layouts, and print the result.
-
-    Args:
-        argv: command-line arguments; None = those of the process.
-
-    Returns:
-        The exit code: 0; 1 if nothing fits; 2 for a wrong configuration or command line.
-    """
+    """Plan a configuration or search for layouts; returns 0, 1 if nothing fits, or 2 for wrong input."""
     parser = _parser()
     options = parser.parse_intermixed_args(argv)
     if options.top is not None and not options.search:
@@ -67,9 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(options: argparse.Namespace) -> int:
     layouts: list[AutomaticLayout] = []
-    config = (
-        compose_draft(_request(options)) if options.search else compose(_request(options), _chooser(options, layouts))
-    )
+
+    def choose(build: Callable[[Changes], Any], fixed: frozenset[str]) -> AutomaticLayout:
+        layouts.append(automatic_layout(build, fixed, options.hardware))
+        return layouts[-1]
+
+    config = compose_draft(_request(options)) if options.search else compose(_request(options), choose)
     for line in (line for layout in layouts for line in layout_lines(layout)):
         print(line, file=sys.stderr if options.json else sys.stdout)
     if options.search and isinstance(config, TrainConfig) and config.async_training.mode != SYNC:
@@ -85,9 +79,8 @@ def _main(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace, config: Job, hardware: Hardware, lengths: Lengths) -> int:
-    def confirm(suggestion: Suggestion) -> Estimate:
-        changed_config = compose(_request(options, suggestion.overrides()))
-        return estimate(changed_config, hardware, lengths)
+    def confirm(changes: Changes) -> Estimate:
+        return estimate(compose(_request(options, overrides_of(changes))), hardware, lengths)
 
     planned = estimate(config, hardware, lengths, with_sync=True)
     suggestion = None if planned.fits else find_suggestion(config, planned, confirm)
@@ -122,14 +115,6 @@ def _calibrate(options: argparse.Namespace) -> int:
     head = ["phase", "fraction of the peak speeds", "largest / smallest of the runs"]
     print_report([ReportSection("Calibration", lines, head, rows)], Console())
     return 0
-
-
-def _chooser(options: argparse.Namespace, layouts: list[AutomaticLayout]) -> LayoutChooser:
-    def choose(build: Callable[[Changes], Any], fixed: frozenset[str]) -> AutomaticLayout:
-        layouts.append(automatic_layout(build, fixed, options.hardware))
-        return layouts[-1]
-
-    return choose
 
 
 def _request(options: argparse.Namespace, extra: Sequence[str] = ()) -> ConfigRequest[Any]:

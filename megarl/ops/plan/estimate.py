@@ -14,7 +14,7 @@ from megarl.config.checks import check
 from megarl.config.derived import with_derived
 from megarl.config.inherited import followers
 from megarl.config.keys import with_values
-from megarl.config.problems import InvalidConfigError
+from megarl.config.problems import InvalidConfigError, format_value
 from megarl.config.schema.jobs import ROLLOUT, TEACHERS, own_pools
 from megarl.config.schema.model import LogProbBatchConfig
 from megarl.ops.plan.hardware import Hardware
@@ -27,27 +27,17 @@ from megarl.ops.plan.sync_traffic import SyncTraffic, plan_sync
 
 Config = TypeVar("Config", bound=TrainConfig | SupervisedConfig)
 
-HOST_SHARE = 0.9
-"""Usable fraction of a node's host memory."""
-LARGEST_FIRST = 3
-"""Number of components listed in a shortfall."""
+HOST_SHARE = 0.9  # usable fraction of a node's host memory
+LARGEST_FIRST = 3  # number of components listed in a shortfall
 
 
 class Shortfall(NamedTuple):
-    """Memory that a run lacks.
+    """Memory that a run lacks."""
 
-    Attributes:
-        phase: name of the phase; ``host`` for host memory.
-        needed: bytes.
-        available: bytes.
-        largest: the largest components, the largest first.
-        text: description of the shortfall.
-    """
-
-    phase: str
-    needed: float
-    available: float
-    largest: tuple[Component, ...]
+    phase: str  # name of the phase; host for host memory
+    needed: float  # bytes
+    available: float  # bytes
+    largest: tuple[Component, ...]  # the largest components, the largest first
     text: str
 
     @property
@@ -58,22 +48,13 @@ class Shortfall(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """Plan of a configuration.
-
-    Attributes:
-        job: roles, layouts, batches.
-        hardware: hardware of the job.
-        lengths: prompt and response lengths.
-        memory: memory plan.
-        sync: the weight sync; None without a sync, or if it was not planned.
-        step: cost of a training step.
-    """
+    """Plan of a configuration."""
 
     job: PlannedJob
     hardware: Hardware
     lengths: Lengths
     memory: MemoryPlan
-    sync: SyncTraffic | None
+    sync: SyncTraffic | None  # the weight sync; None without a sync, or if it was not planned
     step: StepCost
 
     @cached_property
@@ -97,12 +78,6 @@ def estimate(
 ) -> Estimate:
     """Plan a configuration.
 
-    Args:
-        config: complete and checked.
-        hardware: hardware of the job.
-        lengths: prompt and response lengths.
-        with_sync: whether to plan the traffic of the weight sync.
-
     Raises:
         InvalidConfigError, ConfigError, ModelError: the configuration cannot run, independent of memory.
     """
@@ -120,7 +95,7 @@ def usable_bytes(job: PlannedJob, hardware: Hardware) -> float:
     sections = [role.section for role in job.roles]
     sections += [ROLLOUT] if job.rollout is not None and not job.rollout.is_external else []
     processes = max(Counter(job.pool_of(section).section for section in sections).values())
-    return max(0.0, hardware.memory_bytes - processes * hardware.reserved_bytes)
+    return max(0.0, hardware.memory_bytes - processes * hardware.reserved_gib * GIB)
 
 
 def shortfalls(job: PlannedJob, memory: MemoryPlan, hardware: Hardware) -> list[Shortfall]:
@@ -147,11 +122,7 @@ def shortfalls(job: PlannedJob, memory: MemoryPlan, hardware: Hardware) -> list[
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
-    """Return a copy of a configuration with changed values; derived and inherited values follow.
-
-    Args:
-        config: complete.
-        changes: values by dotted path.
+    """Return a copy with values changed by dotted path; derived and inherited values follow.
 
     Raises:
         InvalidConfigError: the values are inconsistent.
@@ -161,6 +132,12 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
     if problems:
         raise InvalidConfigError(problems)
     return result
+
+
+def overrides_of(changes: Mapping[str, Any]) -> list[str]:
+    """Return changes as command-line overrides; a key of SGLang's arguments is added."""
+    keys = {path: f"+{path}" if ".server_args." in path else path for path in changes}
+    return [f"{keys[path]}={format_value(value)}" for path, value in changes.items()]
 
 
 def _derived_values(config: TrainConfig | SupervisedConfig) -> dict[str, None]:

@@ -17,26 +17,17 @@ from megarl.models import ModelConfig
 from megarl.models.sequence_cost import SequenceCost, head_cost, layer_cost
 from megarl.ops.plan.job import PlannedRole
 
-BACKWARD = 2
-"""Cost of a backward pass, in forward passes."""
+BACKWARD = 2  # cost of a backward pass, in forward passes
 
 
 class SequenceStats(NamedTuple):
-    """Sums over a set of sequences that determine their FLOPs.
-
-    Attributes:
-        sequences: number of sequences.
-        tokens: number of tokens.
-        squares: sum of squared lengths.
-        outputs: response tokens, whose log-probs or values are computed.
-        windowed: as ``squares``, for attention within the model's sliding window.
-    """
+    """Sums over a set of sequences that determine their FLOPs."""
 
     sequences: float
     tokens: float
-    squares: float
-    outputs: float
-    windowed: float = 0.0
+    squares: float  # sum of squared lengths
+    outputs: float  # response tokens, whose log-probs or values are computed
+    windowed: float = 0.0  # as squares, for attention within the model's sliding window
 
     @classmethod
     def of(cls, sequences: float, prompt: float, response: float, model: ModelConfig) -> SequenceStats:

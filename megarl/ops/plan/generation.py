@@ -18,14 +18,7 @@ from megarl.ops.plan.pass_costs import Cost, PhaseCost
 
 
 class EngineModel:
-    """Model of prefill and decode steps of one replica.
-
-    Args:
-        rollout: model, engine and sizes.
-        hardware: hardware of the job.
-        devices_per_node: devices per node of the cluster.
-        on_cpu: whether the engine launches kernels one by one, without graphs.
-    """
+    """Model of prefill and decode steps of one replica; on a CPU kernels are launched one by one, without graphs."""
 
     def __init__(self, rollout: PlannedRollout, hardware: Hardware, devices_per_node: int, *, on_cpu: bool) -> None:
         self.model, self.tp, self.hardware = rollout.model, rollout.tp, hardware
@@ -53,50 +46,33 @@ class EngineModel:
         return Cost(compute=self.hardware.compute_s(flops / self.tp, self.dtype), parallel=parallel)
 
     def step(self, running: float, context: float) -> Cost:
-        """Return the cost of a decode step.
-
-        Args:
-            running: number of sequences.
-            context: cached tokens of each.
-        """
+        """Return the cost of a decode step of sequences with ``context`` cached tokens each."""
         states = 2 * self.state_bytes  # read and written
-        weights = self.shared_bytes + self.expert_bytes * self._expert_share(running)
+        experts, layers = self.model.experts, self.model.num_layers
+        # The share of a layer's experts that a step reads, with random routing.
+        share = 0.0 if experts is None else 1.0 - (1.0 - experts.per_token / experts.count) ** running
+        weights = self.shared_bytes + self.expert_bytes * share
         reading = self.hardware.reading_s(weights + running * (states + context * self.kv_bytes))
         # Queries of the new token with all keys and values; latent attention keeps these compressed.
         latent, heads = self.model.latent, self.model.num_attention_heads
         width = 2 * latent.kv_lora_rank + latent.rope_dim if latent else 2 * self.model.head_dim
         attended = 2.0 * len(self.model.attention_layers) * heads * width * context
         computing = self.hardware.compute_s(running * (self.flops.linear + attended) / self.tp, self.dtype)
+        reduce_s = self.group.reduce_s(running * self.model.hidden_size * self.width, self.hardware)
+        if self.tp > 1:  # a small all-reduce takes one all-to-all exchange, not the two rounds of a ring
+            reduce_s -= self.hardware.latency_s(within_node=self.group.within_node)
         return Cost(
             compute=computing if computing > reading else 0.0,
             memory=0.0 if computing > reading else reading,
-            parallel=2 * self.model.num_layers * self._reduce_s(running * self.model.hidden_size * self.width),
+            parallel=2 * layers * reduce_s,
             latency=max(0.0, self.floor_s - max(reading, computing)),
         )
-
-    def _expert_share(self, running: float) -> float:
-        """Return the share of a layer's experts that a step reads, with random routing."""
-        experts = self.model.experts
-        return 0.0 if experts is None else 1.0 - (1.0 - experts.per_token / experts.count) ** running
-
-    def _reduce_s(self, nbytes: float) -> float:
-        if self.tp == 1:
-            return 0.0
-        # A small all-reduce takes one all-to-all exchange, not the two rounds of a ring.
-        return self.group.reduce_s(nbytes, self.hardware) - self.hardware.latency_s(within_node=self.group.within_node)
 
 
 def generation_cost(
     job: PlannedJob, hardware: Hardware, lengths: Lengths, kv_tokens: float | None = None
 ) -> PhaseCost | None:
-    """Return the cost of generation, and the FLOPs of all replicas; None without an engine of the job.
-
-    Args:
-        job: the job.
-        hardware: hardware of the job.
-        lengths: prompt and response lengths.
-        kv_tokens: tokens in the KV cache of a replica; None = unlimited.
-    """
+    """Return the cost of generation, with an unlimited KV cache if ``kv_tokens`` is None; None without an engine."""
     rollout = job.rollout
     if rollout is None or rollout.is_external:
         return None

@@ -8,15 +8,18 @@ ranks per node uses that many network adapters at once, as NCCL does.
 # ruff: noqa: RUF009 -- `key` and `section` return dataclass fields
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
 
+import psutil
 import yaml
 
 from megarl.base.errors import ConfigError
 from megarl.base.formatting import GIB
+from megarl.base.nvidia_smi import Gpu, visible_gpus
 from megarl.config import SupervisedConfig, TrainConfig
 from megarl.config.build import read
 from megarl.config.compose import HARDWARE, REPOSITORY_CONFIGS
@@ -26,6 +29,7 @@ from megarl.config.schema.jobs import own_pools
 from megarl.models import ParallelLayout
 
 FOLDER = REPOSITORY_CONFIGS / HARDWARE
+_DEFAULT = "h100"
 
 
 @dataclass
@@ -91,21 +95,12 @@ class Hardware:
         return self.memory_gib * GIB
 
     @property
-    def reserved_bytes(self) -> float:
-        """Bytes of device memory that each process reserves."""
-        return self.reserved_gib * GIB
-
-    @property
     def host_bytes(self) -> float:
         """Bytes of host memory per node."""
         return self.host_memory_gib * GIB
 
     def peak_flops(self, dtype: str) -> float:
-        """Return the peak FLOP/s of a device.
-
-        Args:
-            dtype: ``bfloat16`` or ``float32``.
-        """
+        """Return the peak FLOP/s of a device in ``bfloat16`` or ``float32``."""
         return cast(float, getattr(self.peak, dtype)) * 1e12
 
     def compute_s(self, flops: float, dtype: str) -> float:
@@ -138,14 +133,13 @@ def hardware_of(config: TrainConfig | SupervisedConfig, name: str | None = None)
     """Return the hardware that a configuration is planned for.
 
     Args:
-        config: complete.
         name: as for :func:`read_hardware`; None = ``trainer.hardware``, or the default of ``trainer.device``.
 
     Raises:
         ConfigError: as :func:`read_hardware`; or the configuration uses more devices per node than the node has.
     """
     trainer, key = config.trainer, "--hardware" if name else "trainer.hardware"
-    hardware = read_hardware(name or trainer.hardware or ("cpu" if trainer.device == "cpu" else "h100"), key)
+    hardware = read_hardware(name or trainer.hardware or ("cpu" if trainer.device == "cpu" else _DEFAULT), key)
     own = {path: pool.n_gpus_per_node or 1 for path, pool in own_pools(config).items()}
     for path, devices in {"trainer": trainer.n_gpus_per_node, **own}.items():
         # On a CPU processes may share cores.
@@ -163,7 +157,6 @@ def read_hardware(name: str, key: str = "--hardware") -> Hardware:
 
     Args:
         name: name of a shipped file, such as ``h100``, or path of a custom file.
-        key: config key or option of the name, for error messages.
 
     Raises:
         ConfigError: the file does not exist or is no YAML; wrong fields raise ``InvalidConfigError`` with all problems.
@@ -192,19 +185,48 @@ def read_hardware(name: str, key: str = "--hardware") -> Hardware:
         raise InvalidConfigError(p._replace(path=f"{file.name}: {p.path}") for p in error.problems) from None
 
 
+def hardware_for(config: TrainConfig | SupervisedConfig, name: str | None = None) -> Hardware:
+    """Return the hardware for which ``layout=auto`` plans.
+
+    It is the named one; else this machine's, whose GPUs have the speeds of their kind's hardware file and their own
+    memory; else, for the GPUs of another machine, an H100 node.
+
+    Args:
+        name: a hardware file; None = ``trainer.hardware``.
+
+    Raises:
+        ConfigError: there is no such hardware file.
+    """
+    trainer = config.trainer
+    if name or trainer.hardware:
+        return read_hardware(name or str(trainer.hardware), "--hardware" if name else "trainer.hardware")
+    gpus = visible_gpus() if trainer.device != "cpu" else ()
+    if gpus:
+        return gpu_hardware(gpus, psutil.virtual_memory().total)
+    elsewhere = trainer.device == "cuda" or (trainer.device == "auto" and "RAY_ADDRESS" in os.environ)
+    return read_hardware(_DEFAULT if elsewhere else "cpu", "trainer.hardware")
+
+
+def gpu_hardware(gpus: tuple[Gpu, ...], host_bytes: int) -> Hardware:
+    """Return a node with these GPUs, of which the smallest memory counts; unknown kinds are as fast as an H100."""
+    words = gpus[0].name.lower().replace("-", " ").split()
+    kind = next((name for name in known_hardware() if name in words), _DEFAULT)
+    return replace(
+        read_hardware(kind),
+        name=gpus[0].name,
+        devices_per_node=len(gpus),
+        memory_gib=round(min(gpu.total_bytes for gpu in gpus) / GIB, 1),
+        host_memory_gib=round(host_bytes / GIB),
+    )
+
+
 @dataclass(frozen=True)
 class CollectiveGroup:
-    """Ranks of a collective: ``size`` ranks, every ``stride``-th.
+    """Ranks of a collective: ``size`` ranks, every ``stride``-th."""
 
-    Attributes:
-        size: number of ranks.
-        stride: distance between neighbors in the rank order.
-        devices_per_node: devices per node of the cluster.
-    """
-
-    size: int
-    stride: int
-    devices_per_node: int
+    size: int  # number of ranks
+    stride: int  # distance between neighbors in the rank order
+    devices_per_node: int  # devices per node of the cluster
 
     @property
     def per_node(self) -> int:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from megarl.base.formatting import DTYPE_BYTES
 from megarl.config import MegatronConfig, TrainConfig
-from megarl.config.batch import BatchPlan
+from megarl.config.batch import BatchPlan, MicroBatches
 from megarl.config.schema.jobs import ROLLOUT, TEACHERS, SupervisedConfig
 from megarl.config.schema.rollout import TrainingRolloutConfig
 from megarl.models import ModelConfig, ParallelLayout
@@ -27,79 +27,46 @@ PHASES = (
 )
 """Phases of a training step that use devices, by their timer names; supervised jobs have only ``update``."""
 
+_BATCHES = {"old_log_prob": "old_log_prob", "ref": "ref_log_prob"}
+"""Passes whose batches are not those of their role, by phase, with their names in the batch plan."""
+
 
 @dataclass(frozen=True)
 class PlannedPass:
-    """A forward pass or update that a role runs in one phase.
+    """A forward pass or update that a role runs in one phase."""
 
-    Attributes:
-        phase: one of :data:`PHASES`, or ``update`` in a supervised job.
-        updates: whether the pass includes a backward pass and an optimizer step.
-        tokens: maximum tokens of a micro-batch, over all context-parallel ranks.
-        outputs: maximum response tokens of a micro-batch, each with logits or a value; for a reward model, sequences.
-        micro_batches: maximum micro-batches of a mini-batch per data-parallel rank, padded for the pipeline.
-        optimizer_steps: optimizer steps per training step; 0 for a pass without update.
-        samples: samples that the role computes per training step, over all ranks and epochs.
-        with_entropy: whether entropies are computed.
-        full_kl: whether the exact KL to the reference or to a teacher, over the whole vocabulary, is computed.
-        longest: maximum tokens of a sequence; 0 = same as ``tokens``.
-        kl_hidden_bytes: bytes of the hidden states per response token from which the exact KL is computed.
-        hidden_only: whether the pass returns final hidden states, without logits.
-    """
-
-    phase: str
-    updates: bool
-    tokens: int
-    outputs: int
-    micro_batches: int
-    optimizer_steps: int
-    samples: int
+    phase: str  # one of `PHASES`, or update in a supervised job
+    updates: bool  # includes a backward pass and an optimizer step
+    tokens: int  # maximum tokens of a micro-batch, over all context-parallel ranks
+    outputs: int  # maximum response tokens of a micro-batch, each with logits or a value; for a reward model, sequences
+    micro_batches: int  # maximum micro-batches of a mini-batch per data-parallel rank, padded for the pipeline
+    optimizer_steps: int  # optimizer steps per training step; 0 for a pass without update
+    samples: int  # samples that the role computes per training step, over all ranks and epochs
     with_entropy: bool = False
-    full_kl: bool = False
-    longest: int = 0
-    kl_hidden_bytes: int = 0
-    hidden_only: bool = False
+    full_kl: bool = False  # computes the exact KL to reference or teacher, over the vocabulary
+    longest: int = 0  # maximum tokens of a sequence; 0 = same as tokens
+    kl_hidden_bytes: int = 0  # bytes of the hidden states per response token from which the exact KL is computed
+    hidden_only: bool = False  # returns final hidden states, without logits
 
 
 @dataclass(frozen=True)
 class PlannedRole:
-    """A model and its Megatron layout.
+    """A model and its Megatron layout."""
 
-    Attributes:
-        name: ``actor``, ``critic``, ``reference``, ``reward_model``, ``teacher_<name>``, or the role of a supervised
-            job.
-        path: config key of the layout's section, such as ``critic.megatron``.
-        model: shape of the model.
-        layout: parallel sizes; rank ``r`` runs on device ``r`` of the role's pool.
-        megatron: dtype, recomputation and offloading options.
-        value_head: whether a scalar head replaces the output layer.
-        trains: whether the role has gradients and an optimizer.
-        passes: passes in the order of a training step.
-        holds_reference: whether host memory keeps the reference weights, which are swapped into this role's model for
-            phase ``ref``.
-        holds_proximal: whether host memory keeps the weights of the last sync, which are swapped in for phase
-            ``old_log_prob``.
-        reference_head: whether the device keeps a copy of the reference's output layer, for the exact KL.
-        teacher_heads: bytes per token of the vocabulary of all teachers' output layers. For the exact KL the device has
-            its part of them, with ``param_offload`` in updates only; 0 without.
-        saves_in_background: whether a save copies the state to host memory.
-        lora: low-rank adapters, which alone are trained; None without adapters.
-    """
-
-    name: str
-    path: str
-    model: ModelConfig
-    layout: ParallelLayout
-    megatron: MegatronConfig
-    value_head: bool
-    trains: bool
-    passes: tuple[PlannedPass, ...]
-    holds_reference: bool = False
-    holds_proximal: bool = False
-    reference_head: bool = False
-    teacher_heads: int = 0
-    saves_in_background: bool = False
-    lora: LoraOptions | None = None
+    name: str  # actor, critic, reference, reward_model, teacher_<name>, or the role of a supervised job
+    path: str  # config key of the layout's section, such as critic.megatron
+    model: ModelConfig  # shape of the model
+    layout: ParallelLayout  # parallel sizes; rank r runs on device r of the role's pool
+    megatron: MegatronConfig  # dtype, recomputation and offloading options
+    value_head: bool  # whether a scalar head replaces the output layer
+    trains: bool  # whether the role has gradients and an optimizer
+    passes: tuple[PlannedPass, ...]  # passes in the order of a training step
+    holds_reference: bool = False  # host memory has the reference's weights, which are swapped in for phase ref
+    holds_proximal: bool = False  # host memory has the last sync's weights, swapped in for phase old_log_prob
+    reference_head: bool = False  # whether the device keeps a copy of the reference's output layer, for the exact KL
+    teacher_heads: int = 0  # bytes per vocabulary entry of all teachers' output layers; offloaded with the weights
+    saves_in_background: bool = False  # whether a save copies the state to host memory
+    lora: LoraOptions | None = None  # low-rank adapters, which alone are trained; None without adapters
 
     @property
     def dtype_bytes(self) -> int:
@@ -123,19 +90,12 @@ class PlannedRole:
 
 @dataclass(frozen=True)
 class PlannedPool:
-    """The devices of the trainer, or those of a role alone.
+    """The devices of the trainer, or those of a role alone."""
 
-    Attributes:
-        section: config section with its keys ``nnodes`` and ``n_gpus_per_node``.
-        nodes: number of nodes.
-        devices_per_node: devices on each of them.
-        first: number of its first device in the job.
-    """
-
-    section: str
+    section: str  # config section with its keys nnodes and n_gpus_per_node
     nodes: int
     devices_per_node: int
-    first: int = 0
+    first: int = 0  # number of its first device in the job
 
     @property
     def numbers(self) -> range:
@@ -145,25 +105,15 @@ class PlannedPool:
 
 @dataclass(frozen=True)
 class PlannedRollout:
-    """The replicas of the rollout engine.
+    """The replicas of the rollout engine."""
 
-    Attributes:
-        model: the policy.
-        config: engine, sampling and sizes.
-        replicas: number of replicas; replica ``i`` starts at device ``i * tp`` of the engines' devices.
-        tp: tensor-parallel size of a replica.
-        longest: maximum tokens of a trajectory, prompt included.
-        prompts: prompts per step, over all replicas.
-        samples_per_prompt: trajectories per prompt, including baselines that are not trained on.
-    """
-
-    model: ModelConfig
-    config: TrainingRolloutConfig
-    replicas: int
-    tp: int
-    longest: int
-    prompts: int
-    samples_per_prompt: int
+    model: ModelConfig  # the policy
+    config: TrainingRolloutConfig  # engine, sampling and sizes
+    replicas: int  # replica i starts at device i * tp of the engines' devices
+    tp: int  # tensor-parallel size of a replica
+    longest: int  # maximum tokens of a trajectory, prompt included
+    prompts: int  # prompts per step, over all replicas
+    samples_per_prompt: int  # trajectories per prompt, including baselines that are not trained on
 
     @property
     def own_devices(self) -> int:
@@ -193,33 +143,19 @@ class PlannedRollout:
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """A job with all of its roles.
+    """A job with all of its roles."""
 
-    Attributes:
-        roles: the models, each once.
-        rollout: the engine; None in a supervised job.
-        batches: batch sizes of a training step.
-        nodes: number of nodes of the trainer.
-        devices_per_node: devices of the trainer per node.
-        device: ``cuda`` or ``cpu``; the caller resolves ``auto``.
-        longest_prompt: maximum tokens of a prompt; 0 in a supervised job.
-        longest_response: maximum tokens of a response; in a supervised job, of the whole sequence.
-        bucket_bytes: maximum bytes that a process sends or receives at a time in a weight sync.
-        config: the configuration of the job.
-        own_pools: pools of roles with devices of their own, numbered after the trainer's devices.
-    """
-
-    roles: tuple[PlannedRole, ...]
-    rollout: PlannedRollout | None
+    roles: tuple[PlannedRole, ...]  # the models, each once
+    rollout: PlannedRollout | None  # the engine; None in a supervised job
     batches: BatchPlan
-    nodes: int
-    devices_per_node: int
-    device: str
-    longest_prompt: int
-    longest_response: int
-    bucket_bytes: int
+    nodes: int  # of the trainer
+    devices_per_node: int  # of the trainer
+    device: str  # cuda or cpu; the caller resolves auto
+    longest_prompt: int  # maximum tokens of a prompt; 0 in a supervised job
+    longest_response: int  # maximum tokens of a response; in a supervised job, of the whole sequence
+    bucket_bytes: int  # maximum bytes that a process sends or receives at a time in a weight sync
     config: TrainConfig | SupervisedConfig
-    own_pools: tuple[PlannedPool, ...] = ()
+    own_pools: tuple[PlannedPool, ...] = ()  # of roles with devices of their own, numbered after the trainer's
 
     @cached_property
     def pools(self) -> tuple[PlannedPool, ...]:
@@ -228,21 +164,17 @@ class PlannedJob:
 
     def pool_of(self, section: str) -> PlannedPool:
         """Return the devices of a role by its config section."""
-        return self._own.get(section, self.pools[0])
+        return next((pool for pool in self.own_pools if pool.section == section), self.pools[0])
 
-    @cached_property
-    def _own(self) -> dict[str, PlannedPool]:
-        return {pool.section: pool for pool in self.own_pools}
+    def micro_batches(self, role: PlannedRole, planned: PlannedPass) -> MicroBatches:
+        """Return the sizes of the micro-batches of a role's pass."""
+        name = role.name if self.rollout is None else _BATCHES.get(planned.phase, role.name)
+        return self.batches.phase(name).micro
 
     def rank_on(self, role: PlannedRole, device: int) -> int | None:
         """Return the role's rank on a device, or None."""
         rank = device - self.pool_of(role.section).first
         return rank if 0 <= rank < role.layout.world_size else None
-
-    @property
-    def trainer_devices(self) -> int:
-        """Number of devices of the trainer's pool."""
-        return self.nodes * self.devices_per_node
 
     @property
     def devices(self) -> int:
@@ -274,7 +206,6 @@ class PlannedJob:
         Pools of one node each share it if it has enough devices.
 
         Args:
-            device: number of the device.
             node_size: devices of a node of the hardware.
         """
         if self.nodes == 1 and self.devices <= node_size:

@@ -19,7 +19,6 @@ def planned_job(config: TrainConfig | SupervisedConfig, *, device: str = "cuda")
     """Plan a job from its configuration; reads only each model's ``config.json``.
 
     Args:
-        config: complete and checked, as ``megarl.config.build`` returns it.
         device: device to use for ``trainer.device=auto``.
 
     Raises:

@@ -10,28 +10,18 @@ from megarl.ops.plan.job import PlannedRollout
 from megarl.ops.plan.states import FLOAT32
 from megarl.rollout.sglang.memory import FRACTION, FreeMemory, default_fraction, shared_fraction
 
-LENGTH_MULTIPLE = 32
-"""The embedded engine rounds its slot length up to a multiple of this number of tokens."""
-CPU_TOKENS = 2**16
-"""Tokens in SGLang's KV cache on a CPU, as megarl sets it."""
+LENGTH_MULTIPLE = 32  # the embedded engine rounds its slot length up to a multiple of this number of tokens
+CPU_TOKENS = 2**16  # tokens in SGLang's KV cache on a CPU, as megarl sets it
 
 
 class KVCacheCapacity(NamedTuple):
-    """KV cache on the devices of one replica.
+    """KV cache on the devices of one replica."""
 
-    Attributes:
-        tokens: capacity over all sequences; 0 if no memory is left.
-        bytes_per_token: bytes per token on one device.
-        nbytes: bytes on one device, with the states of gated delta nets.
-        sequences: capacity in sequences of maximum length.
-        how: the setting that determines the size, in words.
-    """
-
-    tokens: int
-    bytes_per_token: int
-    nbytes: int
-    sequences: int
-    how: str
+    tokens: int  # capacity over all sequences; 0 if no memory is left
+    bytes_per_token: int  # bytes per token on one device
+    nbytes: int  # bytes on one device, with the states of gated delta nets
+    sequences: int  # capacity in sequences of maximum length
+    how: str  # the setting that determines the size, in words
 
 
 def bytes_per_token(model: ModelConfig, tp: int, width: int) -> int:
@@ -61,11 +51,9 @@ def kv_cache_capacity(
     """Return the KV cache of one replica.
 
     Args:
-        rollout: the engine.
         weights: bytes of its weights on one device.
         other_roles: bytes of other roles on that device during generation.
         device_bytes: memory of the device; None = unknown.
-        device: ``cpu`` or ``cuda``.
 
     Returns:
         None if the size depends on an unknown device memory.

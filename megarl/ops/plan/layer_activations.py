@@ -26,53 +26,26 @@ NOTHING: frozenset[str] = frozenset()
 
 
 class RankTokens(NamedTuple):
-    """Tokens of a micro-batch on one rank.
+    """Tokens of a micro-batch on one rank."""
 
-    Attributes:
-        padded_total: tokens over all context-parallel ranks, with padding.
-        local: tokens of this rank's part of the sequences.
-        between_layers: tokens of this rank between_layers layers, divided by sequence parallelism.
-        outputs: response tokens whose logits or values this rank computes.
-        attended: tokens of full sequences in attention; larger than ``local`` with shared prompts.
-        longest: tokens of the longest sequence.
-        mixed_lengths: whether sequences differ in length.
-    """
-
-    padded_total: int
-    local: int
-    between_layers: int
-    outputs: int
-    attended: int
-    longest: int
-    mixed_lengths: bool = True
+    padded_total: int  # tokens over all context-parallel ranks, with padding
+    local: int  # tokens of this rank's part of the sequences
+    between_layers: int  # tokens of this rank between_layers layers, divided by sequence parallelism
+    outputs: int  # response tokens whose logits or values this rank computes
+    attended: int  # tokens of full sequences in attention; larger than local with shared prompts
+    longest: int  # tokens of the longest sequence
+    mixed_lengths: bool = True  # whether sequences differ in length
 
 
-def tokens_on_rank(
-    role: PlannedRole, planned: PlannedPass, shared_extra: int = 0, *, mixed_lengths: bool = True
-) -> RankTokens:
-    """Divide the largest micro-batch of a pass over the ranks.
-
-    Args:
-        role: the model and its layout.
-        planned: the pass.
-        shared_extra: additional tokens in attention with shared prompts.
-        mixed_lengths: see :class:`RankTokens`.
-    """
+def tokens_on_rank(role: PlannedRole, planned: PlannedPass, shared_extra: int = 0) -> RankTokens:
+    """Divide a pass's largest micro-batch over the ranks; shared prompts add ``shared_extra`` tokens in attention."""
     layout = role.layout
     local = -(-planned.tokens // layout.cp)
     if role.sequence_parallel:
         local = -(-local // layout.tp) * layout.tp
     between_layers = local // layout.tp if role.sequence_parallel else local
     outputs, longest = -(-planned.outputs // layout.cp), planned.longest or planned.tokens
-    return RankTokens(
-        local * layout.cp,
-        local,
-        between_layers,
-        outputs,
-        local + shared_extra,
-        longest,
-        mixed_lengths,
-    )
+    return RankTokens(local * layout.cp, local, between_layers, outputs, local + shared_extra, longest)
 
 
 def recomputed_modules(role: PlannedRole) -> frozenset[str]:
@@ -82,19 +55,12 @@ def recomputed_modules(role: PlannedRole) -> frozenset[str]:
 
 
 class AdaptedOutput(NamedTuple):
-    """The output of an adapted linear layer, which DoRA saves for the gradient of its magnitudes.
+    """The output of an adapted linear layer, which DoRA saves for the gradient of its magnitudes."""
 
-    Attributes:
-        in_mlp: the layer belongs to the MLP or the experts.
-        is_expert: the layer belongs to each routed expert.
-        is_split: tensor-parallel ranks have different rows, of all tokens.
-        rows: rows over all ranks, of one expert.
-    """
-
-    in_mlp: bool
-    is_expert: bool
-    is_split: bool
-    rows: int
+    in_mlp: bool  # the layer belongs to the MLP or the experts
+    is_expert: bool  # the layer belongs to each routed expert
+    is_split: bool  # tensor-parallel ranks have different rows, of all tokens
+    rows: int  # rows over all ranks, of one expert
 
 
 @lru_cache(maxsize=16)
@@ -117,8 +83,6 @@ class LayerBytes:
     """Activation sizes of one decoder layer on one rank.
 
     Args:
-        role: the model, its layout and its dtype.
-        tokens: tokens of the micro-batch.
         fused: whether the layer is fused; see the module docstring.
         recomputed: recomputed modules, by Megatron's names.
     """

@@ -19,6 +19,7 @@ from megarl.base.formatting import GIB
 from megarl.config import MegatronConfig, SupervisedConfig, TrainConfig
 from megarl.config.keys import value_at
 from megarl.config.schema.jobs import ACTOR, CRITIC, REWARD_MODEL, ROLLOUT
+from megarl.models import ModelConfig
 from megarl.ops.plan.estimate import Estimate, Shortfall, changed, estimate, shortfalls, usable_bytes
 from megarl.ops.plan.hardware import Hardware
 from megarl.ops.plan.job import PlannedJob, PlannedRole
@@ -43,22 +44,18 @@ Config = TrainConfig | SupervisedConfig
 Changes = Mapping[str, Any]
 
 _CHEAPEST = "lowest cost of those that fit"
-_BUDGETED = (ACTOR, CRITIC, REWARD_MODEL)
-"""Sections with a token budget."""
+_BUDGETED = (ACTOR, CRITIC, REWARD_MODEL)  # sections with a token budget
 RECOMPUTE, CHUNKS = "recompute_granularity", "virtual_pipeline_model_parallel_size"
 _SIZES = (TP, PP, CP, EP, "expert_tensor_parallel_size", "data_parallel_size", *STAGES)
-_DERIVED = ("replicas", "log_prob_max_token_len_per_gpu")
-"""Keys that follow the sizes unless they are set by hand."""
+_DERIVED = ("replicas", "log_prob_max_token_len_per_gpu")  # keys that follow the sizes unless they are set by hand
 _OFFLOADS: tuple[tuple[str, ...], ...] = ((), ("grad", "optimizer"), ("grad", "optimizer", "param"))
 """States that leave the devices between phases, from the fastest choice to the smallest."""
 _RECOMPUTATIONS = (None, "selective", "full")
 _BUDGETS, _TARGET = (8192, 16384, 32768, 65536), 16384
 """Token budgets to compare, besides the longest sequence; the one with which engines and offloading are compared."""
 _BUDGET_MULTIPLE = 64
-_RESERVE = 0.05
-"""Share of the memory that settings leave free if they can: the plan's activations are an estimate."""
-_SLOTS = (1, 4, 16, 64, 128, 256)
-"""Concurrent sequences of an embedded engine, which reserves memory for each."""
+_RESERVE = 0.05  # share of the memory that settings leave free if they can: the plan's activations are an estimate
+_SLOTS = (1, 4, 16, 64, 128, 256)  # concurrent sequences of an embedded engine, which reserves memory for each
 
 
 class ChosenKey(NamedTuple):
@@ -70,15 +67,10 @@ class ChosenKey(NamedTuple):
 
 
 class AutomaticLayout(NamedTuple):
-    """The chosen values of a configuration.
+    """The chosen values of a configuration."""
 
-    Attributes:
-        keys: values with their reasons.
-        plan: memory and cost with these values; None on a CPU, where no memory is planned.
-    """
-
-    keys: tuple[ChosenKey, ...]
-    plan: Estimate | None
+    keys: tuple[ChosenKey, ...]  # values with their reasons
+    plan: Estimate | None  # memory and cost with these values; None on a CPU, where no memory is planned
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -125,7 +117,6 @@ def choose_layout(config: Config, fixed: Collection[str], hardware: Hardware) ->
     Args:
         config: complete, as ``build_draft`` returns it: its layouts and batches may not divide.
         fixed: keys whose values stay.
-        hardware: hardware of the job.
 
     Raises:
         NothingFitsError: names the smallest excess of memory.
@@ -192,7 +183,10 @@ class _Choice:
             sizes = {path.rpartition(".")[2]: value for path, value in changes.items()}
             experts, replica = sizes.get(EP, 1), sizes[TP] * sizes[PP] * sizes[CP]
             nodes = max(1, experts // per_node)
-            if (sizes.get(CHUNKS) and CHUNKS not in fixed) or not _is_valid(role, sizes, devices // replica):
+            if sizes.get(CHUNKS) and CHUNKS not in fixed:
+                continue
+            megatron = replace(role.megatron, **{"data_parallel_size": devices // replica, **sizes})
+            if not _is_valid(role.model, megatron, role.path):
                 continue
             if EP not in fixed and experts < min(spread, devices // sizes[PP]):
                 continue  # a node's devices hold fewer experts each at the same cost
@@ -213,8 +207,9 @@ class _Choice:
             return
         pool, per_node = len(job.pool_of(ROLLOUT).numbers), job.engine_devices_per_node
         sizes = [tp for tp in range(1, pool + 1) if pool % tp == 0 and (tp % per_node == 0 or per_node % tp == 0)]
-        valid = [tp for tp in sizes if _is_valid_engine(rollout.model, tp)] if size not in self._fixed_sizes else []
-        yield from [{size: tp} for tp in reversed(valid)] or [{}]
+        sized = {tp: MegatronConfig(tensor_model_parallel_size=tp, data_parallel_size=1) for tp in reversed(sizes)}
+        valid = [{size: tp} for tp, layout in sized.items() if _is_valid(rollout.model, layout, ROLLOUT)]
+        yield from (valid if size not in self._fixed_sizes else []) or [{}]
 
     def shortest_budget(self, sizes: Changes) -> int:
         """Return the smallest token budget: the longest sequence over the context-parallel ranks of every role."""
@@ -247,13 +242,10 @@ class _Choice:
             if role.trains:
                 result[f"{role.path}.{RECOMPUTE}"] = settings.recompute
             states = ("grad", "optimizer", "param") if role.trains else ("param",)
-            alone = not self._shares_devices(role)
+            alone = devices_of(self.config, role)[0] != self.config.trainer.num_devices
             for state in states:
                 result[f"{role.path}.{state}_offload"] = state in settings.offload and not (state == "param" and alone)
         return {key: value for key, value in result.items() if key not in self.fixed}
-
-    def _shares_devices(self, role: PlannedRole) -> bool:
-        return devices_of(self.config, role)[0] == self.config.trainer.num_devices
 
     def _shortfalls(self, changes: Changes) -> list[Shortfall]:
         """Return what a job lacks with these values.
@@ -290,7 +282,8 @@ class _Choice:
             if not lacking:
                 return sizes
             for name in self._growing(lacking):
-                attempt = _Attempt(_label(sizes, self._role(name).path), lacking)
+                path = next(role.path for role in self.roles if role.name == name)
+                attempt = _Attempt(_label(sizes, path), lacking)
                 self.rejected[name] = min(attempt, self.rejected.get(name, attempt), key=attrgetter("missing"))
                 closest = min(attempt, closest or attempt, key=attrgetter("missing"))
                 at[name] += 1
@@ -320,9 +313,6 @@ class _Choice:
         """Return the role whose section an error names; the first role if none is named."""
         named = [role.name for role in self.roles if role.path in text or role.section in text]
         return (named or [self.roles[0].name])[0]
-
-    def _role(self, name: str) -> PlannedRole:
-        return next(role for role in self.roles if role.name == name)
 
     def cheapest_settings(self, sizes: Changes) -> _Settings:
         """Return the settings with the lowest cost of a step: engine and offloading first, then the token budget."""
@@ -362,9 +352,13 @@ class _Choice:
 
     def with_reasons(self, sizes: Changes, settings: _Settings) -> AutomaticLayout:
         """Return the chosen values with their reasons, and the plan with them."""
+
+        def section(key: str) -> str:
+            return key.rpartition(".")[0].removesuffix(".megatron")
+
         changes = self._changes(sizes, settings)
         shown = [k for k in changes if k.endswith((f".{TP}", f".{PP}")) or value_at(self.config, k) != changes[k]]
-        keys = [ChosenKey(key, changes[key], self._reason(changes, key)) for key in sorted(shown, key=_section)]
+        keys = [ChosenKey(key, changes[key], self._reason(changes, key)) for key in sorted(shown, key=section)]
         return AutomaticLayout(tuple(keys), self._plan(changes))
 
     def _reason(self, changes: Changes, key: str) -> str:
@@ -400,28 +394,15 @@ class _Choice:
         return NothingFitsError(f"{text} ({components})" if components else text, code="layout.nothing-fits")
 
 
-def _section(key: str) -> str:
-    return key.rpartition(".")[0].removesuffix(".megatron")
-
-
 def _cheapest(options: Iterable[tuple[float, _Settings] | None]) -> _Settings | None:
     """Return the settings with the lowest cost; of equal ones the first."""
     found = [option for option in options if option is not None]
     return min(found, key=lambda option: option[0])[1] if found else None
 
 
-def _is_valid(role: PlannedRole, sizes: Changes, replicas: int) -> bool:
-    """Whether the sizes divide the role's model."""
+def _is_valid(model: ModelConfig, megatron: MegatronConfig, path: str) -> bool:
     try:
-        check_role(role.model, replace(role.megatron, **{"data_parallel_size": replicas, **sizes}), role.path)
-    except MegarlError:
-        return False
-    return True
-
-
-def _is_valid_engine(model: Any, tp: int) -> bool:
-    try:
-        check_role(model, MegatronConfig(tensor_model_parallel_size=tp, data_parallel_size=1), ROLLOUT)
+        check_role(model, megatron, path)
     except MegarlError:
         return False
     return True

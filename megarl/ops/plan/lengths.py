@@ -9,19 +9,12 @@ from megarl.config import SupervisedConfig, TrainConfig
 
 
 class Lengths(NamedTuple):
-    """Tokens of a prompt and of a response; a supervised job has sequences of ``response`` tokens, without prompts.
+    """Tokens of a prompt and of a response; a supervised job has sequences of ``response`` tokens, without prompts."""
 
-    Attributes:
-        prompt: mean tokens of a prompt.
-        response: mean tokens of a response.
-        longest: tokens of the longest response of a step.
-        origin: where the numbers come from, in words.
-    """
-
-    prompt: float
-    response: float
-    longest: float
-    origin: str
+    prompt: float  # mean tokens of a prompt
+    response: float  # mean tokens of a response
+    longest: float  # tokens of the longest response of a step
+    origin: str  # where the numbers come from, in words
 
     def describe(self) -> str:
         """Describe the lengths in one line."""
@@ -34,7 +27,6 @@ def lengths_of(config: TrainConfig | SupervisedConfig, text: str | None = None) 
     """Return mean lengths, at most those that the configuration allows.
 
     Args:
-        config: complete.
         text: ``PROMPT,RESPONSE``, or ``LENGTH`` for a supervised job; None = the longest allowed.
 
     Raises:

@@ -15,8 +15,7 @@ from megarl.ops.plan.pass_activations import PassActivations, padded_vocab, pass
 from megarl.ops.plan.states import RankStates, StateCounter, rollout_weight_bytes
 from megarl.workers.settings import needed_store_bytes
 
-HOST_CHUNK = 2**28
-"""Chunk size, in bytes, in which host memory is allocated for offloaded states."""
+HOST_CHUNK = 2**28  # chunk size, in bytes, in which host memory is allocated for offloaded states
 
 INCOMPLETE_BUCKETS = 3
 """Buckets of weights that wait in a rank for the rest of their matrices, which it then quantizes; an upper bound for
@@ -24,15 +23,12 @@ published models, whose matrices fill at most one bucket of 256 MiB."""
 
 
 class Component(NamedTuple):
-    """One use of memory.
+    """One use of memory, in bytes.
 
-    Attributes:
-        owner: a role, ``rollout`` or ``sync``.
-        name: ``weights``, ``gradients``, ``optimizer``, ``activations`` (saved for the backward), ``logits`` or
-            ``working`` (whichever is larger at the peak), ``kv_cache``, ``buckets``, ``matrices before FP8``,
-            ``reference head``, ``teacher heads``; in host memory also ``reference copy``, ``proximal copy`` and
-            ``swapped weights``.
-        nbytes: size in bytes.
+    The owner is a role, ``rollout`` or ``sync``. Names are ``weights``, ``gradients``, ``optimizer``, ``activations``
+    (saved for the backward), ``logits`` or ``working`` (whichever is larger at the peak), ``kv_cache``, ``buckets``,
+    ``matrices before FP8``, ``reference head``, ``teacher heads``; in host memory also ``reference copy``, ``proximal
+    copy`` and ``swapped weights``.
     """
 
     owner: str
@@ -42,21 +38,13 @@ class Component(NamedTuple):
 
 @dataclass(frozen=True)
 class StageMemory:
-    """A role's model on the ranks of one pipeline stage.
-
-    Attributes:
-        stage: index of the stage.
-        rank: the rank of the stage with the most memory.
-        layers: global numbers of its decoder layers.
-        states: weights, gradients and optimizer state of that rank.
-        activations: activations by phase.
-    """
+    """A role's model on the ranks of one pipeline stage."""
 
     stage: int
-    rank: int
-    layers: tuple[int, ...]
-    states: RankStates
-    activations: Mapping[str, PassActivations]
+    rank: int  # the rank of the stage with the most memory
+    layers: tuple[int, ...]  # global numbers of its decoder layers
+    states: RankStates  # weights, gradients and optimizer state of that rank
+    activations: Mapping[str, PassActivations]  # activations by phase
 
 
 @dataclass(frozen=True)
@@ -74,17 +62,11 @@ class RoleMemory:
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """The device with the highest memory use in a phase.
-
-    Attributes:
-        phase: name of the phase.
-        device: number of the device.
-        components: memory on the device, the largest first, without offloaded states.
-    """
+    """The device with the highest memory use in a phase."""
 
     phase: str
-    device: int
-    components: tuple[Component, ...]
+    device: int  # number of the device
+    components: tuple[Component, ...]  # memory on the device, the largest first, without offloaded states
 
     @property
     def nbytes(self) -> int:
@@ -99,19 +81,12 @@ class PhaseMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory of a job.
+    """Memory of a job."""
 
-    Attributes:
-        roles: memory of each role, by name.
-        phases: the fullest device of each phase, in the order of a training step.
-        host: host memory of the fullest node, the largest component first; on a CPU, device bytes are not included.
-        kv: KV cache of one rollout replica; None without a rollout or with an external one.
-    """
-
-    roles: Mapping[str, RoleMemory]
-    phases: tuple[PhaseMemory, ...]
-    host: tuple[Component, ...]
-    kv: KVCacheCapacity | None
+    roles: Mapping[str, RoleMemory]  # memory of each role, by name
+    phases: tuple[PhaseMemory, ...]  # the fullest device of each phase, in the order of a training step
+    host: tuple[Component, ...]  # of the fullest node, the largest first; on a CPU without device bytes
+    kv: KVCacheCapacity | None  # KV cache of one rollout replica; None without a rollout or with an external one
 
     @property
     def peak(self) -> PhaseMemory:
@@ -140,7 +115,6 @@ def plan_memory(job: PlannedJob, device_bytes: int | None = None, node_size: int
     Activations are those of the largest micro-batches that the configuration allows; states are exact.
 
     Args:
-        job: the job.
         device_bytes: memory of one device, which sizes the rollout engine's KV cache; None = unknown: the KV cache then
             has the size given in the configuration, or 0.
         node_size: devices of a node, which several pools may share; 0 = each pool has nodes of its own.

@@ -22,37 +22,20 @@ from megarl.ops.plan.layer_activations import (
     tokens_on_rank,
 )
 
-PER_TARGET = INT64 + 1 + 7 * FLOAT32
-"""Bytes per response token for the backward of log-probs: target column, its rank, and the results of the forward."""
-
 
 class PassActivations(NamedTuple):
-    """Bytes of a pass on a rank, in addition to weights, gradients and optimizer state.
+    """Bytes of a pass on a rank, in addition to weights, gradients and optimizer state."""
 
-    Attributes:
-        layers: saved by layers for the backward, over all micro-batches in flight.
-        recomputed: recomputed at a time, by full or selective recomputation.
-        ends: saved by embedding, final norm and the head's input, and hidden states of the exact KL, for one
-            micro-batch.
-        logits: logits, and tensors of log-probs, entropies or the exact KL, for one micro-batch.
-        working: working memory of one layer.
-    """
-
-    layers: int
-    recomputed: int
-    ends: int
-    logits: int
-    working: int
+    layers: int  # saved by layers for the backward, over all micro-batches in flight
+    recomputed: int  # recomputed at a time, by full or selective recomputation
+    ends: int  # saved by embedding, final norm, the head's input and the exact KL, for one micro-batch
+    logits: int  # logits, and tensors of log-probs, entropies or the exact KL, for one micro-batch
+    working: int  # working memory of one layer
 
     @property
     def total(self) -> int:
         """Bytes at the peak: at the end of a forward or in the backward."""
-        return self.layers + self.behind_layers
-
-    @property
-    def behind_layers(self) -> int:
-        """Bytes at the peak in addition to the saved layers."""
-        return max(self.ends + self.logits, self.recomputed + self.working)
+        return self.layers + max(self.ends + self.logits, self.recomputed + self.working)
 
     @property
     def at_logits(self) -> bool:
@@ -61,14 +44,7 @@ class PassActivations(NamedTuple):
 
 
 def pass_activations(job: PlannedJob, role: PlannedRole, planned: PlannedPass, stage: int) -> PassActivations:
-    """Return the activations of a pass on a rank of a stage, for the largest allowed micro-batches.
-
-    Args:
-        job: the job.
-        role: one of its roles.
-        planned: one of the role's passes.
-        stage: pipeline stage of the rank.
-    """
+    """Return the activations of a pass on a rank of a stage, for the largest allowed micro-batches."""
     fused = job.device != "cpu"
     return role_activations(role, planned, stage, fused=fused, shared=0 if fused else shared_extra(job, role, planned))
 
@@ -79,9 +55,6 @@ def role_activations(
     """Return the activations of a pass, for a role outside a job.
 
     Args:
-        role: the model and its layout.
-        planned: the pass.
-        stage: pipeline stage of the rank.
         fused: kind of layers; see :mod:`megarl.ops.plan.layer_activations`.
         shared: additional tokens in attention with shared prompts.
     """
@@ -89,7 +62,7 @@ def role_activations(
     layers = recomputed = ends = logits = 0
     if planned.updates:
         layers, recomputed = kept_by_layers(role, tokens, stage, planned.micro_batches, fused=fused)
-        ends = _ends(role, tokens, stage)
+        ends = end_bytes(role, tokens, stage)
     if stage == role.layout.pp - 1:
         # The micro-batch has the hidden states of all context-parallel ranks, and this rank copies its part.
         ends += planned.kl_hidden_bytes * (planned.outputs + tokens.outputs)
@@ -98,29 +71,9 @@ def role_activations(
     return PassActivations(layers, recomputed, ends, logits, working)
 
 
-def saved_bytes(role: PlannedRole, planned: PlannedPass, stage: int, *, fused: bool, mixed_lengths: bool = True) -> int:
-    """Return the bytes that autograd keeps alive at the peak, without working memory.
-
-    Args:
-        role: the model and its layout.
-        planned: an update.
-        stage: pipeline stage of the rank.
-        fused: kind of layers; see :mod:`megarl.ops.plan.layer_activations`.
-        mixed_lengths: whether sequences differ in length.
-    """
-    tokens = tokens_on_rank(role, planned, mixed_lengths=mixed_lengths)
-    layers, recomputed = kept_by_layers(role, tokens, stage, planned.micro_batches, fused=fused)
-    last = stage == role.layout.pp - 1 and not role.value_head
-    per_output = padded_vocab(role) // role.layout.tp * role.dtype_bytes + PER_TARGET
-    return layers + max(_ends(role, tokens, stage) + (tokens.outputs * per_output if last else 0), recomputed)
-
-
 def shared_extra(job: PlannedJob, role: PlannedRole, planned: PlannedPass) -> int:
     """Return the additional tokens in attention if samples share their prompt and all have maximum length."""
-    names = {"update_actor": "actor", "update_critic": "critic", "values": "critic", "ref": "ref_log_prob"}
-    phase = role.name if planned.phase == "teacher" else names.get(planned.phase, planned.phase)
-    plans = {plan.name: plan for plan in job.batches.phases}
-    if phase not in plans or not plans[phase].micro.share_prompts:
+    if not job.micro_batches(role, planned).share_prompts:
         return 0
     n, prompt, response = job.batches.samples_per_prompt, job.longest_prompt, job.longest_response
     return planned.tokens // (prompt + n * response) * (n - 1) * prompt
@@ -129,11 +82,7 @@ def shared_extra(job: PlannedJob, role: PlannedRole, planned: PlannedPass) -> in
 def kept_by_layers(
     role: PlannedRole, tokens: RankTokens, stage: int, micro_batches: int, *, fused: bool
 ) -> tuple[int, int]:
-    """Return the bytes of a stage's decoder layers.
-
-    Returns:
-        Bytes saved over all micro-batches in flight, and bytes recomputed at a time in the backward.
-    """
+    """Return a stage's bytes saved over all micro-batches in flight, and the bytes recomputed at a time."""
     layout = role.layout
     chunks = [layout.layers(role.model.num_layers, stage, chunk) for chunk in range(layout.vpp)]
     if role.megatron.recompute_granularity == "full":
@@ -195,7 +144,7 @@ def in_flight(pp: int, vpp: int, stage: int, micro_batches: int) -> list[int]:
     return counts
 
 
-def _ends(role: PlannedRole, tokens: RankTokens, stage: int) -> int:
+def end_bytes(role: PlannedRole, tokens: RankTokens, stage: int) -> int:
     """Return the bytes that embedding, final norm and head save for a micro-batch."""
     hidden, width = role.model.hidden_size, role.dtype_bytes
     total = 0

@@ -37,27 +37,16 @@ Gradient, main weight and moments are read; main weight, moments and weight are 
 
 
 class Cost(NamedTuple):
-    """Cost by cause.
+    """Cost by cause."""
 
-    Attributes:
-        compute: matrix products and attention.
-        memory: reading weights, optimizer steps, and the KV cache, where that takes longer than computing.
-        parallel: collectives and sends between tensor, context, expert and pipeline parallel ranks.
-        bubble: pipeline bubble.
-        data: gradient reduction and weight gather between data-parallel ranks.
-        host: copies of offloaded states.
-        latency: latencies, independent of sizes.
-        transfer: weight sync.
-    """
-
-    compute: float = 0.0
-    memory: float = 0.0
-    parallel: float = 0.0
-    bubble: float = 0.0
-    data: float = 0.0
-    host: float = 0.0
-    latency: float = 0.0
-    transfer: float = 0.0
+    compute: float = 0.0  # matrix products and attention
+    memory: float = 0.0  # reading weights, optimizer steps, and the KV cache, where that takes longer than computing
+    parallel: float = 0.0  # collectives and sends between tensor, context, expert and pipeline parallel ranks
+    bubble: float = 0.0  # pipeline bubble
+    data: float = 0.0  # gradient reduction and weight gather between data-parallel ranks
+    host: float = 0.0  # copies of offloaded states
+    latency: float = 0.0  # latencies, independent of sizes
+    transfer: float = 0.0  # weight sync
 
     @property
     def total(self) -> float:
@@ -74,19 +63,12 @@ class Cost(NamedTuple):
 
 
 class PhaseCost(NamedTuple):
-    """Cost of a phase over all samples of a training step.
-
-    Attributes:
-        phase: name of the phase.
-        cost: cost by cause; seconds, if the hardware is calibrated.
-        flops: model FLOPs, over all devices.
-        devices: number of devices of the phase: those of its roles' pool.
-    """
+    """Cost of a phase over all samples of a training step."""
 
     phase: str
-    cost: Cost
-    flops: float
-    devices: int
+    cost: Cost  # cost by cause; seconds, if the hardware is calibrated
+    flops: float  # model FLOPs, over all devices
+    devices: int  # number of devices of the phase: those of its roles' pool
 
     @classmethod
     def of(cls, phase: str, at_peak: Cost, flops: float, devices: int, hardware: Hardware) -> PhaseCost:
@@ -99,14 +81,7 @@ class PhaseCost(NamedTuple):
 
 
 class PassModel:
-    """Model of the passes of a role.
-
-    Args:
-        role: the model and its layout.
-        hardware: hardware of the job.
-        lengths: lengths of the samples.
-        devices_per_node: devices per node of the cluster.
-    """
+    """Model of the passes of a role."""
 
     def __init__(self, role: PlannedRole, hardware: Hardware, lengths: Lengths, devices_per_node: int) -> None:
         self.role, self.hardware, self.lengths = role, hardware, lengths
@@ -124,12 +99,7 @@ class PassModel:
         self._most = max(self._elements.values(), key=lambda elements: elements.total)
 
     def cost(self, planned: PlannedPass, micro: MicroBatches) -> PhaseCost:
-        """Return the cost of a pass in a training step, and its model FLOPs.
-
-        Args:
-            planned: the pass.
-            micro: micro-batch sizes.
-        """
+        """Return the cost of a pass in a training step, and its model FLOPs."""
         steps = max(1, planned.optimizer_steps)
         rows = self.rows(max(1, planned.samples // steps))
         layers = range(self.role.model.num_layers)
@@ -165,13 +135,7 @@ class PassModel:
         return common_micro_batch_count([max(1, math.ceil(samples / each))], sizes.multiple)
 
     def forward(self, stage: int, micro: SequenceStats, *, with_head: bool = True) -> Cost:
-        """Return the cost of a micro-batch's forward pass on one rank of a stage.
-
-        Args:
-            stage: pipeline stage.
-            micro: the micro-batch.
-            with_head: compute logits or values on the last stage; False = final hidden states only.
-        """
+        """Return the cost of a micro-batch's forward pass on a rank; without head only final hidden states."""
         role, hardware, layout = self.role, self.hardware, self.role.layout
         layers, with_head = self._stages[stage], with_head and stage == layout.pp - 1
         flops = forward_flops(role, micro, layers, with_head=with_head) / (layout.tp * layout.cp)

@@ -16,12 +16,11 @@ from rich.text import Text
 from megarl.base.formatting import GIB, count_noun, gib, gigabytes, metric_count, rough, table_lines
 from megarl.config.batch import render_plan
 from megarl.config.schema.jobs import POOL_OWNERS
-from megarl.ops.plan.estimate import HOST_SHARE, Estimate
-from megarl.ops.plan.memory import PhaseMemory
+from megarl.ops.plan.estimate import HOST_SHARE, Estimate, overrides_of
+from megarl.ops.plan.memory import Component, RoleMemory
 from megarl.ops.plan.pass_costs import Cost
-from megarl.ops.plan.search import SearchResult
+from megarl.ops.plan.search import Changes, SearchResult
 from megarl.ops.plan.step_costs import StepCost
-from megarl.ops.plan.suggestion import Suggestion
 from megarl.ops.plan.sync_traffic import SyncTraffic
 
 CAUSES = {
@@ -39,8 +38,7 @@ SHOWN_CAUSES, LEAST_SHARE = 3, 0.03
 UNCALIBRATED = (
     "no seconds, since no run has calibrated this hardware (--calibrate); causes are shares at its peak speeds"
 )
-WIDTH = 120
-"""Line length of plain-text tables; only the last column wraps."""
+WIDTH = 120  # line length of plain-text tables; only the last column wraps
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class ReportSection:
     rows: Sequence[Sequence[str]] = field(default_factory=list)
 
 
-def plan_sections(plan: Estimate, suggestion: Suggestion | None) -> list[ReportSection]:
+def plan_sections(plan: Estimate, suggestion: Changes | None) -> list[ReportSection]:
     """Return the report of one configuration."""
     sections = [_overview(plan), _roles(plan), _memory(plan)]
     sections += [ReportSection("Batches", render_plan(plan.job.batches).splitlines()), _step(plan)]
@@ -79,14 +77,8 @@ def _roles(plan: Estimate) -> ReportSection:
     rows = []
     for name, memory in plan.memory.roles.items():
         states = memory.largest.states
-        rows.append(
-            [
-                name,
-                memory.role.layout.describe(),
-                metric_count(states.parameters),
-                *(gib(n) for n in (states.weights, states.gradients, states.optimizer)),
-            ]
-        )
+        sizes = map(gib, (states.weights, states.gradients, states.optimizer))
+        rows.append([name, memory.role.layout.describe(), metric_count(states.parameters), *sizes])
     rollout, kv = plan.job.rollout, plan.memory.kv
     lines = []
     if rollout is not None and not rollout.is_external:
@@ -100,7 +92,10 @@ def _roles(plan: Estimate) -> ReportSection:
 
 
 def _memory(plan: Estimate) -> ReportSection:
-    rows = [_phase_row(phase, plan.usable_bytes) for phase in plan.memory.phases]
+    rows, usable = [], plan.usable_bytes
+    for phase in plan.memory.phases:
+        parts = ", ".join(f"{c.owner} {c.name} {gib(c.nbytes)}" for c in phase.components if c.nbytes > 0.005 * usable)
+        rows.append([phase.phase, gib(phase.nbytes), f"{phase.nbytes / max(1.0, usable):.0%}", parts])
     lines, host = [], plan.memory.host_bytes
     if host >= GIB / 2:
         parts = ", ".join(
@@ -109,11 +104,6 @@ def _memory(plan: Estimate) -> ReportSection:
         lines.append(f"host memory of a node: {host / GIB:,.0f} of {plan.hardware.host_memory_gib:,g} GiB")
         lines += textwrap.wrap(f"of which {parts}", WIDTH - 2)
     return ReportSection("Memory of the fullest device", lines, ["phase", "GiB", "of usable", "components, GiB"], rows)
-
-
-def _phase_row(phase: PhaseMemory, usable: float) -> list[str]:
-    parts = ", ".join(f"{c.owner} {c.name} {gib(c.nbytes)}" for c in phase.components if c.nbytes > 0.005 * usable)
-    return [phase.phase, gib(phase.nbytes), f"{phase.nbytes / max(1.0, usable):.0%}", parts]
 
 
 def _step(plan: Estimate) -> ReportSection:
@@ -157,7 +147,7 @@ def _sync(sync: SyncTraffic) -> ReportSection:
     return ReportSection("Weight sync", lines)
 
 
-def _verdict(plan: Estimate, suggestion: Suggestion | None) -> ReportSection:
+def _verdict(plan: Estimate, suggestion: Changes | None) -> ReportSection:
     fullest = max(plan.memory.phases, key=lambda memory: memory.nbytes)
     lines = [
         f"memory: {fullest.phase} is the fullest, {fullest.nbytes / max(1.0, plan.usable_bytes):.0%} of the "
@@ -168,9 +158,10 @@ def _verdict(plan: Estimate, suggestion: Suggestion | None) -> ReportSection:
     return ReportSection("It does not fit", shortfall_lines(plan, suggestion))
 
 
-def shortfall_lines(plan: Estimate, suggestion: Suggestion | None) -> list[str]:
+def shortfall_lines(plan: Estimate, suggestion: Changes | None) -> list[str]:
     """Describe the shortfalls of a plan, and the change that makes it fit."""
-    lines = [shortfall.text + _largest(shortfall.largest) for shortfall in plan.shortfalls]
+    parts = (", ".join(f"{c.owner} {c.name} {gib(c.nbytes)}" for c in s.largest) for s in plan.shortfalls)
+    lines = [s.text + (f": {text}" if text else "") for s, text in zip(plan.shortfalls, parts, strict=True)]
     if suggestion is None:
         lines.append("no known change makes it fit; try --search, other --hardware, or more nodes")
         rollout = plan.job.rollout
@@ -180,13 +171,9 @@ def shortfall_lines(plan: Estimate, suggestion: Suggestion | None) -> list[str]:
                 "actor_rollout_ref.rollout.engine_kwargs.sglang.urls"
             )
     else:
-        changes = "this change" if len(suggestion.changes) == 1 else "these changes, all of them needed"
-        lines.append(f"it would fit with {changes}: {' '.join(suggestion.overrides())}")
+        changes = "this change" if len(suggestion) == 1 else "these changes, all of them needed"
+        lines.append(f"it would fit with {changes}: {' '.join(overrides_of(suggestion))}")
     return lines
-
-
-def _largest(parts: Sequence[Any]) -> str:
-    return ": " + ", ".join(f"{c.owner} {c.name} {gib(c.nbytes)}" for c in parts) if parts else ""
 
 
 def search_sections(result: SearchResult, hardware_name: str) -> list[ReportSection]:
@@ -260,7 +247,7 @@ def plain_text(section: ReportSection) -> str:
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def plan_json(plan: Estimate, suggestion: Suggestion | None) -> str:
+def plan_json(plan: Estimate, suggestion: Changes | None) -> str:
     """Return a plan as JSON; sizes in bytes, times in seconds and only with a calibration."""
     values = {
         "fits": plan.fits,
@@ -269,16 +256,13 @@ def plan_json(plan: Estimate, suggestion: Suggestion | None) -> str:
         "usable_bytes": plan.usable_bytes,
         "usable_host_bytes": HOST_SHARE * plan.hardware.host_bytes,
         "roles": {name: _role_values(memory) for name, memory in plan.memory.roles.items()},
-        "memory": {
-            phase.phase: {"bytes": phase.nbytes, "components": _components(phase.components)}
-            for phase in plan.memory.phases
-        },
-        "host_memory": {"bytes": plan.memory.host_bytes, "components": _components(plan.memory.host)},
+        "memory": {phase.phase: _memory_values(phase.components) for phase in plan.memory.phases},
+        "host_memory": _memory_values(plan.memory.host),
         "kv_cache": plan.memory.kv._asdict() if plan.memory.kv else None,
         "sync": plan.sync._asdict() if plan.sync else None,
         "step": _step_values(plan.step),
         "shortfalls": [{"phase": s.phase, "missing_bytes": s.missing, "text": s.text} for s in plan.shortfalls],
-        "remedy": suggestion.overrides() if suggestion else None,
+        "remedy": overrides_of(suggestion) if suggestion else None,
     }
     return json.dumps(values, indent=2)
 
@@ -314,7 +298,7 @@ def search_json(result: SearchResult) -> str:
     return json.dumps({"evaluated": result.evaluated, "planned": result.planned, "best": best}, indent=2)
 
 
-def _role_values(memory: Any) -> dict[str, Any]:
+def _role_values(memory: RoleMemory) -> dict[str, Any]:
     states = memory.largest.states
     return {
         "layout": memory.role.layout._asdict(),
@@ -325,5 +309,5 @@ def _role_values(memory: Any) -> dict[str, Any]:
     }
 
 
-def _components(parts: Sequence[Any]) -> list[dict[str, Any]]:
-    return [part._asdict() for part in parts]
+def _memory_values(parts: Sequence[Component]) -> dict[str, Any]:
+    return {"bytes": sum(part.nbytes for part in parts), "components": [part._asdict() for part in parts]}

@@ -13,13 +13,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megarl.base.errors import MegarlError
-from megarl.config import MegatronConfig, SupervisedConfig, TrainConfig
+from megarl.config import SupervisedConfig, TrainConfig
 from megarl.config.inherited import ACTOR_MEGATRON, followers
 from megarl.config.keys import value_at
-from megarl.config.problems import format_value
-from megarl.config.schema.jobs import own_pools
+from megarl.config.schema.jobs import ROLLOUT, own_pools
 from megarl.models import ModelConfig
-from megarl.ops.plan.estimate import Estimate, changed, estimate, usable_bytes
+from megarl.ops.plan.estimate import Estimate, changed, estimate, overrides_of, usable_bytes
 from megarl.ops.plan.flops import optimized_elements, rank_elements
 from megarl.ops.plan.generation import generation_cost
 from megarl.ops.plan.hardware import Hardware
@@ -31,12 +30,11 @@ from megarl.ops.plan.states import FLOAT32, MOMENTS
 from megarl.ops.plan.step_costs import pass_costs, sync_cost
 
 Config = TrainConfig | SupervisedConfig
+Changes = Mapping[str, Any]
 
 MAX_CHUNKS = 4
-MIN_CONTEXT = 1024
-"""Minimum tokens of the longest sequence per context-parallel rank."""
-PLANNED_PER_RESULT = 2
-"""Number of combinations planned in full, as a multiple of the requested number."""
+MIN_CONTEXT = 1024  # minimum tokens of the longest sequence per context-parallel rank
+PLANNED_PER_RESULT = 2  # number of combinations planned in full, as a multiple of the requested number
 MAX_PLANNED = 400
 TP, PP, CP = (f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context"))
 EP, _RECOMPUTE = "expert_model_parallel_size", "recompute_granularity"
@@ -55,49 +53,32 @@ _WITHOUT_OTHER_SPLITS = {
     "data_parallel_size": None,
     **STAGES,
 }
-ROLLOUT = "actor_rollout_ref.rollout"
 
 
 class LayoutChoice(NamedTuple):
-    """A layout of one role or of the rollout.
+    """A layout of one role or of the rollout."""
 
-    Attributes:
-        changes: values by key.
-        cost: cost of its phases.
-    """
-
-    changes: Mapping[str, Any]
-    cost: float
+    changes: Mapping[str, Any]  # values by key
+    cost: float  # cost of its phases
 
 
 class Candidate(NamedTuple):
-    """A layout of the whole job that fits.
+    """A layout of the whole job that fits."""
 
-    Attributes:
-        changes: values by key that differ from the configuration.
-        estimate: the plan with these values.
-    """
-
-    changes: Mapping[str, Any]
-    estimate: Estimate
+    changes: Mapping[str, Any]  # values by key that differ from the configuration
+    estimate: Estimate  # the plan with these values
 
     def overrides(self) -> list[str]:
         """Return the changes as command-line overrides."""
-        return [f"{path}={format_value(value)}" for path, value in self.changes.items()]
+        return overrides_of(self.changes)
 
 
 class SearchResult(NamedTuple):
-    """Result of a layout search.
+    """Result of a layout search."""
 
-    Attributes:
-        best: layouts that fit, the cheapest first.
-        evaluated: number of layouts of single roles whose cost was computed.
-        planned: number of combinations planned in full.
-    """
-
-    best: list[Candidate]
-    evaluated: int
-    planned: int
+    best: list[Candidate]  # layouts that fit, the cheapest first
+    evaluated: int  # number of layouts of single roles whose cost was computed
+    planned: int  # number of combinations planned in full
 
 
 def search(config: Config, hardware: Hardware, lengths: Lengths, top: int = 10) -> SearchResult:
@@ -106,9 +87,6 @@ def search(config: Config, hardware: Hardware, lengths: Lengths, top: int = 10) 
     Args:
         config: complete; the layouts of actor, critic or supervised model, and of the rollout, are replaced, so they
             may be invalid.
-        hardware: hardware of the job.
-        lengths: prompt and response lengths.
-        top: number of layouts to return.
 
     Raises:
         ConfigError, ModelError: the configuration is invalid with every layout; the error is that of its own layout.
@@ -144,8 +122,6 @@ def initial_changes(
     Each role is evaluated with the initial layouts of the others, which therefore have to be valid.
 
     Args:
-        config: complete, with any layout.
-        hardware: hardware of the job.
         fixed: values that stay, by key.
 
     Raises:
@@ -180,9 +156,11 @@ def role_layouts(config: Config, role: PlannedRole, hardware: Hardware, lengths:
     """Return every layout of a role that passes the checks and whose states fit, the cheapest first."""
     choices = []
     devices, per_node = devices_of(config, role)
+    configured = value_at(config, role.path).recompute_granularity
+    modes: list[Changes] = [{}] if configured == "full" else [{}, {f"{role.path}.{_RECOMPUTE}": "full"}]
     for changes in layouts(role, devices, per_node, longest_sequence(config)):
-        for recompute in _recompute_modes(value_at(config, role.path)):
-            combined = {**changes, **{f"{role.path}.{key}": value for key, value in recompute.items()}}
+        for recompute in modes:
+            combined = {**changes, **recompute}
             try:
                 job = planned_job(changed(config, combined), device=hardware.device)
             except MegarlError:
@@ -211,7 +189,6 @@ def layouts(
     """Yield parallel sizes of a role that divide model and devices; tensor parallelism stays inside a node.
 
     Args:
-        role: the role.
         devices: devices of its pool.
         per_node: devices of its pool per node.
         longest: tokens of the longest sequence.
@@ -271,13 +248,6 @@ def least_bytes(job: PlannedJob, role: PlannedRole) -> float:
         else:
             largest = max(largest, elements.total * role.dtype_bytes + saved)
     return largest
-
-
-def _recompute_modes(megatron: MegatronConfig) -> list[dict[str, Any]]:
-    """Return the configured recomputation and full recomputation."""
-    if megatron.recompute_granularity == "full":
-        return [{}]
-    return [{}, {_RECOMPUTE: "full"}]
 
 
 def _stages(layers: int, pp: int) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from megarl.base.formatting import DTYPE_BYTES
 from megarl.models import LocalParam, ModelConfig, ParallelLayout, WeightMap
@@ -21,35 +20,23 @@ from megarl.models.declaration import FP8_BLOCK
 from megarl.ops.plan.job import PlannedRole
 
 FLOAT32 = 4
-MOMENTS = 2
-"""Adam's running means of the gradient and of its square."""
-PARAM_START, BUCKET_END = 64, 128
-"""Megatron's alignment, in elements, of parameter starts and bucket ends."""
+MOMENTS = 2  # Adam's running means of the gradient and of its square
+PARAM_START, BUCKET_END = 64, 128  # Megatron's alignment, in elements, of parameter starts and bucket ends
 SMALLEST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000
 """Minimum elements of a Megatron bucket, in total and per data-parallel rank."""
 
 
 @dataclass(frozen=True)
 class RankStates:
-    """Bytes of a role's model on a rank, with everything on the device.
+    """Bytes of a role's model on a rank, with everything on the device."""
 
-    Attributes:
-        parameters: weight elements, without padding, frozen weights included.
-        weights: weights in their compute dtype, with padding, frozen weights and adapters included.
-        gradients: gradient buffers.
-        main_weights: the optimizer's float32 copies of its share of the weights.
-        moments: Adam's running means.
-        largest_bucket: largest gradient bucket that data-parallel ranks reduce at a time.
-        frozen: bytes of the weights under adapters, which checkpoints do not contain.
-    """
-
-    parameters: int
-    weights: int
-    gradients: int = 0
-    main_weights: int = 0
-    moments: int = 0
-    largest_bucket: int = 0
-    frozen: int = 0
+    parameters: int  # weight elements, without padding, frozen weights included
+    weights: int  # weights in their compute dtype, with padding, frozen weights and adapters included
+    gradients: int = 0  # gradient buffers
+    main_weights: int = 0  # the optimizer's float32 copies of its share of the weights
+    moments: int = 0  # Adam's running means
+    largest_bucket: int = 0  # largest gradient bucket that data-parallel ranks reduce at a time
+    frozen: int = 0  # bytes of the weights under adapters, which checkpoints do not contain
 
     @property
     def optimizer(self) -> int:
@@ -62,16 +49,11 @@ class RankStates:
         return self.weights + self.gradients + self.optimizer
 
 
-class _Placed(NamedTuple):
-    start: int
-    stop: int
-
-
 @dataclass(frozen=True)
 class _Buffer:
     """Megatron's buffer of one kind of parameters of one chunk: ranges of parameters and buckets ``[start, stop)``."""
 
-    placed: tuple[_Placed, ...]
+    placed: tuple[tuple[int, int], ...]
     buckets: tuple[tuple[int, int], ...]
 
     @cached_property
@@ -84,7 +66,7 @@ class _Buffer:
         for start, stop in self.buckets:
             size = (stop - start) // ranks
             first, last = start + rank * size, start + (rank + 1) * size
-            total += sum(max(0, min(param.stop, last) - max(param.start, first)) for param in self.placed)
+            total += sum(max(0, min(end, last) - max(begin, first)) for begin, end in self.placed)
         return total
 
 
@@ -93,11 +75,7 @@ _MOST_COUNTED = 4096
 
 
 class StateCounter:
-    """Counts the states of a role, rank by rank.
-
-    Args:
-        role: the model, its layout and its training options.
-    """
+    """Counts the states of a role, rank by rank."""
 
     def __init__(self, role: PlannedRole) -> None:
         self.role = role
@@ -170,7 +148,7 @@ class StateCounter:
         size = math.inf
         if megatron.overlap_grad_reduce and bucketed:
             size = max(SMALLEST_BUCKET, BUCKET_PER_RANK * layout.dp * layout.cp)
-        placed: list[_Placed] = []
+        placed: list[tuple[int, int]] = []
         buckets: list[tuple[int, int]] = []
         at = opened = 0
 
@@ -184,8 +162,8 @@ class StateCounter:
             alone = padded and self._is_shared_embedding(param)
             if alone and at > opened:
                 at = opened = close(at)
-            placed.append(_Placed(at, at + math.prod(param.shape)))
-            at = placed[-1].stop
+            placed.append((at, at + math.prod(param.shape)))
+            at = placed[-1][1]
             if alone or at - opened >= size:
                 at = opened = close(at)
         if at > opened:
@@ -207,15 +185,7 @@ class StateCounter:
 
 
 def rollout_weight_bytes(model: ModelConfig, tp: int, rank: int, dtype: str, *, fp8: bool = False) -> int:
-    """Return the weight bytes of one rank of the rollout engine, without vocabulary padding on the last rank.
-
-    Args:
-        model: the model.
-        tp: ranks of the engine.
-        rank: the rank.
-        dtype: dtype of the weights.
-        fp8: the engine holds the matrices of linear layers in blockwise FP8.
-    """
+    """Return the weight bytes of an engine's rank, with ``fp8`` matrices of linear layers in blockwise FP8."""
     total = 0
     for pattern in WeightMap(model).patterns(ParallelLayout(), tp):
         pieces = pattern.targets[rank % len(pattern.targets)]

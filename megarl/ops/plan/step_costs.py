@@ -14,36 +14,17 @@ from megarl.ops.plan.lengths import Lengths
 from megarl.ops.plan.pass_costs import Cost, PassModel, PhaseCost, weights_copy_s
 from megarl.ops.plan.sync_traffic import sync_s
 
-_BATCHES = {
-    "reward": "reward_model",
-    "old_log_prob": "old_log_prob",
-    "ref": "ref_log_prob",
-    "values": "critic",
-    "update_critic": "critic",
-    "update_actor": "actor",
-}
-"""Name of a phase's pass in the batch plan, by phase."""
-
 
 @dataclass(frozen=True)
 class StepCost:
-    """Cost of a training step.
+    """Cost of a training step."""
 
-    Attributes:
-        phases: costs of the phases, in order.
-        tokens: prompt and response tokens.
-        devices: number of devices of the job.
-        peak_flops: peak FLOP/s of one device, in the dtype of the trained role.
-        simultaneous: groups of phases at the same time, on separate devices.
-        is_calibrated: whether costs are seconds: the hardware has an efficiency of every phase.
-    """
-
-    phases: tuple[PhaseCost, ...]
-    tokens: float
-    devices: int
-    peak_flops: float
-    simultaneous: tuple[tuple[str, ...], ...] = ()
-    is_calibrated: bool = False
+    phases: tuple[PhaseCost, ...]  # costs of the phases, in order
+    tokens: float  # prompt and response tokens
+    devices: int  # of the job
+    peak_flops: float  # peak FLOP/s of one device, in the dtype of the trained role
+    simultaneous: tuple[tuple[str, ...], ...] = ()  # groups of phases at the same time, on separate devices
+    is_calibrated: bool = False  # whether costs are seconds: the hardware has an efficiency of every phase
 
     @property
     def total(self) -> float:
@@ -90,14 +71,7 @@ def simultaneous_phases(job: PlannedJob) -> tuple[tuple[str, ...], ...]:
 
 
 def step_cost(job: PlannedJob, hardware: Hardware, lengths: Lengths, kv_tokens: float | None = None) -> StepCost:
-    """Return the cost of a training step.
-
-    Args:
-        job: the job.
-        hardware: hardware of the job.
-        lengths: prompt and response lengths.
-        kv_tokens: tokens in the KV cache of a replica; None = unlimited.
-    """
+    """Return the cost of a training step, with an unlimited KV cache if ``kv_tokens`` is None."""
     phases: dict[str, PhaseCost] = {}
     if (generation := generation_cost(job, hardware, lengths, kv_tokens)) is not None:
         phases["gen"] = generation
@@ -120,8 +94,7 @@ def pass_costs(job: PlannedJob, role: PlannedRole, hardware: Hardware, lengths: 
     """Yield the costs of a role's passes."""
     model = PassModel(role, hardware, lengths, job.pool_of(role.section).devices_per_node)
     for planned in role.passes:
-        name = role.name if job.rollout is None else _BATCHES.get(planned.phase, role.name)
-        yield model.cost(planned, job.batches.phase(name).micro)
+        yield model.cost(planned, job.micro_batches(role, planned))
 
 
 def sync_cost(job: PlannedJob, hardware: Hardware) -> PhaseCost:

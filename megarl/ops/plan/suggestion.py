@@ -8,12 +8,12 @@ if no single change is enough, changes that help and cost no more are combined; 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from megarl.base.errors import MegarlError
 from megarl.config import MegatronConfig, SupervisedConfig, TrainConfig
 from megarl.config.keys import value_at
-from megarl.config.problems import format_value
+from megarl.config.schema.jobs import ROLLOUT
 from megarl.ops.plan.estimate import Estimate, changed, estimate, shortfalls, usable_bytes
 from megarl.ops.plan.hardware import hardware_of
 from megarl.ops.plan.job import PlannedJob, PlannedRole
@@ -23,7 +23,6 @@ from megarl.ops.plan.memory import plan_memory
 
 Config = TrainConfig | SupervisedConfig
 Changes = Mapping[str, Any]
-_ROLLOUT = "actor_rollout_ref.rollout"
 _BY_COST: tuple[tuple[str, ...], ...] = (
     ("",),
     ("_offload", "free_cache_engine", "use_distributed_optimizer"),
@@ -35,32 +34,11 @@ _BY_COST: tuple[tuple[str, ...], ...] = (
     ("megatron.pipeline_model_parallel_size",),
 )
 """Suffixes of keys, from the lowest to the highest cost in speed."""
-_FRACTION = f"{_ROLLOUT}.engine_kwargs.sglang.server_args.mem_fraction_static"
+_FRACTION = f"{ROLLOUT}.engine_kwargs.sglang.server_args.mem_fraction_static"
 
 
-class Suggestion(NamedTuple):
-    """Changes that make a run fit.
-
-    Attributes:
-        changes: values by key.
-    """
-
-    changes: Changes
-
-    def overrides(self) -> list[str]:
-        """Return the changes as command-line overrides."""
-        return [f"{_prefix(path)}{path}={format_value(value)}" for path, value in self.changes.items()]
-
-
-def _prefix(path: str) -> str:
-    return "+" if ".server_args." in path else ""
-
-
-def plan_run(config: Config) -> tuple[Estimate, Suggestion | None]:
-    """Plan a run with sequences of maximum length on its configured hardware, without the weight sync.
-
-    Returns:
-        The plan and, if the run does not fit, the smallest known change that makes it fit.
+def plan_run(config: Config) -> tuple[Estimate, Changes | None]:
+    """Plan a run with the longest sequences, without sync; also returns the smallest change that makes it fit.
 
     Raises:
         InvalidConfigError, ConfigError, ModelError: the configuration cannot run, independent of memory.
@@ -73,45 +51,37 @@ def plan_run(config: Config) -> tuple[Estimate, Suggestion | None]:
     planned = plan(config)
     if planned.fits:
         return planned, None
-    return planned, find_suggestion(config, planned, lambda suggestion: plan(changed(config, suggestion.changes)))
+    return planned, find_suggestion(config, planned, lambda changes: plan(changed(config, changes)))
 
 
-def find_suggestion(config: Config, planned: Estimate, confirm: Callable[[Suggestion], Estimate]) -> Suggestion | None:
+def find_suggestion(config: Config, planned: Estimate, confirm: Callable[[Changes], Estimate]) -> Changes | None:
     """Return the smallest change that makes a run fit, or None if no known change does.
 
     Args:
-        config: the configuration.
         planned: its plan, which does not fit.
-        confirm: plans the configuration with the overrides of a suggestion, which is returned only if that plan fits.
+        confirm: plans the configuration with changes, which are returned only if that plan fits.
     """
     attempts = _Attempts(config, planned)
     phases = [shortfall.phase for shortfall in planned.shortfalls]
-    singles = _distinct(change for phase in phases for change in single_changes(planned.job, phase))
-    singles.sort(key=_speed_cost)
+    found = (change for phase in phases for change in single_changes(planned.job, phase))
+    singles = sorted({tuple(change.items()): change for change in found}.values(), key=_speed_cost)
     for cost in sorted({_speed_cost(change) for change in singles}):
-        for suggestion in attempts.alone(change for change in singles if _speed_cost(change) == cost):
-            if _confirmed(suggestion, confirm):
-                return suggestion
+        for changes in attempts.alone(change for change in singles if _speed_cost(change) == cost):
+            if _confirmed(changes, confirm):
+                return changes
         combined = attempts.combination([change for change in singles if _speed_cost(change) <= cost])
         if combined is not None and _confirmed(combined, confirm):
             return combined
     pools = planned.job.pools
     more = [{f"{pool.section}.nnodes": factor * pool.nodes} for pool in pools for factor in (2, 4, 8, 16)]
-    for suggestion in attempts.alone(more):
-        if _confirmed(suggestion, confirm):
-            return suggestion
-    return None
+    return next((changes for changes in attempts.alone(more) if _confirmed(changes, confirm)), None)
 
 
-def _confirmed(suggestion: Suggestion, confirm: Callable[[Suggestion], Estimate]) -> bool:
+def _confirmed(changes: Changes, confirm: Callable[[Changes], Estimate]) -> bool:
     try:
-        return confirm(suggestion).fits
+        return confirm(changes).fits
     except MegarlError:
         return False
-
-
-def _distinct(changes: Iterable[Changes]) -> list[Changes]:
-    return list({tuple(change.items()): change for change in changes}.values())
 
 
 def _speed_cost(changes: Changes) -> int:
@@ -140,15 +110,16 @@ class _Attempts:
                 self._missing_bytes[key] = None
         return self._missing_bytes[key]
 
-    def alone(self, singles: Iterable[Changes]) -> Iterator[Suggestion]:
+    def alone(self, singles: Iterable[Changes]) -> Iterator[Changes]:
         """Yield the changes that are enough by themselves, in order."""
-        return (Suggestion(changes) for changes in singles if self.missing(changes) == 0)
+        return (changes for changes in singles if self.missing(changes) == 0)
 
-    def combination(self, singles: Sequence[Changes]) -> Suggestion | None:
+    def combination(self, singles: Sequence[Changes]) -> Changes | None:
         """Combine changes that help, in order, until nothing is missing; then drop unnecessary ones."""
         combined: dict[str, Any] = {}
         for changes in singles:
-            if self._helps(combined, changes):
+            before, after = self.missing(combined), self.missing({**combined, **changes})
+            if before is not None and after is not None and after < before:
                 combined |= changes
             if self.missing(combined) == 0:
                 break
@@ -158,11 +129,7 @@ class _Attempts:
             fewer = {key: value for key, value in combined.items() if key != path}
             if self.missing(fewer) == 0:
                 combined = fewer
-        return Suggestion(combined)
-
-    def _helps(self, combined: Changes, changes: Changes) -> bool:
-        before, after = self.missing(combined), self.missing({**combined, **changes})
-        return before is not None and after is not None and after < before
+        return combined
 
 
 def single_changes(job: PlannedJob, phase: str) -> Iterator[Changes]:
@@ -177,7 +144,7 @@ def single_changes(job: PlannedJob, phase: str) -> Iterator[Changes]:
         shares = job.pool_of(role.section) == job.pools[0]
         yield from _offload_changes(role, is_idle=shares and role not in working)
     if job.rollout is not None and phase != "gen" and not job.rollout.config.free_cache_engine:
-        yield {f"{_ROLLOUT}.free_cache_engine": True}
+        yield {f"{ROLLOUT}.free_cache_engine": True}
     for role in updating:
         yield from _update_changes(role)
     for role in working:
@@ -222,7 +189,7 @@ def _smaller_budgets(job: PlannedJob, role_path: str, phase: str) -> Iterator[Ch
     if isinstance(config, SupervisedConfig):
         prefix = "data."
     elif phase == "old_log_prob":
-        prefix = f"{_ROLLOUT}.log_prob_"
+        prefix = f"{ROLLOUT}.log_prob_"
     elif phase == "ref":
         prefix = "actor_rollout_ref.ref."
     elif phase == "reward":
@@ -247,13 +214,13 @@ def _rollout_changes(job: PlannedJob) -> Iterator[Changes]:
         slots = config.max_num_seqs
         while slots > 1:
             slots //= 2
-            yield {f"{_ROLLOUT}.max_num_seqs": slots}
+            yield {f"{ROLLOUT}.max_num_seqs": slots}
         return
     fraction = config.engine_kwargs.sglang.server_args.get("mem_fraction_static")
     if fraction is not None:
         yield from ({_FRACTION: share} for share in (0.6, 0.7, 0.8, 0.85, 0.9) if share != fraction)
     for factor in (2, 4, 8):
-        yield {f"{_ROLLOUT}.tensor_model_parallel_size": factor * job.rollout.tp}
+        yield {f"{ROLLOUT}.tensor_model_parallel_size": factor * job.rollout.tp}
 
 
 def _larger_layouts(megatron: MegatronConfig, path: str, job: PlannedJob) -> Iterator[Changes]:

@@ -16,24 +16,14 @@ from megarl.sharding.plan import build_plan
 
 
 class SyncTraffic(NamedTuple):
-    """Bytes of a weight sync.
+    """Bytes of a weight sync."""
 
-    Attributes:
-        total: bytes received, over all ranks.
-        on_device: bytes whose sender and receiver share a device.
-        within_nodes: bytes between devices of a node.
-        between_nodes: bytes between nodes.
-        most_received: maximum bytes that a rank receives from other devices.
-        most_sent: maximum bytes that a rank sends to other devices.
-        buckets: number of buckets.
-    """
-
-    total: int
-    on_device: int
-    within_nodes: int
-    between_nodes: int
-    most_received: int
-    most_sent: int
+    total: int  # bytes received, over all ranks
+    on_device: int  # bytes whose sender and receiver share a device
+    within_nodes: int  # bytes between devices of a node
+    between_nodes: int  # bytes between nodes
+    most_received: int  # maximum bytes that a rank receives from other devices
+    most_sent: int  # maximum bytes that a rank sends to other devices
     buckets: int
 
 
@@ -69,7 +59,6 @@ def plan_sync(job: PlannedJob, hardware: Hardware) -> SyncTraffic | None:
 
 
 def _busiest(ranks: np.ndarray, nbytes: np.ndarray) -> int:
-    """Return the most bytes of one rank."""
     return int(np.bincount(ranks, nbytes, minlength=1).max())
 
 

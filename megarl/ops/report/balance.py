@@ -26,7 +26,13 @@ def balance_maps(rows: BalanceRows) -> dict[str, dict[str, Any]]:
         interval keeps the step whose busiest rank had the highest load. With more than :data:`MOST_RANKS` ranks, a row
         keeps the busiest of neighbouring ranks.
     """
-    names = sorted({name for lists in rows.values() for name in lists}, key=_order)
+
+    def order(name: str) -> tuple[str, int, str]:
+        """Sort by role, then assigned quantities before measured ones."""
+        role, _, quantity = name.partition("/")
+        return role, {TOKENS: 0, WORK: 1}.get(quantity, 2), quantity
+
+    names = sorted({name for lists in rows.values() for name in lists}, key=order)
     maps = {}
     for name in names:
         # After a resume with another layout, ranks differ: only steps of the last layout are shown.
@@ -66,9 +72,3 @@ def _map(steps: list[int], values: np.ndarray[Any, Any]) -> dict[str, Any]:
         "mean": [float(f"{value:.4g}") for value in mean[kept].tolist()],
         "load": [[round(value, 4) for value in row] for row in busiest.T.tolist()],
     }
-
-
-def _order(name: str) -> tuple[str, int, str]:
-    """Sort by role, then assigned quantities before measured ones."""
-    role, _, quantity = name.partition("/")
-    return role, {TOKENS: 0, WORK: 1}.get(quantity, 2), quantity

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,24 +28,15 @@ PHASE_ORDER = (
 
 @dataclass(frozen=True)
 class Chart:
-    """Definition of one chart.
-
-    Attributes:
-        note: sentence below the title: unit and meaning.
-        series: legend label by metric; metrics that the run lacks are skipped.
-        prefix: metrics with this prefix are series too, labelled by the rest of their names.
-        kind: ``line``, ``points`` (lines with markers, for metrics not measured at every step) or ``stack`` (bars).
-        wide: whether it takes the whole width.
-        share: whether values are shares; their axis then ends at 1, or at the largest value if that is small.
-    """
+    """Definition of one chart."""
 
     title: str
-    note: str
-    series: Mapping[str, str] = field(default_factory=dict)
-    prefix: str | None = None
-    kind: str = "line"
-    wide: bool = False
-    share: bool = False
+    note: str  # sentence below the title: unit and meaning
+    series: Mapping[str, str] = field(default_factory=dict)  # legend label by metric; absent metrics are skipped
+    prefix: str | None = None  # metrics with this prefix are series too, labelled by the rest of their names
+    kind: str = "line"  # line, points (lines with markers, for metrics not measured at every step) or stack (bars)
+    wide: bool = False  # takes the whole width
+    share: bool = False  # values are shares: their axis ends at 1, or at the largest value if that is small
 
 
 LEARNING = (
@@ -207,6 +199,11 @@ GROUPS = (
     ("Memory and checkpoints", MEMORY),
 )
 
+_UPDATES = {"actor": "actor updates", "critic": "critic updates", "train": "updates"}
+_PASSES = (
+    ("actor", "passes of the actor"), ("critic", "passes of the critic"), ("ref", "passes of the reference"),
+    ("reward_model", "passes of the reward model"), ("train", "passes"),
+)  # fmt: skip
 FAILURES = {
     "reward/failed": "answers whose reward failed",
     "reward/timeouts": "reward calls that timed out",
@@ -221,17 +218,9 @@ FAILURES = {
     "rollout/requests_moved": "requests moved to another replica",
     "rollout/discarded_tokens": "tokens of interrupted responses thrown away",
     "rollout/runners_lost": "agent runners lost",
-    "actor/skipped_steps": "actor updates skipped for a non-finite gradient",
-    "critic/skipped_steps": "critic updates skipped for a non-finite gradient",
-    "train/skipped_steps": "updates skipped for a non-finite gradient",
-    "actor/empty_steps": "actor updates without a token to train on",
-    "critic/empty_steps": "critic updates without a token to train on",
-    "train/empty_steps": "updates without a token to train on",
-    "actor/out_of_memory": "passes of the actor repeated after running out of device memory",
-    "critic/out_of_memory": "passes of the critic repeated after running out of device memory",
-    "ref/out_of_memory": "passes of the reference repeated after running out of device memory",
-    "reward_model/out_of_memory": "passes of the reward model repeated after running out of device memory",
-    "train/out_of_memory": "passes repeated after running out of device memory",
+    **{f"{role}/skipped_steps": f"{updates} skipped for a non-finite gradient" for role, updates in _UPDATES.items()},
+    **{f"{role}/empty_steps": f"{updates} without a token to train on" for role, updates in _UPDATES.items()},
+    **{f"{role}/out_of_memory": f"{passes} repeated after running out of device memory" for role, passes in _PASSES},
     "checkpoint/failed_saves": "saves that failed",
     "val-aux/failed_rewards": "validation answers whose reward failed",
     "val-aux/agent/failed": "validation conversations that failed",
@@ -242,11 +231,7 @@ FAILURES = {
 
 
 def chart_groups(names: Iterable[str], maps: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """Return the groups of charts for runs with these metrics, as JSON values; empty charts are dropped.
-
-    Args:
-        maps: names of the maps of ranks over steps, see :func:`~megarl.ops.report.balance.balance_maps`.
-    """
+    """Return the groups of charts for runs with these metrics and maps of ranks; empty charts are dropped."""
     present = sorted(set(names))
     failures = Chart("Failures", "Counted per step.", FAILURES)
     groups = []
@@ -264,21 +249,11 @@ def _described(chart: Chart, present: Sequence[str]) -> dict[str, Any]:
     if chart.prefix is not None:
         names = [name for name in present if name.startswith(chart.prefix) and name != "timing_s/step"]
         if chart.prefix == TIMING_PREFIX:
-            names.sort(key=_phase_rank)
+            order = {f"{TIMING_PREFIX}{phase}": at for at, phase in enumerate(PHASE_ORDER)}
+            names.sort(key=lambda name: order.get(name, len(order)))  # stable: the others stay in the order of names
         series += [(name, name.removeprefix(chart.prefix).replace("/", " ")) for name in names]
-    return {
-        "title": chart.title,
-        "note": chart.note,
-        "kind": chart.kind,
-        "wide": chart.wide,
-        "share": chart.share,
-        "series": [{"metric": metric, "label": label} for metric, label in series],
-    }
-
-
-def _phase_rank(name: str) -> tuple[int, str]:
-    phase = name.removeprefix(TIMING_PREFIX)
-    return (PHASE_ORDER.index(phase) if phase in PHASE_ORDER else len(PHASE_ORDER), phase)
+    described = {name: getattr(chart, name) for name in ("title", "note", "kind", "wide", "share")}
+    return described | {"series": [{"metric": metric, "label": label} for metric, label in series]}
 
 
 def downsample(steps: np.ndarray[Any, Any], values: np.ndarray[Any, Any], most: int = MOST_POINTS) -> dict[str, Any]:
@@ -290,7 +265,6 @@ def downsample(steps: np.ndarray[Any, Any], values: np.ndarray[Any, Any], most: 
     Args:
         steps: ``[n]``, ascending.
         values: ``[n]``, finite.
-        most: largest number of points.
 
     Returns:
         ``x``, ``y`` and ``n`` (number of values before), and for a longer curve ``low`` and ``high``. ``x`` is the last
@@ -349,12 +323,7 @@ def training_seconds(rows: Rows) -> tuple[list[float], list[float]]:
 
 def non_finite_counts(rows: Rows) -> dict[str, int]:
     """Count the steps with a non-finite value of each metric; metrics without any are skipped."""
-    counts: dict[str, int] = {}
-    for row in rows:
-        for name, value in row.items():
-            if not math.isfinite(value):
-                counts[name] = counts.get(name, 0) + 1
-    return counts
+    return dict(Counter(name for row in rows for name, value in row.items() if not math.isfinite(value)))
 
 
 def _rounded(values: np.ndarray[Any, Any]) -> list[float]:

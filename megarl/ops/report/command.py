@@ -17,15 +17,7 @@ COMPARISON_FILE = "comparison.html"
 
 
 def report_run(folder: Path | str, output: Path | str | None = None) -> Path:
-    """Write the report of one run.
-
-    Args:
-        folder: the run's folder, with its ``metrics.jsonl``.
-        output: the HTML file; None = ``report.html`` in the run's folder.
-
-    Returns:
-        The path of the page.
-    """
+    """Write the report of one run, by default as ``report.html`` in its folder; returns its path."""
     run = read_run(Path(folder))
     return write_page(Path(output) if output else run.folder / REPORT_FILE, [run], run.name)
 
@@ -36,9 +28,6 @@ def compare_runs(folders: Sequence[Path | str], output: Path | str | None = None
     Args:
         folders: folders of runs, or of sweeps and experiments with runs below them.
         output: the HTML file; None = ``comparison.html`` in the first folder.
-
-    Returns:
-        The path of the page.
 
     Raises:
         NoRunError: a folder does not exist, or contains no run.

@@ -30,19 +30,12 @@ Rows = Sequence[Mapping[str, float]]
 
 
 class ReportFinding(NamedTuple):
-    """Problem that a user should inspect.
+    """Problem that a user should inspect."""
 
-    Attributes:
-        level: ``bad`` or ``warn``.
-        text: description, with the value and a possible cause.
-        metric: metric with the curve; empty if there is none.
-        reason: reason of the threshold and possible remedies; may be empty.
-    """
-
-    level: str
-    text: str
-    metric: str = ""
-    reason: str = ""
+    level: str  # bad or warn
+    text: str  # description, with the value and a possible cause
+    metric: str = ""  # metric with the curve; empty if there is none
+    reason: str = ""  # reason of the threshold and possible remedies; may be empty
 
 
 def accuracies(rows: Rows) -> list[tuple[int, float]]:
@@ -174,7 +167,6 @@ def final_metrics(run: RunRecord) -> dict[str, float]:
     seconds = finite_values(rows, "timing_s/step")
 
     def recent(metric: str) -> float | None:
-        """Return the recent mean of a metric."""
         return recent_mean(finite_values(rows, metric))
 
     numbers: dict[str, Any] = {
@@ -199,32 +191,19 @@ def final_metrics(run: RunRecord) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class MetricRule:
-    """Threshold on a metric's recent mean, on its share of the start, or on a median.
+    """Threshold on a metric's recent mean, on its share of the start, or on a median."""
 
-    Attributes:
-        name: name of the rule, as in ``docs/how_to/report.md``.
-        text: text of the finding, with the placeholders ``value`` (of the statistic) and ``share`` (of the start).
-        reason: reason of the threshold.
-        above: the rule applies above this value.
-        below: the rule applies below this value.
-        of_start: compare the share of the start in place of the value.
-        over_half: take the median over the second half of the run, for metrics that vary from step to step.
-        fewest: steps with the metric before the rule applies.
-        after_critic_warmup: ignore the steps that update only the critic.
-        groups_only: apply only to advantage estimators that compare the samples of a group.
-    """
-
-    name: str
+    name: str  # name of the rule, as in docs/how_to/report.md
     metric: str
-    text: str
-    reason: str
-    above: float = math.inf
-    below: float = -math.inf
-    of_start: bool = False
-    over_half: bool = False
-    fewest: int = 1
-    after_critic_warmup: bool = False
-    groups_only: bool = False
+    text: str  # text of the finding, with the placeholders value (of the statistic) and share (of the start)
+    reason: str  # reason of the threshold
+    above: float = math.inf  # the rule applies above this value
+    below: float = -math.inf  # the rule applies below this value
+    of_start: bool = False  # compare the share of the start in place of the value
+    over_half: bool = False  # take the median over the second half of the run, for metrics that vary from step to step
+    fewest: int = 1  # steps with the metric before the rule applies
+    after_critic_warmup: bool = False  # ignore the steps that update only the critic
+    groups_only: bool = False  # apply only to advantage estimators that compare the samples of a group
 
     def finding(self, run: RunRecord) -> str | None:
         """Return the text of the finding if the rule applies to the run."""

@@ -26,11 +26,10 @@ from megarl.ops.report.balance import balance_maps
 from megarl.ops.report.charts import chart_groups, metric_curves, training_seconds
 from megarl.ops.report.findings import failure_counts, final_metrics, run_findings, run_verdict
 from megarl.ops.report.rollouts import ReportRollouts, read_rollouts, rollout_columns, token_columns
-from megarl.ops.report.run_files import RunRecord, config_rows, environment_rows, run_description
+from megarl.ops.report.run_files import RunRecord, cli_text, config_rows, environment_rows, run_description
 from megarl.tracking.sample_files import step_files
 
-MOST_BYTES = 10_000_000
-"""Size limit of a page; answers beyond it are dropped, and the page reports their number."""
+MOST_BYTES = 10_000_000  # size limit of a page; answers beyond it are dropped, and the page reports their number
 ROLLOUT_BYTES = 6_000_000
 MOST_POINTS_OF_ALL_RUNS = 2400
 FEWEST_POINTS = 100
@@ -176,7 +175,6 @@ def write_page(path: Path, runs: Sequence[RunRecord], title: str, most_bytes: in
 
     Args:
         path: the HTML file; its folder is created.
-        runs: one or more runs.
         most_bytes: size limit. Answers are dropped until the page fits.
 
     Raises:
@@ -214,18 +212,14 @@ def _differing_settings(runs: Sequence[RunRecord]) -> Values:
     values: Values = {_CONFIG: [run.facts.get("config_name") for run in runs]}
     for key in dict.fromkeys(key for of_run in overrides for key in of_run):
         if key not in _NOT_LEARNED_FROM:
-            values[key] = [of_run.get(key, _setting(run, key)) for of_run, run in zip(overrides, runs, strict=True)]
+            stored = [None if (value := run.setting(key)) is None else cli_text(value) for run in runs]
+            values[key] = [of_run.get(key, value) for of_run, value in zip(overrides, stored, strict=True)]
     return {key: of_runs for key, of_runs in values.items() if len(set(of_runs)) > 1}
 
 
 def _key_and_value(override: str) -> tuple[str, str]:
     key, _, value = override.partition("=")
     return key.lstrip("+~"), value.strip("'\"")
-
-
-def _setting(run: RunRecord, key: str) -> str | None:
-    value = run.setting(key)
-    return None if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _distinguishing(values: Values) -> Values:

@@ -25,17 +25,8 @@ FIELDS = (
     "extra",
 )  # fmt: skip
 _STANDARD_FIELDS = {
-    "input",
-    "output",
-    "gts",
-    "score",
-    "step",
-    "masked",
-    "tokens",
-    "data_source",
-    "response_length",
-    "advantage",
-}
+    "input", "output", "gts", "score", "step", "masked", "tokens", "data_source", "response_length", "advantage",
+}  # fmt: skip
 _MOST_EXTRA = 400
 
 Row = dict[str, Any]
@@ -43,18 +34,15 @@ Item = TypeVar("Item")
 
 
 class ReportRollouts(NamedTuple):
-    """Samples for the page.
+    """Samples for the page: rows with :data:`FIELDS`, whose values are None if unavailable.
 
-    Attributes:
-        rows: rows with :data:`FIELDS`; ``run`` is the index of the run, ``masked`` the character spans of tool output,
-            ``tokens`` the encoding of :mod:`megarl.tracking.token_columns`; None if unavailable.
-        total: number of samples in the runs' files.
-        cut: number of samples with a shortened text.
+    ``run`` is the index of the run, ``masked`` has the character spans of tool output, and ``tokens`` is encoded as in
+    :mod:`megarl.tracking.token_columns`.
     """
 
     rows: list[Row]
-    total: int
-    cut: int
+    total: int  # samples in the runs' files
+    cut: int  # samples with a shortened text
 
 
 def shorten(text: str, limit: int = MAX_TEXT) -> str:
@@ -76,7 +64,6 @@ def read_rollouts(runs: Sequence[RunRecord], budget: int, max_rows: int = MAX_RO
 
     Args:
         budget: approximate limit of the compressed size, in bytes.
-        max_rows: largest number of samples.
     """
     files: list[list[tuple[Row, int, bool]]] = []
     total = 0

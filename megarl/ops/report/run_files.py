@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +15,12 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from megarl.base.json_text import parse_json
+from megarl.config.keys import leaves, lookup
 from megarl.config.schema.jobs import POOL_OWNERS
 from megarl.tracking.jsonl_files import BALANCE_FILE, METRICS_FILE, BalanceRows, MetricsRow, read_balance, read_metrics
 
 CONFIG_FILE, FACTS_FILE, SUMMARY_FILE, SAMPLES_FOLDER = "config.yaml", "run.json", "summary.json", "samples"
-SILENT_SECONDS = 600.0
-"""A run without a summary counts as ended after this time, and ten steps, without a metrics row."""
+SILENT_SECONDS = 600.0  # a run without a summary counts as ended after this time, and ten steps, without a metrics row
 _DEEPEST = 4
 
 
@@ -29,27 +30,17 @@ class NoRunError(ValueError):
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Content of a run's folder.
-
-    Attributes:
-        name: name of the experiment.
-        config: complete configuration as nested plain values; empty without ``config.yaml``.
-        facts: content of ``run.json``: command, software, machine, changed keys; empty without the file.
-        summary: content of ``summary.json`` (:class:`megarl.trainer.records.reporting.RunSummary`), or empty.
-        status: ``finished``, ``running`` or ``ended early``.
-        problems: error messages of unreadable files.
-        balance: load of each data-parallel rank.
-    """
+    """Content of a run's folder."""
 
     folder: Path
-    name: str
+    name: str  # name of the experiment
     rows: list[MetricsRow]
-    config: Mapping[str, Any] = field(default_factory=dict)
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    summary: Mapping[str, Any] = field(default_factory=dict)
-    status: str = "finished"
-    problems: tuple[str, ...] = ()
-    balance: BalanceRows = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)  # nested plain values; empty without config.yaml
+    facts: Mapping[str, Any] = field(default_factory=dict)  # run.json: command, software, machine, changed keys
+    summary: Mapping[str, Any] = field(default_factory=dict)  # summary.json, as `RunSummary` writes it; or empty
+    status: str = "finished"  # finished, running or ended early
+    problems: tuple[str, ...] = ()  # errors of unreadable files
+    balance: BalanceRows = field(default_factory=dict)  # load of each data-parallel rank
 
     @property
     def train_samples(self) -> Path:
@@ -63,10 +54,7 @@ class RunRecord:
 
     def setting(self, key: str) -> Any:
         """Return the value of a dotted configuration key; None if it is missing."""
-        value: Any = self.config
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, Mapping) else None
-        return value
+        return lookup(self.config, key)
 
 
 def find_runs(paths: list[Path]) -> list[Path]:
@@ -94,21 +82,14 @@ def _runs_below(path: Path, depth: int) -> Iterator[Path]:
         yield path
     elif depth:
         folders = (entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-        for entry in sorted(folders, key=_by_number):
+        # The runs of a sweep are numbered.
+        by_number = sorted(folders, key=lambda at: (int(at.name), "") if at.name.isdigit() else (-1, at.name))
+        for entry in by_number:
             yield from _runs_below(entry, depth - 1)
 
 
-def _by_number(path: Path) -> tuple[int, str]:
-    """Sort key: the runs of a sweep are numbered."""
-    return (int(path.name), "") if path.name.isdigit() else (-1, path.name)
-
-
 def read_run(folder: Path, now: float | None = None) -> RunRecord:
-    """Read a run's folder. Parts of missing or broken files are empty; broken files are listed in ``problems``.
-
-    Args:
-        now: current time in seconds since the epoch, for the status; None = the clock.
-    """
+    """Read a run's folder. Parts of missing or broken files are empty; broken files are listed in ``problems``."""
     problems: list[str] = []
     config = _read(folder / CONFIG_FILE, problems)
     facts, summary = (_read(folder / name, problems) for name in (FACTS_FILE, SUMMARY_FILE))
@@ -155,23 +136,11 @@ def _status(metrics: Path, rows: list[MetricsRow], now: float) -> str:
     return "running" if now - changed < timeout else "ended early"
 
 
-def _cli_text(value: Any) -> str:
+def cli_text(value: Any) -> str:
     """Format a configuration value as on the command line."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Return dotted key and value of every leaf of a nested configuration, as on the command line."""
-    leaves: list[tuple[str, str]] = []
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            leaves += _flatten(value, f"{name}.")
-        else:
-            leaves.append((name, _cli_text(value)))
-    return leaves
 
 
 def config_rows(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
@@ -181,16 +150,16 @@ def config_rows(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
         ``key``; ``values`` by run (None = the run lacks the key); if known, the schema's ``default`` and the
         ``origins`` of the values (:class:`megarl.config.changed_keys.ChangedKey`).
     """
-    flat = [dict(_flatten(run.config)) for run in runs]
+    flat = [{key: cli_text(value) for key, value in leaves(run.config)} for run in runs]
     changed = [{change["key"]: change for change in run.facts.get("differences", ())} for run in runs]
     rows = []
-    for key in dict.fromkeys(name for leaves in flat for name in leaves):
+    for key in dict.fromkeys(name for values in flat for name in values):
         changes = [by_key.get(key) for by_key in changed]
-        default = next((_cli_text(change["default"]) for change in changes if change), None)
+        default = next((cli_text(change["default"]) for change in changes if change), None)
         rows.append(
             {
                 "key": key,
-                "values": [leaves.get(key) for leaves in flat],
+                "values": [values.get(key) for values in flat],
                 "default": default,
                 "origins": [change["origin"] if change else "" for change in changes],
             }
@@ -217,20 +186,15 @@ def _environment(run: RunRecord) -> list[tuple[str, str]]:
         dirty = f", with {len(changed)} changed files: {', '.join(changed[:8])}" if changed else ""
         branch = f" ({state['branch']})" if state.get("branch") else ""
         rows.append((f"source of {name}" if name == "megarl" else name, f"{state.get('commit', '')}{branch}{dirty}"))
-    rows += [(f"{name}", str(version)) for name, version in facts.get("versions", {}).items()]
-    rows += [(name, str(value)) for name, value in facts.get("machine", {}).items()]
-    return rows
+    return rows + [
+        (name, str(value)) for kind in ("versions", "machine") for name, value in facts.get(kind, {}).items()
+    ]
 
 
 def rerun_command(facts: Mapping[str, Any]) -> str:
     """Return the command that starts the same run again."""
-    overrides = " ".join(_quoted(str(text)) for text in facts.get("overrides", ()))
+    overrides = shlex.join(map(str, facts.get("overrides", ())))
     return f"megarl {facts.get('job', 'train')} --config-name {facts['config_name']} {overrides}".strip()
-
-
-def _quoted(text: str) -> str:
-    plain = all(letter.isalnum() or letter in "._=/-+:,@%" for letter in text)
-    return text if plain else "'" + text.replace("'", "'\\''") + "'"
 
 
 def run_description(run: RunRecord) -> list[tuple[str, str]]:
@@ -252,7 +216,9 @@ def run_description(run: RunRecord) -> list[tuple[str, str]]:
     add("Data", _text(get("data.train_files")))
     prompts, answers = get("data.train_batch_size"), get(f"{rollout}.n")
     per_step = f"{prompts} prompts" if estimator else f"{prompts} rows" if prompts else None
-    add("Each step", per_step, answers and f"{answers} answers each", _mini_batch(run))
+    mini_batch = get("actor_rollout_ref.actor.ppo_mini_batch_size")
+    of_update = mini_batch and f"mini-batches of {mini_batch} prompts"
+    add("Each step", per_step, answers and f"{answers} answers each", of_update)
     add("Actor", _layout(get("actor_rollout_ref.actor.megatron") or get("megatron")))
     add("Critic", _layout(get("critic.megatron")) if estimator == "gae" else None)
     tp = get(f"{rollout}.tensor_model_parallel_size")
@@ -279,11 +245,6 @@ def _kl(run: RunRecord) -> str | None:
     if run.setting("actor_rollout_ref.actor.use_kl_loss"):
         return f"KL in the loss ({run.setting('actor_rollout_ref.actor.kl_loss_coef')})"
     return None
-
-
-def _mini_batch(run: RunRecord) -> str | None:
-    size = run.setting("actor_rollout_ref.actor.ppo_mini_batch_size")
-    return f"mini-batches of {size} prompts" if size else None
 
 
 def _layout(megatron: Any) -> str | None:

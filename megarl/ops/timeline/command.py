@@ -31,38 +31,24 @@ class Gap(NamedTuple):
 
 @dataclass(frozen=True)
 class ProcessUse:
-    """Use of time of a process.
-
-    Attributes:
-        busy: share of the time in verbs.
-        communication: share of the time in collectives.
-        copies: share of the time in copies of weights or optimizer state from or to host memory.
-    """
+    """Use of time of a process."""
 
     name: str
-    busy: float
-    communication: float
-    copies: float
+    busy: float  # share of the time in verbs
+    communication: float  # share of the time in collectives
+    copies: float  # share of the time in copies of weights or optimizer state from or to host memory
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Summary of a timeline; see :func:`summarize`.
+    """Summary of a timeline; see :func:`summarize`."""
 
-    Attributes:
-        seconds: from the first to the last event of the roles' processes.
-        processes: use of time of each role's process.
-        phases: seconds by phase, over all steps, without startup; time in an inner phase counts only there.
-        gaps: the longest gaps, the longest first.
-        left_out: missing events and the reason, by process, as lines of text.
-    """
-
-    seconds: float
+    seconds: float  # from the first to the last event of the roles' processes
     steps: int
-    processes: Sequence[ProcessUse]
-    phases: Mapping[str, float]
-    gaps: Sequence[Gap]
-    left_out: Sequence[str] = ()
+    processes: Sequence[ProcessUse]  # use of time of each role's process
+    phases: Mapping[str, float]  # seconds over all steps, without startup; inner phases count for themselves
+    gaps: Sequence[Gap]  # the longest gaps, the longest first
+    left_out: Sequence[str] = ()  # missing events and the reason, by process, as lines of text
 
     def render(self) -> str:
         """Return the summary as text tables."""
@@ -87,11 +73,7 @@ class Summary:
 
 
 def summarize(events: Iterable[Mapping[str, Any]]) -> Summary:
-    """Summarize the events of a timeline.
-
-    Args:
-        events: as :func:`~megarl.tracing.trace_file.read_trace` returns them.
-    """
+    """Summarize the events that :func:`~megarl.tracing.trace_file.read_trace` returns."""
     names: dict[int, str] = {}
     lanes: dict[tuple[int, int], str] = {}
     concurrent: list[tuple[float, float, str]] = []
@@ -147,11 +129,7 @@ def covered(spans: Iterable[tuple[float, float, str]]) -> float:
 def own_seconds(
     spans: Iterable[tuple[float, float, str]], concurrent: Sequence[tuple[float, float, str]] = ()
 ) -> dict[str, float]:
-    """Return the seconds of nested spans by name, without their inner spans.
-
-    Args:
-        concurrent: spans that run at the same time as others, in lanes of their own; they have no inner spans.
-    """
+    """Return seconds of nested spans by name without inner spans; ``concurrent`` ones run in lanes of their own."""
     seconds: dict[str, float] = defaultdict(float)
     outer: list[tuple[float, str]] = []
     in_lanes, reached = set(concurrent), float("-inf")

@@ -15,7 +15,8 @@ from megarl.megatron import OptimizerOptions, OverlapOptions, RecomputeOptions
 from megarl.models import ParallelLayout, read_model_config
 from megarl.models.adapters import LoraOptions
 from megarl.ops.plan.job import PlannedPass, PlannedRole
-from megarl.ops.plan.pass_activations import saved_bytes
+from megarl.ops.plan.layer_activations import FLOAT32, INT64, tokens_on_rank
+from megarl.ops.plan.pass_activations import end_bytes, kept_by_layers, padded_vocab
 from megarl.ops.plan.states import RankStates, StateCounter
 
 WIDE = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4}
@@ -145,8 +146,18 @@ def planned_pass(setup: Setup, rows: list[Row], updates: bool = True) -> Planned
     return PlannedPass("update", updates, tokens, outputs, number, 1, len(rows), True, longest=tokens // count)
 
 
+def saved_bytes(role: PlannedRole, planned: PlannedPass, stage: int) -> int:
+    """Return the bytes that autograd keeps alive at the peak of a CPU update of equal lengths."""
+    tokens = tokens_on_rank(role, planned)._replace(mixed_lengths=False)
+    layers, recomputed = kept_by_layers(role, tokens, stage, planned.micro_batches, fused=False)
+    last = stage == role.layout.pp - 1 and not role.value_head
+    per_target = INT64 + 1 + 7 * FLOAT32  # target column, its rank, and the results of the forward
+    per_output = padded_vocab(role) // role.layout.tp * role.dtype_bytes + per_target
+    return layers + max(end_bytes(role, tokens, stage) + (tokens.outputs * per_output if last else 0), recomputed)
+
+
 def expected(path: Path, setup: Setup, rows: list[Row], rank: int) -> Expected:
     role, planned = planned_role(path, setup), planned_pass(setup, rows)
     states: RankStates = StateCounter(role).of(rank)
-    saved = saved_bytes(role, planned, setup.layout.coordinate(rank).pp, mixed_lengths=False, fused=False)
+    saved = saved_bytes(role, planned, setup.layout.coordinate(rank).pp)
     return Expected(states.parameters, states.weights, states.gradients, states.main_weights, states.moments, saved)

@@ -14,7 +14,7 @@ from megarl.cli import main
 from megarl.config import TrainConfig
 from megarl.config.keys import value_at
 from megarl.ops.jobs.table import compose_job
-from megarl.ops.plan.found_hardware import gpu_hardware
+from megarl.ops.plan.hardware import gpu_hardware
 
 SMI = Path(__file__).parents[1] / "doctor" / "nvidia_smi.xml"
 ACTOR = "actor_rollout_ref.actor.megatron"

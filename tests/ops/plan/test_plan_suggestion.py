@@ -4,10 +4,10 @@ import pytest
 from planned_jobs import OFFLOAD, megatron, train_config
 
 from megarl.config.keys import value_at
-from megarl.ops.plan.estimate import changed, estimate
+from megarl.ops.plan.estimate import changed, estimate, overrides_of
 from megarl.ops.plan.hardware import read_hardware
 from megarl.ops.plan.lengths import lengths_of
-from megarl.ops.plan.suggestion import Suggestion, find_suggestion
+from megarl.ops.plan.suggestion import find_suggestion
 
 H100 = read_hardware("h100")
 
@@ -19,9 +19,9 @@ def planned(config):
 def suggestion_for(config):
     plan = planned(config)
     assert not plan.fits
-    suggestion = find_suggestion(config, plan, lambda suggestion: planned(changed(config, suggestion.changes)))
+    suggestion = find_suggestion(config, plan, lambda changes: planned(changed(config, changes)))
     if suggestion is not None:
-        assert planned(changed(config, suggestion.changes)).fits
+        assert planned(changed(config, suggestion)).fits
     return suggestion
 
 
@@ -40,7 +40,7 @@ def test_offloading_idle_roles_is_suggested_first():
     layout = megatron(8, 2)
     budgets = {"actor_rollout_ref__actor__max_token_len_per_gpu": 4096, "critic__max_token_len_per_gpu": 4096}
     suggestion = suggestion_for(seventy_billion(layout, layout, **budgets))
-    assert suggestion is not None and all(path.endswith("_offload") for path in suggestion.changes)
+    assert suggestion is not None and all(path.endswith("_offload") for path in suggestion)
 
 
 def test_recomputation_is_suggested():
@@ -48,8 +48,8 @@ def test_recomputation_is_suggested():
                             actor_rollout_ref__actor__ppo_mini_batch_size=1024,
                             actor_rollout_ref__actor__max_token_len_per_gpu=24576)  # fmt: skip
     suggestion = suggestion_for(tight)
-    assert [path.rpartition(".")[2] for path in suggestion.changes] == ["recompute_granularity"]
-    assert suggestion.overrides()[0].startswith("actor_rollout_ref.actor.megatron.recompute_granularity=")
+    assert [path.rpartition(".")[2] for path in suggestion] == ["recompute_granularity"]
+    assert overrides_of(suggestion)[0].startswith("actor_rollout_ref.actor.megatron.recompute_granularity=")
 
 
 def test_a_larger_replica_is_suggested():
@@ -58,7 +58,7 @@ def test_a_larger_replica_is_suggested():
     assert {shortfall.phase for shortfall in plan.shortfalls} == {"gen", "update_weights"}
     assert any("room for 0 tokens" in shortfall.text for shortfall in plan.shortfalls)
     suggestion = suggestion_for(config)
-    assert suggestion.changes == {"actor_rollout_ref.rollout.tensor_model_parallel_size": 4}
+    assert suggestion == {"actor_rollout_ref.rollout.tensor_model_parallel_size": 4}
 
 
 def test_every_change_of_a_suggestion_is_necessary():
@@ -66,9 +66,9 @@ def test_every_change_of_a_suggestion_is_necessary():
     layout = megatron(8, 1)
     config = seventy_billion(layout, layout)
     suggestion = suggestion_for(config)
-    assert suggestion is not None and len(suggestion.changes) > 1
-    for path in suggestion.changes:
-        fewer = {key: value for key, value in suggestion.changes.items() if key != path}
+    assert suggestion is not None and len(suggestion) > 1
+    for path in suggestion:
+        fewer = {key: value for key, value in suggestion.items() if key != path}
         assert not planned(changed(config, fewer)).fits
 
 
@@ -80,7 +80,7 @@ def test_a_replica_over_several_nodes_is_suggested():
                           nodes=32, actor_rollout_ref__rollout__tensor_model_parallel_size=8)  # fmt: skip
     suggestion = suggestion_for(config)
     assert suggestion is not None
-    assert suggestion.changes == {"actor_rollout_ref.rollout.tensor_model_parallel_size": 32}
+    assert suggestion == {"actor_rollout_ref.rollout.tensor_model_parallel_size": 32}
 
 
 def test_host_memory_shortfall():
@@ -94,7 +94,7 @@ def test_host_memory_shortfall():
 
 def test_overrides_of_free_keys_have_a_plus():
     key = "actor_rollout_ref.rollout.engine_kwargs.sglang.server_args.mem_fraction_static"
-    assert Suggestion({key: 0.9, "trainer.nnodes": 2}).overrides() == [f"+{key}=0.9", "trainer.nnodes=2"]
+    assert overrides_of({key: 0.9, "trainer.nnodes": 2}) == [f"+{key}=0.9", "trainer.nnodes=2"]
 
 
 @pytest.mark.parametrize(

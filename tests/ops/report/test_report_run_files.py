@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -88,7 +89,8 @@ def test_config_rows_with_changed_keys(make_run: MakeRun) -> None:
     assert rows["optim.on"]["values"] == ["true", "true"], "as on the command line"
     environment = {row["key"]: row["values"] for row in environment_rows(runs)}
     assert environment["source of megarl"] == ["abc123 (main), with 1 changed files: a.py", None]
-    assert environment["command"][0] == "megarl train --config-name ppo optim.lr=1e-06 'trainer.note='\\''a b'\\'''"
+    words = shlex.split(environment["command"][0])  # as a shell reads the pasted line
+    assert words == ["megarl", "train", "--config-name", "ppo", "optim.lr=1e-06", "trainer.note='a b'"]
     assert environment["torch"] == ["2.13.0", None] and environment["folder"][1] == str(runs[1].folder)
     assert rerun_command({"config_name": "x", "overrides": []}) == "megarl train --config-name x"
 

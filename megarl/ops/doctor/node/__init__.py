@@ -84,15 +84,10 @@ def _check_error(function: str, error: Exception) -> CheckResult:
 def _facts(inventory: Inventory | None) -> dict[str, str]:
     facts = {**package_versions(), "kernel": platform.release(), "architecture": platform.machine()}
     if inventory is not None:
+        import torch
+
         names = ", ".join(sorted({gpu.name for gpu in inventory.gpus}))
+        nccl = "none" if torch.version.cuda is None else ".".join(map(str, torch.cuda.nccl.version()))
         facts |= {"driver": inventory.driver, "CUDA": inventory.cuda}
-        facts |= {"GPUs": f"{len(inventory.gpus)} x {names}", "NCCL": _nccl_version()}
+        facts |= {"GPUs": f"{len(inventory.gpus)} x {names}", "NCCL": nccl}
     return facts
-
-
-def _nccl_version() -> str:
-    import torch
-
-    if torch.version.cuda is None:
-        return "none"
-    return ".".join(map(str, torch.cuda.nccl.version()))

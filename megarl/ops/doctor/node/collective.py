@@ -27,19 +27,12 @@ SLOW_BYTES_PER_S = {"gloo": 50e6, "nccl": 10e9}
 
 
 class Bandwidth(NamedTuple):
-    """Measurement of an all-reduce.
+    """Measurement of an all-reduce."""
 
-    Attributes:
-        world: number of ranks.
-        size: bytes of the tensor.
-        seconds: time of the fastest round.
-        correct: whether the sum is correct.
-    """
-
-    world: int
-    size: int
-    seconds: float
-    correct: bool
+    world: int  # ranks
+    size: int  # bytes of the tensor
+    seconds: float  # time of the fastest round
+    correct: bool  # whether the sum is
 
     @property
     def bus(self) -> float:
@@ -51,10 +44,6 @@ def all_reduce(rank: int, world: int, host: str, port: int, backend: str, size: 
     """Join the process group and sum a tensor over all ranks.
 
     Args:
-        rank: rank of this process.
-        world: number of ranks.
-        host: address of rank 0, for the rendezvous.
-        port: port of the rendezvous.
         backend: ``gloo`` or ``nccl``; NCCL uses the first visible GPU.
         size: bytes of the tensor.
 
@@ -92,7 +81,6 @@ def bandwidth_result(measured: Bandwidth, backend: str, scope: str) -> CheckResu
 
     Args:
         measured: the measurement of the slowest rank.
-        backend: ``gloo`` or ``nccl``.
         scope: location of the ranks, such as ``on 2 nodes``.
     """
     name = f"all-reduce ({backend})"
@@ -129,33 +117,15 @@ def check_all_reduce(needs: Needs, gpus: int) -> list[CheckResult]:
     if world < 2:
         return []
     try:
-        return [bandwidth_result(local_all_reduce(backend, world), backend, "on this node")]
+        with held_port("127.0.0.1") as port:  # while the processes start
+            measured = run_ranks(range(world), world, "127.0.0.1", port, backend)
+        return [bandwidth_result(measured, backend, "on this node")]
     except RuntimeError as error:
         return [failed_result(backend, str(error))]
 
 
-def local_all_reduce(backend: str, world: int) -> Bandwidth:
-    """Run the all-reduce between new processes of this machine.
-
-    Raises:
-        RuntimeError: a process failed; with the last line of its output.
-    """
-    with held_port("127.0.0.1") as port:  # while the processes start
-        return run_ranks(range(world), world, "127.0.0.1", port, backend)
-
-
 def run_ranks(ranks: range, world: int, host: str, port: int, backend: str) -> Bandwidth:
-    """Run this machine's ranks of an all-reduce: a new process per rank, with one GPU each for NCCL.
-
-    Args:
-        ranks: ranks on this machine.
-        world: number of ranks on all machines.
-        host: address of rank 0.
-        port: port of the rendezvous.
-        backend: ``gloo`` or ``nccl``.
-
-    Returns:
-        The measurement of the slowest rank.
+    """Run this machine's ranks, one process and GPU each; returns the measurement of the slowest.
 
     Raises:
         RuntimeError: a process failed; with the last line of its output.
@@ -177,7 +147,8 @@ def run_ranks(ranks: range, world: int, host: str, port: int, backend: str) -> B
 def _start(rank: int, local: int, world: int, host: str, port: int, backend: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if backend == "nccl":
-        environment["CUDA_VISIBLE_DEVICES"] = _visible(local)
+        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        environment["CUDA_VISIBLE_DEVICES"] = visible[local] if visible else str(local)
     numbers = (rank, world, host, port, backend, SAMPLE_BYTES[backend])
     command = [sys.executable, "-m", __name__, *map(str, numbers)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
@@ -188,12 +159,6 @@ def slowest(measurements: Iterable[Bandwidth]) -> Bandwidth:
     ranks = list(measurements)
     correct = all(measured.correct for measured in ranks)
     return max(ranks, key=lambda measured: measured.seconds)._replace(correct=correct)
-
-
-def _visible(local: int) -> str:
-    """Return the GPU of the n-th local rank, among the visible ones."""
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return visible[local] if visible else str(local)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -12,8 +12,7 @@ from megarl.cluster.availability import NO_GPU_REMEDY
 from megarl.ops.doctor.node.needs import Needs
 from megarl.ops.doctor.node.results import CheckResult, Status
 
-IDLE_BYTES = 1024 * MIB
-"""Upper limit of the memory that the driver takes on an idle GPU."""
+IDLE_BYTES = 1024 * MIB  # upper limit of the memory that the driver takes on an idle GPU
 
 
 def check_gpus(needs: Needs) -> tuple[list[CheckResult], Inventory | None]:
@@ -26,7 +25,9 @@ def check_gpus(needs: Needs) -> tuple[list[CheckResult], Inventory | None]:
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         remedy = "the driver does not answer: look at `nvidia-smi` and `dmesg | grep -i xid`; reboot the node"
         return [CheckResult("GPUs", Status.FAIL, str(error), remedy)], None
-    results = [check_count(inventory, needs), *check_health(inventory), check_driver(inventory, _torch_cuda())]
+    import torch
+
+    results = [check_count(inventory, needs), *check_health(inventory), check_driver(inventory, torch.version.cuda)]
     if len(inventory.gpus) > 1:
         results.append(_check_topology(command, len(inventory.gpus)))
     return results, inventory
@@ -47,9 +48,8 @@ def check_count(inventory: Inventory, needs: Needs) -> CheckResult:
         remedy = "one may have fallen off the bus: `dmesg | grep -i xid`, reboot; or lower trainer.n_gpus_per_node"
         return CheckResult("GPUs", Status.FAIL, f"{observation}; the run needs {needs.devices or 1} per node", remedy)
     if len(names) > 1:
-        return CheckResult(
-            "GPUs", Status.WARN, observation, "the slowest sets the pace: use nodes with GPUs of one model"
-        )
+        remedy = "the slowest sets the pace: use nodes with GPUs of one model"
+        return CheckResult("GPUs", Status.WARN, observation, remedy)
     return CheckResult("GPUs", Status.PASS, f"{observation}, {inventory.gpus[0].total_bytes / GIB:.0f} GiB each")
 
 
@@ -98,12 +98,7 @@ def _per_gpu(name: str, status: Status, faults: Sequence[str], healthy: str, rem
 
 
 def check_driver(inventory: Inventory, torch_cuda: str | None) -> CheckResult:
-    """Check that the driver supports torch's CUDA version: the same major version suffices.
-
-    Args:
-        inventory: driver and GPUs.
-        torch_cuda: CUDA version of the torch build; None = a CPU build.
-    """
+    """Check that the driver supports torch's CUDA (None = a CPU build): the same major version suffices."""
     observation = f"driver {inventory.driver} (CUDA up to {inventory.cuda}), torch built for {torch_cuda or 'CPU only'}"
     if torch_cuda is None:
         remedy = "install a CUDA build of torch: the CPU build sees no GPU"
@@ -112,12 +107,8 @@ def check_driver(inventory: Inventory, torch_cuda: str | None) -> CheckResult:
         tuple(int(part) for part in text.split(".")[:2] if part.isdigit()) for text in (inventory.cuda, torch_cuda)
     )
     if supported[:1] < required[:1]:
-        return CheckResult(
-            "CUDA",
-            Status.FAIL,
-            observation,
-            f"update the driver to one for CUDA {required[0]}, or install another torch",
-        )
+        remedy = f"update the driver to one for CUDA {required[0]}, or install another torch"
+        return CheckResult("CUDA", Status.FAIL, observation, remedy)
     if supported < required:
         remedy = "works, but kernels compiled at run time (Triton) may need a newer driver"
         return CheckResult("CUDA", Status.WARN, observation, remedy)
@@ -141,14 +132,9 @@ def check_links(links: Mapping[tuple[int, int], str]) -> CheckResult:
 def _check_topology(command: str, count: int) -> CheckResult:
     try:
         links = parse_links(run_nvidia_smi(command, "topo", "-m"))
+        reason = "unknown" if len(links) < count * (count - 1) else ""
     except (OSError, subprocess.SubprocessError) as error:
-        return CheckResult("GPU links", Status.WARN, f"unknown: {error}", "look at `nvidia-smi topo -m`")
-    if len(links) < count * (count - 1):
-        return CheckResult("GPU links", Status.WARN, "unknown", "look at `nvidia-smi topo -m`")
-    return check_links(links)
-
-
-def _torch_cuda() -> str | None:
-    import torch
-
-    return torch.version.cuda
+        reason = f"unknown: {error}"
+    return (
+        CheckResult("GPU links", Status.WARN, reason, "look at `nvidia-smi topo -m`") if reason else check_links(links)
+    )

@@ -26,17 +26,11 @@ LIMIT_S = 300.0
 
 
 class KernelFacts(NamedTuple):
-    """Observations of a process that computes on the device.
+    """Observations of a process that computes on the device."""
 
-    Attributes:
-        usable: whether Megatron-Core can use Transformer Engine.
-        import_error: Transformer Engine's; empty if it is not installed or imports.
-        fusion_error: error of a kernel compiled by torch; empty if that works.
-    """
-
-    usable: bool
-    import_error: str
-    fusion_error: str
+    usable: bool  # whether Megatron-Core can use Transformer Engine
+    import_error: str  # Transformer Engine's; empty if it is not installed or imports
+    fusion_error: str  # error of a kernel compiled by torch; empty if that works
 
 
 def check_kernels(needs: Needs, gpus: int) -> list[CheckResult]:
@@ -51,17 +45,11 @@ def check_kernels(needs: Needs, gpus: int) -> list[CheckResult]:
 
 
 def transformer_engine_result(facts: KernelFacts, with_experts: bool) -> CheckResult:
-    """Turn the observations about Transformer Engine into a result.
-
-    Args:
-        facts: the observations.
-        with_experts: whether a model of the run has a mixture of experts.
-    """
+    """Turn the observations about Transformer Engine into a result, for a run with or without experts."""
     name, remedy = "Transformer Engine", f"install a build for this torch and CUDA: {install_command('gpu')}"
     if facts.import_error:
-        return CheckResult(
-            name, Status.WARN, f"cannot be imported, torch's layers replace it: {facts.import_error}", remedy
-        )
+        text = f"cannot be imported, torch's layers replace it: {facts.import_error}"
+        return CheckResult(name, Status.WARN, text, remedy)
     if facts.usable:
         return CheckResult(name, Status.PASS, "importable")
     if with_experts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megarl.base.errors import MegarlError
 from megarl.base.formatting import GIB, MIB
@@ -10,52 +10,33 @@ from megarl.config import GenerateConfig, ScoredJobConfig, TrainConfig
 from megarl.config.schema.jobs import CRITIC, JobConfig, SupervisedConfig, own_pools
 from megarl.ops.plan import MemoryPlan, plan_memory, planned_job
 
-RAY_PORTS = (6379, 8265)
-"""Default ports of Ray's head: the cluster's address and the dashboard."""
+RAY_PORTS = (6379, 8265)  # default ports of Ray's head: the cluster's address and the dashboard
 
 _HOST_BYTES = {"cpu": 1 * GIB, "cuda": 4 * GIB}  # of a process besides the plan's: torch, CUDA's context, buffers
 _OBJECT_STORE_BYTES = 200 * MIB
+_BUCKET_MEGABYTES = 256
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Requirements of a run for one machine.
+    """Requirements of a run for one machine."""
 
-    Attributes:
-        device: ``cpu``, ``cuda``, or ``auto`` (GPUs if present).
-        devices: devices per machine; None = all that are present.
-        nodes: number of machines of the run, those of roles with devices of their own included.
-        trainer_nodes: number of machines that write a checkpoint.
-        checkpoint_dir: folder of the checkpoints; it may be missing.
-        checkpoint_bytes: size of one checkpoint of the whole run; None = unknown.
-        models: Hugging Face folders that must be readable.
-        readable: data files and folders that must be readable.
-        engine: name of the rollout engine; None without one.
-        trackers: entries of ``trainer.logger``.
-        shared_memory_bytes: upper limit of the shared memory of all processes of this machine.
-        host_bytes: host memory.
-        ports: ports that must be free.
-        watched_ports: ports that cause a warning if they are in use.
-        peers: names of the other machines; they must resolve.
-        quick: skip the slow checks (disk speed, all-reduce).
-    """
-
-    device: str = "auto"
-    devices: int | None = None
-    nodes: int = 1
-    trainer_nodes: int = 1
-    checkpoint_dir: str | None = None
-    checkpoint_bytes: int | None = None
-    models: tuple[str, ...] = ()
-    readable: tuple[str, ...] = ()
-    engine: str | None = None
-    trackers: tuple[str, ...] = ()
-    shared_memory_bytes: int = 2 * 256 * MIB + _OBJECT_STORE_BYTES
-    host_bytes: int = 4 * GIB
-    ports: tuple[int, ...] = ()
-    watched_ports: tuple[int, ...] = RAY_PORTS
-    peers: tuple[str, ...] = ()
-    quick: bool = False
+    device: str = "auto"  # cpu, cuda, or auto (GPUs if present)
+    devices: int | None = None  # devices per machine; None = all that are present
+    nodes: int = 1  # number of machines of the run, those of roles with devices of their own included
+    trainer_nodes: int = 1  # number of machines that write a checkpoint
+    checkpoint_dir: str | None = None  # folder of the checkpoints; it may be missing
+    checkpoint_bytes: int | None = None  # size of one checkpoint of the whole run; None = unknown
+    models: tuple[str, ...] = ()  # Hugging Face folders that must be readable
+    readable: tuple[str, ...] = ()  # data files and folders that must be readable
+    engine: str | None = None  # name of the rollout engine; None without one
+    trackers: tuple[str, ...] = ()  # entries of trainer.logger
+    shared_memory_bytes: int = 2 * _BUCKET_MEGABYTES * MIB + _OBJECT_STORE_BYTES  # of all processes of a machine
+    host_bytes: int = 4 * GIB  # host memory
+    ports: tuple[int, ...] = ()  # ports that must be free
+    watched_ports: tuple[int, ...] = RAY_PORTS  # ports that cause a warning if they are in use
+    peers: tuple[str, ...] = ()  # names of the other machines; they must resolve
+    quick: bool = False  # skip the slow checks (disk speed, all-reduce)
 
 
 def needs_of(config: JobConfig) -> Needs:
@@ -70,18 +51,19 @@ def needs_of(config: JobConfig) -> Needs:
     nodes = trainer.nnodes + sum(pool.nnodes for pool in pools.values())
     # The critic writes its part of a checkpoint on its nodes.
     writers = trainer.nnodes + (pools[CRITIC].nnodes if CRITIC in pools else 0)
-    needs = Needs(device=trainer.device, devices=devices, nodes=nodes, trainer_nodes=writers)
     plan = _memory(config)
     process = _HOST_BYTES["cpu" if trainer.device == "cpu" else "cuda"] * devices
-    needs = replace(needs, host_bytes=process + (plan.host_bytes if plan else 0))
-    if isinstance(config, TrainConfig):
-        buckets = 2 * config.sync.bucket_megabytes * MIB * devices
-        needs = replace(needs, shared_memory_bytes=buckets + _OBJECT_STORE_BYTES)
-    if saves := getattr(trainer, "save_freq", -1) > 0:
-        needs = replace(needs, checkpoint_dir=str(getattr(trainer, "default_local_dir", None)))
+    megabytes = config.sync.bucket_megabytes * devices if isinstance(config, TrainConfig) else _BUCKET_MEGABYTES
+    saves = getattr(trainer, "save_freq", -1) > 0
     files = [*getattr(config.data, "train_files", []), *(getattr(config.data, "val_files", None) or [])]
-    return replace(
-        needs,
+    return Needs(
+        device=trainer.device,
+        devices=devices,
+        nodes=nodes,
+        trainer_nodes=writers,
+        host_bytes=process + (plan.host_bytes if plan else 0),
+        shared_memory_bytes=2 * megabytes * MIB + _OBJECT_STORE_BYTES,
+        checkpoint_dir=str(getattr(trainer, "default_local_dir", None)) if saves else None,
         checkpoint_bytes=plan.checkpoint_bytes if plan and saves else None,
         models=tuple(dict.fromkeys(_models(config))),
         readable=tuple(file for file in files if not set("*?[$~") & set(file)),
@@ -103,9 +85,7 @@ def _memory(config: JobConfig) -> MemoryPlan | None:
 def _models(config: JobConfig) -> list[str]:
     if isinstance(config, SupervisedConfig):
         return [config.model.path]
-    paths = [
-        config.actor_rollout_ref.model.path,
-    ]
+    paths = [config.actor_rollout_ref.model.path]
     if isinstance(config, TrainConfig) and config.uses_critic:
         paths.append(str(config.critic.model.path))
     if isinstance(config, ScoredJobConfig) and config.reward.model.enable:

@@ -27,36 +27,22 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Result of one check.
-
-    Attributes:
-        check: name of the check.
-        status: severity.
-        observation: the observation in words, with units.
-        remedy: the action to take; empty if none is needed.
-    """
+    """Result of one check."""
 
     check: str
     status: Status
-    observation: str
-    remedy: str = ""
+    observation: str  # the observation in words, with units
+    remedy: str = ""  # the action to take; empty if none is needed
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """Results of all checks on one machine.
+    """Results of all checks on one machine."""
 
-    Attributes:
-        host: name of the machine.
-        results: in the order of the table.
-        facts: versions and hardware by name, compared between machines.
-        gpus: number of GPUs.
-    """
-
-    host: str
-    results: list[CheckResult]
-    facts: Mapping[str, str] = field(default_factory=dict)
-    gpus: int = 0
+    host: str  # name of the machine
+    results: list[CheckResult]  # in the order of the table
+    facts: Mapping[str, str] = field(default_factory=dict)  # versions and hardware by name, compared between machines
+    gpus: int = 0  # number of GPUs
 
     @property
     def ok(self) -> bool:
@@ -101,15 +87,10 @@ def reports_table(reports: Iterable[NodeReport]) -> str:
 
 
 class ClockOffset(NamedTuple):
-    """Offset of a machine's clock from the local clock, with its error bound, in seconds.
+    """Offset of a machine's clock from the local clock, with its error bound, in seconds."""
 
-    Attributes:
-        ahead: seconds that the machine's clock is ahead.
-        error: bound of the measurement error.
-    """
-
-    ahead: float
-    error: float
+    ahead: float  # seconds that the machine's clock is ahead
+    error: float  # bound of the measurement error
 
 
 def clock_offset(sent: float, remote: float, received: float) -> ClockOffset:
@@ -124,15 +105,11 @@ def clock_offset(sent: float, remote: float, received: float) -> ClockOffset:
 
 
 def compare_clocks(offsets: Mapping[str, ClockOffset]) -> CheckResult:
-    """Check that the clocks of all machines agree.
-
-    Args:
-        offsets: by host, relative to the same clock.
-    """
+    """Check that the clocks of all machines agree; offsets are by host, relative to the same clock."""
     low, high = (pick(offsets, key=lambda host: offsets[host].ahead) for pick in (min, max))
     difference = offsets[high].ahead - offsets[low].ahead
     error = offsets[high].error + offsets[low].error
-    certain = max(difference - offsets[high].error - offsets[low].error, 0.0)
+    certain = max(difference - error, 0.0)
     if certain < CLOCK_WARN_S:
         text = f"at most {difference * 1e3:.1f} ms apart (± {error * 1e3:.1f} ms)"
         return CheckResult("clocks", Status.PASS, text)
@@ -149,12 +126,9 @@ def compare_facts(reports: Sequence[NodeReport]) -> list[CheckResult]:
         for report in reports:
             hosts[report.facts.get(fact, "none")].append(report.host)
         if len(hosts) > 1:
-            text = "; ".join(f"{value} on {_host_list(names)}" for value, names in sorted(hosts.items()))
+            more = {value: f" and {len(names) - 3} more" if len(names) > 3 else "" for value, names in hosts.items()}
+            text = "; ".join(f"{value} on {', '.join(hosts[value][:3])}{more[value]}" for value in sorted(hosts))
             status = Status.FAIL if fact in MUST_AGREE else Status.WARN
             results.append(CheckResult(fact, status, text, f"give all nodes the same {fact}"))
     text = f"{count_noun(len(reports), 'node')} have the same versions and hardware"
     return results or [CheckResult("same everywhere", Status.PASS, text)]
-
-
-def _host_list(hosts: Sequence[str]) -> str:
-    return ", ".join(hosts[:3]) + (f" and {len(hosts) - 3} more" if len(hosts) > 3 else "")

@@ -6,7 +6,6 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,24 +94,19 @@ def disk_speed(folder: Path, size: int = SAMPLE_BYTES) -> DiskSpeed:
 
 def check_folders(needs: Needs) -> list[CheckResult]:
     """Check that model folders, data files and the Hugging Face cache are readable on this node."""
-    results = [_readable("model", Path(path), _model_problem) for path in needs.models]
-    results += [_readable("data", Path(path), _path_problem) for path in needs.readable]
+    results = [_readable("model", Path(path)) for path in needs.models]
+    results += [_readable("data", Path(path)) for path in needs.readable]
     return [*results, *_hugging_face_cache()]
 
 
-def _readable(kind: str, path: Path, problem_of: Callable[[Path], str | None]) -> CheckResult:
-    problem = problem_of(path)
+def _readable(kind: str, path: Path) -> CheckResult:
+    problem = _path_problem(path)
+    if problem is None and kind == "model" and not (path / "config.json").is_file():
+        problem = f"{path}: has no config.json"
     if problem is None:
         return CheckResult(kind, Status.PASS, f"{path} can be read")
     remedy = "put it on a file system that all nodes mount at this path, readable for this user"
     return CheckResult(kind, Status.FAIL, problem, remedy)
-
-
-def _model_problem(path: Path) -> str | None:
-    problem = _path_problem(path)
-    if problem is None and not (path / "config.json").is_file():
-        return f"{path}: has no config.json"
-    return problem
 
 
 def _path_problem(path: Path) -> str | None:
@@ -129,7 +123,6 @@ def _path_problem(path: Path) -> str | None:
 
 def _hugging_face_cache() -> list[CheckResult]:
     cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    problem = None
     try:
         if not cache.exists() and "HF_HOME" not in os.environ:
             return []
@@ -137,9 +130,6 @@ def _hugging_face_cache() -> list[CheckResult]:
         with tempfile.TemporaryFile(dir=cache):
             os.listdir(cache)
     except OSError as error:
-        problem = f"{cache}: {error.strerror or error}"
-    if problem is None:
-        return [CheckResult("Hugging Face cache", Status.PASS, f"{cache} can be read and written")]
-    return [
-        CheckResult("Hugging Face cache", Status.WARN, problem, "set HF_HOME to a folder that this user may write to")
-    ]
+        problem, remedy = f"{cache}: {error.strerror or error}", "set HF_HOME to a folder that this user may write to"
+        return [CheckResult("Hugging Face cache", Status.WARN, problem, remedy)]
+    return [CheckResult("Hugging Face cache", Status.PASS, f"{cache} can be read and written")]

@@ -45,10 +45,8 @@ def free_cgroup_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Return the bytes that the control group may still allocate; None without a limit."""
     for limit, used in zip(_CGROUP_LIMITS, _CGROUP_USED, strict=True):
         try:
-            most, now = (
-                (root / limit).read_text(encoding="utf-8").strip(),
-                int((root / used).read_text(encoding="utf-8")),
-            )
+            most = (root / limit).read_text(encoding="utf-8").strip()
+            now = int((root / used).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
         if most.isdigit() and int(most) < 1 << 60:  # version 1 writes a huge number for "no limit"
@@ -149,9 +147,8 @@ def check_peers(needs: Needs) -> list[CheckResult]:
             missing.append(f"{peer} ({error.strerror or error})")
     if missing:
         observation = f"cannot be resolved: {', '.join(missing)}"
-        return [
-            CheckResult("names of other nodes", Status.FAIL, observation, "repair DNS, or list all nodes in /etc/hosts")
-        ]
+        remedy = "repair DNS, or list all nodes in /etc/hosts"
+        return [CheckResult("names of other nodes", Status.FAIL, observation, remedy)]
     return [CheckResult("names of other nodes", Status.PASS, f"{len(needs.peers)} resolve")]
 
 

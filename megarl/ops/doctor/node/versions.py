@@ -48,21 +48,13 @@ _PIN = re.compile(r'^([\w.-]+)==([^\s;]+)(?: ; python_version (<|>=) "3\.12")?$'
 
 
 class Combination(NamedTuple):
-    """Versions that belong together.
+    """Versions that belong together."""
 
-    Attributes:
-        name: name in the table.
-        python: major and minor version.
-        file: the constraint file with these versions and those of all other packages.
-        versions: by package; packages without an entry are not installed.
-        tested: whether all tests passed with these versions; otherwise they are chosen by the packages' metadata.
-    """
-
-    name: str
-    python: str
-    file: str
-    versions: Mapping[str, str]
-    tested: bool = True
+    name: str  # name in the table
+    python: str  # major and minor version
+    file: str  # the constraint file with these versions and those of all other packages
+    versions: Mapping[str, str]  # by package; packages without an entry are not installed
+    tested: bool = True  # all tests passed with them; else chosen by the packages' metadata
 
     def __str__(self) -> str:
         return f"{self.name}; {self.file}"
@@ -77,11 +69,6 @@ def _combination(name: str, python: str, stack: str, without: Set[str], tested: 
     return Combination(name, python, f"megarl/pins/{stack}.txt", versions, tested)
 
 
-def _with_sglang(combination: Combination) -> Combination:
-    versions = {**combination.versions, "sglang": GPU_STACKS[0].versions["sglang"]}
-    return combination._replace(name=f"{combination.name}, SGLang", versions=versions)
-
-
 GPU_STACKS = (
     _combination("GPU, SGLang", "3.12", "sglang", frozenset(), tested=False),
     _combination("GPU, embedded engine", "3.12", "default", frozenset(), tested=False),
@@ -89,7 +76,14 @@ GPU_STACKS = (
 _CPU_STACKS = tuple(
     _combination(f"CPU, Python {python}", python, "default", _GPU_PACKAGES) for python in ("3.12", "3.11")
 )
-CPU_STACKS = (*_CPU_STACKS, *(_with_sglang(combination) for combination in _CPU_STACKS))
+_SGLANG = GPU_STACKS[0].versions["sglang"]
+CPU_STACKS = (
+    *_CPU_STACKS,
+    *(
+        each._replace(name=f"{each.name}, SGLang", versions={**each.versions, "sglang": _SGLANG})
+        for each in _CPU_STACKS
+    ),
+)
 
 
 def package_versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
@@ -124,12 +118,12 @@ def check_requirements(
     """Check the requirements of each installed package against the installed versions.
 
     Args:
-        versions: installed versions by package.
         requires: returns the requirements of a package from its metadata.
         stacks: combinations; the remedy names the constraint file of the nearest.
     """
     conflicts: list[str] = []
     exempt: list[str] = []
+    is_tested = any(not version_differences(versions, combination) for combination in CPU_STACKS)
     for package in versions:
         for requirement in _parsed(requires(package)):
             present = versions.get(requirement.name.lower().replace("_", "-"))
@@ -137,7 +131,7 @@ def check_requirements(
                 continue
             requirement_text = f"{requirement.name}{requirement.specifier}"
             text = f"{package} {versions[package]} requires {requirement_text}, installed is {present}"
-            (exempt if package == "sglang" and _tested(versions) else conflicts).append(text)
+            (exempt if package == "sglang" and is_tested else conflicts).append(text)
     if conflicts:
         file = _nearest(versions, stacks).file
         remedy = f"install matching versions: pip install -c {file}, or the versions that it requires"
@@ -160,25 +154,16 @@ def check_combination(versions: Mapping[str, str], stacks: Sequence[Combination]
 
 def version_differences(versions: Mapping[str, str], combination: Combination) -> list[str]:
     """List the differences of a combination: versions of packages, Python, and packages that it lacks."""
-    differences = [
-        f"{name} {tested}" for name, tested in combination.versions.items() if _release(versions.get(name)) != tested
-    ]
+    releases = {name: text.split("+")[0] for name, text in versions.items()}  # without the build, such as +cpu
+    pins = combination.versions.items()
+    differences = [f"{name} {tested}" for name, tested in pins if releases.get(name) != tested]
     if ".".join(versions["python"].split(".")[:2]) != combination.python:
         differences.append(f"python {combination.python}")
     return differences + [f"no {name}" for name in versions if name in PACKAGES and name not in combination.versions]
 
 
-def _tested(versions: Mapping[str, str]) -> Combination | None:
-    return next((combination for combination in CPU_STACKS if not version_differences(versions, combination)), None)
-
-
 def _nearest(versions: Mapping[str, str], stacks: Sequence[Combination]) -> Combination:
     return min(stacks, key=lambda combination: len(version_differences(versions, combination)))
-
-
-def _release(text: str | None) -> str | None:
-    """Strip the build from a version, such as ``+cpu``."""
-    return None if text is None else text.split("+")[0]
 
 
 def _requires(package: str) -> list[str]:
