@@ -51,7 +51,6 @@ class LoraOptions:
         rank_stabilized: multiply by ``alpha / sqrt(rank)`` instead (rsLoRA, https://arxiv.org/abs/2312.03732).
         initial_a: distribution of A's initial values, of :data:`INITIAL_A`; B is zero.
         seed: seed of the initial values.
-        kind: kind of the adapters, of :data:`KINDS`.
     """
 
     rank: int

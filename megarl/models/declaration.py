@@ -138,7 +138,7 @@ LAYER_PREFIX = "decoder.layers.{layer}."
 def layer_parameter(
     megatron: str,
     rollout: str,
-    hf: Mapping[str, tuple[str, ...]],
+    hf: Mapping[str, tuple[str, ...]] | tuple[str, ...],
     split: Split = Split.REPLICATED,
     when: Callable[[ModelConfig, int], bool] | None = None,
     float32: bool = False,
@@ -149,10 +149,12 @@ def layer_parameter(
     Args:
         megatron: name after ``decoder.layers.{layer}.``.
         rollout: the engine's name after ``model.layers.{layer}.``.
-        hf: the Hugging Face tensors: names after ``model.layers.{layer}.`` with dimension names.
+        hf: the Hugging Face tensors: names after ``model.layers.{layer}.`` with dimension names; or the dimension names
+            of a single tensor with the engine's name.
         stacked: the file's tensor of all experts after ``model.layers.{layer}.``, see :class:`HFTensor`.
     """
-    tensors = tuple(HFTensor(_HF_LAYER + name, dims, stacked and _HF_LAYER + stacked) for name, dims in hf.items())
+    named = {rollout: hf} if isinstance(hf, tuple) else hf
+    tensors = tuple(HFTensor(_HF_LAYER + name, dims, stacked and _HF_LAYER + stacked) for name, dims in named.items())
     megatron, rollout = LAYER_PREFIX + megatron, _HF_LAYER + rollout
     return Declaration(megatron, rollout, tensors, split, when=when, float32=float32)
 
@@ -166,12 +168,7 @@ def experts_of(block: str, gate: str, up: str, down: str) -> tuple[Declaration, 
         up: Hugging Face name of the up projection.
         down: Hugging Face name of the down projection.
     """
-    router = layer_parameter(
-        "mlp.router.weight",
-        f"{block}.gate.weight",
-        {f"{block}.gate.weight": ("experts", "hidden")},
-        when=in_expert_layers,
-    )
+    router = layer_parameter("mlp.router.weight", f"{block}.gate.weight", ("experts", "hidden"), when=in_expert_layers)
     expert = f"{block}.experts.{{expert}}."
     gate_up = layer_parameter(
         "mlp.experts.local_experts.{expert}.linear_fc1.weight",
@@ -209,9 +206,7 @@ def stacked_experts_of(block: str) -> tuple[Declaration, ...]:
 
     router = {"weight": ("experts", "hidden"), "bias": ("experts",)}
     routers = [
-        layer_parameter(
-            f"mlp.router.{part}", f"{block}.router.{part}", {f"{block}.router.{part}": dims}, when=in_expert_layers
-        )
+        layer_parameter(f"mlp.router.{part}", f"{block}.router.{part}", dims, when=in_expert_layers)
         for part, dims in router.items()
     ]
     return (
@@ -236,16 +231,14 @@ def shared_experts_of(block: str) -> tuple[Declaration, Declaration]:
     output = layer_parameter(
         "mlp.shared_experts.linear_fc2.weight",
         f"{block}.down_proj.weight",
-        {f"{block}.down_proj.weight": ("hidden", "shared_ffn")},
+        ("hidden", "shared_ffn"),
         Split.ROW,
         when=in_expert_layers,
     )
     return gate_up, output
 
 
-INPUT_NORM = layer_parameter(
-    "input_layernorm.weight", "input_layernorm.weight", {"input_layernorm.weight": ("hidden",)}
-)
+INPUT_NORM = layer_parameter("input_layernorm.weight", "input_layernorm.weight", ("hidden",))
 QKV_WEIGHT = layer_parameter(
     "self_attention.linear_qkv.weight",
     "self_attn.qkv_proj.weight",
@@ -262,57 +255,19 @@ QKV_BIAS = layer_parameter(
     {"self_attn.q_proj.bias": ("q",), "self_attn.k_proj.bias": ("kv",), "self_attn.v_proj.bias": ("kv",)},
     Split.GROUPED,
 )
-Q_NORM = layer_parameter(
-    "self_attention.q_layernorm.weight", "self_attn.q_norm.weight", {"self_attn.q_norm.weight": ("head",)}
-)
-K_NORM = layer_parameter(
-    "self_attention.k_layernorm.weight", "self_attn.k_norm.weight", {"self_attn.k_norm.weight": ("head",)}
-)
-Q_NORM_OVER_HEADS = layer_parameter(
-    "self_attention.q_layernorm.weight",
-    "self_attn.q_norm.weight",
-    {"self_attn.q_norm.weight": ("q",)},
-)
-K_NORM_OVER_HEADS = layer_parameter(
-    "self_attention.k_layernorm.weight",
-    "self_attn.k_norm.weight",
-    {"self_attn.k_norm.weight": ("kv",)},
-)
+Q_NORM = layer_parameter("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", ("head",))
+K_NORM = layer_parameter("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", ("head",))
+Q_NORM_OVER_HEADS = layer_parameter("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", ("q",))
+K_NORM_OVER_HEADS = layer_parameter("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", ("kv",))
 ATTENTION_OUTPUT = layer_parameter(
-    "self_attention.linear_proj.weight",
-    "self_attn.o_proj.weight",
-    {"self_attn.o_proj.weight": ("hidden", "q")},
-    Split.ROW,
+    "self_attention.linear_proj.weight", "self_attn.o_proj.weight", ("hidden", "q"), Split.ROW
 )
-ATTENTION_OUTPUT_BIAS = layer_parameter(
-    "self_attention.linear_proj.bias", "self_attn.o_proj.bias", {"self_attn.o_proj.bias": ("hidden",)}
-)
-SINKS = layer_parameter(
-    "self_attention.core_attention.softmax_offset",
-    "self_attn.sinks",
-    {"self_attn.sinks": ("heads",)},
-    Split.COLUMN,
-)
-MLP_NORM = layer_parameter(
-    "pre_mlp_layernorm.weight",
-    "post_attention_layernorm.weight",
-    {"post_attention_layernorm.weight": ("hidden",)},
-)
-ATTENTION_OUTPUT_NORM = layer_parameter(
-    "self_attn_bda.norm.weight",
-    "post_attention_layernorm.weight",
-    {"post_attention_layernorm.weight": ("hidden",)},
-)
-MLP_INPUT_NORM = layer_parameter(
-    "pre_mlp_layernorm.weight",
-    "pre_feedforward_layernorm.weight",
-    {"pre_feedforward_layernorm.weight": ("hidden",)},
-)
-MLP_OUTPUT_NORM = layer_parameter(
-    "mlp_bda.norm.weight",
-    "post_feedforward_layernorm.weight",
-    {"post_feedforward_layernorm.weight": ("hidden",)},
-)
+ATTENTION_OUTPUT_BIAS = layer_parameter("self_attention.linear_proj.bias", "self_attn.o_proj.bias", ("hidden",))
+SINKS = layer_parameter("self_attention.core_attention.softmax_offset", "self_attn.sinks", ("heads",), Split.COLUMN)
+MLP_NORM = layer_parameter("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", ("hidden",))
+ATTENTION_OUTPUT_NORM = layer_parameter("self_attn_bda.norm.weight", "post_attention_layernorm.weight", ("hidden",))
+MLP_INPUT_NORM = layer_parameter("pre_mlp_layernorm.weight", "pre_feedforward_layernorm.weight", ("hidden",))
+MLP_OUTPUT_NORM = layer_parameter("mlp_bda.norm.weight", "post_feedforward_layernorm.weight", ("hidden",))
 GATE_UP = layer_parameter(
     "mlp.linear_fc1.weight",
     "mlp.gate_up_proj.weight",
@@ -321,75 +276,52 @@ GATE_UP = layer_parameter(
     when=in_dense_layers,
 )
 DOWN = layer_parameter(
-    "mlp.linear_fc2.weight",
-    "mlp.down_proj.weight",
-    {"mlp.down_proj.weight": ("hidden", "ffn")},
-    Split.ROW,
-    when=in_dense_layers,
+    "mlp.linear_fc2.weight", "mlp.down_proj.weight", ("hidden", "ffn"), Split.ROW, when=in_dense_layers
 )
 SHARED_EXPERT_GATE = layer_parameter(
-    "mlp.shared_experts.gate_weight",
-    "mlp.shared_expert_gate.weight",
-    {"mlp.shared_expert_gate.weight": ("one", "hidden")},
-    when=in_expert_layers,
+    "mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight", ("one", "hidden"), when=in_expert_layers
 )
 CORRECTION_BIAS = layer_parameter(
-    "mlp.router.expert_bias",
-    "mlp.gate.e_score_correction_bias",
-    {"mlp.gate.e_score_correction_bias": ("experts",)},
-    when=in_expert_layers,
-    float32=True,
+    "mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", ("experts",), when=in_expert_layers, float32=True
 )
 
 LATENT_ATTENTION = (
     layer_parameter(
         "self_attention.linear_q_proj.weight",
         "self_attn.q_proj.weight",
-        {"self_attn.q_proj.weight": ("q", "hidden")},
+        ("q", "hidden"),
         Split.COLUMN,
         when=without_query_latent,
     ),
     layer_parameter(
         "self_attention.linear_q_down_proj.weight",
         "self_attn.q_a_proj.weight",
-        {"self_attn.q_a_proj.weight": ("q_latent", "hidden")},
+        ("q_latent", "hidden"),
         when=with_query_latent,
     ),
     layer_parameter(
-        "self_attention.q_layernorm.weight",
-        "self_attn.q_a_layernorm.weight",
-        {"self_attn.q_a_layernorm.weight": ("q_latent",)},
-        when=with_query_latent,
+        "self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight", ("q_latent",), when=with_query_latent
     ),
     layer_parameter(
         "self_attention.linear_q_up_proj.weight",
         "self_attn.q_b_proj.weight",
-        {"self_attn.q_b_proj.weight": ("q", "q_latent")},
+        ("q", "q_latent"),
         Split.COLUMN,
         when=with_query_latent,
     ),
     layer_parameter(
         "self_attention.linear_kv_down_proj.weight",
         "self_attn.kv_a_proj_with_mqa.weight",
-        {"self_attn.kv_a_proj_with_mqa.weight": ("kv_latent_and_rope", "hidden")},
+        ("kv_latent_and_rope", "hidden"),
     ),
-    layer_parameter(
-        "self_attention.kv_layernorm.weight",
-        "self_attn.kv_a_layernorm.weight",
-        {"self_attn.kv_a_layernorm.weight": ("kv_latent",)},
-    ),
+    layer_parameter("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight", ("kv_latent",)),
     layer_parameter(
         "self_attention.linear_kv_up_proj.weight",
         "self_attn.kv_b_proj.weight",
-        {"self_attn.kv_b_proj.weight": ("kv_unpacked", "kv_latent")},
+        ("kv_unpacked", "kv_latent"),
         Split.COLUMN,
     ),
-    layer_parameter(
-        "self_attention.linear_proj.weight",
-        "self_attn.o_proj.weight",
-        {"self_attn.o_proj.weight": ("hidden", "v")},
-        Split.ROW,
-    ),
+    layer_parameter("self_attention.linear_proj.weight", "self_attn.o_proj.weight", ("hidden", "v"), Split.ROW),
 )
 
 GATED_QKV_WEIGHT = layer_parameter(

@@ -140,7 +140,6 @@ def chunked_delta_rule(
         g: ``[tokens, value heads]``, logarithm of the decay.
         b: ``[tokens, value heads]``, learning rate.
         state: ``[sequences, value heads, key_dim, value_dim]``, states before the sequences; None = zeros.
-        with_state: return the states after the sequences.
 
     Returns:
         Outputs ``[tokens, value heads, value_dim]`` float32, and the states or None.
@@ -176,7 +175,6 @@ def _scan(
     Args:
         parts: corrected values, reads, products of queries and keys, decayed queries and keys, and decay of a chunk.
         state: ``[sequences, key heads, value heads per key, key_dim, value_dim]``, in the order of storage.
-        with_state: return the final states.
 
     Returns:
         Outputs in the shape of the values, and the final states in the order of storage or None.

@@ -81,9 +81,6 @@ def eos_in(settings: Mapping[str, Any], file: str = "config.json") -> tuple[int,
 def generation_config_with(folder: Path, trained: int) -> dict[str, str]:
     """Return the generation config of an export whose training ended responses with a token.
 
-    Args:
-        trained: the token.
-
     Returns:
         The text of the file by its name; empty if the folder's files name the token already.
 

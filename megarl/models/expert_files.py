@@ -47,7 +47,6 @@ def file_shapes(shapes: Mapping[str, tuple[int, ...]], parts: Mapping[str, Stack
     """Return the shapes of the tensors of a file from those of the weight map, in the same order.
 
     Args:
-        shapes: shape of each tensor of the weight map.
         parts: places of the tensors of experts (:func:`stacked_parts`).
     """
     result: dict[str, tuple[int, ...]] = {}

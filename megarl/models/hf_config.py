@@ -75,7 +75,16 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
     quantized = _quantization(raw, family)
     heads = count(raw, "num_attention_heads")
     theta, scaling = _rope(raw, traits)
+    of_file = {
+        "rope_theta": theta,
+        "rms_norm_eps": number(raw, "rms_norm_eps", traits.rms_norm_eps),
+        "tie_word_embeddings": flag(raw, "tie_word_embeddings", traits.tie_word_embeddings),
+        "experts": _checked(traits.experts),
+        "window": _limiting(traits.window, raw),
+        "linear": traits.linear if traits.linear is not None and any(traits.linear.layers) else None,
+    }
     config = ModelConfig(
+        **vars(traits) | of_file,
         architecture=architecture,
         family=family.name,
         num_layers=count(raw, "num_hidden_layers"),
@@ -86,29 +95,8 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
         head_dim=traits.latent.nope_dim + traits.latent.rope_dim if traits.latent else _head_dim(raw, heads),
         vocab_size=count(raw, "vocab_size"),
         max_position_embeddings=count(raw, "max_position_embeddings"),
-        rope_theta=theta,
         rope_scaling=scaling,
-        rms_norm_eps=number(raw, "rms_norm_eps", traits.rms_norm_eps),
-        tie_word_embeddings=flag(raw, "tie_word_embeddings", traits.tie_word_embeddings),
-        qkv_bias=traits.qkv_bias,
-        qk_norm=traits.qk_norm,
         raw={name: value for name, value in raw.items() if name != QUANTIZATION},
-        experts=_checked(traits.experts),
-        latent=traits.latent,
-        rotary_factor=traits.rotary_factor,
-        qk_norm_over_heads=traits.qk_norm_over_heads,
-        input_norms=traits.input_norms,
-        output_norms=traits.output_norms,
-        zero_centered_norms=traits.zero_centered_norms,
-        activation=traits.activation,
-        embedding_scale=traits.embedding_scale,
-        score_scale=traits.score_scale,
-        text_suffix=traits.text_suffix,
-        window=_limiting(traits.window, raw),
-        linear=traits.linear if traits.linear is not None and any(traits.linear.layers) else None,
-        output_gate=traits.output_gate,
-        output_bias=traits.output_bias,
-        sinks=traits.sinks,
         quantized=quantized,
     )
     _check_rotary_width(config)
@@ -381,7 +369,6 @@ def _check_sections(raw: Mapping[str, Any], effective: Mapping[str, Any], by_kin
     """Refuse rotary parameters in ``rope_parameters`` that transformers ignores.
 
     Args:
-        raw: the complete ``config.json``.
         effective: the rotary parameters as transformers reads them.
         by_kind: the architecture has a section for each kind of layers.
     """

@@ -72,9 +72,7 @@ def write_companions(
 
     Args:
         folder: the folder; its parent exists.
-        config: content of ``config.json``.
         copy_from: folder from which the tokenizer files are copied; None = no copies.
-        texts: text of further files, by name.
 
     Returns:
         Paths of its files, relative to its parent, flushed to disk.
@@ -102,8 +100,6 @@ def exported_config(config: ModelConfig, tensors: Collection[str], dtype: torch.
     scalar head keeps its architecture. Weights without any head become the bare model.
 
     Args:
-        config: config of the loaded model.
-        tensors: names of the written tensors.
         dtype: dtype of most elements; None if no tensor is written.
     """
     raw = with_multi_token_layers(config.raw, config, tensors)
@@ -158,7 +154,6 @@ class HFWriter:
     and removed if it fails, so ``path`` is never incomplete.
 
     Args:
-        path: folder to create.
         config: the model; its ``config.json`` is written with the dtype of the weights and the architecture that loads
             them.
         shapes: the tensors to write, from :meth:`WeightMap.hf_shapes`.

@@ -156,13 +156,12 @@ class Traits:
     score_scale: float | None = None
     """Scale of the query-key products; None = ``head_dim ** -0.5``."""
     tie_word_embeddings: bool = False
-    """Value of a file without the field."""
+    """The output layer is the embedding itself. For this and the next two, a family has the default of its files."""
+    rope_theta: float = 10000.0
+    """Rotary base."""
+    rms_norm_eps: float = 1e-6
     text_suffix: str = ""
     """Addition to the names of transformers' other classes than the language model, such as ``Text``."""
-    rope_theta: float = 10000.0
-    """Rotary base of a file without one."""
-    rms_norm_eps: float = 1e-6
-    """Value of a file without the field."""
     rotary_factor: float = 1.0
     """Share of a head's dimensions, from the first on, that rotary embeddings rotate; not for latent attention."""
     window: SlidingWindow | None = None
@@ -181,9 +180,9 @@ class Traits:
     """None for plain multi-head attention."""
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """Shape of a decoder-only model; counts and widths in elements."""
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Traits):
+    """Shape of a decoder-only model, with the traits of its family; counts and widths in elements."""
 
     architecture: str
     """Name in ``architectures``, such as ``Qwen2ForCausalLM``."""
@@ -199,38 +198,10 @@ class ModelConfig:
     vocab_size: int
     """Rows of the embedding, without padding."""
     max_position_embeddings: int
-    rope_theta: float
     rope_scaling: dict[str, Any] | None
     """Parameters of the rotary scaling, its kind under ``rope_type``; None for plain rotary embeddings."""
-    rms_norm_eps: float
-    tie_word_embeddings: bool
-    """The output layer is the embedding itself."""
-    qkv_bias: bool
-    qk_norm: bool
     raw: dict[str, Any] = field(repr=False, compare=False)
     """The complete ``config.json``, written back unchanged on export."""
-    experts: Experts | None = None
-    """Mixture-of-experts layers; None for a dense model."""
-    latent: Latent | None = None
-    """Multi-head latent attention; None for plain attention."""
-    rotary_factor: float = 1.0
-    """Share of a head's dimensions that are rotated."""
-    qk_norm_over_heads: bool = False
-    """See :class:`Traits`, also for the next fields."""
-    input_norms: bool = True
-    output_norms: bool = False
-    zero_centered_norms: bool = False
-    activation: str = "silu"
-    embedding_scale: float = 1.0
-    score_scale: float | None = None
-    text_suffix: str = ""
-    window: SlidingWindow | None = None
-    """Sliding-window attention of some layers; None if all layers have full attention."""
-    linear: LinearAttention | None = None
-    """Gated delta net layers; None without any."""
-    output_gate: bool = False
-    output_bias: bool = False
-    sinks: bool = False
     quantized: str = field(default="", compare=False)
     """Format of quantized weights in the folder, such as ``mxfp4``, which are read in bfloat16; empty without them."""
 

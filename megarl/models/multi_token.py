@@ -43,11 +43,7 @@ def unused_tensors(folder: ModelFolder) -> list[str]:
 
 
 def warn_of_unused(folder: str | Path, names: Sequence[str]) -> None:
-    """Warn of the tensors in a folder that nothing loads; no names, no warning.
-
-    Args:
-        names: see :func:`unused_tensors`.
-    """
+    """Warn of the tensors in a folder that nothing loads; no names, no warning."""
     if names:
         logger.warning(
             "%s has %d tensors that are not part of the model by its config.json and are not loaded: %s",
@@ -97,11 +93,7 @@ def warn_of_missing_layers(config: ModelConfig, folder: str) -> None:
 
 
 def with_multi_token_layers(raw: Mapping[str, Any], config: ModelConfig, exported: Iterable[str]) -> dict[str, Any]:
-    """Return the content of an exported ``config.json``, which announces only layers whose tensors are there.
-
-    Args:
-        exported: names of all exported tensors.
-    """
+    """Return the content of an exported ``config.json``, which announces only layers whose tensors are there."""
     if any(is_multi_token(config, name) for name in exported):
         return dict(raw)
     return {key: 0 if key in (*_AFTER_LAST, _SEPARATE) else value for key, value in raw.items()}

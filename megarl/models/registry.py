@@ -1,5 +1,6 @@
 """Registry of model families by Hugging Face architecture name, and helpers that read their ``config.json``.
 
+The helpers take the content of the file as ``raw``, or a section of it; ``file`` is another file's name, for the error.
 Published architectures that megarl cannot compute are listed with the parts that it lacks.
 """
 
@@ -108,7 +109,6 @@ def refuse_other_kinds(architecture: str, raw: Mapping[str, Any]) -> None:
 
     Args:
         architecture: name from ``architectures``.
-        raw: the complete ``config.json``.
 
     Raises:
         ModelError: the model is not a decoder of text, or has parts that megarl does not compute; names them.
@@ -140,7 +140,6 @@ def refuse_settings(raw: Mapping[str, Any], **supported: Any) -> None:
     """Reject settings that change the computation in a way that the family does not declare.
 
     Args:
-        raw: the complete ``config.json``.
         **supported: the only supported value of each field; an absent or null field passes.
 
     Raises:
@@ -176,7 +175,6 @@ def count(raw: Mapping[str, Any], name: str, default: int | None = None, *, leas
     Args:
         default: value of an absent or null field; None = the field is required.
         least: smallest allowed value.
-        file: name of the file, for the error.
 
     Raises:
         ModelError: the field is missing, not an integer, or too small.
@@ -201,10 +199,8 @@ def number(
     """Read a number.
 
     Args:
-        raw: the complete file, or a section of it.
         default: value of an absent field; None = the field is required. Null is an error, as in transformers.
         above: the number is larger, and at most 1e30.
-        file: name of the file, for the error.
 
     Raises:
         ModelError: the field is missing, or is no such number.
@@ -220,9 +216,7 @@ def flag(raw: Mapping[str, Any], name: str, default: bool = False, *, file: str 
     """Read true or false; null is false, as in transformers.
 
     Args:
-        raw: the complete file, or a section of it.
         default: value of an absent field.
-        file: name of the file, for the error.
 
     Raises:
         ModelError: the field has another value.
@@ -270,7 +264,6 @@ def rope_section(raw: Mapping[str, Any], *, by_kind: bool = False) -> Mapping[st
     reads ``rope_scaling`` only, or updates the section of full attention with it.
 
     Args:
-        raw: the complete ``config.json``.
         by_kind: ``rope_parameters`` has a section for each kind of layers.
     """
     new, old = json_object(raw, "rope_parameters"), json_object(raw, "rope_scaling")
@@ -283,7 +276,6 @@ def window_layers(raw: Mapping[str, Any], every: int) -> tuple[bool, ...]:
     """Read for each decoder layer from ``layer_types`` whether it has sliding-window attention.
 
     Args:
-        raw: the complete ``config.json``.
         every: in a file without the field, each layer has a window except every such one.
 
     Raises:
@@ -296,7 +288,6 @@ def linear_layers(raw: Mapping[str, Any], every: int) -> tuple[bool, ...]:
     """Read for each decoder layer from ``layer_types`` whether it has linear attention.
 
     Args:
-        raw: the complete ``config.json``.
         every: in a file without the field, each layer has it except every such one.
 
     Raises:
@@ -327,7 +318,6 @@ def window_theta(raw: Mapping[str, Any], default: float) -> float:
     """Read the rotary base of layers with sliding-window attention.
 
     Args:
-        raw: the complete ``config.json``.
         default: value of a file without sections for both kinds of layers, or without the field.
 
     Raises:
@@ -353,7 +343,6 @@ def rotary_factor(raw: Mapping[str, Any], default: float = 1.0) -> float:
     The rotary section takes precedence over the top level, as in transformers.
 
     Args:
-        raw: the complete ``config.json``.
         default: value of an absent or null field.
     """
     sections = (rope_section(raw), raw)
@@ -365,7 +354,6 @@ def refuse_sliding_window(raw: Mapping[str, Any], default: int | None = None) ->
     """Reject sliding-window attention that is shorter than the longest sequence.
 
     Args:
-        raw: the complete ``config.json``.
         default: the window if the file does not contain one.
 
     Raises:

@@ -83,14 +83,10 @@ class ShardPattern(NamedTuple):
     first dimension that the pieces lack.
 
     Attributes:
-        megatron: name in the trainer.
         copy: name of the additional copy on the last pipeline stage; None without a copy.
-        rollout: name in the engine.
         stage: pipeline stage of the parameter.
         layers: the layers that have it; ``(0,)`` for a parameter outside the layers.
         experts: experts per layer; 0 for a parameter outside the experts.
-        float32: float32 in every weight dtype.
-        linear: see :attr:`~megarl.models.declaration.Declaration.is_linear`.
         sources: pieces on each (expert-)tensor-parallel rank of the trainer; one entry for a replicated parameter.
         targets: pieces on each engine rank that shares an instance: tensor-parallel ranks, or for an expert the ranks
             of one expert-parallel group.
@@ -194,7 +190,6 @@ class WeightMap:
         the last ranks may have fewer rows. A tied output layer is absent.
 
         Args:
-            tp: tensor-parallel size of the engine.
             ep: expert-parallel size: ``ep`` groups of ``tp / ep`` neighbouring ranks divide a layer's experts; the
                 ranks of a group split each expert.
             vocab_multiple: the engine rounds the vocabulary up to a multiple of this number (and of ``tp``) before it
@@ -233,8 +228,6 @@ class WeightMap:
         """List name patterns of all parameters that trainer and engine share, one for all layers and experts.
 
         Args:
-            layout: layout of the trainer.
-            tp: tensor-parallel size of the engine.
             ep: expert-parallel size of the engine.
             vocab_multiple: see :meth:`rollout_params`.
 

@@ -16,7 +16,7 @@ from megarl.ops.report.run_files import read_run
 
 FAMILY = """
 from megarl.models import register_family
-from megarl.models.families.qwen2 import Qwen2
+from megarl.models.families.qwen import Qwen2
 
 
 @register_family("OursForCausalLM")

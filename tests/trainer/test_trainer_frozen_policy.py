@@ -31,6 +31,13 @@ def run_folder(arithmetic: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+def converted(path: Path, folder: Path, message: Callable[[str], None] = pytest.fail) -> Path:
+    model = find_model(str(path))
+    target = model.hugging_face_folder(folder)
+    model.convert(target, message)
+    return target
+
+
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
@@ -38,7 +45,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 def test_a_hugging_face_folder_is_used_directly(arithmetic: Path, tmp_path: Path) -> None:
     model = find_model(str(arithmetic / "model"))
     assert (model.source.kind, model.step, model.tokenizer_folder) == (HUGGING_FACE, 0, arithmetic / "model")
-    assert model.as_hugging_face(tmp_path / "converted", pytest.fail) == arithmetic / "model"
+    assert converted(arithmetic / "model", tmp_path / "converted") == arithmetic / "model"
     assert not (tmp_path / "converted").exists()
 
 
@@ -61,7 +68,7 @@ def test_an_older_checkpoint_by_path(run_folder: Path) -> None:
 def test_a_checkpoint_is_converted_once_bit_for_bit(run_folder: Path, arithmetic: Path, tmp_path: Path) -> None:
     messages: list[str] = []
     folders = [
-        find_model(str(path)).as_hugging_face(tmp_path / "converted", messages.append)
+        converted(path, tmp_path / "converted", messages.append)
         for path in (run_folder, run_folder, run_folder / "checkpoints" / "global_step_20")
     ]
     assert folders[0] == folders[1] != folders[2]
@@ -75,9 +82,8 @@ def test_an_export_next_to_a_checkpoint_is_used_directly(run_folder: Path, arith
     export = run_folder / "checkpoints" / f"global_step_{STEP}" / "actor" / "huggingface"
     shutil.copyfile(arithmetic / "model" / "model.safetensors", export / "model.safetensors")
     (run_folder / "checkpoints" / f"global_step_{STEP}" / "manifest.json").unlink()
-    model = find_model(str(run_folder))
-    assert model.step == STEP
-    assert model.as_hugging_face(tmp_path / "converted", pytest.fail) == export
+    assert find_model(str(run_folder)).step == STEP
+    assert converted(run_folder, tmp_path / "converted") == export
 
 
 def make_critic(folder: Path, arithmetic: Path) -> Path:

@@ -42,12 +42,13 @@ _MODEL = """
     activation_func_clamp_value qk_l2_norm attention_output_gate window_size window_attn_skip_freq no_rope_freq
     mrope_section is_hybrid_model
 """
-_KEYS_OF_SECTION = """
+KEYS_OF_SECTION = """
     tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size context_parallel_size
-    expert_model_parallel_size expert_tensor_parallel_size sequence_parallel num_layers_in_first_pipeline_stage
-    num_layers_in_last_pipeline_stage recompute_granularity recompute_method recompute_num_layers recompute_modules
-    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+    expert_model_parallel_size expert_tensor_parallel_size num_layers_in_first_pipeline_stage
+    num_layers_in_last_pipeline_stage account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+    sequence_parallel recompute_granularity recompute_method recompute_num_layers recompute_modules
 """
+"""Fields that are keys of the section itself, separated by spaces."""
 
 
 def _by_name(reasons: dict[str, str]) -> dict[str, str]:
@@ -56,7 +57,7 @@ def _by_name(reasons: dict[str, str]) -> dict[str, str]:
 
 
 OWNED: dict[str, str] = {
-    **{name: f"is the key {name} of this section" for name in _KEYS_OF_SECTION.split()},
+    **{name: f"is the key {name} of this section" for name in KEYS_OF_SECTION.split()},
     **_by_name(
         {
             "the model's config.json sets it": _MODEL,

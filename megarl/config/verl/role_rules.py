@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
+from megarl.config.checks.transformer_field_table import KEYS_OF_SECTION
 from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, Refused, Renamed, Rule, Values
 
 _ACTOR, _REF, _CRITIC, _REWARD = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward.model"
@@ -18,15 +20,31 @@ _ADAM = (
 )
 _FLOAT32 = "the optimizer state is float32, as in Megatron with this key and default dtypes"
 _SEEDS = "every rank draws from trainer.seed"
-_QAT = "megarl has no quantization-aware training; rollout.dtype is the engine's format"
 _MERGED = "weights are merged while they are sent to the engine"
 _NO_VISION = "megarl has no vision models"
 _ACTOR_REPLAYS = "only the actor's update replays routes: set actor_rollout_ref.actor.router_replay.mode"
 _NO_FILES = "routes travel with the samples, not through files"
 
+
+def _each(names: str, rule: Rule) -> dict[str, Rule]:
+    """One rule for several keys, separated by spaces."""
+    return dict.fromkeys(names.split(), rule)
+
+
+_STRATEGY = Only(("megatron",), "megarl trains with Megatron; set the layout in `megatron`")
+_ULYSSES = Only((1,), "concerns FSDP; nearest: megatron.context_parallel_size")
+_BACKENDS: dict[str, Rule] = {
+    "ulysses_sequence_parallel_size": _ULYSSES,
+    "fsdp_config.*": OtherBackend("FSDP", "the layout is in `megatron`"),
+    "veomni.*": OtherBackend("VeOmni", "the layout is in `megatron`"),
+}
+_EXACT_ENTROPY = _each("entropy_from_logits_with_chunking entropy_from_logits_chunk_size", NoEffect(_EXACT))
+_NO_QAT = Feature(
+    "{}.qat.enable", (False,), "megarl has no quantization-aware training; rollout.dtype is the engine's format"
+)
+
 _MEGATRON: dict[str, Rule] = {
-    "use_mbridge": NoEffect("megarl's weight maps always read the Hugging Face folder"),
-    "vanilla_mbridge": NoEffect("megarl's weight maps always read the Hugging Face folder"),
+    **_each("use_mbridge vanilla_mbridge", NoEffect("megarl's weight maps always read the Hugging Face folder")),
     "use_dist_checkpointing": Only(
         (False,),
         "set actor_rollout_ref.model.path; `megarl convert` makes a Hugging Face folder from a checkpoint",
@@ -35,22 +53,22 @@ _MEGATRON: dict[str, Rule] = {
         "{}.use_dist_checkpointing", (False,), "megarl reads weights from actor_rollout_ref.model.path"
     ),
     "dist_checkpointing_prefix": NoEffect("megarl reads weights from actor_rollout_ref.model.path"),
-    "dist_ckpt_optim_fully_reshardable": NoEffect("megarl reads its checkpoints in any layout"),
-    "distrib_optim_fully_reshardable_mem_efficient": NoEffect("megarl reads its checkpoints in any layout"),
-    "use_remove_padding": NoEffect(_PACKED),
-    "pad_bshd_to_minibatch_max": NoEffect(_PACKED),
+    **_each(
+        "dist_ckpt_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient",
+        NoEffect("megarl reads its checkpoints in any layout"),
+    ),
+    **_each("use_remove_padding pad_bshd_to_minibatch_max pad_to_length_bucket", NoEffect(_PACKED)),
     "pad_to_length": Only((False,), _PACKED),
-    "pad_to_length_bucket": NoEffect(_PACKED),
     "use_megatron_fsdp": Only((False,), "use_distributed_optimizer shards the optimizer state instead"),
     "forward_only": NoEffect("the role decides whether it trains"),
     "seed": NoEffect(_SEEDS),
     "dynamic_context_parallel": Only((False,), "context_parallel_size is the same for every micro-batch"),
     "max_seqlen_per_dp_cp_rank": Only((), "belongs to dynamic_context_parallel, which megarl lacks; remove the key"),
-    "entropy_from_logits_with_chunking": NoEffect(_EXACT),
-    "entropy_from_logits_chunk_size": NoEffect(_EXACT),
-    "override_ddp_config.overlap_grad_reduce": Renamed("{}.overlap_grad_reduce"),
-    "override_ddp_config.overlap_param_gather": Renamed("{}.overlap_param_gather"),
-    "override_ddp_config.use_distributed_optimizer": Renamed("{}.use_distributed_optimizer"),
+    **_EXACT_ENTROPY,
+    **{
+        f"override_ddp_config.{name}": Renamed(f"{{}}.{name}")
+        for name in ("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer")
+    },
     "override_ddp_config.grad_reduce_in_fp32": Only((True,), "megarl always sums gradients in float32"),
     "override_ddp_config.average_in_collective": Only(
         (False,), "losses are divided by counts over the whole mini-batch, so gradients are summed"
@@ -64,9 +82,7 @@ _MEGATRON: dict[str, Rule] = {
         "how it is computed"
     ),
     "router_replay.*": Feature("{}.router_replay.mode", ("disabled",), _ACTOR_REPLAYS),
-    "qat.*": Feature(
-        "{}.qat.enable", (False,), "megarl has no quantization-aware training; rollout.dtype is the engine's format"
-    ),
+    "qat.*": _NO_QAT,
 }
 
 _OPTIM: dict[str, Rule] = {
@@ -80,8 +96,7 @@ _OPTIM: dict[str, Rule] = {
     "use_layer_wise_distributed_optimizer": Only((False,), "see megatron.use_distributed_optimizer"),
     "use_precision_aware_optimizer": NoEffect(_FLOAT32),
     "main_grads_dtype": Only(("fp32",), "megarl sums gradients in float32"),
-    "exp_avg_dtype": Only(("fp32",), "the optimizer state is float32"),
-    "exp_avg_sq_dtype": Only(("fp32",), "the optimizer state is float32"),
+    **_each("exp_avg_dtype exp_avg_sq_dtype", Only(("fp32",), "the optimizer state is float32")),
     "muon_*": Feature("{}.optimizer", ("adam",), _ADAM),
     "override_optimizer_config.optimizer_offload_fraction": NoEffect("the optimizer offloads all of its state or none"),
     "override_optimizer_config.overlap_cpu_optimizer_d2h_h2d": NoEffect("no optimizer step runs on the host"),
@@ -89,12 +104,8 @@ _OPTIM: dict[str, Rule] = {
     "override_optimizer_config.*": Refused("Adam's settings are the keys of this section, such as betas and eps"),
 }
 
-_OFFLOAD: dict[str, Renamed] = {
-    "optim.override_optimizer_config.optimizer_cpu_offload": Renamed(
-        "{}.megatron.optimizer_offload",
-        why="the state is in host memory between updates and on the device during an update",
-    ),
-}
+_CPU_OFFLOAD = "override_optimizer_config.optimizer_cpu_offload"
+_OFFLOADED = "the state is in host memory between updates and on the device during an update"
 
 _MODEL: dict[str, Rule] = {
     "use_shm": NoEffect("each rank reads its slices of the files through the page cache"),
@@ -107,8 +118,7 @@ _MODEL: dict[str, Rule] = {
     "enable_gradient_checkpointing": NoEffect("concerns FSDP; for Megatron set megatron.recompute_granularity"),
     "enable_activation_offload": Only((False,), "nearest: megatron.recompute_granularity"),
     "use_remove_padding": NoEffect(_PACKED),
-    "use_fused_kernels": NoEffect(_EXACT),
-    "fused_kernel_options.*": NoEffect(_EXACT),
+    **_each("use_fused_kernels fused_kernel_options.*", NoEffect(_EXACT)),
     "use_liger": Only((False,), "its kernels are for FSDP; megarl uses Transformer Engine's kernels if installed"),
     "tiled_mlp.*": Feature("{}.tiled_mlp.enabled", (False,), "nearest: megatron.recompute_modules=[mlp]"),
     "mtp.*": Feature(
@@ -127,15 +137,13 @@ _LORA: dict[str, Rule] = {
             "adapter_path": "lora_adapter_path",
         }.items()
     },
-    "lora.merge": NoEffect(_MERGED),
-    "lora.fully_sharded_loras": NoEffect(_MERGED),
+    **_each("lora.merge lora.fully_sharded_loras", NoEffect(_MERGED)),
     "lora.dropout": Only((0.0,), "adapters have no dropout: the log-probs of a policy must not be random"),
     "lora.dropout_position": NoEffect("adapters have no dropout"),
     "lora.lora_B_init_method": Only(("zero",), "B starts at zero, so that the first policy is the base model"),
     "lora.a2a_experimental": Only((False,), "the token dispatcher is all-to-all"),
     "lora.dtype": Refused("adapters have the weights' number format, megatron.dtype, and float32 optimizer state"),
-    "lora.freeze_vision_model": NoEffect(_NO_VISION),
-    "lora.freeze_vision_projection": NoEffect(_NO_VISION),
+    **_each("lora.freeze_vision_model lora.freeze_vision_projection", NoEffect(_NO_VISION)),
     "lora.freeze_language_model": NoEffect("only adapters are trained"),
 }
 _MODEL |= _LORA
@@ -143,16 +151,21 @@ _MODEL |= _LORA
 ADAPTER_KIND = Values(meanings={"canonical_lora": "lora"}, refused={"vlm_lora": _NO_VISION})
 """verl's values of `lora.type`: each Hugging Face tensor always has an A and a B, also in Megatron's fused layers."""
 
+OPTIM_MEANINGS: Mapping[str, Mapping[Any, Any]] = {
+    "lr_warmup_steps": {None: -1},
+    "total_training_steps": {-1: None},
+    "lr_wsd_decay_steps": {None: -1},
+}
+"""megarl's value by verl's for keys of an optimizer."""
+
 _UPDATE: dict[str, Rule] = {
     "ppo_micro_batch_size": Refused(_PER_GPU.format("micro_batch_size_per_gpu")),
     "ppo_micro_batch_size_per_gpu": Renamed("{}.micro_batch_size_per_gpu"),
     "ppo_max_token_len_per_gpu": Renamed("{}.max_token_len_per_gpu"),
-    "strategy": Only(("megatron",), "megarl trains with Megatron; set the layout in `megatron`"),
+    "strategy": _STRATEGY,
     "data_loader_seed": NoEffect("shuffling draws from trainer.seed"),
     "grad_clip": Renamed("{}.optim.clip_grad"),
-    "ulysses_sequence_parallel_size": Only((1,), "concerns FSDP; nearest: megatron.context_parallel_size"),
-    "fsdp_config.*": OtherBackend("FSDP", "the layout is in `megatron`"),
-    "veomni.*": OtherBackend("VeOmni", "the layout is in `megatron`"),
+    **_BACKENDS,
     "checkpoint.strict": NoEffect("every weight must be there exactly once"),
     "checkpoint.mbridge_config.*": NoEffect("megarl's weight maps write Hugging Face folders"),
     "use_torch_compile": NoEffect("megarl compiles nothing"),
@@ -163,29 +176,22 @@ _UPDATE: dict[str, Rule] = {
 _ACTOR_ONLY: dict[str, Rule] = {
     "model_engine": Only(("megatron",), "megarl trains with Megatron"),
     "calculate_entropy": NoEffect("megarl always computes the entropy"),
-    "entropy_from_logits_with_chunking": NoEffect(_EXACT),
-    "entropy_from_logits_chunk_size": NoEffect(_EXACT),
-    "freeze_vision_tower": Only((False,), "megarl has no vision models"),
-    "qat.*": Feature(
-        "{}.qat.enable", (False,), "megarl has no quantization-aware training; rollout.dtype is the engine's format"
-    ),
-    "router_replay.record_file": Only((), _NO_FILES),
-    "router_replay.replay_file": Only((), _NO_FILES),
+    **_EXACT_ENTROPY,
+    "freeze_vision_tower": Only((False,), _NO_VISION),
+    "qat.*": _NO_QAT,
+    **_each("router_replay.record_file router_replay.replay_file", Only((), _NO_FILES)),
     "policy_loss.dro_beta": Refused("megarl has no DRO loss; see policy_loss.loss_mode"),
 }
 
 _REF_ONLY: dict[str, Rule] = {
-    "strategy": Only(("megatron",), "megarl trains with Megatron; set the layout in `megatron`"),
+    "strategy": _STRATEGY,
     "log_prob_micro_batch_size": Refused(_PER_GPU.format("micro_batch_size_per_gpu")),
     **{f"log_prob_{name}": Renamed(f"{{}}.{name}") for name in MICRO_BATCH_KEYS},
     "use_torch_compile": NoEffect("megarl compiles nothing"),
     "rollout_n": Refused("set actor_rollout_ref.rollout.n"),
-    "entropy_from_logits_with_chunking": NoEffect(_EXACT),
-    "entropy_from_logits_chunk_size": NoEffect(_EXACT),
+    **_EXACT_ENTROPY,
     "router_replay.*": Feature("{}.router_replay.mode", ("disabled",), _ACTOR_REPLAYS),
-    "fsdp_config.*": OtherBackend("FSDP", "the layout is in `megatron`"),
-    "ulysses_sequence_parallel_size": Only((1,), "concerns FSDP; nearest: megatron.context_parallel_size"),
-    "veomni.*": OtherBackend("VeOmni", "the layout is in `megatron`"),
+    **_BACKENDS,
 }
 
 _CRITIC_ONLY: dict[str, Rule] = {
@@ -198,11 +204,11 @@ _CRITIC_ONLY: dict[str, Rule] = {
 }
 
 _REWARD_ONLY: dict[str, Rule] = {
-    "strategy": Only(("megatron",), "megarl trains with Megatron; set the layout in `megatron`"),
+    "strategy": _STRATEGY,
     "micro_batch_size": Refused(_PER_GPU.format("micro_batch_size_per_gpu")),
     "nccl_timeout": Renamed("trainer.nccl_timeout", why="for all roles"),
     "load_weight": Only((True,), "a model without its weights scores nothing"),
-    "ulysses_sequence_parallel_size": Only((1,), "concerns FSDP; nearest: megatron.context_parallel_size"),
+    "ulysses_sequence_parallel_size": _ULYSSES,
     "trust_remote_code": NoEffect("megarl never runs code of a model folder"),
     "use_shm": NoEffect("each rank reads its slices of the files through the page cache"),
     "use_remove_padding": NoEffect(_PACKED),
@@ -214,27 +220,6 @@ _REWARD_ONLY: dict[str, Rule] = {
 
 _MEGATRON_SECTIONS = tuple(f"{role}.megatron" for role in (_ACTOR, _REF, _CRITIC, _REWARD))
 
-_TYPED_FIELDS = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "sequence_parallel",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "recompute_modules",
-    "use_distributed_optimizer",
-)
-"""Fields that are keys of the section itself."""
-
-_ROUTER = "the model family defines the router"
 _SPARSE = "megarl has no model families with sparse attention (DSA)"
 _KERNELS = "megarl uses fused kernels if Transformer Engine is installed"
 _MINDSPEED = "concerns Ascend NPUs (MindSpeed) only; remove the key"
@@ -244,12 +229,11 @@ _TRANSFORMER: dict[str, Rule] = {
     "swiglu": Only((True,), "the model family sets it"),
     "moe_router_dtype": Only(("fp32",), "the router computes in float32"),
     "moe_router_enable_expert_bias": Only((True,), "the router keeps the bias of the checkpoint, if there is one"),
-    "moe_router_topk_scaling_factor": Refused(_ROUTER),
-    "moe_router_score_function": Refused(_ROUTER),
-    "moe_router_num_groups": Refused(_ROUTER),
-    "moe_router_group_topk": Refused(_ROUTER),
-    "moe_token_dispatcher_type": NoEffect("the token dispatcher is all-to-all"),
-    "moe_enable_deepep": NoEffect("the token dispatcher is all-to-all"),
+    **_each(
+        "moe_router_topk_scaling_factor moe_router_score_function moe_router_num_groups moe_router_group_topk",
+        Refused("the model family defines the router"),
+    ),
+    **_each("moe_token_dispatcher_type moe_enable_deepep", NoEffect("the token dispatcher is all-to-all")),
     "moe_grouped_gemm": Only((True,), "one kernel computes the experts if Transformer Engine is installed"),
     "masked_softmax_fusion": NoEffect("attention kernels include mask and softmax"),
     "persist_layer_norm": NoEffect("it concerns LayerNorm, and the norm is RMSNorm"),
@@ -266,11 +250,9 @@ _TRANSFORMER: dict[str, Rule] = {
     "variable_seq_lengths": Only((True,), "micro-batches differ in their numbers of tokens"),
     "calculate_per_token_loss": Only((True,), "losses are divided by counts over the whole mini-batch"),
     "use_flash_attn": Only((True,), f"{_KERNELS}; attention_backend selects one for attention"),
-    "use_fused_rmsnorm": Only((True,), _KERNELS),
-    "use_fused_swiglu": Only((True,), _KERNELS),
+    **_each("use_fused_rmsnorm use_fused_swiglu", Only((True,), _KERNELS)),
     "use_fused_mhc": Only((False,), "megarl has no model families with hyper-connections (mHC)"),
-    "use_naive_l2norm": Refused(_MINDSPEED),
-    "context_parallel_algo": Refused(_MINDSPEED),
+    **_each("use_naive_l2norm context_parallel_algo", Refused(_MINDSPEED)),
     "apply_dsa_kernel_fusion": Refused(_SPARSE),
     "dsa_indexer_loss_coeff": Only((0,), _SPARSE),
     "dsa_indexer_use_sparse_loss": Feature("{}.dsa_indexer_loss_coeff", (0,), _SPARSE),
@@ -301,7 +283,8 @@ def role_rules() -> dict[str, Rule]:
     rules |= {f"{replay}.mode": Renamed(f"{_ACTOR}.router_replay.mode")}
     rules |= {f"{replay}.{name}": Only((), _NO_FILES) for name in ("record_file", "replay_file")}
     for role in (_ACTOR, _CRITIC):
-        rules |= _below(f"{role}.optim", _OPTIM) | _below(role, _OFFLOAD)
+        rules |= _below(f"{role}.optim", _OPTIM)
+        rules[f"{role}.optim.{_CPU_OFFLOAD}"] = Renamed(f"{role}.megatron.optimizer_offload", why=_OFFLOADED)
     for model in ("actor_rollout_ref.model", "critic.model"):
         rules |= _below(model, _MODEL)
     for model in ("critic.model", _REWARD):
@@ -313,10 +296,7 @@ def role_rules() -> dict[str, Rule]:
 def supervised_role_rules() -> dict[str, Rule]:
     """Return the rules of a supervised job's model, engine and optimizer by path."""
     rules = _below("megatron", _MEGATRON) | _below("optim", _OPTIM) | _below("model", _MODEL)
-    rules["optim.override_optimizer_config.optimizer_cpu_offload"] = Renamed(
-        "megatron.optimizer_offload",
-        why=_OFFLOAD["optim.override_optimizer_config.optimizer_cpu_offload"].why,
-    )
+    rules[f"optim.{_CPU_OFFLOAD}"] = Renamed("megatron.optimizer_offload", why=_OFFLOADED)
     return rules | _transformer_rules(("megatron",))
 
 
@@ -325,9 +305,6 @@ def _transformer_rules(sections: tuple[str, ...] = _MEGATRON_SECTIONS) -> dict[s
     rules: dict[str, Rule] = {}
     for section in sections:
         path = f"{section}.override_transformer_config"
-        rules |= {f"{path}.{name}": Renamed(f"{section}.{name}") for name in _TYPED_FIELDS}
-        for name, rule in _TRANSFORMER.items():
-            rules[f"{path}.{name}"] = (
-                replace(rule, switch=rule.switch.format(path)) if isinstance(rule, Feature) else rule
-            )
+        names = (*KEYS_OF_SECTION.split(), "use_distributed_optimizer")
+        rules |= {f"{path}.{name}": Renamed(f"{section}.{name}") for name in names} | _below(path, _TRANSFORMER)
     return rules

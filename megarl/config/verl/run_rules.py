@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megarl.config.schema.jobs import REWARD_MODEL, TEACHERS
 from megarl.config.verl.moved_rules import REMOVED, REWARDS, SEARCH_AGENT, VALIDATION_REWARD
-from megarl.config.verl.role_rules import ADAPTER_KIND, MICRO_BATCH_KEYS
+from megarl.config.verl.role_rules import ADAPTER_KIND, MICRO_BATCH_KEYS, OPTIM_MEANINGS
 from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, Refused, Renamed, Rule, Values
 
 _CORRECTION = "algorithm.rollout_correction"
@@ -48,8 +48,7 @@ _DATA: dict[str, Rule] = {
     "data.image_key": Only(("images",), _TEXTS),
     "data.video_key": Only(("videos",), _TEXTS),
     "data.audio_key": Only(("audios",), _TEXTS),
-    "data.image_patch_size": NoEffect(_TEXTS),
-    "data.return_multi_modal_inputs": NoEffect(_TEXTS),
+    **dict.fromkeys(("data.image_patch_size", "data.return_multi_modal_inputs"), NoEffect(_TEXTS)),
     "data.mm_processor_kwargs.*": Refused(_TEXTS),
 }
 
@@ -222,25 +221,15 @@ _GENERATION: dict[str, Rule] = {
 
 _OTHER_ENGINE = "an engine that megarl does not support; set actor_rollout_ref.rollout.name=sglang"
 
-_ENGINE_VALUES = {
+VALUES: dict[str, Values] = {
     f"{_ROLLOUT}.name": Values(refused=dict.fromkeys(("vllm", "trtllm", "hf"), _OTHER_ENGINE)),
     f"{_ROLLOUT}.quantization": Values(refused={"torchao": "of vLLM; megarl has fp8"}),
-}
-
-
-VALUES: dict[str, Values] = {
-    **_ENGINE_VALUES,
     "trainer.logger": Values(meanings={"file": "jsonl"}),
     "global_profiler.tool": Values(refused={"npu": "for Ascend NPUs: megarl runs on CUDA and on CPUs"}),
     "trainer.device": Values(refused={"npu": "an Ascend NPU, with MindSpeed: megarl runs on CUDA and on CPUs"}),
-    **{f"{role}.optim.lr_warmup_steps": Values(meanings={None: -1}) for role in ("actor_rollout_ref.actor", "critic")},
     **{
-        f"{role}.optim.{name}": Values(meanings={-1: None})
-        for role in ("actor_rollout_ref.actor", "critic")
-        for name in ("total_training_steps",)
-    },
-    **{
-        f"{role}.optim.lr_wsd_decay_steps": Values(meanings={None: -1})
+        f"{role}.optim.{name}": Values(meanings=meanings)
+        for name, meanings in OPTIM_MEANINGS.items()
         for role in ("actor_rollout_ref.actor", "critic")
     },
     **{f"{model}.lora.type": ADAPTER_KIND for model in ("actor_rollout_ref.model", "critic.model")},

@@ -72,7 +72,6 @@ def sigmoid_experts(
     """Read experts with a sigmoid router and a correction bias; a group ranks by its two best experts.
 
     Args:
-        raw: the complete ``config.json``.
         dense: default of ``first_k_dense_replace``.
         scaling: default of ``routed_scaling_factor``.
         groups: default of ``n_group``.

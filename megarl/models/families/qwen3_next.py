@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.base.errors import ModelError
 from megarl.models import declaration as d
-from megarl.models.families.qwen_moe import qwen_experts
+from megarl.models.families.qwen import qwen_experts
 from megarl.models.model_config import Experts, LinearAttention, Traits
 from megarl.models.registry import count, linear_layers, refuse_settings, register_family, rotary_factor
 

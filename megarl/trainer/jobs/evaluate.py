@@ -65,9 +65,10 @@ def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
     check_output_files(config, step)
     loader = validation_loader(policy.with_model_folder, tokenizer)
     reader = SequenceReader(config.reward.model, tokenizer) if config.reward.model.enable else None
+    config = policy.config
     with open_job(config, output_dir) as session:
         functions = reward_manager(config, tokenizer, session.logs)
-        session.config = config = policy.convert(session.console)
+        policy.convert(session.console)
         end_tokens = policy_end_tokens(config.actor_rollout_ref.model.path, tokenizer, session.console.warn)
         # The table below replaces the console's tracker.
         trackers = [name for name in config.trainer.logger if name != "console"]

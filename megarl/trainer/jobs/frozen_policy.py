@@ -67,26 +67,34 @@ class EvaluatedModel:
         """Folder of its tokenizer."""
         return self.source.companions
 
-    def as_hugging_face(self, folder: Path, message: Callable[[str], None]) -> Path:
-        """Return a Hugging Face folder of the weights, converted bit for bit if needed.
+    def hugging_face_folder(self, converted: Path) -> Path:
+        """Return the Hugging Face folder of the weights, which :meth:`convert` creates if the source is another format.
 
         Args:
-            folder: folder of converted checkpoints; an earlier conversion of the same files is reused.
+            converted: folder of converted checkpoints.
+        """
+        if self.source.kind == HUGGING_FACE:
+            return self.source.path
+        return converted / f"{self.source.path.parent.name}-{_digest(self.source)}"
+
+    def convert(self, target: Path, message: Callable[[str], None]) -> None:
+        """Convert the weights to Hugging Face format bit for bit, if needed.
+
+        Args:
+            target: the :meth:`hugging_face_folder`; an earlier conversion of the same files is reused.
             message: prints a line for the user.
 
         Raises:
             CheckpointError: the conversion failed; the next one resumes it.
         """
-        if self.source.kind == HUGGING_FACE:
-            return self.source.path
-        target = folder / f"{self.source.path.parent.name}-{_digest(self.source)}"
+        if target == self.source.path:
+            return
         if target.is_dir():
             message(f"{self.source.path} was converted to {target} before")
-            return target
-        folder.mkdir(parents=True, exist_ok=True)
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
         result = convert(self.source, target, HUGGING_FACE, ConversionOptions(show_progress=False))
         message(f"{self.source.path} was converted to {target}: {result.tensors} tensors, {result.nbytes / 1e9:.3f} GB")
-        return target
 
 
 def find_model(path: str) -> EvaluatedModel:
@@ -152,19 +160,21 @@ class FrozenPolicy(Generic[_Config]):
 
     Args:
         config: complete, as ``megarl.config.build`` returns it.
-        output_dir: folder of the run's files.
+        output_dir: folder of the run's files. A converted checkpoint lies next to it.
 
     Attributes:
         model: folder of the weights; they are not read before :meth:`convert`.
+        config: with the path of the Hugging Face folder, which may not exist before :meth:`convert`.
 
     Raises:
         CheckpointError: the configuration names no model, or a critic.
     """
 
     def __init__(self, config: _Config, output_dir: Path) -> None:
-        self.config = config
-        self.output_dir = output_dir
         self.model = find_model(config.actor_rollout_ref.model.path)
+        self._requested = config
+        self._folder = self.model.hugging_face_folder(output_dir.parent / CONVERTED)
+        self.config: _Config = with_values(config, {KEY: str(self._folder)})
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -173,14 +183,14 @@ class FrozenPolicy(Generic[_Config]):
         Raises:
             ModelError: it cannot be loaded, or lacks a chat template or an end-of-sequence token.
         """
-        keys = self.config.actor_rollout_ref.model
+        keys = self._requested.actor_rollout_ref.model
         from_model = keys.tokenizer_path == keys.path
         return load_tokenizer(str(self.model.tokenizer_folder if from_model else keys.tokenizer_path))
 
     @property
     def with_model_folder(self) -> _Config:
         """The configuration with a model path that has a ``config.json``, also before :meth:`convert`."""
-        return with_values(self.config, {KEY: str(self.model.source.companions)})
+        return with_values(self._requested, {KEY: str(self.model.source.companions)})
 
     def describe(self) -> str:
         """Describe model and sampling in one line."""
@@ -195,20 +205,15 @@ class FrozenPolicy(Generic[_Config]):
         answers = "1 answer" if sampling.n == 1 else f"{sampling.n} answers"
         return f"{self.model.source.path}, step {self.model.step}: {answers} per prompt, {how}"
 
-    def convert(self, console: Console) -> _Config:
+    def convert(self, console: Console) -> None:
         """Convert the weights to Hugging Face format if needed.
-
-        Returns:
-            The configuration with the path of the Hugging Face folder. A converted checkpoint lies next to the run's
-            folder.
 
         Raises:
             CheckpointError: the conversion failed.
         """
         console.message(self.describe())
         with console.phase("model"):
-            folder = self.model.as_hugging_face(self.output_dir.parent / CONVERTED, console.message)
-        return with_values(self.config, {KEY: str(folder)})
+            self.model.convert(self._folder, console.message)
 
 
 class FrozenReplicas:

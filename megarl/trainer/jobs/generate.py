@@ -55,9 +55,10 @@ def run(config: GenerateConfig, output_dir: Path) -> Path:
     loader = generation_loader(policy.with_model_folder, files, policy.tokenizer)
     target = Path(config.data.output_path or output_dir / ANSWERS_FILE)
     samples = config.actor_rollout_ref.rollout.val_kwargs.n
+    config = policy.config
     with open_job(config, output_dir) as session:
         console = session.console
-        session.config = config = policy.convert(console)
+        policy.convert(console)
         end_tokens = policy_end_tokens(config.actor_rollout_ref.model.path, policy.tokenizer, console.warn)
         check_endpoint(config)
         pool = session.start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from megarl.base.errors import RayLost
 from megarl.base.files import PRIVATE_UMASK
@@ -16,6 +16,7 @@ from megarl.cluster import PlacedPool, RaySession
 from megarl.cluster.session import local_store_bytes
 from megarl.config.keys import with_values
 from megarl.config.schema.jobs import JobT, SupervisedConfig, TrainConfig, own_pools
+from megarl.config.stored import stored_config
 from megarl.tracing import PHASE, span
 from megarl.tracking import Console
 from megarl.trainer.records.reporting import RunReporter
@@ -57,7 +58,7 @@ class JobSession(Generic[JobT]):
     the processes, and :meth:`starting_workers` encloses the start of the worker groups.
 
     Attributes:
-        config: of the job; after :meth:`start` with the resolved ``trainer.device``.
+        config: of the job.
         output_dir: folder of the run's files.
         console: of the job.
         logs: log files of its processes.
@@ -74,7 +75,7 @@ class JobSession(Generic[JobT]):
     _ray: RaySession
 
     def __init__(self, config: JobT, output_dir: Path, console: Console, stack: ExitStack) -> None:
-        self.config = config
+        self.config: Final = config
         self.output_dir = output_dir
         self.console = console
         umask = PRIVATE_UMASK if config.trainer.private_files else None
@@ -107,9 +108,9 @@ class JobSession(Generic[JobT]):
         for resource in resources:
             if resource is not None:
                 self._stack.enter_context(resource)
-        run = self.config.trainer
+        config, run = self.config, self.config.trainer
         with self.console.phase("start Ray", announce=True):
-            needed = needed_store_bytes(self.config) if isinstance(self.config, TrainConfig) else 0
+            needed = needed_store_bytes(config) if isinstance(config, TrainConfig) else 0
             opened = RaySession(
                 logs=self.logs, dashboard=run.ray_dashboard, object_store_bytes=local_store_bytes(needed)
             )
@@ -121,18 +122,19 @@ class JobSession(Generic[JobT]):
         self._ray = ray
         go_on = f"go on from {self.resume.path}" if self.resume else "start again"
         ray.last_words(f"Ended before the first step ({KILLED}). To {go_on}:\n  {command_with([])}")
-        self.pools = reserve_pools(ray, run, own_pools(self.config))
+        self.pools = reserve_pools(ray, run, own_pools(config))
         pool = self.pools.trainer
-        self.config = config = with_values(self.config, {"trainer.device": pool.pool.device})
         profiles, profiler = {}, None
         if isinstance(config, TrainConfig):
             profiles = role_profiles(config, self.output_dir, pool.pool.device)
             profiler = config.global_profiler
-        tracing = RunTracing(
-            config.trainer, self.output_dir, self.console.warn, pool, profiles, profiler, LaterLimits.of(config)
-        )
+        tracing = RunTracing(run, self.output_dir, self.console.warn, pool, profiles, profiler, LaterLimits.of(config))
         self.tracing = self._stack.enter_context(tracing)
         return pool
+
+    def recorded_config(self) -> dict[str, Any]:
+        """Return the configuration in its stored form, with the device type that :meth:`start` found."""
+        return stored_config(with_values(self.config, {"trainer.device": self.pools.trainer.pool.device}))
 
     def enter(self, resource: ContextT) -> ContextT:
         """Open a resource on the devices; it is closed before them."""

@@ -16,7 +16,6 @@ from megarl.cluster import PlacedPool, wait_ready
 from megarl.cluster.role_groups import MegatronGroup
 from megarl.config.batch import PhasePlan, plan_batches, render_plan
 from megarl.config.schema.jobs import SupervisedConfig
-from megarl.config.stored import stored_config
 from megarl.data import PairDataset, SFTDataset, StatefulLoader
 from megarl.data.loader import PromptQueue
 from megarl.data.tokenizer_folder import load_tokenizer
@@ -141,12 +140,11 @@ def run_supervised(job: SupervisedJob, output_dir: Path) -> RunSummary:
         console.set_total_steps(total_steps)
         console.message("\n".join([render_plan(batches), *inexact_checkpoints(config)]))
         pool = session.start()
-        config = session.config
         state = RunState(config, rows, None, total_steps, session.resume, session.stop, console.message, session.run_id)
         resumed_from = (session.resume.path, session.resume.state.step) if session.resume else None
         reporter = RunReporter(
             config.trainer,
-            stored_config(config),
+            session.recorded_config(),
             output_dir,
             console,
             resumed_from,

@@ -12,7 +12,6 @@ from megarl.cluster.agent_runners import AgentRunners
 from megarl.cluster.calls import completed_call
 from megarl.config.batch import plan_batches, render_plan
 from megarl.config.schema.jobs import TrainConfig
-from megarl.config.stored import stored_config
 from megarl.data.loader import PromptQueue
 from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.samples.reward_functions import runner_scorers, val_reward_config
@@ -131,7 +130,7 @@ class TrainerBuilder:
         resumed_from = (session.resume.path, session.resume.state.step) if session.resume else None
         reporter = RunReporter(
             config.trainer,
-            stored_config(config),
+            session.recorded_config(),
             session.output_dir,
             console,
             resumed_from,

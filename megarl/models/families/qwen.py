@@ -1,4 +1,4 @@
-"""Qwen2-MoE and Qwen3-MoE: the dense families' attention, and experts in the layers selected by the config."""
+"""Qwen2, Qwen2.5 and Qwen3, dense and with experts in the layers selected by the config."""
 
 from __future__ import annotations
 
@@ -9,24 +9,43 @@ from megarl.models import declaration as d
 from megarl.models.model_config import Experts, Traits
 from megarl.models.registry import count, entries, flag, refuse_settings, register_family
 
+_QWEN2 = (d.INPUT_NORM, d.ATTENTION_OUTPUT, d.QKV_WEIGHT, d.QKV_BIAS, d.MLP_NORM, d.GATE_UP, d.DOWN)
+_QWEN3 = (d.INPUT_NORM, d.ATTENTION_OUTPUT, d.QKV_WEIGHT, d.Q_NORM, d.K_NORM, d.MLP_NORM, d.GATE_UP, d.DOWN)
+_EXPERTS = d.experts_of("mlp", gate="gate_proj", up="up_proj", down="down_proj")
+
+
+@register_family("Qwen2ForCausalLM", "Qwen2ForSequenceClassification", "Qwen2ForTokenClassification")
+class Qwen2:
+    """Qwen2 and Qwen2.5 (dense): biases on q, k and v."""
+
+    name = "qwen2"
+    layer = _QWEN2
+
+    def traits(self, raw: Mapping[str, Any]) -> Traits:
+        """Biases on q, k, v always; the published architecture has no setting for them."""
+        refuse_settings(raw, hidden_act="silu", use_sliding_window=False)
+        return Traits(qkv_bias=True)
+
+
+@register_family("Qwen3ForCausalLM", "Qwen3ForSequenceClassification", "Qwen3ForTokenClassification")
+class Qwen3:
+    """Qwen3 (dense): no biases, an RMS norm on each head's q and k, and an independent head width."""
+
+    name = "qwen3"
+    layer = _QWEN3
+
+    def traits(self, raw: Mapping[str, Any]) -> Traits:
+        """Norms on q and k always."""
+        refuse_settings(raw, hidden_act="silu", use_sliding_window=False, attention_bias=False)
+        return Traits(qk_norm=True)
+
 
 @register_family("Qwen2MoeForCausalLM", "Qwen2MoeForSequenceClassification", "Qwen2MoeForTokenClassification")
 class Qwen2Moe:
     """Qwen1.5-MoE and Qwen2-57B-A14B: routed experts and a gated shared expert."""
 
     name = "qwen2_moe"
-    layer = (
-        d.INPUT_NORM,
-        d.ATTENTION_OUTPUT,
-        d.QKV_WEIGHT,
-        d.QKV_BIAS,
-        d.MLP_NORM,
-        d.GATE_UP,
-        d.DOWN,
-        *d.experts_of("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
-        *d.shared_experts_of("mlp.shared_expert"),
-        d.SHARED_EXPERT_GATE,
-    )
+    layer = (*_QWEN2, *_EXPERTS, *d.shared_experts_of("mlp.shared_expert"), d.SHARED_EXPERT_GATE)
 
     def traits(self, raw: Mapping[str, Any]) -> Traits:
         """Biases on q, k, v; a gated shared expert."""
@@ -43,17 +62,7 @@ class Qwen3Moe:
     """Qwen3-30B-A3B and Qwen3-235B-A22B."""
 
     name = "qwen3_moe"
-    layer = (
-        d.INPUT_NORM,
-        d.ATTENTION_OUTPUT,
-        d.QKV_WEIGHT,
-        d.Q_NORM,
-        d.K_NORM,
-        d.MLP_NORM,
-        d.GATE_UP,
-        d.DOWN,
-        *d.experts_of("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
-    )
+    layer = (*_QWEN3, *_EXPERTS)
 
     def traits(self, raw: Mapping[str, Any]) -> Traits:
         """Norms on q and k; no shared expert."""
@@ -67,7 +76,6 @@ def qwen_experts(
     """Read experts with a softmax router in the layers that ``decoder_sparse_step`` and ``mlp_only_layers`` select.
 
     Args:
-        raw: the complete ``config.json``.
         default_per_token: default of ``num_experts_per_tok``.
         default_ffn: default of ``moe_intermediate_size``.
         normalize: default of ``norm_topk_prob``.
