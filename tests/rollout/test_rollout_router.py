@@ -73,10 +73,7 @@ def ask_all(replicas, prompts, capacity=4, timeout_s=60.0):
     async def run():
         async with Router(dict(enumerate(replicas)), capacity, timeout_s) as router:
             answers = await asyncio.gather(
-                *(
-                    router.generate(prompt, PARAMS, seed=0, key=f"{prompt[1:]}", expected_tokens=prompt[0])
-                    for prompt in prompts
-                ),
+                *(router.generate(prompt, PARAMS, seed=0, key=f"{prompt[1:]}") for prompt in prompts),
                 return_exceptions=True,
             )
         return answers, router.stats
