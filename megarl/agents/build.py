@@ -77,7 +77,6 @@ def check_agent_names(
     be executed, and data may come from elsewhere.
 
     Args:
-        config: complete configuration.
         names: each name with the first row that has it; None = the default loop.
         locate: returns file and row number of a row, for the error message.
 
@@ -133,8 +132,6 @@ def build_agent_loops(
     """Build the loops named by rows.
 
     Args:
-        config: complete configuration of the run.
-        tokenizer: tokenizer of the policy.
         names: checked by :func:`check_agent_names`, or the default loop.
         endpoint: chat endpoint of the run; None = the run serves none.
 

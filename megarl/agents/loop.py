@@ -52,8 +52,6 @@ class AgentLoop(abc.ABC):
         """Build the loop.
 
         Args:
-            config: complete configuration of the run.
-            tokenizer: tokenizer of the policy.
             options: keys of the loop's entry in ``agent_loop_config_path``, without ``name`` and ``_target_``.
         """
         return cls(**options)
@@ -117,12 +115,6 @@ async def encode_messages(
 ) -> list[int]:
     """Encode the messages of a conversation outside the event loop, unless their bytes prove that they are too long.
 
-    Args:
-        tokenizer: of the policy.
-        conversation: the conversation.
-        tools: schemas that the prompt declares.
-        template_kwargs: extra arguments of the chat template.
-
     Raises:
         AgentError: the prompt is too long, or the template refuses it.
     """
@@ -137,7 +129,6 @@ class Transcript:
     """Tokens of a conversation with mask, log-probs and weight versions, in order.
 
     Args:
-        conversation: the conversation.
         prompt_ids: encoded prompt, if it differs from the conversation's.
 
     Raises:
@@ -172,7 +163,6 @@ class Transcript:
         """Generate the policy's next turn and append it.
 
         Args:
-            generate: generates the turn.
             params: sampling parameters of this turn, ``max_new_tokens`` capped by :attr:`room`; None = the
                 conversation's.
             seed: seed of this turn; None = :func:`turn_seed`.

@@ -50,9 +50,6 @@ class RetrievalOptions:
 
     Attributes:
         url: full URL of the requests, including ``/retrieve``.
-        topk: number of documents per query.
-        timeout_s: seconds per request.
-        retries: further attempts after a failed request.
         max_batch: maximum number of queries per request.
     """
 
@@ -68,9 +65,6 @@ class RetrievalClient:
 
     Queries that arrive during a request wait and are sent together in the next one, so many searching conversations
     need few requests. The client can be used from several event loops, one after another.
-
-    Args:
-        options: server address and request options.
     """
 
     def __init__(self, options: RetrievalOptions) -> None:

@@ -35,9 +35,7 @@ class ToolOptions:
     """Options of tool calls, named like the keys of ``multi_turn``.
 
     Attributes:
-        format: name of the tool-call parser.
         max_parallel_calls: maximum number of calls run per turn; further calls are answered with an error.
-        max_tool_response_length: maximum number of tokens per result.
         tool_response_truncate_side: part of a longer result that is kept: ``left``, ``right``, or both ends
             (``middle``).
     """
@@ -54,9 +52,6 @@ class ToolLoop(AgentLoop):
 
     Args:
         tokenizer: tokenizer of the policy, with a chat template that supports tools.
-        tools: tools by name.
-        options: options of tool calls.
-        template_kwargs: extra arguments of the chat template.
 
     Raises:
         ConfigError: an option has an unknown value.

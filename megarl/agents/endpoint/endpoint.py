@@ -51,7 +51,6 @@ class EndpointAddress:
     """Listening address of the endpoint, and the file that announces it.
 
     Attributes:
-        host: listening address.
         port: listening port; 0 = any free port.
         access_file: file with base URL and token for clients; None = no file.
     """
@@ -67,10 +66,6 @@ class Endpoint:
     Requests and conversations share one event loop, so no locks are needed.
 
     Args:
-        chat: chat format of the policy.
-        limits: limits of external requests.
-        address: listening address.
-        loop: event loop of the conversations.
         token: bearer token; empty = of the environment, or a random one.
 
     Raises:
@@ -192,9 +187,6 @@ def build_endpoint(
     """Build the run's endpoint, not yet listening; None if the run serves none.
 
     Args:
-        config: complete configuration.
-        tokenizer: tokenizer of the policy.
-        loop: event loop of the conversations.
         token: bearer token; empty = of the environment, or a random one.
         address: listening address; None = the configured one.
 

@@ -31,7 +31,6 @@ class ToolResult:
     """Result of a tool call.
 
     Attributes:
-        text: text for the model.
         metrics: numbers about the call, summed over a conversation's calls.
     """
 
@@ -45,7 +44,6 @@ class Tool(abc.ABC):
     Args:
         schema: schema in the form of OpenAI's ``tools``, ``{"type": "function", "function": {"name", "description",
             "parameters"}}``; None = the class's schema.
-        config: arbitrary settings of the tool.
 
     Raises:
         ConfigError: the schema is missing or malformed.
@@ -68,7 +66,6 @@ class Tool(abc.ABC):
         """Run one call.
 
         Args:
-            arguments: arguments that match the schema.
             conversation: the conversation of the call; ``facts`` has the data row's columns.
 
         Raises:
@@ -96,7 +93,6 @@ def checked_schema(schema: Mapping[str, Any] | None, owner: str) -> Mapping[str,
     """Validate a tool's schema and return it with its ``type``.
 
     Args:
-        schema: the schema.
         owner: name of the tool's class, for the error message.
 
     Raises:
@@ -154,7 +150,6 @@ class ToolEntry(NamedTuple):
     """A tool of the tool file with its time limit and retries.
 
     Attributes:
-        tool: the tool.
         timeout_s: seconds per attempt.
         retries: further attempts after a failed one.
     """

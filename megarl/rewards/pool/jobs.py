@@ -27,7 +27,6 @@ class RunCounts:
     """Retries and replacements while a batch was scored.
 
     Attributes:
-        retries: attempts after an infrastructure failure.
         replaced: processes replaced because they hung or died.
     """
 
