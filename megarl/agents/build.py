@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from megarl.agents.loop import AgentLoop, find_agent_loop
-from megarl.agents.tools.calling import find_parser
+from megarl.agents.loop import AGENT_LOOPS, AgentLoop
+from megarl.agents.tools.calling import PARSERS
 from megarl.agents.tools.tool import load_tools
-from megarl.agents.types import ConversationLimits, SessionProvider
+from megarl.agents.types import ConversationLimits
 from megarl.base.errors import ConfigError
 from megarl.base.user_code import is_spec
 from megarl.config.schema.rollout import AgentConfig, MultiTurnConfig
@@ -20,6 +20,7 @@ from megarl.config.schema.rollout import AgentConfig, MultiTurnConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from megarl.agents.endpoint import Endpoint
     from megarl.config import GenerationJobConfig
 
 _KEY = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
@@ -65,7 +66,7 @@ def check_agent_loops(config: GenerationJobConfig) -> None:
     multi_turn: MultiTurnConfig = config.actor_rollout_ref.rollout.multi_turn
     if multi_turn.tool_config_path is not None:
         load_tools(multi_turn.tool_config_path)
-    find_parser(multi_turn.format)  # after the modules that may register it
+    PARSERS[multi_turn.format]  # after the modules that may register it
 
 
 def check_agent_names(
@@ -107,7 +108,7 @@ def _checked_class(
 ) -> tuple[type[AgentLoop], dict[str, Any]]:
     """Return the class of a loop and its options, checked."""
     options = dict(entries.get(name, {}))
-    loop = find_agent_loop(str(options.pop("_target_", name)))
+    loop = AGENT_LOOPS.find(str(options.pop("_target_", name)))
     with _naming_options(name, options):
         loop.check(config, **options)
     return loop, options
@@ -127,7 +128,7 @@ def build_agent_loops(
     config: GenerationJobConfig,
     tokenizer: PreTrainedTokenizerBase,
     names: Iterable[str],
-    endpoint: SessionProvider | None = None,
+    endpoint: Endpoint | None = None,
 ) -> dict[str, AgentLoop]:
     """Build the loops named by rows.
 

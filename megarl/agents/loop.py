@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import abc
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 from megarl.agents.event_loop import in_tokenizer_thread
 from megarl.agents.frames import encode_prompt
-from megarl.agents.types import AgentError, Conversation, Generate, SessionProvider, Trajectory, TrajectoryEnd
+from megarl.agents.types import AgentError, Conversation, Generate, Trajectory, TrajectoryEnd
 from megarl.base.registry import Registry
 from megarl.base.seeds import derive_seed
 from megarl.base.user_code import load_user_class
@@ -25,6 +25,7 @@ from megarl.rollout.interface import NO_VERSION, Completion, SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from megarl.agents.endpoint import Endpoint
     from megarl.config import GenerationJobConfig
 
 
@@ -37,7 +38,7 @@ class AgentLoop(abc.ABC):
         endpoint: chat endpoint of the run, for loops that external agents drive; None = the run serves no endpoint.
     """
 
-    endpoint: SessionProvider | None = None
+    endpoint: Endpoint | None = None
 
     @classmethod  # noqa: B027 -- most loops have no requirements
     def check(cls, config: GenerationJobConfig, **options: Any) -> None:
@@ -65,8 +66,6 @@ class AgentLoop(abc.ABC):
         """
 
 
-_LoopClass = TypeVar("_LoopClass", bound=type[AgentLoop])
-
 # Built-in loops are imported on first use, because tools and search import further packages.
 AGENT_LOOPS: Registry[type[AgentLoop]] = Registry(
     "agent_loop",
@@ -81,30 +80,8 @@ AGENT_LOOPS: Registry[type[AgentLoop]] = Registry(
 )
 
 
-def register_agent_loop(name: str) -> Callable[[_LoopClass], _LoopClass]:
-    """Return a decorator that registers an agent loop under the name used in rows and configuration.
-
-    Raises:
-        ConfigError: another class has the name.
-    """
-
-    def register(loop: _LoopClass) -> _LoopClass:
-        AGENT_LOOPS.register(name)(loop)
-        return loop
-
-    return register
-
-
-def find_agent_loop(name: str) -> type[AgentLoop]:
-    """Return the class of an agent loop.
-
-    Args:
-        name: a registered name, ``path.py:Class``, or ``package.module.Class``.
-
-    Raises:
-        ConfigError: the name is unknown (the message lists the known names), or the class is no agent loop.
-    """
-    return AGENT_LOOPS.find(name)
+register_agent_loop = AGENT_LOOPS.register
+"""Decorator that registers an agent loop under the name used in rows and configuration."""
 
 
 async def encode_messages(

@@ -13,11 +13,11 @@ from megarl.agents.event_loop import in_tokenizer_thread
 from megarl.agents.frames import turn_frame
 from megarl.agents.loop import AgentLoop, Transcript, encode_messages, register_agent_loop
 from megarl.agents.tools.calling import (
+    PARSERS,
     ToolCall,
     answer_call,
     check_truncate_side,
     clip_text,
-    find_parser,
 )
 from megarl.agents.tools.tool import ToolEntry, load_tools
 from megarl.agents.types import AgentError, Conversation, Generate, Trajectory, TrajectoryEnd
@@ -67,7 +67,7 @@ class ToolLoop(AgentLoop):
         self.tokenizer = tokenizer
         self.tools = tools
         self.options = options or ToolOptions()
-        self.parse = find_parser(self.options.format)
+        self.parse = PARSERS[self.options.format]
         check_truncate_side(self.options.tool_response_truncate_side)
         self.template_kwargs = dict(template_kwargs or {})
         self.schemas = [entry.tool.declaration for entry in tools.values()]

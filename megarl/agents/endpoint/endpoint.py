@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from aiohttp import web
 
@@ -23,8 +23,8 @@ from megarl.agents.endpoint.request import MODEL
 from megarl.agents.endpoint.server import ChatServer, make_token, write_access_file
 from megarl.agents.endpoint.session import Session
 from megarl.agents.event_loop import EventLoopThread
-from megarl.agents.tools.calling import find_parser
-from megarl.agents.types import Conversation, Generate, SessionAccess
+from megarl.agents.tools.calling import PARSERS
+from megarl.agents.types import Conversation, Generate
 from megarl.base.errors import ConfigError
 from megarl.base.proxies import bypass_proxies
 from megarl.base.redaction import remember_secret
@@ -58,6 +58,15 @@ class EndpointAddress:
     host: str = "127.0.0.1"
     port: int = 0
     access_file: Path | None = None
+
+
+class SessionAccess(NamedTuple):
+    """The session of a conversation, and the address and the credentials of its client."""
+
+    session: Session
+    base_url: str
+    api_key: str
+    model: str
 
 
 class Endpoint:
@@ -204,7 +213,7 @@ def build_endpoint(
     tokens = min(data.max_prompt_length + data.max_response_length, longest)
     chat = ChatFormat(
         copy.deepcopy(tokenizer),  # requests come at any time, and tokenizers are not thread-safe
-        find_parser(multi_turn.format),
+        PARSERS[multi_turn.format],
         data.apply_chat_template_kwargs,
         stop_strings=_supports_stop_strings(rollout, policy.model.path),
         max_tokens=tokens,

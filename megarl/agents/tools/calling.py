@@ -62,15 +62,6 @@ def register_tool_parser(name: str) -> Callable[[Parser], Parser]:
     return register
 
 
-def find_parser(name: str) -> Parser:
-    """Return the parser of a tool-call format.
-
-    Raises:
-        ConfigError: the format is unknown; the message lists the known formats.
-    """
-    return PARSERS[name]
-
-
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import jsonschema
 import yaml
@@ -113,37 +113,13 @@ def checked_schema(schema: Mapping[str, Any] | None, owner: str) -> Mapping[str,
     return {"type": "function", **schema}
 
 
-_ToolClass = TypeVar("_ToolClass", bound=type[Tool])
-
 TOOLS: Registry[type[Tool]] = Registry(
     "class_name", loader=lambda spec, key: load_user_class(spec, Tool, key), hint="or write path.py:Class"
 )
 
 
-def register_tool(name: str) -> Callable[[_ToolClass], _ToolClass]:
-    """Return a decorator that registers a tool class for ``class_name`` in a tool file.
-
-    Raises:
-        ConfigError: another class has the name.
-    """
-
-    def register(tool: _ToolClass) -> _ToolClass:
-        TOOLS.register(name)(tool)
-        return tool
-
-    return register
-
-
-def find_tool(name: str) -> type[Tool]:
-    """Return the class of a tool.
-
-    Args:
-        name: a registered name, ``path.py:Class``, or ``package.module.Class``.
-
-    Raises:
-        ConfigError: the name is unknown (the message lists the known names).
-    """
-    return TOOLS.find(name)
+register_tool = TOOLS.register
+"""Decorator that registers a tool class for ``class_name`` in a tool file."""
 
 
 class ToolEntry(NamedTuple):
@@ -203,7 +179,7 @@ def _build_entry(fields: Any, position: str) -> ToolEntry:
         if isinstance(value, bool) or not isinstance(value, int | float) or value < minimum:
             raise ConfigError(f"{position}: {name}={value!r} must be a number >= {minimum}", code="tool.entry-limits")
     try:
-        tool = find_tool(str(fields["class_name"]))(schema=fields.get("tool_schema"), config=fields.get("config"))
+        tool = TOOLS.find(str(fields["class_name"]))(schema=fields.get("tool_schema"), config=fields.get("config"))
     except ConfigError as error:
         raise ConfigError(f"{position}: {error.text}", code=error.code) from error
     return ToolEntry(tool, **policy)
