@@ -12,7 +12,7 @@ import yaml
 from megarl.agents.loop import AGENT_LOOPS, AgentLoop
 from megarl.agents.tools.calling import PARSERS
 from megarl.agents.tools.tool import load_tools
-from megarl.agents.types import ConversationLimits
+from megarl.agents.types import ConversationLimits, SessionProvider
 from megarl.base.errors import ConfigError
 from megarl.base.user_code import is_spec
 from megarl.config.schema.rollout import AgentConfig, MultiTurnConfig
@@ -20,7 +20,6 @@ from megarl.config.schema.rollout import AgentConfig, MultiTurnConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megarl.agents.endpoint import Endpoint
     from megarl.config import GenerationJobConfig
 
 _KEY = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
@@ -128,7 +127,7 @@ def build_agent_loops(
     config: GenerationJobConfig,
     tokenizer: PreTrainedTokenizerBase,
     names: Iterable[str],
-    endpoint: Endpoint | None = None,
+    endpoint: SessionProvider | None = None,
 ) -> dict[str, AgentLoop]:
     """Build the loops named by rows.
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from megarl.agents.loop import AgentLoop, register_agent_loop
-from megarl.agents.types import AgentError, Conversation, Generate, Message, Trajectory
+from megarl.agents.types import AgentError, AgentSession, Conversation, Generate, Message, Trajectory
 from megarl.base.errors import ConfigError
 from megarl.base.user_code import import_spec, public_functions
 from megarl.rewards import AGENT_RESULT
@@ -26,7 +26,6 @@ from megarl.rewards import AGENT_RESULT
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megarl.agents.endpoint import Session
     from megarl.config import GenerationJobConfig
 
 _PATH = "actor_rollout_ref.rollout"
@@ -189,7 +188,7 @@ async def _cancellable(work: Awaitable[Any], cancels: list[Callable[[], object]]
     return await work
 
 
-async def _result_or_failure(work: Any, session: Session) -> Any:
+async def _result_or_failure(work: Any, session: AgentSession) -> Any:
     """Wait for the agent's result or the failure of a generation, and return or raise the first of them."""
     agent = asyncio.ensure_future(work)
     try:

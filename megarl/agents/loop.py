@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from megarl.agents.event_loop import in_tokenizer_thread
 from megarl.agents.frames import encode_prompt
-from megarl.agents.types import AgentError, Conversation, Generate, Trajectory, TrajectoryEnd
+from megarl.agents.types import AgentError, Conversation, Generate, SessionProvider, Trajectory, TrajectoryEnd
 from megarl.base.registry import Registry
 from megarl.base.seeds import derive_seed
 from megarl.base.user_code import load_user_class
@@ -25,7 +25,6 @@ from megarl.rollout.interface import NO_VERSION, Completion, SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megarl.agents.endpoint import Endpoint
     from megarl.config import GenerationJobConfig
 
 
@@ -38,7 +37,7 @@ class AgentLoop(abc.ABC):
         endpoint: chat endpoint of the run, for loops that external agents drive; None = the run serves no endpoint.
     """
 
-    endpoint: Endpoint | None = None
+    endpoint: SessionProvider | None = None
 
     @classmethod  # noqa: B027 -- most loops have no requirements
     def check(cls, config: GenerationJobConfig, **options: Any) -> None:

@@ -5,7 +5,9 @@ This module imports no other module of the package ``agents``.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -301,3 +303,34 @@ class ConversationService(Protocol):
 
     def endpoint_metrics(self) -> dict[str, float]:
         """Return the ``endpoint/*`` metrics of external requests since the last call; empty without an endpoint."""
+
+
+class AgentSession(Protocol):
+    """Record of one external agent's conversation over the chat endpoint."""
+
+    failure: asyncio.Future[None]
+    """Done with an exception if a generation failed."""
+
+    @property
+    def met_limit(self) -> bool:
+        """Whether a request was refused because of the conversation's limit of tokens or turns."""
+
+    def trajectory(self) -> Trajectory:
+        """Return the trajectory of the turns so far."""
+
+
+@dataclass(frozen=True)
+class SessionAccess:
+    """Address and credentials of one session of the chat endpoint."""
+
+    session: AgentSession
+    base_url: str
+    api_key: str
+    model: str
+
+
+class SessionProvider(Protocol):
+    """Opens sessions for external agents; the run's chat endpoint implements it."""
+
+    def session(self, conversation: Conversation, generate: Generate) -> AbstractAsyncContextManager[SessionAccess]:
+        """Open a session for one conversation."""

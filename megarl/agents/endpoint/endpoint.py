@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Self
 
 from aiohttp import web
 
@@ -24,7 +24,7 @@ from megarl.agents.endpoint.server import ChatServer, make_token, write_access_f
 from megarl.agents.endpoint.session import Session
 from megarl.agents.event_loop import EventLoopThread
 from megarl.agents.tools.calling import PARSERS
-from megarl.agents.types import Conversation, Generate
+from megarl.agents.types import Conversation, Generate, SessionAccess
 from megarl.base.errors import ConfigError
 from megarl.base.proxies import bypass_proxies
 from megarl.base.redaction import remember_secret
@@ -58,15 +58,6 @@ class EndpointAddress:
     host: str = "127.0.0.1"
     port: int = 0
     access_file: Path | None = None
-
-
-class SessionAccess(NamedTuple):
-    """The session of a conversation, and the address and the credentials of its client."""
-
-    session: Session
-    base_url: str
-    api_key: str
-    model: str
 
 
 class Endpoint:
