@@ -50,7 +50,7 @@ from megarl.agents.retrieval_client import RetrievalClient, RetrievalOptions  # 
 from megarl.agents.search_agent import SearchLoop  # noqa: E402
 from megarl.agents.single_turn import SingleTurnLoop  # noqa: E402
 from megarl.agents.tool_agent import ToolLoop  # noqa: E402
-from megarl.agents.tools import Tool, ToolEntry, find_parser  # noqa: E402
+from megarl.agents.tools import PARSERS, Tool, ToolEntry  # noqa: E402
 from megarl.agents.types import ConversationGroup, PlannedSample  # noqa: E402
 from megarl.cluster import RaySession, ResourcePool, WorkerGroup  # noqa: E402
 from megarl.cluster.agent_runners import AgentRunners  # noqa: E402
@@ -156,7 +156,7 @@ def measure_loops(most: int) -> None:
     answer = ids_of(tokenizer, "<answer>7</answer>")
     external = ExternalAgent(look_over_http)
     limits = ExternalRequestLimits(SamplingParams(max_new_tokens=100), 1000, 1.0)
-    chat = ChatFormat(tokenizer, find_parser("hermes"))
+    chat = ChatFormat(tokenizer, PARSERS["hermes"])
     external.endpoint = Endpoint(chat, limits, EndpointAddress(), EventLoopThread("endpoint"))
     cases = {
         "single_turn_agent": (SingleTurnLoop(), NullEngine(answer, answer), 4096),

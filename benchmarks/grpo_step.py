@@ -337,7 +337,6 @@ class Megarl:
                     SamplingParams(length, ignore_eos=True),
                     seed=number * self.mix.rows + row,
                     key=str(row // SAMPLES),
-                    expected_tokens=self.mix.longest,
                 )
                 for row, length in enumerate(lengths)
             ]

@@ -5,8 +5,7 @@
 Replicas are null engines with a number of slots ("places"). Every running request gets one token per step, a step takes
 a fixed time, and nothing is computed. Lengths are log-normal (median 256, sigma 1, at most 4,096); samples of a prompt
 share a key. ``split`` divides the prompts evenly over the replicas in advance; each replica works through its queue.
-``router`` knows no lengths in advance, and predicts them from one sample of each prompt. ``expected`` has a predicted
-length for each prompt with an error factor of about 1.5, as from the previous epoch.
+``router`` knows no lengths in advance, and predicts them from one sample of each prompt.
 
 ``utilization`` is the busy share of a replica's wall time, as the mean over replicas. ``places`` is the busy share of
 all slots. ``limit`` is the maximum of ``places``, since no response ends before its length. ``overhead`` is wall time
@@ -33,11 +32,10 @@ SLICE_S = 0.1
 
 
 class DrawnRequest(NamedTuple):
-    """A request: prompt name, response length, and predicted length."""
+    """A request: prompt name and response length."""
 
     key: str
     length: int
-    expected: float
 
 
 class NullReplica:
@@ -74,30 +72,16 @@ class NullReplica:
         return done
 
 
-async def ask(
-    replicas: Sequence[NullReplica], requests: Sequence[DrawnRequest], capacity: int, expect: bool = False
-) -> None:
+async def ask(replicas: Sequence[NullReplica], requests: Sequence[DrawnRequest], capacity: int) -> None:
     """Send all requests through a router."""
     params = SamplingParams(LONGEST)
     async with Router(dict(enumerate(replicas)), capacity, 600.0) as router:
-        await asyncio.gather(
-            *(
-                router.generate(
-                    [0], params, seed=one.length, key=one.key, expected_tokens=one.expected if expect else None
-                )
-                for one in requests
-            )
-        )
+        await asyncio.gather(*(router.generate([0], params, seed=one.length, key=one.key) for one in requests))
 
 
 async def routed(replicas: Sequence[NullReplica], requests: Sequence[DrawnRequest]) -> None:
     """Route as a training job does."""
     await ask(replicas, requests, PLACES + PLACES // 8)
-
-
-async def expected(replicas: Sequence[NullReplica], requests: Sequence[DrawnRequest]) -> None:
-    """Route with predicted lengths."""
-    await ask(replicas, requests, PLACES + PLACES // 8, expect=True)
 
 
 async def split(replicas: Sequence[NullReplica], requests: Sequence[DrawnRequest]) -> None:
@@ -115,10 +99,9 @@ def draw_requests(seed: int, prompts: int) -> list[DrawnRequest]:
     requests = []
     for prompt in range(prompts):
         typical = 256 * rng.lognormvariate(0, 0.9)
-        predicted = typical * rng.lognormvariate(0, 0.4)
         for _ in range(SAMPLES):
             length = min(LONGEST, max(1, round(typical * rng.lognormvariate(0, 0.43))))
-            requests.append(DrawnRequest(str(prompt), length, predicted))
+            requests.append(DrawnRequest(str(prompt), length))
     return requests
 
 
@@ -133,7 +116,7 @@ def main() -> None:
     for seed in range(args.seeds):
         requests = draw_requests(seed, args.prompts)
         lengths = [request.length for request in requests]
-        for name, way in (("split", split), ("router", routed), ("expected", expected)):
+        for name, way in (("split", split), ("router", routed)):
             replicas = [NullReplica(args.step_ms / 1000) for _ in range(REPLICAS)]
             begin = time.perf_counter()
             asyncio.run(way(replicas, requests))

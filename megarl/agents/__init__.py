@@ -17,7 +17,7 @@ from megarl.agents.build import (
     default_agent_loop,
 )
 from megarl.agents.external_agent import AgentTask
-from megarl.agents.loop import AgentLoop, Transcript, find_agent_loop, register_agent_loop, turn_seed
+from megarl.agents.loop import AgentLoop, Transcript, register_agent_loop, turn_seed
 from megarl.agents.trajectories import trajectories_to_batch, trajectory_metrics
 from megarl.agents.types import AgentError, Conversation, ConversationLimits, Generate, Trajectory
 
@@ -35,7 +35,6 @@ __all__ = [
     "check_agent_names",
     "conversation_limits",
     "default_agent_loop",
-    "find_agent_loop",
     "register_agent_loop",
     "trajectories_to_batch",
     "trajectory_metrics",

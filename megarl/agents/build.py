@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from megarl.agents.loop import AgentLoop, find_agent_loop
-from megarl.agents.tools.calling import find_parser
+from megarl.agents.loop import AGENT_LOOPS, AgentLoop
+from megarl.agents.tools.calling import PARSERS
 from megarl.agents.tools.tool import load_tools
 from megarl.agents.types import ConversationLimits, SessionProvider
 from megarl.base.errors import ConfigError
@@ -65,7 +65,7 @@ def check_agent_loops(config: GenerationJobConfig) -> None:
     multi_turn: MultiTurnConfig = config.actor_rollout_ref.rollout.multi_turn
     if multi_turn.tool_config_path is not None:
         load_tools(multi_turn.tool_config_path)
-    find_parser(multi_turn.format)  # after the modules that may register it
+    PARSERS[multi_turn.format]  # after the modules that may register it
 
 
 def check_agent_names(
@@ -77,7 +77,6 @@ def check_agent_names(
     be executed, and data may come from elsewhere.
 
     Args:
-        config: complete configuration.
         names: each name with the first row that has it; None = the default loop.
         locate: returns file and row number of a row, for the error message.
 
@@ -108,7 +107,7 @@ def _checked_class(
 ) -> tuple[type[AgentLoop], dict[str, Any]]:
     """Return the class of a loop and its options, checked."""
     options = dict(entries.get(name, {}))
-    loop = find_agent_loop(str(options.pop("_target_", name)))
+    loop = AGENT_LOOPS.find(str(options.pop("_target_", name)))
     with _naming_options(name, options):
         loop.check(config, **options)
     return loop, options
@@ -133,8 +132,6 @@ def build_agent_loops(
     """Build the loops named by rows.
 
     Args:
-        config: complete configuration of the run.
-        tokenizer: tokenizer of the policy.
         names: checked by :func:`check_agent_names`, or the default loop.
         endpoint: chat endpoint of the run; None = the run serves none.
 

@@ -45,11 +45,7 @@ async def in_tokenizer_thread(work: Callable[[], _T]) -> _T:
 
 
 class EventLoopThread:
-    """Runs coroutines of other threads in one event loop.
-
-    Args:
-        name: name of the thread.
-    """
+    """Runs coroutines of other threads in one event loop."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()

@@ -39,9 +39,6 @@ class AgentTask:
 
     Attributes:
         base_url: base URL for an OpenAI client, unique to this conversation.
-        api_key: API key for the client.
-        model: model name for requests.
-        messages: prompt of the data row.
         facts: other columns of the data row, such as ``extra_info``; read-only.
     """
 
@@ -117,10 +114,7 @@ class ExternalAgent(AgentLoop):
 
 
 def load_agent(spec: str) -> Agent:
-    """Import the agent function of a spec.
-
-    Args:
-        spec: ``path.py:function`` or ``package.module.function``.
+    """Import the agent function of a spec, ``path.py:function`` or ``package.module.function``.
 
     Raises:
         ConfigError: the file, module or function is missing, importing it fails, or it does not take one argument.

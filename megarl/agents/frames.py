@@ -29,12 +29,6 @@ def encode_prompt(
 ) -> list[int]:
     """Encode a prompt with the generation prompt of the assistant's turn.
 
-    Args:
-        tokenizer: tokenizer with a chat template.
-        messages: chat messages.
-        tools: schemas of the declared tools.
-        template_kwargs: extra arguments of the template.
-
     Raises:
         AgentError: the template refuses the messages.
     """
@@ -53,11 +47,9 @@ def turn_frame(
     The messages are external text: none of their characters becomes a control token.
 
     Args:
-        tokenizer: tokenizer with a chat template.
         messages: messages of the environment, such as one of role ``tool`` per result.
         last_token: last generated token; if it is a special token, the model closed its turn, and the frame starts
             after the closing token.
-        template_kwargs: extra arguments of the template.
 
     Raises:
         AgentError: the template refuses the messages, or does not render an assistant's text verbatim.

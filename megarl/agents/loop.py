@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import abc
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 from megarl.agents.event_loop import in_tokenizer_thread
 from megarl.agents.frames import encode_prompt
@@ -52,8 +52,6 @@ class AgentLoop(abc.ABC):
         """Build the loop.
 
         Args:
-            config: complete configuration of the run.
-            tokenizer: tokenizer of the policy.
             options: keys of the loop's entry in ``agent_loop_config_path``, without ``name`` and ``_target_``.
         """
         return cls(**options)
@@ -66,8 +64,6 @@ class AgentLoop(abc.ABC):
         call in the event loop stops all conversations.
         """
 
-
-_LoopClass = TypeVar("_LoopClass", bound=type[AgentLoop])
 
 # Built-in loops are imported on first use, because tools and search import further packages.
 AGENT_LOOPS: Registry[type[AgentLoop]] = Registry(
@@ -83,30 +79,8 @@ AGENT_LOOPS: Registry[type[AgentLoop]] = Registry(
 )
 
 
-def register_agent_loop(name: str) -> Callable[[_LoopClass], _LoopClass]:
-    """Return a decorator that registers an agent loop under the name used in rows and configuration.
-
-    Raises:
-        ConfigError: another class has the name.
-    """
-
-    def register(loop: _LoopClass) -> _LoopClass:
-        AGENT_LOOPS.register(name)(loop)
-        return loop
-
-    return register
-
-
-def find_agent_loop(name: str) -> type[AgentLoop]:
-    """Return the class of an agent loop.
-
-    Args:
-        name: a registered name, ``path.py:Class``, or ``package.module.Class``.
-
-    Raises:
-        ConfigError: the name is unknown (the message lists the known names), or the class is no agent loop.
-    """
-    return AGENT_LOOPS.find(name)
+register_agent_loop = AGENT_LOOPS.register
+"""Decorator that registers an agent loop under the name used in rows and configuration."""
 
 
 async def encode_messages(
@@ -116,12 +90,6 @@ async def encode_messages(
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Encode the messages of a conversation outside the event loop, unless their bytes prove that they are too long.
-
-    Args:
-        tokenizer: of the policy.
-        conversation: the conversation.
-        tools: schemas that the prompt declares.
-        template_kwargs: extra arguments of the chat template.
 
     Raises:
         AgentError: the prompt is too long, or the template refuses it.
@@ -137,7 +105,6 @@ class Transcript:
     """Tokens of a conversation with mask, log-probs and weight versions, in order.
 
     Args:
-        conversation: the conversation.
         prompt_ids: encoded prompt, if it differs from the conversation's.
 
     Raises:
@@ -172,7 +139,6 @@ class Transcript:
         """Generate the policy's next turn and append it.
 
         Args:
-            generate: generates the turn.
             params: sampling parameters of this turn, ``max_new_tokens`` capped by :attr:`room`; None = the
                 conversation's.
             seed: seed of this turn; None = :func:`turn_seed`.

@@ -21,17 +21,9 @@ class RetrievalError(MegarlError):
 
 
 class Hit(NamedTuple):
-    """One retrieved document.
-
-    Attributes:
-        contents: text of the document; the first line is its title.
-        score: relevance; 0.0 if the server sends none.
-        id: name of the document; empty if the server sends none.
-    """
+    """One retrieved document; the first line of its contents is the title."""
 
     contents: str
-    score: float = 0.0
-    id: str = ""
 
     @property
     def title(self) -> str:
@@ -50,9 +42,6 @@ class RetrievalOptions:
 
     Attributes:
         url: full URL of the requests, including ``/retrieve``.
-        topk: number of documents per query.
-        timeout_s: seconds per request.
-        retries: further attempts after a failed request.
         max_batch: maximum number of queries per request.
     """
 
@@ -68,9 +57,6 @@ class RetrievalClient:
 
     Queries that arrive during a request wait and are sent together in the next one, so many searching conversations
     need few requests. The client can be used from several event loops, one after another.
-
-    Args:
-        options: server address and request options.
     """
 
     def __init__(self, options: RetrievalOptions) -> None:
@@ -160,7 +146,7 @@ class RetrievalClient:
         document = entry.get("document", entry) if isinstance(entry, dict) else None
         if not isinstance(document, dict) or not isinstance(document.get("contents"), str):
             raise self._malformed(f"has a document without 'contents': {entry!r:.200}")
-        return Hit(document["contents"], float(entry.get("score") or 0.0), str(document.get("id", "")))
+        return Hit(document["contents"])
 
     def _malformed(self, problem: str) -> RetrievalError:
         return RetrievalError(f"{SEARCH_URL}={self.options.url}: the answer {problem}", code="tool.retriever-answer")

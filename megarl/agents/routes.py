@@ -25,7 +25,6 @@ class RoutedSequence(NamedTuple):
     """A context with the response to it.
 
     Attributes:
-        tokens: token ids.
         routes: int16 ``[routed tokens, expert layers, per token]``, the experts of its first tokens.
     """
 
@@ -45,9 +44,6 @@ class RouteRecord:
     The experts of a token depend on the tokens before it only. So they are known for every trajectory that begins like
     a context with its response, whatever the agent loop did with it. A token keeps the experts of the turn that
     computed it first: a later turn, maybe under other weights, requests those of new tokens only.
-
-    Args:
-        generate: generates a turn.
     """
 
     def __init__(self, generate: GenerateWithRoutes) -> None:

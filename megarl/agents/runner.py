@@ -64,8 +64,6 @@ class AgentRunner:
     """Leads conversations; see :class:`~megarl.agents.types.ConversationService`. All methods are thread-safe.
 
     Args:
-        config: complete configuration of the job.
-        tokenizer: of the policy.
         rank: number of this runner; runner 0 serves the configured address of the chat endpoint.
         runners: number of runners, which share the slots of the engines and ``agent.max_concurrency``.
         token: bearer token of the chat endpoint; empty = of the environment, or a random one.
@@ -127,7 +125,6 @@ class AgentRunner:
         """Serve conversations with these rollout replicas from now on.
 
         Args:
-            replicas: rollout replicas by number.
             client: name of the runner at the replicas; empty = a random one.
         """
         self._reset()

@@ -23,7 +23,6 @@ class SampleScorer:
 
     Args:
         spec: reward functions and number of processes; none of the functions takes batches.
-        tokenizer: of the policy.
         runner: number of the agent runner, for the names of log files.
         environment: of the driver; None = as this process.
     """
@@ -44,10 +43,6 @@ class SampleScorer:
 
     async def score(self, columns: Mapping[str, Any], trajectory: Trajectory) -> Outcome | None:
         """Score a sample.
-
-        Args:
-            columns: of its row.
-            trajectory: of the sample.
 
         Returns:
             The outcome. None for a failed conversation or an empty response, and for a row that cannot be scored: the

@@ -41,7 +41,6 @@ class Action(NamedTuple):
 
     Attributes:
         kind: ``search``, ``answer``, or ``invalid`` for a turn without an action.
-        text: the query or the answer.
     """
 
     kind: Literal["search", "answer", "invalid"]
@@ -55,8 +54,6 @@ class SearchLoop(AgentLoop):
     After ``max_turns`` turns there is a last one, whose search is not run.
 
     Args:
-        tokenizer: tokenizer of the policy.
-        client: client of the retrieval server.
         max_turns: number of turns that the environment answers.
         max_obs_length: maximum number of tokens per observation; a longer one is cut at its right end, and its closing
             tag is kept.

@@ -20,7 +20,6 @@ class SingleTurnLoop(AgentLoop):
 
     Args:
         tokenizer: tokenizer for prompts given as messages only; None if all prompts are encoded.
-        template_kwargs: extra arguments of its chat template.
     """
 
     def __init__(

@@ -13,11 +13,11 @@ from megarl.agents.event_loop import in_tokenizer_thread
 from megarl.agents.frames import turn_frame
 from megarl.agents.loop import AgentLoop, Transcript, encode_messages, register_agent_loop
 from megarl.agents.tools.calling import (
+    PARSERS,
     ToolCall,
     answer_call,
     check_truncate_side,
     clip_text,
-    find_parser,
 )
 from megarl.agents.tools.tool import ToolEntry, load_tools
 from megarl.agents.types import AgentError, Conversation, Generate, Trajectory, TrajectoryEnd
@@ -35,9 +35,7 @@ class ToolOptions:
     """Options of tool calls, named like the keys of ``multi_turn``.
 
     Attributes:
-        format: name of the tool-call parser.
         max_parallel_calls: maximum number of calls run per turn; further calls are answered with an error.
-        max_tool_response_length: maximum number of tokens per result.
         tool_response_truncate_side: part of a longer result that is kept: ``left``, ``right``, or both ends
             (``middle``).
     """
@@ -54,9 +52,6 @@ class ToolLoop(AgentLoop):
 
     Args:
         tokenizer: tokenizer of the policy, with a chat template that supports tools.
-        tools: tools by name.
-        options: options of tool calls.
-        template_kwargs: extra arguments of the chat template.
 
     Raises:
         ConfigError: an option has an unknown value.
@@ -72,7 +67,7 @@ class ToolLoop(AgentLoop):
         self.tokenizer = tokenizer
         self.tools = tools
         self.options = options or ToolOptions()
-        self.parse = find_parser(self.options.format)
+        self.parse = PARSERS[self.options.format]
         check_truncate_side(self.options.tool_response_truncate_side)
         self.template_kwargs = dict(template_kwargs or {})
         self.schemas = [entry.tool.declaration for entry in tools.values()]

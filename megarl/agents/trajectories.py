@@ -49,11 +49,7 @@ RAGGED = {
 
 
 class PackedSamples:
-    """Finished samples as ragged columns, cheap to send to another process.
-
-    Args:
-        samples: the samples.
-    """
+    """Finished samples as ragged columns, cheap to send to another process."""
 
     def __init__(self, samples: Sequence[FinishedSample]) -> None:
         self._names = [sample.name for sample in samples]
@@ -97,8 +93,6 @@ def trajectories_to_batch(
     token, since a row needs at least one.
 
     Args:
-        trajectories: result of agent loops.
-        pad_token_id: padding token.
         state_masking: exclude the environment's tokens from losses, KL, advantages and entropy; False trains on them as
             on the policy's tokens.
         with_versions: add the column ``weight_versions``, for asynchronous training.
@@ -190,9 +184,6 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     - ``agent/failed``: failed conversations; they are excluded from all other metrics.
     - ``agent/led_again``: conversations of a resumed run that took another way than their stored turns.
     - ``agent/<name>/mean``: any other number reported by loops and tools.
-
-    Args:
-        trajectories: result of agent loops.
     """
     succeeded = [trajectory for trajectory in trajectories if trajectory.error is None]
     metrics: dict[str, float] = {"agent/failed": Total(len(trajectories) - len(succeeded))}

@@ -35,7 +35,6 @@ class TurnRecord:
     as tools answer as before.
 
     Args:
-        generate: generates a turn.
         turns: turns that exist already.
     """
 

@@ -77,7 +77,6 @@ class FunctionSpec:
 
     Attributes:
         spec: argument of :func:`load_reward_function`.
-        kwargs: extra keyword arguments of every call.
         timeout_s: wall seconds per call; None = no limit.
         max_concurrency: maximum number of concurrent calls of a coroutine function, per process.
     """

@@ -87,8 +87,6 @@ class Failures(NamedTuple):
     """Rows without a score, by kind.
 
     Attributes:
-        rows: rows in all.
-        kinds: number of failed rows of each kind.
         first: description of the first failed row.
         first_reward: description of the first row whose conversation did not fail.
     """
@@ -119,7 +117,6 @@ class Scored(NamedTuple, Generic[BatchT]):
             ``reward_extra/<name>/mean``.
         extra_columns: ``reward_failed`` (bool), ``reward_failure`` (kind of failure, None for a scored row) and
             ``reward_extra_<name>`` (extra fields of the functions, None if a row has none), object arrays ``[b]``.
-        failures: rows without a score, for :meth:`RewardManager.check`.
     """
 
     batch: BatchT
@@ -162,9 +159,6 @@ class RewardManager:
     manager: its processes end with the block.
 
     Args:
-        scorer: calls the functions.
-        tokenizer: decodes responses, without special tokens.
-        policy: treatment of rows without a score.
         starts_processes: start processes when the block is entered; False: when a row has to be scored.
     """
 
@@ -196,9 +190,6 @@ class RewardManager:
         Rows with an outcome in the column :data:`~megarl.rewards.outcome.OUTCOME` keep it; the others are scored now.
 
         Args:
-            batch: ``prompts [b, P]``, ``responses [b, R]``, ``attention_mask [b, P+R]``; the columns ``data_source``,
-                ``reward_model`` with ``ground_truth``, and optionally ``extra_info``. ``response_mask [b, R]`` defaults
-                to all response tokens. Kimi's length reward reads ``uid``.
             check: check the number of failed rows; False = the caller passes the failures of several batches to
                 :meth:`check`.
 
@@ -317,7 +308,6 @@ class NullReward:
         """Return the batch with ``token_level_scores`` of zeros, ``response_mask`` and ``reward_failed``.
 
         Args:
-            batch: samples.
             check: raise if no row can be scored.
 
         Raises:

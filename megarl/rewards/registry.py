@@ -63,8 +63,6 @@ class FunctionTraits(NamedTuple):
 
     Attributes:
         batch: called with lists, once for many samples.
-        is_async: a coroutine function.
-        wants_prompt: has a parameter for the prompt.
     """
 
     batch: bool = False

@@ -22,7 +22,6 @@ class ScoreTerm:
 
     Attributes:
         label: name of the term in metrics and columns.
-        weight: factor of its score.
         function: returns the number of the runner's function for a data source.
     """
 
@@ -36,10 +35,6 @@ class Scorer:
 
     With several terms, ``<label>_score`` is recorded for each. An extra field is recorded under its name by the first
     term that has it, and as ``<label>_<name>`` by later terms. A sample that fails in one term has no score.
-
-    Args:
-        terms: at least one term.
-        runner: runs their functions.
     """
 
     def __init__(self, terms: Sequence[ScoreTerm], runner: Runner) -> None:

@@ -19,7 +19,6 @@ class OverlongPenalty:
         max_resp_len: longest response in tokens, ``L_max``.
         length: tokens of the buffer before it, ``L_cache``, over which the penalty grows.
         penalty_factor: penalty at ``max_resp_len``, as a positive number.
-        log: record the penalty.
     """
 
     max_resp_len: int
@@ -52,8 +51,6 @@ class LengthShaping:
         """Add the length rewards to the outcomes with a score.
 
         Args:
-            outcomes: outcomes of all rows.
-            lengths: response lengths in tokens.
             groups: prompt of each row (column ``uid``); only read if ``length_weight`` is not 0.
 
         Raises:
@@ -88,11 +85,6 @@ def length_rewards(lengths: Sequence[int], right: Sequence[bool], groups: Sequen
 
     Within a group, ``lambda = 0.5 - (length - shortest) / (longest - shortest)``. A right response gets lambda, a wrong
     one at most 0. If all lengths of a group are equal, the reward is 0.
-
-    Args:
-        lengths: response lengths in tokens.
-        right: whether each response is right.
-        groups: prompt of each response.
     """
     members = defaultdict[Hashable, list[int]](list)
     for length, group in zip(lengths, groups, strict=True):

@@ -22,7 +22,6 @@ class TaskBuilder:
 
     Args:
         tokenizer: decodes token ids, without special tokens.
-        wants_prompt: whether a function reads the prompt.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, wants_prompt: bool) -> None:

@@ -59,18 +59,13 @@ class LengthEstimator:
         self._tokens += tokens
         self._seconds += self._clock() - started_at
 
-    def expected_tokens(self, key: str, prior: float | None = None) -> float | None:
-        """Return the expected response length of a key in tokens; None if unknown.
-
-        Args:
-            key: key of the request.
-            prior: a-priori expectation, used until the first response of the key has finished.
-        """
+    def expected_tokens(self, key: str) -> float | None:
+        """Return the expected response length of a key in tokens; None if unknown."""
         group = self._groups.get(key)
         if group is not None and group.finished:
             return group.tokens / group.finished
-        if prior is not None or group is None or not self._seconds:
-            return prior
+        if group is None or not self._seconds:
+            return None
         return SURVIVAL * (self._clock() - group.started_at) * self._tokens / self._seconds
 
     def started(self, key: str) -> bool:
@@ -100,7 +95,6 @@ class PendingRequest:
         request: the request itself.
         key: requests with one key share a prefix.
         most: maximum response tokens.
-        expected: expected response tokens; None = unknown.
         prompt: cost of the prompt, in response tokens.
         moves: number of replicas that were lost with this request.
         payload: data of the caller.
@@ -111,7 +105,6 @@ class PendingRequest:
     request: Any
     key: str
     most: float
-    expected: float | None = None
     prompt: float = 0.0
     moves: int = 0
     payload: Any = None
@@ -249,16 +242,12 @@ class RequestScheduler:
 
     def _probes(self, room: int) -> list[_Group]:
         """Return one request of each key with unknown length."""
-        unknown = (
-            entries[0]
-            for key, entries in self._waiting.items()
-            if not self._lengths.started(key) and self._lengths.expected_tokens(key, entries[0].expected) is None
-        )
+        unknown = (entries[0] for key, entries in self._waiting.items() if not self._lengths.started(key))
         return [_Group(entry.key, [entry], self._cost(entry)) for entry in islice(unknown, room)]
 
     def _cost(self, entry: PendingRequest) -> float:
         """Return the cost of a request in tokens."""
-        tokens = self._lengths.expected_tokens(entry.key, entry.expected)
+        tokens = self._lengths.expected_tokens(entry.key)
         if tokens is None:
             tokens = self._lengths.mean
         return min(entry.most if tokens is None else tokens, entry.most) + entry.prompt

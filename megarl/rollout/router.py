@@ -219,7 +219,6 @@ class Router:
         *,
         seed: int,
         key: str = "",
-        expected_tokens: float | None = None,
         routes_from: int | None = None,
         prior: Completion | None = None,
     ) -> Completion:
@@ -227,7 +226,6 @@ class Router:
 
         Args:
             key: requests with one key share a prefix; empty = no shared prefix.
-            expected_tokens: expected length of the response; None = unknown.
             routes_from: see :class:`~megarl.rollout.interface.Request`.
             prior: see :class:`~megarl.rollout.interface.Request`.
 
@@ -246,7 +244,6 @@ class Router:
             Request(name, prompt_ids, params, seed, prior, routes_from),
             key or name,
             params.max_new_tokens,
-            expected_tokens,
             PROMPT_TOKEN_COST * len(prompt_ids),
             payload=future,
         )

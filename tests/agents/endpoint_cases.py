@@ -9,7 +9,7 @@ from megarl.agents import AgentTask, Conversation
 from megarl.agents.endpoint import ChatFormat, Endpoint, EndpointAddress, ExternalRequestLimits
 from megarl.agents.event_loop import EventLoopThread
 from megarl.agents.external_agent import ExternalAgent
-from megarl.agents.tools import find_parser
+from megarl.agents.tools import PARSERS
 
 USER = [{"role": "user", "content": "hi"}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -18,7 +18,7 @@ ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "o
 @contextmanager
 def listening(tokenizer, wait_s=30.0, tokens=600, address=None, **options):
     """Start an endpoint."""
-    chat = ChatFormat(tokenizer, find_parser("hermes"), **{"max_tokens": tokens} | options)
+    chat = ChatFormat(tokenizer, PARSERS["hermes"], **{"max_tokens": tokens} | options)
     limits, loop = ExternalRequestLimits(sampling(), tokens, wait_s), EventLoopThread("endpoint")
     try:
         with Endpoint(chat, limits, address or EndpointAddress(), loop) as endpoint:

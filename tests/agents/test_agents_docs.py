@@ -9,9 +9,10 @@ import pytest
 from agent_cases import Scripted, lead_all, merging_tokenizer, sampling
 from endpoint_cases import lead, listening, talk
 
-from megarl.agents import Conversation, find_agent_loop
+from megarl.agents import Conversation
 from megarl.agents.build import read_loop_file
 from megarl.agents.external_agent import load_agent
+from megarl.agents.loop import AGENT_LOOPS
 from megarl.agents.tools import ToolCall, answer_call, load_tools
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +34,7 @@ def page_files(tmp_path, monkeypatch):
 def test_the_loop(page_files):
     ((name, entry),) = read_loop_file("loops.yaml").items()
     tokenizer = merging_tokenizer()
-    loop = find_agent_loop(entry["_target_"]).create(None, tokenizer, question=entry["question"])
+    loop = AGENT_LOOPS.find(entry["_target_"]).create(None, tokenizer, question=entry["question"])
     script = Scripted(tokenizer, ["5<|im_end|>", "4<|im_end|>"])
     (trajectory,) = asyncio.run(lead_all([TALK], {name: loop}, script))
     assert trajectory.error is None and trajectory.fields == {"question": "Are you sure?"}

@@ -13,12 +13,12 @@ from megarl.agents import (
     ConversationLimits,
     Trajectory,
     Transcript,
-    find_agent_loop,
     trajectories_to_batch,
     trajectory_metrics,
     turn_seed,
 )
 from megarl.agents.frames import encode_prompt, turn_frame
+from megarl.agents.loop import AGENT_LOOPS
 from megarl.agents.runner import AgentRunner
 from megarl.agents.single_turn import SingleTurnLoop
 from megarl.agents.types import ConversationGroup, PlannedSample
@@ -207,15 +207,15 @@ def test_state_masking():
 
 
 def test_find_loop_by_name_and_file(tmp_path):
-    assert find_agent_loop("single_turn_agent") is SingleTurnLoop
+    assert AGENT_LOOPS.find("single_turn_agent") is SingleTurnLoop
     names = ("tool_agent", "search_agent", "external_agent")
-    assert [find_agent_loop(name).__name__ for name in names] == ["ToolLoop", "SearchLoop", "ExternalAgent"]
+    assert [AGENT_LOOPS.find(name).__name__ for name in names] == ["ToolLoop", "SearchLoop", "ExternalAgent"]
     file = tmp_path / "mine.py"
     file.write_text(
         "from megarl.agents import AgentLoop\nclass Mine(AgentLoop):\n    async def run(self, c, g): ...\n",
         encoding="utf-8",
     )
-    assert find_agent_loop(f"{file}:Mine").__name__ == "Mine"
+    assert AGENT_LOOPS.find(f"{file}:Mine").__name__ == "Mine"
     for name, code, value in (
         ("singel_turn", "config.unknown-name", "external_agent, search_agent"),
         (f"{file}:Other", "config.user-code-class", ["Mine"]),
@@ -223,7 +223,7 @@ def test_find_loop_by_name_and_file(tmp_path):
         ("megarl.base.errors.DataError", "config.user-code-class", "'DataError'"),
     ):
         with raises(code, name, value):
-            find_agent_loop(name)
+            AGENT_LOOPS.find(name)
 
 
 def test_versions_of_tokens_are_a_column_on_demand():

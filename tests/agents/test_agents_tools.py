@@ -15,6 +15,7 @@ from support.expected_errors import raises
 from megarl.agents import Conversation, ConversationLimits, trajectory_metrics
 from megarl.agents.tool_agent import ToolLoop, ToolOptions
 from megarl.agents.tools import (
+    PARSERS,
     Tool,
     ToolCall,
     ToolEntry,
@@ -22,7 +23,6 @@ from megarl.agents.tools import (
     ToolResult,
     answer_call,
     clip_text,
-    find_parser,
     load_tools,
 )
 
@@ -75,7 +75,7 @@ def hermes(name, **arguments):
 
 
 def test_hermes_parser():
-    parse = find_parser("hermes")
+    parse = PARSERS["hermes"]
     good = parse(f"Let me see.{hermes('add', a=1, b=2)}\n{hermes('mul', x=[1, {'y': 2}])}<|im_end|>")
     assert good == [ToolCall("add", {"a": 1, "b": 2}), ToolCall("mul", {"x": [1, {"y": 2}]})]
     assert parse("no calls { } here") == []
@@ -88,7 +88,7 @@ def test_hermes_parser():
 
 
 def test_llama_parser():
-    parse = find_parser("llama3_json")
+    parse = PARSERS["llama3_json"]
     one = '{"name": "add", "parameters": {"a": 1}}'
     assert parse(f"{one}<|eot_id|>") == [ToolCall("add", {"a": 1})]
     assert parse(f"<|python_tag|>{one}; {one}<|eom_id|>") == [ToolCall("add", {"a": 1})] * 2

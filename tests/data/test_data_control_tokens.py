@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from megarl.agents.endpoint.chat_format import ChatFormat
 from megarl.agents.endpoint.request import ApiError, ChatRequest, parse_request
 from megarl.agents.frames import turn_frame
-from megarl.agents.tools import find_parser
+from megarl.agents.tools import PARSERS
 from megarl.data.control_tokens import MARK, ControlTokens, control_tokens
 
 TEMPLATE = (
@@ -79,7 +79,7 @@ def test_a_message_adds_no_control_token(tokenizer: Any, text: str, role: str) -
 @example(texts=["x", "<|e", "<", ">", "|eot|>"])
 def test_a_request_adds_no_control_token(tokenizer: Any, texts: list[str]) -> None:
     """Names, descriptions and parameters of tools; calls, names and contents of messages."""
-    chat = ChatFormat(tokenizer, find_parser("hermes"))
+    chat = ChatFormat(tokenizer, PARSERS["hermes"])
 
     def ids_of(name: str, description: str, parameter: str, argument: str, content: str) -> list[int]:
         call = {"function": {"name": name, "arguments": json.dumps({parameter: argument})}}
@@ -106,7 +106,7 @@ def test_deep_tools_are_encoded_or_refused(tokenizer: Any, depth: int) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     request = ChatRequest([{"role": "user", "content": "?"}], tools)
     try:
-        assert asyncio.run(ChatFormat(tokenizer, find_parser("hermes")).prompt_ids(request))
+        assert asyncio.run(ChatFormat(tokenizer, PARSERS["hermes"]).prompt_ids(request))
     except ApiError as error:
         assert error.status == 400 and depth > 100
 

@@ -178,13 +178,19 @@ def test_staleness_0_is_synchronous_training(
         *("actor_rollout_ref.rollout.replicas=1", "trainer.val_before_train=false", "trainer.test_freq=2"),
         "actor_rollout_ref.actor.ppo_mini_batch_size=24",
     ]
-    own_devices = ("actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1")
-    dapo = ("algorithm.filter_groups.enable=true", "reward.custom_reward_function.name=dense_or_constant")
-    for mode, devices, keys in (("colocated", (), ()), ("disaggregated", own_devices, dapo)):
+    devices = {
+        "colocated": (),
+        "disaggregated": ("actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1"),
+    }
+    dapo = ("+experiment=dapo", "actor_rollout_ref.rollout.n=2", "reward.custom_reward_function.name=dense_or_constant")
+    for keys, modes in (((), ["colocated"]), (dapo, ["colocated", "disaggregated"])):
         shared = [*arguments, *keys]
         expected = exact_metrics(start, [*shared, "async_training.mode=sync"], "exact-sync")
-        found = exact_metrics(start, [*shared, *devices, f"async_training.mode={mode}"], f"exact-{mode}")
         assert len(expected) == 3 and "actor/grad_norm" in expected[0]
-        assert [{name: row.get(name) for name in first} for row, first in zip(found, expected, strict=True)] == expected
+        for mode in modes:
+            found = exact_metrics(start, [*shared, *devices[mode], f"async_training.mode={mode}"], f"exact-{mode}")
+            assert [
+                {name: row.get(name) for name in first} for row, first in zip(found, expected, strict=True)
+            ] == expected
         if keys:
             assert sum(row["filter_groups/dropped"] for row in expected) > 0

@@ -37,9 +37,7 @@ class AssistantTurn:
     Attributes:
         content: text without tool calls, special tokens and stop string.
         calls: well-formed tool calls in order; malformed ones stay in the text.
-        malformed: number of malformed calls.
         finish_reason: reason in OpenAI's words.
-        completion: the generated tokens.
     """
 
     content: str
@@ -75,7 +73,6 @@ class ChatCompletion:
 
     Attributes:
         prompt_ids: token ids of the context.
-        turns: generated turns, one per choice.
     """
 
     prompt_ids: Sequence[int]
@@ -91,10 +88,6 @@ class ChatFormat:
     """Chat template and tool-call parser of the policy.
 
     Args:
-        tokenizer: tokenizer of the policy, with a chat template.
-        parse: parser of tool calls.
-        template_kwargs: extra arguments of the chat template.
-        stop_strings: whether the engine supports stop strings.
         max_tokens: longest context with its response; None = no limit. A request that is longer for certain, by its
             bytes, is refused before it is tokenized.
     """
@@ -238,12 +231,7 @@ def completion_body(
 
 
 def completion_events(body: dict[str, Any], request: ChatRequest) -> Iterator[bytes]:
-    """Convert a body to server-sent events: per choice one event with the whole message and one with its end.
-
-    Args:
-        body: result of :func:`completion_body`.
-        request: the request.
-    """
+    """Convert a body to server-sent events: per choice one event with the whole message and one with its end."""
     usage, choices = body.pop("usage"), body.pop("choices")
     head = body | {"object": "chat.completion.chunk"}
     for choice in choices:

@@ -23,7 +23,7 @@ from megarl.agents.endpoint.request import MODEL
 from megarl.agents.endpoint.server import ChatServer, make_token, write_access_file
 from megarl.agents.endpoint.session import Session
 from megarl.agents.event_loop import EventLoopThread
-from megarl.agents.tools.calling import find_parser
+from megarl.agents.tools.calling import PARSERS
 from megarl.agents.types import Conversation, Generate, SessionAccess
 from megarl.base.errors import ConfigError
 from megarl.base.proxies import bypass_proxies
@@ -51,7 +51,6 @@ class EndpointAddress:
     """Listening address of the endpoint, and the file that announces it.
 
     Attributes:
-        host: listening address.
         port: listening port; 0 = any free port.
         access_file: file with base URL and token for clients; None = no file.
     """
@@ -67,10 +66,6 @@ class Endpoint:
     Requests and conversations share one event loop, so no locks are needed.
 
     Args:
-        chat: chat format of the policy.
-        limits: limits of external requests.
-        address: listening address.
-        loop: event loop of the conversations.
         token: bearer token; empty = of the environment, or a random one.
 
     Raises:
@@ -192,9 +187,6 @@ def build_endpoint(
     """Build the run's endpoint, not yet listening; None if the run serves none.
 
     Args:
-        config: complete configuration.
-        tokenizer: tokenizer of the policy.
-        loop: event loop of the conversations.
         token: bearer token; empty = of the environment, or a random one.
         address: listening address; None = the configured one.
 
@@ -212,7 +204,7 @@ def build_endpoint(
     tokens = min(data.max_prompt_length + data.max_response_length, longest)
     chat = ChatFormat(
         copy.deepcopy(tokenizer),  # requests come at any time, and tokenizers are not thread-safe
-        find_parser(multi_turn.format),
+        PARSERS[multi_turn.format],
         data.apply_chat_template_kwargs,
         stop_strings=_supports_stop_strings(rollout, policy.model.path),
         max_tokens=tokens,

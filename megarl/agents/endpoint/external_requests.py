@@ -48,12 +48,7 @@ class _Counts:
 
 
 class ExternalRequests:
-    """Serves external requests within :meth:`serving`; at other times they wait.
-
-    Args:
-        chat: chat format of the policy.
-        limits: limits of each request.
-    """
+    """Serves external requests within :meth:`serving`; at other times they wait."""
 
     def __init__(self, chat: ChatFormat, limits: ExternalRequestLimits) -> None:
         self._chat, self._limits = chat, limits

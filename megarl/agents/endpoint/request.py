@@ -117,10 +117,8 @@ class ApiError(Exception):
     """A refused or failed request, reported to the client in OpenAI's form.
 
     Attributes:
-        status: HTTP status.
         message: description for people.
         code: description for programs, such as ``context_length_exceeded``.
-        param: invalid field of the request.
         retry_after_s: seconds until a retry makes sense; None = never.
     """
 
@@ -156,13 +154,7 @@ class ChatRequest:
             not the assistant's.
         tools: schemas declared in the prompt.
         reads_calls: parse tool calls in the response.
-        temperature: see :class:`megarl.rollout.interface.SamplingParams`, as for ``top_p`` and ``top_k``.
-        top_p: nucleus sampling.
-        top_k: top-k sampling.
-        max_tokens: maximum number of generated tokens.
         stop: strings that end the response and are excluded from it.
-        seed: seed of the random numbers.
-        n: number of choices.
         logprobs: return the log-prob of each token.
         stream: respond with server-sent events.
         include_usage: end the stream with the token counts.

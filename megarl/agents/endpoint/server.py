@@ -76,13 +76,8 @@ class ChatServer:
     for the requests of a conversation; ``GET /health`` needs no token.
 
     Args:
-        token: bearer token.
         external: serves requests outside of conversations.
         sessions: open sessions by id, looked up at each request.
-        chat: chat format of the policy.
-
-    Attributes:
-        log: logger of failed requests.
     """
 
     def __init__(

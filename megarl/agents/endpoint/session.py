@@ -39,9 +39,7 @@ class _Turn:
     Attributes:
         parent: turn before this one; None = start of a branch.
         ids: token ids of the prompt, or of the messages between the parent and this turn.
-        completion: generated tokens.
         number: number of turns completed earlier.
-        has_child: whether another turn continues this one.
         refused: limit for which the last request after this turn was refused.
     """
 
@@ -77,8 +75,6 @@ class Session:
 
     Args:
         conversation: the conversation; its sampling parameters and limits override the requests'.
-        generate: generates turns.
-        chat: chat format of the policy.
 
     Attributes:
         failure: done with the exception of a failed generation, which no client can recover from.

@@ -5,16 +5,17 @@ tool calls.
 """
 
 from megarl.agents.tools.calling import (
+    PARSERS,
     ToolAnswer,
     ToolCall,
     answer_call,
     clip_text,
-    find_parser,
     register_tool_parser,
 )
-from megarl.agents.tools.tool import Tool, ToolEntry, ToolError, ToolResult, find_tool, load_tools, register_tool
+from megarl.agents.tools.tool import Tool, ToolEntry, ToolError, ToolResult, load_tools, register_tool
 
 __all__ = [
+    "PARSERS",
     "Tool",
     "ToolAnswer",
     "ToolCall",
@@ -23,8 +24,6 @@ __all__ = [
     "ToolResult",
     "answer_call",
     "clip_text",
-    "find_parser",
-    "find_tool",
     "load_tools",
     "register_tool",
     "register_tool_parser",

@@ -62,15 +62,6 @@ def register_tool_parser(name: str) -> Callable[[Parser], Parser]:
     return register
 
 
-def find_parser(name: str) -> Parser:
-    """Return the parser of a tool-call format.
-
-    Raises:
-        ConfigError: the format is unknown; the message lists the known formats.
-    """
-    return PARSERS[name]
-
-
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 
 
@@ -146,7 +137,6 @@ class ToolAnswer(NamedTuple):
     Attributes:
         text: text for the model: the tool's result, or an error message.
         malformed: the call is unreadable, names no tool, or does not fit the schema.
-        metrics: numbers reported by the tool.
     """
 
     text: str
@@ -156,11 +146,6 @@ class ToolAnswer(NamedTuple):
 
 async def answer_call(call: ToolCall, tools: Mapping[str, ToolEntry], conversation: Conversation) -> ToolAnswer:
     """Run a tool call; a malformed call is answered with an error message.
-
-    Args:
-        call: parsed call.
-        tools: tools by name.
-        conversation: conversation of the call.
 
     Raises:
         AgentError: the tool failed after all retries; an empty answer would teach the model a false result.
@@ -215,8 +200,6 @@ def clip_text(tokenizer: PreTrainedTokenizerBase, text: str, budget: int, side: 
     """Truncate a text to a number of tokens and mark the cut.
 
     Args:
-        tokenizer: counts the tokens.
-        text: text to truncate.
         budget: number of tokens kept; the mark is added to them.
         side: part that is kept, in verl's words: ``left``, ``right``, or both ends (``middle``).
     """

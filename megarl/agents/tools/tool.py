@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import jsonschema
 import yaml
@@ -31,7 +31,6 @@ class ToolResult:
     """Result of a tool call.
 
     Attributes:
-        text: text for the model.
         metrics: numbers about the call, summed over a conversation's calls.
     """
 
@@ -45,7 +44,6 @@ class Tool(abc.ABC):
     Args:
         schema: schema in the form of OpenAI's ``tools``, ``{"type": "function", "function": {"name", "description",
             "parameters"}}``; None = the class's schema.
-        config: arbitrary settings of the tool.
 
     Raises:
         ConfigError: the schema is missing or malformed.
@@ -68,7 +66,6 @@ class Tool(abc.ABC):
         """Run one call.
 
         Args:
-            arguments: arguments that match the schema.
             conversation: the conversation of the call; ``facts`` has the data row's columns.
 
         Raises:
@@ -96,7 +93,6 @@ def checked_schema(schema: Mapping[str, Any] | None, owner: str) -> Mapping[str,
     """Validate a tool's schema and return it with its ``type``.
 
     Args:
-        schema: the schema.
         owner: name of the tool's class, for the error message.
 
     Raises:
@@ -117,44 +113,19 @@ def checked_schema(schema: Mapping[str, Any] | None, owner: str) -> Mapping[str,
     return {"type": "function", **schema}
 
 
-_ToolClass = TypeVar("_ToolClass", bound=type[Tool])
-
 TOOLS: Registry[type[Tool]] = Registry(
     "class_name", loader=lambda spec, key: load_user_class(spec, Tool, key), hint="or write path.py:Class"
 )
 
 
-def register_tool(name: str) -> Callable[[_ToolClass], _ToolClass]:
-    """Return a decorator that registers a tool class for ``class_name`` in a tool file.
-
-    Raises:
-        ConfigError: another class has the name.
-    """
-
-    def register(tool: _ToolClass) -> _ToolClass:
-        TOOLS.register(name)(tool)
-        return tool
-
-    return register
-
-
-def find_tool(name: str) -> type[Tool]:
-    """Return the class of a tool.
-
-    Args:
-        name: a registered name, ``path.py:Class``, or ``package.module.Class``.
-
-    Raises:
-        ConfigError: the name is unknown (the message lists the known names).
-    """
-    return TOOLS.find(name)
+register_tool = TOOLS.register
+"""Decorator that registers a tool class for ``class_name`` in a tool file."""
 
 
 class ToolEntry(NamedTuple):
     """A tool of the tool file with its time limit and retries.
 
     Attributes:
-        tool: the tool.
         timeout_s: seconds per attempt.
         retries: further attempts after a failed one.
     """
@@ -208,7 +179,7 @@ def _build_entry(fields: Any, position: str) -> ToolEntry:
         if isinstance(value, bool) or not isinstance(value, int | float) or value < minimum:
             raise ConfigError(f"{position}: {name}={value!r} must be a number >= {minimum}", code="tool.entry-limits")
     try:
-        tool = find_tool(str(fields["class_name"]))(schema=fields.get("tool_schema"), config=fields.get("config"))
+        tool = TOOLS.find(str(fields["class_name"]))(schema=fields.get("tool_schema"), config=fields.get("config"))
     except ConfigError as error:
         raise ConfigError(f"{position}: {error.text}", code=error.code) from error
     return ToolEntry(tool, **policy)

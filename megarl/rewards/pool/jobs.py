@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from megarl.base.errors import RewardError
 from megarl.rewards.calling import RewardTask
@@ -27,7 +27,6 @@ class RunCounts:
     """Retries and replacements while a batch was scored.
 
     Attributes:
-        retries: attempts after an infrastructure failure.
         replaced: processes replaced because they hung or died.
     """
 
@@ -39,28 +38,6 @@ class RunCounts:
         return RunCounts(self.retries + other.retries, self.replaced + other.replaced)
 
 
-class JobSource(Protocol):
-    """Jobs that arrive while others run.
-
-    Attributes:
-        wake_handle: descriptor that becomes readable when something has changed.
-        counts: retries and replacements so far; the runner adds to them.
-    """
-
-    wake_handle: int
-    counts: RunCounts
-
-    def take(self) -> list[RewardJob]:
-        """Return the new jobs.
-
-        Raises:
-            StreamEnded: the results are not needed any more.
-        """
-
-    def put(self, number: int, outcome: Outcome) -> None:
-        """Receive the outcome of a job; jobs are numbered in the order of :meth:`take`."""
-
-
 class StreamEnded(RewardError):
     """Nobody waits for the results of a stream."""
 
@@ -70,10 +47,14 @@ class RewardStream:
 
     Args:
         threads: one thread, which lives as long as the pool: the kernel ends a process with the thread that started it.
-        run: runs the jobs of a source; called in the thread.
+        run: runs the jobs of the stream; called in the thread.
+
+    Attributes:
+        wake_handle: descriptor that becomes readable when something has changed.
+        counts: retries and replacements so far; the pool adds to them.
     """
 
-    def __init__(self, threads: ThreadPoolExecutor, run: Callable[[JobSource], None]) -> None:
+    def __init__(self, threads: ThreadPoolExecutor, run: Callable[[RewardStream], None]) -> None:
         self.counts = RunCounts()
         self._reported = RunCounts()
         self._new: list[RewardJob] = []
@@ -126,7 +107,11 @@ class RewardStream:
             self._waker = -1
 
     def take(self) -> list[RewardJob]:
-        """Return the next jobs; see :class:`JobSource`; called in the thread."""
+        """Return the new jobs; called in the thread.
+
+        Raises:
+            StreamEnded: the results are not needed any more.
+        """
         with contextlib.suppress(BlockingIOError):  # woken by something else
             os.read(self.wake_handle, 65536)
         if self._has_ended:
@@ -136,7 +121,7 @@ class RewardStream:
         return new
 
     def put(self, number: int, outcome: Outcome) -> None:
-        """Record the outcome of a job; see :class:`JobSource`; called in the thread."""
+        """Record the outcome of a job, numbered in the order of :meth:`take`; called in the thread."""
         with self._lock:
             future = self._open.pop(number)
         future.set_result(outcome)

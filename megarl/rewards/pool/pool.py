@@ -20,7 +20,7 @@ from megarl.base.errors import RewardError
 from megarl.base.logs import ProcessLogs, tail
 from megarl.rewards.calling import FunctionSpec, serialize_task, timeout_outcome
 from megarl.rewards.outcome import INFRASTRUCTURE, Outcome, failed_outcome
-from megarl.rewards.pool.jobs import JobSource, RewardJob, RewardStream, RunCounts
+from megarl.rewards.pool.jobs import RewardJob, RewardStream, RunCounts
 from megarl.rewards.pool.process import OUT_OF_MEMORY, RewardProcess
 from megarl.rewards.pool.runner import retry_delay_s
 from megarl.rewards.registry import FunctionTraits
@@ -146,10 +146,10 @@ class RewardPool:
         self._stream = RewardStream(self._threads, self._run_source)
         return self._stream
 
-    def _run_source(self, source: JobSource) -> None:
+    def _run_source(self, source: RewardStream) -> None:
         self._run(_Batch(self, source.put, source.counts), source)
 
-    def _run(self, batch: _Batch, source: JobSource | None = None) -> None:
+    def _run(self, batch: _Batch, source: RewardStream | None = None) -> None:
         """Run the jobs of a batch, and those that a source adds to it."""
         try:
             self.start()

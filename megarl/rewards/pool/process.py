@@ -154,13 +154,7 @@ class RewardProcess:
 
 
 def main(handle: int, parent: int, log: tuple[str, str] | None = None) -> None:
-    """Serve the owner until it closes the connection; entry point of the process.
-
-    Args:
-        handle: file descriptor of the connection to the owner.
-        parent: process id of the owner.
-        log: file for all output of this process, and log level.
-    """
+    """Serve the owner until it closes the connection; entry point of the process."""
     die_with_parent(parent)
     if log is not None:
         redirect_output(Path(log[0]), log[1])
@@ -182,7 +176,6 @@ class FunctionServer:
     """Calls functions for the owner, inside a process of the pool.
 
     Args:
-        connection: connection to the owner.
         specs: functions by number; each is loaded on first use, or by a message without tasks.
     """
 

@@ -41,7 +41,6 @@ class InDriverRunner:
 
     Args:
         max_retries: further attempts after an infrastructure failure.
-        sleep: waits between attempts.
     """
 
     def __init__(

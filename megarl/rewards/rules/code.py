@@ -53,7 +53,6 @@ async def code_tests(
     The first timeout ends the tests: a program that loops is wrong, and further cases would only cost time.
 
     Args:
-        solution_str: text of the response, with the program in a fenced block.
         ground_truth: test cases, see :func:`read_cases`.
         url: URL of a remote sandbox; None = the local sandbox.
         timeout_s: wall seconds per case.

@@ -32,8 +32,6 @@ def format_reward(
     Args:
         pattern: regular expression; its dot matches line breaks.
         begin: start of the response that is part of the prompt, such as ``<think>``.
-        score: score of a match.
-        wrong_score: score of any other response.
 
     Returns:
         ``score``, and ``format``: 1.0 for a match.

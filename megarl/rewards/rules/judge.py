@@ -48,7 +48,6 @@ async def judge(
         model: model name at the endpoint.
         score_pattern: regular expression whose first group is the score; the last match counts.
         score_range: lowest and highest score; a score outside is an invalid judgement.
-        max_tokens: maximum number of tokens of the judgement.
         timeout_s: seconds per request.
         api_key_env: environment variable with the API key; None = no key.
 
@@ -75,8 +74,6 @@ async def served_models(base_url: str, timeout_s: float, api_key_env: str | None
     """Return the names of the models that an OpenAI-compatible endpoint serves.
 
     Args:
-        base_url: base URL of the endpoint.
-        timeout_s: seconds for the request.
         api_key_env: environment variable with the API key; None = no key.
 
     Raises:

@@ -57,8 +57,6 @@ def gsm8k(
     Args:
         ground_truth: the right number, or a solution of the dataset, which ends in ``#### number``.
         method: ``strict`` reads the number after the last ``####``, ``flexible`` the last number.
-        format_score: score of a wrong number.
-        score: score of the right number.
 
     Returns:
         ``score``; ``acc``: 1.0 if the number is right; ``pred``: the number, None = none.
@@ -213,7 +211,6 @@ def math_dapo(
 
     Args:
         solution_str: text of the response; only its last 300 characters are read.
-        ground_truth: the right answer.
         strict_box_verify: read a box.
 
     Returns:

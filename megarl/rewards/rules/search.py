@@ -31,7 +31,6 @@ def search_exact_match(
     Args:
         solution_str: text of the response, including retrieved documents.
         ground_truth: the right answer, a list of right answers, or a mapping with either under ``target``.
-        format_score: score of a wrong answer.
 
     Returns:
         ``score``; ``answered``: 1.0 if there is an answer; ``pred``: the normalized answer, None = none.
@@ -129,12 +128,7 @@ def search_structure(
     ==============  =======================================================  ==============================
 
     Args:
-        solution_str: text of the response, including retrieved documents.
         ground_truth: as in ``search_em``.
-        structure_format_score: see above.
-        final_format_score: see above.
-        retrieval_score: see above.
-        score: see above.
 
     Returns:
         ``score``; ``acc``: 1.0 if the answer is right; ``format``: 1.0 if well-formed; ``retrieved``: 1.0 if a document

@@ -33,7 +33,6 @@ async def judge_assertions(run: RunProgram, program: str, tests: Sequence[str], 
 
     Args:
         run: runs a source with a text for standard input in a new sandbox.
-        program: source of the program.
         tests: Python sources that raise an exception if the program is wrong.
         limit_s: seconds after which nothing further starts.
 

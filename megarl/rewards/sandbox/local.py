@@ -121,7 +121,6 @@ class LocalSandbox:
     """Runs Python programs, each in a new sandbox.
 
     Args:
-        limits: limits of each program.
         allow_unfiltered: run programs without a filter of system calls where there is none.
     """
 
@@ -294,7 +293,6 @@ class Protection(NamedTuple):
     """One protection of the sandbox on this machine.
 
     Attributes:
-        name: short description.
         active: whether a program in the sandbox observes it.
         remedy: the reason why it is not active, and what to do; empty if unknown.
     """

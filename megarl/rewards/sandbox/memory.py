@@ -34,7 +34,6 @@ def exceeds_memory(launcher: int, limit: int, own_processes: int = 3) -> bool:
 
     Args:
         launcher: process id of the launcher of the sandbox.
-        limit: bytes.
         own_processes: processes of the launcher, each the only child of the one before; they do not count.
     """
     tree = [launcher]
