@@ -230,8 +230,6 @@ class EngineHealth:
 
     Attributes:
         ready: whether it would serve a request now: not stale, awake, not shut down.
-        stale: its weights are absent or incomplete.
-        weight_version: version of its weights; -1 while stale.
     """
 
     ready: bool
@@ -362,9 +360,6 @@ class RolloutEngine(abc.ABC):
 
         Returns:
             Completions in the order of the requests.
-
-        Raises:
-            WeightSyncError, RolloutError: see :meth:`submit` and :meth:`poll`.
         """
         self.submit(requests)
         done: dict[str, Completion] = {}

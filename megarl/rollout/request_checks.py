@@ -40,7 +40,6 @@ def check_token_ids(source: str, ids: Iterable[int], vocab_size: int) -> None:
 
     Args:
         source: name of the ids, for the error.
-        vocab_size: number of tokens in the vocabulary.
 
     Raises:
         RequestRefused: an id is no integer, or outside of it.

@@ -145,10 +145,6 @@ class RequestScheduler:
     is idle while requests wait. The longest expected requests go first, since a long response started last would delay
     the whole batch. Before them goes one probe request of each key with unknown length. Keys that have waited since an
     earlier weight sync go before all newer ones: their batch is trained first.
-
-    Args:
-        capacity: maximum requests of each replica.
-        lengths: length estimator; None = a new one.
     """
 
     def __init__(self, capacity: Sequence[int], lengths: LengthEstimator | None = None) -> None:
@@ -273,7 +269,6 @@ class RequestScheduler:
         return least
 
     def _dequeue(self, entries: Iterable[PendingRequest]) -> None:
-        """Remove requests from the queue."""
         for entry in entries:
             group = self._waiting[entry.key]
             group.remove(entry)

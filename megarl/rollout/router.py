@@ -54,20 +54,10 @@ class Replica(Protocol):
     """
 
     async def accept(self, client: str, requests: Sequence[Request], aborted: Sequence[str]) -> None:
-        """Take new requests and abort others.
-
-        Args:
-            client: name of the router.
-            aborted: ids of requests to abort.
-        """
+        """Take new requests and abort others."""
 
     async def completions(self, client: str, wait_s: float) -> list[Completion]:
-        """Wait for completions; empty after ``wait_s`` seconds, or at once if no request is running.
-
-        Args:
-            client: name of the router.
-            wait_s: seconds to wait for the first completion.
-        """
+        """Wait for completions; empty after ``wait_s`` seconds, or at once if no request is running."""
 
 
 class EngineReplica:
@@ -355,7 +345,6 @@ class Router:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _send(self, connection: _Connection) -> None:
-        """Send new and aborted requests to a replica at once."""
         while True:
             await connection.has_calls.wait()
             connection.has_calls.clear()
@@ -448,7 +437,6 @@ class Router:
         self._scheduler.add(entry for entry in entries if not entry.payload.done())
 
     def _fail(self, error: Exception) -> None:
-        """Fail all requests with this error."""
         self._failure = error
         self._changed.set()
         for entry in self._entries.values():

@@ -20,9 +20,7 @@ class RouterStats:
     Attributes:
         lost: reasons by lost replica.
         handled: lost replicas that have left, or that another process has replaced.
-        moved: requests that were moved to another replica.
         discarded_tokens: generated tokens of interrupted requests that an engine could not continue and began again.
-        busy_s: busy seconds of each replica.
         served_s: seconds in which each replica was connected.
         idle_while_waiting_s: seconds that replicas were idle while requests waited, over all replicas.
         runners_lost: agent runners that were lost, with their routers.

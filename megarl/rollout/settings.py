@@ -30,13 +30,10 @@ def engine_options(
     """Return the options of the engine ``rollout.name``.
 
     Args:
-        rollout: rollout section of the config.
         device: device of the replica's first rank.
         replica: number of the replica; selects its server if the config has ``urls``.
         pending_bytes: device bytes that training roles on the replica's GPUs have yet to allocate, from which SGLang's
             share of the free memory follows; None = no training role.
-        return_routes: see :class:`~megarl.rollout.interface.EngineOptions`; also for the next one.
-        eos_token_ids: tokens that end every sequence.
         nodes: nodes of the replica's ranks; None = one node.
 
     Raises:
@@ -88,7 +85,6 @@ def context_tokens(rollout: RolloutConfig, model: ModelConfig) -> int:
 
 
 def _server_key(sglang: SGLangConfig) -> str:
-    """Read the API key of running servers from the environment."""
     value = os.environ.get(sglang.api_key_env or "", "")
     if not value:
         raise ConfigError(

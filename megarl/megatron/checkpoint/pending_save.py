@@ -35,7 +35,6 @@ class PendingSave:
     """Writes immediately: in a thread, which never communicates, or in the constructor.
 
     Args:
-        folder: of the save, shared by all ranks.
         writer: planned writer of the tensors; None if there are none.
         files: names of files that this rank has already written.
         in_background: write in a thread; the writer's tensors must not change until then.
@@ -95,7 +94,6 @@ class PendingSave:
         self._seconds = time.perf_counter() - begin
 
     def _note_entries(self) -> None:
-        """Record sizes and digests of new files."""
         for name in sorted(self._files - self._entries.keys()):
             self._entries[name] = read_entry(self._folder / name, flush=True)
 
@@ -123,7 +121,6 @@ class HostSnapshot:
 
     Args:
         device: device of the tensors; for a GPU the memory is page-locked, so that it copies at full speed.
-        chunk_bytes: see :data:`~megarl.megatron.runtime.host_memory.CHUNK_BYTES`.
     """
 
     def __init__(self, device: torch.device, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -157,7 +154,6 @@ def export_beside(
     """Export the model to ``<folder>/huggingface``; communicates.
 
     Args:
-        folder: of the checkpoint, shared by all ranks.
         copy_from: folder whose tokenizer is copied.
 
     Returns:

@@ -65,11 +65,6 @@ logger = logging.getLogger(__name__)
 def save_sharded(engine: MegatronEngine, path: str | Path, contents: Collection[str] = RESUMABLE) -> None:
     """Save the engine and return when all files are written; all ranks must call this.
 
-    Args:
-        engine: after a finished optimizer step.
-        path: folder on storage that all ranks share; created if missing, must be empty.
-        contents: see :func:`begin_save`.
-
     Raises:
         CheckpointError: on every rank, if any of them failed; names rank and reason. Written files remain.
     """
@@ -223,7 +218,6 @@ def _restore_random(engine: MegatronEngine, folder: Path, state: RoleState) -> N
 
 
 def _saved_items(engine: MegatronEngine, with_optimizer: bool) -> Iterator[Item]:
-    """This rank's contribution, wherever it is."""
     contributions = engine.trained_map.contributions(engine.runtime.layout, engine.runtime.rank)
     return saved_items(contributions, _stored_state(engine, with_optimizer), engine.offload_manager.memory)
 
@@ -231,12 +225,7 @@ def _saved_items(engine: MegatronEngine, with_optimizer: bool) -> Iterator[Item]
 def saved_items(
     contributions: Iterable[Contribution], state: StoredState, memory: Callable[[Tensor], TensorMemory]
 ) -> Iterator[Item]:
-    """Select the blocks that one rank writes: over all ranks each element of each tensor once.
-
-    Args:
-        state: weights and optimizer state of the rank.
-        memory: returns the memory of a tensor.
-    """
+    """Select the blocks that one rank writes: over all ranks each element of each tensor once."""
     for param, _, is_writer in contributions:
         for kind, start, stop, tensor in state.tensors(param.name):
             if is_writer or (kind != WEIGHT and state.is_sharded):
@@ -273,7 +262,6 @@ class StoredState:
     """Weights and optimizer state of one rank by parameter, on the device or offloaded.
 
     Attributes:
-        shapes: of the Hugging Face tensors.
         shards: their optimizer state; empty without an optimizer.
         is_sharded: data-parallel ranks hold parts of the optimizer state; otherwise each holds all of it.
     """

@@ -42,7 +42,6 @@ class FaultWatch:
         """Record a micro-batch; called in order.
 
         Args:
-            loss: of the micro-batch, a scalar.
             outputs: of the model, ``[response tokens, ...]`` each.
             rows: response tokens of each row.
         """
@@ -58,7 +57,6 @@ class FaultWatch:
 
         Args:
             params: by global name, in the order of the forward pass, with reduced gradients in ``main_grad``.
-            describe: names a sample.
         """
         samples: dict[str, str] = {}
         largest = (0.0, "")
@@ -93,7 +91,6 @@ class SkipReport(NamedTuple):
     """Non-finite values of a skipped step over all ranks; the same on each.
 
     Attributes:
-        samples: non-finite quantity, by the sample's description.
         largest: largest absolute gradient of a log-prob or value, and its sample; used if ``samples`` is empty.
         parameter: the first parameter in the backward pass with a non-finite gradient; empty if there is none.
         ranks: ranks with such a part of it.

@@ -59,16 +59,10 @@ class MegatronEngine:
     Methods that communicate say so; all ranks of the role must call them. Every public method enters
     ``cuda_on_cpu.active()``, the scope that lets Megatron run on a CPU, because the scope belongs to a thread.
 
-    Args:
-        model: the model's shape.
-        options: number format, sequence parallelism, head, optimizer.
-
     Attributes:
-        model: the model's shape.
         trained_map: map of the parameters that checkpoints contain: all weights, or with LoRA the adapters.
         base: identity of the frozen model under the adapters, on rank 0; None without adapters.
         chunks: Megatron's modules of this rank, wrapped for data parallelism if there is an optimizer.
-        optimizer: None for inference.
         offload_manager: offloads parts between phases; methods onload the parts that they need.
 
     Raises:
@@ -125,9 +119,6 @@ class MegatronEngine:
 
     def offload(self, *, return_cached: bool = True) -> dict[str, int]:
         """Free device memory at the end of a phase: offload the configured parts, and return cached memory.
-
-        Args:
-            return_cached: see :meth:`~megarl.megatron.engine.offload.OffloadManager.offload`.
 
         Returns:
             Released device bytes of each part.
@@ -267,7 +258,6 @@ class MegatronEngine:
 
         Args:
             micro_batches: the same on each rank of a pipeline; at least one.
-            options: requested outputs of a language model.
 
         Returns:
             :class:`PolicyOutputs` or :class:`ValueOutputs` per micro-batch, on every rank of the last stage; None on
@@ -292,9 +282,6 @@ class MegatronEngine:
     @torch.no_grad()
     def hidden(self, micro_batches: Sequence[PackedMicroBatch]) -> list[Tensor] | None:
         """Compute the final hidden states that predict the response tokens, without gradients; communicates.
-
-        Args:
-            micro_batches: see :meth:`forward`.
 
         Returns:
             ``[response tokens, hidden]`` per micro-batch in host memory, after the final norm, on every rank of the
@@ -352,11 +339,6 @@ class MegatronEngine:
 
         Drops gradients of an earlier call. The result does not depend on the division of rows into micro-batches, nor
         on the number of micro-batches per data-parallel rank.
-
-        Args:
-            micro_batches: see :meth:`forward`.
-            loss: see :data:`LossFunction`.
-            options: see :meth:`forward`.
 
         Returns:
             The sums of the metrics that ``loss`` returns; the same on every rank.

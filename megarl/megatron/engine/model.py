@@ -144,9 +144,6 @@ class StageModel:
 
         Lengths are those of whole sequences, from which Transformer Engine derives this rank's chunks of each. Padding
         is not declared: that would disable its flash attention, and causality hides padding anyway.
-
-        Args:
-            part: on the device.
         """
         ranks = self.chunks[0].config.context_parallel_size
         divided, ends = ranks > 1, part.ends
@@ -175,11 +172,7 @@ class StageModel:
 
 
 def build_model(model: ModelConfig, runtime: Runtime, options: MegatronOptions) -> StageModel:
-    """Build this rank's stage, with allocated but unset weights.
-
-    Args:
-        options: number format, sequence parallelism, head, recomputation.
-    """
+    """Build this rank's stage, with allocated but unset weights."""
     layout = runtime.layout
     fused = uses_transformer_engine(runtime.device, options.dtype)
     config = build_transformer_config(model, layout, options, fused=fused)
@@ -289,7 +282,6 @@ def _layer(
 
 
 def _replace_attention(model: ModelConfig, layer: ModuleSpec, fused: bool) -> None:
-    """Replace a layer's attention by a gated delta net."""
     attention, column = layer.submodules.self_attention.submodules, None
     if fused:
         engine = importlib.import_module("megatron.core.extensions.transformer_engine")

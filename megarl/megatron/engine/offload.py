@@ -31,7 +31,6 @@ class Offloader:
     Args:
         tensors: called at each offload, because an optimizer creates its state in its first step.
         keep: keep the contents in host memory; otherwise the storages return filled with zeros.
-        chunk_bytes: see :data:`~megarl.megatron.runtime.host_memory.CHUNK_BYTES`.
 
     Attributes:
         host: host memory of the contents.
@@ -182,9 +181,6 @@ class OffloadManager:
 
     Args:
         chunks: Megatron's modules, wrapped for data parallelism if there is an optimizer.
-        optimizer: None for inference.
-        parts: members of :data:`PARTS` to offload between phases.
-        chunk_bytes: see :data:`~megarl.megatron.runtime.host_memory.CHUNK_BYTES`.
     """
 
     def __init__(
@@ -303,7 +299,6 @@ class OffloadManager:
         return self._weights.swapped(other)
 
     def _offload_part(self, part: str) -> int:
-        """Offload one part; returns its device bytes."""
         if self._offloaders[part].is_offloaded:
             return self._offloaders[part].offload()
         with span(f"offload {part}", "copy"):

@@ -30,9 +30,6 @@ class OptimizerOptions(LearningRateSchedule):
     """Adam with decoupled weight decay (none on norms and biases), clipping, and the learning-rate schedule.
 
     Attributes:
-        betas: decay of the two running means.
-        eps: added to the denominator.
-        weight_decay: decoupled decay of matrices.
         clip_grad: largest global gradient norm; 0 = no clipping.
         use_distributed_optimizer: shard the optimizer's state over data-parallel ranks.
     """
@@ -49,7 +46,6 @@ class StepResult(NamedTuple):
 
     Attributes:
         grad_norm: global norm of the gradient before clipping.
-        lr: learning rate of the step.
         skipped: the loss or the gradient was not finite; neither weights nor schedule changed.
     """
 
@@ -62,14 +58,10 @@ class Optimizer:
     """Wrapper of Megatron's optimizer.
 
     Args:
-        chunks: the stage's modules, wrapped for data parallelism.
-        options: Adam and the schedule.
         dtype: of the weights; with bfloat16 the optimizer keeps float32 copies.
 
     Attributes:
-        megatron: Megatron's optimizer, for checkpoints.
         steps: number of optimizer steps; the whole state of the schedule.
-        skipped_in_a_row: consecutive skipped steps.
     """
 
     def __init__(self, chunks: Sequence[Any], options: OptimizerOptions, dtype: torch.dtype) -> None:
@@ -157,8 +149,6 @@ class StateShard(NamedTuple):
     """This rank's part of one parameter's optimizer state.
 
     Attributes:
-        start: first element of the flattened local parameter.
-        stop: one after the last.
         tensors: flat, by kind (:data:`MOMENTS`, :data:`MASTER`); views of the optimizer's memory.
     """
 
@@ -183,7 +173,6 @@ def state_shards(
 
     Args:
         optimizer: the optimizer of this rank; its tensors may be offloaded.
-        zeros_like: creates such state.
     """
     shards = {}
     for name, param in params.items():
@@ -220,7 +209,6 @@ def set_steps(optimizer: Optimizer, steps: int) -> None:
 
     Args:
         optimizer: its state exists (:func:`state_shards`).
-        steps: optimizer steps.
     """
     optimizer.steps = steps
     for part in optimizer.megatron.chained_optimizers:

@@ -51,7 +51,6 @@ class OutOfMemoryVote:
 
     Args:
         enabled: vote after each pass; costs one small collective. Otherwise no pass can be repeated.
-        peers_wait_s: see :data:`PEERS_WAIT_S`.
     """
 
     def __init__(self, runtime: Runtime, *, enabled: bool, peers_wait_s: float = PEERS_WAIT_S) -> None:
@@ -122,7 +121,6 @@ class OutOfMemoryVote:
         return DeviceMemoryError(text, repeatable=True)
 
     def _vote(self, *, failed: bool) -> bool:
-        """Whether any rank failed."""
         votes = torch.tensor(float(failed), device=self._runtime.device)
         if self._runtime.layout.world_size > 1:
             dist.all_reduce(votes, dist.ReduceOp.MAX)

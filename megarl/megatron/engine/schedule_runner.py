@@ -43,7 +43,6 @@ def wrap_data_parallel(
 
     Args:
         stage: this rank's chunks; the hooks of the schedule are set in their config.
-        overlap: overlap of the sum with the backward pass.
         vote: votes before the sum, in which other ranks wait for this one.
     """
     config = stage.chunks[0].config
@@ -78,12 +77,8 @@ class ScheduleRunner:
     """Runs passes of one rank's chunks: loads micro-batches, exchanges activations, votes on memory.
 
     Args:
-        stage: this rank's part of the model.
         chunks: its chunks, wrapped for data parallelism if they are trained.
-        vote: lets all ranks repeat a pass that ran out of memory.
         routing: the routers; None for a dense model.
-        offload: onloads the weights before a pass.
-        overlap: communication overlap of the trained chunks.
 
     Attributes:
         gather_is_pending: the weights of the last step are gathered by the next forward, or by :meth:`gather_weights`.
@@ -135,9 +130,7 @@ class ScheduleRunner:
             micro_batches: the same on each rank of a pipeline; at least one.
             read: converts the output of the last stage's model.
             clean_up: drops references to activations after an interrupted pass.
-            forward_only: without gradients.
             hidden_only: the model returns its final hidden states.
-            routing: the routers' part.
 
         Returns:
             Results of ``read`` on the last stage, in order.
@@ -252,7 +245,6 @@ class MicroBatchLoader:
     """Iterator over micro-batches that can load one ahead.
 
     Args:
-        micro_batches: on the host.
         load: copies one to the device without waiting.
     """
 

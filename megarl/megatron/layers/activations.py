@@ -93,11 +93,7 @@ def _rows_at_once(inputs: Tensor) -> int:
 
 
 class GatedActivation(nn.Module):
-    """A gated activation of ``[..., 2 * n]``; subclasses name its function.
-
-    Args:
-        arguments: further arguments of the function.
-    """
+    """A gated activation of ``[..., 2 * n]``; subclasses name its function."""
 
     function: type[torch.autograd.Function]
 
@@ -124,11 +120,7 @@ class GeGLU(GatedActivation):
 
 
 class ClampedSwiGLU(GatedActivation):
-    """Clamped gated activation with alternating gates and ups.
-
-    Args:
-        clamped: see :class:`~megarl.models.model_config.ClampedGate`.
-    """
+    """Clamped gated activation with alternating gates and ups."""
 
     function = _ClampedSwiGLU
 

@@ -129,9 +129,6 @@ def _attend_to_prefix(
         query: ``[count, heads, chunk, head_dim]``.
         key: ``[count, key-value heads, seen, head_dim]``; its last ``chunk`` tokens are those of the queries.
         value: ``[count, key-value heads, seen, width]``.
-        scale: of the scores.
-        window: see :func:`attend`.
-        sinks: see :func:`attend`.
     """
     chunk, seen = query.shape[2], key.shape[2]
     if sinks is not None:
@@ -210,7 +207,6 @@ def context_parallel_part(
     """Cut out one context-parallel rank's part of a micro-batch.
 
     Args:
-        micro_batch: the same on all of them.
         multiple: every rank's number of tokens is a multiple of this; required by sequence parallelism.
 
     Raises:
@@ -316,7 +312,6 @@ def rank_indices(lengths: Sequence[int], ranks: int, rank: int) -> Tensor:
 
     Args:
         lengths: of the sequences; multiples of ``2 * ranks``, unless there is one rank.
-        ranks: number of ranks that divide each sequence.
     """
     if ranks == 1:
         return torch.arange(sum(lengths))

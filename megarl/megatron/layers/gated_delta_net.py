@@ -118,7 +118,6 @@ class GatedDeltaNet(nn.Module):
         Args:
             hidden: ``[tokens (of this rank), 1, hidden]``.
             attention_mask: ignored; the layer is causal within each sequence.
-            packed_seq_params: boundaries of the sequences.
         """
         qkvz, ba = self.in_proj_qkvz(hidden)[0][:, 0], self.in_proj_ba(hidden)[0][:, 0]
         mixed = self.linear.mixed_width // self.tp_group.size()
@@ -177,13 +176,7 @@ def in_rule_kernel(
 ) -> Tensor:
     """Compute the delta rule in flash-linear-attention's kernel.
 
-    Args:
-        kernel: see :func:`~megarl.megatron.layers.kernels.delta_rule_kernel`.
         query: see :func:`~megarl.models.delta_rule.chunked_delta_rule` for this and the next ones.
-        key: the same.
-        value: the same.
-        g: the same.
-        b: the same.
         ends: ``[sequences + 1]`` int32, cumulative sums of the sequences' lengths, from 0.
     """
     shared = value.shape[1] // key.shape[1]
@@ -198,10 +191,7 @@ def in_convolution_kernel(kernel: Callable[..., Any], inputs: Tensor, weight: Te
     """Compute convolution and SiLU of ``inputs [tokens, channels]`` in the kernel of causal-conv1d.
 
     Args:
-        kernel: see :func:`~megarl.megatron.layers.kernels.convolution_kernel`.
-        inputs: packed sequences.
         weight: ``[channels, width]``.
-        ends: see :func:`in_rule_kernel`.
     """
     numbers = torch.arange(len(ends) - 1, dtype=torch.int32, device=ends.device)
     of_sequence = numbers.repeat_interleave(ends.diff(), output_size=len(inputs))

@@ -28,8 +28,6 @@ class Kernels(NamedTuple):
     """Kernels of an engine.
 
     Attributes:
-        layers: of the decoder.
-        attention: within the layers.
         experts: of a mixture of experts; empty for a dense model.
         adam: of the optimizer; empty for inference.
         delta_nets: of gated delta nets; empty for a model without them.
@@ -75,11 +73,6 @@ def kernels(
     A model with sliding-window attention or sinks has torch's attention among Transformer Engine's other layers.
 
     Args:
-        dtype: number format of the weights.
-        trains: whether there is an optimizer.
-        has_windows: whether it has sliding-window attention.
-        has_sinks: whether it has attention sinks.
-        has_delta_nets: whether it has gated delta nets.
         head_dims: widths of a head's keys and values, which differ with latent attention.
     """
     adam = adam_kernel(megatron_optimizer.Adam) if trains else ""

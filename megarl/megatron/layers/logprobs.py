@@ -156,9 +156,6 @@ def vocab_parallel_top_tokens(
 
     Args:
         logits: as for :func:`vocab_parallel_outputs`.
-        vocab_size: real size of the vocabulary; later columns get no probability.
-        temperature: divisor of the logits.
-        group: the ranks that hold the other columns.
 
     Raises:
         ValueError: the vocabulary is smaller than ``count``.

@@ -41,9 +41,6 @@ class LowRankAdapter(nn.Module):
     all tokens, and the ranks' input gradients (of a row-parallel layer: outputs) are summed later.
 
     Args:
-        local: the rank's shards.
-        scale: factor of the output.
-        group: the ranks that share the layer.
         sequence_parallel: the layer's inputs or outputs are split over the group by sequence.
     """
 
@@ -107,11 +104,7 @@ class LowRankAdapter(nn.Module):
         return (self.owned[:, :, None] * self.b[:, None, :]).flatten(1)
 
     def forward(self, inputs: Tensor, output: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Apply the adapters to the layer's output, ``[..., rows]``.
-
-        Args:
-            bias: the bias in the output; None without one.
-        """
+        """Apply the adapters to the layer's output, ``[..., rows]``."""
         return self._rescaled(output + self._added(inputs), weight, bias)
 
     def in_float32(self, inputs: Tensor, logits: Tensor, weight: Tensor) -> Tensor:
@@ -190,12 +183,7 @@ class LowRankAdapter(nn.Module):
 
     @torch.no_grad()
     def merged(self, weight: Tensor, factors: Tensor | None) -> Tensor:
-        """Return the layer's weight with the adapters merged, computed in float32 and rounded once.
-
-        Args:
-            weight: the layer's weight, which is not changed.
-            factors: the :meth:`factors` of its rows.
-        """
+        """Return the layer's weight with the adapters merged, computed in float32 and rounded once."""
         result = weight.detach().float().clone()
         result.index_add_(0, self.rows, self.spread_b().float() @ self.a.float(), alpha=self.scale)
         if factors is not None:
@@ -305,11 +293,7 @@ class _MergedWeights(Mapping[str, Tensor]):
 
 
 def add_adapters(chunks: Sequence[GPTModel], adapter_map: AdapterMap, runtime: Runtime) -> Adapters:
-    """Freeze the model, except a scalar head, and add its adapters; before it is wrapped for data parallelism.
-
-    Args:
-        chunks: modules of this stage.
-    """
+    """Freeze the model, except a scalar head, and add its adapters; before it is wrapped for data parallelism."""
     local = {adapter.weight: adapter for adapter in adapter_map.adapters(runtime.layout, runtime.rank)}
     first = first_expert(adapter_map.model, runtime)
     layers = {}

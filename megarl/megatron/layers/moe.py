@@ -62,11 +62,7 @@ def expert_settings(model: ModelConfig, layout: ParallelLayout, *, grouped: bool
 
 
 def expert_layer_spec(experts: Experts, *, fused: bool, grouped: bool) -> ModuleSpec:
-    """Build the specification of a layer's experts, in place of its dense MLP.
-
-    Args:
-        grouped: compute all experts of a rank in one kernel; otherwise one after the other.
-    """
+    """Build the specification of a layer's experts, in place of its dense MLP."""
     # One by one, experts with biases have Megatron's layers: it adds a bias in place.
     fused = fused and (grouped or not experts.biases)
     spec = get_moe_module_spec(use_te=fused, num_experts=experts.count, moe_grouped_gemm=grouped)

@@ -78,10 +78,6 @@ def flash_sink_attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tenso
         key: ``[keys, key-value heads, head_dim]``.
         value: like ``key``.
         sinks: ``[heads]``, logits.
-        kernel: computes attention without sinks.
-
-    Returns:
-        The shape of ``query``.
     """
     result: Tensor = _FlashSinkAttention.apply(query, key, value, sinks, kernel)
     return result

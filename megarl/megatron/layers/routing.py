@@ -48,13 +48,7 @@ class RoutedTokens:
 
     @classmethod
     def of(cls, micro_batch: PackedMicroBatch, runtime: Runtime, multiple: int) -> RoutedTokens:
-        """Cut out this rank's tokens, on its device.
-
-        Args:
-            micro_batch: on the host.
-            multiple: see :func:`~megarl.megatron.layers.context_parallel.context_parallel_part`; the tensor-parallel
-                size.
-        """
+        """Cut out this rank's tokens, on its device."""
         device, stored = runtime.device, local_indices(micro_batch, runtime, multiple)
         local = torch.full((micro_batch.num_tokens,), -1)
         local[stored[stored >= 0]] = (stored >= 0).nonzero()[:, 0]
@@ -189,7 +183,6 @@ class RouterState:
         """Attach :class:`BalanceLosses` of a router's ``logits`` to ``values``; communicates.
 
         Args:
-            values: a differentiable output of the router.
             logits: ``[tokens, experts]`` float32.
             first: count the losses in the metrics: this is not a recomputation.
         """
@@ -287,9 +280,6 @@ class Routing:
 
     def recorded(self, micro_batches: Sequence[PackedMicroBatch]) -> list[Tensor]:
         """Gather the routes of the pass from all ranks that share the sequences; communicates.
-
-        Args:
-            micro_batches: those of the pass.
 
         Returns:
             ``[tokens, expert layers, per token]`` int16 per micro-batch, in host memory, on every rank.

@@ -52,15 +52,7 @@ class PackedSequences(PackedSeqParams):
 def build_linear(
     kind: Any, inputs: int, outputs: int, config: TransformerConfig, tp_group: dist.ProcessGroup, **options: Any
 ) -> Any:
-    """Build one of Megatron's linear layers without bias.
-
-    Args:
-        kind: the layer's class or specification.
-        inputs: width of the input.
-        outputs: width of the output.
-        tp_group: tensor-parallel ranks that divide the layer.
-        **options: further arguments.
-    """
+    """Build one of Megatron's linear layers without bias."""
     return build_module(kind, inputs, outputs, config=config, bias=False, is_expert=False, tp_group=tp_group, **options)
 
 
@@ -97,8 +89,6 @@ class RMSNormOverHeads(nn.Module):
 
     Args:
         heads: heads of all ranks.
-        hidden_size: width of a head.
-        eps: added to the mean square.
     """
 
     def __init__(self, config: TransformerConfig, heads: int, hidden_size: int, eps: float) -> None:
@@ -131,11 +121,7 @@ class RMSNormOverKeys(RMSNormOverHeads):
 
 
 class NormedResidual(nn.Module):
-    """Adds the norm of a layer's output to the residual, in place of Megatron's bias, dropout and addition.
-
-    Args:
-        norm: builds the norm.
-    """
+    """Adds the norm of a layer's output to the residual, in place of Megatron's bias, dropout and addition."""
 
     def __init__(self, norm: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -201,7 +187,6 @@ class PackedAttention(nn.Module):
             key: ``[tokens, key-value heads, head_dim]``, before rotation.
             value: like ``key``; its last dimension may differ.
             attention_mask: ignored; the mask is causal within each sequence, and within the window.
-            packed_seq_params: boundaries of the sequences; queries and keys are rotated if it has a rotation.
         """
         rotation = packed_seq_params.rotation
         if self.window is not None and packed_seq_params.window_rotation is not None:
@@ -275,9 +260,6 @@ class SharedPromptAttention(nn.Module):
             query: ``[stored tokens, heads, head_dim]``.
             key: ``[stored tokens, key-value heads, head_dim]``.
             value: like ``key``; its last dimension may differ.
-            args: passed to the kernel.
-            packed_seq_params: boundaries of the whole sequences; queries and keys are rotated if it has a rotation.
-            options: passed to the kernel.
         """
         if packed_seq_params.rotation is not None:
             query, key = (rotate(heads, *packed_seq_params.rotation) for heads in (query, key))

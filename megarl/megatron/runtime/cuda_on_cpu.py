@@ -206,11 +206,7 @@ def gather_uneven(even: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def reduce_scatter_uneven(even: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Extend Megatron's reduce-scatter to parts of different sizes.
-
-    Args:
-        even: Megatron's function, used for parts of equal size.
-    """
+    """Extend Megatron's reduce-scatter to parts of different sizes."""
 
     def reduce_scatter(
         whole: Tensor,

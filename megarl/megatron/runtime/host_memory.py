@@ -26,7 +26,6 @@ class HostBuffer:
 
     Args:
         device: source of the copies; for a GPU the memory is page-locked.
-        chunk_bytes: see :data:`CHUNK_BYTES`; rounded up to :data:`ALIGNMENT`.
     """
 
     def __init__(self, device: torch.device, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -115,7 +114,6 @@ class HostCopy(NamedTuple):
     """A copy of some storages in host memory.
 
     Attributes:
-        buffer: holds their bytes.
         offsets: offset of each storage there.
         sizes: bytes of each storage.
     """

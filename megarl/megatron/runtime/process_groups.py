@@ -54,7 +54,6 @@ class Runtime:
 
     Attributes:
         rank: rank in the role.
-        device: device of this process's tensors.
         tp_group: tensor-parallel ranks, which share each layer with this one.
         pp_group: the pipeline of this rank's stage.
         dp_group: data-parallel ranks: same weights, other rows.
@@ -109,8 +108,6 @@ def init_runtime(
     """Join the process group of a role and set Megatron's parallel state; once per process.
 
     Args:
-        world_size: number of processes that will join.
-        master_addr: host of rank 0.
         master_port: free port there; rank 0 listens on it, on this address only.
         device: ``cpu``, ``cuda`` or ``auto`` (CUDA if available).
         seed: seed of the role; tensor-parallel ranks and stages derive theirs from it like Megatron.
@@ -195,7 +192,6 @@ def all_ranks_or_raise(runtime: Runtime, action: Callable[[], _T], doing: str) -
 
     Args:
         action: must not communicate.
-        doing: description of the action, for the message.
 
     Raises:
         CheckpointError: on every rank, if the action raised on any; names the rank and the reason.
@@ -221,7 +217,6 @@ def gather_apply_scatter(runtime: Runtime, value: Any, action: Callable[[list[An
 
     Args:
         action: maps the values, by rank, to the results, by rank; runs on rank 0.
-        doing: description of the action, for the message.
 
     Raises:
         CheckpointError: on every rank, if ``action`` raised.

@@ -23,10 +23,6 @@ class StoreBarrier:
     """Lets all ranks of a role wait for each other, or for their turn, without a collective.
 
     All ranks must make the same calls in the same order.
-
-    Args:
-        size: number of ranks, all of the default process group.
-        longest_wait_s: see :data:`LONGEST_WAIT_S`.
     """
 
     def __init__(self, rank: int, size: int, longest_wait_s: float = LONGEST_WAIT_S) -> None:

@@ -35,8 +35,6 @@ class RotaryTable:
     Args:
         frequencies: radians per position of each pair.
         factor: on the rotated elements.
-        length: number of positions.
-        device: of the rotated activations.
     """
 
     def __init__(
@@ -62,11 +60,7 @@ class RotaryTable:
 
 
 class DecoderLayer:
-    """One layer: attention or a gated delta net, then an MLP or experts.
-
-    Args:
-        params: see :func:`~megarl.rollout.embedded.layers.layer_parameters`.
-    """
+    """One layer: attention or a gated delta net, then an MLP or experts."""
 
     def __init__(self, config: ModelConfig, params: Mapping[str, Tensor], layer: int) -> None:
         self._number = layer
@@ -140,7 +134,6 @@ class TransformerDecoder:
         Args:
             tokens: int64 ``[tokens]``.
             positions: int64 ``[tokens]``.
-            attention: attention over the KV cache.
             outputs: indices of the required output tokens, to which the last layer is limited; None = all.
             routes: int16 ``[tokens, expert layers, experts per token]``, filled with the experts of each token;
                 the last layer is then not limited. None = they are not recorded.

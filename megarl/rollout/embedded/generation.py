@@ -50,7 +50,6 @@ class RequestQueue(Generic[Member]):
         self.prefix_length = 0
 
     def __len__(self) -> int:
-        """Number of waiting requests."""
         return sum(len(group.members) for group in self._waiting.values())
 
     def add(self, requests: Iterable[tuple[Sequence[int], Member]]) -> None:
@@ -73,7 +72,6 @@ class RequestQueue(Generic[Member]):
         """Remove and return the next groups.
 
         Args:
-            room: maximum number of requests.
             may_split: whether to split a group that does not fit; its prompt is then computed again later.
 
         Returns:
@@ -149,7 +147,6 @@ class ContinuousBatcher:
         cache: empty KV cache, long enough for every prompt with its response.
         lanes: maximum running requests, also of sampler and rules.
         prompt_tokens: maximum prompt tokens in one forward pass.
-        routes: records experts; None = they are not recorded.
     """
 
     def __init__(
@@ -183,7 +180,6 @@ class ContinuousBatcher:
         self._is_sorted = False  # slots by length, longest first
 
     def __len__(self) -> int:
-        """Number of running and waiting requests."""
         return len(self._queue) + len(self._lanes)
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -292,7 +288,6 @@ class ContinuousBatcher:
         return lanes
 
     def _step(self) -> None:
-        """Decode one token of every running sequence."""
         self._cache.fit(self._longest(), self._size)
         self._sort_slots()
         tokens, positions, counts, lanes = self._state[:, : self._size]

@@ -66,11 +66,7 @@ KNOWN_PARAMETERS = frozenset(
 
 
 def layer_parameters(weight_map: WeightMap, params: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
-    """Return a layer's parameters by their names in the trainer, without the layer's number.
-
-    Args:
-        params: parameters of the engine.
-    """
+    """Return a layer's parameters by their names in the trainer, without the layer's number."""
     return {name: params[rollout] for name, rollout in weight_map.layer_rollout_names(layer).items()}
 
 
@@ -96,11 +92,7 @@ class Norm:
 
 
 class PlainHeads:
-    """Queries, keys and values of attention with one key-value head per group of query heads.
-
-    Args:
-        params: see :func:`layer_parameters`.
-    """
+    """Queries, keys and values of attention with one key-value head per group of query heads."""
 
     def __init__(self, config: ModelConfig, params: Mapping[str, Tensor]) -> None:
         self._qkv = params["self_attention.linear_qkv.weight"]
@@ -137,10 +129,6 @@ class LatentHeads:
     The projection from the latent to the heads' keys is applied to the queries instead, and that to the values after
     the attention. So all heads share one key: the latent and the rotated part. Its first elements, the latent, are the
     values, and the cache holds nothing else.
-
-    Args:
-        config: model config, with latent attention.
-        params: see :func:`layer_parameters`.
     """
 
     def __init__(self, config: ModelConfig, params: Mapping[str, Tensor]) -> None:
@@ -184,7 +172,6 @@ class GatedMLP:
     Args:
         gate_up: ``[2 * ffn, hidden]``.
         down: ``[hidden, ffn]``.
-        activation: see :class:`~megarl.models.model_config.Traits`.
     """
 
     def __init__(self, gate_up: Tensor, down: Tensor, activation: str = "silu") -> None:
@@ -208,7 +195,6 @@ class ClampedMLP:
     """An expert with biases and a clamped activation, see :class:`~megarl.models.model_config.ClampedGate`.
 
     Args:
-        clamped: the activation.
         gate_up: ``[2 * ffn, hidden]``, with alternating rows of gate and up.
         gate_up_bias: ``[2 * ffn]``.
         down: ``[hidden, ffn]``.
@@ -233,7 +219,6 @@ class RoutedExperts:
     Tokens are sorted by expert, and each expert with tokens computes all of its own at once.
 
     Args:
-        params: see :func:`layer_parameters`.
         layer: index among the layers with experts.
     """
 

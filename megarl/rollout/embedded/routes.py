@@ -13,11 +13,7 @@ from megarl.models.model_config import Experts
 
 
 class RouteTable:
-    """Records the experts of each token, by lane of the running request and position.
-
-    Args:
-        lanes: maximum running requests.
-    """
+    """Records the experts of each token, by lane of the running request and position."""
 
     def __init__(self, experts: Experts, lanes: int, device: torch.device) -> None:
         self._shape, self._device = (sum(experts.layers), experts.per_token), device

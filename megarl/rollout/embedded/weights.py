@@ -95,8 +95,6 @@ class EmbeddedReceiver(ReplicaReceiver):
     """The receiver of the only rank, in this process.
 
     Args:
-        weights: parameters of the engine.
-        device: their device.
         check_idle: raises if the engine cannot begin an update now.
     """
 
@@ -106,30 +104,24 @@ class EmbeddedReceiver(ReplicaReceiver):
         self.locations = [current_location(str(device))]
 
     def connect(self, specs: Sequence[ReceiverSpec]) -> None:
-        """See :meth:`ReplicaReceiver.connect`."""
         (spec,) = specs
         self._receiver = BucketReceiver.connect(spec, self._weights, self._device)
 
     def begin(self, version: int) -> None:
-        """See :meth:`ReplicaReceiver.begin`."""
         self._check_idle()
         self._connected().begin(version)
 
     def open(self, session: int) -> None:
-        """See :meth:`ReplicaReceiver.open`."""
         self._connected().peers.open(session)
 
     def import_bucket(self, index: int, messages: Sequence[Message]) -> None:
-        """See :meth:`ReplicaReceiver.import_bucket`."""
         receiver = self._connected()
         receiver.import_bucket(index, *route_messages(messages, [receiver.rank]))
 
     def close(self, completed: bool) -> list[TransferUsage]:
-        """See :meth:`ReplicaReceiver.close`."""
         return [self._connected().close(completed)]
 
     def end(self, version: int) -> None:
-        """See :meth:`ReplicaReceiver.end`."""
         self._connected().end(version)
 
     def _connected(self) -> BucketReceiver:

@@ -73,8 +73,6 @@ class ControlResult(NamedTuple):
     """Result of a control call. SGLang returns its failures and never raises.
 
     Attributes:
-        success: whether the call succeeded.
-        message: SGLang's message.
         ranks: result of each rank, for calls that return one.
     """
 
@@ -185,11 +183,6 @@ class RequestLoop:
     def call(self, work: Coroutine[Any, Any, _T], timeout_s: float, action: str) -> _T:
         """Run a coroutine and wait for it.
 
-        Args:
-            work: the coroutine.
-            timeout_s: maximum seconds to wait.
-            action: name of the work, for errors.
-
         Raises:
             EngineLost: the work exceeds ``timeout_s``.
         """
@@ -222,9 +215,7 @@ def request_payload(request: Request, rid: str, eos: frozenset[int], every_token
     only by a filter that passes all tokens.
 
     Args:
-        request: the request.
         rid: SGLang's id of the request; no id may be a prefix of another, since SGLang aborts by prefix.
-        eos: tokens that end every response.
         every_token: vocabulary size in deterministic mode, else 0.
 
     Raises:
@@ -262,13 +253,7 @@ def request_payload(request: Request, rid: str, eos: frozenset[int], every_token
 
 @dataclass(frozen=True)
 class ResponseContext:
-    """State of the engine that is needed to parse a response.
-
-    Attributes:
-        eos: tokens that end every response.
-        version: weight version that the engine serves.
-        experts: experts of the model; None = it is dense.
-    """
+    """State of the engine that is needed to parse a response."""
 
     eos: frozenset[int]
     version: int
@@ -303,12 +288,6 @@ def parse_routes(request: Request, encoded: str | None, tokens: int, experts: Ex
     """Decode SGLang's routes: base64 of int32 ``[positions, all layers, experts per token]``.
 
     The positions are those from ``routes_from`` on, except the last token. Rows of dense layers are left out.
-
-    Args:
-        request: the request.
-        encoded: of the response.
-        tokens: generated tokens.
-        experts: experts of the model.
 
     Raises:
         RolloutError: the response has no routes, or not those of all tokens.

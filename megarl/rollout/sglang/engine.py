@@ -76,9 +76,7 @@ class SGLangEngine(RolloutEngine):
     samples are independent and not reproducible.
 
     Args:
-        config: model config.
         folder: model folder; its config is read, and with ``stop_strings`` its tokenizer.
-        options: options of the engine.
 
     Raises:
         ConfigError: SGLang or this engine does not support an option.
@@ -118,12 +116,10 @@ class SGLangEngine(RolloutEngine):
 
     @property
     def weight_version(self) -> int:
-        """See the contract."""
         return self._session.version
 
     @property
     def stale(self) -> bool:
-        """See the contract."""
         return self._session.version < 0
 
     @property
@@ -137,7 +133,6 @@ class SGLangEngine(RolloutEngine):
         return getattr(self._backend, "url", None)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """See the contract."""
         self._names_with(requests, self._running)
         if self._asleep:
             raise RolloutError(
@@ -155,7 +150,6 @@ class SGLangEngine(RolloutEngine):
             self._loop.start(self._serve(entry))
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """See the contract."""
         completions: list[Completion] = []
         deadline = time.monotonic() + timeout_s
         while self._running:
@@ -187,11 +181,10 @@ class SGLangEngine(RolloutEngine):
         return completions
 
     def can_continue(self, params: SamplingParams) -> bool:
-        """See the contract. SGLang sees the tokens of this part only for stop strings and penalties."""
+        """SGLang sees the tokens of this part only for stop strings and penalties."""
         return not params.stop and params.repetition_penalty == 1
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """See the contract."""
         for name in request_ids:
             entry = self._running.get(name)
             if entry is not None and not entry.aborted:
@@ -199,11 +192,9 @@ class SGLangEngine(RolloutEngine):
                 self._loop.start(self._abort_repeatedly(entry))
 
     def interrupt_poll(self) -> None:
-        """See the contract."""
         self._ended.put(None)
 
     def load_hf(self, path: str, version: int = 0) -> None:
-        """See the contract."""
         reader = HFReader(path)
         shapes = WeightMap(self.config).hf_shapes()
         if WeightMap(reader.config).hf_shapes() != shapes:
@@ -223,11 +214,11 @@ class SGLangEngine(RolloutEngine):
 
     @property
     def receiver(self) -> WeightSession:
-        """See the contract. The receivers of the ranks run in SGLang's ranks."""
+        """The receivers of the ranks run in SGLang's ranks."""
         return self._session
 
     def sleep(self, tags: Iterable[Tag] = TAGS) -> None:
-        """See the contract. SGLang frees the memory only with its memory saver, which exists on GPUs."""
+        """SGLang frees the memory only with its memory saver, which exists on GPUs."""
         chosen = check_tags(tags) - self._asleep
         if self._running:
             raise RolloutError(
@@ -242,7 +233,6 @@ class SGLangEngine(RolloutEngine):
         self._asleep |= chosen
 
     def wake(self, tags: Iterable[Tag] = TAGS) -> None:
-        """See the contract."""
         chosen = check_tags(tags) & self._asleep
         if self._closed:
             raise RolloutError("the engine was shut down", code="engine.shut-down")
@@ -251,28 +241,27 @@ class SGLangEngine(RolloutEngine):
         self._asleep -= chosen
 
     def health(self) -> EngineHealth:
-        """See the contract."""
         ready = not (self.stale or self._asleep or self._closed) and self._failure() is None
         return EngineHealth(ready, self.stale, self.weight_version, tuple(tag for tag in TAGS if tag in self._asleep))
 
     def weights(self, rank: int = 0) -> Mapping[str, Tensor]:
-        """See the contract; each look-up reads SGLang."""
+        """Each look-up reads SGLang."""
         return self._session.params(rank)
 
     def checksum(self, rank: int = 0) -> dict[str, str]:
-        """See the contract. Computed in SGLang's ranks."""
+        """Computed in SGLang's ranks."""
         return self._session.checksum(rank)
 
     def rectangle_checksums(self, rectangles: Sequence[Sequence[ParamRectangle]]) -> list[list[int]]:
-        """See the contract. Computed in SGLang's ranks, all at once."""
+        """Computed in SGLang's ranks, all at once."""
         return self._session.rectangle_checksums(rectangles)
 
     def fingerprint(self) -> tuple[str, ...]:
-        """See the contract. Computed by SGLang's weight checker, in versions with one."""
+        """Computed by SGLang's weight checker, in versions with one."""
         return self._session.fingerprint()
 
     def shutdown(self) -> None:
-        """See the contract. A server that was already running continues."""
+        """A server that was already running continues."""
         if self._closed:
             return
         self._closed = True

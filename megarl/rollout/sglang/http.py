@@ -47,7 +47,6 @@ class HttpBackend:
     Args:
         url: URL of the server, such as ``http://10.0.0.3:30000``.
         api_key: key that the server demands; all requests carry it.
-        loop: event loop of the requests.
         process: process of the server, if this process started it.
     """
 
@@ -62,7 +61,6 @@ class HttpBackend:
         self.ranks_host = None if host in LOOPBACK else host
 
     async def generate(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """See :class:`SGLangBackend`."""
         status, body = await self._send("POST", "/generate", payload)
         if status != 200 or not isinstance(body, dict):
             text = f"SGLang refused a request ({status}): {_message(body)}"
@@ -80,23 +78,20 @@ class HttpBackend:
         return await self._send("POST", path, fields)
 
     async def abort(self, rid: str) -> None:
-        """See :class:`SGLangBackend`."""
         await self._send("POST", "/abort_request", {"rid": rid})
 
     async def call(self, method: str, **fields: Any) -> ControlResult:
-        """See :class:`SGLangBackend`."""
         status, body = await self._send("POST", CONTROL_CALLS[method].path, _sendable(fields))
         success = status == 200 and not (isinstance(body, dict) and body.get("success") is False)
         ranks = body.get("ranks") if isinstance(body, dict) else None
         return ControlResult(success, _message(body), ranks or ())
 
     async def has(self, method: str) -> bool:
-        """See :class:`SGLangBackend`. Reads the server's OpenAPI description."""
+        """Reads the server's OpenAPI description."""
         status, body = await self._send("GET", "/openapi.json")
         return status == 200 and CONTROL_CALLS[method].path in body.get("paths", {})
 
     async def loaders(self) -> list[str]:
-        """See :class:`SGLangBackend`."""
         return list((await self.server_info()).get("custom_weight_loader") or [])
 
     async def server_info(self) -> Mapping[str, Any]:
@@ -119,11 +114,11 @@ class HttpBackend:
         return status not in (401, 403)
 
     async def ask_scheduler(self) -> None:
-        """See :class:`SGLangBackend`. The server's state has a part of the scheduler."""
+        """The server's state has a part of the scheduler."""
         await self.server_info()
 
     def stopped(self) -> list[int]:
-        """See :class:`SGLangBackend`; empty for a server that was already running."""
+        """Empty for a server that was already running."""
         if self._process is None:
             return []
         with contextlib.suppress(*READ_ERRORS):
@@ -132,13 +127,11 @@ class HttpBackend:
         return []
 
     def failure(self) -> str | None:
-        """See :class:`SGLangBackend`."""
         if self._process is not None and self._process.poll() is not None:
             return f"the server at {self.url} ended with code {self._process.returncode}"
         return self._lost
 
     def close(self) -> None:
-        """See :class:`SGLangBackend`."""
         if self._process is not None:
             kill_process_tree(self._process, _KILL_S)
 

@@ -21,8 +21,6 @@ class SchedulerLiveness:
     """Asks SGLang's scheduler for a response while requests run and none ends, and reports its silence.
 
     Args:
-        backend: the running SGLang.
-        loop: event loop of its calls.
         timeout_s: seconds without a response after which the scheduler counts as lost. It is asked after a quarter.
 
     Attributes:
@@ -67,7 +65,6 @@ class StoppedProcesses:
     """Finds processes of SGLang that stay stopped during a control call, in which a busy scheduler may be silent.
 
     Args:
-        backend: the running SGLang.
         timeout_s: seconds after which a stopped process counts as lost.
     """
 

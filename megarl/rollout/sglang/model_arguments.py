@@ -20,10 +20,6 @@ KERNELS_ARGUMENT, EXPERT_KERNELS = "moe_runner_backend", "triton"
 def model_arguments(config: ModelConfig, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return SGLang's arguments with those that the model needs.
 
-    Args:
-        config: the model.
-        arguments: arguments of the user.
-
     Raises:
         ConfigError: the user's arguments select other kernels, or their overrides of the config are no JSON object.
     """

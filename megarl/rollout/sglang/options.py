@@ -128,14 +128,12 @@ class SGLangOptions(EngineOptions):
             event loop in the same thread); ``http`` starts a server.
         url: URL of a running server, which the engine does not end; implies ``mode=http``.
         api_key: key that the server demands; None = a random one for a started server.
-        host: host on which a started server listens.
         port: its port; 0 = a free one.
         server_args: further fields of SGLang's ``ServerArgs``; fields that the engine sets are refused.
         deterministic: SGLang's deterministic mode, in which a request's seed determines its tokens. None = on a CPU
             only: it is slower on a GPU. Without it SGLang draws all requests from one generator.
         stop_strings: whether requests may have stop strings; SGLang then loads the tokenizer and decodes every
             response. None = if the folder has a tokenizer.
-        start_timeout_s: timeout of the start, in seconds.
         call_timeout_s: timeout of calls that move weights or memory, in seconds.
         health_timeout_s: seconds after which a scheduler counts as lost that does not respond while requests run, or
             whose process is stopped during a call.
@@ -176,8 +174,6 @@ def server_args(folder: str, max_model_len: int, options: SGLangOptions) -> dict
 
     Args:
         folder: model folder; only its config and, with stop strings, its tokenizer are read.
-        max_model_len: maximum tokens of prompt and response.
-        options: options of the engine.
 
     Raises:
         ConfigError: ``options.server_args`` has an argument that the engine sets, or that SGLang does not have; or
@@ -367,9 +363,6 @@ class RankRendezvous:
 
     On one node this object hosts it on loopback; of several nodes, the first one hosts it. Otherwise SGLang's rank 0
     hosts a store that listens on all interfaces.
-
-    Args:
-        options: options of the engine.
 
     Attributes:
         variables: environment variables of SGLang's processes, which make all its ranks clients of the store.

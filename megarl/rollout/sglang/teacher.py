@@ -88,7 +88,6 @@ class TeacherServers:
 
     Args:
         key: config key of the teacher, for errors.
-        config: URLs, limits and retries.
 
     Raises:
         TeacherError: the environment variable with the API key is not set.
