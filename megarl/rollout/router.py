@@ -13,10 +13,9 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from megarl.base.errors import MegarlError, StepImpossible
-from megarl.rollout.interface import Completion, Request, RolloutEngine, RolloutError, SamplingParams
+from megarl.rollout.interface import Completion, Request, RolloutError, SamplingParams
 from megarl.rollout.request_scheduler import PendingRequest, RequestScheduler
 from megarl.rollout.router_stats import RequestSpans, RouterStats
-from megarl.rollout.serving import EngineServer
 from megarl.tracing import TRACER
 
 logger = logging.getLogger(__name__)
@@ -58,25 +57,6 @@ class Replica(Protocol):
 
     async def completions(self, client: str, wait_s: float) -> list[Completion]:
         """Wait for completions; empty after ``wait_s`` seconds, or at once if no request is running."""
-
-
-class EngineReplica:
-    """A replica in this process: an engine behind the router's interface.
-
-    Args:
-        engine: the engine, used by no one else while requests run.
-    """
-
-    def __init__(self, engine: RolloutEngine) -> None:
-        self._server = EngineServer(engine)
-
-    async def accept(self, client: str, requests: Sequence[Request], aborted: Sequence[str]) -> None:
-        """Hand requests to the replica, and abort some."""
-        self._server.accept(client, requests, aborted)
-
-    async def completions(self, client: str, wait_s: float) -> list[Completion]:
-        """Wait for completions of this client."""
-        return await asyncio.to_thread(self._server.completions, client, wait_s)
 
 
 @dataclass
@@ -402,10 +382,7 @@ class Router:
         self._changed.set()
 
     def _lose(self, number: int, reason: str) -> None:
-        """Continue without a lost replica.
-
-        Its requests begin again on the others.
-        """
+        """Continue without a lost replica: its requests begin again on the others."""
         self._requeue(number, reason)
         if not self._scheduler.replicas:
             count = len(self._numbers)

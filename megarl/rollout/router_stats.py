@@ -46,25 +46,16 @@ class RouterStats:
 
         A replica counts as busy as the router that used it longest: routers with even shares use it at the same time.
         """
-        busy: dict[int, float] = {}
-        served: dict[int, float] = {}
-        lost: dict[int, str] = {}
-        handled: set[int] = set()
+        merged = cls(runners_lost=runners_lost)
         for part in parts:
-            busy |= {replica: max(seconds, busy.get(replica, 0.0)) for replica, seconds in part.busy_s.items()}
-            served |= {replica: max(seconds, served.get(replica, 0.0)) for replica, seconds in part.served_s.items()}
-            lost |= part.lost
-            handled |= part.handled
-        return cls(
-            lost=lost,
-            moved=sum(part.moved for part in parts),
-            discarded_tokens=sum(part.discarded_tokens for part in parts),
-            busy_s=busy,
-            served_s=served,
-            idle_while_waiting_s=sum(part.idle_while_waiting_s for part in parts),
-            runners_lost=runners_lost,
-            handled=handled,
-        )
+            for longest, seconds in ((merged.busy_s, part.busy_s), (merged.served_s, part.served_s)):
+                longest |= {replica: max(used, longest.get(replica, 0.0)) for replica, used in seconds.items()}
+            merged.lost |= part.lost
+            merged.handled |= part.handled
+            merged.moved += part.moved
+            merged.discarded_tokens += part.discarded_tokens
+            merged.idle_while_waiting_s += part.idle_while_waiting_s
+        return merged
 
     def metrics(self) -> dict[str, float]:
         """Return ``rollout/*`` metrics: utilization, lost replicas and runners, moved requests, discarded tokens.

@@ -107,7 +107,7 @@ def fill(engine: MegatronEngine) -> None:
                 stop = [at + size for at, size in zip(piece.at, piece.shape, strict=True)]
                 local[param.name][tuple(map(slice, piece.at, stop))] = source.to(local[param.name].dtype)
     if engine.optimizer is not None:
-        engine.optimizer.weights_changed()
+        engine.weights_changed()
 
 
 def step(engine: MegatronEngine, number: int) -> tuple[str, ...]:

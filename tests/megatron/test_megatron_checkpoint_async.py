@@ -208,8 +208,9 @@ def test_failed_export_raises_on_every_rank(pool: ProcessPool, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("chunk_bytes", [16, 100, 2**20])
-def test_snapshots_keep_values_and_memory(chunk_bytes: int) -> None:
-    snapshot = HostSnapshot(torch.device("cpu"), chunk_bytes)
+def test_snapshots_keep_values_and_memory(monkeypatch: pytest.MonkeyPatch, chunk_bytes: int) -> None:
+    monkeypatch.setattr("megarl.megatron.runtime.host_memory.CHUNK_BYTES", chunk_bytes)
+    snapshot = HostSnapshot(torch.device("cpu"))
     tensors = [torch.randn(3, 5), torch.randn(7).bfloat16(), torch.randn(0), torch.randn(2, 2, dtype=torch.float64)]
     for tensor in tensors * 2:
         items = [weight_item(t) for t in tensors]
@@ -228,9 +229,10 @@ def weight_item(tensor: torch.Tensor) -> Item:
     )
 
 
-def test_snapshot_of_items_larger_than_a_chunk_wastes_less_than_a_chunk() -> None:
+def test_snapshot_of_items_larger_than_a_chunk_wastes_less_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page-locked allocation is rounded up to a power of two: 2.2 GB in one piece would take 4 GB."""
-    snapshot = HostSnapshot(torch.device("cpu"), 1024)
+    monkeypatch.setattr("megarl.megatron.runtime.host_memory.CHUNK_BYTES", 1024)
+    snapshot = HostSnapshot(torch.device("cpu"))
     tensors = [torch.randn(5, 77), torch.randn(3), torch.randn(999)]
     copies = snapshot.take([weight_item(tensor) for tensor in tensors])
     total = sum(tensor.nbytes for tensor in tensors)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from megarl.megatron import MegatronEngine, shutdown_runtime
 from megarl.megatron.checkpoint.pending_save import HostSnapshot
 from megarl.megatron.checkpoint.sharded import begin_save, load_sharded, save_sharded
 from megarl.megatron.checkpoint.storage import ItemWriter
-from megarl.megatron.engine.offload import OPTIMIZER, PARAM, PARTS, Offloader, OffloadManager
+from megarl.megatron.engine.offload import OPTIMIZER, PARAM, PARTS, Offloader
 from megarl.megatron.runtime.host_memory import HostBuffer
 from megarl.models import ParallelLayout
 from tests.megatron.test_megatron_checkpoint import (
@@ -50,9 +49,7 @@ def recorded(cls: type, name: str) -> Iterator[list[Any]]:
 def offloading_engine(place: Place, layout: ParallelLayout, dtype: str, parts: tuple[str, ...]) -> Iterator[Any]:
     """An engine whose offloaded tensors are spread over many chunks of host memory."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "megarl.megatron.engine.megatron_engine.OffloadManager", partial(OffloadManager, chunk_bytes=1008)
-        )
+        patch.setattr("megarl.megatron.runtime.host_memory.CHUNK_BYTES", 1008)
         try:
             yield build(place, layout, {"dtype": dtype, "offload": parts})
         finally:

@@ -162,7 +162,7 @@ def set_values(built: MegatronEngine, values: dict[str, Tensor], skip: Container
             target = tuple(slice(at, at + n) for at, n in zip(piece.at, piece.shape, strict=True))
             source = tuple(slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True))
             params[local.name].data[target] = values[piece.hf_name][source]
-    built.optimizer.weights_changed()
+    built.weights_changed()
 
 
 def adapted_step(place: Place, path: Path, setup: Setup, batch: list[Row], folder: Path) -> Answer:

@@ -93,10 +93,11 @@ def test_failed_export_is_raised_on_the_ranks_that_wait_for_rank_0(pool: Process
 def test_rank_that_never_comes_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     monkeypatch.setattr("megarl.megatron.runtime.store_barrier._get_default_store", lambda: store)
+    monkeypatch.setattr("megarl.megatron.runtime.store_barrier.LONGEST_WAIT_S", 0.05)
     with raises("checkpoint.rank-timeout", "0 s"):
-        StoreBarrier(0, 2, longest_wait_s=0.05).wait_for_all()
+        StoreBarrier(0, 2).wait_for_all()
     with raises("checkpoint.rank-timeout", "0 s"):
-        StoreBarrier(1, 2, longest_wait_s=0.05).turns().wait()
+        StoreBarrier(1, 2).turns().wait()
 
 
 def test_single_rank_waits_for_nothing() -> None:

@@ -15,7 +15,7 @@ from megarl.base.errors import CheckpointError
 from megarl.base.files import FileEntry, read_entry
 from megarl.megatron.checkpoint.storage import INDEX, Item, ItemWriter
 from megarl.megatron.engine.megatron_engine import MegatronEngine
-from megarl.megatron.runtime.host_memory import CHUNK_BYTES, HostBuffer
+from megarl.megatron.runtime.host_memory import HostBuffer
 from megarl.megatron.runtime.process_groups import Runtime, all_ranks_or_raise
 
 
@@ -123,9 +123,9 @@ class HostSnapshot:
         device: device of the tensors; for a GPU the memory is page-locked, so that it copies at full speed.
     """
 
-    def __init__(self, device: torch.device, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._buffer = HostBuffer(device, chunk_bytes)
+        self._buffer = HostBuffer(device)
 
     @property
     def nbytes(self) -> int:

@@ -188,10 +188,8 @@ def load_sharded(engine: MegatronEngine, path: str | Path, contents: Collection[
         assert state.steps is not None
         set_steps(optimizer, state.steps)
         optimizer.skipped_in_a_row = state.skipped_in_a_row
-    elif engine.optimizer is not None:
-        engine.offload_manager.onload(PARAM, OPTIMIZER)
-        engine.offload_manager.mark_changed(OPTIMIZER)
-        engine.optimizer.weights_changed()
+    else:
+        engine.weights_changed()
     if EXTRA in contents and EXTRA in state.contents:
         _restore_random(engine, folder, state)
 

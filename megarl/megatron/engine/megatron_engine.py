@@ -128,17 +128,8 @@ class MegatronEngine:
 
     def describe(self) -> str:
         """Describe layout, number format and kernels in one line."""
-        options, latent = self.options, self.model.latent
-        used = kernels(
-            self.runtime.device,
-            options.dtype,
-            trains=options.optimizer is not None,
-            has_experts=self.model.experts is not None,
-            has_windows=self.model.window is not None,
-            has_sinks=self.model.sinks,
-            has_delta_nets=self.model.linear is not None,
-            head_dims=(self.model.head_dim, self.model.head_dim if latent is None else latent.v_dim),
-        )
+        options = self.options
+        used = kernels(self.model, self.runtime.device, options.dtype, trains=options.optimizer is not None)
         name = str(options.dtype).removeprefix("torch.")
         return f"{self.runtime.layout.describe()} on {self.runtime.device.type} in {name}; {used.describe()}"
 
@@ -154,10 +145,7 @@ class MegatronEngine:
             self.base = identify_model(path)
         with cuda_on_cpu.active():
             self.weights.load_hf(path)
-            if self.optimizer is not None:
-                self.offload_manager.onload(OPTIMIZER)
-                self.offload_manager.mark_changed(OPTIMIZER)
-                self.optimizer.weights_changed()
+            self.weights_changed()
 
     def load_adapters(self, path: str | Path) -> None:
         """Load this rank's shard of adapters in peft's format.
@@ -165,16 +153,21 @@ class MegatronEngine:
         Raises:
             ConfigError: the folder is damaged, or has other adapters than this model.
         """
-        assert isinstance(self.trained_map, AdapterMap) and self.optimizer is not None, "the model has no adapters"
+        assert isinstance(self.trained_map, AdapterMap), "the model has no adapters"
         folder = AdapterFolder(path)
         folder.check(self.trained_map)
         if self.base is not None:
             folder.check_base(self.base.path)
         with cuda_on_cpu.active():
             self.weights.load_adapters(folder.as_model_folder(self.trained_map), self.trained_map)
-            self.offload_manager.onload(OPTIMIZER)
+            self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Copy weights that were set from outside into the optimizer, if there is one."""
+        if self.optimizer is not None:
+            self.offload_manager.onload(PARAM, OPTIMIZER)
             self.offload_manager.mark_changed(OPTIMIZER)
-            self.optimizer.weights_changed()
+            self.optimizer.megatron.reload_model_params()
 
     def export_hf(
         self,
@@ -287,15 +280,14 @@ class MegatronEngine:
             ``[response tokens, hidden]`` per micro-batch in host memory, after the final norm, on every rank of the
             last stage; None on other ranks.
         """
-        with cuda_on_cpu.active():
 
-            def read(output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch) -> Tensor:
-                return begin_copy_to_host(gather_outputs(output, part, self.runtime.cp_group))
+        def read(output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch) -> Tensor:
+            return begin_copy_to_host(gather_outputs(output, part, self.runtime.cp_group))
 
-            outputs = self._runner.run(micro_batches, read, self._drop_graphs, forward_only=True, hidden_only=True)
-            if self.runtime.device.type == "cuda":
-                torch.cuda.current_stream(self.runtime.device).synchronize()  # once, for all copies
-            return outputs if self.runtime.is_last_stage else None
+        outputs = self._read_hidden(micro_batches, read)
+        if self.runtime.device.type == "cuda":
+            torch.cuda.current_stream(self.runtime.device).synchronize()  # once, for all copies
+        return outputs
 
     def output_weight(self) -> Tensor | None:
         """Copy this rank's rows of the output layer, ``[padded vocab / tp, hidden]``; None before the last stage.
@@ -321,13 +313,20 @@ class MegatronEngine:
             ``[rows, hidden]`` float32 per micro-batch, after the final norm, on every rank of the last stage; None on
             other ranks. A row without marked tokens has zeros.
         """
+
+        def read(output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch) -> Tensor:
+            return mean_of_rows(output, part, micro_batch, self.runtime.cp_group)
+
+        return self._read_hidden(micro_batches, read)
+
+    def _read_hidden(
+        self,
+        micro_batches: Sequence[PackedMicroBatch],
+        read: Callable[[Tensor, MicroBatchPart, PackedMicroBatch], Tensor],
+    ) -> list[Tensor] | None:
         with cuda_on_cpu.active():
-
-            def read(output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch) -> Tensor:
-                return mean_of_rows(output, part, micro_batch, self.runtime.cp_group)
-
             outputs = self._runner.run(micro_batches, read, self._drop_graphs, forward_only=True, hidden_only=True)
-            return outputs if self.runtime.is_last_stage else None
+        return outputs if self.runtime.is_last_stage else None
 
     def forward_backward(
         self,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megarl.megatron.engine.optimizer import MOMENTS, Optimizer
-from megarl.megatron.runtime.host_memory import CHUNK_BYTES, HostBuffer, HostCopy, TensorMemory, aligned, storage_bytes
+from megarl.megatron.runtime.host_memory import HostBuffer, HostCopy, TensorMemory, aligned, storage_bytes
 from megarl.tracing import span
 
 PARAM, GRAD, OPTIMIZER = "param", "grad", "optimizer"
@@ -37,20 +37,12 @@ class Offloader:
         is_offloaded: whether the tensors have no memory on the device now.
     """
 
-    def __init__(
-        self,
-        tensors: Callable[[], Iterable[Tensor]],
-        device: torch.device,
-        *,
-        keep: bool = True,
-        chunk_bytes: int = CHUNK_BYTES,
-    ) -> None:
-        self.host = HostBuffer(device, chunk_bytes)
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]], device: torch.device, *, keep: bool = True) -> None:
+        self.host = HostBuffer(device)
         self.is_offloaded = False
         self._tensors = tensors
         self._device = device
         self._keep = keep
-        self._chunk_bytes = chunk_bytes
         # Storages of the last copy, where they are in host memory, and whether they have not changed since.
         self._storages: list[torch.UntypedStorage] = []
         self._copy = HostCopy(self.host, [], [])
@@ -113,7 +105,7 @@ class Offloader:
 
     def copy(self, reuse: HostCopy | None = None) -> HostCopy:
         """Copy the contents from the device to new host memory, or to that of an earlier copy, for :meth:`swapped`."""
-        buffer = HostBuffer(self._device, self._chunk_bytes) if reuse is None else reuse.buffer
+        buffer = HostBuffer(self._device) if reuse is None else reuse.buffer
         copy = _copied(_storages(self._tensors(), self._device), buffer)
         _wait(self._device)
         return copy
@@ -150,7 +142,7 @@ class Offloader:
             self._copy = HostCopy(self.host, [0] * len(storages), [storage.nbytes() for storage in storages])
         elif not (self._is_copied and is_same):
             if self._is_pinned():
-                self.host = HostBuffer(self._device, self._chunk_bytes)  # the reader frees the other one
+                self.host = HostBuffer(self._device)  # the reader frees the other one
             self._copy = _copied(storages, self.host)
             self._is_pinned = lambda: False
         self._is_copied = True
@@ -184,12 +176,7 @@ class OffloadManager:
     """
 
     def __init__(
-        self,
-        chunks: Sequence[Any],
-        optimizer: Optimizer | None,
-        parts: Collection[str],
-        device: torch.device,
-        chunk_bytes: int = CHUNK_BYTES,
+        self, chunks: Sequence[Any], optimizer: Optimizer | None, parts: Collection[str], device: torch.device
     ) -> None:
         tensors: dict[str, Callable[[], Iterable[Tensor]]] = {
             PARAM: lambda: _params(chunks),
@@ -197,10 +184,7 @@ class OffloadManager:
             OPTIMIZER: lambda: _optimizer_state(chunks, optimizer),
         }
         self._optimizer = optimizer
-        self._state_bytes = _state_bytes(chunks, optimizer, device) if OPTIMIZER in parts else 0
-        offloaders = {
-            part: Offloader(tensors[part], device, keep=part != GRAD, chunk_bytes=chunk_bytes) for part in PARTS
-        }
+        offloaders = {part: Offloader(tensors[part], device, keep=part != GRAD) for part in PARTS}
         self._weights = offloaders[PARAM]
         self._offloaders = {
             part: offloader
@@ -249,10 +233,6 @@ class OffloadManager:
         freed = {part: self._offload_part(part) for part in reversed(PARTS) if part in self._offloaders}
         if return_cached:
             torch.cuda.empty_cache()  # no effect in a process that does not use a GPU
-        if self._state_bytes:
-            # The first step creates most of the state: meanwhile a thread allocates its host memory.
-            self._offloaders[OPTIMIZER].host.reserve_in_background(self._state_bytes)
-            self._state_bytes = 0
         return freed
 
     def mark_changed(self, *parts: str) -> None:
@@ -328,17 +308,6 @@ def _optimizer_state(chunks: Iterable[Any], optimizer: Optimizer | None) -> Iter
         for tensor in (*params, *states):
             if isinstance(tensor, Tensor) and tensor.dim() and tensor.untyped_storage()._cdata not in model_storages:
                 yield tensor.detach()
-
-
-def _state_bytes(chunks: Iterable[Any], optimizer: Optimizer | None, device: torch.device) -> int:
-    """Bytes of a new optimizer's state in host memory after its first step, which creates the moments."""
-    if optimizer is None:
-        return 0
-    sizes = [storage.nbytes() for storage in _storages(_optimizer_state(chunks, optimizer), device)]
-    for inner in optimizer.inner_optimizers():
-        for group in inner.param_groups:
-            sizes += [param.numel() * param.element_size() for param in group["params"] for _ in MOMENTS]
-    return sum(map(aligned, sizes))
 
 
 def _storages(tensors: Iterable[Tensor], device: torch.device) -> list[torch.UntypedStorage]:

@@ -101,10 +101,6 @@ class Optimizer:
         """Drop the gradients of the last step."""
         self.megatron.zero_grad()
 
-    def weights_changed(self) -> None:
-        """Copy weights that were set from outside, such as after loading a model, into the optimizer."""
-        self.megatron.reload_model_params()
-
     def step(self, loss: Tensor) -> StepResult:
         """Clip and apply the gradients.
 

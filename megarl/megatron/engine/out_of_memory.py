@@ -53,10 +53,10 @@ class OutOfMemoryVote:
         enabled: vote after each pass; costs one small collective. Otherwise no pass can be repeated.
     """
 
-    def __init__(self, runtime: Runtime, *, enabled: bool, peers_wait_s: float = PEERS_WAIT_S) -> None:
+    def __init__(self, runtime: Runtime, *, enabled: bool) -> None:
         self._runtime = runtime
         self._obstacle = _obstacle(runtime, enabled)
-        self._peers_wait_s = peers_wait_s
+        self._peers_wait_s = PEERS_WAIT_S
         self._has_voted = False
         self._random_states: _RandomStates
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megarl.base.compilers import fusion_error
 from megarl.megatron.runtime.transformer_engine import has_transformer_engine
+from megarl.models import ModelConfig
 from megarl.models.torch_attention import dot_product_attention
 
 logger = logging.getLogger(__name__)
@@ -57,36 +58,25 @@ def uses_transformer_engine(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype is torch.bfloat16 and has_transformer_engine()
 
 
-def kernels(
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    trains: bool,
-    has_experts: bool = False,
-    has_windows: bool = False,
-    has_sinks: bool = False,
-    has_delta_nets: bool = False,
-    head_dims: tuple[int, int] = (128, 128),
-) -> Kernels:
-    """Select the kernels for a model of this number format on this device.
+def kernels(model: ModelConfig, device: torch.device, dtype: torch.dtype, *, trains: bool) -> Kernels:
+    """Select the kernels for a model in this number format on this device.
 
     A model with sliding-window attention or sinks has torch's attention among Transformer Engine's other layers.
-
-    Args:
-        head_dims: widths of a head's keys and values, which differ with latent attention.
     """
+    has_experts = model.experts is not None
     adam = adam_kernel(megatron_optimizer.Adam) if trains else ""
-    packed = device.type == "cuda" and _packs(dtype, *head_dims)
+    value_dim = model.head_dim if model.latent is None else model.latent.v_dim
+    packed = device.type == "cuda" and _packs(dtype, model.head_dim, value_dim)
     attention = "torch's varlen_attn" if packed else "torch's, length by length"
-    if has_sinks:
+    if model.sinks:
         attention = f"torch's with sinks, {'in its flash kernels' if packed else 'in chunks'}"
     delta_nets = ""
-    if has_delta_nets:
+    if model.linear is not None:
         delta_nets = "flash-linear-attention's" if delta_rule_kernel(device, dtype) else "torch's, in chunks"
         delta_nets += " (convolution: causal-conv1d's)" if convolution_kernel(device) else ""
     if uses_transformer_engine(device, dtype):
         grouped = "Transformer Engine's (grouped)" if has_experts else ""
-        attention = attention if has_windows or has_sinks else "Transformer Engine's"
+        attention = attention if model.window is not None or model.sinks else "Transformer Engine's"
         return Kernels("Transformer Engine", attention, grouped, adam, delta_nets)
     return Kernels("torch", attention, "one after the other" if has_experts else "", adam, delta_nets)
 

@@ -152,11 +152,6 @@ class PackedMicroBatch:
         """Number of computed tokens, prompts included."""
         return len(self.tokens)
 
-    @property
-    def num_response_tokens(self) -> int:
-        """Number of predicted tokens."""
-        return len(self.targets)
-
     def per_row(self, values: Tensor) -> tuple[Tensor, ...]:
         """Split ``values [tokens, ...]`` into one tensor per row, over the tokens of prompt and response."""
         whole = values if self.shared is None else values[self.shared.spread]

@@ -9,25 +9,13 @@ of outputs and their gradients.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 NO_WINDOW = -1
 """The kernels' size of a window without limit."""
-
-
-class FlashKernel(Protocol):
-    """A flash kernel without sinks, over tokens ``[tokens, heads, head_dim]``."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output and the logarithms of the denominators, ``[heads, tokens]`` float32."""
-
-    def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, totals: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of queries, keys and values; ``totals`` are the logarithms of the denominators."""
 
 
 class PackedFlashKernel:
@@ -51,7 +39,7 @@ class PackedFlashKernel:
         self._random: tuple[Tensor, Tensor] | None = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the attention and its log-sum-exp."""
+        """Compute the attention, and the logarithms of the denominators, ``[heads, tokens]`` float32."""
         output, totals, *state, _ = torch.ops.aten._flash_attention_forward(
             query, key, value, *self._sequences, 0.0, self._is_causal, False, **self._options
         )
@@ -61,7 +49,7 @@ class PackedFlashKernel:
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, totals: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of query, key and value."""
+        """Compute the gradients of query, key and value; ``totals`` are the logarithms of the denominators."""
         assert self._random is not None, "the forward precedes the backward"
         saved = (query, key, value, output, totals)
         result: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
@@ -70,7 +58,7 @@ class PackedFlashKernel:
         return result
 
 
-def flash_sink_attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, kernel: FlashKernel) -> Tensor:
+def flash_sink_attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, kernel: PackedFlashKernel) -> Tensor:
     """Compute attention with sinks in a flash kernel; differentiable.
 
     Args:
@@ -99,7 +87,9 @@ def flash_prefix_attention(
 
 class _FlashSinkAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, kernel: FlashKernel) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, kernel: PackedFlashKernel
+    ) -> Tensor:
         plain, logarithms = kernel.forward(query, key, value)
         totals = torch.logaddexp(logarithms, sinks.float()[:, None])
         output = plain * torch.exp(logarithms - totals).t()[..., None].to(plain.dtype)

@@ -25,10 +25,9 @@ class StoreBarrier:
     All ranks must make the same calls in the same order.
     """
 
-    def __init__(self, rank: int, size: int, longest_wait_s: float = LONGEST_WAIT_S) -> None:
+    def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
         self._size = size
-        self._longest_wait_s = longest_wait_s
         self._numbers = itertools.count()
 
     def wait_for_all(self) -> None:
@@ -54,12 +53,12 @@ class StoreBarrier:
         Raises:
             CheckpointError: the key ``failed`` appeared, or nothing did within the longest wait.
         """
-        pause, end = _FIRST_PAUSE_S, time.monotonic() + self._longest_wait_s
+        pause, end = _FIRST_PAUSE_S, time.monotonic() + LONGEST_WAIT_S
         while not store.check([key]):
             if failed and store.check([failed]):
                 raise CheckpointError(f"rank 0 failed: {store.get(failed).decode()}", code="checkpoint.rank-failed")
             if time.monotonic() > end:
-                text = f"a rank waited {self._longest_wait_s:.0f} s for the others"
+                text = f"a rank waited {LONGEST_WAIT_S:.0f} s for the others"
                 raise CheckpointError(text, code="checkpoint.rank-timeout")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)

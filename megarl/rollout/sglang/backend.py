@@ -30,43 +30,28 @@ NAN_STOP = "NaN happened"
 
 
 class ControlCall(NamedTuple):
-    """A control call of SGLang, with its Python method and its HTTP path.
+    """A control call of SGLang.
 
     Attributes:
-        method: method of the tokenizer manager.
         request: structure of ``sglang.srt.managers.io_struct``; None = the method takes no request.
         path: path of the HTTP server.
     """
 
-    method: str
     request: str | None
     path: str
 
 
 CONTROL_CALLS = {
-    call.method: call
-    for call in (
-        ControlCall("begin_weight_update", "BeginWeightUpdateReqInput", "/begin_weight_update"),
-        ControlCall("end_weight_update", "EndWeightUpdateReqInput", "/end_weight_update"),
-        ControlCall("update_weights_from_tensor", "UpdateWeightsFromTensorReqInput", "/update_weights_from_tensor"),
-        ControlCall("update_weights_from_disk", "UpdateWeightFromDiskReqInput", "/update_weights_from_disk"),
-        ControlCall(
-            "update_weights_from_distributed",
-            "UpdateWeightsFromDistributedReqInput",
-            "/update_weights_from_distributed",
-        ),
-        ControlCall("init_weights_update_group", "InitWeightsUpdateGroupReqInput", "/init_weights_update_group"),
-        ControlCall(
-            "destroy_weights_update_group", "DestroyWeightsUpdateGroupReqInput", "/destroy_weights_update_group"
-        ),
-        ControlCall("release_memory_occupation", "ReleaseMemoryOccupationReqInput", "/release_memory_occupation"),
-        ControlCall("resume_memory_occupation", "ResumeMemoryOccupationReqInput", "/resume_memory_occupation"),
-        ControlCall("check_weights", "CheckWeightsReqInput", "/weights_checker"),
-        ControlCall("flush_cache", None, "/flush_cache"),
-        ControlCall("pause_generation", "PauseGenerationReqInput", "/pause_generation"),
-        ControlCall("continue_generation", "ContinueGenerationReqInput", "/continue_generation"),
-    )
+    "begin_weight_update": ControlCall("BeginWeightUpdateReqInput", "/begin_weight_update"),
+    "end_weight_update": ControlCall("EndWeightUpdateReqInput", "/end_weight_update"),
+    "update_weights_from_tensor": ControlCall("UpdateWeightsFromTensorReqInput", "/update_weights_from_tensor"),
+    "update_weights_from_disk": ControlCall("UpdateWeightFromDiskReqInput", "/update_weights_from_disk"),
+    "release_memory_occupation": ControlCall("ReleaseMemoryOccupationReqInput", "/release_memory_occupation"),
+    "resume_memory_occupation": ControlCall("ResumeMemoryOccupationReqInput", "/resume_memory_occupation"),
+    "check_weights": ControlCall("CheckWeightsReqInput", "/weights_checker"),
+    "flush_cache": ControlCall(None, "/flush_cache"),
 }
+"""Control calls by their methods of SGLang's tokenizer manager."""
 
 
 class ControlResult(NamedTuple):

@@ -37,7 +37,6 @@ from megarl.rollout.sglang.backend import (
     CLOSE_S,
     WATCH_S,
     CallWatch,
-    ControlResult,
     RequestLoop,
     ResponseContext,
     SGLangBackend,
@@ -45,9 +44,8 @@ from megarl.rollout.sglang.backend import (
     request_payload,
 )
 from megarl.rollout.sglang.liveness import SchedulerLiveness, StoppedProcesses
-from megarl.rollout.sglang.model_arguments import KEY
 from megarl.rollout.sglang.model_checks import check_model_runs
-from megarl.rollout.sglang.options import MODES, SGLangOptions, decodes
+from megarl.rollout.sglang.options import KEY, MODES, SGLangOptions, decodes
 from megarl.rollout.sglang.weights import WeightSession
 from megarl.sharding.receiver import check_version
 from megarl.sharding.sglang_shard import VOCAB_MULTIPLE, SGLangShard
@@ -319,15 +317,12 @@ class SGLangEngine(RolloutEngine):
             )
         self._check_alive()
 
-    def _call(self, method: str, **fields: Any) -> ControlResult:
-        return self._session.call(method, **fields)
-
     def _watch(self, action: str) -> CallWatch:
         stopped = StoppedProcesses(self._backend, self.options.health_timeout_s)
         return CallWatch(action, self.options.call_timeout_s, lambda: self._backend.failure() or stopped.failure())
 
     def _call_or_raise(self, method: str, **fields: Any) -> None:
-        outcome = self._call(method, **fields)
+        outcome = self._session.call(method, **fields)
         if not outcome.success:
             raise RolloutError(f"SGLang refused {method}: {outcome.message}", code="sglang.call-refused")
 
@@ -338,7 +333,7 @@ class SGLangEngine(RolloutEngine):
         """
         deadline = time.monotonic() + IDLE_S
         while True:
-            outcome = self._call("flush_cache")
+            outcome = self._session.call("flush_cache")
             if outcome.success:
                 return
             if time.monotonic() >= deadline:

@@ -11,7 +11,7 @@ from megarl.models import ModelConfig
 from megarl.models.declaration import FP8_BLOCK
 from megarl.models.rope import attention_factor
 from megarl.rollout.interface import EngineOptions
-from megarl.rollout.sglang.model_arguments import model_arguments, positions_of_full_attention
+from megarl.rollout.sglang.options import model_arguments, positions_of_full_attention
 from megarl.sharding.quantization import check_blocks
 
 CPU_MULTIPLE = 32

@@ -242,7 +242,7 @@ class TeacherServers:
                 wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
             backend = self._backends[next(self._next) % len(self._backends)]
             try:
-                status, body = await asyncio.wait_for(backend.post(path, fields), self.config.timeout_s)
+                status, body = await asyncio.wait_for(backend.send("POST", path, fields), self.config.timeout_s)
             except TimeoutError:
                 reason = f"{backend.url} did not answer within {self.key}.timeout_s={self.config.timeout_s:g}"
                 continue
