@@ -226,11 +226,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class EngineHealth:
-    """State of an engine.
-
-    Attributes:
-        ready: whether it would serve a request now: not stale, awake, not shut down.
-    """
+    """State of an engine; it is ready if it would serve a request now: not stale, awake, not shut down."""
 
     ready: bool
     stale: bool
@@ -334,12 +330,7 @@ class RolloutEngine(abc.ABC):
         return True
 
     def _names_with(self, requests: Sequence[Request], running: Iterable[str]) -> set[str]:
-        """Return the ids of running and new requests, for :meth:`submit`.
-
-        Raises:
-            WeightSyncError: the engine is stale.
-            RequestRefused: two requests have one id.
-        """
+        """Return the ids of running and new requests; refuses a stale engine and an id that is running already."""
         if self.stale:
             raise WeightSyncError(
                 "the engine's weights are absent or incomplete; it serves requests after a complete weight sync",
@@ -356,11 +347,7 @@ class RolloutEngine(abc.ABC):
         return names
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Generate all requests to their end. No other request may be running.
-
-        Returns:
-            Completions in the order of the requests.
-        """
+        """Generate all requests to their end, in order. No other request may be running."""
         self.submit(requests)
         done: dict[str, Completion] = {}
         while len(done) < len(requests):
@@ -415,10 +402,7 @@ class RolloutEngine(abc.ABC):
         return [[part.checksum(held[rank][part.name]) for part in parts] for rank, parts in enumerate(rectangles)]
 
     def fingerprint(self) -> tuple[str, ...]:
-        """Return a digest of all weights by rank, computed by the engine; equal as long as nothing changes.
-
-        Empty if the engine cannot compute one.
-        """
+        """Return a digest of each rank's weights, computed by the engine; empty if it cannot compute one."""
         return ()
 
     @abc.abstractmethod

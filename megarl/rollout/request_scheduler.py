@@ -196,11 +196,7 @@ class RequestScheduler:
         return dict(dispatched)
 
     def release(self, replica: int, entry: PendingRequest, tokens: int | None = None) -> None:
-        """Record that a replica has finished a request.
-
-        Args:
-            tokens: length of the response; None = aborted.
-        """
+        """Record that a replica has finished a request, with a response of ``tokens``; None = aborted."""
         state = self._replicas[replica]
         state.held.remove(entry)
         state.load = state.load - entry.cost if state.held else 0.0

@@ -241,10 +241,7 @@ class Router:
 
     @contextlib.asynccontextmanager
     async def interrupted(self) -> AsyncIterator[list[Request]]:
-        """Interrupt all requests for the duration of the block, and yield them.
-
-        The ``prior`` of a request has its tokens so far. Afterwards the requests continue.
-        """
+        """Interrupt all requests within the block, and yield them; their ``prior`` has their tokens so far."""
         self._interrupts = True
         for number in self._scheduler.replicas:
             self._connections[number].abort(self._scheduler.held(number))

@@ -58,10 +58,7 @@ class RouterStats:
         return merged
 
     def metrics(self) -> dict[str, float]:
-        """Return ``rollout/*`` metrics: utilization, lost replicas and runners, moved requests, discarded tokens.
-
-        Without time or replicas there is no utilization.
-        """
+        """Return ``rollout/*`` metrics; without time or replicas there is no utilization."""
         shares = [self.busy_s[replica] / seconds for replica, seconds in self.served_s.items() if seconds > 0]
         metrics: dict[str, float] = {
             "rollout/idle_while_waiting_s": Total(self.idle_while_waiting_s),
@@ -77,10 +74,7 @@ class RouterStats:
 
 
 class RequestSpans:
-    """Timeline of requests at replicas: a span per request, counters of busy slots and of the queue.
-
-    Without a recording timeline it does nothing.
-    """
+    """Timeline of requests at replicas, if one records: a span per request, counters of busy slots and of the queue."""
 
     def __init__(self) -> None:
         self._started: dict[tuple[int, str], tuple[int, int]] = {}

@@ -55,11 +55,7 @@ class _OpenRequest:
 
 
 class HeldRequests(NamedTuple):
-    """Requests that a pause holds in the middle of their responses.
-
-    Attributes:
-        tokens: tokens of their prompts and responses, which the next weights compute again.
-    """
+    """Number of requests that a pause holds halfway, and of their tokens, which the next weights compute again."""
 
     requests: int
     tokens: int

@@ -18,7 +18,7 @@ from megarl.base.files import read_entry
 from megarl.megatron import MegatronEngine, shutdown_runtime
 from megarl.megatron.checkpoint.pending_save import HostSnapshot
 from megarl.megatron.checkpoint.role_state import read_state
-from megarl.megatron.checkpoint.sharded import begin_save, load_sharded, save_sharded
+from megarl.megatron.checkpoint.sharded import begin_save, load_sharded
 from megarl.megatron.checkpoint.storage import Item, ItemWriter, TensorBlock
 from megarl.megatron.runtime.host_memory import TensorMemory
 from megarl.models import ParallelLayout
@@ -93,13 +93,13 @@ def save_parts(place: Place, folder: str, source: str) -> dict[str, torch.Tensor
         engine = build(place, TP2, {})
         fill(engine)
         step(engine, 0)
-        save_sharded(engine, f"{folder}/model", ["model"])
+        begin_save(engine, f"{folder}/model", ["model"]).finish()
         entries = begin_save(engine, f"{folder}/both", ["model", "hf_model"], copy_from=source).finish().entries
-        save_sharded(engine, f"{folder}/export", ["hf_model"])
+        begin_save(engine, f"{folder}/export", ["hf_model"]).finish()
         for name, entry in entries.items():
             assert read_entry(Path(folder) / "both" / name) == entry, name
         assert ("huggingface/model.safetensors" in entries) == (place.rank == 0)
-        return {name: param.clone() for name, param in engine.named_local_params().items()}
+        return {name: param.clone() for name, param in engine.weights.named().items()}
     finally:
         shutdown_runtime()
 
@@ -113,7 +113,7 @@ def load_parts(place: Place, folder: str, contents: list[str]) -> Any:
         except CheckpointError as error:
             return str(error)
         assert engine.optimizer is not None
-        weights = {name: param.clone() for name, param in engine.named_local_params().items()}
+        weights = {name: param.clone() for name, param in engine.weights.named().items()}
         return engine.optimizer.steps, engine.learning_rate, weights, first_step_is_adams(engine)
     finally:
         shutdown_runtime()
@@ -121,10 +121,10 @@ def load_parts(place: Place, folder: str, contents: list[str]) -> Any:
 
 def first_step_is_adams(engine: MegatronEngine) -> bool:
     """Whether a step has the size of Adam's first one, about the learning rate, so that no moment was kept."""
-    before = {name: param.clone() for name, param in engine.named_local_params().items()}
+    before = {name: param.clone() for name, param in engine.weights.named().items()}
     lr = engine.learning_rate
     step(engine, 5)
-    moved = max((param - before[name]).abs().max().item() for name, param in engine.named_local_params().items())
+    moved = max((param - before[name]).abs().max().item() for name, param in engine.weights.named().items())
     return moved < 1.5 * lr or lr == 0
 
 
@@ -139,7 +139,7 @@ def export_on_a_full_disk(place: Place, folder: str) -> list[str]:
         ):
             with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as caught:
                 patch.setattr(target, refuse)
-                save_sharded(engine, f"{folder}/{number}", ["model", "hf_model"])
+                begin_save(engine, f"{folder}/{number}", ["model", "hf_model"]).finish()
             messages.append(str(caught.value))
         return messages
     finally:

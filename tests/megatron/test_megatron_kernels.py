@@ -61,7 +61,7 @@ def test_gpu_uses_the_best_usable_kernels(
 ) -> None:
     monkeypatch.setattr("megatron.core.extensions.transformer_engine.HAVE_TE", usable)
     assert kernels.kernels(model_config("llama"), torch.device("cuda"), dtype, trains=False)[:2] == expected
-    windows = model_config("mistral", sliding_window=16)
+    windows = model_config(**MODELS["olmo3"])
     layers, attention = kernels.kernels(windows, torch.device("cuda"), dtype, trains=False)[:2]
     assert layers == expected[0] and attention.startswith("torch's")
 

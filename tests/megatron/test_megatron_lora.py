@@ -17,7 +17,7 @@ from tiny_models import TEMPERATURE, Row, policy_reference, rows, save_model
 from torch import Tensor
 
 from megarl.megatron import MegatronEngine, OptimizerOptions, OutputOptions, RecomputeOptions
-from megarl.megatron.checkpoint.sharded import load_sharded, save_sharded
+from megarl.megatron.checkpoint.sharded import begin_save, load_sharded
 from megarl.megatron.layers.lora import initial_a
 from megarl.models import ParallelLayout, WeightMap, read_model_config
 from megarl.models.adapters import AdapterMap, LoraOptions
@@ -180,7 +180,7 @@ def adapted_step(place: Place, path: Path, setup: Setup, batch: list[Row], folde
         buffered = sum(buffer.grad_data.numel() for chunk in built.chunks for buffer in chunk.buffers)
         answer = Answer(pieces(built, grads), buffered, loss, norm, start, off, trained, pieces(built, weights))
         built.export_hf(folder / "merged")
-        save_sharded(built, folder / "checkpoint")
+        begin_save(built, folder / "checkpoint").finish()
         return answer
 
 

@@ -94,7 +94,7 @@ def steps(place: Place, path: Path, setup: Setup, parts: tuple[str, ...]) -> tup
             results.append(built.optimizer_step())
         freed = built.offload_manager.offload()
         assert built.optimizer is not None
-        weights = built.weights_to_host()
+        weights = built.weights.to_host()
         check_bytes(built, freed, weights)
         built.offload_manager.onload(*PARTS)
         shards = state_shards(built.optimizer, built.weights.parameters())

@@ -13,7 +13,7 @@ from support.expected_errors import raises
 
 from megarl.base.errors import CheckpointError
 from megarl.megatron import shutdown_runtime
-from megarl.megatron.checkpoint.sharded import load_sharded, save_sharded
+from megarl.megatron.checkpoint.sharded import begin_save, load_sharded
 from megarl.megatron.checkpoint.storage import ItemWriter, _Reader
 from megarl.megatron.runtime.store_barrier import StoreBarrier
 from megarl.models import ParallelLayout
@@ -44,7 +44,7 @@ def save_and_load(place: Place, folder: str, case: str) -> int:
         with pytest.MonkeyPatch.context() as patch:
             if place.rank == slow_rank:
                 patch.setattr(cls, name, slow)
-            save_sharded(engine, folder, ["model", "hf_model"])
+            begin_save(engine, folder, ["model", "hf_model"]).finish()
             load_sharded(engine, folder, ["model"])
         return len(calls)
     finally:

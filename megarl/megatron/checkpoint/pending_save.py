@@ -20,12 +20,7 @@ from megarl.megatron.runtime.process_groups import Runtime, all_ranks_or_raise
 
 
 class WrittenFiles(NamedTuple):
-    """Files that one rank wrote.
-
-    Attributes:
-        entries: its files by path relative to the folder of the save.
-        seconds: duration of the writing, digests included.
-    """
+    """Files that one rank wrote, by path relative to the save's folder, and the seconds it took, digests included."""
 
     entries: dict[str, FileEntry]
     seconds: float

@@ -62,15 +62,6 @@ WEIGHT = "weight"
 logger = logging.getLogger(__name__)
 
 
-def save_sharded(engine: MegatronEngine, path: str | Path, contents: Collection[str] = RESUMABLE) -> None:
-    """Save the engine and return when all files are written; all ranks must call this.
-
-    Raises:
-        CheckpointError: on every rank, if any of them failed; names rank and reason. Written files remain.
-    """
-    begin_save(engine, path, contents).finish()
-
-
 def begin_save(
     engine: MegatronEngine,
     path: str | Path,
@@ -156,7 +147,7 @@ def _write_local_files(
 
 @torch.no_grad()
 def load_sharded(engine: MegatronEngine, path: str | Path, contents: Collection[str] = RESUMABLE) -> None:
-    """Restore a checkpoint of :func:`save_sharded` in any layout; all ranks must call this.
+    """Restore a checkpoint of :func:`begin_save` in any layout; all ranks must call this.
 
     An engine without optimizer loads the weights only.
 
@@ -231,10 +222,7 @@ def saved_items(
 
 
 def _wanted_items(engine: MegatronEngine, with_optimizer: bool) -> Iterator[Item]:
-    """Memory of this rank's shard, wherever it is, zeroed because a checkpoint has no vocabulary padding.
-
-    An item is in one piece of memory.
-    """
+    """This rank's shard, each item in one piece, zeroed because a checkpoint has no vocabulary padding."""
     state, memory = _stored_state(engine, with_optimizer), engine.offload_manager.memory
     for param in engine.trained_map.megatron_params(engine.runtime.layout, engine.runtime.rank):
         for kind, start, _, tensor in state.tensors(param.name):

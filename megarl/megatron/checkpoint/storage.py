@@ -238,11 +238,7 @@ class SavePlanner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Merge the plans of all ranks; torch would drop a repeated block, and miss a tensor that no rank plans.
-
-        Raises:
-            CheckpointError: see :func:`check_index`.
-        """
+        """Merge all ranks' plans; torch would drop a repeated block, and miss a tensor that no rank plans."""
         plans, index = create_default_global_save_plan(all_plans)
         check_index(index, self._shapes)
         return plans, index

@@ -39,12 +39,7 @@ class FaultWatch:
         self._records: list[_MicroBatchRecord] = []
 
     def watch(self, loss: Tensor, outputs: Iterable[object], rows: Sequence[int]) -> None:
-        """Record a micro-batch; called in order.
-
-        Args:
-            outputs: of the model, ``[response tokens, ...]`` each.
-            rows: response tokens of each row.
-        """
+        """Record the next micro-batch: outputs ``[response tokens, ...]`` each, and response tokens by row."""
         tensors = [output for output in outputs if isinstance(output, Tensor) and output.is_floating_point()]
         record = _MicroBatchRecord(loss.detach(), tuple(tensor.detach() for tensor in tensors), tuple(rows))
         for tensor in tensors:

@@ -118,11 +118,7 @@ class MegatronEngine:
             self._faults = FaultWatch()
 
     def offload(self, *, return_cached: bool = True) -> dict[str, int]:
-        """Free device memory at the end of a phase: offload the configured parts, and return cached memory.
-
-        Returns:
-            Released device bytes of each part.
-        """
+        """Offload the configured parts at the end of a phase and free cached memory; return the bytes by part."""
         self._faults = FaultWatch()  # it holds the outputs of the last step
         return self.offload_manager.offload(return_cached=return_cached)
 
@@ -195,14 +191,6 @@ class MegatronEngine:
 
         with cuda_on_cpu.active():
             self.weights.export(writer)
-
-    def named_local_params(self) -> Mapping[str, Tensor]:
-        """Return this rank's weights by weight-map name, adapters merged; only to be read; may communicate."""
-        return self.weights.named()
-
-    def weights_to_host(self) -> dict[str, Tensor]:
-        """Copy this rank's weights to host memory, by their names in the weight map; may communicate."""
-        return self.weights.to_host()
 
     def copy_weights(self, reuse: HostCopy | None = None) -> HostCopy:
         """Copy this rank's weights to host memory, for :meth:`swapped_weights`; may communicate.
@@ -348,7 +336,7 @@ class MegatronEngine:
             self.offload_manager.mark_changed(PARAM)  # a backward updates the correction of a router's choice
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
-            optimizer.zero_grad()
+            optimizer.megatron.zero_grad()
             self._loss = torch.zeros((), device=self.runtime.device)
             self._faults = FaultWatch()
 

@@ -56,10 +56,7 @@ _LONGEST_MULTIPLE = 128
 
 
 class PackedModel(GPTModel):
-    """A GPT model whose forward takes this rank's part of a packed micro-batch.
-
-    The output layer, the largest matrix of a small model, computes only the outputs of response tokens.
-    """
+    """A GPT model over packed micro-batches; the output layer computes only the outputs of response tokens."""
 
     embedding_scale = 1.0
 

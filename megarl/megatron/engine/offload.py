@@ -51,11 +51,7 @@ class Offloader:
         self._is_pinned: Callable[[], bool] = lambda: False
 
     def offload(self) -> int:
-        """Empty the storages; no effect if they are empty.
-
-        Returns:
-            Number of device bytes released.
-        """
+        """Empty the storages, and return the number of device bytes released; no effect if they are empty."""
         if not self.is_offloaded:
             self._copy_to_host()
             self._empty()
@@ -169,11 +165,7 @@ class Offloader:
 
 
 class OffloadManager:
-    """Offloads the parts of an engine between phases and onloads them on demand.
-
-    Args:
-        chunks: Megatron's modules, wrapped for data parallelism if there is an optimizer.
-    """
+    """Offloads the parts of an engine, wrapped for data parallelism if it trains, and onloads them on demand."""
 
     def __init__(
         self, chunks: Sequence[Any], optimizer: Optimizer | None, parts: Collection[str], device: torch.device
@@ -228,7 +220,7 @@ class OffloadManager:
             Released device bytes of each part.
         """
         if GRAD in self._offloaders and not self._offloaders[GRAD].is_offloaded and self._optimizer is not None:
-            self._optimizer.zero_grad()  # main parameters' gradients are views of the buffers
+            self._optimizer.megatron.zero_grad()  # main parameters' gradients are views of the buffers
         # Weights go last: the optimizer's state is recognized by not sharing their storages.
         freed = {part: self._offload_part(part) for part in reversed(PARTS) if part in self._offloaders}
         if return_cached:
@@ -263,19 +255,11 @@ class OffloadManager:
                 offloader.pin_until_saved(is_pinned)
 
     def copy_weights(self, reuse: HostCopy | None = None) -> HostCopy:
-        """Copy the weights from the device to host memory, for :meth:`swapped_weights`.
-
-        Args:
-            reuse: an earlier copy, whose memory the new one takes; None = new memory.
-        """
+        """Copy the weights to host memory, or over an earlier copy, for :meth:`swapped_weights`."""
         return self._weights.copy(reuse)
 
     def swapped_weights(self, other: HostCopy) -> contextlib.AbstractContextManager[None]:
-        """Swap in the weights of ``other`` within the context; restores the previous weights bit for bit.
-
-        Raises:
-            ValueError: ``other`` is of another model.
-        """
+        """Swap in the weights of ``other`` within the context, see :meth:`Offloader.swapped`."""
         return self._weights.swapped(other)
 
     def _offload_part(self, part: str) -> int:

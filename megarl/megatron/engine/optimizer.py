@@ -97,10 +97,6 @@ class Optimizer:
         """Learning rate of the next step."""
         return learning_rate(self.steps, self.options)
 
-    def zero_grad(self) -> None:
-        """Drop the gradients of the last step."""
-        self.megatron.zero_grad()
-
     def step(self, loss: Tensor) -> StepResult:
         """Clip and apply the gradients.
 
@@ -142,11 +138,7 @@ def use_fused_kernels(optimizer: torch.optim.Optimizer) -> None:
 
 
 class StateShard(NamedTuple):
-    """This rank's part of one parameter's optimizer state.
-
-    Attributes:
-        tensors: flat, by kind (:data:`MOMENTS`, :data:`MASTER`); views of the optimizer's memory.
-    """
+    """This rank's part of one parameter's optimizer state: flat views of the optimizer's memory, by kind."""
 
     start: int
     stop: int
@@ -201,11 +193,7 @@ def check_steps(optimizer: Optimizer) -> None:
 
 
 def set_steps(optimizer: Optimizer, steps: int) -> None:
-    """Set the step count of Adam and the schedule; every parameter gets a separate tensor.
-
-    Args:
-        optimizer: its state exists (:func:`state_shards`).
-    """
+    """Set the step count of schedule and Adam, whose state exists; every parameter gets a separate tensor."""
     optimizer.steps = steps
     for part in optimizer.megatron.chained_optimizers:
         if _counts_by_group(part.optimizer):

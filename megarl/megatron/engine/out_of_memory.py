@@ -90,11 +90,7 @@ class OutOfMemoryVote:
         raise self._failure(reason, gathers_weights)
 
     def agree(self) -> None:
-        """Vote that this rank had enough memory; communicates at the first call in a pass.
-
-        Raises:
-            DeviceMemoryError: repeatable, if another rank ran out of memory.
-        """
+        """Vote that this rank had enough memory; raises if another had not. Communicates once per pass."""
         if self._votes and not self._has_voted:
             self._has_voted = True
             if self._vote(failed=False):

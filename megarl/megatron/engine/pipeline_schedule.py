@@ -85,10 +85,7 @@ def arrivals(micro_batches: int, chunks: int, stages: int, *, leads: bool) -> li
 
 
 class ScheduleTimers:
-    """Megatron's timers, replaced by spans of the timeline: each micro-batch's forward and backward, and gradient sums.
-
-    Megatron calls ``config.timers(name).start()`` and ``.stop()``.
-    """
+    """Spans of forward, backward and gradient sums, called as ``config.timers(name).start()`` and ``.stop()``."""
 
     def __init__(self) -> None:
         self._timers: dict[str, ScheduleTimer] = {}

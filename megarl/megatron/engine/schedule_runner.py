@@ -126,6 +126,9 @@ class ScheduleRunner:
     ) -> list[Any]:
         """Run a pass over micro-batches; communicates.
 
+        For each micro-batch and chunk Megatron calls ``forward_step``, the function that it returns for the loss or the
+        outputs, and later the backward.
+
         Args:
             micro_batches: the same on each rank of a pipeline; at least one.
             read: converts the output of the last stage's model.
@@ -138,11 +141,11 @@ class ScheduleRunner:
         Raises:
             DeviceMemoryError: a rank ran out of memory; on all ranks if the pass can be repeated.
         """
-        numbers, last = itertools.count(1), len(micro_batches)
+        steps, last = itertools.count(1), len(micro_batches)
         reduces_early = self._overlap.grad_reduce and self._runtime.dp_cp_group.size() > 1 and not forward_only
 
-        def step(batches: MicroBatchLoader, module: Any) -> tuple[Tensor, Callable[..., Any] | None]:
-            if next(numbers) == last and reduces_early:
+        def forward_step(batches: MicroBatchLoader, module: Any) -> tuple[Tensor, Callable[..., Any] | None]:
+            if next(steps) == last and reduces_early:
                 self._vote.agree()  # from here on peers wait for this rank's gradients
             loaded = next(batches)
             if self._routing is not None:
@@ -174,7 +177,7 @@ class ScheduleRunner:
                 self._routing.begin(routing)
             with self._stage_exchange(micro_batches, forward_only) as exchange:
                 results: list[Any] = get_forward_backward_func()(
-                    forward_step_func=step,
+                    forward_step_func=forward_step,
                     data_iterator=loaders if interleaved else loaders[0],
                     model=self._chunks if interleaved else self._chunks[0],
                     num_microbatches=len(micro_batches),
@@ -242,11 +245,7 @@ class LoadedMicroBatch(NamedTuple):
 
 
 class MicroBatchLoader:
-    """Iterator over micro-batches that can load one ahead.
-
-    Args:
-        load: copies one to the device without waiting.
-    """
+    """Iterator over micro-batches that can load one ahead; ``load`` copies one to the device without waiting."""
 
     def __init__(
         self, micro_batches: Sequence[PackedMicroBatch], load: Callable[[PackedMicroBatch], LoadedMicroBatch]

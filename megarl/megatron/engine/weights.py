@@ -72,18 +72,12 @@ class RankWeights:
         return dict(self._trained)
 
     def stored(self) -> dict[str, nn.Parameter]:
-        """Return the trained parameters, offloaded or not, by their names in the engine's ``trained_map``.
-
-        :meth:`~megarl.megatron.engine.offload.OffloadManager.memory` gives their memory.
-        """
+        """Return the trained parameters, offloaded or not, by their names in the engine's ``trained_map``."""
         self._gather()
         return dict(self._trained)
 
     def named(self) -> Mapping[str, Tensor]:
-        """Return the weights on the device, detached from autograd; only to be read.
-
-        Those with adapters are merged copies.
-        """
+        """Return the weights on the device, with merged adapters and detached; only to be read. May communicate."""
         self.gather_pending()
         weights = {name: param.detach() for name, param in self._params.items()}
         return weights if self._adapters is None else self._adapters.merged(weights)

@@ -249,10 +249,7 @@ def context_parallel_part(
 
 
 def stored_indices(micro_batch: PackedMicroBatch, ranks: int = 1, rank: int = 0, multiple: int = 1) -> Tensor:
-    """Return the micro-batch index of each token of one rank's part; -1 for padding.
-
-    The arguments are those of :func:`context_parallel_part`.
-    """
+    """Return a part's micro-batch indices, -1 for padding; arguments of :func:`context_parallel_part`."""
     count = micro_batch.num_tokens
     if micro_batch.shared is not None:
         return torch.cat([torch.arange(count), torch.full((-count % multiple,), -1)])

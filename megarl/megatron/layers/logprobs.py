@@ -132,12 +132,7 @@ def vocab_parallel_outputs(
 
 
 class TopTokens(NamedTuple):
-    """The most probable tokens of each distribution, by descending probability; equal on all ranks of the group.
-
-    Attributes:
-        ids: token ids, ``[n, k]`` int32.
-        log_probs: their log-probabilities, ``[n, k]`` float32.
-    """
+    """The most probable tokens of each distribution, by descending probability, ``[n, k]`` int32 and float32."""
 
     ids: Tensor
     log_probs: Tensor
@@ -232,6 +227,7 @@ class _TokenOutputs(torch.autograd.Function):
         column, is_local = settings.local_columns(targets, logits.shape[1])
         ids_column, ids_local = (None, None) if ids is None else settings.local_columns(ids, logits.shape[1])
         ids_log_probs = None if ids is None else torch.zeros_like(ids, dtype=torch.float32)
+        # Seven numbers per token, saved for the backward: outputs, and maximum and sum of exponentials of both models.
         results = torch.empty(7, len(targets), dtype=torch.float32, device=logits.device)
         log_probs, entropy, kl, maximum, total, ref_maximum, ref_total = results
         squares = torch.empty_like(log_probs) if settings.with_sum_pi_squared else None
@@ -249,7 +245,7 @@ class _TokenOutputs(torch.autograd.Function):
                 if real:
                     ids_log_probs[rows] = shifted.gather(1, ids_column[rows]) * ids_local[rows]
                 ids_log_probs[rows] = settings.all_reduce(ids_log_probs[rows]) - total[rows, None].log()
-            if reference is not None:
+            if reference is not None:  # last, since it overwrites `shifted`
                 ref_maximum[rows], ref_total[rows], kl[rows] = _kl(
                     shifted, total[rows], reference.logits(rows, real), settings
                 )
@@ -341,11 +337,7 @@ def _sums(shifted: Tensor, column: Tensor, is_local: Tensor, settings: _Settings
 
 
 def _kl(shifted: Tensor, total: Tensor, ref_logits: Tensor, settings: _Settings) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the exact KL of a chunk; overwrites ``shifted`` and communicates.
-
-    Returns:
-        The reference's maximum and sum of exponentials, and the KL, ``[n]`` each.
-    """
+    """Return the reference's maximum and sum of exponentials, and the KL; overwrites ``shifted``, communicates."""
     ref_maximum = _maximum(ref_logits, settings)
     ref_shifted = _shifted(ref_logits, ref_maximum, settings)
     ref_total = settings.all_reduce(ref_shifted.exp().sum(-1))

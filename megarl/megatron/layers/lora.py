@@ -172,12 +172,12 @@ class LowRankAdapter(nn.Module):
 
     def _exchanged(self, low: Tensor) -> Tensor:
         """``A x`` of all tokens that this rank's part of B multiplies."""
-        exchange = {
-            (AdapterSplit.COLUMN, True): gather_from_sequence_parallel_region,
-            (AdapterSplit.COLUMN, False): copy_to_tensor_model_parallel_region,
-            (AdapterSplit.ROW, True): reduce_scatter_to_sequence_parallel_region,
-            (AdapterSplit.ROW, False): reduce_from_tensor_model_parallel_region,
-        }.get((self.split, self.sequence_parallel))
+        by_sequence, exchange = self.sequence_parallel, None
+        if self.split is AdapterSplit.COLUMN:  # every rank has rows of B, for all tokens
+            exchange = gather_from_sequence_parallel_region if by_sequence else copy_to_tensor_model_parallel_region
+        elif self.split is AdapterSplit.ROW:  # every rank's columns of A give a summand
+            sums_and_splits, sums = reduce_scatter_to_sequence_parallel_region, reduce_from_tensor_model_parallel_region
+            exchange = sums_and_splits if by_sequence else sums
         result: Tensor = low if exchange is None else exchange(low, group=self.group)
         return result
 

@@ -73,10 +73,7 @@ class RMSNorm(nn.Module):
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  (Megatron's mark)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Compute ``inputs / rms(inputs) * weight``, in the shape and dtype of the inputs.
-
-        Zero-centered weights are added to 1, in float32.
-        """
+        """Compute ``inputs / rms(inputs) * weight`` in their dtype; zero-centered weights are added to 1."""
         result: Tensor = _RMSNorm.apply(inputs, self.weight, self.eps, self.offset)
         return result
 

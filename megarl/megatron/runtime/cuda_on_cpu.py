@@ -180,11 +180,7 @@ def _replace(owner: Any, name: str, replacement: Any) -> None:
 
 
 def gather_uneven(even: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Extend Megatron's gather along the first dimension to parts of different sizes.
-
-    Args:
-        even: Megatron's function, used for parts of equal size.
-    """
+    """Extend Megatron's gather along the first dimension (``even``) to parts of different sizes."""
 
     def gather(
         part: Tensor,

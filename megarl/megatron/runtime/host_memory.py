@@ -21,11 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class HostBuffer:
-    """Host memory in chunks that receives tensors one after the other; grows as needed and is kept for reuse.
-
-    Args:
-        device: source of the copies; for a GPU the memory is page-locked.
-    """
+    """Host memory in chunks, page-locked for a GPU, that receives tensors one after the other and is reused."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -48,11 +44,7 @@ class HostBuffer:
             logger.info("allocated %.1f GiB of host memory in %.1f s", missing * self._size / 2**30, seconds)
 
     def write(self, data: Sequence[Tensor]) -> list[int]:
-        """Copy flat byte tensors into the buffer from its start; the copies may be asynchronous.
-
-        Returns:
-            Offset of each.
-        """
+        """Copy flat byte tensors into the buffer from its start, maybe asynchronously; return the offset of each."""
         offsets, end = [], 0
         for source in data:
             offsets.append(end)
@@ -88,12 +80,7 @@ class HostBuffer:
 
 
 class HostCopy(NamedTuple):
-    """A copy of some storages in host memory.
-
-    Attributes:
-        offsets: offset of each storage there.
-        sizes: bytes of each storage.
-    """
+    """A copy of some storages in host memory, with the offset and the bytes of each."""
 
     buffer: HostBuffer
     offsets: list[int]

@@ -31,11 +31,7 @@ class StoreBarrier:
         self._numbers = itertools.count()
 
     def wait_for_all(self) -> None:
-        """Wait until every rank has called this.
-
-        Raises:
-            CheckpointError: some have not within the longest wait.
-        """
+        """Wait until every rank has called this; raises CheckpointError after the longest wait."""
         key = f"megarl/all/{next(self._numbers)}"
         if self._size > 1:
             store = _get_default_store()
@@ -83,11 +79,7 @@ class RankTurns:
         _get_default_store().set(f"{self._key}/failed", reason)
 
     def wait(self) -> None:
-        """Wait for the next turn of this rank; for the ranks other than 0.
-
-        Raises:
-            CheckpointError: rank 0 failed, or gave no turn within the longest wait.
-        """
+        """Wait for the next turn of this rank, not 0; raises if rank 0 failed, or gave none within the longest wait."""
         self._taken += 1
         store, key = _get_default_store(), f"{self._key}/{self._rank}/{self._taken}"
         self._barrier.wait_for_key(store, key, f"{self._key}/failed")

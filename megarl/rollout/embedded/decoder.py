@@ -96,12 +96,7 @@ class DecoderLayer:
 
 
 class TransformerDecoder:
-    """A model of any family over packed tokens.
-
-    Args:
-        params: parameters by rollout name, on one device; must outlive the decoder.
-        max_length: largest position plus one.
-    """
+    """A model of any family over packed tokens; it reads live parameters; positions are below ``max_length``."""
 
     def __init__(self, config: ModelConfig, params: Mapping[str, Tensor], max_length: int) -> None:
         self._embedding = params["model.embed_tokens.weight"]

@@ -48,11 +48,7 @@ class TokenInputs:
 
 
 class DeltaStates:
-    """States with one slot per sequence: in each layer the last inputs of the convolution, and a matrix per head.
-
-    Args:
-        dtype: dtype of the activations; the matrices are float32.
-    """
+    """States with one slot per sequence: in each layer the convolution's last inputs, and a float32 matrix per head."""
 
     def __init__(self, config: ModelConfig, slots: int, dtype: torch.dtype, device: torch.device) -> None:
         assert config.linear is not None

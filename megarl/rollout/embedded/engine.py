@@ -37,7 +37,7 @@ from megarl.rollout.interface import (
     Tag,
 )
 from megarl.rollout.registry import register_engine
-from megarl.rollout.request_checks import check_request, check_routes, check_tags, check_token_ids
+from megarl.rollout.request_checks import check_none_running, check_request, check_routes, check_tags, check_token_ids
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -154,11 +154,7 @@ class EmbeddedEngine(RolloutEngine):
 
     def sleep(self, tags: Iterable[Tag] = TAGS) -> None:
         tags = check_tags(tags)
-        if self._running:
-            raise RolloutError(
-                f"{len(self._running)} requests are running: put the engine to sleep when none is",
-                code="engine.requests-running",
-            )
+        check_none_running(self._running, "put the engine to sleep")
         self._asleep |= tags
         self._batcher = None
         if "kv_cache" in tags:
@@ -201,11 +197,7 @@ class EmbeddedEngine(RolloutEngine):
         self._closed = True
 
     def _check_idle(self) -> None:
-        if self._running:
-            raise WeightSyncError(
-                f"{len(self._running)} requests are running: update weights when none is",
-                code="engine.requests-running",
-            )
+        check_none_running(self._running, "update weights", WeightSyncError)
 
     def _make_room(self, requests: Sequence[Request]) -> ContinuousBatcher:
         """Return the running batch, or a new one, with a cache that holds these requests too."""

@@ -272,43 +272,42 @@ class ContinuousBatcher:
         return self._cache.snapshot(self._size, length)
 
     def _start(self, groups: Sequence[PromptGroup[Request]], prefix: list[Tensor]) -> None:
-        """Prefill prompts, each once, and draw the first token of all their requests."""
-        first, skip = self._size, self._queue.prefix_length
+        """Prefill prompts, each once, and draw the first token of all their requests.
+
+        The first request of each prompt uses the prompt's slot; the others get copies of it in the slots after those.
+        """
+        first, prefix_length = self._size, self._queue.prefix_length
         longest = max(len(group.prompt) for group in groups)
+        # 1. Prefill slots ``first, first + 1, ...``, one per prompt.
         self._cache.fit(max(longest, self._cache.width if first else 0), first)
-        if skip:
+        if prefix_length:
             self._cache.restore(prefix, first, len(groups))
-        attention = PromptAttention(self._cache, first, [len(group.prompt) - skip for group in groups], skip)
-        tokens = torch.tensor([token for group in groups for token in group.prompt[skip:]], device=self._device)
+        lengths = [len(group.prompt) - prefix_length for group in groups]
+        attention = PromptAttention(self._cache, first, lengths, prefix_length)
+        tokens = torch.tensor([id for group in groups for id in group.prompt[prefix_length:]], device=self._device)
         routes = None if self._routes is None else self._routes.new(len(tokens))
         hidden = self.decoder.hidden(tokens, attention.positions, attention, attention.ends, routes)
         logits = self.decoder.logits(hidden)
-
-        # The first request of each group uses the slot of its prompt; the others get copies in the following slots.
+        # 2. Copy prompts to the slots of further requests; `prompts` is each request's prompt.
         requests = [group.members[0] for group in groups] + [m for group in groups for m in group.members[1:]]
         prompts = [*range(len(groups)), *(i for i, group in enumerate(groups) for _ in group.members[1:])]
-        prompt = torch.tensor(prompts, device=self._device)
+        prompt_of_slot = torch.tensor(prompts, device=self._device)
         if len(requests) > len(groups):
             copies = torch.arange(len(groups), len(requests), device=self._device)
-            self._cache.copy(first + prompt[len(groups) :], first + copies, longest)
-
+            self._cache.copy(first + prompt_of_slot[len(groups) :], first + copies, longest)
         self._size, self._is_sorted = first + len(requests), False
+        # 3. Assign lanes, set the slots' states, and draw.
         lanes = self._assign(requests)
         state = self._state[:, first : self._size]
-        state[1] = attention.positions[attention.ends][prompt] + 1
+        state[1] = attention.positions[attention.ends][prompt_of_slot] + 1
         state[2] = torch.tensor([len(request.prior_ids) for request in requests], device=self._device)
         state[3] = torch.tensor(lanes, device=self._device)
-        if routes is not None:
-            by_prompt = routes.split([len(group.prompt) - skip for group in groups])
-            self._begin_routes(lanes, [by_prompt[number] for number in prompts])
-        self._record(first, *self._sampler.draw(logits[prompt], state[3], state[2]))
-
-    def _begin_routes(self, lanes: Sequence[int], routes: Sequence[Tensor]) -> None:
-        """Store each lane's routes of its prompt: those of the shared prefix, then its own."""
-        assert self._routes is not None
-        prefix = [self._prefix_routes] if self._queue.prefix_length and self._prefix_routes is not None else []
-        for lane, own in zip(lanes, routes, strict=True):
-            self._routes.begin(lane, [*prefix, own])
+        if self._routes is not None and routes is not None:
+            shared = [self._prefix_routes] if prefix_length and self._prefix_routes is not None else []
+            by_prompt = routes.split(lengths)
+            for lane, prompt in zip(lanes, prompts, strict=True):
+                self._routes.begin(lane, [*shared, by_prompt[prompt]])
+        self._record(first, *self._sampler.draw(logits[prompt_of_slot], state[3], state[2]))
 
     def _assign(self, requests: Sequence[Request]) -> list[int]:
         """Assign a lane to each request, whose next token has the position after its prompt and prior response."""

@@ -110,10 +110,7 @@ class KVCache:
         return ((slots[:, None] * self._heads + heads) * self.width + positions[:, None]).flatten()
 
     def write(self, layer: int, indices: Tensor, keys: Tensor, values: Tensor | None) -> None:
-        """Write tokens ``[tokens, kv_heads, key_dim]`` at indices of :meth:`write_indices` for the current width.
-
-        ``values`` is None with latent attention.
-        """
+        """Write tokens ``[tokens, kv_heads, key_dim]`` at :meth:`write_indices`; latent attention has no ``values``."""
         number = self._index[layer]
         caches = [(self._keys[number], keys)]
         if values is not None:

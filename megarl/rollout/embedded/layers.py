@@ -71,12 +71,7 @@ def layer_parameters(weight_map: WeightMap, params: Mapping[str, Tensor], layer:
 
 
 class Norm:
-    """RMS norm over the last dimension; the identity without a weight.
-
-    Args:
-        weight: ``[width]``; None = the model has no such norm.
-        eps: added to the mean square; None = the model's.
-    """
+    """RMS norm over the last dimension; the identity without a weight. By default ``eps`` is the model's."""
 
     def __init__(self, config: ModelConfig, weight: Tensor | None, eps: float | None = None) -> None:
         self.weight, self._eps = weight, config.rms_norm_eps if eps is None else eps
@@ -167,12 +162,7 @@ class LatentHeads:
 
 
 class GatedMLP:
-    """A gated MLP.
-
-    Args:
-        gate_up: ``[2 * ffn, hidden]``.
-        down: ``[hidden, ffn]``.
-    """
+    """A gated MLP with ``gate_up [2 * ffn, hidden]`` and ``down [hidden, ffn]``."""
 
     def __init__(self, gate_up: Tensor, down: Tensor, activation: str = "silu") -> None:
         self._gate_up, self._down, self._activation = gate_up, down.t(), activation
@@ -274,10 +264,7 @@ def limited(rows: Tensor, outputs: Tensor | None) -> Tensor:
 
 
 def added(residual: Tensor, inputs: Tensor, weight: Tensor, norm: Norm, bias: Tensor | None = None) -> Tensor:
-    """Return the residual plus the output of a layer's last matrix, normed if there is a norm on it.
-
-    A layer with a bias has no norm on its output.
-    """
+    """Return the residual plus the last matrix's output, with a bias or a norm on it, not both."""
     if bias is not None:
         residual = residual + bias
     if norm.weight is None:

@@ -92,11 +92,7 @@ class WeightStore(ShardWeights):
 
 
 class EmbeddedReceiver(ReplicaReceiver):
-    """The receiver of the only rank, in this process.
-
-    Args:
-        check_idle: raises if the engine cannot begin an update now.
-    """
+    """The only rank's receiver, in this process; ``check_idle`` raises if the engine cannot begin an update now."""
 
     def __init__(self, weights: WeightStore, device: torch.device, check_idle: Callable[[], None]) -> None:
         self._weights, self._device, self._check_idle = weights, device, check_idle

@@ -30,12 +30,7 @@ NAN_STOP = "NaN happened"
 
 
 class ControlCall(NamedTuple):
-    """A control call of SGLang.
-
-    Attributes:
-        request: structure of ``sglang.srt.managers.io_struct``; None = the method takes no request.
-        path: path of the HTTP server.
-    """
+    """A structure of ``sglang.srt.managers.io_struct``, None without arguments, and a path of the HTTP server."""
 
     request: str | None
     path: str
@@ -55,11 +50,7 @@ CONTROL_CALLS = {
 
 
 class ControlResult(NamedTuple):
-    """Result of a control call. SGLang returns its failures and never raises.
-
-    Attributes:
-        ranks: result of each rank, for calls that return one.
-    """
+    """Result of a control call, and of each rank if it has some; SGLang returns failures and never raises."""
 
     success: bool
     message: str
@@ -166,11 +157,7 @@ class RequestLoop:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def call(self, work: Coroutine[Any, Any, _T], timeout_s: float, action: str) -> _T:
-        """Run a coroutine and wait for it.
-
-        Raises:
-            EngineLost: the work exceeds ``timeout_s``.
-        """
+        """Run a coroutine and return its result; EngineLost after ``timeout_s`` seconds, naming the ``action``."""
         return watched_result(self.start(work), CallWatch(action, timeout_s))
 
     def close(self) -> None:

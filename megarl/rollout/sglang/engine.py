@@ -32,7 +32,7 @@ from megarl.rollout.interface import (
     Tag,
 )
 from megarl.rollout.registry import register_engine
-from megarl.rollout.request_checks import check_request, check_routes, check_tags, check_token_ids
+from megarl.rollout.request_checks import check_none_running, check_request, check_routes, check_tags, check_token_ids
 from megarl.rollout.sglang.backend import (
     CLOSE_S,
     WATCH_S,
@@ -218,11 +218,7 @@ class SGLangEngine(RolloutEngine):
     def sleep(self, tags: Iterable[Tag] = TAGS) -> None:
         """SGLang frees the memory only with its memory saver, which exists on GPUs."""
         chosen = check_tags(tags) - self._asleep
-        if self._running:
-            raise RolloutError(
-                f"{len(self._running)} requests are running: put the engine to sleep when none is",
-                code="engine.requests-running",
-            )
+        check_none_running(self._running, "put the engine to sleep")
         if "weights" in chosen:
             self._session.abandon()
         if chosen and not self._closed:
@@ -310,11 +306,7 @@ class SGLangEngine(RolloutEngine):
         """Refuse new weights while requests run or the weights are asleep."""
         if "weights" in self._asleep:
             raise WeightSyncError("the engine's weights are asleep: wake 'weights' first", code="engine.asleep")
-        if self._running:
-            raise WeightSyncError(
-                f"{len(self._running)} requests are running: update weights when none is",
-                code="engine.requests-running",
-            )
+        check_none_running(self._running, "update weights", WeightSyncError)
         self._check_alive()
 
     def _watch(self, action: str) -> CallWatch:

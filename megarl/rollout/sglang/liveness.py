@@ -38,10 +38,7 @@ class SchedulerLiveness:
         self._silent_s, self._checked = 0.0, time.monotonic()
 
     def check(self) -> None:
-        """Set :attr:`lost` if the scheduler is silent for too long.
-
-        Call it at least every :data:`LONGEST_GAP_S` seconds while requests run.
-        """
+        """Set :attr:`lost` after a long silence; call it every :data:`LONGEST_GAP_S` seconds while requests run."""
         now = time.monotonic()
         self._silent_s += min(now - self._checked, LONGEST_GAP_S)
         self._checked = now
@@ -62,11 +59,7 @@ class SchedulerLiveness:
 
 
 class StoppedProcesses:
-    """Finds processes of SGLang that stay stopped during a control call, in which a busy scheduler may be silent.
-
-    Args:
-        timeout_s: seconds after which a stopped process counts as lost.
-    """
+    """Finds processes that stay stopped during a control call, in which a busy scheduler may be silent."""
 
     def __init__(self, backend: SGLangBackend, timeout_s: float) -> None:
         self._backend, self._timeout_s = backend, timeout_s

@@ -371,10 +371,7 @@ def field_names(kind: type) -> list[str]:
 
 
 def request_of(name: str, fields: dict[str, Any]) -> Any:
-    """Create a structure of ``sglang.srt.managers.io_struct`` with the ``fields`` that this version supports.
-
-    Newer versions have fields that older ones lack; none of the dropped fields matters to them.
-    """
+    """Create a structure of ``io_struct`` with the ``fields`` that this version has; older ones need no others."""
     from sglang.srt.managers import io_struct
 
     kind = getattr(io_struct, name)

@@ -127,11 +127,7 @@ class TeacherServers:
         return [next(grades) if row.response else empty for row in rows]
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """Return the texts of tokens by a server's tokenizer; the model computes nothing.
-
-        Raises:
-            TeacherError: the server has no tokenizer, or does not answer.
-        """
+        """Return the texts of tokens by a server's tokenizer, if it has one; the model computes nothing."""
         parts = [ids[start : start + _TEXTS_PER_REQUEST] for start in range(0, len(ids), _TEXTS_PER_REQUEST)]
 
         async def texts(part: Sequence[int]) -> list[str]:
