@@ -101,7 +101,6 @@ class Router:
     Attributes:
         no_replica: the loss of the last replica, while requests wait for another one; None = there are replicas.
         stats: statistics since the opening, or since the last :meth:`take_stats`.
-        finished: number of requests that have ended.
     """
 
     def __init__(

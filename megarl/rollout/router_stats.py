@@ -23,7 +23,6 @@ class RouterStats:
         discarded_tokens: generated tokens of interrupted requests that an engine could not continue and began again.
         served_s: seconds in which each replica was connected.
         idle_while_waiting_s: seconds that replicas were idle while requests waited, over all replicas.
-        runners_lost: agent runners that were lost, with their routers.
     """
 
     lost: dict[int, str] = field(default_factory=dict)

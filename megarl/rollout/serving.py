@@ -24,7 +24,6 @@ class _Client:
     """Requests of one client, and what it has not fetched yet.
 
     Attributes:
-        running: ids of its requests that have not ended.
         ended: completions that it has not fetched.
         failure: error that ended its requests, raised by its next fetch.
     """
@@ -128,7 +127,6 @@ class EngineServer:
         within the call.
 
         Args:
-            client: name of the caller.
             wait_s: seconds to wait for the first completion; without running requests the call returns at once.
 
         Raises:

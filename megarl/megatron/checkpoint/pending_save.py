@@ -113,9 +113,6 @@ class HostSnapshot:
     """A copy of the state in host memory, so that training continues while a thread writes; reused by later saves.
 
     Only one save is in progress at a time, so one such memory is enough.
-
-    Args:
-        device: device of the tensors; for a GPU the memory is page-locked, so that it copies at full speed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -147,9 +144,6 @@ def export_beside(
     engine: MegatronEngine, folder: Path, copy_from: str | Path | None, files: Mapping[str, str]
 ) -> set[str]:
     """Export the model to ``<folder>/huggingface``; communicates.
-
-    Args:
-        copy_from: folder whose tokenizer is copied.
 
     Returns:
         Names of the files, relative to ``folder``, on the rank that wrote them.

@@ -165,9 +165,6 @@ def read_items(runtime: Runtime, folder: Path, metadata: Metadata, items: Sequen
 def check_index(index: Metadata, shapes: Shapes) -> None:
     """Check that an index lists every element of every tensor exactly once, and no other tensor.
 
-    Args:
-        shapes: the tensors that the checkpoint must have.
-
     Raises:
         CheckpointError: names the tensor, and what of it is missing, repeated or outside.
     """

@@ -63,7 +63,6 @@ class MegatronEngine:
         trained_map: map of the parameters that checkpoints contain: all weights, or with LoRA the adapters.
         base: identity of the frozen model under the adapters, on rank 0; None without adapters.
         chunks: Megatron's modules of this rank, wrapped for data parallelism if there is an optimizer.
-        offload_manager: offloads parts between phases; methods onload the parts that they need.
 
     Raises:
         ConfigError: the layout differs from the runtime's, or does not fit the model.

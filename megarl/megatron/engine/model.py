@@ -65,8 +65,6 @@ class PackedModel(GPTModel):
 
         Args:
             part: its number of tokens is a multiple of the tensor-parallel size under sequence parallelism.
-            sequences: the same part, in the form that the layers read.
-            hidden_only: skip the output layer.
 
         Returns:
             Before the last stage hidden states ``[tokens (of this rank), 1, hidden]``. On the last stage, for this
@@ -120,7 +118,6 @@ class StageModel:
 
     Attributes:
         chunks: chunks of layers in order; more than one only for an interleaved schedule.
-        frequencies: rotary frequencies, on the device.
         rotation_factor: factor on the rotated dimensions, for ``frequencies``.
         window_frequencies: those of layers with sliding-window attention, on the device; None = the same.
         conv_width: width of the convolution of gated delta net layers; 0 without such layers.
@@ -239,7 +236,6 @@ def decoder_spec(
     """Build the specification of one chunk of the decoder, for ``GPTModel``.
 
     Args:
-        layers: global indices of the chunk's layers.
         adapted: linear layers get adapters, which read their inputs: no norm is part of a linear layer, and the experts
             of a rank are separate layers.
     """

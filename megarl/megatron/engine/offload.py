@@ -33,7 +33,6 @@ class Offloader:
         keep: keep the contents in host memory; otherwise the storages return filled with zeros.
 
     Attributes:
-        host: host memory of the contents.
         is_offloaded: whether the tensors have no memory on the device now.
     """
 
@@ -215,9 +214,6 @@ class OffloadManager:
         Args:
             return_cached: call ``torch.cuda.empty_cache``. Other processes of the device, such as a rollout engine that
                 wakes, can only use the driver's memory.
-
-        Returns:
-            Released device bytes of each part.
         """
         if GRAD in self._offloaders and not self._offloaders[GRAD].is_offloaded and self._optimizer is not None:
             self._optimizer.megatron.zero_grad()  # main parameters' gradients are views of the buffers

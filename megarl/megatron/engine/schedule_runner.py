@@ -132,8 +132,6 @@ class ScheduleRunner:
         Args:
             micro_batches: the same on each rank of a pipeline; at least one.
             read: converts the output of the last stage's model.
-            clean_up: drops references to activations after an interrupted pass.
-            hidden_only: the model returns its final hidden states.
 
         Returns:
             Results of ``read`` on the last stage, in order.

@@ -195,15 +195,7 @@ def window_attention(query: Tensor, key: Tensor, value: Tensor, window: int, sca
     Every chunk of queries needs only the keys from one window before it: time and memory grow with the number of
     tokens, not with its square.
 
-    Args:
-        query: ``[sequences, heads, tokens, head_dim]``, of the last tokens.
-        key: ``[sequences, key-value heads, all tokens, head_dim]``.
-        value: like ``key``; its last dimension may differ.
-        window: tokens that a token attends to, itself included.
-        scale: of the scores; None = ``head_dim ** -0.5``.
-
-    Returns:
-        ``[sequences, heads, tokens, value's last dimension]``.
+    The arguments are those of :func:`causal_attention`; ``window`` counts the token itself.
     """
     count, seen = query.shape[2], key.shape[2]
     outputs = []

@@ -113,8 +113,6 @@ def vocab_parallel_outputs(
         targets: ``[n]`` int64 token ids below ``vocab_size``, the same on every rank.
         vocab_size: real size of the vocabulary; later columns are padding and get no probability.
         temperature: divisor of the logits; must be positive.
-        with_entropy: also compute the entropy.
-        with_sum_pi_squared: also compute the sum of the squared probabilities.
         reference: also compute the KL to this distribution, at the same temperature.
         ids: also compute the log-probabilities of these tokens at each position, ``[n, k]`` int64, distinct and below
             ``vocab_size``, the same on every rank.

@@ -135,7 +135,6 @@ class ExpertRouter(nn.Module):
         weight: ``[experts, hidden]``, on every rank.
         bias: ``[experts]``, likewise; None without one.
         expert_bias: ``[experts]`` float32 if the family has a correction bias; never trained.
-        lora: low-rank adapter of the logits; None without one.
         state: loads, losses and routes of the current pass; None outside of an engine.
     """
 
@@ -170,7 +169,6 @@ class ExpertRouter(nn.Module):
 
         Args:
             hidden: ``[tokens, 1, hidden]``.
-            padding_mask: ignored: there is no padding.
 
         Returns:
             Weights ``[tokens, experts]`` float32, 0 for experts that were not selected, and a bool mask of the selected

@@ -83,7 +83,6 @@ class OutputOptions(NamedTuple):
         top: also find as many most probable tokens per position, without gradients; 0 = none.
         vocab_size: all distributions are over the tokens with smaller ids, as for a teacher whose output layer has more
             tokens than the student's; None = the model's vocabulary.
-        with_sum_pi_squared: also compute the sum of the squared probabilities, without gradients.
         teacher_heads: the teachers' output layers, to compute the exact KL of each token to its teacher, like
             ``ref_head`` and without it; by the column :data:`~megarl.megatron.layers.logprobs.TEACHER_HIDDEN`, and with
             several teachers :data:`~megarl.megatron.layers.logprobs.TEACHER_NUMBER`.
@@ -178,7 +177,6 @@ def mean_of_rows(
 
     Args:
         hidden: ``[this rank's response tokens, hidden]``.
-        micro_batch: the whole micro-batch, on the device of ``hidden``.
 
     Returns:
         ``[rows, hidden]`` float32, the same on every rank of the group; zeros for a row without marked tokens.

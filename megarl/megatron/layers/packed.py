@@ -188,8 +188,6 @@ class _Store:
     """Storage positions of each row's parts: group after group, a group's prompt before its responses.
 
     Attributes:
-        prompts: tokens of each row's prompt.
-        responses: tokens of each row's response.
         order: rows by the length of their sequence, the order of whole sequences.
         families: rows with one prompt, in the order of their first.
         prompt_at: index of the first prompt token of each row.

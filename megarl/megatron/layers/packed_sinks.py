@@ -25,7 +25,6 @@ class PackedFlashKernel:
         query_ends: ``[sequences + 1]`` int32, cumulative numbers of queries, from 0.
         key_ends: the same of keys.
         longest: largest numbers of queries and of keys of a sequence.
-        scale: of the scores.
         window: tokens that a token attends to, itself included; None = all earlier ones.
     """
 

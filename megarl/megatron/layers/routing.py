@@ -108,8 +108,6 @@ class RoutingPass:
     """One run of the schedule over micro-batches.
 
     Attributes:
-        trains: the pass has a backward.
-        records: routers keep their routes.
         sequences: sequences of the mini-batch, over all data-parallel ranks; for :class:`BalanceLosses`.
     """
 
@@ -221,8 +219,6 @@ class Routing:
         chunks: unwrapped modules of this rank's chunks of layers.
 
     Attributes:
-        balance: losses on the routers' logits.
-        run: the current pass.
         current: tokens of the micro-batch whose forward pass runs.
         sharers: ranks that divide the tokens of a sequence.
     """

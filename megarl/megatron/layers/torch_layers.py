@@ -83,9 +83,6 @@ class RMSNormOverHeads(nn.Module):
 
     Ranks sum the squares of their heads, and in the backward their products with the gradient. Every rank has the whole
     weight and uses the part of its heads: Megatron sums the gradients of the norms on queries and keys over the ranks.
-
-    Args:
-        heads: heads of all ranks.
     """
 
     def __init__(self, config: TransformerConfig, heads: int, hidden_size: int, eps: float) -> None:

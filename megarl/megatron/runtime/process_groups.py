@@ -53,7 +53,6 @@ class Runtime:
     """One process's rank, device and process groups.
 
     Attributes:
-        rank: rank in the role.
         tp_group: tensor-parallel ranks, which share each layer with this one.
         pp_group: the pipeline of this rank's stage.
         dp_group: data-parallel ranks: same weights, other rows.

@@ -104,8 +104,6 @@ class CallWatch:
     """Ends a wait for SGLang that is too long or would never end.
 
     Args:
-        action: name of the call, for errors.
-        timeout_s: maximum seconds to wait from now on.
         failure: returns the reason why SGLang will never finish the call, or None.
     """
 

@@ -45,7 +45,6 @@ class HttpBackend:
 
     Args:
         url: URL of the server, such as ``http://10.0.0.3:30000``.
-        api_key: key that the server demands; all requests carry it.
         process: process of the server, if this process started it.
     """
 

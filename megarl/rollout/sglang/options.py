@@ -111,7 +111,6 @@ class EngineNodes:
     Attributes:
         hosts: address of each node; the front end is on the first one.
         port: port of the rendezvous store on the first node.
-        number: number of this node.
     """
 
     hosts: tuple[str, ...]

@@ -248,7 +248,6 @@ class WeightSession(ReplicaReceiver):
         """Send a command to every rank and return the replies.
 
         Args:
-            action: method of the loader.
             arguments: its arguments by rank.
 
         Raises:
