@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -64,7 +63,10 @@ def engine_options(
     if pending_bytes is None or options.is_cpu or options.url is not None or FRACTION in sglang.server_args:
         return options
     fraction = fraction_beside_training(
-        _free_memory([options.device_of(rank) for rank in range(options.local_ranks)]),
+        [
+            FreeMemory(*torch.cuda.mem_get_info(torch.device(options.device_of(rank))))
+            for rank in range(options.local_ranks)
+        ],
         pending_bytes,
         keeps_memory=not rollout.free_cache_engine,
     )
@@ -87,7 +89,3 @@ def _server_key(sglang: SGLangConfig) -> str:
             code="sglang.api-key-unset",
         )
     return value
-
-
-def _free_memory(devices: Sequence[str]) -> list[FreeMemory]:
-    return [FreeMemory(*torch.cuda.mem_get_info(torch.device(device))) for device in devices]

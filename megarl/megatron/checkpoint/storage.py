@@ -106,7 +106,11 @@ class ItemWriter:
         is_first = self._runtime.rank == 0
         self._planner.set_up_planner({}, is_coordinator=is_first)
         self._storage.set_up_storage_writer(is_first)
-        local_plan = all_ranks_or_raise(self._runtime, self._local_plan, self._doing)
+
+        def plan_locally() -> SavePlan:
+            return self._storage.prepare_local_plan(self._planner.create_local_plan())
+
+        local_plan = all_ranks_or_raise(self._runtime, plan_locally, self._doing)
         plan = gather_apply_scatter(self._runtime, local_plan, self._global_plans, self._doing)
         self._plan = self._planner.finish_plan(plan)
 
@@ -133,9 +137,6 @@ class ItemWriter:
             return [None] * len(results)
 
         gather_apply_scatter(self._runtime, self._results, write_index, self._doing)
-
-    def _local_plan(self) -> SavePlan:
-        return self._storage.prepare_local_plan(self._planner.create_local_plan())
 
     def _global_plans(self, plans: list[SavePlan]) -> list[SavePlan]:
         plans, self._metadata = self._planner.create_global_plan(plans)

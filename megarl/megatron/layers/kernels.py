@@ -83,29 +83,22 @@ def kernels(model: ModelConfig, device: torch.device, dtype: torch.dtype, *, tra
 
 def delta_rule_kernel(device: torch.device, dtype: torch.dtype) -> Callable[..., Any] | None:
     """Select the kernel of the delta rule: flash-linear-attention's on a GPU in half precision; None = torch's."""
-    return fla_delta_rule() if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) else None
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    return installed_kernel("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
 
 
 def convolution_kernel(device: torch.device) -> Callable[..., Any] | None:
     """Select the kernel of causal convolutions: that of causal-conv1d on a GPU; None = torch's."""
-    return packed_convolution() if device.type == "cuda" else None
+    return installed_kernel("causal_conv1d", "causal_conv1d_fn") if device.type == "cuda" else None
 
 
 @functools.cache
-def fla_delta_rule() -> Callable[..., Any] | None:
-    """Return flash-linear-attention's delta rule over packed sequences; None without the package."""
-    if importlib.util.find_spec("fla") is None:
+def installed_kernel(module: str, function: str) -> Callable[..., Any] | None:
+    """Return a function of an optional package; None without the package."""
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
         return None
-    kernel: Callable[..., Any] = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    return kernel
-
-
-@functools.cache
-def packed_convolution() -> Callable[..., Any] | None:
-    """Return the causal convolution of the package causal-conv1d; None without the package."""
-    if importlib.util.find_spec("causal_conv1d") is None:
-        return None
-    kernel: Callable[..., Any] = importlib.import_module("causal_conv1d").causal_conv1d_fn
+    kernel: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return kernel
 
 

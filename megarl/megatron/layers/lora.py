@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -343,22 +343,13 @@ def initial_a(adapter_map: AdapterMap, param: LocalParam) -> Tensor:
         generator = torch.Generator().manual_seed(derive_seed(options.seed, piece.hf_name))
         rows, columns = shapes[piece.hf_name]
         whole = torch.empty(rows, columns)
-        draw = _DRAWS[options.initial_a]
-        draw(whole, generator)
+        if options.initial_a == "kaiming":
+            bound = 1 / math.sqrt(columns)
+            whole.uniform_(-bound, bound, generator=generator)
+        else:  # xavier
+            whole.normal_(0, math.sqrt(2 / (rows + columns)), generator=generator)
         result[piece.at[0] : piece.at[0] + rows] = whole[:, piece.start[1] : piece.stop[1]]
     return result
-
-
-def _kaiming(values: Tensor, generator: torch.Generator) -> None:
-    bound = 1 / math.sqrt(values.shape[1])
-    values.uniform_(-bound, bound, generator=generator)
-
-
-def _xavier(values: Tensor, generator: torch.Generator) -> None:
-    values.normal_(0, math.sqrt(2 / sum(values.shape)), generator=generator)
-
-
-_DRAWS: Mapping[str, Callable[[Tensor, torch.Generator], None]] = {"kaiming": _kaiming, "xavier": _xavier}
 
 
 def _adapt_output(layer: Any, args: tuple[Tensor, ...], output: Any) -> Any:

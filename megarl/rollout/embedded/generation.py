@@ -233,7 +233,11 @@ class ContinuousBatcher:
         """Fill free slots from the queue, then decode one token of every running sequence; return finished requests."""
         free = self._cache.slots - self._size
         if self._queue and (free >= max(1, int(self._cache.slots * REFILL_SHARE)) or not self._size):
-            self._refill(free)
+            groups = self._queue.take(free, may_split=not self._size)
+            if groups and self._prefix is None:
+                self._prefix = self._compute_prefix(groups)
+            for run in within_budget(groups, self._queue.prefix_length, self._prompt_tokens):
+                self._start(run, self._prefix or [])
         if self._size:
             self._step()
         ended, self._ended = self._ended, []
@@ -251,13 +255,6 @@ class ContinuousBatcher:
             dropped += self._ended
             self._ended = []
         return dropped
-
-    def _refill(self, free: int) -> None:
-        groups = self._queue.take(free, may_split=not self._size)
-        if groups and self._prefix is None:
-            self._prefix = self._compute_prefix(groups)
-        for run in within_budget(groups, self._queue.prefix_length, self._prompt_tokens):
-            self._start(run, self._prefix or [])
 
     def _compute_prefix(self, groups: Sequence[PromptGroup[Request]]) -> list[Tensor]:
         """Compute keys and values of the prefix of all waiting prompts in a free slot."""
