@@ -231,13 +231,16 @@ def test_packed_kernel_equals_one_call_per_length(monkeypatch: pytest.MonkeyPatc
     assert bound.arguments["window_size"] == (-1, 0) and bound.arguments["max_q"] == bound.arguments["max_k"] == 5
 
 
-@pytest.mark.parametrize(("value_dim", "attention"), [(16, "torch's varlen_attn"), (8, "torch's, length by length")])
+@pytest.mark.parametrize(
+    ("nope", "value_dim", "attention"),
+    [(8, 16, "torch's varlen_attn"), (8, 8, "torch's, length by length"), (312, 320, "torch's, length by length")],
+)
 def test_attention_is_described_by_the_widths_of_its_heads(
-    monkeypatch: pytest.MonkeyPatch, value_dim: int, attention: str
+    monkeypatch: pytest.MonkeyPatch, nope: int, value_dim: int, attention: str
 ) -> None:
     """Latent attention may have wider keys than values, which torch's packed kernel does not accept."""
     monkeypatch.setattr("megatron.core.extensions.transformer_engine.HAVE_TE", False)
-    sizes = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": value_dim}
+    sizes = {"qk_nope_head_dim": nope, "qk_rope_head_dim": 8, "v_head_dim": value_dim}
     model = model_config(**MODELS["deepseek_v3"] | sizes)
     assert kernels.kernels(model, torch.device("cuda"), torch.bfloat16, trains=False).attention == attention
 

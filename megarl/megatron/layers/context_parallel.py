@@ -184,17 +184,8 @@ class MicroBatchPart:
 
     def to(self, device: torch.device) -> MicroBatchPart:
         """Copy the tensors to ``device``."""
-        return replace(
-            self,
-            tokens=copy_to(self.tokens, device),
-            positions=copy_to(self.positions, device),
-            ends=copy_to(self.ends, device),
-            read_at=copy_to(self.read_at, device),
-            targets=copy_to(self.targets, device),
-            local_indices=copy_to(self.local_indices, device),
-            sources=copy_to(self.sources, device),
-            shared=None if self.shared is None else self.shared.to(device),
-        )
+        moved: dict[str, Any] = {name: copy_to(t, device) for name, t in vars(self).items() if isinstance(t, Tensor)}
+        return replace(self, **moved, shared=None if self.shared is None else self.shared.to(device))
 
     def runs(self) -> tuple[tuple[int, int], ...]:
         """Return the runs of neighbouring whole sequences of equal length: (number of sequences, their length)."""

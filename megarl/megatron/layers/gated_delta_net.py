@@ -164,8 +164,9 @@ def in_rule_kernel(
 ) -> Tensor:
     """Compute the delta rule in flash-linear-attention's kernel.
 
-    query: see :func:`~megarl.models.delta_rule.chunked_delta_rule` for this and the next ones.
-    ends: ``[sequences + 1]`` int32, cumulative sums of the sequences' lengths, from 0.
+    Args:
+        query: see :func:`~megarl.models.delta_rule.chunked_delta_rule` for this and the next ones.
+        ends: ``[sequences + 1]`` int32, cumulative sums of the sequences' lengths, from 0.
     """
     shared = value.shape[1] // key.shape[1]
     # Earlier releases need as many keys as values.

@@ -79,7 +79,7 @@ class RankTurns:
         _get_default_store().set(f"{self._key}/failed", reason)
 
     def wait(self) -> None:
-        """Wait for the next turn of this rank, not 0; raises if rank 0 failed, or gave none within the longest wait."""
+        """Wait for this rank's next turn; raises if rank 0 failed, or gave none within the longest wait."""
         self._taken += 1
         store, key = _get_default_store(), f"{self._key}/{self._rank}/{self._taken}"
         self._barrier.wait_for_key(store, key, f"{self._key}/failed")
