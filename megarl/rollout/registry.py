@@ -63,11 +63,6 @@ def register_engine(
     return register
 
 
-def known_engines() -> list[str]:
-    """Return the names of all engines, sorted."""
-    return list(ENGINES)
-
-
 def create_engine(name: str, model_path: str, options: EngineOptions | None = None) -> RolloutEngine:
     """Build an engine for the model in a folder; it is stale and no weight is read.
 

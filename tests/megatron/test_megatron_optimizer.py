@@ -116,7 +116,7 @@ def steps_with_a_fault(place: Place, path: Path, setup: Setup, fault: str, param
             if results[-1].skipped:
                 report = built.explain_skip(lambda number, row: f"{where.dp}/{number}/{row}")
             changed.append(any((before[name] != now).any() for name, now in built.weights.named().items()))
-        return Faulty(results, changed, built.learning_rate, report)
+        return Faulty(results, changed, built.optimizer.next_lr, report)
 
 
 EXPERT = "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"

@@ -275,4 +275,4 @@ def _offloaded_parts(place: Place) -> tuple[str, ...]:
 
 
 def _next_lr(place: Place) -> float:
-    return _held[0].engine.learning_rate
+    return _held[0].engine.optimizer.next_lr

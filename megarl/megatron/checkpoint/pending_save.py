@@ -119,11 +119,6 @@ class HostSnapshot:
         self._device = device
         self._buffer = HostBuffer(device)
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the memory in bytes."""
-        return self._buffer.nbytes
-
     def take(self, items: Sequence[Item]) -> list[Item]:
         """Copy items that are on the device; the copies are valid until the next call. Offloaded items are kept."""
         resident = [item for item in items if not item.memory.is_offloaded]

@@ -391,11 +391,6 @@ class MegatronEngine:
         """Whether micro-batches may store a shared prompt once; not with context parallelism."""
         return self.runtime.layout.cp == 1
 
-    @property
-    def learning_rate(self) -> float:
-        """Learning rate of the next optimizer step."""
-        return self._need_optimizer().next_lr
-
     def all_reduce_dp(self, tensor: Tensor) -> Tensor:
         """Sum ``tensor`` over the data-parallel ranks, on the tensor's device; communicates."""
         total = tensor.to(self.runtime.device, copy=True)

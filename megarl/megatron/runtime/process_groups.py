@@ -58,9 +58,7 @@ class Runtime:
         dp_group: data-parallel ranks: same weights, other rows.
         cp_group: context-parallel ranks, which share each sequence with this one.
         dp_cp_group: all ranks with the same weights.
-        ep_group: expert-parallel ranks, which divide the experts with this one.
         etp_group: expert-tensor-parallel ranks, which share each expert with this one.
-        edp_group: ranks with the same experts.
         barrier: waits without a time limit of collectives.
     """
 
@@ -72,9 +70,7 @@ class Runtime:
     dp_group: dist.ProcessGroup = field(repr=False)
     cp_group: dist.ProcessGroup = field(repr=False)
     dp_cp_group: dist.ProcessGroup = field(repr=False)
-    ep_group: dist.ProcessGroup = field(repr=False)
     etp_group: dist.ProcessGroup = field(repr=False)
-    edp_group: dist.ProcessGroup = field(repr=False)
     barrier: StoreBarrier = field(repr=False)
 
     @property
@@ -159,9 +155,7 @@ def init_runtime(
         dp_group=parallel_state.get_data_parallel_group(),
         cp_group=parallel_state.get_context_parallel_group(),
         dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
-        ep_group=parallel_state.get_expert_model_parallel_group(),
         etp_group=parallel_state.get_expert_tensor_parallel_group(),
-        edp_group=parallel_state.get_expert_data_parallel_group(),
         barrier=StoreBarrier(rank, world_size),
     )
 

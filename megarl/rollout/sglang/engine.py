@@ -121,11 +121,6 @@ class SGLangEngine(RolloutEngine):
         return self._session.version < 0
 
     @property
-    def closed(self) -> bool:
-        """Whether the engine was shut down."""
-        return self._closed
-
-    @property
     def url(self) -> str | None:
         """URL of its server, which other engines can use too; None in process."""
         return getattr(self._backend, "url", None)
