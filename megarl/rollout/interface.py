@@ -241,7 +241,6 @@ class EngineOptions:
     Attributes:
         dtype: dtype of weights and activations, ``float32`` or ``bfloat16``.
         device: ``cpu``, ``cuda`` or ``cuda:<n>``.
-        tensor_parallel_size: devices that hold one copy of the weights.
         max_num_seqs: maximum number of running sequences; further requests wait in a queue.
         max_model_len: maximum tokens of prompt and response; None = the model's ``max_position_embeddings``.
         eos_token_ids: tokens that end every sequence; None = those of the model folder and its tokenizer.

@@ -64,8 +64,6 @@ class _Connection:
     """Connection to one replica.
 
     Attributes:
-        inbox: requests that it has not got yet.
-        aborted: ids of requests to abort.
         has_calls: set if there is something to send.
         accepted: set if it has got requests.
         pump: sends and receives; None before the router is entered.

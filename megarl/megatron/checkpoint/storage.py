@@ -83,11 +83,7 @@ def items_of(
 
 
 class ItemWriter:
-    """Writes the blocks of all ranks in three steps; only the second may run during training.
-
-    Args:
-        shapes: all tensors of the checkpoint, which the items of all ranks must cover.
-    """
+    """Writes blocks, of all tensors of ``shapes``, in three steps; only the second may run during training."""
 
     def __init__(self, runtime: Runtime, folder: Path, items: Sequence[Item], shapes: Shapes) -> None:
         self._runtime = runtime

@@ -192,20 +192,12 @@ class MegatronEngine:
             self.weights.export(writer)
 
     def copy_weights(self, reuse: HostCopy | None = None) -> HostCopy:
-        """Copy this rank's weights to host memory, for :meth:`swapped_weights`; may communicate.
-
-        Args:
-            reuse: an earlier copy, whose memory the new one takes; None = new memory.
-        """
+        """Copy this rank's weights to host memory, or over ``reuse``, for :meth:`swapped_weights`; may communicate."""
         self.weights.gather_pending()
         return self.offload_manager.copy_weights(reuse)
 
     def swapped_weights(self, copy: HostCopy) -> AbstractContextManager[None]:
-        """Swap in the weights of ``copy`` within the context; the optimizer must not step in it.
-
-        Raises:
-            ValueError: the copy is of another model.
-        """
+        """Swap in the weights of ``copy`` within the context, in which the optimizer must not step."""
         self._runner.gather_weights()
         return self.offload_manager.swapped_weights(copy)
 
@@ -378,11 +370,7 @@ class MegatronEngine:
             return result
 
     def explain_skip(self, describe: Callable[[int, int], str]) -> SkipReport:
-        """Report the reason of the last skipped step, the same on every rank; communicates.
-
-        Args:
-            describe: names a sample by its micro-batch's index, in the order of the last call, and its row there.
-        """
+        """Report why the last step was skipped, the same on every rank; ``describe`` names a sample. Communicates."""
         with cuda_on_cpu.active():
             return skip_report(self._faults.findings(self.weights.parameters(), describe))
 

@@ -55,14 +55,7 @@ class StepResult(NamedTuple):
 
 
 class Optimizer:
-    """Wrapper of Megatron's optimizer.
-
-    Args:
-        dtype: of the weights; with bfloat16 the optimizer keeps float32 copies.
-
-    Attributes:
-        steps: number of optimizer steps; the whole state of the schedule.
-    """
+    """Wrapper of Megatron's optimizer; ``steps``, the number of optimizer steps, is the whole state of the schedule."""
 
     def __init__(self, chunks: Sequence[Any], options: OptimizerOptions, dtype: torch.dtype) -> None:
         self.options = options
@@ -98,13 +91,7 @@ class Optimizer:
         return learning_rate(self.steps, self.options)
 
     def step(self, loss: Tensor) -> StepResult:
-        """Clip and apply the gradients.
-
-        Skips the step on every rank if a loss or gradient of any rank is not finite.
-
-        Args:
-            loss: this rank's loss, a scalar; only its finiteness is used.
-        """
+        """Clip and apply the gradients; skip the step on every rank if any rank's loss or gradient is not finite."""
         lr = self.next_lr
         self.megatron.prepare_grads()
         grad_norm = float(self.megatron.get_grad_norm())
@@ -155,12 +142,9 @@ def state_shards(
     params: Mapping[str, nn.Parameter],
     zeros_like: Callable[[Tensor], Tensor] = torch.zeros_like,
 ) -> dict[str, StateShard]:
-    """Return the optimizer state of this rank's parameters by name; without those it holds no state of.
+    """Return the optimizer state of the parameters that this rank owns, by name; its tensors may be offloaded.
 
     Creates state that does not exist before the first step: zeros, as the first step would.
-
-    Args:
-        optimizer: the optimizer of this rank; its tensors may be offloaded.
     """
     shards = {}
     for name, param in params.items():

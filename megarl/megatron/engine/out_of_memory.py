@@ -47,11 +47,7 @@ class DeviceMemoryError(MegarlError):
 
 
 class OutOfMemoryVote:
-    """Lets the ranks of a role agree after each pass whether one of them ran out of memory.
-
-    Args:
-        enabled: vote after each pass; costs one small collective. Otherwise no pass can be repeated.
-    """
+    """Lets all ranks agree after each pass whether one ran out of memory; no pass is repeated unless ``enabled``."""
 
     def __init__(self, runtime: Runtime, *, enabled: bool) -> None:
         self._runtime = runtime

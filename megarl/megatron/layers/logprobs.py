@@ -71,17 +71,7 @@ class ReferenceHead(NamedTuple):
 
 
 class TokenOutputs(NamedTuple):
-    """Outputs for each target token; equal on all ranks of the group.
-
-    Attributes:
-        log_probs: log-probability of the target, ``[n]`` float32.
-        entropy: entropy of the distribution in nats, ``[n]`` float32; None if not requested.
-        is_argmax: whether no token has a higher probability than the target, ``[n]`` bool.
-        ref_kl: exact KL from policy to reference in nats, ``[n]`` float32; None if not requested.
-        ids_log_probs: log-probabilities of further tokens, ``[n, k]`` float32; None if not requested.
-        sum_pi_squared: sum of the squared probabilities of all tokens, ``[n]`` float32, without gradients; None if not
-            requested.
-    """
+    """Outputs of each target, as in ``PolicyOutputs``, ``[n]`` or ``[n, k]``; equal on all ranks of the group."""
 
     log_probs: Tensor
     entropy: Tensor | None

@@ -85,10 +85,7 @@ def mark_experts(module: nn.Module, layout: ParallelLayout) -> None:
     Megatron sets the mark only if experts are divided, not if expert and dense layers have different tensor-parallel
     sizes. Without it Megatron would sum gradients over the wrong ranks. Biases of experts are marked like their
     weights: Megatron would sum their gradients over tensor-parallel ranks, which have other tokens or experts, and
-    count them in the gradient norm on the first of these ranks only.
-
-    Args:
-        module: a chunk of the model, before it is wrapped for data parallelism.
+    count them in the gradient norm on the first of these ranks only. Call this before the chunk is wrapped.
     """
     for name, param in module.named_parameters():
         if ".mlp.experts." not in name:
@@ -104,10 +101,7 @@ def drop_autograd_graphs(module: nn.Module) -> None:
     """Drop the last micro-batch's autograd graph, which Megatron's dispatchers keep.
 
     The graph refers to the model through memory of torch that Python's garbage collector cannot see. With it the model,
-    its process groups and their threads would never be freed.
-
-    Args:
-        module: a chunk of the model, after its backward pass.
+    its process groups and their threads would never be freed. Call this after the backward pass.
     """
     for layer in module.modules():
         dispatcher = getattr(layer, "token_dispatcher", None)

@@ -154,14 +154,7 @@ class RouteTable:
         self._table[lane, : len(routes)] = routes
 
     def store(self, lanes: Tensor, positions: Tensor, routes: Tensor, width: int) -> None:
-        """Store the routes of one token of each lane.
-
-        Args:
-            lanes: ``[tokens]``.
-            positions: ``[tokens]``.
-            routes: ``[tokens, expert layers, per token]``.
-            width: number above every position.
-        """
+        """Store ``routes [tokens, expert layers, per token]`` of one token per lane, at positions below ``width``."""
         self._widen(width)
         self._table[lanes, positions] = routes
 

@@ -80,10 +80,7 @@ class KVCache:
         return self.window is not None and self.window.layers[layer]
 
     def fit(self, length: int, used: int) -> None:
-        """Set the width to hold ``length`` tokens per slot; the first ``used`` slots keep their tokens.
-
-        Moving the tokens takes as long as a few steps, so the width shrinks only by a quarter or more.
-        """
+        """Fit the width to ``length`` tokens, keeping the first ``used`` slots; it shrinks by a quarter or more."""
         width = min(self.length, -(-length // self._multiple) * self._multiple)
         if 3 * self.width <= 4 * width and width <= self.width:
             return

@@ -101,11 +101,7 @@ class SGLangBackend(Protocol):
 
 
 class CallWatch:
-    """Ends a wait for SGLang that is too long or would never end.
-
-    Args:
-        failure: returns the reason why SGLang will never finish the call, or None.
-    """
+    """Ends a wait for SGLang that is too long, or will never end for the reason that ``failure`` returns."""
 
     def __init__(self, action: str, timeout_s: float, failure: Callable[[], str | None] = lambda: None) -> None:
         self._action, self._timeout_s, self._failure = action, timeout_s, failure

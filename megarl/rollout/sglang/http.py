@@ -41,12 +41,7 @@ _INVALID = (400, 413, 422)
 
 
 class HttpBackend:
-    """Client of a running server.
-
-    Args:
-        url: URL of the server, such as ``http://10.0.0.3:30000``.
-        process: process of the server, if this process started it.
-    """
+    """Client of a server; ``process`` is that of the server if this process started it."""
 
     def __init__(
         self, url: str, api_key: str, loop: RequestLoop, process: subprocess.Popen[bytes] | None = None

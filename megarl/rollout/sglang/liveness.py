@@ -18,14 +18,7 @@ LONGEST_GAP_S = 2.0
 
 
 class SchedulerLiveness:
-    """Asks SGLang's scheduler for a response while requests run and none ends, and reports its silence.
-
-    Args:
-        timeout_s: seconds without a response after which the scheduler counts as lost. It is asked after a quarter.
-
-    Attributes:
-        lost: the reason why the scheduler counts as lost; None while it responds.
-    """
+    """Asks SGLang's scheduler for a response while no request ends; sets :attr:`lost`, the reason, if it is silent."""
 
     def __init__(self, backend: SGLangBackend, loop: RequestLoop, timeout_s: float) -> None:
         self._backend, self._loop, self._timeout_s = backend, loop, timeout_s

@@ -106,12 +106,7 @@ SHIM = Path(__file__).parent / "cpu_shim"
 
 @dataclass(frozen=True)
 class EngineNodes:
-    """The nodes of an SGLang whose ranks are on several nodes.
-
-    Attributes:
-        hosts: address of each node; the front end is on the first one.
-        port: port of the rendezvous store on the first node.
-    """
+    """Nodes of one SGLang; the front end, and the store at ``port``, are on the first host."""
 
     hosts: tuple[str, ...]
     port: int
@@ -126,20 +121,13 @@ class EngineNodes:
 
 @dataclass(frozen=True)
 class SGLangOptions(EngineOptions):
-    """Options of :class:`megarl.rollout.sglang.engine.SGLangEngine`.
+    """Options of SGLang; those without a line here are keys of :class:`megarl.config.schema.rollout.SGLangConfig`.
 
     Attributes:
-        mode: ``in_process`` runs SGLang's front end in the caller's process (one engine per process, and no running
-            event loop in the same thread); ``http`` starts a server.
+        mode: ``in_process`` has one engine per process, and no running event loop in the same thread.
         url: URL of a running server, which the engine does not end; implies ``mode=http``.
         api_key: key that the server demands; None = a random one for a started server.
         port: its port; 0 = a free one.
-        server_args: further fields of SGLang's ``ServerArgs``; fields that the engine sets are refused.
-        deterministic: SGLang's deterministic mode, in which a request's seed determines its tokens. None = on a CPU
-            only: it is slower on a GPU. Without it SGLang draws all requests from one generator.
-        stop_strings: whether requests may have stop strings; SGLang then loads the tokenizer and decodes every
-            response. None = if the folder has a tokenizer.
-        call_timeout_s: timeout of calls that move weights or memory, in seconds.
         health_timeout_s: seconds after which a scheduler counts as lost that does not respond while requests run, or
             whose process is stopped during a call.
         nodes: nodes of the ranks, with equal numbers of ranks; None = all are on this node.

@@ -84,14 +84,7 @@ class TokenGrades(NamedTuple):
 
 
 class TeacherServers:
-    """Client of the servers of a teacher, which all have the same model.
-
-    Args:
-        key: config key of the teacher, for errors.
-
-    Raises:
-        TeacherError: the environment variable with the API key is not set.
-    """
+    """Client of a teacher's servers, which all have one model; ``key`` is the teacher's config key."""
 
     def __init__(self, key: str, config: TeacherServerConfig) -> None:
         self.key, self.config = key, config
