@@ -120,7 +120,9 @@ def vocab_parallel_outputs(
 
 
 class TopTokens(NamedTuple):
-    """The most probable tokens of each distribution, by descending probability, ``[n, k]`` int32 and float32."""
+    """The most probable tokens by descending probability, int32 ids and float32 log-probs ``[n, k]``; equal on all
+    ranks.
+    """
 
     ids: Tensor
     log_probs: Tensor

@@ -30,7 +30,7 @@ NAN_STOP = "NaN happened"
 
 
 class ControlCall(NamedTuple):
-    """A structure of ``sglang.srt.managers.io_struct``, None without arguments, and a path of the HTTP server."""
+    """A control call: a structure of ``sglang.srt.managers.io_struct`` (None = no request), and its HTTP path."""
 
     request: str | None
     path: str

@@ -358,7 +358,7 @@ def field_names(kind: type) -> list[str]:
 
 
 def request_of(name: str, fields: dict[str, Any]) -> Any:
-    """Create a structure of ``io_struct`` with the ``fields`` that this version has; older ones need no others."""
+    """Create a structure of ``io_struct`` with the ``fields`` of this version; an older one needs no others."""
     from sglang.srt.managers import io_struct
 
     kind = getattr(io_struct, name)
